@@ -1,0 +1,66 @@
+# make check                      judge solution and torch against the specification
+# make check IMPL=path/to/mine.py judge yours
+# make test                       rig tests, the specification on solution, impostors: everything
+# make demo                       train on real text: baseline, then two ranks, curves side by side
+# make lint | bench | clean       what the names say
+#
+# Each works as the first command on a fresh clone with nothing but Python, pip and make: the
+# environment (.venv) is built when there is none, and brought up to date when pyproject.toml changed.
+#
+# PYTHON=python3.12   another interpreter for .venv (3.11 or newer)
+# PIP_ARGS=...        for pip install, e.g. --extra-index-url https://download.pytorch.org/whl/cpu
+# ARGS=...            for the command itself, e.g. make check ARGS="--clause 'ddp.*' --level production"
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+IMPL ?=
+ARGS ?=
+BENCH ?= rig ddp
+
+# Two threads per rank on two cores make a small step twenty times slower: one each, always.
+export OMP_NUM_THREADS := 1
+
+.PHONY: check test demo lint bench clean env env-dev
+.DEFAULT_GOAL := check
+
+check: env
+	$(PY) -m spec_tests $(if $(IMPL),--impl "$(IMPL)",--impl solution --impl torch) --report outputs/report $(ARGS)
+
+test: env
+	$(PY) -m pytest $(ARGS)
+
+demo: env
+	$(PY) -m solution.demo $(ARGS)
+
+lint: env-dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
+
+bench: env
+	for name in $(BENCH); do $(PY) -m spec_tests.benchmarks $$name $(ARGS) || exit 1; done
+
+clean:
+	rm -rf $(VENV) outputs build dist *.egg-info
+	rm -rf .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+env: $(VENV)/.stamp-test
+env-dev: env $(VENV)/.stamp-dev
+
+# A stamp is touched last, so an interrupted build is taken up again.
+$(VENV)/.stamp-test: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "expected Python 3.11 or newer, got $$($(PYTHON) --version 2>&1): make PYTHON=python3.12" >&2; exit 1; }
+	@echo "building $(VENV): torch and the test tools, some minutes the first time" >&2
+	@$(PY) -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@$(PIP) -e '.[test,triton]' || \
+	  { echo "notice: Triton did not install here; its clauses will report 'not here'" >&2; $(PIP) -e '.[test]'; }
+	@touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-test
+	@$(PIP) -e '.[test,dev]'
+	@touch $@
