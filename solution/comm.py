@@ -1,0 +1,215 @@
+"""Who talks to whom: the only file that calls collectives.
+
+Problem. Collectives are where distributed programs hang and where backends differ. Kept in one file,
+named by what they mean and not by how a backend does it, they can be counted, replaced and reasoned
+about; everything above this floor is arithmetic and order.
+
+Every function takes `group`: the process group decides who takes part and by how many one divides.
+`None` is the default group. What can overlap with compute returns a `Handle`, and nothing that was
+passed in may be read or written before `handle.wait()`; what is only ever used at the edges of a run
+(agreement, initial values, logging) blocks.
+
+Invariants.
+1. All ranks of a group issue the same functions in the same order with equal shapes and dtypes.
+   Nothing here checks that; `agree` is the tool for whoever needs to be sure.
+2. A group of one rank sends nothing.
+3. The environment is read in `distributed` and nowhere else in the library.
+
+Cost. Over W ranks a sum of n bytes sends 2n(W-1)/W per rank, a broadcast of n bytes at most n.
+
+PyTorch counterpart: `torch.distributed`, which this wraps thinly.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+Group = dist.ProcessGroup | None
+
+
+class Handle(Protocol):
+    """A collective under way. Its tensors belong to it until `wait` returns."""
+
+    def wait(self) -> object:
+        """Blocks (on a GPU: makes the current stream wait) until the result is in place."""
+
+
+class _Done:
+    """The handle of a collective that had nothing to send."""
+
+    def wait(self) -> None:
+        return None
+
+
+def is_initialized() -> bool:
+    """Whether this process belongs to a distributed run at all."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def require_group(group: Group, *, caller: str) -> None:
+    """Raises unless `group` exists and this process is one of its members."""
+    if not is_initialized():
+        raise RuntimeError(
+            f"{caller} expected an initialised process group, got none; run under torchrun inside "
+            "`solution.comm.distributed()`, or call torch.distributed.init_process_group first"
+        )
+    if group is not None and (not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0):
+        raise ValueError(
+            f"{caller} expected a process group that contains rank {dist.get_rank()}, got {group!r}; "
+            "only members of a group may use it"
+        )
+
+
+def rank(group: Group = None) -> int:
+    """This process's rank inside `group`; 0 when nothing is distributed."""
+    return dist.get_rank(group) if is_initialized() else 0
+
+
+def size(group: Group = None) -> int:
+    """Number of ranks in `group`; 1 when nothing is distributed."""
+    return dist.get_world_size(group) if is_initialized() else 1
+
+
+def all_reduce_sum(tensor: torch.Tensor, group: Group) -> Handle:
+    """Starts replacing `tensor` (contiguous) on every rank by its sum over the ranks of `group`."""
+    if tensor.numel() == 0 or size(group) == 1:
+        return _Done()
+    work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    assert work is not None, "an asynchronous all_reduce returns its work"
+    return work
+
+
+def sum_over_ranks(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """Replaces `tensor` by its sum over ranks and returns it; blocks.
+
+    For small tensors that the host needs at once: token counts, the loss of a log line. Without a
+    distributed run it returns `tensor` as it is.
+    """
+    all_reduce_sum(tensor, group).wait()
+    return tensor
+
+
+def broadcast_from_first(tensor: torch.Tensor, group: Group) -> None:
+    """Overwrites `tensor` on every rank with that of the first rank of `group`; blocks."""
+    if tensor.numel() > 0 and size(group) > 1:
+        dist.broadcast(tensor, group=group, group_src=0)
+
+
+def agree(value: int, group: Group, *, device: torch.device | None = None) -> bool:
+    """Whether `value` (below 2**63) is the same on all ranks of `group`; every rank gets the answer."""
+    if size(group) == 1:
+        return True
+    # The largest value and the negative of the smallest, in one collective.
+    extremes = torch.tensor([value, -value], dtype=torch.int64, device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    largest, negative_smallest = extremes.tolist()
+    return bool(largest == -negative_smallest)
+
+
+def barrier(group: Group = None) -> None:
+    """Returns when every rank of `group` has called it; at once when nothing is distributed."""
+    if size(group) > 1:
+        dist.barrier(group)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process's place in the run.
+
+    Attributes:
+        rank: 0 .. size - 1, over all machines.
+        size: number of processes.
+        local_rank: rank on this machine.
+        device: where this rank's model and batches live.
+        backend: "nccl" or "gloo".
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank does what one rank does for all: log, write, announce."""
+        return self.rank == 0
+
+
+@contextmanager
+def distributed(*, device: str | None = None, timeout_s: float = 600.0) -> Iterator[World]:
+    """Joins the run that torchrun describes in the environment, and leaves it however the body ends.
+
+    With one GPU per local rank the backend is nccl, otherwise gloo (with CUDA tensors where ranks
+    share a GPU). Started by plain `python`, it is a run of one rank.
+
+    Args:
+        device: "cpu" or "cuda"; None takes CUDA when there is any.
+        timeout_s: after this long a collective without its peers becomes an error.
+
+    Raises:
+        ValueError: RANK without WORLD_SIZE or the reverse, values that make no sense, or a device
+            that is not there.
+    """
+    if is_initialized():
+        raise RuntimeError(
+            "distributed() expected no process group yet; this process has one already"
+        )
+    world = _world_from_environment(device)
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    # One rank started by hand has no rendezvous to go to: its store lives in this process.
+    store = None if "RANK" in os.environ else dist.HashStore()
+    dist.init_process_group(
+        world.backend,
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=world.device if world.backend == "nccl" else None,
+    )
+    try:
+        yield world
+    finally:
+        dist.destroy_process_group()
+
+
+def _world_from_environment(device: str | None) -> World:
+    if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
+        given, absent = ("RANK", "WORLD_SIZE") if "RANK" in os.environ else ("WORLD_SIZE", "RANK")
+        raise ValueError(
+            f"expected both RANK and WORLD_SIZE, or neither; got {given} without {absent}"
+        )
+    rank_, size_ = _environment_int("RANK", 0), _environment_int("WORLD_SIZE", 1)
+    if not 0 <= rank_ < size_:
+        raise ValueError(f"expected 0 <= RANK < WORLD_SIZE, got RANK={rank_}, WORLD_SIZE={size_}")
+    local_rank = _environment_int("LOCAL_RANK", rank_)
+    local_size = _environment_int("LOCAL_WORLD_SIZE", size_)
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f'expected device "cpu", "cuda" or None, got {device!r}')
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError('got device="cuda" but no CUDA device is visible; use device="cpu"')
+    if device == "cpu" or not torch.cuda.is_available():
+        return World(rank_, size_, local_rank, torch.device("cpu"), "gloo")
+    num_devices = torch.cuda.device_count()
+    # nccl refuses two ranks on one GPU; gloo carries CUDA tensors through host memory.
+    backend = "nccl" if local_size <= num_devices and dist.is_nccl_available() else "gloo"
+    return World(rank_, size_, local_rank, torch.device("cuda", local_rank % num_devices), backend)
+
+
+def _environment_int(name: str, default: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"expected an integer in {name}, got {text!r}") from None

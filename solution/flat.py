@@ -1,0 +1,147 @@
+"""Flat buffers: cutting tensors into one-dimensional memory and back. Pure arithmetic, no communication.
+
+Problem. A collective costs about as much for one small tensor as for one thousand times its size, and it
+wants contiguous memory. So tensors travel in *flat* buffers, and what a tensor looks like (shape,
+strides, dtype) is put back by a view.
+
+What is here:
+1. `plan_buckets` decides which tensors share a buffer, and in which order the buffers are complete.
+2. `cut` lays views over a flat buffer that have the shapes and strides of given tensors.
+3. `pack_bytes` / `unpack_bytes` copy tensors of any dtypes to and from one buffer of bytes.
+
+Invariants. Every element has exactly one place; a plan depends on shapes, dtypes, devices and the cap
+only, so ranks that hold equal models make equal plans without talking.
+
+Paper: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section
+3.2.2 (gradient bucketing). PyTorch counterpart: `compute_bucket_assignment_by_size` in its reducer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+MIB = 1024 * 1024
+
+
+def plan_buckets(tensors: Sequence[torch.Tensor], *, cap_bytes: float) -> list[list[int]]:
+    """Splits `tensors` into buckets, walking them from the last to the first.
+
+    The walk is in reverse order because backward reaches the last layers first. A bucket is closed as
+    soon as its bytes *reach* the cap (as in PyTorch's reducer): the tensor that reaches it is still
+    inside, so a bucket may exceed the cap by part of one tensor, and a cap of 0 gives one bucket per
+    tensor. Different dtypes or devices never share a bucket; each fills its own meanwhile.
+
+    Returns:
+        Buckets as lists of indices into `tensors`, in the order in which the walk completes them.
+
+    >>> layers = [torch.empty(2) for _ in range(5)]  # 8 bytes each
+    >>> plan_buckets(layers, cap_bytes=16)
+    [[4, 3], [2, 1], [0]]
+    >>> plan_buckets(layers, cap_bytes=0)
+    [[4], [3], [2], [1], [0]]
+    >>> plan_buckets(layers[:2] + [torch.empty(2, dtype=torch.bfloat16)], cap_bytes=float("inf"))
+    [[2], [1, 0]]
+    """
+    if not cap_bytes >= 0:  # also refuses NaN
+        raise ValueError(f"expected a cap of at least 0 bytes, got {cap_bytes}")
+    buckets: list[list[int]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index in reversed(range(len(tensors))):
+        kind = (tensors[index].dtype, tensors[index].device)
+        bucket = filling.setdefault(kind, [])
+        bucket.append(index)
+        if sum(tensors[member].nbytes for member in bucket) >= cap_bytes:
+            buckets.append(filling.pop(kind))
+    # What no tensor closed is complete once its last member, the smallest index, is.
+    buckets.extend(filling.values())
+    return sorted(buckets, key=lambda bucket: -bucket[-1])
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of `tensor` fill one stretch of memory, in whatever order of dims.
+
+    >>> is_dense(torch.empty(3, 4).t()), is_dense(torch.empty(3, 4)[:, :2])
+    (True, False)
+    >>> is_dense(torch.empty(3, 1).expand(3, 4))
+    False
+    """
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def strides_for(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides with which `tensor`'s gradient is stored: its own where dense, else row-major.
+
+    Every rank derives them from the parameter, never from the gradient that autograd happened to
+    produce, so element i of a flat buffer means the same on all ranks.
+
+    >>> strides_for(torch.empty(3, 4).t()), strides_for(torch.empty(3, 4)[:, :2])
+    ((1, 4), (2, 1))
+    """
+    if is_dense(tensor):
+        return tensor.stride()
+    return torch.empty(tensor.shape, device="meta").stride()
+
+
+def cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of the 1-D `flat`, one after another, with the shapes and `strides_for` of `like`.
+
+    >>> [view.shape for view in cut(torch.arange(10.0), [torch.empty(2, 3), torch.empty(4)])]
+    [torch.Size([2, 3]), torch.Size([4])]
+    """
+    views, offset = [], flat.storage_offset()
+    for tensor in like:
+        views.append(flat.as_strided(tensor.shape, strides_for(tensor), offset))
+        offset += tensor.numel()
+    assert offset == flat.storage_offset() + flat.numel(), "a flat buffer is covered exactly"
+    return views
+
+
+def group_by_bytes(tensors: Sequence[torch.Tensor], cap_bytes: int) -> list[list[torch.Tensor]]:
+    """Consecutive runs of `tensors` on one device of at most `cap_bytes` (or one larger tensor)."""
+    runs: list[list[torch.Tensor]] = []
+    run_bytes = 0
+    for tensor in tensors:
+        fits = bool(runs) and runs[-1][0].device == tensor.device
+        if not fits or run_bytes + tensor.nbytes > cap_bytes:
+            runs.append([])
+            run_bytes = 0
+        runs[-1].append(tensor)
+        run_bytes += tensor.nbytes
+    return runs
+
+
+def pack_bytes(tensors: Sequence[torch.Tensor], *, fill: bool = True) -> torch.Tensor:
+    """One uint8 buffer as large as `tensors` of any dtypes together; with `fill`, their values in it."""
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    flat = torch.empty(num_bytes, dtype=torch.uint8, device=tensors[0].device)
+    if fill:
+        for piece, tensor in _pieces(flat, tensors):
+            piece.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+    return flat
+
+
+def unpack_bytes(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Writes what `pack_bytes` packed into `tensors`, whatever their strides."""
+    for piece, tensor in _pieces(flat, tensors):
+        # A fresh buffer: a slice of bytes need not be aligned for the dtype.
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        values.view(-1).view(torch.uint8).copy_(piece)
+        # Through `.data`: a forward in flight may have saved this tensor (a second forward before one
+        # backward), and a value that autograd does not track must not make its backward fail.
+        tensor.data.copy_(values)
+
+
+def _pieces(
+    flat: torch.Tensor, tensors: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    pieces = flat.split([tensor.nbytes for tensor in tensors])
+    return list(zip(pieces, tensors, strict=True))
