@@ -1,0 +1,341 @@
+"""The event log: one JSON object per line, the only source of truth about a run.
+
+A log is a header, then results (and problems of the run itself), then a footer:
+
+    {"event": "header", "suite": "2026.1", "level": "correct", "implementations": [...], ...}
+    {"event": "result", "clause": "ddp.gradients.mean", "case": "ddp-w2-tied", "outcome": ...}
+    {"event": "problem", "message": "mine.toml: entry 2 matched no result ..."}
+    {"event": "footer", "counts": {...}, "complete": true, "exit_status": 0}
+
+Lines are only ever appended and each is handed to the system at once, so a run that is killed
+leaves every result that it had, and no footer: such a log renders as INCOMPLETE and has no verdict.
+At most its last line is torn, and the reader drops that line alone.
+
+    with EventLog.start(path, level="correct", implementations=["solution"], ...) as log:
+        log.result(clause=..., implementation=..., outcome=Outcome.PASSED, ...)
+        status = log.finish()           # writes the footer; without it the log stays incomplete
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from spec_tests.rig.outcomes import (
+    LEVELS,
+    STRENGTHS,
+    Event,
+    Outcome,
+    count_outcomes,
+    judge_run,
+)
+
+_Types = type | tuple[type, ...]
+
+# JSON has no NaN and no infinity: a non-finite number is written as its name.
+_NUMBER = (int, float, str)
+
+SCHEMA: dict[str, dict[str, _Types]] = {
+    "header": {
+        "suite": str,
+        "ledger": str,
+        "torch": str,
+        "python": str,
+        "hypothesis": str,
+        "platform": str,
+        "cores": int,
+        "started": str,
+        "command": str,
+        "transport": str,
+        "profile": str,
+        "seed": int,
+        "level": str,
+        "implementations": list,
+    },
+    "result": {
+        "clause": str,
+        "case": str,
+        "node": str,
+        "implementation": str,
+        "world_size": (int, type(None)),
+        "transport": str,
+        "strength": str,
+        "level": str,
+        "outcome": str,
+        "duration_s": _NUMBER,
+        "message": str,
+        "margins": list,
+        "rerun": str,
+    },
+    "problem": {"message": str},
+    "footer": {"counts": dict, "complete": bool, "exit_status": int},
+}
+"""The keys that each kind of event must have, and their types. More keys are allowed."""
+
+_MARGIN_KEYS = ("tolerance", "error", "ratio")
+_WORDS = {"strength": STRENGTHS, "level": LEVELS, "outcome": tuple(str(o) for o in Outcome)}
+
+
+class EventLog:
+    """Writes one run's log. Created by `start`; used as a context manager."""
+
+    def __init__(self, path: Path, first: Event) -> None:
+        """Open the file anew and write the header; `start` is the way in."""
+        self.path = path
+        self.events: list[Event] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # One run is one log: an older one at this place is replaced, not continued. Append mode,
+        # so that nothing which was written is ever written over.
+        path.unlink(missing_ok=True)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._append(first)
+
+    @classmethod
+    def start(
+        cls,
+        path: str | Path,
+        *,
+        level: str,
+        implementations: Sequence[str],
+        transport: str,
+        profile: str,
+        seed: int,
+        ledger: str,
+        command: Sequence[str] | None = None,
+        **more: Any,
+    ) -> Self:
+        """Begin a log: the header takes what only the caller knows; the machine is looked up.
+
+        `levels={"solution": "production"}` among `more` holds one implementation to its own level.
+        """
+        first: Event = {
+            "event": "header",
+            **environment(),
+            "command": shlex.join(sys.argv if command is None else command),
+            "ledger": ledger,
+            "level": level,
+            "implementations": list(implementations),
+            "transport": transport,
+            "profile": profile,
+            "seed": seed,
+            **more,
+        }
+        return cls(Path(path), first)
+
+    def result(
+        self,
+        *,
+        clause: str,
+        implementation: str,
+        outcome: Outcome | str,
+        strength: str,
+        level: str,
+        case: str = "",
+        node: str = "",
+        world_size: int | None = None,
+        transport: str = "",
+        duration_s: float = 0.0,
+        message: str = "",
+        margins: Iterable[Mapping[str, float]] = (),
+        rerun: str = "",
+        **more: Any,
+    ) -> Event:
+        """Append what one case came to.
+
+        Raises:
+            ValueError: A word that the log does not know, for example an outcome.
+        """
+        return self._append(
+            {
+                "event": "result",
+                "clause": clause,
+                "case": case,
+                "node": node,
+                "implementation": implementation,
+                "world_size": world_size,
+                "transport": transport,
+                "strength": str(strength),
+                "level": str(level),
+                "outcome": str(outcome),
+                "duration_s": round(duration_s, 6),
+                "message": message,
+                "margins": [dict(margin) for margin in margins],
+                "rerun": rerun,
+                **more,
+            }
+        )
+
+    def problem(self, message: str) -> Event:
+        """Append a defect of the run itself (a stale expectation, a crashed worker): status 2."""
+        return self._append({"event": "problem", "message": message})
+
+    def finish(self) -> int:
+        """Append the footer and close; returns the exit status that the events amount to."""
+        status = judge_run(self.events).status
+        self._append(
+            {
+                "event": "footer",
+                "counts": count_outcomes(self.events),
+                "complete": True,
+                "exit_status": status,
+            }
+        )
+        self.close()
+        return status
+
+    def close(self) -> None:
+        """Close the file as it stands; without `finish` the log stays incomplete."""
+        self._file.close()
+
+    def _append(self, event: Event) -> Event:
+        plain: Event = _plain(event)
+        faults = _check_event(plain)
+        if faults:
+            raise ValueError(f"{self.path}: {'; '.join(faults)}")
+        self._file.write(json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
+        self.events.append(plain)
+        return plain
+
+    def __enter__(self) -> Self:
+        """The log itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close; a run that raised has written no footer."""
+        self.close()
+
+
+def read_log(path: str | Path) -> list[Event]:
+    """The events of a log; a torn last line, the trace of a killed run, is dropped.
+
+    Raises:
+        ValueError: A line other than the last is no JSON object.
+    """
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+    events: list[Event] = []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            event = json.loads(line)
+        except ValueError:
+            event = None
+        if isinstance(event, dict):
+            events.append(event)
+        elif number < len(lines):  # a whole line ends in a newline, so an empty rest follows it
+            raise ValueError(
+                f"{path}, line {number}: expected one JSON object per line, got {line[:60]!r}; "
+                "the log was changed by hand or by another writer: run again"
+            )
+    return events
+
+
+def check_log(events: Sequence[Event]) -> list[str]:
+    """What is wrong with a log, one line each; empty when it is sound and complete."""
+    faults = []
+    for number, event in enumerate(events, start=1):
+        faults += [f"event {number}: {fault}" for fault in _check_event(event)]
+    kinds = [event.get("event") for event in events]
+    if kinds.count("header") != 1 or kinds[0] != "header":
+        faults.append("expected exactly one header, at the start")
+    if kinds.count("footer") != 1 or kinds[-1] != "footer":
+        faults.append("expected exactly one footer, at the end: the run did not reach it")
+    if not faults:
+        faults += _check_footer(events)
+    return faults
+
+
+def environment() -> Event:
+    """What the header says about the machine and the versions, without importing torch."""
+    return {
+        "suite": suite_version(),
+        "torch": _version_of("torch"),
+        "python": platform.python_version(),
+        "hypothesis": _version_of("hypothesis"),
+        "platform": platform.platform(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")  # not on macOS
+        else os.cpu_count() or 1,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def suite_version() -> str:
+    """The suite's version: of the checkout around this file, else of the installed package."""
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    if project.is_file():
+        declared = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
+        if declared.get("name") == "trainspec":
+            return str(declared["version"])
+    return _version_of("trainspec")
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _plain(value: Any) -> Any:
+    """JSON types only: non-finite numbers by name, tuples as lists, enums as their words."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, str):
+        # A lone surrogate (an undecodable byte of a rank's output) has no UTF-8.
+        return str(value).encode("utf-8", "replace").decode("utf-8")
+    return value
+
+
+def _check_event(event: Event) -> list[str]:
+    kind = event.get("event")
+    if kind not in SCHEMA:
+        return [f"expected an event of {', '.join(SCHEMA)}, got {kind!r}"]
+    faults = []
+    for key, types in SCHEMA[kind].items():
+        if key not in event:
+            faults.append(f"{kind} lacks {key!r}")
+        elif not isinstance(event[key], types):
+            faults.append(f"{kind}: {key!r} has type {type(event[key]).__name__}")
+    if kind != "footer":
+        for key, words in _WORDS.items():
+            if key in event and event[key] not in words:
+                faults.append(f"{kind}: expected {key} in {', '.join(words)}; got {event[key]!r}")
+    if kind == "result" and not faults:
+        faults += [
+            f"result: expected a margin with {', '.join(_MARGIN_KEYS)}, got {margin!r}"
+            for margin in event["margins"]
+            if not isinstance(margin, dict) or not set(_MARGIN_KEYS) <= set(margin)
+        ]
+    return faults
+
+
+def _check_footer(events: Sequence[Event]) -> list[str]:
+    footer, faults = events[-1], []
+    counts = count_outcomes(events)
+    if footer["counts"] != counts:
+        faults.append(f"footer: expected counts {counts}, got {footer['counts']}")
+    status = judge_run(events).status
+    if footer["exit_status"] != status:
+        faults.append(f"footer: expected exit_status {status}, got {footer['exit_status']}")
+    return faults

@@ -1,0 +1,278 @@
+"""Renderings of a log: the table clause by implementation, summary.md, junit.xml.
+
+Every function here is pure: events in, text out. Only `write_report` touches files, and it puts
+each in place whole.
+
+- `render_table` groups clauses by chapter (the first word of the id), one column per
+  implementation. It is a Markdown table with aligned columns, so the terminal and a pull request
+  show the same text. Cells are words, never colours: "pass 12", "FAIL 2/12" (2 of 12 cases).
+- `render_counts` is the line under a column: `MUST 38/40 · SHOULD 9/12 · not offered 3`. What is
+  not offered or not here is in no denominator, and an expected failure is in no numerator.
+- `render_summary` is the whole page: verdict, machine, counts, table, every failure with its
+  message and the line to run it again, the closest margins.
+- A log without footer is stamped INCOMPLETE by each of them and has no verdict.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from spec_tests.rig.eventlog import read_log
+from spec_tests.rig.junit import render_junit
+from spec_tests.rig.outcomes import (
+    BROKEN,
+    REFUTED,
+    SILENT,
+    STRENGTHS,
+    Cell,
+    Event,
+    Outcome,
+    cells,
+    header,
+    is_complete,
+    level_of,
+    results,
+    verdict,
+)
+
+WORDS = {
+    Outcome.PASSED: "pass",
+    Outcome.FAILED: "FAIL",
+    Outcome.HANG: "HANG",
+    Outcome.DIED: "DIED",
+    Outcome.ERROR: "ERROR",
+    Outcome.BLOCKED: "blocked",
+    Outcome.EXPECTED_FAILURE: "expected",
+    Outcome.UNEXPECTED_PASS: "UNEXPECTED PASS",
+    Outcome.NOT_OFFERED: "not offered",
+    Outcome.NOT_HERE: "not here",
+    Outcome.SKIPPED: "skipped",
+}
+"""What a cell says. Capitals ask for attention; "expected" is a failure that was declared."""
+
+INCOMPLETE = "INCOMPLETE: the log has no footer, so the run did not reach its end. No verdict."
+
+_MAX_MESSAGE_LINES = 40
+_MAX_MARGINS = 5
+
+
+def implementations(events: Sequence[Event]) -> list[str]:
+    """The implementations of the header, then any other that has results, in order."""
+    named = [str(name) for name in header(events).get("implementations", [])]
+    return list(dict.fromkeys([*named, *(event["implementation"] for event in results(events))]))
+
+
+def chapter(clause: str) -> str:
+    """The chapter of a clause: the first word of its id.
+
+    >>> chapter("ddp.gradients.mean")
+    'ddp'
+    """
+    return clause.split(".", 1)[0]
+
+
+def render_cell(cell: Cell | None) -> str:
+    """One cell in words, with the number of cases when it is not one."""
+    if cell is None:
+        return ""  # not selected for this implementation: nothing is claimed
+    # What says nothing is left out of the count, unless there is nothing else.
+    judged = [case for case in cell.cases if case["outcome"] not in SILENT] or list(cell.cases)
+    same = len(cell.decisive_cases)
+    word = WORDS[cell.outcome]
+    if len(judged) == 1:
+        return word
+    return f"{word} {same}" if same == len(judged) else f"{word} {same}/{len(judged)}"
+
+
+def render_table(events: Sequence[Event]) -> str:
+    """The table clause by implementation, one block per chapter, aligned for a terminal."""
+    names = implementations(events)
+    found = {(cell.clause, cell.implementation): cell for cell in cells(events)}
+    # Insertion order keeps the order of the run; the chapters stay together.
+    clauses = {clause: cell for (clause, _), cell in found.items()}
+    chapters: dict[str, list[list[str]]] = {}
+    for clause, cell in clauses.items():
+        row = [clause, f"{cell.strength} {cell.level}"]
+        row += [render_cell(found.get((clause, name))) for name in names]
+        chapters.setdefault(chapter(clause), []).append(row)
+    rows = [["clause", "strength, level", *names]]
+    for title, block in chapters.items():
+        rows.append([f"**{title}**", *[""] * (len(names) + 1)])
+        rows += block
+    return _grid(rows)
+
+
+def render_counts(events: Sequence[Event], implementation: str) -> str:
+    """The line under one column, counted in clauses: passes over what was judged, then the rest."""
+    level = level_of(events, implementation)
+    own = [cell for cell in cells(events) if cell.implementation == implementation]
+    within = [cell for cell in own if cell.is_within(level)]
+    parts = [
+        _ratio(strength, [c for c in within if c.strength == strength]) for strength in STRENGTHS
+    ]
+    parts.append(_ratio(f"above level {level}", [c for c in own if not c.is_within(level)]))
+    for outcome in Outcome:
+        # Passes stand in the ratios; everything else is named, so that no two kinds are merged.
+        number = sum(cell.outcome is outcome for cell in own)
+        if number and outcome is not Outcome.PASSED:
+            parts.append(f"{outcome.replace('_', ' ')} {number}")
+    return " · ".join(part for part in parts if part) or "nothing ran"
+
+
+def render_terminal(events: Sequence[Event]) -> str:
+    """What a run prints at its end: table, counts per implementation, verdict with its reasons."""
+    lines = [render_table(events), ""]
+    lines += [f"{name}: {render_counts(events, name)}" for name in implementations(events)]
+    return "\n".join([*lines, "", *_verdict_lines(events)])
+
+
+def render_summary(events: Sequence[Event]) -> str:
+    """The whole page as Markdown."""
+    first = header(events)
+    lines = ["# Conformance", "", *_verdict_lines(events), ""]
+    lines += [f"- **{name}**: {render_counts(events, name)}" for name in implementations(events)]
+    lines += ["", render_table(events), ""]
+    lines += _failure_cards(events)
+    lines += _not_here(events)
+    lines += _closest_margins(events)
+    keys: tuple[str, ...] = (
+        "suite",
+        "ledger",
+        "level",
+        "levels",
+        "transport",
+        "profile",
+        "seed",
+        "torch",
+        "python",
+    )
+    keys += ("hypothesis", "platform", "cores", "started", "command")
+    lines += ["## The run", ""]
+    lines += [f"- {key}: `{first[key]}`" for key in keys if key in first]
+    return "\n".join(lines) + "\n"
+
+
+def write_report(directory: str | Path, log_path: str | Path) -> list[Path]:
+    """Write events.jsonl, summary.md and junit.xml into the directory; returns their paths.
+
+    The log is copied unless it lies there already. A log without footer is written as well, with
+    the stamp INCOMPLETE.
+    """
+    target, log = Path(directory), Path(log_path)
+    target.mkdir(parents=True, exist_ok=True)
+    events = read_log(log)
+    kept = target / "events.jsonl"
+    if not (kept.exists() and kept.samefile(log)):
+        shutil.copyfile(log, kept)
+    pages = {"summary.md": render_summary(events), "junit.xml": render_junit(events)}
+    return [kept, *(_write_whole(target / name, text) for name, text in pages.items())]
+
+
+def _verdict_lines(events: Sequence[Event]) -> list[str]:
+    if not is_complete(events):
+        return [INCOMPLETE]
+    found = verdict(events)
+    return [
+        f"{found} (exit status {found.status})",
+        *map("- {}".format, found.reasons),
+    ]
+
+
+def _ratio(label: str, judged: Sequence[Cell]) -> str:
+    asked = [cell for cell in judged if cell.outcome not in SILENT]
+    if not asked:
+        return ""
+    return f"{label} {sum(cell.outcome is Outcome.PASSED for cell in asked)}/{len(asked)}"
+
+
+def _grid(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns are padded to one width."""
+    widths = [max(3, *(len(row[i]) for row in rows)) for i in range(len(rows[0]))]
+    padded = [
+        "| " + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([padded[0], rule, *padded[1:]])
+
+
+def _failure_cards(events: Sequence[Event]) -> list[str]:
+    """Each cell that needs attention: its first decisive case in full, the others by name."""
+    lines: list[str] = []
+    for cell in cells(events):
+        if cell.outcome not in REFUTED | BROKEN:
+            continue
+        first, *others = cell.decisive_cases
+        lines += [f"### {WORDS[cell.outcome]}: {cell.clause} on {cell.implementation}", ""]
+        lines += [f"{cell.strength}, level {cell.level}, case `{first['case'] or 'only one'}`", ""]
+        lines += [*_fenced(first["message"]), ""]
+        if others:
+            named = ", ".join(f"`{case['case']}`" for case in others)
+            lines += [f"{cell.outcome} as well: {named}", ""]
+        if first["rerun"]:
+            lines += [f"again: `{first['rerun']}`", ""]
+    return ["## What did not hold", "", *lines] if lines else []
+
+
+def _not_here(events: Sequence[Event]) -> list[str]:
+    """What this machine could not tell, with the reason, once per clause and reason."""
+    absent = [event for event in results(events) if event["outcome"] == Outcome.NOT_HERE]
+    lines = dict.fromkeys(
+        f"- {event['clause']}: {_first_line(event['message'])}" for event in absent
+    )
+    return ["## Not here", "", *lines, ""] if lines else []
+
+
+def _closest_margins(events: Sequence[Event]) -> list[str]:
+    """The passing cases that came closest to their tolerance: where a bound may be too tight."""
+    rows = []
+    for event in results(events):
+        ratios = [_number(margin["ratio"]) for margin in event["margins"]]
+        if ratios and event["outcome"] == Outcome.PASSED:
+            # NaN compares with nothing; as infinity it comes first and is seen.
+            worst = max(math.inf if math.isnan(ratio) else ratio for ratio in ratios)
+            rows.append(
+                (worst, f"{event['clause']} `{event['case']}` on {event['implementation']}")
+            )
+    rows.sort(key=lambda row: -row[0])
+    lines = [f"- {worst:.3g} of the tolerance: {where}" for worst, where in rows[:_MAX_MARGINS]]
+    return ["## Closest margins", "", *lines, ""] if lines else []
+
+
+def _number(value: float | str) -> float:
+    return float(value)  # the log writes "nan" and "inf" as words
+
+
+def _first_line(message: str) -> str:
+    return message.strip().split("\n", 1)[0]
+
+
+def _fenced(message: str) -> list[str]:
+    lines = message.rstrip().splitlines() or ["no message"]
+    if len(lines) > _MAX_MESSAGE_LINES:
+        more = f"... {len(lines) - _MAX_MESSAGE_LINES} more lines in events.jsonl"
+        lines = [*lines[:_MAX_MESSAGE_LINES], more]
+    # A fence longer than any run of backticks inside cannot be closed by the message.
+    fence = "`" * max(3, 1 + _longest_run(lines))
+    return [f"{fence}text", *lines, fence]
+
+
+def _longest_run(lines: Iterable[str]) -> int:
+    longest = 0
+    for line in lines:
+        run = 0
+        for character in line:
+            run = run + 1 if character == "`" else 0
+            longest = max(longest, run)
+    return longest
+
+
+def _write_whole(path: Path, text: str) -> Path:
+    """Write beside and rename, so that a reader never sees half a page."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    return beside.replace(path)

@@ -1,0 +1,181 @@
+"""The event log: what is written, what survives a kill, what the schema check sees."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_tests.rig.eventlog import EventLog, check_log, environment, read_log
+from spec_tests.rig.outcomes import Event, Outcome, is_complete, judge_run, verdict
+
+START: dict[str, Any] = {
+    "level": "correct",
+    "implementations": ["solution"],
+    "transport": "gloo",
+    "profile": "quick",
+    "seed": 0,
+    "ledger": "abc",
+}
+
+
+def add(log: EventLog, outcome: Outcome = Outcome.PASSED, **more: Any) -> Event:
+    fields: dict[str, Any] = {
+        "clause": "ddp.gradients.mean",
+        "implementation": "solution",
+        "strength": "MUST",
+        "level": "correct",
+        "case": "w2",
+        **more,
+    }
+    return log.result(outcome=outcome, **fields)
+
+
+def test_a_finished_log_reads_back_and_is_sound(tmp_path: Path):
+    path = tmp_path / "new" / "events.jsonl"
+    with EventLog.start(path, command=["spec_tests", "--impl", "a b"], **START) as log:
+        add(log, margins=[{"tolerance": 1e-9, "error": 1e-12, "ratio": 1e-3}])
+        assert log.finish() == 0
+
+    events = read_log(path)
+    assert [event["event"] for event in events] == ["header", "result", "footer"]
+    assert check_log(events) == []
+    assert events == log.events
+    assert events[0]["command"] == "spec_tests --impl 'a b'"
+    assert events[-1]["counts"]["passed"] == 1
+    assert events[-1]["counts"]["hang"] == 0
+
+
+def test_every_result_is_on_disk_before_the_next_call(tmp_path: Path):
+    log = EventLog.start(tmp_path / "events.jsonl", **START)
+    add(log)
+    assert len(read_log(log.path)) == 2
+    log.close()
+
+
+def test_a_killed_run_leaves_its_results_and_no_verdict(tmp_path: Path):
+    path = tmp_path / "events.jsonl"
+    program = (
+        "import os, signal, sys\n"
+        "from spec_tests.rig.eventlog import EventLog\n"
+        f"log = EventLog.start(sys.argv[1], **{START!r})\n"
+        "log.result(clause='a.b', implementation='solution', outcome='passed',"
+        " strength='MUST', level='correct')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+
+    events = read_log(path)
+    assert [event["event"] for event in events] == ["header", "result"]
+    assert not is_complete(events)
+    assert verdict(events).status == 2
+    assert check_log(events) == [
+        "expected exactly one footer, at the end: the run did not reach it"
+    ]
+
+
+def interrupted_run(path: Path) -> None:
+    with EventLog.start(path, **START) as log:
+        add(log)
+        raise KeyboardInterrupt
+
+
+def test_a_run_that_raises_writes_no_footer(tmp_path: Path):
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_run(tmp_path / "events.jsonl")
+    assert not is_complete(read_log(tmp_path / "events.jsonl"))
+
+
+def test_a_torn_last_line_is_dropped_and_a_torn_middle_is_refused(tmp_path: Path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "header"}\n{"event": "resu', encoding="utf-8")
+    assert read_log(path) == [{"event": "header"}]
+    path.write_text('{"event": "resu\n{"event": "header"}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="line 1: expected one JSON object per line"):
+        read_log(path)
+
+
+def test_an_older_log_is_replaced_not_continued(tmp_path: Path):
+    for _ in range(2):
+        with EventLog.start(tmp_path / "events.jsonl", **START) as log:
+            add(log)
+            log.finish()
+    assert check_log(read_log(tmp_path / "events.jsonl")) == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
+def test_numbers_that_json_lacks_are_written_by_name(tmp_path: Path, value: float):
+    with EventLog.start(tmp_path / "events.jsonl", **START) as log:
+        add(log, margins=[{"tolerance": 0.0, "error": value, "ratio": value}])
+        log.finish()
+    line = (tmp_path / "events.jsonl").read_text().splitlines()[1]
+    margin = json.loads(line, parse_constant=pytest.fail)["margins"][0]
+    assert str(float(margin["ratio"])) == str(value)
+
+
+def test_text_that_utf8_lacks_does_not_stop_the_run(tmp_path: Path):
+    with EventLog.start(tmp_path / "events.jsonl", **START) as log:
+        add(log, Outcome.FAILED, message="output \udcff and \x1b[31mred\x1b[0m\nnext")
+        log.finish()
+    assert read_log(log.path)[1]["message"] == "output ? and \x1b[31mred\x1b[0m\nnext"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"outcome": "pass"}, "expected outcome in not_offered, .*; got 'pass'"),
+        ({"strength": "must"}, "expected strength in MUST, SHOULD, MAY; got 'must'"),
+        ({"level": "perfect"}, "expected level in course, correct, production; got 'perfect'"),
+        ({"clause": 3}, "'clause' has type int"),
+        ({"margins": [{"error": 1.0}]}, "expected a margin with tolerance, error, ratio"),
+    ],
+    ids=["outcome", "strength", "level", "type", "margin"],
+)
+def test_an_unknown_word_is_refused_when_it_is_written(tmp_path: Path, fields, said):
+    with (
+        EventLog.start(tmp_path / "events.jsonl", **START) as log,
+        pytest.raises(ValueError, match=said),
+    ):
+        add(log, **fields)
+
+
+def test_the_check_sees_a_doctored_log(tmp_path: Path):
+    with EventLog.start(tmp_path / "events.jsonl", **START) as log:
+        add(log, Outcome.FAILED)
+        log.finish()
+    events = read_log(log.path)
+
+    assert "expected exactly one header, at the start" in check_log(events[1:])
+    assert any("expected counts" in fault for fault in check_log([*events[:1], events[-1]]))
+    forged = [*events[:-1], {**events[-1], "exit_status": 0}]
+    assert check_log(forged) == ["footer: expected exit_status 1, got 0"]
+    assert "event 2: result lacks 'node'" in check_log(
+        [events[0], {k: v for k, v in events[1].items() if k != "node"}, events[2]]
+    )
+    assert check_log([]) != []
+
+
+def test_a_problem_of_the_run_breaks_it(tmp_path: Path):
+    with EventLog.start(tmp_path / "events.jsonl", **START) as log:
+        add(log)
+        log.problem("mine.toml, entry 1: matched nothing")
+        assert log.finish() == 2
+    assert judge_run(log.events).reasons == ("problem: mine.toml, entry 1: matched nothing",)
+
+
+def test_the_header_names_the_machine():
+    found = environment()
+    assert found["suite"][0].isdigit()
+    assert found["cores"] >= 1
+    assert found["torch"] != "not installed"
