@@ -1,0 +1,183 @@
+"""Declared deviations: what is refused when read, what they do to results, how they go stale."""
+
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from spec_tests.rig.expectations import Applied, Deviation, apply, load
+from spec_tests.rig.outcomes import Event
+
+CLAUSE = "ddp.gradients.mean"
+FULL = f'[[deviation]]\nclause = "{CLAUSE}"\nreason = "known"\n'
+
+
+def result(outcome: str, case: str = "w2", *, clause: str = CLAUSE, message: str = "") -> Event:
+    return {"clause": clause, "case": case, "outcome": outcome, "message": message}
+
+
+def applied(
+    deviations: list[Deviation],
+    *results: Event,
+    torch: str = "2.13.0+cpu",
+    today: date = date(2026, 6, 1),
+    is_full_run: bool = True,
+) -> Applied:
+    return apply(deviations, results, torch_version=torch, today=today, is_full_run=is_full_run)
+
+
+def outcomes(found: Applied) -> list[str]:
+    return [one["outcome"] for one in found.results]
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# ---------------------------------------------------------------------------------------- reading
+
+
+def test_every_key_is_read(tmp_path: Path):
+    more = 'case = "*-w4-*"\nlink = "https://example.org"\nraises = "hang"\nwhen = ">=2.11,<2.14"\n'
+    path = written(tmp_path, FULL + more + "expires = 2027-01-01\n")
+    assert load(path) == [
+        Deviation(
+            clause=CLAUSE,
+            reason="known",
+            case="*-w4-*",
+            link="https://example.org",
+            raises="hang",
+            when=">=2.11,<2.14",
+            expires=date(2027, 1, 1),
+            where=f"{path}, entry 1",
+        )
+    ]
+    assert load(written(tmp_path, FULL + 'expires = "2027-01-01"\n'))[0].expires == date(2027, 1, 1)
+    assert load(written(tmp_path, "")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("deviation = [", "expected TOML, got"),
+        ("[deviation]\n", r"expected \[\[deviation\]\] entries and nothing else"),
+        ("[[deviations]]\n", "nothing else, got deviations; remove or rename"),
+        ('[[deviation]]\nclause = "a.b"\n', "entry 1: expected 'reason', got none"),
+        ('[[deviation]]\nreason = "x"\n', "entry 1: expected 'clause', got none"),
+        (FULL + "resaon = 'x'\n", "expected keys of clause, reason, .*; got resaon"),
+        ('[[deviation]]\nclause = "a.b"\nreason = " "\n', "expected 'reason' to be a text"),
+        (FULL + "case = 4\n", "expected 'case' to be a text, got 4"),
+        (FULL + "when = '2.x'\n", "expected `when` as versions of torch"),
+        (FULL + "expires = 'soon'\n", "expected `expires` as a date"),
+        (FULL + "expires = 2027-01-01T00:00:00\n", "expected 'expires' to be a text"),
+        (FULL + FULL, "entry 2: expected one entry per clause, case and `when`, got .* again"),
+        ("deviation = [3]\n", "entry 1: expected a table, got 3"),
+    ],
+    ids=[
+        *("no toml", "single table", "misnamed", "no reason", "no clause", "unknown key"),
+        *("empty reason", "case no text", "when", "expires", "expires with time"),
+        *("duplicate", "no table"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text, said):
+    with pytest.raises(ValueError, match=said) as caught:
+        load(written(tmp_path, text + "\n"))
+    assert str(caught.value).startswith(str(tmp_path / "mine.toml"))
+
+
+# --------------------------------------------------------------------------------------- applying
+
+
+def test_a_declared_failure_is_expected_and_says_why():
+    found = applied([Deviation(CLAUSE, "known", link="issue 7")], result("failed", message="2x"))
+    assert outcomes(found) == ["expected_failure"]
+    assert found.results[0]["message"] == "expected: known issue 7\n2x"
+    assert found.problems == ()
+
+
+def test_every_case_that_an_entry_matches_must_fail():
+    found = applied([Deviation(CLAUSE, "known")], result("failed", "w2"), result("passed", "w4"))
+    assert outcomes(found) == ["expected_failure", "unexpected_pass"]
+    assert "narrow its `case`" in found.results[1]["message"]
+
+
+def test_a_glob_leaves_the_other_cases_alone():
+    entry = Deviation(CLAUSE, "known", case="*-w4-*")
+    found = applied([entry], result("failed", "ddp-w4-tied"), result("passed", "ddp-w2-tied"))
+    assert outcomes(found) == ["expected_failure", "passed"]
+    found = applied([entry], result("failed", "ddp-w4-x"), result("failed", "ddp-w2-x"))
+    assert outcomes(found) == ["expected_failure", "failed"]
+
+
+def test_ids_match_exactly():
+    found = applied([Deviation("ddp.gradients", "known")], result("failed"))
+    assert outcomes(found) == ["failed"]
+    assert "expected a result of clause 'ddp.gradients'" in found.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("raises", "outcome", "message", "counts_as"),
+    [
+        ("failed", "failed", "", "expected_failure"),
+        ("failed", "hang", "", "hang"),
+        ("hang", "hang", "", "expected_failure"),
+        ("hang", "died", "", "died"),
+        ("hang", "failed", "", "failed"),
+        ("RuntimeError", "failed", "rank 1: RuntimeError: no", "expected_failure"),
+        ("RuntimeError", "failed", "rank 1: TypeError: no", "failed"),
+        ("RuntimeError", "died", "RuntimeError", "died"),
+    ],
+)
+def test_only_the_declared_way_of_failing_is_excused(raises, outcome, message, counts_as):
+    found = applied([Deviation(CLAUSE, "known", raises=raises)], result(outcome, message=message))
+    assert outcomes(found) == [counts_as]
+    if counts_as == outcome:
+        assert f"declared as {raises!r}" in found.results[0]["message"]
+
+
+@pytest.mark.parametrize("outcome", ["error", "blocked", "not_offered", "not_here", "skipped"])
+def test_what_is_no_verdict_on_the_implementation_is_left_alone(outcome):
+    found = applied([Deviation(CLAUSE, "known")], result(outcome))
+    assert outcomes(found) == [outcome]
+    assert found.problems == ()
+
+
+def test_an_entry_for_another_torch_is_asleep():
+    entry = Deviation(CLAUSE, "known", when="<2.13", case="nothing", expires=date(2020, 1, 1))
+    found = applied([entry], result("failed"))
+    assert outcomes(found) == ["failed"]
+    assert found.problems == ()
+    assert applied([Deviation(CLAUSE, "k", when=">=2.14.0.dev0")], torch="2.14.0.dev1").problems
+
+
+def test_an_entry_that_matches_nothing_is_a_problem_of_a_full_run_only():
+    entry = Deviation(CLAUSE, "known", case="w8", where="mine.toml, entry 1")
+    assert applied([entry], result("passed"), is_full_run=False).problems == ()
+    (problem,) = applied([entry], result("passed")).problems
+    assert problem.startswith("mine.toml, entry 1: expected a result of clause")
+
+
+@pytest.mark.parametrize(
+    ("expires", "is_stale"),
+    [
+        (date(2026, 6, 1), True),
+        (date(2026, 6, 2), False),
+        ("2.13", True),
+        ("2.14", False),
+    ],
+    ids=str,
+)
+def test_an_expired_entry_is_a_problem(expires, is_stale):
+    entry = Deviation(CLAUSE, "known", expires=expires)
+    found = applied([entry], result("failed"), is_full_run=False)
+    assert bool(found.problems) is is_stale
+    # Entries that a partial run did not meet are not its business.
+    assert applied([entry], is_full_run=False).problems == ()
+
+
+def test_applying_twice_changes_nothing_more():
+    entries = [Deviation(CLAUSE, "known")]
+    once = applied(entries, result("failed", "w2"), result("passed", "w4"))
+    assert applied(entries, *once.results) == once
