@@ -1,0 +1,243 @@
+"""Text to token shards: `python -m solution.data.prepare [PATHS] --out DIR`.
+
+    documents -> split train / val -> byte-level BPE, trained on train -> ids -> DIR/text_*.bin
+
+1. Collect *.py, *.md and *.txt files below PATHS in sorted order (`solution.data.corpus`). Without
+   PATHS: the sources of Python's own standard library, about 12 MB of real text that every machine
+   has, with no network.
+2. Every n-th document is validation data, evenly over the corpus.
+3. Train a byte-level BPE with `tokenizers` on the training documents: any text round-trips.
+4. Put the delimiter before each document, concatenate, cut into shards, write each atomically.
+5. Write `tokenizer.json`, and last of all `meta.json`: it is there when everything else is.
+
+The same arguments and the same text give the same bytes. A second run finds `meta.json` with both
+and every shard in order, and reuses them; otherwise it first removes what it (or a run that was
+killed)
+once wrote there, which it knows by name: text_train_000000.bin. Other shards in DIR are an error.
+The
+standard library differs between versions of Python, and so do the ids: compare runs on one machine,
+or prepare once and copy.
+
+    python -m solution.data.prepare --out outputs/data                          # all of it, 6 s
+    python -m solution.data.prepare --out outputs/demo --max-bytes 2000000      # a second or two
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from solution.config import require_positive
+from solution.data.corpus import Corpus
+from solution.data.shards import MAX_TOKENS, NUM_IDS, Shard, write_atomically, write_shard
+
+__all__ = ["DataConfig", "main", "prepare", "read_meta"]
+
+DELIMITER = "<|endoftext|>"
+OUR_SHARDS = r"text_(train|val)_\d{6}\.bin"
+META, TOKENIZER = "meta.json", "tokenizer.json"
+Ids = npt.NDArray[np.uint16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What the shards are made with.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    vocab_size: int = 8192
+    shard_tokens: int = 1_000_000
+    val_fraction: float = 0.05
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        require_positive("vocab_size", self.vocab_size)
+        if not 257 <= self.vocab_size <= NUM_IDS:
+            raise ValueError(
+                f"expected 257 <= vocab_size <= {NUM_IDS} (256 bytes and the delimiter, uint16), "
+                f"got {self.vocab_size}"
+            )
+        if require_positive("shard_tokens", self.shard_tokens) > MAX_TOKENS:
+            raise ValueError(f"expected shard_tokens <= {MAX_TOKENS}, got {self.shard_tokens}")
+        if not 0 <= self.val_fraction < 1:
+            raise ValueError(f"expected 0 <= val_fraction < 1, got {self.val_fraction}")
+        if self.max_bytes is not None:
+            require_positive("max_bytes", self.max_bytes)
+
+
+def prepare(paths: Sequence[Path], out: Path, config: DataConfig) -> tuple[dict[str, Any], bool]:
+    """Make the shards of `paths` in `out`.
+
+    Returns:
+        What `meta.json` says, and whether it was there already.
+
+    Raises:
+        ValueError: no text, bad settings, or `out` holds shards that this did not make.
+    """
+    corpus = Corpus.collect(paths, max_bytes=config.max_bytes)
+    request = {**asdict(config), "corpus": corpus.fingerprint, "format": 1}
+    old = read_meta(out)
+    if old is not None and old["request"] == request and _is_complete(out, old):
+        return old, True
+    _clear(out)
+    train, val = corpus.split(config.val_fraction)
+    _progress(f"training a tokenizer on {len(train)} documents")
+    tokenizer = _train_tokenizer(train, config.vocab_size)
+    shards = {}
+    for split, documents in (("train", train), ("val", val)):
+        shards |= _write_split(
+            out, split, _encode(tokenizer, split, documents), config.shard_tokens
+        )
+    _progress("")
+    meta = {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "delimiter": tokenizer.token_to_id(DELIMITER),
+        "num_documents": len(corpus.documents),
+        "num_skipped": corpus.num_skipped,
+        "num_bytes": corpus.num_bytes,
+        "shards": shards,
+        "request": request,
+    }
+    write_atomically(out / TOKENIZER, tokenizer.to_str().encode())
+    write_atomically(out / META, json.dumps(meta, indent=2).encode() + b"\n")
+    return meta, False
+
+
+def read_meta(folder: Path) -> dict[str, Any] | None:
+    """What `prepare` said about the shards in `folder`; None where it did not make them.
+
+    Raises:
+        ValueError: there is a `meta.json`, and it is not ours.
+    """
+    path = folder / META
+    if not path.exists():
+        return None
+    try:
+        meta = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON, found {error}; remove the file") from None
+    if not isinstance(meta, dict) or not {"vocab_size", "shards", "request"} <= meta.keys():
+        raise ValueError(f"{path}: expected what solution.data.prepare writes; use another folder")
+    return meta
+
+
+def _is_complete(out: Path, meta: dict[str, Any]) -> bool:
+    """Whether every shard that `meta` lists is there and whole."""
+    try:
+        sizes = {name: len(Shard(out / name)) for name in meta["shards"]}
+    except ValueError:
+        return False
+    return sizes == meta["shards"] and (out / TOKENIZER).exists()
+
+
+def _clear(out: Path) -> None:
+    """Remove earlier shards of ours from `out`; meta.json goes first, it vouches for the rest."""
+    out.mkdir(parents=True, exist_ok=True)
+    shards = sorted(out.glob("*.bin"))
+    foreign = [path.name for path in shards if not re.fullmatch(OUR_SHARDS, path.name)]
+    if foreign:
+        raise ValueError(
+            f"{out}: expected a folder of our own, found {foreign[:3]}; training would mix them in,"
+            " choose another --out"
+        )
+    for path in (out / META, *shards):
+        path.unlink(missing_ok=True)
+
+
+def _train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE: all 256 bytes are words, so nothing is unknown."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[DELIMITER],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    # A document that spells the delimiter out is text, not a border.
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _encode(tokenizer: Tokenizer, split: str, documents: list[str], chunk: int = 64) -> Ids:
+    """All documents as one array of ids, the delimiter before each."""
+    delimiter, pieces = np.array([tokenizer.token_to_id(DELIMITER)], np.uint16), []
+    for start in range(0, len(documents), chunk):
+        _progress(f"encoding {split}: {start} of {len(documents)} documents")
+        for encoding in tokenizer.encode_batch_fast(documents[start : start + chunk]):
+            pieces += [delimiter, np.array(encoding.ids, np.uint16)]
+    return np.concatenate(pieces) if pieces else np.empty(0, np.uint16)
+
+
+def _write_split(out: Path, split: str, ids: Ids, shard_tokens: int) -> dict[str, int]:
+    """Cut `ids` into shards; returns their names and token counts."""
+    return {
+        name: write_shard(out / name, ids[start : start + shard_tokens])
+        for index, start in enumerate(range(0, len(ids), shard_tokens))
+        if (name := f"text_{split}_{index:06d}.bin")
+    }
+
+
+def _progress(text: str) -> None:
+    """One line that overwrites itself, on a terminal only."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{text}")
+        sys.stderr.flush()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m solution.data.prepare", description="Text to token shards."
+    )
+    default = DataConfig()
+    parser.add_argument("paths", nargs="*", type=Path, help="files or folders (default: stdlib)")
+    parser.add_argument("--out", type=Path, default=Path("outputs/data"), help="folder to fill")
+    parser.add_argument("--vocab-size", type=int, default=default.vocab_size)
+    parser.add_argument("--shard-tokens", type=int, default=default.shard_tokens)
+    parser.add_argument("--val-fraction", type=float, default=default.val_fraction)
+    parser.add_argument("--max-bytes", type=int, help="stop before the document that exceeds this")
+    options = vars(parser.parse_args(arguments))
+    paths, out = options.pop("paths"), options.pop("out")
+    started = time.perf_counter()
+    try:
+        meta, was_there = prepare(paths, out, DataConfig(**options))
+    except (ValueError, OSError) as error:
+        _progress("")
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(_summary(out, meta, was_there, time.perf_counter() - started))
+    return 0
+
+
+def _summary(out: Path, meta: dict[str, Any], was_there: bool, seconds: float) -> str:
+    tokens = {
+        split: sum(n for name, n in meta["shards"].items() if f"_{split}_" in name)
+        for split in ("train", "val")
+    }
+    verb = "reused (same arguments, same text)" if was_there else "made"
+    return (
+        f"{out}: {verb} {len(meta['shards'])} shards, {tokens['train']:,} train and "
+        f"{tokens['val']:,} val tokens, vocabulary {meta['vocab_size']:,}, from "
+        f"{meta['num_documents']:,} documents ({meta['num_bytes'] / 1e6:.1f} MB, "
+        f"{meta['num_skipped']} skipped) in {seconds:.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""Token shards: one file of token ids, in the format of kjj0/fineweb10B-gpt2.
+
+    byte 0                    1024                             1024 + 2 * count
+    +-------------------------+--------------------------------+
+    | 256 int32 words         | count tokens, uint16           |  and there the file ends
+    | 20240520, 1, count, 0.. |                                |
+    +-------------------------+--------------------------------+
+    everything little-endian, whatever the machine
+
+1. `write_shard` checks every id *before* it narrows to uint16 (a cast wraps 70000 to 4464 without a
+   word), writes a temporary file beside the target, flushes it to disk and renames it: a reader
+   sees the old file, no file or the whole file, never a part.
+2. `Shard(path)` believes nothing: magic, version, count and exact size are checked when it is
+   opened, so that a truncated download fails at once and not in hour three on one rank of eight.
+3. `Shard.read` is a positioned read of what was asked for. A memory map that is held adds the whole
+   shard to resident memory over an epoch, and was slower.
+
+Counts and offsets are Python ints: a sum over 103 shards of 10^8 tokens does not fit 32 bits.
+The format is Karpathy's (llm.c, dev/data/data_common.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Shard", "find_shards", "write_shard"]
+
+MAGIC, VERSION = 20240520, 1
+HEADER_WORDS = 256
+HEADER_BYTES = HEADER_WORDS * 4
+MAX_TOKENS = 2**31 - 1  # the count is an int32
+NUM_IDS = 2**16  # a token is a uint16
+
+Tokens = npt.NDArray[np.uint16]
+
+
+class Shard:
+    """A token file, checked; holds no descriptor between reads.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        path: the file.
+        num_tokens: how many tokens it has, a Python int.
+
+    Raises:
+        FileNotFoundError: there is no such file (it is a ValueError as well).
+        ValueError: not a file, or not a complete shard of version 1; the message names the file,
+            the byte offset, what was expected and found, and what to do.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.num_tokens = _check_header(self.path)
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    def __repr__(self) -> str:
+        return f"Shard({str(self.path)!r}, num_tokens={self.num_tokens})"
+
+    def read(self, start: int, count: int) -> Tokens:
+        """Tokens [start, start + count) as a read-only uint16 array.
+
+        Raises:
+            ValueError: the range is not in the shard, or the file has shrunk since it was opened.
+        """
+        if not 0 <= start <= start + count <= self.num_tokens:
+            raise ValueError(
+                f"{self.path}: expected a range inside [0, {self.num_tokens}), "
+                f"got [{start}, {start + count})"
+            )
+        data = _read_at(self.path, HEADER_BYTES + 2 * start, 2 * count)
+        if len(data) != 2 * count:
+            raise ValueError(
+                f"{self.path}: expected {2 * count} bytes at offset {HEADER_BYTES + 2 * start}, "
+                f"found {len(data)}; the file was changed while it was being read, "
+                "stop what writes to it and start again"
+            )
+        return np.frombuffer(data, dtype="<u2")
+
+    def check_vocabulary(self, vocab_size: int, *, chunk: int = 2**22) -> None:
+        """Scan for ids that a model with `vocab_size` words cannot embed (about 20 G tokens/s/10).
+
+        Raises:
+            ValueError: names the first such id, its token index and its byte offset.
+        """
+        for start in range(0, self.num_tokens, chunk):
+            tokens = self.read(start, min(chunk, self.num_tokens - start))
+            if tokens.max() < vocab_size:
+                continue
+            index = start + int(np.argmax(tokens >= vocab_size))
+            raise ValueError(
+                f"{self.path}: expected ids below the vocabulary size {vocab_size}, found "
+                f"{int(tokens[index - start])} as token {index} (byte {HEADER_BYTES + 2 * index}); "
+                "use the tokenizer that made this shard, or a model with more words"
+            )
+
+
+class _MissingShardError(FileNotFoundError, ValueError):
+    """A missing file is a bad argument too: callers may catch either."""
+
+
+def _check_header(path: Path) -> int:
+    """The number of tokens in `path`, once everything about its header and size is right."""
+    if path.is_dir():
+        raise ValueError(f"{path}: expected a token shard, found a directory; name the .bin files")
+    if not path.exists():
+        raise _MissingShardError(
+            f"{path}: expected a token shard, found no such file; "
+            "`python -m solution.data.prepare --out DIR` makes some"
+        )
+    size = path.stat().st_size
+    head = _read_at(path, 0, HEADER_BYTES)
+    if len(head) < HEADER_BYTES:
+        raise ValueError(
+            f"{path}: expected a header of {HEADER_BYTES} bytes at offset 0, found {len(head)} "
+            "bytes in the whole file; the download or the write was cut short, make it again"
+        )
+    magic, version, count = (int(word) for word in np.frombuffer(head, dtype="<i4")[:3])
+    _check_words(path, magic, version, count)
+    expected = HEADER_BYTES + 2 * count
+    if size != expected:
+        verb = "cut short" if size < expected else "extended, or its header was not updated"
+        raise ValueError(
+            f"{path}: expected {expected} bytes for the {count} tokens that its header claims at "
+            f"offset 8, found {size}; the file was {verb}, make or fetch it again"
+        )
+    return count
+
+
+def _check_words(path: Path, magic: int, version: int, count: int) -> None:
+    """The three words that carry meaning; the other 253 are reserved and not looked at."""
+    if magic != MAGIC:
+        swapped = int(np.array(magic, dtype="<i4").byteswap())
+        hint = (
+            "it is byte-swapped: it was written on a big-endian machine without saying '<i4'"
+            if swapped == MAGIC
+            else "it is no kjj0 / llm.c token shard"
+        )
+        raise ValueError(f"{path}: expected magic {MAGIC} at offset 0, found {magic}; {hint}")
+    if version != VERSION:
+        raise ValueError(
+            f"{path}: expected version {VERSION} (uint16 tokens) at offset 4, found {version}; "
+            "convert the file, other versions hold other tokens"
+        )
+    if count < 0:
+        raise ValueError(
+            f"{path}: expected a token count >= 0 at offset 8, found {count}; the writer "
+            f"overflowed int32, cut the tokens into shards of at most {MAX_TOKENS}"
+        )
+
+
+def _read_at(path: Path, offset: int, num_bytes: int) -> bytes:
+    """Up to `num_bytes` from `offset`; fewer only at the end of the file."""
+    pieces, missing = [], num_bytes
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    try:
+        # One call moves at most about 2 GiB on Linux, and may move less.
+        while missing and (piece := os.pread(descriptor, missing, offset)):
+            pieces.append(piece)
+            offset, missing = offset + len(piece), missing - len(piece)
+    finally:
+        os.close(descriptor)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def write_shard(path: str | os.PathLike[str], tokens: npt.ArrayLike | Iterable[int]) -> int:
+    """Write `tokens` as a shard, completely or not at all; returns how many there were.
+
+    Args:
+        path: the target; replaced if it exists. Its folder must exist.
+        tokens: a 1-D integer array or sequence, or an iterable of ints, each 0 <= id < 65536.
+
+    Raises:
+        ValueError: an id out of range (names it and its index), not 1-D, not integers, or too many.
+            Whatever is at `path` stays as it was, also when iterating `tokens` raises.
+    """
+    ids = _as_ids(tokens)
+    header = np.zeros(HEADER_WORDS, dtype="<i4")
+    header[:3] = MAGIC, VERSION, len(ids)
+    write_atomically(Path(path), header.tobytes(), ids.astype("<u2").data)
+    return len(ids)
+
+
+def _as_ids(tokens: Any) -> npt.NDArray[Any]:
+    """`tokens` as a 1-D integer array in which every id fits uint16."""
+    if not hasattr(tokens, "__array__") and not hasattr(tokens, "__len__"):
+        tokens = list(tokens)
+    ids = np.asarray(tokens)
+    if ids.ndim != 1:
+        raise ValueError(f"expected tokens to be 1-D, got shape {ids.shape}; flatten them")
+    if len(ids) == 0:
+        return np.empty(0, dtype=np.uint16)
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"expected integer tokens within int64, got dtype {ids.dtype}")
+    if len(ids) > MAX_TOKENS:
+        raise ValueError(
+            f"expected at most {MAX_TOKENS} tokens per shard, got {len(ids)}; cut them"
+        )
+    wrong = (ids < 0) | (ids >= NUM_IDS)
+    if wrong.any():
+        index = int(np.argmax(wrong))
+        raise ValueError(
+            f"expected token ids in [0, {NUM_IDS}), got {int(ids[index])} at index {index}; "
+            "the format stores uint16, use a vocabulary of at most 65536 words"
+        )
+    return ids
+
+
+def write_atomically(path: Path, *pieces: bytes | memoryview) -> None:
+    """Write `pieces` to `path`: to a temporary file beside it, flushed to disk, then renamed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())  # else the rename may reach the disk before the bytes do
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _flush_folder(path.parent)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Make the rename itself durable: it is an entry of the folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def find_shards(folder: str | os.PathLike[str], split: str) -> list[Path]:
+    """The shards of `split` ("train" or "val") in `folder`, in natural order of their names.
+
+    Only the file's own name decides: `/data/pretraining/x_val_000000.bin` is validation data.
+
+    Raises:
+        ValueError: no folder, or no such shard in it.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder}: expected a folder with *{split}*.bin shards, found none; "
+            f"`python -m solution.data.prepare --out {folder}` makes one"
+        )
+    found = [path for path in folder.glob("*.bin") if split in path.name]
+    if not found:
+        raise ValueError(
+            f"{folder}: expected *{split}*.bin shards, found none among "
+            f"{sorted(path.name for path in folder.glob('*.bin'))}"
+        )
+    return sorted(found, key=lambda path: [int(s) if s.isdigit() else s for s in _runs(path.name)])
+
+
+def _runs(name: str) -> list[str]:
+    """`name` cut into runs of digits and of other characters: x10 -> x, 10."""
+    return re.split(r"(\d+)", name)

@@ -1,0 +1,1 @@
+"""Models; attention is injected, and nothing here knows how training is spread."""

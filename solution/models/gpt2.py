@@ -1,0 +1,287 @@
+"""GPT-2 (Radford et al. 2019), with attention injected.
+
+    ids [B, T] -> token + position embedding -> L x (x + attention(norm x); x + mlp(norm x))
+               -> norm -> logits [B, T, V] through the token embedding itself (tied)
+
+Small is 124,439,808 parameters. Differences from the published code are none in value: weights of
+Hugging Face's GPT2LMHeadModel load and save here bit for bit (`from_hugging_face_state_dict`). What
+differs is form: no dropout (equal runs on other layouts must be comparable), no mask or position
+buffers (nothing to fill with garbage when a model goes from `meta` to a device), Linear layers of
+`[out, in]` where GPT-2 has `[in, out]`.
+
+Initialisation: normal(0, 0.02) for matrices and embeddings, the two projections onto the residual
+stream scaled by 1 / sqrt(2L), biases 0, norms 1. `reset_parameters(generator)` draws each tensor
+once, in the order of `named_parameters()`; the tied matrix is one tensor.
+
+    with torch.device("meta"):
+        model = GPT2(GPT2Config.preset("xl"))          # no memory
+    model.to_empty(device="cuda").reset_parameters()    # tied again, initialised
+
+Legend: B batch, T tokens, V vocabulary, E embedding dim, H heads, D head dim = E / H, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from solution.attention import AttentionFunction, attention
+from solution.config import GPT2Config
+
+__all__ = [
+    "GPT2",
+    "flops_per_token",
+    "from_hugging_face_state_dict",
+    "language_model",
+    "parameter_count",
+    "to_hugging_face_state_dict",
+]
+
+
+class GPT2(nn.Module):
+    """A GPT-2 language model.
+
+    Args:
+        config: its shape.
+        attention: `(q, k, v, *, causal) -> out` on `[B, H, T, D]`; see `solution.attention`.
+    """
+
+    def __init__(self, config: GPT2Config, *, attention: AttentionFunction = attention) -> None:
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.embedding_dim)
+        self.position_embedding = nn.Embedding(config.max_sequence_length, config.embedding_dim)
+        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.num_layers))
+        self.final_norm = _norm(config)
+        self.lm_head = nn.Linear(config.embedding_dim, config.vocab_size, bias=False)
+        self._tie()
+        self.reset_parameters()
+
+    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        """Logits `[B, T, V]` for integer ids `[B, T]`; ValueError if T is too long or not 2-D."""
+        self._check(ids_BT)
+        positions_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+        x_BTE = self.token_embedding(ids_BT) + self.position_embedding(positions_T)
+        for block in self.blocks:
+            x_BTE = block(x_BTE)
+        return self.lm_head(self.final_norm(x_BTE))
+
+    def _check(self, ids_BT: torch.Tensor) -> None:
+        if ids_BT.ndim != 2 or ids_BT.is_floating_point():
+            raise ValueError(
+                f"expected integer ids of shape [batch, seq], got {ids_BT.dtype} of shape "
+                f"{tuple(ids_BT.shape)}"
+            )
+        if ids_BT.shape[1] > self.config.max_sequence_length:
+            raise ValueError(
+                f"expected at most max_sequence_length={self.config.max_sequence_length} tokens "
+                f"per sequence, got {ids_BT.shape[1]}; cut them, or give the model more positions"
+            )
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> Self:
+        """Draw all weights anew, in the order of `named_parameters()`; returns the model."""
+        std = self.config.init_std
+        residual_std = std / (2 * self.config.num_layers) ** 0.5
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+            elif name.endswith(("attention.out.weight", "mlp.down.weight")):
+                parameter.normal_(0.0, residual_std, generator=generator)
+            else:
+                parameter.normal_(0.0, std, generator=generator)
+        return self
+
+    def _tie(self) -> None:
+        self.lm_head.weight = self.token_embedding.weight
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        # `to_empty` and moves off `meta` make a new Parameter per *module*, which unties the two.
+        super()._apply(fn, recurse)
+        self._tie()
+        return self
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each on a normalised copy, each added to the stream."""
+
+    def __init__(self, config: GPT2Config, attention: AttentionFunction) -> None:
+        super().__init__()
+        self.attention_norm = _norm(config)
+        self.attention = SelfAttention(config, attention)
+        self.mlp_norm = _norm(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x_BTE: torch.Tensor) -> torch.Tensor:
+        """`[B, T, E]` -> `[B, T, E]`."""
+        x_BTE = x_BTE + self.attention(self.attention_norm(x_BTE))
+        return x_BTE + self.mlp(self.mlp_norm(x_BTE))
+
+
+class SelfAttention(nn.Module):
+    """Causal multi-head self-attention; one matrix makes queries, keys and values."""
+
+    def __init__(self, config: GPT2Config, attention: AttentionFunction) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = nn.Linear(config.embedding_dim, 3 * config.embedding_dim)
+        self.out = nn.Linear(config.embedding_dim, config.embedding_dim)
+        self._attention = attention
+
+    def forward(self, x_BTE: torch.Tensor) -> torch.Tensor:
+        """`[B, T, E]` -> `[B, T, E]`."""
+        q_BHTD, k_BHTD, v_BHTD = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for part in self.qkv(x_BTE).chunk(3, dim=-1)
+        )
+        mixed_BHTD = self._attention(q_BHTD, k_BHTD, v_BHTD, causal=True)
+        return self.out(mixed_BHTD.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """E -> 4E -> E with GPT-2's GELU, the tanh form."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.embedding_dim, 4 * config.embedding_dim)
+        self.down = nn.Linear(4 * config.embedding_dim, config.embedding_dim)
+
+    def forward(self, x_BTE: torch.Tensor) -> torch.Tensor:
+        """`[B, T, E]` -> `[B, T, E]`."""
+        return self.down(F.gelu(self.up(x_BTE), approximate="tanh"))
+
+
+def _norm(config: GPT2Config) -> nn.LayerNorm:
+    return nn.LayerNorm(config.embedding_dim, eps=config.layer_norm_epsilon)
+
+
+def language_model(
+    *,
+    vocab_size: int,
+    num_layers: int,
+    num_heads: int,
+    embedding_dim: int,
+    max_sequence_length: int,
+) -> GPT2:
+    """A GPT-2 of that shape: ids `[batch, seq]` -> logits `[batch, seq, vocab]`.
+
+    Raises:
+        ValueError: a size is not a positive integer, or the heads do not divide the embedding.
+    """
+    return GPT2(
+        GPT2Config(
+            vocab_size=vocab_size,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            embedding_dim=embedding_dim,
+            max_sequence_length=max_sequence_length,
+        )
+    )
+
+
+def parameter_count(config: GPT2Config) -> int:
+    """How many parameters the model has, the tied matrix counted once.
+
+    >>> parameter_count(GPT2Config.preset("small"))
+    124439808
+    """
+    e = config.embedding_dim
+    embeddings = (config.vocab_size + config.max_sequence_length) * e
+    block = 12 * e * e + 13 * e  # qkv 3, out 1, up 4, down 4; biases 3 + 1 + 4 + 1; two norms of 2
+    return embeddings + config.num_layers * block + 2 * e
+
+
+def flops_per_token(config: GPT2Config, *, sequence_length: int) -> int:
+    """Floating-point operations of a forward and a backward, per token; matrix products only.
+
+    A product costs 2 per weight in the forward and 4 in the backward; attention's two products add
+    12 L E T, not discounted for the causal half. Equals `torch.utils.flop_counter` exactly.
+    PaLM (Chowdhery et al. 2022), appendix B, has 6N with norms and biases and lookups counted in.
+
+    >>> flops_per_token(GPT2Config.preset("small"), sequence_length=1024)
+    854438400
+    """
+    e, layers = config.embedding_dim, config.num_layers
+    weights = 12 * layers * e * e + config.vocab_size * e
+    return 6 * weights + 12 * layers * e * sequence_length
+
+
+# ours -> (Hugging Face's, whether the matrix is transposed: their Conv1D holds [in, out]). A list
+# and not a rule: attention.out is square, a missing transpose there raises no error.
+_OUTER_NAMES = {
+    "token_embedding.weight": ("transformer.wte.weight", False),
+    "position_embedding.weight": ("transformer.wpe.weight", False),
+    "final_norm.weight": ("transformer.ln_f.weight", False),
+    "final_norm.bias": ("transformer.ln_f.bias", False),
+    "lm_head.weight": ("lm_head.weight", False),
+}
+_BLOCK_NAMES = {
+    "attention_norm.weight": ("ln_1.weight", False),
+    "attention_norm.bias": ("ln_1.bias", False),
+    "attention.qkv.weight": ("attn.c_attn.weight", True),
+    "attention.qkv.bias": ("attn.c_attn.bias", False),
+    "attention.out.weight": ("attn.c_proj.weight", True),
+    "attention.out.bias": ("attn.c_proj.bias", False),
+    "mlp_norm.weight": ("ln_2.weight", False),
+    "mlp_norm.bias": ("ln_2.bias", False),
+    "mlp.up.weight": ("mlp.c_fc.weight", True),
+    "mlp.up.bias": ("mlp.c_fc.bias", False),
+    "mlp.down.weight": ("mlp.c_proj.weight", True),
+    "mlp.down.bias": ("mlp.c_proj.bias", False),
+}
+
+
+def from_hugging_face_state_dict(
+    theirs: Mapping[str, torch.Tensor], config: GPT2Config
+) -> dict[str, torch.Tensor]:
+    """`GPT2LMHeadModel.state_dict()` as a state dict of `GPT2(config)`.
+
+    Raises:
+        ValueError: a key too many or too few (`lm_head.weight` may be absent: it is tied), a shape
+            that is not the config's, or an `lm_head.weight` that is not tied.
+    """
+    names = _hugging_face_names(config.num_layers)
+    wte, head = names["token_embedding.weight"][0], names["lm_head.weight"][0]
+    theirs = {head: theirs[wte], **theirs} if wte in theirs else dict(theirs)
+    expected = {key for key, _ in names.values()}
+    if theirs.keys() != expected:
+        raise ValueError(
+            f"expected the {len(expected)} keys of a {config.num_layers}-layer GPT2LMHeadModel; "
+            f"missing {sorted(expected - theirs.keys())[:3]}, "
+            f"unexpected {sorted(theirs.keys() - expected)[:3]}"
+        )
+    if not torch.equal(theirs[head], theirs[wte]):
+        raise ValueError(f"expected {head} to be tied to {wte}, got different values")
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in GPT2(config).state_dict().items()}
+    ours = {name: _transpose(theirs[key], flip) for name, (key, flip) in names.items()}
+    for name, tensor in ours.items():
+        if tensor.shape != shapes[name]:
+            raise ValueError(
+                f"expected {names[name][0]} to make {name} of shape {tuple(shapes[name])}, "
+                f"got {tuple(tensor.shape)}; the config is not that of the weights"
+            )
+    return ours
+
+
+def to_hugging_face_state_dict(model: GPT2) -> dict[str, torch.Tensor]:
+    """The weights of `model` under the names, and in the layout, of `GPT2LMHeadModel`."""
+    names, ours = _hugging_face_names(model.config.num_layers), model.state_dict()
+    return {key: _transpose(ours[name], flip) for name, (key, flip) in names.items()}
+
+
+def _hugging_face_names(num_layers: int) -> dict[str, tuple[str, bool]]:
+    """Every name of ours, with theirs and whether to transpose."""
+    return _OUTER_NAMES | {
+        f"blocks.{layer}.{ours}": (f"transformer.h.{layer}.{theirs}", flip)
+        for layer in range(num_layers)
+        for ours, (theirs, flip) in _BLOCK_NAMES.items()
+    }
+
+
+def _transpose(tensor: torch.Tensor, flip: bool) -> torch.Tensor:
+    return tensor.t().contiguous() if flip else tensor
