@@ -1,13 +1,13 @@
 """Who talks to whom: the only file that calls collectives.
 
-Problem. Collectives are where distributed programs hang and where backends differ. Kept in one file,
-named by what they mean and not by how a backend does it, they can be counted, replaced and reasoned
-about; everything above this floor is arithmetic and order.
+Problem. Collectives are where distributed programs hang and where backends differ. Kept in one
+file, named by what they mean and not by how a backend does it, they can be counted, replaced and
+reasoned about; everything above this floor is arithmetic and order.
 
 Every function takes `group`: the process group decides who takes part and by how many one divides.
 `None` is the default group. What can overlap with compute returns a `Handle`, and nothing that was
-passed in may be read or written before `handle.wait()`; what is only ever used at the edges of a run
-(agreement, initial values, logging) blocks.
+passed in may be read or written before `handle.wait()`; what is only ever used at the edges of a
+run (agreement, initial values, logging) blocks.
 
 Invariants.
 1. All ranks of a group issue the same functions in the same order with equal shapes and dtypes.
@@ -63,8 +63,8 @@ def require_group(group: Group, *, caller: str) -> None:
         )
     if group is not None and (not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0):
         raise ValueError(
-            f"{caller} expected a process group that contains rank {dist.get_rank()}, got {group!r}; "
-            "only members of a group may use it"
+            f"{caller} expected a process group that contains rank {dist.get_rank()}, "
+            f"got {group!r}; only members of a group may use it"
         )
 
 
@@ -82,8 +82,7 @@ def all_reduce_sum(tensor: torch.Tensor, group: Group) -> Handle:
     """Starts replacing `tensor` (contiguous) on every rank by its sum over the ranks of `group`."""
     if tensor.numel() == 0 or size(group) == 1:
         return _Done()
-    work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
-    assert work is not None, "an asynchronous all_reduce returns its work"
+    work: Handle = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
     return work
 
 
@@ -104,7 +103,7 @@ def broadcast_from_first(tensor: torch.Tensor, group: Group) -> None:
 
 
 def agree(value: int, group: Group, *, device: torch.device | None = None) -> bool:
-    """Whether `value` (below 2**63) is the same on all ranks of `group`; every rank gets the answer."""
+    """Whether `value` (below 2**63) is the same on all ranks of `group`; told to every rank."""
     if size(group) == 1:
         return True
     # The largest value and the negative of the smallest, in one collective.
@@ -146,7 +145,7 @@ class World:
 
 @contextmanager
 def distributed(*, device: str | None = None, timeout_s: float = 600.0) -> Iterator[World]:
-    """Joins the run that torchrun describes in the environment, and leaves it however the body ends.
+    """Joins the run that torchrun's environment describes, and leaves it however the body ends.
 
     With one GPU per local rank the backend is nccl, otherwise gloo (with CUDA tensors where ranks
     share a GPU). Started by plain `python`, it is a run of one rank.
