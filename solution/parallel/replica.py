@@ -135,8 +135,8 @@ class Replica(nn.Module, ABC):
         if self._in_backward:
             self._abandon_round()
             raise RuntimeError(
-                f"rank {comm.rank(self._group)}: the backward before this call was interrupted by an "
-                "exception; its gradients are dropped, run the step again"
+                f"rank {comm.rank(self._group)}: the backward before this call was interrupted by "
+                "an exception; its gradients are dropped, run the step again"
             )
         if not self._has_news:
             return
@@ -265,8 +265,8 @@ class Replica(nn.Module, ABC):
     def _raise_second_gradient(self, index: int) -> NoReturn:
         raise RuntimeError(
             f"rank {comm.rank(self._group)}: expected one gradient of {self._names[index]!r} "
-            "between two calls of finish_gradient_synchronization, got a second while the first is being "
-            "reduced; call it after every backward outside no_sync (reentrant activation "
+            "between two calls of finish_gradient_synchronization, got a second while the first "
+            "is being reduced; call it after every backward outside no_sync (reentrant activation "
             "checkpointing also runs backwards of its own: use use_reentrant=False)"
         )
 
