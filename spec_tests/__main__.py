@@ -1,0 +1,105 @@
+"""`python -m spec_tests --impl A --impl B --report DIR`: judge implementations.
+
+    python -m spec_tests                        judge the reference
+    python -m spec_tests --impl mine.py         judge a file, at level `correct`
+    python -m spec_tests --impl mine.py --clause 'ddp.gradients.*' --level course
+    python -m spec_tests ledger [--check]       write (or compare) CLAUSES.md
+    python -m spec_tests impostors [...]        see that the suite has teeth
+
+Options are those of the pytest plugin (`--impl`, `--clause`, `--level`, `--transport`,
+`--profile`, `--report`); whatever else is given goes to pytest. Runs in any interpreter that has
+the suite and the implementation's dependencies.
+
+Exit status: 0 every MUST clause at or below the level holds for what the implementation offers, or
+is a declared deviation; 1 one does not; 2 the run itself is broken: wrong usage, nothing ran, an
+implementation that does not load.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+
+def main(arguments: list[str]) -> int:
+    """Dispatch to a subcommand or to pytest; returns the exit status."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if arguments[:1] == ["ledger"]:
+        return _ledger(arguments[1:])
+    if arguments[:1] == ["impostors"]:
+        from spec_tests.impostors.matrix import main as matrix
+
+        return matrix(arguments[1:])
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
+    return _judge(arguments)
+
+
+def _ledger(arguments: list[str]) -> int:
+    from spec_tests import impostors, ledger
+
+    text = ledger.render(ledger.load_all(), impostors.rejected_by())
+    if arguments == ["--check"]:
+        current = ledger.PATH.read_text() if ledger.PATH.exists() else ""
+        return 0 if current == text else 1
+    ledger.PATH.write_text(text)
+    print(f"wrote {ledger.PATH}")
+    return 0
+
+
+def _judge(arguments: list[str]) -> int:
+    import pytest
+
+    from spec_tests.ledger import chapter_folders
+    from spec_tests.rig.eventlog import read_log
+
+    with tempfile.TemporaryDirectory(prefix="trainspec-") as scratch:
+        asked = _option(arguments, "--report")
+        directory = asked or scratch
+        log = Path(directory) / "events.jsonl"
+        log.unlink(missing_ok=True)
+        own = [] if asked else ["--report", scratch]
+        impl = [] if _option(arguments, "--impl") else ["--impl", "solution"]
+        status = pytest.main([*_PYTEST, *impl, *own, *arguments, *map(str, chapter_folders())])
+        events = read_log(log) if log.is_file() else []
+    if events and events[-1]["event"] == "footer":
+        return int(events[-1]["exit_status"])
+    if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        print("the run ended without a verdict", file=sys.stderr)
+    return 2
+
+
+# Nothing of the user's own pytest configuration applies: a verdict does not depend on where the
+# command was started.
+_PYTEST = [
+    "-c",
+    os.devnull,
+    "--rootdir",
+    str(Path(__file__).resolve().parent.parent),
+    "--import-mode=importlib",
+    "-p",
+    "spec_tests.plugin",
+    "-p",
+    "no:cacheprovider",
+    "-q",
+    "--tb=short",
+    "--no-header",
+    "-o",
+    "xfail_strict=true",
+]
+
+
+def _option(arguments: list[str], name: str) -> str | None:
+    for position, argument in enumerate(arguments):
+        if argument == name and position + 1 < len(arguments):
+            return arguments[position + 1]
+        if argument.startswith(f"{name}="):
+            return argument.partition("=")[2]
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

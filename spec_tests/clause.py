@@ -1,0 +1,186 @@
+"""What a clause is, and the register of all of them.
+
+    @clause(
+        "ddp.gradients.mean", MUST, level="correct", judges=("ddp", "ddp_bucketed"),
+        source="Li et al. 2020, section 3.2.1", worlds=(2, 3, 4),
+    )
+    def test_every_rank_holds_the_mean_gradient(world, subject):
+        \"\"\"Every rank MUST hold the mean over ranks of the local gradients.
+
+        Why it matters, what goes wrong in practice, what it does not promise.
+        \"\"\"
+
+The id is dotted lower-case words, `chapter.aspect.fact`; never a number, never reused. The first
+line of the docstring *is* the norm: one sentence with one normative verb, readable in the ledger
+without the code. `judges` names contract functions that are each judged by themselves (the case's
+`subject`); `needs` names those that must be offered besides.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from spec_tests.contract import FUNCTIONS
+
+
+class Strength(StrEnum):
+    """MUST decides; SHOULD and MAY advise."""
+
+    MUST = "MUST"
+    SHOULD = "SHOULD"
+    MAY = "MAY"
+
+
+MUST, SHOULD, MAY = Strength.MUST, Strength.SHOULD, Strength.MAY
+
+LEVELS = ("course", "correct", "production")
+"""Cumulative: the exercise's own demand, what the name promises, what PyTorch offers beyond."""
+
+_ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*(\.[a-z0-9]+(-[a-z0-9]+)*){2,3}")
+_MARK = "__clause__"
+_Test = TypeVar("_Test", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Clause:
+    """One norm and the test that observes it.
+
+    Attributes:
+        id: dotted words, stable for ever.
+        sentence: the norm, first line of the docstring.
+        strength, level: see the module docstring of `spec_tests.rig.outcomes`.
+        judges: contract functions judged one at a time; empty if the clause needs none in particular.
+        needs: contract functions that must be offered besides.
+        source: the page that says so.
+        since: the edition in which the clause appeared.
+        worlds: the world sizes at which it is judged.
+        transports: where its observation is possible.
+        no_impostor: why no near-miss can be built against it; "" where one exists.
+    """
+
+    id: str
+    sentence: str
+    strength: Strength
+    level: str
+    judges: tuple[str, ...]
+    needs: tuple[str, ...]
+    source: str
+    since: str
+    worlds: tuple[int, ...]
+    transports: tuple[str, ...]
+    no_impostor: str
+    test: Callable[..., Any]
+
+    @property
+    def chapter(self) -> str:
+        """First word of the id."""
+        return self.id.partition(".")[0]
+
+    @property
+    def where(self) -> str:
+        """File and line of the test, relative to the repository."""
+        code = inspect.unwrap(self.test).__code__
+        root = Path(__file__).resolve().parent.parent
+        return f"{Path(code.co_filename).relative_to(root).as_posix()}:{code.co_firstlineno}"
+
+    def cases(self) -> Iterator[dict[str, Any]]:
+        """Every situation in which the clause is judged: `world` (a size), `subject`, parameters.
+
+        The same product that pytest runs, for those who run a clause without pytest.
+        """
+        axes: dict[str, list[Any]] = {"world": list(self.worlds)}
+        if self.judges:
+            axes["subject"] = list(self.judges)
+        for mark in getattr(self.test, "pytestmark", []):
+            if mark.name == "parametrize":
+                axes[mark.args[0]] = list(mark.args[1])
+        for values in itertools.product(*axes.values()):
+            yield dict(zip(axes, values, strict=True))
+
+
+REGISTER: dict[str, Clause] = {}
+"""Every clause whose module has been imported, by id."""
+
+
+def clause(
+    id: str,  # noqa: A002 - the word that the ledger, the reports and the option --clause use
+    strength: Strength,
+    *,
+    level: str,
+    judges: tuple[str, ...] = (),
+    needs: tuple[str, ...] = (),
+    source: str,
+    since: str = "2026.1",
+    worlds: tuple[int, ...] = (2,),
+    transports: tuple[str, ...] = ("gloo", "cuda"),
+    no_impostor: str = "",
+) -> Callable[[_Test], _Test]:
+    """Register a test as a clause.
+
+    Raises:
+        ValueError: for a malformed or repeated id, an unknown level or contract function, or a
+            docstring whose first line is not one sentence with the strength as its verb.
+    """
+
+    def register(test: _Test) -> _Test:
+        sentence = _sentence_of(test)
+        _validate(id, strength, level, judges + needs, sentence)
+        earlier = REGISTER.get(id)
+        if earlier is not None and earlier.test.__module__ != test.__module__:
+            raise ValueError(f"clause {id!r} exists twice: {earlier.where} and {test.__module__}")
+        REGISTER[id] = Clause(
+            id,
+            sentence,
+            strength,
+            level,
+            judges,
+            needs,
+            source,
+            since,
+            worlds,
+            transports,
+            no_impostor,
+            test,
+        )
+        setattr(test, _MARK, REGISTER[id])
+        return test
+
+    return register
+
+
+def clause_of(test: object) -> Clause | None:
+    """The clause that a test function was registered as, if any."""
+    found = getattr(test, _MARK, None)
+    return found if isinstance(found, Clause) else None
+
+
+def _sentence_of(test: Callable[..., Any]) -> str:
+    return (inspect.getdoc(test) or "").partition("\n")[0].strip()
+
+
+def _validate(
+    id: str,  # noqa: A002 - as above
+    strength: Strength,
+    level: str,
+    functions: tuple[str, ...],
+    sentence: str,
+) -> None:
+    if not _ID.fullmatch(id):
+        raise ValueError(f"clause id {id!r}: expected three or four dotted lower-case words")
+    if level not in LEVELS:
+        raise ValueError(f"clause {id}: level {level!r} is none of {LEVELS}")
+    unknown = [name for name in functions if name not in FUNCTIONS]
+    if unknown:
+        raise ValueError(f"clause {id}: {unknown} are no functions of the contract")
+    if strength not in sentence.split() or not sentence.endswith(".") or len(sentence) > 100:
+        raise ValueError(
+            f"clause {id}: the docstring must begin with one sentence of at most 100 characters, "
+            f"with {strength} as its verb and a full stop; got {sentence!r}"
+        )

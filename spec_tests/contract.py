@@ -1,0 +1,336 @@
+"""The contract: everything that an implementer has to read.
+
+An implementation is a module, a package or a file with any of the functions below, by these
+names and with these arguments. What it leaves out is reported as "not offered", never as failed;
+the same holds for a function that raises NotImplementedError. `solution/__init__.py` satisfies the
+contract as it stands, and so does this file of five lines, as far as it goes:
+
+    from torch.nn.parallel import DistributedDataParallel
+
+    def ddp(module, *, process_group=None):
+        return DistributedDataParallel(module, process_group=process_group)
+
+    def no_sync(wrapped):
+        return wrapped.no_sync()
+
+Judge it with `python -m spec_tests --impl path/to/mine.py`. Outside of the domain stated here a
+ValueError or NotImplementedError that names the argument is always right.
+
+This file is the promise in words and types. What must hold, clause by clause, is in CLAUSES.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from os import PathLike
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+Path = str | PathLike[str]
+
+
+class Ddp(Protocol):
+    """Replicate `module` over the group: each gradient is averaged by itself.
+
+    Returns a module that is called like the original. At construction every rank takes the
+    parameters (frozen ones too) and buffers of the group's first rank. After a backward pass and
+    `finish_gradient_synchronization`, `.grad` of the *original* Parameter objects is the mean over
+    the group of the local gradients; a local gradient is everything accumulated since
+    `zero_grad`. Frozen parameters keep `grad is None`. A parameter unused on all ranks keeps
+    None, or is an error no later than the next forward; unused on some ranks only, it holds
+    the mean with zero for the absent, or is an error. Never a hang. The group decides who talks
+    and by how many one divides.
+    """
+
+    def __call__(
+        self, module: nn.Module, *, process_group: ProcessGroup | None = None
+    ) -> nn.Module: ...
+
+
+class DdpBucketed(Protocol):
+    """As `ddp`, with the gradients packed into flat buckets of about `bucket_size_mb` MiB."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        *,
+        bucket_size_mb: float,
+        process_group: ProcessGroup | None = None,
+    ) -> nn.Module: ...
+
+
+class FinishGradientSynchronization(Protocol):
+    """Called once after every backward that is outside `no_sync`, before the optimizer.
+
+    Never called inside `no_sync`. Absent means that nothing is left to do after backward. A
+    second call changes nothing.
+    """
+
+    def __call__(self, wrapped: nn.Module) -> None: ...
+
+
+class NoSync(Protocol):
+    """A context manager around forward *and* backward of a micro-batch.
+
+    Inside, `.grad` holds plain local sums and nothing is sent. Other placements (only the forward,
+    only the backward) are unspecified. It nests, and it restores the previous state also when the
+    body raises.
+    """
+
+    def __call__(self, wrapped: nn.Module) -> AbstractContextManager[Any]: ...
+
+
+class ShardedOptimizer(Protocol):
+    """ZeRO-1: a `torch.optim.Optimizer` whose state is divided over the group.
+
+    Gradients arrive already averaged. `step` updates what this rank owns and leaves all ranks with
+    equal parameters; `.state` holds only owned state; `param_groups` are live, so a scheduler's
+    change takes effect at the next step; `zero_grad` clears all gradients.
+    """
+
+    def __call__(
+        self,
+        params: Iterable[Any],
+        optimizer_cls: type[Optimizer],
+        *,
+        process_group: ProcessGroup | None = None,
+        **kwargs: Any,
+    ) -> Optimizer: ...
+
+
+class FullOptimizerState(Protocol):
+    """On every rank, the state dict that the unsharded optimizer would have."""
+
+    def __call__(self, optimizer: Optimizer) -> dict[str, Any]: ...
+
+
+class FullyShard(Protocol):
+    """FSDP in place, called bottom-up, with meaning and defaults of PyTorch's `fully_shard`.
+
+    `mp_policy` is built from the implementation's own `MixedPrecisionPolicy(param_dtype=,
+    reduce_dtype=, output_dtype=, cast_forward_inputs=)`. Parameters become DTensors sharded on dim
+    0. The module then has `unshard`, `reshard`, `set_requires_gradient_sync`,
+    `set_reshard_after_backward`, `set_modules_to_forward_prefetch` and
+    `set_modules_to_backward_prefetch`. Weights are not synchronised: the caller seeds all ranks
+    alike. After an update the next forward uses current weights; an update is `Optimizer.step`, a
+    load function, or an in-place operation under `no_grad` on the Parameter or its local tensor,
+    between steps.
+    """
+
+    def __call__(
+        self,
+        module: nn.Module,
+        *,
+        mesh: DeviceMesh | None = None,
+        reshard_after_forward: bool | int | None = None,
+        mp_policy: Any = None,
+    ) -> Any: ...
+
+
+class Fsdp(Protocol):
+    """The whole-model wrapper of the CS336 exercise: shards Linear and Embedding weights."""
+
+    def __call__(
+        self, module: nn.Module, *, compute_dtype: torch.dtype | None = None
+    ) -> nn.Module: ...
+
+
+class FullParameters(Protocol):
+    """`{name: full tensor}` on every rank. Absent: `full_tensor()` where a parameter has it."""
+
+    def __call__(self, model: nn.Module) -> Mapping[str, torch.Tensor]: ...
+
+
+class ClipGradNorm(Protocol):
+    """`torch.nn.utils.clip_grad_norm_` for replicated, sharded and mixed parameters.
+
+    Returns the global norm as a plain tensor, equal on all ranks.
+    """
+
+    def __call__(
+        self,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor: ...
+
+
+class TokenLoader(Protocol):
+    """Batches of next-token pairs over kjj0 `.bin` shards.
+
+    A shard is 256 little-endian int32 header words (20240520, 1, count) and `count` uint16 tokens;
+    the file ends there. Files in the caller's order. Sequence k of a shard is tokens `[kT, (k+1)T]`
+    (T inputs, targets shifted by one); sequences never cross a shard; shards index one after
+    another. Batch i of rank r is global sequences `[iWB + rB, iWB + rB + B)`; what does not fill
+    W*B is dropped. One pass per `iter`, then it ends; the next `iter` starts anew.
+
+    Yields int64 `[batch_size, sequence_length]` inputs and targets that own their memory.
+    `state_dict()` counts batches *yielded*; after `load_state_dict` the next `iter` goes on there,
+    also at another world size with the same W*B. RANK and WORLD_SIZE are read, both or neither,
+    when not given. Bad arguments and bad files: ValueError at construction.
+    """
+
+    def __call__(
+        self,
+        paths: Sequence[Path],
+        *,
+        batch_size: int,
+        sequence_length: int,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]: ...
+
+
+class FlashAttention(Protocol):
+    """Exact attention in O(N) memory. `flash_attention_triton` has the same shape.
+
+    q `[batch, heads, seq_q, head_dim]`, k and v `[batch, kv_heads, seq_k, head_dim]`; 3-D is
+    `[batch, seq, head_dim]` without heads. `scale` defaults to `head_dim ** -0.5`. Causal is aligned
+    bottom-right: row i sees keys j <= i + seq_k - seq_q. Query head h reads key head
+    `h // (heads // kv_heads)`. Output has q's dtype; the LSE is natural, float32 (float64 for
+    float64), `[batch, heads, seq_q]`, and either differentiable or marked non-differentiable.
+    Rows that see nothing give zeros, -inf, and zero gradients. First derivatives only.
+    """
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class AccumulationSteps(Protocol):
+    """Micro-batches per rank and optimizer step; ValueError when it does not divide."""
+
+    def __call__(
+        self, *, global_batch_size: int, micro_batch_size: int, world_size: int
+    ) -> int: ...
+
+
+class Train(Protocol):
+    """The loop of the training chapter, for plain and wrapped models.
+
+    One record per optimizer step: `loss`, `lr`, `grad_norm`, `tokens`. Targets of -100 do not
+    count; loss and gradient are means over all valid tokens of the step on all ranks.
+    """
+
+    def __call__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        steps: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        max_norm: float | None = None,
+        lr: Callable[[int], float] | None = None,
+    ) -> Sequence[Any]: ...
+
+
+class SaveCheckpoint(Protocol):
+    """Write a complete checkpoint of `step` below `directory`, or nothing."""
+
+    def __call__(
+        self,
+        directory: Path,
+        *,
+        step: int,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loader: Any = None,
+    ) -> Any: ...
+
+
+class LoadCheckpoint(Protocol):
+    """Load the newest complete checkpoint below `directory`; returns its step."""
+
+    def __call__(
+        self, directory: Path, *, model: nn.Module, optimizer: Optimizer, loader: Any = None
+    ) -> int: ...
+
+
+class LanguageModel(Protocol):
+    """A decoder: ids `[batch, seq]` -> logits `[batch, seq, vocab]`."""
+
+    def __call__(
+        self,
+        *,
+        vocab_size: int,
+        num_layers: int,
+        num_heads: int,
+        embedding_dim: int,
+        max_sequence_length: int,
+    ) -> nn.Module: ...
+
+
+class MemoryEstimate(Protocol):
+    """Predicted bytes by term; the measure chapter fixes the keys."""
+
+    def __call__(
+        self, model: nn.Module, *, batch_size: int, sequence_length: int
+    ) -> dict[str, Any]: ...
+
+
+class MeasureThroughput(Protocol):
+    """Steady-state tokens per second of `step`; the measure chapter fixes the keys."""
+
+    def __call__(
+        self, step: Callable[[], Any], *, tokens_per_step: int, clock: Callable[[], float]
+    ) -> dict[str, Any]: ...
+
+
+class SummarizeTrace(Protocol):
+    """What a profiler trace says about overlap; the measure chapter fixes the keys."""
+
+    def __call__(self, path: Path) -> dict[str, Any]: ...
+
+
+FUNCTIONS: dict[str, type] = {
+    "ddp": Ddp,
+    "ddp_bucketed": DdpBucketed,
+    "finish_gradient_synchronization": FinishGradientSynchronization,
+    "no_sync": NoSync,
+    "sharded_optimizer": ShardedOptimizer,
+    "full_optimizer_state": FullOptimizerState,
+    "fully_shard": FullyShard,
+    "fsdp": Fsdp,
+    "full_parameters": FullParameters,
+    "clip_grad_norm_": ClipGradNorm,
+    "token_loader": TokenLoader,
+    "flash_attention": FlashAttention,
+    "flash_attention_triton": FlashAttention,
+    "accumulation_steps": AccumulationSteps,
+    "train": Train,
+    "save_checkpoint": SaveCheckpoint,
+    "load_checkpoint": LoadCheckpoint,
+    "language_model": LanguageModel,
+    "memory_estimate": MemoryEstimate,
+    "measure_throughput": MeasureThroughput,
+    "summarize_trace": SummarizeTrace,
+}
+"""Every name of the contract, in the order of a training step."""
+
+DEFAULTS: dict[str, Callable[..., Any]] = {
+    "finish_gradient_synchronization": lambda wrapped: None,
+    "full_parameters": lambda model: {
+        name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach()
+        for name, p in model.named_parameters()
+    },
+}
+"""What a function means where an implementation leaves it out; all others are not offered."""
+
+__all__ = ["DEFAULTS", "FUNCTIONS", "Iterator"]

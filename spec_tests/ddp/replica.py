@@ -1,0 +1,114 @@
+"""One rank's view of a replicated toy: what the bodies of this chapter are made of."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from spec_tests.rig.oracle import Gradients, gradients_of
+from spec_tests.rig.rank import Context
+from spec_tests.rig.toys import TOYS, sum_of_squares
+
+# Small enough that every toy needs several buckets: 32 float64 elements.
+SMALL_BUCKET_MB = 32 * 8 / 2**20
+
+
+def wrap(
+    ctx: Context,
+    subject: str,
+    module: nn.Module,
+    *,
+    bucket_size_mb: float = SMALL_BUCKET_MB,
+    process_group: ProcessGroup | None = None,
+) -> nn.Module:
+    """Wrap `module` with the function under test; the bucketed one gets small buckets."""
+    if subject == "ddp_bucketed":
+        return ctx.impl.ddp_bucketed(
+            module, bucket_size_mb=bucket_size_mb, process_group=process_group
+        )
+    return ctx.impl.ddp(module, process_group=process_group)
+
+
+class Replica:
+    """A toy, wrapped, whose gradients are read from the Parameter objects of *before* wrapping.
+
+    Every rank builds the toy with the seed `seed + weights_differ * rank`. The loss of each
+    micro-batch is `world_size * sum_of_squares`, so that the mean over ranks is the plain sum.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        subject: str,
+        toy: str,
+        seed: int,
+        *,
+        weights_differ: bool = False,
+        **options: Any,
+    ) -> None:
+        self.world_size = ctx.world_size
+        self.ctx = ctx
+        self.toy = TOYS[toy]
+        self.seed = seed
+        self.module = self.toy.build(seed + weights_differ * ctx.rank).to(ctx.device)
+        self.parameters = dict(self.module.named_parameters())
+        self.wrapped = wrap(ctx, subject, self.module, **options)
+
+    def loss(self, micro: int = 0, **flags: Any) -> torch.Tensor:
+        """Forward of this rank's micro-batch number `micro`."""
+        batch = self.toy.batch(self.seed, rank=self.ctx.rank, micro=micro).to(self.ctx.device)
+        return self.ctx.world_size * sum_of_squares(self.wrapped(batch, **flags))
+
+    def backward(self, micro: int = 0, **flags: Any) -> None:
+        """Forward and backward of a micro-batch that is synchronised, and the finish after it."""
+        self.loss(micro, **flags).backward()
+        self.finish()
+
+    def accumulate(self, micro: int = 0, **flags: Any) -> None:
+        """Forward and backward of a micro-batch inside no_sync."""
+        with self.no_sync():
+            self.loss(micro, **flags).backward()
+
+    def finish(self) -> None:
+        """End the synchronisation of a backward pass."""
+        self.ctx.impl.finish_gradient_synchronization(self.wrapped)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """The implementation's own context manager."""
+        with self.ctx.impl.no_sync(self.wrapped):
+            yield
+
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        """Clear gradients as an optimizer over the original parameters would."""
+        for parameter in self.parameters.values():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_()
+                parameter.grad.zero_()
+
+    def gradients(self) -> Gradients:
+        """`.grad` of the original Parameter objects, by name."""
+        return {
+            name: None if p.grad is None else p.grad.detach().clone()
+            for name, p in self.parameters.items()
+        }
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Values of the original Parameter objects, by name."""
+        return {name: p.detach().clone() for name, p in self.parameters.items()}
+
+    def local_gradients(self, micros: tuple[int, ...] = (0,), **flags: Any) -> Gradients:
+        """What this rank alone would accumulate, computed on a bare copy of the toy."""
+        bare = self.toy.build(self.seed).to(self.ctx.device)
+        for micro in micros:
+            batch = self.toy.batch(self.seed, rank=self.ctx.rank, micro=micro)
+            loss = sum_of_squares(bare(batch.to(self.ctx.device), **flags))
+            (self.ctx.world_size * loss).backward()
+        return gradients_of(bare)

@@ -1,0 +1,131 @@
+"""Construction: every rank takes what the first rank has.
+
+A replica that starts from other weights than its peers never recovers: gradients are averaged,
+weights are not. The loss falls all the same. See Li et al. 2020, "PyTorch Distributed", section
+3.1, and the constructor of torch.nn.parallel.DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from spec_tests.clause import MUST, clause
+from spec_tests.ddp.replica import Replica
+from spec_tests.rig import judge, oracle
+from spec_tests.rig.symptoms import Hint
+
+DDP = ("ddp", "ddp_bucketed")
+PAPER = "Li et al. 2020, section 3.1; DistributedDataParallel, constructor"
+
+
+def construct(ctx, subject, toy, seed):
+    """Weights, buffers and their places before and after wrapping, with another seed per rank."""
+    replica = Replica(ctx, subject, toy, seed, weights_differ=True)
+    return {
+        "weights": replica.weights(),
+        "buffers": {name: b.clone() for name, b in replica.module.named_buffers()},
+        "requires_grad": {name: p.requires_grad for name, p in replica.parameters.items()},
+    }
+
+
+@clause(
+    "ddp.construction.parameters-from-first-rank",
+    MUST,
+    level="course",
+    judges=DDP,
+    source=PAPER,
+    worlds=(2, 3, 4),
+)
+@pytest.mark.parametrize("toy", ["mlp", "frozen", "tied", "strided", "mixed"])
+def test_every_rank_starts_from_the_first_ranks_parameters(world, subject, toy):
+    """After construction every rank MUST hold the first rank's parameters, frozen ones too.
+
+    Ranks are seeded differently on purpose: seeding all alike would hide a missing broadcast.
+    """
+    ranks = world.run(construct, subject, toy, 7)
+
+    own = [oracle.parameters(toy, 7 + rank) for rank in range(world.size)]
+    mean = {name: sum(rank[name] for rank in own) / world.size for name in own[0]}
+    judge.tensors(
+        [rank["weights"] for rank in ranks],
+        own[0],
+        quantity="first rank's parameter",
+        hints=[
+            Hint("the rank kept its own weights: nothing was broadcast at construction", own),
+            Hint("the ranks' weights were averaged, so the first rank's own were lost", mean),
+            Hint("the last rank's weights were taken", own[-1]),
+        ],
+        given=f"toy {toy!r}, seed 7 + rank",
+    )
+
+
+@clause(
+    "ddp.construction.buffers-from-first-rank",
+    MUST,
+    level="correct",
+    judges=DDP,
+    source=PAPER,
+    worlds=(2, 3),
+)
+def test_every_rank_starts_from_the_first_ranks_buffers(world, subject):
+    """After construction every rank MUST hold the first rank's buffers, integers and booleans too.
+
+    Running statistics that differ between ranks make evaluation depend on the rank that does it.
+    """
+    ranks = world.run(construct, subject, "buffers", 7)
+
+    own = [oracle.buffers("buffers", 7 + rank) for rank in range(world.size)]
+    judge.tensors(
+        [rank["buffers"] for rank in ranks],
+        own[0],
+        quantity="first rank's buffer",
+        hints=[Hint("the rank kept its own buffers: only parameters were broadcast", own)],
+        given="toy 'buffers', seed 7 + rank",
+    )
+
+
+@clause(
+    "ddp.construction.keeps-requires-grad",
+    MUST,
+    level="correct",
+    judges=DDP,
+    source=PAPER,
+)
+def test_wrapping_does_not_freeze_or_thaw(world, subject):
+    """Wrapping MUST leave requires_grad of every parameter as it was."""
+    ranks = world.run(construct, subject, "frozen", 7)
+
+    expected = {
+        name: not name.startswith("frozen.") for name in oracle.parameters("frozen", 7)
+    }
+    judge.equal([rank["requires_grad"] for rank in ranks], expected, quantity="requires_grad")
+
+
+def forward(ctx, subject, toy, seed):
+    """The wrapped module's output, and the bare one's on the same input."""
+    replica = Replica(ctx, subject, toy, seed)
+    batch = replica.toy.batch(seed, rank=ctx.rank)
+    return {
+        "wrapped": {"output": replica.wrapped(batch)},
+        "bare": {"output": replica.toy.build(seed)(batch)},
+    }
+
+
+@clause(
+    "ddp.construction.forward-is-unchanged",
+    MUST,
+    level="course",
+    judges=DDP,
+    source="DistributedDataParallel, forward",
+)
+@pytest.mark.parametrize("toy", ["mlp", "tied", "buffers"])
+def test_the_wrapped_module_computes_what_the_bare_one_does(world, subject, toy):
+    """The wrapped module MUST be called like the original and return the same bits."""
+    ranks = world.run(forward, subject, toy, 3)
+
+    judge.tensors(
+        [rank["wrapped"] for rank in ranks],
+        [rank["bare"] for rank in ranks],
+        quantity="bare module's output",
+        given=f"toy {toy!r}, seed 3",
+    )

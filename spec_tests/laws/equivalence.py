@@ -1,0 +1,116 @@
+"""Equivalence: many ranks with a part each do what one process does with the whole.
+
+The law takes *how the batch is laid out*: which rank computes which micro-batch, with which flags.
+The same law therefore serves replicas, shards and any mesh of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from spec_tests.rig import judge, oracle
+from spec_tests.rig.symptoms import Hint
+from spec_tests.rig.tolerance import Tolerance
+from spec_tests.rig.toys import TOYS
+
+Flags = Callable[[int, int], dict[str, Any]]
+
+
+def _no_flags(rank: int, micro: int) -> dict[str, Any]:
+    return {}
+
+
+def full_batch_gradients(
+    toy: str,
+    seed: int,
+    *,
+    ranks: Sequence[int],
+    micros: Sequence[int] = (0,),
+    flags: Flags = _no_flags,
+) -> oracle.Gradients:
+    """Gradients of the summed loss over the micro-batches of all `ranks`, in one process."""
+    places = [(rank, micro) for rank in ranks for micro in micros]
+    return oracle.gradients(
+        toy,
+        seed,
+        [TOYS[toy].batch(seed, rank=rank, micro=micro) for rank, micro in places],
+        [flags(rank, micro) for rank, micro in places],
+    )
+
+
+def scaled(gradients: oracle.Gradients, factor: float) -> oracle.Gradients:
+    """Every gradient times `factor`."""
+    return {name: None if g is None else g * factor for name, g in gradients.items()}
+
+
+def mean_gradients(
+    observed: Sequence[oracle.Gradients],
+    toy: str,
+    seed: int,
+    *,
+    micros: Sequence[int] = (0,),
+    flags: Flags = _no_flags,
+    absent_is_zero: bool = False,
+    within: Tolerance | None = None,
+    hints: Sequence[Hint] = (),
+    given: str = "",
+) -> None:
+    """On all ranks: the mean over ranks of `W * loss`, which is the gradient of the full batch.
+
+    Args:
+        observed: `.grad` by name, one mapping per rank.
+        micros: the micro-batches that each rank computed since zero_grad.
+        flags: keyword arguments of the model for a rank and micro-batch.
+        absent_is_zero: a parameter that nobody used may hold zeros in place of None.
+    """
+    __tracebackhide__ = True
+    size = len(observed)
+    expected = full_batch_gradients(toy, seed, ranks=range(size), micros=micros, flags=flags)
+    if absent_is_zero:
+        like = oracle.parameters(toy, seed)
+        expected = dict(oracle.zeros_for_none(expected, like))
+        observed = [dict(oracle.zeros_for_none(seen, like)) for seen in observed]
+    judge.tensors(
+        observed,
+        expected,
+        quantity="mean gradient",
+        within=within,
+        hints=[*hints, *_usual_suspects(toy, seed, size, micros, flags)],
+        given=", ".join(filter(None, [f"toy {toy!r}, seed {seed}", given])),
+    )
+
+
+def _usual_suspects(
+    toy: str, seed: int, size: int, micros: Sequence[int], flags: Flags
+) -> list[Hint]:
+    def of(ranks: Sequence[int], which: Sequence[int], factor: float) -> oracle.Gradients:
+        found = full_batch_gradients(toy, seed, ranks=ranks, micros=which, flags=flags)
+        return scaled(found, factor)
+
+    everyone = range(size)
+    hints = []
+    if size > 1:
+        local = [of([rank], micros, size) for rank in everyone]
+        hints.append(Hint("the rank's own local gradient: it was never reduced", local))
+    if len(micros) > 1:
+        last = of(everyone, micros[-1:], 1.0)
+        hints.append(Hint("the last micro-batch alone: the earlier ones were lost", last))
+        hints.append(
+            Hint(
+                "the last micro-batch was reduced, the earlier ones stayed local",
+                [
+                    _add(of(everyone, micros[-1:], 1.0), of([rank], micros[:-1], size))
+                    for rank in everyone
+                ],
+            )
+        )
+    return hints
+
+
+def _add(one: oracle.Gradients, other: oracle.Gradients) -> oracle.Gradients:
+    total: oracle.Gradients = {}
+    for name, left in one.items():
+        right = other[name]
+        total[name] = right if left is None else left if right is None else left + right
+    return total

@@ -1,0 +1,42 @@
+"""Refusal: where the contract leaves a choice, an implementation is right or says that it cannot.
+
+What it may never do is hang, end a process, or go on with wrong numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from spec_tests.rig import judge
+from spec_tests.rig.errors import NotOffered, RankRaised
+from spec_tests.rig.world import Ranks, World
+
+# An error of these kinds was raised on purpose. A KeyError or an IndexError is an accident.
+_DELIBERATE = ("RuntimeError", "ValueError", "NotImplementedError")
+
+
+def answer_or_refusal(
+    world: World, body: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Ranks | None:
+    """Run `body`; its observations, or None if the implementation refused with a clear error.
+
+    Raises:
+        Violation: the error is an accident, or says nothing.
+        RankHung, RankDied: as in `World.run`.
+    """
+    __tracebackhide__ = True
+    try:
+        return world.run(body, *args, **kwargs)
+    except NotOffered:
+        return None
+    except RankRaised as failure:
+        error = failure.error
+        deliberate = any(error.is_a(kind) for kind in _DELIBERATE) and error.message.strip()
+        if deliberate:
+            return None
+        raise judge.violated(
+            f"rank {failure.ranks[failure.primary].rank}: expected the right answer or an error "
+            f"that says what is wrong, got {error.kind}: {error.message!r}",
+            likely="an accident: the situation was not thought of",
+        ) from failure

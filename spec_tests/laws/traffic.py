@@ -1,0 +1,65 @@
+"""Traffic: what is sent, counted by meaning and by size, as one rank sees it.
+
+An implementation is free in how it reduces (an all-reduce, a reduce-scatter and a gather, many
+small pieces). Where a clause of level `correct` looks at traffic it asks whether anything is sent
+at all. Counts, sizes and order belong to `production`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spec_tests.rig import judge
+from spec_tests.rig.recorder import Event, Kind, Log
+
+
+def silent(logs: Sequence[Log], *, when: str, likely: str = "", given: str = "") -> None:
+    """No rank may have sent anything."""
+    __tracebackhide__ = True
+    for rank, log in enumerate(logs):
+        sent = log.collectives()
+        judge.holds(
+            not sent,
+            f"rank {rank}: expected no collective {when}, got {len(sent)}: {_list(sent)}",
+            likely=likely,
+            given=given,
+        )
+
+
+def reduced_once(
+    logs: Sequence[Log],
+    *,
+    numel: int,
+    times: int = 1,
+    bookkeeping: int = 0,
+    likely: str = "",
+    given: str = "",
+) -> None:
+    """Each rank's reductions add up to `times` copies of `numel` gradient elements.
+
+    Args:
+        bookkeeping: elements that may be sent besides: flags of unused parameters, token counts.
+    """
+    __tracebackhide__ = True
+    for rank, log in enumerate(logs):
+        sent = log.collectives(Kind.REDUCTION)
+        total = sum(event.numel for event in sent)
+        judge.holds(
+            times * numel <= total <= times * numel + bookkeeping,
+            f"rank {rank}: expected reductions of {times} x {numel} gradient elements (and at most "
+            f"{bookkeeping} besides), got {total} elements, {total / numel:.2f} copies, in "
+            f"{len(sent)} collectives: {_list(sent)}",
+            likely=likely or _likely(total, numel * times),
+            given=given,
+        )
+
+
+def _likely(total: int, wanted: int) -> str:
+    if total < wanted:
+        return "something is never reduced: a parameter that is left out, a bucket not flushed"
+    return "something is reduced twice, or on micro-batches that should be silent"
+
+
+def _list(events: Sequence[Event], limit: int = 8) -> str:
+    shown = ", ".join(map(str, events[:limit]))
+    return shown + (f", and {len(events) - limit} more" if len(events) > limit else "")

@@ -1,0 +1,391 @@
+"""The pytest plugin: options, parameters, fixtures, and from a test's end to a line of the log.
+
+Loaded through the `pytest11` entry point, so that an installed suite has it too, or by the root
+conftest.py in a bare checkout. What a clause is judged on comes from its decorator: the plugin
+turns `judges`, `worlds` and `--impl` into pytest parameters and nothing else.
+
+Options: --impl (repeatable), --clause PATTERN (repeatable), --level, --transport, --profile,
+--report DIR.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import time
+import unittest
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from difflib import get_close_matches
+from typing import Any
+
+import pytest
+
+from spec_tests.rig.zygote import start_zygote
+
+# The zygote imports torch while this process imports it too: begin before the imports below.
+start_zygote()
+
+# ruff: noqa: E402 - for that reason the other imports come late
+import torch
+from hypothesis import settings
+
+from spec_tests import ledger, target
+from spec_tests.clause import LEVELS, MUST, Clause, clause_of
+from spec_tests.rig import expectations, report, runner
+from spec_tests.rig.errors import RankDied, RankHung, RigError
+from spec_tests.rig.eventlog import EventLog
+from spec_tests.rig.judge import judging
+from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.strategies import register_profiles
+from spec_tests.rig.world import TRANSPORTS, World, Worlds
+
+# The reference and its peer are held to everything; others, unless they ask, to what is right.
+DEFAULT_LEVELS = {"solution": "production", "torch": "production"}
+_EVENT = "trainspec-result"
+
+
+@dataclass
+class Run:
+    """What this process knows of its run."""
+
+    targets: list[target.Target]
+    levels: dict[str, str]
+    transport: str
+    deviations: dict[str, list[expectations.Deviation]]
+    worlds: Worlds
+    log: EventLog | None = None
+    is_full: bool = True
+    results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+
+RUN = pytest.StashKey[Run]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the options; `python -m spec_tests` hands them through."""
+    group = parser.getgroup("trainspec", "specification of data-parallel training")
+    group.addoption("--impl", action="append", help="implementation: name, module or path")
+    group.addoption("--clause", action="append", help="only clauses whose id matches (glob)")
+    group.addoption("--level", choices=LEVELS, help="judge clauses up to this level")
+    group.addoption(
+        "--transport", choices=list(TRANSPORTS), default="gloo", help="where the ranks live"
+    )
+    group.addoption(
+        "--profile", choices=("quick", "deep"), default="quick", help="hypothesis profile"
+    )
+    group.addoption("--report", metavar="DIR", help="write log, summary and JUnit file there")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Resolve the implementations and open what the run needs."""
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    # Thread counts change the bits of a matrix product: the oracle computes as the ranks do.
+    torch.set_num_threads(1)
+    register_profiles()
+    settings.load_profile(config.getoption("--profile"))
+    config.stash[RUN] = _make_run(config)
+
+
+def _make_run(config: pytest.Config) -> Run:
+    try:
+        targets = [target.parse(spec) for spec in config.getoption("--impl") or ["solution"]]
+        deviations = {t.name: _load_deviations(t) for t in targets}
+    except (ValueError, OSError) as error:
+        raise pytest.UsageError(str(error)) from error
+    asked = config.getoption("--level")
+    levels = {t.name: asked or DEFAULT_LEVELS.get(t.name, "correct") for t in targets}
+    transport = config.getoption("--transport")
+    return Run(targets, levels, transport, deviations, Worlds(transport))
+
+
+def _load_deviations(which: target.Target) -> list[expectations.Deviation]:
+    file = which.expectations
+    return expectations.load(file) if file is not None and file.is_file() else []
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Say what is judged."""
+    run = config.stash[RUN]
+    judged = ", ".join(f"{name} (level {level})" for name, level in run.levels.items())
+    return [f"trainspec: judging {judged} on {run.transport}, torch {torch.__version__}"]
+
+
+# ------------------------------------------------------------------------------- what is run
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A clause becomes one test per implementation, function under test and world size."""
+    clause = clause_of(metafunc.function)
+    if clause is None:
+        return
+    run = metafunc.config.stash[RUN]
+    names = [which.name for which in run.targets]
+    metafunc.parametrize("target", run.targets, ids=names, indirect=True, scope="session")
+    if clause.judges:
+        metafunc.parametrize("subject", clause.judges)
+    sizes = [f"w{size}" for size in clause.worlds]
+    metafunc.parametrize("world", clause.worlds, ids=sizes, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark GPU clauses, drop what is above the level or not asked for."""
+    run = config.stash[RUN]
+    kept, dropped = [], []
+    patterns: Sequence[str] = config.getoption("--clause") or ()
+    for item in items:
+        clause = _clause_of_item(item)
+        if clause is not None and clause.transports == ("cuda",):
+            item.add_marker(pytest.mark.gpu)
+        (kept if _is_asked_for(item, clause, patterns, run) else dropped).append(item)
+    if patterns and not any(_clause_of_item(item) for item in kept):
+        raise pytest.UsageError(_unknown_clause(patterns, run))
+    run.is_full = not patterns and not config.getoption("keyword")
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
+
+
+def _clause_of_item(item: pytest.Item) -> Clause | None:
+    return clause_of(getattr(item, "function", None))
+
+
+def _is_asked_for(
+    item: pytest.Item, clause: Clause | None, patterns: Sequence[str], run: Run
+) -> bool:
+    if clause is None:
+        return not patterns
+    if patterns and not any(fnmatch.fnmatchcase(clause.id, pattern) for pattern in patterns):
+        return False
+    level = run.levels[item.callspec.params["target"].name]  # type: ignore[attr-defined]  # parametrised above
+    return LEVELS.index(clause.level) <= LEVELS.index(level)
+
+
+def _unknown_clause(patterns: Sequence[str], run: Run) -> str:
+    ids = [clause.id for clause in ledger.load_all()]
+    asked = ", ".join(patterns)
+    above = [c for c in ids for pattern in patterns if fnmatch.fnmatchcase(c, pattern)]
+    if above:
+        levels = ", ".join(f"{name} at {level}" for name, level in run.levels.items())
+        return (
+            f"--clause {asked}: {', '.join(above)} lie above the level ({levels}) or outside of "
+            "the given paths; add --level production"
+        )
+    near = get_close_matches(patterns[0], ids, n=3, cutoff=0.4)
+    hint = f"; close to it: {', '.join(near)}" if near else ""
+    return f"--clause {asked}: no clause id matches{hint}. All ids are in spec_tests/CLAUSES.md"
+
+
+# ---------------------------------------------------------------------------------- fixtures
+
+
+@pytest.fixture(scope="session", name="target")
+def _target(request: pytest.FixtureRequest) -> target.Target:
+    """The implementation that is judged."""
+    which: target.Target = request.param
+    return which
+
+
+@pytest.fixture(scope="session")
+def worlds(request: pytest.FixtureRequest) -> Worlds:
+    """All live worlds of this process; for tests of the rig itself."""
+    return request.config.stash[RUN].worlds
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest, target: target.Target) -> World:
+    """Live ranks, as many as the clause asks for, with the implementation loaded."""
+    run = request.config.stash[RUN]
+    clause = clause_of(request.function)
+    if clause is None:
+        raise RigError("the fixture `world` belongs to clauses; a test of the rig takes `worlds`")
+    _require_machine(clause, run.transport)
+    found = run.worlds.world(request.param, target)
+    runner.require_offered(found, clause, request.node.callspec.params.get("subject"))
+    return found
+
+
+def _require_machine(clause: Clause, transport: str) -> None:
+    if transport not in clause.transports:
+        needed = " or ".join(clause.transports)
+        raise unittest.SkipTest(f"{runner.NOT_HERE}observed on {needed}, this run is on {transport}")
+    if transport == "cuda" and not torch.cuda.is_available():
+        raise unittest.SkipTest(f"{runner.NOT_HERE}needs a CUDA device")
+
+
+# ---------------------------------------------------------------------------------- outcomes
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Violations name the clause, and margins are collected, while an item runs."""
+    clause = _clause_of_item(item)
+    if clause is None:
+        return (yield)
+    params = item.callspec.params  # type: ignore[attr-defined]  # a clause is parametrised
+    case = {k: v for k, v in params.items() if k != "target"}
+    item.stash[_CASE] = runner.case_name(case)
+    here = runner.situation(clause, params["target"], case, item.stash[_CASE])
+    item.stash[_SITUATION] = here
+    with judging(here):
+        return (yield)
+
+
+_CASE = pytest.StashKey[str]()
+_SITUATION = pytest.StashKey[Any]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Iterator[None]:
+    """Turn pytest's three words into the suite's outcomes, and attach the log's line."""
+    found: pytest.TestReport = yield
+    clause = _clause_of_item(item)
+    error = call.excinfo.value if call.excinfo is not None else None
+    if isinstance(error, RankHung | RankDied) and clause is None:
+        found.sections.append(("ranks", str(error)))
+    if clause is None or (call.when != "call" and error is None):
+        return found
+    run = item.config.stash[RUN]
+    result = _result(item, clause, call, error, run)
+    found.user_properties.append((_EVENT, result))
+    _show(found, clause, result)
+    return found
+
+
+def _result(
+    item: pytest.Item,
+    clause: Clause,
+    call: pytest.CallInfo[None],
+    error: BaseException | None,
+    run: Run,
+) -> dict[str, Any]:
+    situation, params = item.stash[_SITUATION], item.callspec.params  # type: ignore[attr-defined]  # a clause is parametrised
+    name = params["target"].name
+    outcome = runner.outcome_of(error)
+    result = {
+        "clause": clause.id,
+        "implementation": name,
+        "case": item.stash[_CASE],
+        "node": item.nodeid,
+        "world_size": params["world"],
+        "transport": run.transport,
+        "strength": str(clause.strength),
+        "level": clause.level,
+        "outcome": str(outcome),
+        "duration_s": call.duration,
+        "message": "" if error is None else str(error) or repr(error),
+        "margins": [max(situation.margins, key=lambda m: m["ratio"])] if situation.margins else [],
+        "rerun": situation.rerun,
+    }
+    declared = expectations.find(
+        run.deviations[name], clause.id, item.stash[_CASE], torch_version=torch.__version__
+    )
+    return expectations.expect(result, declared)
+
+
+def _show(found: pytest.TestReport, clause: Clause, result: dict[str, Any]) -> None:
+    """Make pytest's own summary and exit status agree with the outcome."""
+    outcome = Outcome(result["outcome"])
+    if outcome is Outcome.EXPECTED_FAILURE:
+        found.outcome, found.wasxfail = "skipped", result["message"].partition("\n")[0]
+    elif outcome is Outcome.UNEXPECTED_PASS:
+        found.outcome, found.longrepr = "failed", result["message"]
+    elif outcome in (Outcome.FAILED, Outcome.HANG, Outcome.DIED) and clause.strength != MUST:
+        found.outcome, found.wasxfail = "skipped", f"{clause.strength} advises only"
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Keep results of this process, and of xdist workers, for the log."""
+    if _CONTROLLER is None:
+        return
+    for key, value in report.user_properties:
+        if key == _EVENT:
+            _CONTROLLER.results.setdefault(value["implementation"], []).append(value)
+            if _CONTROLLER.log is not None:
+                _CONTROLLER.log.result(**value)
+    if report.failed and not report.user_properties and _CONTROLLER.log is not None:
+        _CONTROLLER.log.problem(f"{report.nodeid} failed outside of any clause")
+
+
+_CONTROLLER: Run | None = None
+"""The run that writes the log: that of the one process that is no xdist worker."""
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Open the log, and see that every implementation loads before anything is judged."""
+    global _CONTROLLER  # noqa: PLW0603 - logreport gets no config to look it up in
+    config, run = session.config, session.config.stash[RUN]
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        return
+    _CONTROLLER = run
+    if config.option.collectonly:
+        return
+    if config.getoption("--impl"):
+        for which in run.targets:
+            _require_loads(which, run)
+    directory = config.getoption("--report")
+    if directory:
+        run.log = EventLog.start(
+            os.path.join(directory, "events.jsonl"),  # noqa: PTH118 - EventLog takes a string
+            level=config.getoption("--level") or "correct",
+            levels=run.levels,
+            implementations=[which.name for which in run.targets],
+            transport=run.transport,
+            profile=config.getoption("--profile"),
+            seed=0,
+            ledger=ledger.fingerprint(ledger.load_all()),
+        )
+
+
+def _require_loads(which: target.Target, run: Run) -> None:
+    try:
+        error = run.worlds.pool(1, which, run.transport).load_error
+        reason = f"{error.kind}: {error.message}\n{error.text}" if error is not None else ""
+    except (RankDied, RankHung) as failure:
+        reason = str(failure)
+    if reason:
+        raise pytest.UsageError(
+            f"--impl {which.name}: expected an implementation that loads, but importing it failed. "
+            f"Try `python -c 'import ...'` in the same environment.\n{reason}"
+        )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Close the worlds, find stale expectations, write the footer and the report."""
+    run = session.config.stash[RUN]
+    run.worlds.close()
+    if run.log is None or os.environ.get("PYTEST_XDIST_WORKER"):
+        return
+    for name, deviations in run.deviations.items():
+        applied = expectations.apply(
+            deviations,
+            run.results.get(name, []),
+            torch_version=torch.__version__,
+            today=date.fromtimestamp(time.time()),
+            is_full_run=run.is_full and run.levels[name] == LEVELS[-1],
+        )
+        for problem in applied.problems:
+            run.log.problem(problem)
+    status = run.log.finish()
+    if status > int(session.exitstatus):
+        session.exitstatus = status
+    report.write_report(session.config.getoption("--report"), run.log.path)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """The table clause by implementation, and the verdict."""
+    run = config.stash[RUN]
+    if run.log is not None:
+        terminalreporter.section("specification")
+        terminalreporter.write_line(report.render_terminal(run.log.events))
+        terminalreporter.write_line(f"report: {config.getoption('--report')}/summary.md")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Leave no rank behind, however the run ended."""
+    if RUN in config.stash:
+        config.stash[RUN].worlds.close()

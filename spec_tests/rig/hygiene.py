@@ -1,0 +1,164 @@
+"""What a body may leave behind in a rank that goes on living: snapshot, restore, report.
+
+Ranks are reused between tests, so whatever one body changes, the next one inherits. Everything
+cheap to read is read before and after each task (some 70 us); what can be put back is put back,
+and every difference is reported by name. What cannot be put back makes the pool end.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.modules.module as module_hooks
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_module_registration_hooks",
+    "_global_parameter_registration_hooks",
+    "_global_buffer_registration_hooks",
+)
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """One piece of process state: how to read it and, where that is possible, how to set it."""
+
+    name: str
+    read: Callable[[], Any]
+    restore: Callable[[Any], object] | None = None
+
+
+def _restore_environment(before: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def _restore_hooks(before: dict[str, tuple[int, ...]]) -> None:
+    for name in _GLOBAL_HOOKS:
+        hooks = getattr(module_hooks, name)
+        for key in [key for key in hooks if key not in before[name]]:
+            del hooks[key]
+
+
+def _restore_groups(before: tuple[str, ...]) -> None:
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if dist.distributed_c10d._world.pg_names[group] not in before:
+            dist.destroy_process_group(group)
+
+
+def _group_names() -> tuple[str, ...]:
+    return tuple(dist.distributed_c10d._world.pg_names.values()) if dist.is_initialized() else ()
+
+
+def _thread_names() -> tuple[str, ...]:
+    return tuple(sorted(thread.name for thread in threading.enumerate()))
+
+
+_PROBES = (
+    _Probe("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    _Probe("default device", torch.get_default_device, torch.set_default_device),
+    _Probe("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    _Probe("inference mode", torch.is_inference_mode_enabled),
+    _Probe(
+        "deterministic algorithms",
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+    _Probe("threads", torch.get_num_threads, torch.set_num_threads),
+    _Probe(
+        "autocast on CPU",
+        lambda: torch.is_autocast_enabled("cpu"),
+        lambda on: torch.set_autocast_enabled("cpu", on),
+    ),
+    _Probe("anomaly mode", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    _Probe(
+        "float32 matmul precision",
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    _Probe("dispatch modes", lambda: len(_get_current_dispatch_mode_stack())),
+    _Probe("function modes", lambda: len(_get_current_function_mode_stack())),
+    _Probe(
+        "global module hooks",
+        lambda: {name: tuple(getattr(module_hooks, name)) for name in _GLOBAL_HOOKS},
+        _restore_hooks,
+    ),
+    _Probe("process groups", _group_names, _restore_groups),
+    _Probe("environment", lambda: dict(os.environ), _restore_environment),
+    _Probe("working directory", os.getcwd, os.chdir),
+    _Probe("Python threads", _thread_names),
+    _Probe(
+        "warning filters",
+        lambda: list(warnings.filters),
+        lambda before: warnings.filters.__setitem__(slice(None), before),  # type: ignore[attr-defined]  # a list at run time
+    ),
+    _Probe(
+        "alarm handler",
+        lambda: signal.getsignal(signal.SIGALRM),
+        lambda handler: signal.signal(signal.SIGALRM, handler),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Leak:
+    """One piece of state that a body changed: its name, before and after, and if it is back."""
+
+    name: str
+    before: str
+    after: str
+    restored: bool
+
+    def __str__(self) -> str:
+        verb = "restored" if self.restored else "not restorable"
+        return f"{self.name}: {self.before} -> {self.after} ({verb})"
+
+
+def snapshot() -> tuple[Any, ...]:
+    """The present state, one entry per probe."""
+    return tuple(probe.read() for probe in _PROBES)
+
+
+def restore(before: tuple[Any, ...]) -> list[Leak]:
+    """Put back what differs from `before`; the list says what differed."""
+    leaks = []
+    for probe, old in zip(_PROBES, before, strict=True):
+        new = probe.read()
+        if new == old:
+            continue
+        if probe.restore is not None:
+            probe.restore(old)
+        leaks.append(Leak(probe.name, *_shorten(old, new), probe.restore is not None))
+    return leaks
+
+
+def _shorten(old: object, new: object) -> tuple[str, str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+        return (
+            str({key: old.get(key) for key in changed})[:200],
+            str({key: new.get(key) for key in changed})[:200],
+        )
+    return str(old)[:200], str(new)[:200]
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch, NumPy and random, as each task needs before its body runs."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)

@@ -1,0 +1,220 @@
+"""Assertions that diagnose: they look at all ranks and all names, and say what it looks like.
+
+A judge compares what the ranks observed with what is right, loops over ranks and names itself,
+and on a difference says: the clause and its sentence; the rank and the name; the difference in
+units that mean something; the likely cause; the situation; the line to run it again. The message
+is the product of this suite, so it is tested like one (`rig_tests/test_judge.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from spec_tests.rig.symptoms import Finding, Hint, explain
+from spec_tests.rig.tolerance import Tolerance, exact
+
+Tensors = Mapping[str, torch.Tensor | None]
+
+
+@dataclass
+class Situation:
+    """Which clause is being judged, on what, and how to run it again."""
+
+    clause: str = "(no clause)"
+    sentence: str = ""
+    implementation: str = ""
+    case: str = ""
+    world_size: int = 0
+    rerun: str = ""
+    source: str = ""
+    where: str = ""
+    margins: list[dict[str, float]] = field(default_factory=list)
+
+
+SITUATION: ContextVar[Situation] = ContextVar("situation", default=Situation())
+
+
+@contextlib.contextmanager
+def judging(situation: Situation) -> Iterator[Situation]:
+    """Within the block, violations name `situation` and margins are collected in it."""
+    token = SITUATION.set(situation)
+    try:
+        yield situation
+    finally:
+        SITUATION.reset(token)
+
+
+class Violation(AssertionError):
+    """A norm is violated. The text is complete: clause, culprit, difference, cause, rerun line."""
+
+
+def violated(finding: str, *, likely: str = "", detail: str = "", given: str = "") -> Violation:
+    """Build the exception for a finding; raise it."""
+    now = SITUATION.get()
+    situation = ", ".join(part for part in (given, now.case) if part)
+    lines = [
+        f"[{now.clause}]  {now.sentence}",
+        finding,
+        f"likely: {likely}" if likely else "",
+        detail,
+        f"given: {situation}, {now.implementation}" if situation else "",
+        f"again: {now.rerun}" if now.rerun else "",
+        f"why: {now.source} · {now.where}" if now.source else "",
+    ]
+    return Violation("\n".join(line for line in lines if line))
+
+
+def holds(condition: bool, finding: str, *, likely: str = "", given: str = "") -> None:
+    """Raise a Violation with `finding` unless `condition`."""
+    __tracebackhide__ = True
+    if not condition:
+        raise violated(finding, likely=likely, given=given)
+
+
+def tensors(
+    observed: Sequence[Tensors],
+    expected: Tensors | Sequence[Tensors],
+    *,
+    quantity: str,
+    within: Tolerance | None = None,
+    hints: Sequence[Hint] = (),
+    given: str = "",
+) -> None:
+    """Every rank's tensors must equal the expected ones, name by name.
+
+    Args:
+        observed: per rank, name to tensor (or None, which only None equals).
+        expected: the same for all ranks, or one mapping per rank.
+        quantity: what the tensors are, in the message: "mean gradient".
+        within: the allowed difference; exact if left out.
+        hints: wrong values worth recognising, such as the rank's own local gradient.
+        given: the situation in words.
+
+    Raises:
+        Violation: if any differs. It describes the first culprit and counts the others.
+    """
+    __tracebackhide__ = True
+    tolerance = within or exact()
+    per_rank = [expected] * len(observed) if isinstance(expected, Mapping) else list(expected)
+    findings: list[Finding] = []
+    for rank, (seen, wanted) in enumerate(zip(observed, per_rank, strict=True)):
+        _check_names(rank, seen, wanted, quantity, given)
+        for name, tensor in wanted.items():
+            finding = _compare(rank, name, seen[name], tensor, tolerance)
+            if finding is not None:
+                findings.append(finding)
+    if findings:
+        raise _describe(findings, observed, quantity, tolerance, hints, given)
+
+
+def same_on_all_ranks(observed: Sequence[Tensors], *, quantity: str, given: str = "") -> None:
+    """All ranks must hold equal bits.
+
+    Raises:
+        Violation: naming the first rank that differs from rank 0.
+    """
+    __tracebackhide__ = True
+    for rank, seen in enumerate(observed[1:], start=1):
+        for name, reference in observed[0].items():
+            finding = _compare(rank, name, seen.get(name), reference, exact())
+            if finding is not None:
+                raise violated(
+                    f"rank {rank}, {name!r}: its {quantity} differs from rank 0's "
+                    f"({finding.difference()})",
+                    likely=finding.missing()
+                    or "the ranks did not do the same thing: one scaled, clipped, skipped or "
+                    "synchronised on its own",
+                    given=given,
+                )
+
+
+def equal(observed: Sequence[Any], expected: Any, *, quantity: str, given: str = "") -> None:
+    """Every rank's plain value must equal `expected`.
+
+    Raises:
+        Violation: naming the ranks, what they have, and what was expected.
+    """
+    __tracebackhide__ = True
+    wrong = {rank: value for rank, value in enumerate(observed) if value != expected}
+    if wrong:
+        rank, value = next(iter(wrong.items()))
+        others = f"   (ranks {sorted(wrong)} are wrong)" if len(wrong) > 1 else ""
+        raise violated(
+            f"rank {rank}: expected {quantity} {expected!r}, got {value!r}{others}", given=given
+        )
+
+
+def _check_names(rank: int, seen: Tensors, wanted: Tensors, quantity: str, given: str) -> None:
+    if seen.keys() != wanted.keys():
+        missing, extra = sorted(wanted.keys() - seen.keys()), sorted(seen.keys() - wanted.keys())
+        raise violated(
+            f"rank {rank}: {quantity} for other names than expected: missing {missing}, "
+            f"unexpected {extra}",
+            given=given,
+        )
+
+
+def _compare(
+    rank: int,
+    name: str,
+    seen: torch.Tensor | None,
+    wanted: torch.Tensor | None,
+    tolerance: Tolerance,
+) -> Finding | None:
+    """None if they agree. Records the margin either way."""
+    if seen is None and wanted is None:
+        return None
+    if seen is None or wanted is None or seen.shape != wanted.shape or seen.dtype != wanted.dtype:
+        return Finding(rank, name, seen, wanted, float("inf"), 0.0)
+    allowed = tolerance.bound(wanted)
+    if torch.equal(seen, wanted):
+        error = 0.0
+    else:
+        gap = (seen.double() - wanted.double()).abs()
+        error = float(gap.nan_to_num(nan=float("inf")).max())
+    if tolerance.relative > 0.0:
+        SITUATION.get().margins.append(
+            {"tolerance": allowed, "error": error, "ratio": error / allowed}
+        )
+    # Equal values with unequal bits are -0.0 and 0.0: no norm here is about the sign of zero.
+    return Finding(rank, name, seen, wanted, error, allowed) if error > allowed else None
+
+
+def _describe(
+    findings: Sequence[Finding],
+    observed: Sequence[Tensors],
+    quantity: str,
+    tolerance: Tolerance,
+    hints: Sequence[Hint],
+    given: str,
+) -> Violation:
+    first = findings[0]
+    ranks = sorted({finding.rank for finding in findings})
+    names = sorted({finding.name for finding in findings})
+    cause = explain(first, hints, world_size=len(observed))
+    scope = f"{len(names)} of {len(observed[0])} names wrong on rank{'s' * (len(ranks) > 1)} "
+    scope += f"{', '.join(map(str, ranks))} of {len(observed)}"
+    if len(ranks) == len(observed) and _ranks_agree(observed, first.name):
+        scope += "; the ranks agree with each other"
+    return violated(
+        f"rank {first.rank}, {first.name!r} {first.shape()}: expected the {quantity}, "
+        f"{first.got(cause)}",
+        likely=cause.text if cause else "",
+        detail=f"{first.difference()}; allowed {first.allowed:.1e} ({tolerance.reason})\n{scope}",
+        given=given,
+    )
+
+
+def _ranks_agree(observed: Sequence[Tensors], name: str) -> bool:
+    reference = observed[0][name]
+    return all(
+        (reference is None and seen[name] is None)
+        or (reference is not None and seen[name] is not None and torch.equal(reference, seen[name]))  # type: ignore[arg-type]  # narrowed above
+        for seen in observed[1:]
+    )

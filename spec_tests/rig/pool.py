@@ -1,0 +1,363 @@
+"""A pool of live ranks: started once, called many times, killed as the universal recovery.
+
+Ranks are forked from a zygote (multiprocessing's fork server) that has torch preloaded: a rank
+starts in tens of milliseconds and a call on live ranks takes a fraction of one. Because killing
+the pool and forking a new one is that cheap, every hard failure ends the same way: collect
+what is known, kill, raise. Nothing is repaired in place.
+
+One call, as the parent sees it:
+
+    send the task to every rank
+    wait for replies, process ends and the clock
+      all replied            -> values, or the earliest error that is no echo of another rank's
+      one process ended      -> RankDied, with what the others were doing
+      every silent rank has been blocked for `grace_s`, or `timeout_s` is over -> RankHung
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from spec_tests.rig import rank as rank_side
+from spec_tests.rig import wire
+from spec_tests.rig.errors import RankDied, RankHung, RankRaised, RankReport, RanksDisagree
+from spec_tests.rig.liveness import Liveness
+from spec_tests.rig.zygote import RANK_ENVIRONMENT, start_method
+from spec_tests.target import Target
+
+START_TIMEOUT_S = 60.0
+# After a rank has raised, its peers are released by the closing sockets; who is not is killed.
+RELEASE_S = 0.5
+_POLL_S = 0.2
+
+
+@dataclass
+class _Member:
+    """A rank as the parent knows it."""
+
+    rank: int
+    process: BaseProcess
+    tasks: Connection
+    control: Connection
+    output_path: Path
+
+    def output(self, limit: int = 4000) -> str:
+        """The tail of what the rank printed, without the interpreter's list of C modules."""
+        with contextlib.suppress(OSError), self.output_path.open("rb") as file:
+            file.seek(max(0, self.output_path.stat().st_size - limit))
+            text = file.read().decode(errors="replace")
+            return text.partition("\nExtension modules:")[0]
+        return ""
+
+    def ask_what_it_does(self, wait_s: float) -> tuple[str, tuple[str, ...]]:
+        """Stack and last collectives; a rank that holds the interpreter lock cannot answer."""
+        with contextlib.suppress(OSError, EOFError):
+            self.control.send_bytes(b"?")
+            if self.control.poll(wait_s):
+                answer: tuple[str, tuple[str, ...]] = wire.loads(self.control.recv_bytes())
+                return answer
+        return "(did not answer: busy inside C++ with the interpreter lock held)", ()
+
+    def how_it_ended(self) -> str:
+        self.process.join(1.0)
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return f"exited with {code}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a successful call returns: one value per rank, and what the ranks left behind."""
+
+    values: list[Any]
+    leaks: tuple[str, ...]
+
+
+class Pool:
+    """`world_size` live ranks with one implementation loaded in each.
+
+    Args:
+        world_size: how many ranks.
+        target: the implementation to load; None for a world that only runs the rig's own bodies.
+        transport: "gloo" (CPU) or "cuda" (one device per rank, shared where there are fewer).
+        environment: additional variables for the ranks.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        target: Target | None = None,
+        transport: str = "gloo",
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.world_size = world_size
+        self.target = target
+        self.load_error: wire.RemoteError | None = None
+        self.offered: tuple[str, ...] = ()
+        self.is_alive = True
+        self.was_preloaded = True
+        self._serial = 0
+        self._group = 0
+        self._scratch = Path(tempfile.mkdtemp(prefix="trainspec-"))
+        # Owned by the parent and on a port that the system picks: no port is ever fixed.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._selector = selectors.DefaultSelector()
+        self._members: list[_Member] = []
+        try:
+            for rank in range(world_size):
+                self._members.append(self._start(rank, transport, environment or {}))
+            for member in self._members:
+                self._greet(member)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self, rank: int, transport: str, environment: dict[str, str]) -> _Member:
+        context = get_context(start_method())
+        tasks, their_tasks = context.Pipe()
+        control, their_control = context.Pipe()
+        scratch = self._scratch / "shared"
+        scratch.mkdir(exist_ok=True)
+        config = rank_side.RankConfig(
+            rank=rank,
+            world_size=self.world_size,
+            store_port=self._store.port,
+            store_prefix="rig",
+            output_path=str(self._scratch / f"rank{rank}.out"),
+            scratch=str(scratch),
+            target=self.target,
+            transport=transport,
+            environment={**RANK_ENVIRONMENT, **environment},
+        )
+        process = context.Process(  # type: ignore[attr-defined]  # both contexts have it
+            target=rank_side.main,
+            args=(config, their_tasks, their_control),
+            name=f"rank{rank}",
+            daemon=True,
+        )
+        process.start()
+        their_tasks.close()
+        their_control.close()
+        member = _Member(rank, process, tasks, control, Path(config.output_path))
+        self._selector.register(tasks, selectors.EVENT_READ, member)
+        return member
+
+    def _greet(self, member: _Member) -> None:
+        if not member.tasks.poll(START_TIMEOUT_S):
+            stack, _ = member.ask_what_it_does(0.5)
+            report = RankReport(member.rank, "did not start", stack=stack, output=member.output())
+            raise RankHung(
+                f"rank {member.rank} did not come up in {START_TIMEOUT_S:.0f} s "
+                "(it imports the implementation at its start)",
+                0,
+                [report],
+            )
+        try:
+            preloaded, error, offered = wire.loads(member.tasks.recv_bytes())
+        except EOFError:
+            report = RankReport(member.rank, member.how_it_ended(), output=member.output())
+            raise RankDied(
+                f"rank {member.rank} {report.state} while it loaded the implementation", 0, [report]
+            ) from None
+        self.was_preloaded = self.was_preloaded and preloaded
+        self.load_error = self.load_error or error
+        self.offered = offered
+
+    def pids(self) -> list[int]:
+        """Process ids of the ranks."""
+        return [member.process.pid or -1 for member in self._members]
+
+    def call(
+        self,
+        body: tuple[str, str],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: dict[str, Any],
+        *,
+        seed: int,
+        timeout_s: float,
+        grace_s: float,
+    ) -> Outcome:
+        """Run `body` on every rank, `args[rank]` being its positional arguments.
+
+        Raises:
+            RankRaised, RankHung, RankDied, RanksDisagree: see `spec_tests.rig.errors`.
+        """
+        self._serial += 1
+        try:
+            for member in self._members:
+                task = rank_side.Task(
+                    self._serial, self._group, *body, args[member.rank], kwargs, seed
+                )
+                with contextlib.suppress(BrokenPipeError):  # it died idle; the wait will see it
+                    member.tasks.send_bytes(wire.dumps(task))
+            replies = self._collect(timeout_s, grace_s)
+        except BaseException:
+            # Replies of an interrupted task must not be taken for those of the next.
+            self.kill()
+            raise
+        return self._conclude(replies)
+
+    def _collect(self, timeout_s: float, grace_s: float) -> dict[int, rank_side.Reply]:
+        replies: dict[int, rank_side.Reply] = {}
+        deadline = time.monotonic() + timeout_s
+        watched = {m.rank: Liveness(m.process.pid or -1, grace_s) for m in self._members}
+        while len(replies) < self.world_size:
+            ready = self._selector.select(_POLL_S)
+            for key, _ in ready:
+                self._receive(key.data, replies)
+            if any(reply.error for reply in replies.values()):
+                deadline = min(deadline, time.monotonic() + RELEASE_S)
+            if ready or len(replies) == self.world_size:
+                continue
+            silent = [m.rank for m in self._members if m.rank not in replies]
+            if time.monotonic() > deadline:
+                self._give_up(replies, f"no answer within {timeout_s:g} s")
+                break
+            blocked = [rank for rank in silent if watched[rank].is_blocked()]
+            if len(blocked) == len(silent):
+                self._give_up(replies, f"blocked, nothing moved for {grace_s:g} s")
+                break
+        return replies
+
+    def _receive(self, member: _Member, replies: dict[int, rank_side.Reply]) -> None:
+        try:
+            reply: rank_side.Reply = wire.loads(member.tasks.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self._raise_died(member, replies)
+        if reply.serial == self._serial:
+            replies[member.rank] = reply
+
+    def _give_up(self, replies: dict[int, rank_side.Reply], why: str) -> None:
+        """Nobody will answer any more. An error that a rank already posted is the better story."""
+        reports = self._report_all(replies)
+        self.kill()
+        if any(reply.error for reply in replies.values()):
+            self._raise_error(replies, reports)
+        waiting = [report.rank for report in reports if report.state == "in the body"]
+        returned = [report.rank for report in reports if report.state == "returned"]
+        headline = f"hang: rank {_and(waiting)} {why}"
+        if returned:
+            headline += f"; rank {_and(returned)} had already left the body"
+        raise RankHung(headline, waiting[0], reports)
+
+    def _raise_died(self, dead: _Member, replies: dict[int, rank_side.Reply]) -> None:
+        time.sleep(0.05)  # a peer that dies of the same cause, or is released by it, says so now
+        reports = self._report_all(replies, dead=dead)
+        self.kill()
+        state = reports[dead.rank].state
+        raise RankDied(f"rank {dead.rank} of {self.world_size}: {state}", dead.rank, reports)
+
+    def _report_all(
+        self, replies: dict[int, rank_side.Reply], dead: _Member | None = None
+    ) -> list[RankReport]:
+        reports = []
+        for member in self._members:
+            reply = replies.get(member.rank)
+            stack, collectives, state = "", (), "returned"
+            if reply is not None and reply.error is not None:
+                state = "raised"
+            elif reply is None and (member is dead or not member.process.is_alive()):
+                state = member.how_it_ended()
+            elif reply is None:
+                state = "in the body"
+                stack, collectives = member.ask_what_it_does(0.3)
+            else:
+                _, collectives = member.ask_what_it_does(0.3)
+            error = reply.error if reply is not None else None
+            reports.append(
+                RankReport(member.rank, state, error, stack, collectives, member.output())
+            )
+        return reports
+
+    def _conclude(self, replies: dict[int, rank_side.Reply]) -> Outcome:
+        ordered = [replies[rank] for rank in range(self.world_size)]
+        if any(reply.error for reply in ordered):
+            self._group += 1
+            self._raise_error(replies, self._report_all(replies))
+        issued = [reply.collectives for reply in ordered]
+        leaks = tuple(
+            f"rank {rank}: {leak}" for rank, reply in enumerate(ordered) for leak in reply.leaks
+        )
+        if len(set(issued)) > 1 or issued[0] < 0:
+            self._group += 1
+        if any(not leak.restored for reply in ordered for leak in reply.leaks):
+            self.kill()
+        if len(set(issued)) > 1 and min(issued) >= 0:
+            reports = [RankReport(rank, f"issued {n}") for rank, n in enumerate(issued)]
+            raise RanksDisagree(
+                "every rank returned, but they issued different numbers of collectives: "
+                f"{issued}; the next collective would have paired unrelated operations",
+                0,
+                reports,
+            )
+        return Outcome([wire.loads(reply.value or b"") for reply in ordered], leaks)
+
+    def _raise_error(self, replies: dict[int, rank_side.Reply], reports: list[RankReport]) -> None:
+        errors = {rank: reply.error for rank, reply in replies.items() if reply.error is not None}
+        primary = min(errors, key=lambda rank: (_is_echo(errors[rank]), errors[rank].raised_ns))
+        error = errors[primary]
+        same = [r for r, e in errors.items() if (e.kind, e.message) == (error.kind, error.message)]
+        headline = f"rank {_and(same)} of {self.world_size} raised {error.kind}: {error.message}"
+        shown = [
+            report
+            if report.rank == primary or report.rank not in same
+            else RankReport(report.rank, f"raised the same {error.kind}")
+            for report in reports
+        ]
+        raise RankRaised(headline, primary, shown).with_traceback(error.rebuild_traceback())
+
+    def stop(self) -> None:
+        """Ask the ranks to leave, then make sure that they have."""
+        if self.is_alive:
+            for member in self._members:
+                with contextlib.suppress(OSError):
+                    member.tasks.send_bytes(wire.dumps(None))
+            end = time.monotonic() + 1.0
+            for member in self._members:
+                member.process.join(max(0.0, end - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """End every rank now and remove what the pool wrote. May be called twice."""
+        self.is_alive = False
+        for member in self._members:
+            with contextlib.suppress(OSError, ValueError):
+                member.process.kill()
+        for member in self._members:
+            member.process.join(5.0)
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(member.tasks)
+            member.tasks.close()
+            member.control.close()
+        self._selector.close()
+        self._members.clear()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _is_echo(error: wire.RemoteError) -> bool:
+    """True for an error that says no more than "another rank has gone away"."""
+    phrases = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return any(phrase in error.message for phrase in phrases)
+
+
+def _and(ranks: Sequence[int]) -> str:
+    return " and ".join([", ".join(map(str, ranks[:-1])), str(ranks[-1])]) if len(ranks) > 1 else (
+        str(ranks[0]) if ranks else "?"
+    )

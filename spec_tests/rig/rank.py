@@ -1,0 +1,286 @@
+"""The life of one rank: a forked process that answers calls until its parent goes away.
+
+1. Redirect output to a file, so that floods and C++ messages are kept and attached to failures.
+2. Start the watcher thread. It answers "what are you doing?" while the main thread is blocked in
+   C++, and ends the process when the parent's end of its pipe closes.
+3. Take a task, join the process group that the task names, run the body, post the outcome.
+4. After a failure, leave the group at once: the peers that wait for this rank are released with
+   a transport error and a traceback of where they were.
+
+A body is named, not sent: `(module, qualified name)`. It is called with a `Context` and the
+task's arguments, observes, and returns plain data. It never judges.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spec_tests.rig import hygiene, wire
+from spec_tests.rig.recorder import Recorder
+from spec_tests.target import Implementation, Target, load
+
+# Longer than any body may take: the parent's clock decides, this one is the last resort.
+GROUP_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class RankConfig:
+    """What a rank is told once, at its start."""
+
+    rank: int
+    world_size: int
+    store_port: int
+    store_prefix: str
+    output_path: str
+    scratch: str
+    target: Target | None
+    transport: str = "gloo"
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call: which body, on which group, with what."""
+
+    serial: int
+    group: int
+    module: str
+    qualname: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a rank answers. `value` is already pickled, so that a bad value is an error there."""
+
+    serial: int
+    value: bytes | None
+    error: wire.RemoteError | None
+    collectives: int
+    leaks: tuple[hygiene.Leak, ...]
+
+
+class Context:
+    """What a body may use: who it is, the implementation under test, a recorder, scratch space.
+
+    Attributes:
+        rank, world_size: this rank's number and how many there are.
+        device: where tensors of this rank live.
+        impl: the implementation; a function that it lacks raises NotOffered when called.
+        seed: the task's seed; torch, NumPy and random were seeded with `1000 * seed + rank`.
+        scratch: a folder that all ranks of this pool share.
+    """
+
+    def __init__(self, config: RankConfig, task: Task, impl: Implementation | None) -> None:
+        self.rank = config.rank
+        self.world_size = config.world_size
+        self.seed = task.seed
+        self.scratch = Path(config.scratch)
+        self.device = torch.device("cpu")
+        if config.transport == "cuda":
+            self.device = torch.device("cuda", config.rank % torch.cuda.device_count())
+        self._impl = impl
+
+    @property
+    def impl(self) -> Implementation:
+        if self._impl is None:
+            raise RuntimeError("this world has no implementation; pass one to world(n, impl=...)")
+        return self._impl
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Recorder]:
+        """Record collectives, marks and storage of the body's `with` block."""
+        with Recorder() as recorder:
+            yield recorder
+
+    def split(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """Cut the world into `groups`; the one this rank is in. All ranks must call it.
+
+        The groups are destroyed when the body ends.
+        """
+        mine = None
+        for ranks in groups:
+            group = dist.new_group(list(ranks))
+            if self.rank in ranks:
+                mine = group
+        if mine is None:
+            raise ValueError(f"rank {self.rank} is in none of the groups {groups}")
+        return mine
+
+
+def main(config: RankConfig, tasks: Connection, control: Connection) -> None:
+    """Serve until told to stop. Entry point of the forked process."""
+    preloaded = "torch.distributed.fsdp" in sys.modules
+    output = _redirect_output(config.output_path)
+    os.environ.update(config.environment)
+    os.environ.update(
+        RANK=str(config.rank), LOCAL_RANK=str(config.rank), WORLD_SIZE=str(config.world_size)
+    )
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    threading.Thread(target=_watch, args=(control,), name="watcher", daemon=True).start()
+    store = dist.TCPStore("127.0.0.1", config.store_port, is_master=False)
+    impl: Implementation | None = None
+    load_error: wire.RemoteError | None = None
+    if config.target is not None:
+        try:
+            impl = load(config.target)
+        except BaseException as error:  # an implementation may raise anything, SystemExit too
+            load_error = wire.RemoteError.of(error, time.monotonic_ns())
+    gc.collect()
+    gc.freeze()  # so that a later collection looks at what bodies made, not at torch
+    tasks.send_bytes(wire.dumps((preloaded, load_error, impl.offered if impl else ())))
+    _serve(config, tasks, store, impl, output)
+
+
+def _redirect_output(path: str) -> int:
+    output = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the rank
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - likewise
+    faulthandler.enable(sys.stderr)
+    return output
+
+
+def _watch(control: Connection) -> None:
+    main_thread = threading.main_thread().ident
+    while True:
+        try:
+            control.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(70)  # the parent is gone, and nobody will ever read an answer
+        frame = sys._current_frames().get(main_thread or 0)
+        stack = "" if frame is None else _stack_of_body(traceback.extract_stack(frame))
+        with contextlib.suppress(OSError):
+            control.send_bytes(wire.dumps((stack, _last_collectives())))
+
+
+def _stack_of_body(stack: traceback.StackSummary) -> str:
+    """The part of the stack that belongs to the body; empty between two tasks."""
+    inside = [i for i, f in enumerate(stack) if f.filename == __file__ and f.name == "_run"]
+    return "".join(traceback.format_list(stack[inside[-1] + 1 :])) if inside else ""
+
+
+def _last_collectives(limit: int = 6) -> tuple[str, ...]:
+    """The newest entries of torch's flight recorder, where this build has one for gloo."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None:
+        return ()
+    try:
+        trace = json.loads(dump())
+    except (RuntimeError, ValueError):
+        return ()
+    entries = trace.get("entries", [])
+    # Entries of earlier groups are still there: begin at the last one that was a group's first.
+    starts = [i for i, entry in enumerate(entries) if entry["collective_seq_id"] == 1]
+    return tuple(
+        f"{entry['profiling_name'].removeprefix('gloo:')} #{entry['collective_seq_id']} "
+        f"{entry['input_sizes']}"
+        for entry in entries[starts[-1] if starts else 0 :][-limit:]
+    )
+
+
+def _serve(
+    config: RankConfig,
+    tasks: Connection,
+    store: dist.TCPStore,
+    impl: Implementation | None,
+    output: int,
+) -> None:
+    joined = -1
+    while True:
+        task: Task | None = wire.loads(tasks.recv_bytes())
+        if task is None:
+            break
+        os.ftruncate(output, 0)
+        before = hygiene.snapshot()
+        if task.group != joined:
+            _leave()
+            _join(config, store, task.group)
+            joined = task.group
+            before = hygiene.snapshot()
+        reply = _run(config, task, impl)
+        leaks = hygiene.restore(before)
+        tasks.send_bytes(wire.dumps(_with_leaks(reply, leaks)))
+        if reply.error is not None or reply.collectives < 0:
+            _leave()  # releases the peers that wait for this rank
+            joined = -1
+    _leave()
+
+
+def _with_leaks(reply: Reply, leaks: list[hygiene.Leak]) -> Reply:
+    return Reply(reply.serial, reply.value, reply.error, reply.collectives, tuple(leaks))
+
+
+def _run(config: RankConfig, task: Task, impl: Implementation | None) -> Reply:
+    try:
+        body = _resolve(task.module, task.qualname)
+        hygiene.seed_everything(1000 * task.seed + config.rank)
+        value = wire.dumps(body(Context(config, task, impl), *task.args, **task.kwargs))
+        return Reply(task.serial, value, None, _issued_collectives(), ())
+    except BaseException as error:  # SystemExit and KeyboardInterrupt too: the rank lives on
+        described = wire.RemoteError.of(error, time.monotonic_ns())
+        # The frames hold the wrapped model, which holds the group that has to close.
+        traceback.clear_frames(error.__traceback__)
+        return Reply(task.serial, None, described, -1, ())
+
+
+def _issued_collectives() -> int:
+    """How many collectives this rank has issued on the default group; -1 without a group."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    return -1 if world is None else int(world._get_sequence_number_for_group())
+
+
+@functools.cache
+def _resolve(module: str, qualname: str) -> Any:
+    found: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _join(config: RankConfig, store: dist.TCPStore, generation: int) -> None:
+    backend = "gloo"
+    if config.transport == "cuda" and torch.cuda.device_count() >= config.world_size:
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"{config.store_prefix}/{generation}", store),
+        rank=config.rank,
+        world_size=config.world_size,
+        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+    )
+
+
+def _leave() -> None:
+    gc.collect()
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):  # a broken group may refuse to shut down
+            dist.destroy_process_group()

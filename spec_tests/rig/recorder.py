@@ -1,0 +1,179 @@
+"""What a rank did: every collective, in one stream with marks, whoever issued it.
+
+A `TorchDispatchMode` sees each collective that reaches the dispatcher: those issued through
+`torch.distributed`, those of DistributedDataParallel's C++ reducer, and the functional ones that
+DTensor emits. Nobody has to cooperate. Marks (`recorder.mark("grad ready: fc1")`) from hooks stand
+in the same stream, so *order relative to compute* is seen on a CPU without a clock.
+
+Sizes are those of the data that a rank hands in or owns in the result, whichever is larger: an
+all-gather counts its gathered output, a reduce-scatter its full input. Counting bytes by meaning
+keeps an implementation free to choose its operations.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Kind(StrEnum):
+    """A collective by its meaning."""
+
+    REDUCTION = "reduction"  # all-reduce, reduce, reduce-scatter
+    GATHER = "gather"  # all-gather, gather
+    BROADCAST = "broadcast"  # broadcast, scatter
+    EXCHANGE = "exchange"  # all-to-all, send, receive
+    BARRIER = "barrier"
+
+
+# By the first word that the operator's name contains.
+_KINDS = (
+    ("allreduce", Kind.REDUCTION),
+    ("all_reduce", Kind.REDUCTION),
+    ("reduce_scatter", Kind.REDUCTION),
+    ("reduce", Kind.REDUCTION),
+    ("allgather", Kind.GATHER),
+    ("all_gather", Kind.GATHER),
+    ("gather", Kind.GATHER),
+    ("broadcast", Kind.BROADCAST),
+    ("scatter", Kind.BROADCAST),
+    ("alltoall", Kind.EXCHANGE),
+    ("all_to_all", Kind.EXCHANGE),
+    ("send", Kind.EXCHANGE),
+    ("recv", Kind.EXCHANGE),
+    ("barrier", Kind.BARRIER),
+)
+_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One entry of the stream.
+
+    Attributes:
+        label: the operator ("c10d.allreduce_") or the mark's own words.
+        kind: what the collective means; None for a mark.
+        numel, bytes: size of the data; 0 for a mark.
+        dtypes: names of the dtypes sent, sorted, without repetition.
+    """
+
+    label: str
+    kind: Kind | None = None
+    numel: int = 0
+    bytes: int = 0
+    dtypes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind is None:
+            return self.label
+        return f"{self.label}({self.numel} x {'+'.join(self.dtypes)})"
+
+
+@dataclass(frozen=True)
+class Log:
+    """What a recorder saw; plain data that a body may return."""
+
+    events: tuple[Event, ...]
+    peak_bytes: int
+
+    def collectives(self, *kinds: Kind) -> tuple[Event, ...]:
+        """The collectives, all of them or those of the given kinds."""
+        return tuple(e for e in self.events if e.kind is not None and (not kinds or e.kind in kinds))
+
+    def position(self, label: str) -> int:
+        """Index of the first event called `label`.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        for index, event in enumerate(self.events):
+            if event.label == label:
+                return index
+        raise ValueError(f"no event {label!r} in {[str(e) for e in self.events]}")
+
+
+@dataclass
+class _StorageLedger:
+    """Bytes of the storages that were made since the ledger opened and are still alive."""
+
+    live: int = 0
+    peak: int = 0
+    _known: set[int] = field(default_factory=set)
+
+    def see(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._known or not storage.nbytes():
+                continue
+            self._known.add(key)
+            size = storage.nbytes()
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+class Recorder(TorchDispatchMode):
+    """Use as a context manager; read `log()` at the end, `live_bytes` at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._events: list[Event] = []
+        self._ledger = _StorageLedger()
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of storages created since the recorder was entered that are still alive."""
+        return self._ledger.live
+
+    def mark(self, label: str) -> None:
+        """Write `label` into the stream."""
+        self._events.append(Event(label))
+
+    def log(self) -> Log:
+        """Everything up to now."""
+        return Log(tuple(self._events), self._ledger.peak)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(t.__name__ == "DTensor" for t in types):
+            return NotImplemented  # let it desugar: its collectives come back as plain calls
+        result = func(*args, **(kwargs or {}))
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if func.namespace in _NAMESPACES:
+            self._note(func, args, outputs)
+        self._ledger.see(outputs)
+        return result
+
+    def _note(self, func: Any, args: tuple[Any, ...], outputs: list[torch.Tensor]) -> None:
+        name = func._schema.name.split("::")[1]
+        kind = next((kind for word, kind in _KINDS if word in name), None)
+        if kind is None:  # wait_tensor and the like move nothing
+            return
+        groups = [_tensors_of(arg) for arg in args] + [outputs]
+        largest = max(groups, key=lambda group: sum(t.numel() for t in group))
+        self._events.append(
+            Event(
+                label=f"{func.namespace}.{name}",
+                kind=kind,
+                numel=sum(t.numel() for t in largest),
+                bytes=sum(t.numel() * t.element_size() for t in largest),
+                dtypes=tuple(sorted({str(t.dtype).removeprefix("torch.") for t in largest})),
+            )
+        )
+
+
+def _tensors_of(argument: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,109 @@
+"""One clause, one implementation, one situation: how it is called and what it came to.
+
+pytest runs the clauses (`spec_tests/plugin.py`); impostors and the matrix run them without pytest,
+hundreds of times in one process. Both go through this file, so that they cannot come to different
+verdicts.
+"""
+
+from __future__ import annotations
+
+import time
+import unittest
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spec_tests.clause import Clause
+from spec_tests.rig.errors import NotOffered, RankDied, RankHung, RankRaised, RanksDisagree
+from spec_tests.rig.judge import Situation, judging
+from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.world import World, Worlds
+from spec_tests.target import Target
+
+NOT_HERE = "not here: "
+"""How the reason of a skip begins when this machine lacks something."""
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """What one case came to."""
+
+    clause: Clause
+    case: str
+    outcome: Outcome
+    message: str
+    duration_s: float
+    margins: tuple[dict[str, float], ...]
+
+
+def case_name(case: Mapping[str, Any]) -> str:
+    """`{"world": 2, "subject": "ddp", "toy": "tied"}` -> "ddp-w2-tied"."""
+    rest = [str(value) for key, value in case.items() if key not in ("world", "subject", "target")]
+    subject = [str(case["subject"])] if "subject" in case else []
+    return "-".join([*subject, f"w{case['world']}", *rest])
+
+
+def situation(clause: Clause, target: Target, case: Mapping[str, Any], given: str) -> Situation:
+    """What a violation of `clause` will say about itself."""
+    return Situation(
+        clause=clause.id,
+        sentence=clause.sentence,
+        implementation=target.name,
+        case=given,
+        world_size=int(case["world"]),
+        rerun=f"python -m spec_tests --impl {target.name} --clause {clause.id}",
+        source=clause.source,
+        where=clause.where,
+    )
+
+
+def outcome_of(error: BaseException | None) -> Outcome:
+    """The outcome that an exception (or none) stands for."""
+    if error is None:
+        return Outcome.PASSED
+    if isinstance(error, NotOffered):
+        return Outcome.NOT_OFFERED
+    if isinstance(error, RankHung):
+        return Outcome.HANG
+    if isinstance(error, RankDied):
+        return Outcome.DIED
+    if isinstance(error, unittest.SkipTest):
+        return Outcome.NOT_HERE if str(error).startswith(NOT_HERE) else Outcome.SKIPPED
+    if isinstance(error, AssertionError | RankRaised | RanksDisagree):
+        return Outcome.FAILED
+    return Outcome.ERROR
+
+
+def require_offered(world: World, clause: Clause, subject: str | None) -> None:
+    """Raise NotOffered unless the implementation brings what this case needs."""
+    offered = world.offered()
+    wanted = [*([subject] if subject else []), *clause.needs]
+    missing = [function for function in wanted if function not in offered]
+    if missing:
+        raise NotOffered(f"not offered: {', '.join(missing)}")
+
+
+def run_case(
+    clause: Clause, target: Target, case: Mapping[str, Any], worlds: Worlds
+) -> CaseResult:
+    """Judge one case, without pytest."""
+    name = case_name(case)
+    error: BaseException | None = None
+    begun = time.perf_counter()
+    with judging(situation(clause, target, case, name)) as here:
+        try:
+            world = worlds.world(int(case["world"]), target)
+            require_offered(world, clause, case.get("subject"))
+            clause.test(**{**case, "world": world})
+        except KeyboardInterrupt:
+            raise
+        except BaseException as caught:  # hangs and deaths are no ordinary exceptions
+            error = caught
+    return CaseResult(
+        clause,
+        name,
+        outcome_of(error),
+        "" if error is None else str(error),
+        time.perf_counter() - begun,
+        tuple(here.margins),
+    )

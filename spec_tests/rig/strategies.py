@@ -1,0 +1,66 @@
+"""Hypothesis strategies and profiles for properties whose body runs on live ranks.
+
+Everything is drawn in the parent and sent: ranks that drew for themselves would build different
+shapes and hang. Draws are small, printable in one line, and shrink to something that a reader can
+follow by hand.
+
+Profiles: `quick` (default; derandomised, so that a run is a function of the tree), `deep` (many
+random examples, database on), `impostors` (first failure ends it, nothing is shrunk).
+"""
+
+from __future__ import annotations
+
+import hypothesis
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+
+_NO_EXPLAIN = tuple(phase for phase in Phase if phase is not Phase.explain)
+# Live ranks answer in milliseconds but not in constant time: deadlines would only flake.
+_COMMON = {"deadline": None, "print_blob": True}
+
+
+def register_profiles() -> None:
+    """Make the profiles known to hypothesis; the plugin loads one of them."""
+    slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    settings.register_profile(
+        "quick",
+        max_examples=12,
+        derandomize=True,
+        database=None,
+        phases=_NO_EXPLAIN,
+        suppress_health_check=slow,
+        **_COMMON,
+    )
+    settings.register_profile(
+        "deep", max_examples=300, phases=_NO_EXPLAIN, suppress_health_check=slow, **_COMMON
+    )
+    settings.register_profile(
+        "impostors",
+        max_examples=12,
+        derandomize=True,
+        database=None,
+        phases=(Phase.explicit, Phase.generate),
+        suppress_health_check=slow,
+        report_multiple_bugs=False,
+        **_COMMON,
+    )
+
+
+seeds = st.integers(min_value=0, max_value=999)
+"""Seed of weights and data."""
+
+
+def schedules(max_micro_batches: int = 5) -> st.SearchStrategy[tuple[bool, ...]]:
+    """Flags of successive micro-batches: True where gradients are to be synchronised.
+
+    The last one always is, as in training.
+    """
+    return st.lists(st.booleans(), max_size=max_micro_batches - 1).map(lambda f: (*f, True))
+
+
+def bucket_sizes_mb() -> st.SearchStrategy[float]:
+    """From less than one parameter to more than any toy, in MiB."""
+    return st.sampled_from([1e-6, 5e-5, 1e-4, 3e-4, 1e-3, 25.0])
+
+
+__all__ = ["bucket_sizes_mb", "hypothesis", "register_profiles", "schedules", "seeds"]

@@ -1,0 +1,172 @@
+"""What a wrong tensor looks like: from a difference to its likely cause.
+
+A short table, tried from the most to the least specific. Each entry recognises one pattern and
+says what usually produces it. A clause adds its own candidates as hints: "this is what you would
+hold if the micro-batches under no_sync were lost".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Hint:
+    """A wrong value that has a name.
+
+    Attributes:
+        means: what it means to find it: "the local gradient: it was never reduced".
+        tensors: name to value, for all ranks or one mapping per rank.
+    """
+
+    means: str
+    tensors: Mapping[str, torch.Tensor | None] | Sequence[Mapping[str, torch.Tensor | None]]
+
+    def value(self, rank: int, name: str) -> torch.Tensor | None:
+        """The candidate for one rank and name."""
+        tensors = self.tensors if isinstance(self.tensors, Mapping) else self.tensors[rank]
+        return tensors.get(name)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A recognised pattern: what was got, in words, and what it is likely to mean."""
+
+    got: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One tensor of one rank that is not what it should be."""
+
+    rank: int
+    name: str
+    seen: torch.Tensor | None
+    wanted: torch.Tensor | None
+    error: float
+    allowed: float
+
+    def shape(self) -> str:
+        """Shape of whichever tensor there is."""
+        tensor = self.wanted if self.wanted is not None else self.seen
+        return str(tuple(tensor.shape)) if tensor is not None else ""
+
+    def missing(self) -> str:
+        """A sentence if one side is None or of another kind, else empty."""
+        if self.seen is None:
+            return "nothing ever arrived there: the gradient is None"
+        if self.wanted is None:
+            return "a gradient appeared where none belongs"
+        if self.seen.shape != self.wanted.shape:
+            return f"shape {tuple(self.seen.shape)} in place of {tuple(self.wanted.shape)}"
+        if self.seen.dtype != self.wanted.dtype:
+            return f"dtype {self.seen.dtype} in place of {self.wanted.dtype}"
+        return ""
+
+    def got(self, cause: Cause | None) -> str:
+        """The second half of "expected ..., ..."."""
+        if self.seen is None:
+            return "got None"
+        if self.wanted is None:
+            return "which is None, got a tensor"
+        return f"got {cause.got}" if cause else "got something else"
+
+    def difference(self) -> str:
+        """Largest error and where, with both values."""
+        if self.missing() or self.seen is None or self.wanted is None:
+            return self.missing()
+        gap = (self.seen.double() - self.wanted.double()).abs().nan_to_num(nan=float("inf"))
+        worst = int(gap.reshape(-1).argmax())
+        where = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), gap.shape))
+        wrong = int((gap > self.allowed).sum())
+        return (
+            f"largest error {self.error:.3g} at {where}: expected "
+            f"{float(self.wanted.reshape(-1)[worst]):.6g}, got "
+            f"{float(self.seen.reshape(-1)[worst]):.6g}; {wrong} of {gap.numel()} elements wrong"
+        )
+
+
+def explain(finding: Finding, hints: Sequence[Hint], *, world_size: int) -> Cause | None:
+    """The most specific entry of the table that fits; None if nothing does."""
+    if finding.missing() or finding.seen is None or finding.wanted is None:
+        return Cause("", finding.missing())
+    seen, wanted = finding.seen.double(), finding.wanted.double()
+    close = max(finding.allowed, 1e-9 * float(wanted.abs().max()))
+    return (
+        _not_finite(seen)
+        or _zero(seen, wanted)
+        or _hinted(finding, hints, close)
+        or _ratio(seen, wanted, world_size)
+        or _transposed(seen, wanted, close)
+        or _partly_right(seen, wanted, close)
+    )
+
+
+def _not_finite(seen: torch.Tensor) -> Cause | None:
+    bad = int((~seen.isfinite()).sum())
+    if not bad:
+        return None
+    return Cause(
+        f"{bad} values that are not finite",
+        "poison, padding or memory that nobody has written was read",
+    )
+
+
+def _zero(seen: torch.Tensor, wanted: torch.Tensor) -> Cause | None:
+    if bool(seen.any()) or not bool(wanted.any()):
+        return None
+    return Cause("zero in every element", "it was cleared, or never filled in")
+
+
+def _hinted(finding: Finding, hints: Sequence[Hint], close: float) -> Cause | None:
+    for hint in hints:
+        candidate = hint.value(finding.rank, finding.name)
+        if candidate is None or finding.seen is None or candidate.shape != finding.seen.shape:
+            continue
+        if float((finding.seen.double() - candidate.double()).abs().max()) <= close:
+            return Cause("exactly a value that has a name", hint.means)
+    return None
+
+
+def _ratio(seen: torch.Tensor, wanted: torch.Tensor, world_size: int) -> Cause | None:
+    where = wanted != 0
+    if not bool(where.any()):
+        return None
+    ratios = seen[where] / wanted[where]
+    ratio = float(ratios.median())
+    if float((ratios - ratio).abs().max()) > 1e-6 * abs(ratio) or abs(ratio - 1) < 1e-6:
+        return None
+    known = {
+        float(world_size): "summed and not divided by the world size",
+        1.0 / world_size: "divided by the world size twice, or not summed over the ranks",
+        float(world_size**2): "reduced twice, or multiplied where one divides",
+        -1.0: "the sign is wrong",
+    }
+    text = next((t for r, t in known.items() if abs(ratio - r) < 1e-6 * abs(r)), "")
+    return Cause(f"{ratio:.3f} x it in every element", text or "a constant factor too many")
+
+
+def _transposed(seen: torch.Tensor, wanted: torch.Tensor, close: float) -> Cause | None:
+    if seen.dim() != 2 or seen.shape[0] != seen.shape[1]:
+        return None
+    if float((seen.T - wanted).abs().max()) > close:
+        return None
+    return Cause("its transpose", "the layout of the gradient is not that of the parameter")
+
+
+def _partly_right(seen: torch.Tensor, wanted: torch.Tensor, close: float) -> Cause | None:
+    right = ((seen - wanted).abs() <= close).reshape(-1)
+    count = int(right.sum())
+    if count == 0 or count == right.numel():
+        return None
+    first_wrong = int((~right).int().argmax())
+    if count == first_wrong:
+        return Cause(
+            f"it in the first {count} elements only",
+            "an offset or a length of the flat buffer is wrong, or its last part was not sent",
+        )
+    return Cause(f"it in {count} of {right.numel()} elements", "some positions are mixed up")

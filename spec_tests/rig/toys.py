@@ -1,0 +1,244 @@
+"""Toy models, each made to bring out one situation, with integer weights and inputs.
+
+Everything is exact: weights and inputs are small integers, activations are `abs`, and the loss is
+a sum of squares, so every intermediate value and every gradient is an integer far below 2**53 (or
+2**24 where a toy holds float32). With the loss multiplied by the world size even the mean over ranks
+is an integer. Order of summation and place of division then cannot matter, and every right
+implementation is bit-equal to one process with the whole batch, at any world size.
+
+What a toy's name says is itself asserted, in `rig_tests/test_toys.py`: a famous fixture called
+"tied weights" tied nothing, and every test passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+class Mlp(nn.Module):
+    """Two layers, weights and biases of uneven sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.second = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).abs())
+
+
+class Ragged(nn.Module):
+    """Many parameters of odd sizes, one of a single element: flat offsets have no regularity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [6, 1, 7, 3, 5, 2]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.gain = nn.Parameter(torch.empty(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            # Clamped, or five layers of integers would outgrow the exact range; the sum keeps a
+            # path open where a clamp has closed one.
+            x = layer(x).clamp(-4.0, 4.0) + x.sum(dim=-1, keepdim=True)
+        return x * self.gain
+
+
+class Tied(nn.Module):
+    """One weight used by two layers under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(6, 6, bias=False)
+        self.middle = nn.Linear(6, 6)
+        self.decode = nn.Linear(6, 6, bias=False)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.middle(self.encode(x)).abs())
+
+
+class Reused(nn.Module):
+    """One module applied twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.block(x).abs()).abs())
+
+
+class Frozen(nn.Module):
+    """A frozen layer between two that train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.frozen = nn.Linear(5, 4).requires_grad_(False)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.frozen(self.first(x).abs()).abs())
+
+
+class Branches(nn.Module):
+    """Independent branches; `use` says which are computed, and in which order.
+
+    The order of evaluation decides the order in which gradients become ready.
+    """
+
+    names = ("a", "b", "c")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(6, 4)
+        self.branch = nn.ModuleDict({name: nn.Linear(4, 3) for name in self.names})
+
+    def forward(self, x: torch.Tensor, use: str = "abc") -> torch.Tensor:
+        h = self.shared(x).abs()
+        parts = [self.branch[name](h) for name in use]
+        return torch.stack(parts).sum(dim=0)
+
+
+class Unused(nn.Module):
+    """A trainable layer that no forward ever uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(6, 3)
+        self.unused = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+class Buffers(nn.Module):
+    """Batch normalisation, plus buffers of integers and booleans."""
+
+    counts: torch.Tensor
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("counts", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("mask", torch.zeros(4, dtype=torch.bool))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x))
+
+
+class Convolution(nn.Module):
+    """A convolution whose weight, and so its gradient, is in channels-last memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, kernel_size=2)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in stubs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        images = x.repeat(1, 2).reshape(-1, 3, 2, 2)
+        return self.conv(images.contiguous(memory_format=torch.channels_last)).flatten(1)
+
+
+class Strided(nn.Module):
+    """A transposed parameter, and one whose gradient arrives expanded (stride zero)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transposed = nn.Parameter(torch.empty(6, 4).T)
+        self.summed = nn.Parameter(torch.empty(5, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.transposed.T + self.summed.sum()
+
+
+class Mixed(nn.Module):
+    """Parameters of float64 and float32, in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide_in = nn.Linear(6, 4)
+        self.narrow = nn.Linear(4, 4)
+        self.wide_out = nn.Linear(4, 2)
+
+    def to_mixed(self) -> Mixed:
+        """Give the middle layer its dtype."""
+        self.narrow.to(torch.float32)
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.narrow(self.wide_in(x).float()).abs()
+        return self.wide_out(h.to(x.dtype))
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A toy by name: how to build it and how far its values reach.
+
+    Attributes:
+        model: the class.
+        weights: largest absolute weight.
+        inputs: largest absolute input.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    weights: int = 2
+    inputs: int = 3
+
+    def build(self, seed: int) -> nn.Module:
+        """A fresh float64 model; equal seeds give equal weights, buffers included."""
+        module = self.model().to(torch.float64)
+        if isinstance(module, Mixed):
+            module.to_mixed()
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for tensor in [*module.parameters(), *module.buffers()]:
+                tensor.copy_(_integers(tensor, self.weights, generator))
+        return module
+
+    def batch(self, seed: int, *, rank: int, micro: int = 0, samples: int = 4) -> torch.Tensor:
+        """Inputs `[samples, 6]` that belong to one rank and micro-batch and to no other."""
+        generator = torch.Generator().manual_seed(1_000_003 * seed + 1_009 * rank + micro + 1)
+        like = torch.empty(samples, 6, dtype=torch.float64)
+        return _integers(like, self.inputs, generator)
+
+
+def _integers(like: torch.Tensor, largest: int, generator: torch.Generator) -> torch.Tensor:
+    """Non-zero integers, as far as the dtype can tell: a zero would hide a missing term."""
+    size = torch.randint(1, largest + 1, like.shape, generator=generator)
+    sign = torch.randint(0, 2, like.shape, generator=generator) * 2 - 1
+    if like.dtype == torch.bool:
+        return sign > 0
+    return (size * sign if like.dtype.is_floating_point else size).to(like.dtype)
+
+
+def sum_of_squares(output: torch.Tensor) -> torch.Tensor:
+    """The loss of all toys; multiply it by the world size to keep the mean over ranks exact."""
+    return output.double().square().sum()
+
+
+TOYS = {
+    toy.name: toy
+    for toy in (
+        Toy("mlp", Mlp),
+        Toy("ragged", Ragged),
+        Toy("tied", Tied),
+        Toy("reused", Reused),
+        Toy("frozen", Frozen),
+        Toy("branches", Branches),
+        Toy("unused", Unused),
+        Toy("buffers", Buffers),
+        Toy("conv", Convolution),
+        Toy("strided", Strided),
+        Toy("mixed", Mixed, weights=1, inputs=2),
+    )
+}

@@ -1,0 +1,164 @@
+"""Worlds: where a clause's body runs. `world(n).run(body, ...)` returns what each rank observed.
+
+    def body(ctx, seed):                      # a module-level function, from one rank's view
+        ...
+        return {"grad": parameter.grad}       # observations, never assertions
+
+    ranks = worlds.world(2, target).run(body, 7)
+    ranks[0]["grad"], ranks[1]["grad"]
+
+The transport is a parameter: "gloo" (live processes on CPU), "cuda" (live processes, a device
+each). A further transport is one more entry of `TRANSPORTS`, whose pools offer `call`, `stop`,
+`kill`, `is_alive`, `offered` and `load_error`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from spec_tests.rig.errors import NotOffered, RankRaised, RigError
+from spec_tests.rig.pool import Pool
+from spec_tests.target import Target
+
+TIMEOUT_S = 30.0
+GRACE_S = 2.0
+
+TRANSPORTS: dict[str, Callable[..., Pool]] = {"gloo": Pool, "cuda": Pool}
+
+
+class Ranks(list[Any]):
+    """One observation per rank, plus what the ranks left behind (`leaks`)."""
+
+    leaks: tuple[str, ...] = ()
+
+
+@dataclass
+class Worlds:
+    """The live pools of one process, one per implementation, size and transport.
+
+    At most `max_pools` live at a time; the longest unused one goes first.
+    """
+
+    transport: str = "gloo"
+    max_pools: int = 6
+    leaks: list[str] = field(default_factory=list)
+    _pools: dict[tuple[Target | None, int, str], Pool] = field(default_factory=dict)
+
+    def world(
+        self, size: int, target: Target | None = None, *, transport: str | None = None
+    ) -> World:
+        """A world of `size` ranks that have `target` loaded.
+
+        Raises:
+            ValueError: for a size below one or an unknown transport.
+        """
+        chosen = transport or self.transport
+        if size < 1:
+            raise ValueError(f"a world has at least one rank, got size {size}")
+        if chosen not in TRANSPORTS:
+            raise ValueError(f"unknown transport {chosen!r}; known: {', '.join(TRANSPORTS)}")
+        return World(self, size, target, chosen)
+
+    def pool(self, size: int, target: Target | None, transport: str) -> Pool:
+        """The live pool for this key, started if need be."""
+        key = (target, size, transport)
+        pool = self._pools.pop(key, None)
+        if pool is None or not pool.is_alive:
+            while len(self._pools) >= self.max_pools:
+                self._pools.pop(next(iter(self._pools))).stop()
+            pool = TRANSPORTS[transport](size, target=target, transport=transport)
+        self._pools[key] = pool  # last in the dict: most recently used
+        return pool
+
+    def drop(self, target: Target | None) -> None:
+        """Stop the pools of one implementation."""
+        for key in [key for key in self._pools if key[0] == target]:
+            self._pools.pop(key).stop()
+
+    def close(self) -> None:
+        """Stop every pool."""
+        while self._pools:
+            self._pools.popitem()[1].stop()
+
+
+@dataclass(frozen=True)
+class World:
+    """`size` ranks with one implementation. Cheap to make; the pool behind it is shared."""
+
+    worlds: Worlds
+    size: int
+    target: Target | None
+    transport: str
+
+    def run(
+        self,
+        body: Callable[..., Any],
+        *args: Any,
+        per_rank: Sequence[tuple[Any, ...]] | None = None,
+        seed: int = 0,
+        timeout_s: float = TIMEOUT_S,
+        grace_s: float = GRACE_S,
+        **kwargs: Any,
+    ) -> Ranks:
+        """Call `body(ctx, *args, *per_rank[rank], **kwargs)` on every rank.
+
+        Args:
+            body: a module-level function; its first parameter is a `rig.rank.Context`.
+            per_rank: additional positional arguments, one tuple per rank.
+            seed: each rank seeds torch, NumPy and random with `1000 * seed + rank`.
+            timeout_s: the longest that the body may take.
+            grace_s: how long all silent ranks may be blocked before that is called a hang.
+
+        Raises:
+            NotOffered: the implementation lacks a function that the body called.
+            RankRaised, RankHung, RankDied, RanksDisagree: see `rig.errors`.
+            RigError: the body cannot be named, or the arguments do not fit the world.
+        """
+        name = _name_of(body)
+        if per_rank is not None and len(per_rank) != self.size:
+            raise RigError(f"per_rank has {len(per_rank)} entries for {self.size} ranks")
+        own = per_rank or [()] * self.size
+        pool = self.worlds.pool(self.size, self.target, self.transport)
+        if pool.load_error is not None:
+            raise RigError(
+                f"{self.target.name if self.target else 'implementation'} does not load: "
+                f"{pool.load_error.kind}: {pool.load_error.message}"
+            )
+        calls = [(*args, *own[rank]) for rank in range(self.size)]
+        with _translated():
+            outcome = pool.call(
+                name, calls, kwargs, seed=seed, timeout_s=timeout_s, grace_s=grace_s
+            )
+        self.worlds.leaks.extend(outcome.leaks)
+        ranks = Ranks(outcome.values)
+        ranks.leaks = outcome.leaks
+        return ranks
+
+    def offered(self) -> tuple[str, ...]:
+        """The contract functions that the implementation brings."""
+        return self.worlds.pool(self.size, self.target, self.transport).offered
+
+
+def _name_of(body: Callable[..., Any]) -> tuple[str, str]:
+    module, qualname = getattr(body, "__module__", None), getattr(body, "__qualname__", "<none>")
+    if module in (None, "__main__") or "<" in qualname:
+        raise RigError(
+            f"a rank body travels by name, so it must be a module-level function of an importable "
+            f"module; got {qualname!r} of {module!r}. Move it to the top of a module, and pass "
+            "what it closes over as arguments"
+        )
+    return str(module), qualname
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """"Not offered" is an outcome of its own, not a failure."""
+    try:
+        yield
+    except RankRaised as failure:
+        if failure.error.is_a("NotImplementedError"):
+            raise NotOffered(failure.error.message or "raised NotImplementedError") from None
+        raise

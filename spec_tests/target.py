@@ -1,0 +1,185 @@
+"""Which implementation is judged, and how a rank loads it.
+
+`--impl` takes
+
+    solution                    the reference next to this suite, found by location
+    torch                       PyTorch's own wrappers (spec_tests/impls/torch.py)
+    package.module              any importable module
+    path/to/mine.py             a file; mine.toml beside it holds declared deviations
+    path/to/package             a folder with an __init__.py
+    impostor:ID                 a deliberate near-miss out of spec_tests/impostors
+
+The parent only ever resolves the words. The code is loaded in the ranks: it may patch torch, exit
+or hang, and it never sees an expected value. A function that an implementation leaves out becomes
+a stand-in that says so when it is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from spec_tests.contract import DEFAULTS, FUNCTIONS
+
+PACKAGE_ROOT = Path(__file__).resolve().parent
+REPOSITORY_ROOT = PACKAGE_ROOT.parent
+KNOWN_IMPLEMENTATIONS = {"torch": PACKAGE_ROOT / "impls" / "torch.py"}
+
+
+class NotOfferedError(NotImplementedError):
+    """Raised by the stand-in of a contract function that the implementation leaves out."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """An implementation, named but not loaded.
+
+    Attributes:
+        name: as the report shows it.
+        module: name under which it is imported.
+        path: file or package folder to load, or None for an importable module.
+        impostor: id of the near-miss to build on top of it, if any.
+    """
+
+    name: str
+    module: str
+    path: Path | None = None
+    impostor: str | None = None
+
+    @property
+    def expectations(self) -> Path | None:
+        """The TOML file of declared deviations that belongs to this implementation."""
+        if self.path is None or self.impostor is not None:
+            return None
+        beside = self.path / "expectations.toml" if self.path.is_dir() else self.path
+        return beside.with_suffix(".toml")
+
+
+def parse(spec: str) -> Target:
+    """Turn what `--impl` was given into a Target.
+
+    Raises:
+        ValueError: if it names no file, no known implementation and no importable module.
+    """
+    if spec.startswith("impostor:"):
+        return Target(spec, "solution", _solution_folder(), spec.removeprefix("impostor:"))
+    if spec == "solution":
+        return Target(spec, "solution", _solution_folder())
+    if spec in KNOWN_IMPLEMENTATIONS:
+        return Target(spec, f"trainspec_impl_{spec}", KNOWN_IMPLEMENTATIONS[spec])
+    if spec.endswith(".py") or "/" in spec or Path(spec).is_dir():
+        return _parse_path(spec)
+    if spec and all(part.isidentifier() for part in spec.split(".")) and _is_importable(spec):
+        return Target(spec, spec)
+    raise ValueError(
+        f"--impl {spec!r}: expected 'solution', {', '.join(map(repr, KNOWN_IMPLEMENTATIONS))}, an "
+        "importable module, or a path to a file or package; no such module was found. For a file "
+        "give its path with the ending, as in --impl ./mine.py"
+    )
+
+
+def _parse_path(spec: str) -> Target:
+    path = Path(spec).expanduser().resolve()
+    if path.is_dir() and (path / "__init__.py").is_file():
+        return Target(spec, path.name, path)
+    if path.is_file() and path.suffix == ".py":
+        if path.name == "__init__.py":
+            return Target(spec, path.parent.name, path.parent)
+        return Target(spec, path.stem, path)
+    found = "a folder without __init__.py" if path.is_dir() else "nothing"
+    raise ValueError(
+        f"--impl {spec!r}: expected a .py file or a package folder, found {found} at {path}"
+    )
+
+
+def _is_importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _solution_folder() -> Path | None:
+    # By location, so that a user's own package called "solution" is no clash. An installed suite
+    # without the reference beside it falls back to an import by name.
+    folder = REPOSITORY_ROOT / "solution"
+    return folder if (folder / "__init__.py").is_file() else None
+
+
+class Implementation:
+    """The functions of an implementation, by the names of the contract.
+
+    Attribute access gives the function, its default (see `contract.DEFAULTS`), or a stand-in that
+    raises NotOfferedError. `offered` names what the implementation itself brings.
+    """
+
+    def __init__(self, name: str, namespace: object) -> None:
+        self.name = name
+        self.namespace = namespace
+        self.offered = tuple(
+            function for function in FUNCTIONS if callable(getattr(namespace, function, None))
+        )
+
+    def __getattr__(self, function: str) -> Callable[..., Any]:
+        found = getattr(self.namespace, function, None)
+        if callable(found):
+            return found  # type: ignore[no-any-return]  # foreign code
+        if function in DEFAULTS:
+            return DEFAULTS[function]
+        if function in FUNCTIONS:
+            return _stand_in(self.name, function)
+        raise AttributeError(f"{function!r} is no function of the contract")
+
+
+def _stand_in(name: str, function: str) -> Callable[..., Any]:
+    def not_offered(*args: object, **kwargs: object) -> Any:
+        raise NotOfferedError(f"{name} does not offer {function}()")
+
+    return not_offered
+
+
+def load(target: Target) -> Implementation:
+    """Import the implementation. Called in ranks only.
+
+    Raises:
+        whatever the implementation raises when it is imported.
+        ValueError: if it has none of the contract's functions.
+    """
+    if target.impostor is not None:
+        # Imported here: impostors are made of the contract, and only ranks build them.
+        impostors = importlib.import_module("spec_tests.impostors")
+        namespace = impostors.build(target.impostor, target)
+    else:
+        namespace = import_target(target)
+    implementation = Implementation(target.name, namespace)
+    if not implementation.offered:
+        raise ValueError(
+            f"{target.name} offers none of the contract's functions; expected at least one of "
+            f"{', '.join(FUNCTIONS)}. See spec_tests/contract.py"
+        )
+    return implementation
+
+
+def import_target(target: Target) -> ModuleType:
+    """Import the module or file that `target` names, without any impostor on top."""
+    if target.path is None:
+        return importlib.import_module(target.module)
+    file = target.path / "__init__.py" if target.path.is_dir() else target.path
+    folders = [str(target.path)] if target.path.is_dir() else None
+    # Its own folder first, as if it had been started there: helpers beside it are found.
+    sys.path.insert(0, str(target.path.parent))
+    spec = importlib.util.spec_from_file_location(
+        target.module, file, submodule_search_locations=folders
+    )
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot import {file}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[target.module] = module
+    spec.loader.exec_module(module)
+    return module
