@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-pytest_plugins = ["spec_tests.plugin"] if find_spec("spec_tests.plugin") else []
+pytest_plugins = ["spec_tests.plugin"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
