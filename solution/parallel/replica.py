@@ -263,6 +263,8 @@ class Replica(nn.Module, ABC):
                 parameter.grad = None
 
     def _raise_second_gradient(self, index: int) -> NoReturn:
+        # It was added to memory that is being sent: this round holds nothing of use any more.
+        self._in_backward = True
         raise RuntimeError(
             f"rank {comm.rank(self._group)}: expected one gradient of {self._names[index]!r} "
             "between two calls of finish_gradient_synchronization, got a second while the first "
