@@ -35,7 +35,7 @@ PRESETS: dict[str, dict[str, int]] = {
         zip(("max_sequence_length", "num_layers", "num_heads", "embedding_dim"), sizes, strict=True)
     )
     for name, sizes in {
-        "tiny": (256, 4, 4, 128),  #       827,136 and 128 per word of the vocabulary
+        "tiny": (256, 4, 4, 128),  #       826,112 and 128 per word of the vocabulary
         "small": (1024, 12, 12, 768),  #   124,439,808
         "medium": (1024, 24, 16, 1024),  # 354,823,168
         "large": (1024, 36, 20, 1280),  #  774,030,080
@@ -116,6 +116,7 @@ class TrainConfig:
     bucket_size_mb: float = _setting(25.0, "of ddp_bucketed and torch, in MiB")
 
     devices: ClassVar[tuple[str, ...]] = ("auto", "cpu", "cuda")
+    wrappers: ClassVar[tuple[str, ...]] = ("ddp", "ddp_bucketed", "torch")
 
     def __post_init__(self) -> None:
         for name in ("steps", "global_batch_size", "micro_batch_size", "log_every"):
@@ -130,8 +131,9 @@ class TrainConfig:
         for name in ("warmup_steps", "weight_decay"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
-        if self.device not in self.devices:
-            raise ValueError(f"expected device to be one of {self.devices}, got {self.device!r}")
+        for name, allowed in (("device", self.devices), ("wrapper", self.wrappers)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"expected {name} among {allowed}, got {getattr(self, name)!r}")
 
     def model(self, *, vocab_size: int) -> GPT2Config:
         """The model of this run; a sequence_length beyond the preset's is refused here."""

@@ -145,8 +145,8 @@ class Step:
         if num_short:
             raise DataExhaustedError(
                 f"{where}: expected {self.num_micro_batches} micro-batches, got {len(batches)} "
-                f"here ({num_short:.0f} of {self.ranks.size} ranks are short); {finished} steps are "
-                "finished, the rest was not used. Ask for fewer steps, or give more data"
+                f"here ({num_short:.0f} of {self.ranks.size} ranks are short); {finished} steps "
+                "are finished, the rest was not used. Ask for fewer steps, or give more data"
             )
         if not total:
             raise ValueError(

@@ -39,6 +39,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from solution.config import require_positive
+from solution.console import status_line
 from solution.data.corpus import Corpus
 from solution.data.shards import MAX_TOKENS, NUM_IDS, Shard, write_atomically, write_shard
 
@@ -94,14 +95,14 @@ def prepare(paths: Sequence[Path], out: Path, config: DataConfig) -> tuple[dict[
         return old, True
     _clear(out)
     train, val = corpus.split(config.val_fraction)
-    _progress(f"training a tokenizer on {len(train)} documents")
+    status_line(f"training a tokenizer on {len(train)} documents")
     tokenizer = _train_tokenizer(train, config.vocab_size)
-    shards = {}
+    shards: dict[str, int] = {}
     for split, documents in (("train", train), ("val", val)):
         shards |= _write_split(
             out, split, _encode(tokenizer, split, documents), config.shard_tokens
         )
-    _progress("")
+    status_line("")
     meta = {
         "vocab_size": tokenizer.get_vocab_size(),
         "delimiter": tokenizer.token_to_id(DELIMITER),
@@ -178,7 +179,7 @@ def _encode(tokenizer: Tokenizer, split: str, documents: list[str], chunk: int =
     """All documents as one array of ids, the delimiter before each."""
     delimiter, pieces = np.array([tokenizer.token_to_id(DELIMITER)], np.uint16), []
     for start in range(0, len(documents), chunk):
-        _progress(f"encoding {split}: {start} of {len(documents)} documents")
+        status_line(f"encoding {split}: {start} of {len(documents)} documents")
         for encoding in tokenizer.encode_batch_fast(documents[start : start + chunk]):
             pieces += [delimiter, np.array(encoding.ids, np.uint16)]
     return np.concatenate(pieces) if pieces else np.empty(0, np.uint16)
@@ -191,13 +192,6 @@ def _write_split(out: Path, split: str, ids: Ids, shard_tokens: int) -> dict[str
         for index, start in enumerate(range(0, len(ids), shard_tokens))
         if (name := f"text_{split}_{index:06d}.bin")
     }
-
-
-def _progress(text: str) -> None:
-    """One line that overwrites itself, on a terminal only."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{text}")
-        sys.stderr.flush()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -218,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         meta, was_there = prepare(paths, out, DataConfig(**options))
     except (ValueError, OSError) as error:
-        _progress("")
+        status_line("")
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(_summary(out, meta, was_there, time.perf_counter() - started))

@@ -23,7 +23,7 @@ Legend: B batch, T tokens, V vocabulary, E embedding dim, H heads, D head dim = 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Self
+from typing import Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +59,8 @@ class GPT2(nn.Module):
         self.final_norm = _norm(config)
         self.lm_head = nn.Linear(config.embedding_dim, config.vocab_size, bias=False)
         self._tie()
+        # `load_state_dict(assign=True)`, the way from `meta` to weights, sets the two separately.
+        self.register_load_state_dict_post_hook(_tie_again)
         self.reset_parameters()
 
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
@@ -101,9 +103,13 @@ class GPT2(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # `to_empty` and moves off `meta` make a new Parameter per *module*, which unties the two.
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # unannotated in torch
         self._tie()
         return self
+
+
+def _tie_again(module: nn.Module, incompatible_keys: object) -> None:
+    cast(GPT2, module)._tie()
 
 
 class Block(nn.Module):

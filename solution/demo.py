@@ -1,0 +1,215 @@
+"""The demonstration, `make demo`: GPT-2 learns from real text, four ways, with the same losses.
+
+1. Shards from the sources of Python's standard library, tokenizer included; reused the second time.
+2. One rank: the baseline.
+3. One rank with half the micro-batch: the control. It computes the same mean in another order of
+   summation, and so measures how far rounding alone drives two right runs apart.
+4. Two ranks: our DDP (one reduction per parameter), our bucketed DDP, PyTorch's. Same seed, data
+   and global batch.
+
+Then a table, and three checks that decide the exit status:
+- every loss curve lies within 10 times the control's distance from the baseline (plus 8 units in
+the
+  last place of a float32 loss, should the control happen to agree bit for bit);
+- the ranks of each run end with the same weights, bit for bit;
+- the two-rank runs reduce each parameter's bytes once per step, not once per micro-batch.
+
+    python -m solution.demo [--steps 30] [--out outputs/demo] [--device auto]
+
+About a minute on two cores. One thread per rank: two ranks on two cores would otherwise fight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["main"]
+
+GLOBAL_BATCH, MICRO_BATCH, SEQUENCE_LENGTH = 16, 4, 128
+MARGIN = 10.0  # between two right runs that differ in rounding, the control being one such pair
+DATA = ["--vocab-size", "2048", "--max-bytes", "2000000", "--shard-tokens", "200000"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of the demo: what to start, and what it left behind."""
+
+    title: str
+    name: str  # of the files it writes
+    num_ranks: int
+    flags: tuple[str, ...]
+    folder: str  # below the demo's
+
+    def command(self, shared: Sequence[str], out: Path) -> list[str]:
+        """The command line, `torchrun` on a free port of the loopback for several ranks."""
+        flags = [*shared, *self.flags, "--out", str(out / self.folder)]
+        if self.num_ranks == 1:
+            return [sys.executable, "-m", "solution.train_baseline", *flags]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        ranks = f"--nproc-per-node={self.num_ranks}"
+        return [*torchrun, ranks, "-m", "solution.train_ddp", *flags]
+
+    def losses(self, out: Path) -> list[float]:
+        """The loss of each step."""
+        lines = (out / self.folder / f"{self.name}.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    def summaries(self, out: Path) -> list[dict[str, Any]]:
+        """What each rank said at the end."""
+        paths = (out / self.folder / f"{self.name}.rank{r}.json" for r in range(self.num_ranks))
+        return [json.loads(path.read_text()) for path in paths]
+
+
+RUNS = [
+    Run("one rank", "baseline", 1, (), "runs"),
+    Run("control", "baseline", 1, ("--micro-batch-size", str(MICRO_BATCH // 2)), "control"),
+    Run("ours, ddp", "ddp", 2, ("--wrapper", "ddp"), "runs"),
+    Run("ours, bucketed", "ddp_bucketed", 2, ("--wrapper", "ddp_bucketed"), "runs"),
+    Run("PyTorch's DDP", "torch", 2, ("--wrapper", "torch"), "runs"),
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns 0 if every check holds, 1 if not, 2 if a run failed."""
+    parser = argparse.ArgumentParser(prog="python -m solution.demo", description="Train four ways.")
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of each run")
+    parser.add_argument("--out", type=Path, default=Path("outputs/demo"), help="folder to fill")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    flags = parser.parse_args(arguments)
+    started = time.perf_counter()
+    data = flags.out / "data"
+    if status := _start([sys.executable, "-m", "solution.data.prepare", "--out", str(data), *DATA]):
+        return status
+    for run in RUNS:
+        command = run.command(_shared_flags(flags, data), flags.out)
+        print(f"\n$ {' '.join(['python', *command[1:]])}", flush=True)
+        if status := _start(command):
+            return status
+    print("\n" + _table(flags.out))
+    problems = _check(flags.out)
+    print("\n".join(problems) or "all checks hold", f"({time.perf_counter() - started:.0f} s)")
+    return 1 if problems else 0
+
+
+def _shared_flags(flags: argparse.Namespace, data: Path) -> list[str]:
+    """What all runs have in common; a run's own flags come later, and win."""
+    settings = {
+        "data": data,
+        "preset": "tiny",
+        "sequence-length": SEQUENCE_LENGTH,
+        "global-batch-size": GLOBAL_BATCH,
+        "micro-batch-size": MICRO_BATCH,
+        "steps": flags.steps,
+        "warmup-steps": flags.steps // 10,
+        "learning-rate": 1e-3,
+        "max-norm": 1.0,
+        "bucket-size-mb": 1,
+        "log-every": max(1, flags.steps // 3),
+        "device": flags.device,
+    }
+    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+
+def _start(command: Sequence[str]) -> int:
+    """Run `command` to its end with one thread per rank; 2 if it failed, having said why."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # A rank of its own run, whoever started the demo.
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    status = subprocess.run(command, env=environment, check=False).returncode
+    if status:
+        print(f"error: expected status 0, got {status} from: {' '.join(command)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+# --- the table
+
+
+def _table(out: Path) -> str:
+    """Loss curves side by side, then what each run cost."""
+    curves = [run.losses(out) for run in RUNS]
+    steps = len(curves[0])
+    shown = sorted({1, *range(5, steps + 1, 5), steps})
+    rows = [["", *(run.title for run in RUNS)]]
+    rows += [[f"loss, step {s}", *(f"{curve[s - 1]:.6f}" for curve in curves)] for s in shown]
+    distances = [_distance(curve, curves[0]) for curve in curves]
+    rows += [["largest difference", *(f"{distance:.1e}" for distance in distances)]]
+    firsts = [run.summaries(out) for run in RUNS]
+    rows += [
+        ["tokens/s, all ranks", *(f"{s[0]['tokens_per_s']:,.0f}" for s in firsts)],
+        ["reductions per step", *(str(s[0]["reductions_per_step"]) for s in firsts)],
+        ["bytes per step", *(f"{s[0]['bytes_per_step']:,}" for s in firsts)],
+        ["peak MiB per rank", *(_peaks(s) for s in firsts)],
+        ["final weights", *(s[0]["weights_sha256"][:8] for s in firsts)],
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+    control = firsts[-1][0]
+    note = (
+        f"reductions of gradients; besides, {control['control_messages_per_step']} messages of "
+        f"{control['control_bytes_per_step']} bytes a step carry counts and losses"
+    )
+    return "\n".join([*lines, note])
+
+
+def _peaks(summaries: list[dict[str, Any]]) -> str:
+    return " ".join(f"{summary['peak_memory_bytes'] / 2**20:,.0f}" for summary in summaries)
+
+
+def _distance(curve: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(curve, other, strict=True))
+
+
+# --- the checks
+
+
+def _check(out: Path) -> list[str]:
+    """What does not hold, one line each; says what the bound on the losses was."""
+    baseline, control, *others = RUNS
+    curve = baseline.losses(out)
+    noise = _distance(control.losses(out), curve)
+    bound = MARGIN * noise + 8 * torch.finfo(torch.float32).eps * max(curve)
+    largest = max(_distance(run.losses(out), curve) for run in others)
+    print(f"largest difference from one rank: {largest:.1e}; allowed: {bound:.1e} (control x 10)")
+    problems = []
+    if not largest <= bound:
+        problems.append(f"FAILED: expected equal loss curves within {bound:.1e}, got {largest:.1e}")
+    if not curve[-1] < curve[0]:
+        problems.append(f"FAILED: expected the loss to fall, got {curve[0]} to {curve[-1]}")
+    for run in others:
+        problems += _check_ranks(run, run.summaries(out))
+    return problems
+
+
+def _check_ranks(run: Run, summaries: list[dict[str, Any]]) -> list[str]:
+    problems = []
+    weights = {summary["weights_sha256"] for summary in summaries}
+    if len(weights) != 1:
+        problems.append(f"FAILED: {run.title}: expected equal weights on all ranks, got {weights}")
+    for summary in summaries:
+        sent, once = summary["bytes_per_step"], summary["parameter_bytes"]
+        if sent != once:
+            problems.append(
+                f"FAILED: {run.title}, rank {summary['rank']}: expected {once} bytes of gradients "
+                f"per step, each parameter's once, got {sent} ({sent / once:.2f} x)"
+            )
+    return problems
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Instruments: they watch a run and change no number of it."""

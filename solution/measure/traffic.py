@@ -1,0 +1,101 @@
+"""What a rank sends: every collective of a stretch of code, counted without its cooperation.
+
+    with Traffic() as traffic:
+        next(steps)
+    traffic.count(torch.float32), traffic.num_bytes(torch.float32)
+
+A dispatch mode sees all operators of `c10d` and `_c10d_functional`: those that Python calls, those
+that PyTorch's C++ reducer launches from inside a backward, and those of DTensor. So PyTorch's
+wrappers and ours are counted by the same instrument. It slows down what it watches (every operator
+passes through Python): count one step, time the others.
+
+Bytes are of the payload, the larger of what an operator takes and gives: n for an all-reduce of n
+bytes. On the wire a ring moves 2n(W-1)/W per rank for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Collective", "Traffic"]
+
+NAMESPACES = ("c10d", "_c10d_functional")
+WAITS = ("wait_tensor", "monitored_barrier_", "barrier")  # move no payload
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective as one rank issued it."""
+
+    name: str  # PyTorch's: "allreduce_", "broadcast_", ...
+    num_bytes: int
+    dtype: torch.dtype
+
+
+class Traffic:
+    """Records the collectives issued inside the `with` block, in order.
+
+    Attributes:
+        collectives: what was seen.
+    """
+
+    def __init__(self) -> None:
+        self.collectives: list[Collective] = []
+        self._mode = _Recorder(self.collectives)
+
+    def __enter__(self) -> Self:
+        self._mode.__enter__()  # type: ignore[no-untyped-call]  # unannotated in torch
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # as above
+
+    def count(self, dtype: torch.dtype | None = None) -> int:
+        """How many collectives, of all dtypes or of one."""
+        return len(self._of(dtype))
+
+    def num_bytes(self, dtype: torch.dtype | None = None) -> int:
+        """Their payload, of all dtypes or of one."""
+        return sum(collective.num_bytes for collective in self._of(dtype))
+
+    def _of(self, dtype: torch.dtype | None) -> list[Collective]:
+        return [c for c in self.collectives if dtype is None or c.dtype == dtype]
+
+
+class _Recorder(TorchDispatchMode):
+    """The hook itself: looks at the operator, then lets it run."""
+
+    def __init__(self, collectives: list[Collective]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # unannotated in torch
+        self._collectives = collectives
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace in NAMESPACES and func._opname not in WAITS:
+            # One argument is a tensor, a list or a list of lists: its tensors go together.
+            tensors = [
+                [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
+                for argument in (*args, *(kwargs or {}).values())
+            ]
+            largest = max(tensors, key=_num_bytes, default=[])
+            if largest:
+                self._collectives.append(
+                    Collective(func._opname, _num_bytes(largest), largest[0].dtype)
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def _num_bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,35 @@
+"""Train GPT-2 on one rank: the numbers that every other layout is compared with.
+
+    python -m solution.data.prepare --out outputs/data
+    python -m solution.train_baseline --data outputs/data --steps 20
+    python -m solution.train_baseline --preset large --sequence-length 1024 --dry-run
+
+Flags and files: `solution.job`, or `--help`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+
+from solution import comm, job
+from solution.config import TrainConfig
+
+__all__ = ["main"]
+
+
+def unwrapped(module: nn.Module, config: TrainConfig, world: comm.World) -> nn.Module:
+    """The model as it is: nothing to reduce."""
+    return module
+
+
+def main() -> int:
+    """The command; returns the exit status."""
+    return job.main(
+        unwrapped, name="baseline", description="Train GPT-2 on one rank.", max_world_size=1
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Train GPT-2 with data parallelism: every rank has the whole model and a part of each batch.
+
+    torchrun --standalone --nproc-per-node=2 -m solution.train_ddp --data outputs/data --steps 20
+    torchrun --standalone --nproc-per-node=2 -m solution.train_ddp --wrapper torch ...
+
+`--wrapper` chooses who reduces the gradients: `ddp` (one all-reduce per parameter), `ddp_bucketed`
+(flat buckets), or `torch`, PyTorch's DistributedDataParallel, for comparison. Seed, data and order
+of sequences are those of `train_baseline`, so the losses are the same up to rounding. gloo on CPUs,
+nccl where every rank has a GPU. Flags and files: `solution.job`, or `--help`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from solution import comm, job
+from solution.config import TrainConfig
+from solution.parallel.ddp import DDPIndividualParameters
+from solution.parallel.ddp_bucketed import DDPBucketed
+
+__all__ = ["main"]
+
+
+def _ddp(module: nn.Module, config: TrainConfig, world: comm.World) -> nn.Module:
+    return DDPIndividualParameters(module)
+
+
+def _ddp_bucketed(module: nn.Module, config: TrainConfig, world: comm.World) -> nn.Module:
+    return DDPBucketed(module, bucket_size_mb=config.bucket_size_mb)
+
+
+def _torch(module: nn.Module, config: TrainConfig, world: comm.World) -> nn.Module:
+    return DistributedDataParallel(module, bucket_cap_mb=config.bucket_size_mb)
+
+
+WRAPPERS: dict[str, job.Wrap] = {"ddp": _ddp, "ddp_bucketed": _ddp_bucketed, "torch": _torch}
+
+
+def wrapped(module: nn.Module, config: TrainConfig, world: comm.World) -> nn.Module:
+    """The model inside the wrapper that the config names."""
+    return WRAPPERS[config.wrapper](module, config, world)
+
+
+def main() -> int:
+    """The command; returns the exit status."""
+    return job.main(wrapped, name=None, description="Train GPT-2 on several ranks.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
