@@ -23,7 +23,7 @@ entry whose `when` excludes the installed torch is asleep: it neither excuses no
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from fnmatch import fnmatchcase
@@ -148,6 +148,7 @@ def apply(
     torch_version: str,
     today: date,
     is_full_run: bool,
+    unselected: Collection[str] = (),
 ) -> Applied:
     """Put the declared deviations of one implementation to its results.
 
@@ -159,8 +160,10 @@ def apply(
         results: Result events of that implementation alone.
         torch_version: The installed torch, for `when` and `expires`.
         today: For `expires`.
-        is_full_run: Whether every clause was selected. Only then can it be said that an entry
+        is_full_run: Whether nothing was deselected by hand. Only then can it be said that an entry
             matches nothing; a run of one chapter would find the entries of all others stale.
+        unselected: Ids of clauses that even a full run leaves out (those above the level): their
+            entries are not judged. An id that no clause bears is not among them, and is found.
     """
     replaced = []
     matched: set[Deviation] = set()
@@ -171,10 +174,13 @@ def apply(
         replaced.append(expect(result, deviation))
     active = [deviation for deviation in deviations if deviation.is_active(torch_version)]
     # A partial run judges the entries that it met; a full run judges them all.
-    judged = active if is_full_run else [entry for entry in active if entry in matched]
+    judged = [
+        entry
+        for entry in active
+        if entry in matched or (is_full_run and entry.clause not in unselected)
+    ]
     problems = stale(judged, torch_version=torch_version, today=today)
-    if is_full_run:
-        problems += [_unmatched(deviation) for deviation in active if deviation not in matched]
+    problems += [_unmatched(entry) for entry in judged if entry not in matched]
     return Applied(tuple(replaced), tuple(problems))
 
 

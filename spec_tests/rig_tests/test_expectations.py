@@ -159,6 +159,21 @@ def test_an_entry_that_matches_nothing_is_a_problem_of_a_full_run_only():
     assert problem.startswith("mine.toml, entry 1: expected a result of clause")
 
 
+def test_an_entry_for_a_clause_above_the_level_is_not_judged():
+    above = Deviation("ddp.overlap.launched-early", "known", expires=date(2020, 1, 1))
+    misspelt = Deviation("ddp.gradient.mean", "known")
+    found = apply(
+        [above, misspelt],
+        [result("passed")],
+        torch_version="2.13.0",
+        today=date(2026, 6, 1),
+        is_full_run=True,
+        unselected={"ddp.overlap.launched-early"},
+    )
+    (problem,) = found.problems
+    assert "ddp.gradient.mean" in problem
+
+
 @pytest.mark.parametrize(
     ("expires", "is_stale"),
     [
