@@ -22,7 +22,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -122,18 +122,15 @@ class TrainConfig:
         for name in ("steps", "global_batch_size", "micro_batch_size", "log_every"):
             require_positive(name, getattr(self, name))
         for name in ("vocab_size", "sequence_length"):
-            if getattr(self, name) is not None:
-                require_positive(name, getattr(self, name))
+            require_positive(name, 1 if getattr(self, name) is None else getattr(self, name))
         for name in ("learning_rate", "bucket_size_mb", "max_norm"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"expected {name} > 0, got {value}")
+            _require(name, getattr(self, name), "> 0", lambda value: value is None or value > 0)
         for name in ("warmup_steps", "weight_decay"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
-        for name, allowed in (("device", self.devices), ("wrapper", self.wrappers)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"expected {name} among {allowed}, got {getattr(self, name)!r}")
+            _require(name, getattr(self, name), ">= 0", lambda value: value >= 0)
+        at_most = f"<= steps={self.steps}"
+        _require("warmup_steps", self.warmup_steps, at_most, lambda value: value <= self.steps)
+        _require("device", self.device, f"among {self.devices}", self.devices.__contains__)
+        _require("wrapper", self.wrapper, f"among {self.wrappers}", self.wrappers.__contains__)
 
     def model(self, *, vocab_size: int) -> GPT2Config:
         """The model of this run; a sequence_length beyond the preset's is refused here."""
@@ -196,6 +193,12 @@ def require_positive(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ValueError(f"expected {name} to be a positive integer, got {value!r}")
     return value
+
+
+def _require(name: str, value: Any, what: str, holds: Callable[[Any], bool]) -> None:
+    # Written so that NaN, which compares false with everything, is refused.
+    if not holds(value):
+        raise ValueError(f"expected {name} {what}, got {value!r}")
 
 
 def divisors(number: int) -> list[int]:

@@ -82,7 +82,9 @@ RUNS = [
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns 0 if every check holds, 1 if not, 2 if a run failed."""
-    parser = argparse.ArgumentParser(prog="python -m solution.demo", description="Train four ways.")
+    parser = argparse.ArgumentParser(
+        prog="python -m solution.demo", description="Train four ways.", allow_abbrev=False
+    )
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps of each run")
     parser.add_argument("--out", type=Path, default=Path("outputs/demo"), help="folder to fill")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")

@@ -61,7 +61,6 @@ def main(
     *,
     name: str | None,
     description: str,
-    max_world_size: int | None = None,
     arguments: Sequence[str] | None = None,
 ) -> int:
     """The command of an entry script.
@@ -70,7 +69,6 @@ def main(
         wrap: puts the model into what reduces its gradients.
         name: of the files written; None takes the wrapper's.
         description: for `--help`.
-        max_world_size: refuse to run with more ranks.
         arguments: instead of the command line's.
 
     Returns:
@@ -82,11 +80,6 @@ def main(
         config = _config(flags)
         with comm.distributed(device=None if config.device == "auto" else config.device) as world:
             where = f"[rank {world.rank}] " if world.size > 1 else ""
-            if max_world_size is not None and world.size > max_world_size:
-                raise ValueError(
-                    f"expected at most {max_world_size} rank(s), got WORLD_SIZE={world.size}; "
-                    "`python -m solution.train_ddp` is the one for several"
-                )
             job = Job.of(config, world, name=name or config.wrapper)
             if world.is_first:
                 _say(job.announcement())
@@ -101,7 +94,7 @@ def main(
 
 def _parser(description: str) -> argparse.ArgumentParser:
     """One flag per field of TrainConfig, with its help and default."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     for field in dataclasses.fields(TrainConfig):
         flag = "--" + field.name.replace("_", "-")
         text = f"{field.metadata['help']} (default: {field.default})"
@@ -230,7 +223,7 @@ class Job:
         return 0
 
     def _log_steps(self, steps: Iterator[StepRecord], traffic: Traffic, out: Path) -> list[float]:
-        """Run all steps; rank 0 logs them. Returns their seconds, without the counted one."""
+        """Run all steps; rank 0 logs them. Returns the seconds of those that are typical."""
         counted = min(COUNTED_STEP, self.config.steps - 1)
         times = []
         with contextlib.ExitStack() as stack:
@@ -242,11 +235,11 @@ class Job:
                 with traffic if index == counted else contextlib.nullcontext():
                     record = next(steps)
                 seconds = time.perf_counter() - started
-                if index != counted:
-                    times.append(seconds)
+                times.append(seconds)
                 if log is not None:
                     self._log(record, seconds, log)
-        return times
+        # The first step warms up and the counted one is slowed down by being watched.
+        return [s for index, s in enumerate(times) if index not in (0, counted)] or times
 
     def _log(self, record: StepRecord, seconds: float, log: Any) -> None:
         rate = record["tokens"] / seconds
@@ -264,14 +257,13 @@ class Job:
     def _summary(self, module: nn.Module, times: list[float], traffic: Traffic) -> dict[str, Any]:
         """What this rank has to say; throughput is over all ranks, of the median step."""
         tokens = self.config.global_batch_size * self.sequence_length
-        median = statistics.median(times[1:] or times or [float("nan")])  # the first one warms up
         dtype = next(module.parameters()).dtype  # the trainer's own counts are float64
         return {
             "name": self.name,
             "rank": self.world.rank,
             "world_size": self.world.size,
             "device": str(self.world.device),
-            "tokens_per_s": tokens / median,
+            "tokens_per_s": tokens / statistics.median(times),
             "reductions_per_step": traffic.count(dtype),
             "bytes_per_step": traffic.num_bytes(dtype),
             "control_messages_per_step": traffic.count() - traffic.count(dtype),

@@ -9,6 +9,7 @@ Flags and files: `solution.job`, or `--help`.
 
 from __future__ import annotations
 
+import os
 import sys
 
 from torch import nn
@@ -26,9 +27,15 @@ def unwrapped(module: nn.Module, config: TrainConfig, world: comm.World) -> nn.M
 
 def main() -> int:
     """The command; returns the exit status."""
-    return job.main(
-        unwrapped, name="baseline", description="Train GPT-2 on one rank.", max_world_size=1
-    )
+    # Checked before anyone waits for the other ranks to come.
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size != "1":
+        sys.stderr.write(
+            f"error: expected one rank, got WORLD_SIZE={world_size}; unset it, or run "
+            "`torchrun --standalone --nproc-per-node=N -m solution.train_ddp`\n"
+        )
+        return 2
+    return job.main(unwrapped, name="baseline", description="Train GPT-2 on one rank.")
 
 
 if __name__ == "__main__":

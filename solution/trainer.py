@@ -76,8 +76,8 @@ def train(
         batches: `(inputs, targets)` of this rank, one micro-batch each; targets of -100 do not
             count. Exactly steps * accumulation_steps of them are taken.
         steps: optimizer steps.
-        global_batch_size: sequences per optimizer step, all ranks together.
-        micro_batch_size: sequences per batch.
+        global_batch_size, micro_batch_size: sequences per optimizer step, all ranks together; and
+            per batch of one rank.
         max_norm: clip the global gradient norm to this; None leaves gradients as they are.
         lr: learning rate as a function of the number of finished steps, for every parameter group;
             None leaves the groups' own.
@@ -86,8 +86,7 @@ def train(
         One record (a dict) per optimizer step. Gradients are None afterwards.
 
     Raises:
-        ValueError: sizes that do not divide, a micro-batch of another size, or a step in which no
-            target counts.
+        ValueError: sizes that do not divide, a batch of another size, a step with no target.
         DataExhaustedError: `batches` ended early, on any rank; all ranks stop at the same step.
         NonFiniteError: on all ranks at the same step, before the update.
     """

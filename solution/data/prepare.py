@@ -197,7 +197,9 @@ def _write_split(out: Path, split: str, ids: Ids, shard_tokens: int) -> dict[str
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m solution.data.prepare", description="Text to token shards."
+        prog="python -m solution.data.prepare",
+        description="Text to token shards.",
+        allow_abbrev=False,
     )
     default = DataConfig()
     parser.add_argument("paths", nargs="*", type=Path, help="files or folders (default: stdlib)")

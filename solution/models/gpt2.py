@@ -60,7 +60,7 @@ class GPT2(nn.Module):
         self.lm_head = nn.Linear(config.embedding_dim, config.vocab_size, bias=False)
         self._tie()
         # `load_state_dict(assign=True)`, the way from `meta` to weights, sets the two separately.
-        self.register_load_state_dict_post_hook(_tie_again)
+        self.register_load_state_dict_post_hook(_tie_again)  # type: ignore[no-untyped-call]  # torch's
         self.reset_parameters()
 
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
