@@ -52,6 +52,10 @@ class Target:
     path: Path | None = None
     impostor: str | None = None
 
+    def __repr__(self) -> str:
+        # Hypothesis prints it next to the drawn values.
+        return self.name
+
     @property
     def expectations(self) -> Path | None:
         """The TOML file of declared deviations that belongs to this implementation."""

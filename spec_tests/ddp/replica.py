@@ -49,14 +49,16 @@ class Replica:
         seed: int,
         *,
         weights_differ: bool = False,
+        dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        self.world_size = ctx.world_size
         self.ctx = ctx
         self.toy = TOYS[toy]
         self.seed = seed
-        self.module = self.toy.build(seed + weights_differ * ctx.rank).to(ctx.device)
+        self.module = self.toy.build(seed + weights_differ * ctx.rank).to(ctx.device, dtype)
         self.parameters = dict(self.module.named_parameters())
+        # Built before wrapping, over the original objects, as users do.
+        self.optimizer = torch.optim.SGD(self.parameters.values(), lr=2.0**-16)
         self.wrapped = wrap(ctx, subject, self.module, **options)
 
     def loss(self, micro: int = 0, **flags: Any) -> torch.Tensor:
@@ -85,13 +87,8 @@ class Replica:
             yield
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
-        """Clear gradients as an optimizer over the original parameters would."""
-        for parameter in self.parameters.values():
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.detach_()
-                parameter.grad.zero_()
+        """Clear gradients as an optimizer over the original parameters does."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def gradients(self) -> Gradients:
         """`.grad` of the original Parameter objects, by name."""

@@ -137,6 +137,10 @@ class Recorder(TorchDispatchMode):
         """Bytes of storages created since the recorder was entered that are still alive."""
         return self._ledger.live
 
+    def forget_peak(self) -> None:
+        """Let the peak begin anew at what is alive now."""
+        self._ledger.peak = self._ledger.live
+
     def mark(self, label: str) -> None:
         """Write `label` into the stream."""
         self._events.append(Event(label))

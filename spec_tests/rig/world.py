@@ -88,7 +88,7 @@ class Worlds:
 class World:
     """`size` ranks with one implementation. Cheap to make; the pool behind it is shared."""
 
-    worlds: Worlds
+    worlds: Worlds = field(repr=False)
     size: int
     target: Target | None
     transport: str

@@ -1,0 +1,26 @@
+"""`python -m spec_tests.benchmarks NAME [options]`: rig, ddp. Tables go to `results/`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+BENCHMARKS = ("rig", "ddp")
+
+
+def main(argv: list[str]) -> int:
+    """Run one benchmark; 0 when it holds, 1 when a bound is missed or void, 2 for usage."""
+    if not argv or argv[0] not in BENCHMARKS:
+        given = repr(argv[0]) if argv else "nothing"
+        print(
+            f"expected one of {', '.join(BENCHMARKS)}, got {given}; "
+            "as in: python -m spec_tests.benchmarks ddp --rounds 40",
+            file=sys.stderr,
+        )
+        return 2
+    benchmark = importlib.import_module(f"spec_tests.benchmarks.{argv[0]}")
+    return int(benchmark.main(argv[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

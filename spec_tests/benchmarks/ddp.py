@@ -1,0 +1,326 @@
+"""Step time and gradient memory of data-parallel wrappers, beside PyTorch's own.
+
+Per model size, two ranks with one thread each run forward, backward, `finish` and SGD (fp32, 64
+tokens per rank). Arms, all in the same ranks, each with a model of its own:
+
+    torch          DistributedDataParallel(bucket_cap_mb=25)
+    torch views    DistributedDataParallel(bucket_cap_mb=25, gradient_as_bucket_view=True)
+    torch again    the first once more: the A/A arm (see paired.py)
+    NAME bucketed  ddp_bucketed(bucket_size_mb=25) of each --impl
+    NAME ddp       ddp of each --impl
+
+Gradient memory is read from PyTorch's allocator, C++ reducer included: bytes that wrapping and four
+steps allocated and that are still alive after the last backward (gradients and buckets), and the
+highest point on the way, activations included.
+
+Bounds: bucketed against torch .95 at 25M and 1.05 at 1M, against torch views 1.05 at 25M; gradient
+memory at most torch's. The exit status is 1 when one is missed or the A/A arm voids the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from spec_tests.benchmarks import paired
+from spec_tests.rig.rank import Context
+from spec_tests.rig.world import Worlds
+from spec_tests.target import Implementation, load, parse
+
+RESULTS = Path(__file__).with_name("results")
+BUCKET_MB = 25
+NUM_TOKENS = 64
+BASELINE, VIEWS, AGAIN = "torch", "torch views", "torch again"
+
+
+@dataclass(frozen=True)
+class Size:
+    """A stack of residual feed-forward blocks, and how much of it to measure."""
+
+    name: str
+    width: int
+    num_blocks: int
+    steps_per_block: int
+    bounds: dict[str, float]
+
+
+SIZES = {
+    "1M": Size("1M", 128, 8, 12, {BASELINE: 1.05}),
+    "25M": Size("25M", 512, 12, 2, {BASELINE: 0.95, VIEWS: 1.05}),
+}
+
+
+class Block(nn.Module):
+    """x + W2 gelu(W1 norm(x)): the greater part of a transformer's parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, width] to the same."""
+        hidden = nn.functional.gelu(self.up(self.norm(x)))
+        return x + self.down(hidden)
+
+
+# ------------------------------------------------------------------------------------- in the ranks
+
+
+@dataclass
+class Arm:
+    """A wrapped model with its optimizer, ready to step."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    finish: Callable[[nn.Module], None]
+    batch: torch.Tensor
+
+    def backward(self) -> None:
+        """Forward, backward, mean gradients."""
+        self.model(self.batch).square().mean().backward()
+        self.finish(self.model)
+
+    def step(self) -> None:
+        """What is timed."""
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def body(ctx: Context, size: Size, impls: list[str], num_rounds: int) -> dict[str, Any]:
+    """Rank body: all arms, all rounds. Times per arm and round, this rank's and the machine's."""
+    loaded = {name: load(parse(name)) for name in impls}
+    labels = arm_labels(impls)
+    memory = {label: _memory(ctx, size, label, loaded) for label in labels}
+    arms = [_arm(ctx, size, label, loaded) for label in labels]
+    for arm in arms:
+        for _ in range(4):  # torch rebuilds its buckets after the first step
+            arm.step()
+    rounds = [_round(ctx, arms, size.steps_per_block, index) for index in range(num_rounds)]
+    return {"memory": memory, "rounds": rounds}
+
+
+def arm_labels(impls: list[str]) -> list[str]:
+    """Names of the arms, in the order of an even round: equal things far apart."""
+    ours = [f"{name} {kind}" for name in impls for kind in ("bucketed", "ddp")]
+    return [BASELINE, *ours, VIEWS, AGAIN]
+
+
+def _round(ctx: Context, arms: list[Arm], num_steps: int, index: int) -> dict[str, Any]:
+    seconds = [0.0] * len(arms)
+    ctx.barrier()
+    began, busy, own = time.perf_counter(), paired.busy_s(), time.process_time()
+    for number in paired.order(len(arms), index):
+        ctx.barrier()
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            arms[number].step()
+        seconds[number] = (time.perf_counter() - start) / num_steps
+    ctx.barrier()
+    now = paired.busy_s()
+    return {
+        "seconds": seconds,
+        "elapsed": time.perf_counter() - began,
+        "own": time.process_time() - own,
+        "busy": None if busy is None or now is None else now - busy,
+    }
+
+
+def _arm(ctx: Context, size: Size, label: str, loaded: dict[str, Implementation]) -> Arm:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block(size.width) for _ in range(size.num_blocks)])
+    batch = torch.randn(NUM_TOKENS, size.width, generator=torch.Generator().manual_seed(ctx.rank))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    wrapped, finish = _wrap(model, label, loaded)
+    return Arm(wrapped, optimizer, finish, batch)
+
+
+def _wrap(
+    model: nn.Module, label: str, loaded: dict[str, Implementation]
+) -> tuple[nn.Module, Callable[[nn.Module], None]]:
+    if label in (BASELINE, VIEWS, AGAIN):
+        views = label == VIEWS
+        wrapped: nn.Module = nn.parallel.DistributedDataParallel(
+            model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=views
+        )
+        return wrapped, lambda _: None
+    name, kind = label.rsplit(" ", 1)
+    impl = loaded[name]
+    if kind == "ddp":
+        return impl.ddp(model), impl.finish_gradient_synchronization
+    wrapped = impl.ddp_bucketed(model, bucket_size_mb=BUCKET_MB)
+    return wrapped, impl.finish_gradient_synchronization
+
+
+def _memory(
+    ctx: Context, size: Size, label: str, loaded: dict[str, Implementation]
+) -> dict[str, int]:
+    """Live and peak bytes that wrapping and four steps add to the bare model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block(size.width) for _ in range(size.num_blocks)])
+    batch = torch.randn(NUM_TOKENS, size.width)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        wrapped, finish = _wrap(model, label, loaded)
+        arm = Arm(wrapped, torch.optim.SGD(model.parameters(), lr=1e-3), finish, batch)
+        for _ in range(3):
+            arm.step()
+        arm.backward()
+        ctx.barrier()
+    assert profile.profiler is not None
+    assert profile.profiler.kineto_results is not None
+    live = peak = 0
+    events = profile.profiler.kineto_results.events()
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return {"live": live, "peak": peak}
+
+
+# ----------------------------------------------------------------------------------- in the parent
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one size showed."""
+
+    size: str
+    num_parameters: int
+    labels: list[str]
+    ms: dict[str, float]
+    against: dict[str, dict[str, paired.Ratio]]
+    memory: dict[str, dict[str, int]]
+    num_rounds: int
+    num_dropped: int
+    verdicts: list[str]
+
+
+def summarise(size: Size, impls: list[str], ranks: list[dict[str, Any]]) -> Result:
+    """Times of the kept rounds, their paired ratios, and what they say about the bounds."""
+    labels = arm_labels(impls)
+    times: dict[str, list[float]] = {label: [] for label in labels}
+    num_rounds = len(ranks[0]["rounds"])
+    for index in range(num_rounds):
+        of_ranks = [rank["rounds"][index] for rank in ranks]
+        own = sum(part["own"] for part in of_ranks)
+        others = paired.share_of_others(of_ranks[0]["busy"], own, of_ranks[0]["elapsed"])
+        if others > paired.MAX_OTHERS:
+            continue
+        for number, label in enumerate(labels):
+            times[label].append(max(part["seconds"][number] for part in of_ranks))
+    num_kept = len(times[BASELINE])
+    if num_kept < paired.FEWEST_ROUNDS:
+        raise SystemExit(
+            f"{size.name}: {num_kept} of {num_rounds} rounds were quiet enough, expected at least "
+            f"{paired.FEWEST_ROUNDS}; let nothing else run, or give more --rounds"
+        )
+    against = {
+        base: {label: paired.ratio(times[label], times[base]) for label in labels if label != base}
+        for base in (BASELINE, VIEWS)
+    }
+    memory = ranks[0]["memory"]
+    return Result(
+        size=size.name,
+        num_parameters=size.num_blocks * sum(p.numel() for p in Block(size.width).parameters()),
+        labels=labels,
+        ms={label: 1e3 * statistics.median(times[label]) for label in labels},
+        against=against,
+        memory=memory,
+        num_rounds=num_kept,
+        num_dropped=num_rounds - num_kept,
+        verdicts=_verdicts(size, impls, against, memory),
+    )
+
+
+def _verdicts(
+    size: Size,
+    impls: list[str],
+    against: dict[str, dict[str, paired.Ratio]],
+    memory: dict[str, dict[str, int]],
+) -> list[str]:
+    aa = against[BASELINE][AGAIN]
+    if paired.is_void(aa):
+        low, high = paired.AA_RANGE
+        return [f"void: torch against itself {aa.median:.3f}, expected within {low}-{high}"]
+    said = []
+    for name in impls:
+        label = f"{name} bucketed"
+        for base, bound in size.bounds.items():
+            high = against[base][label].high
+            word = "holds" if high <= bound else "missed"
+            said.append(f"{word}: {label} against {base} at most {high:.3f}, bound {bound}")
+        live, allowed = memory[label]["live"], memory[BASELINE]["live"]
+        word = "holds" if live <= allowed else "missed"
+        said.append(f"{word}: {label} keeps {live:,} bytes, torch {allowed:,}")
+    return said
+
+
+def render(results: list[Result], environment: dict[str, str]) -> str:
+    """The results as Markdown."""
+    lines = ["# Data-parallel step, paired against PyTorch's DistributedDataParallel", ""]
+    lines += [f"- {key}: {value}" for key, value in environment.items()]
+    lines.append(
+        f"- 2 ranks on gloo, 1 thread each, fp32, {NUM_TOKENS} tokens per rank, SGD, "
+        f"buckets of {BUCKET_MB} MiB; ratios are paired medians with their 95 % interval"
+    )
+    for result in results:
+        rows = [("arm", "ms", "against torch", "against torch views", "live MiB", "peak MiB")]
+        for label in result.labels:
+            of_torch, of_views = (result.against[base].get(label) for base in (BASELINE, VIEWS))
+            used = result.memory[label]
+            rows.append(
+                (
+                    label,
+                    f"{result.ms[label]:.1f}",
+                    str(of_torch or "1"),
+                    str(of_views or "1"),
+                    f"{used['live'] / 2**20:.1f}",
+                    f"{used['peak'] / 2**20:.1f}",
+                )
+            )
+        lines += ["", f"## {result.size} ({result.num_parameters:,} parameters)", ""]
+        lines += [paired.table(rows), ""]
+        lines.append(f"{result.num_rounds} rounds kept, {result.num_dropped} dropped as noisy.")
+        lines += ["", *[f"- {verdict}" for verdict in result.verdicts]]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str]) -> int:
+    """Measure, print, and write `ddp.md` and `ddp.json`."""
+    parser = argparse.ArgumentParser(prog="python -m spec_tests.benchmarks ddp")
+    parser.add_argument("--impl", action="append", help="as for the suite; default: solution")
+    parser.add_argument("--size", action="append", choices=list(SIZES), help="default: all")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for ddp.md and ddp.json")
+    options = parser.parse_args(argv)
+    impls = options.impl or ["solution"]
+    results = []
+    worlds = Worlds()
+    try:
+        for name in options.size or list(SIZES):
+            size = SIZES[name]
+            ranks = worlds.world(2).run(body, size, impls, options.rounds, timeout_s=3600.0)
+            results.append(summarise(size, impls, list(ranks)))
+    finally:
+        worlds.close()
+    environment = paired.environment()
+    text = render(results, environment)
+    print(text)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "ddp.md").write_text(text)
+    record = {"environment": environment, "results": [asdict(result) for result in results]}
+    (options.out / "ddp.json").write_text(json.dumps(record, indent=1) + "\n")
+    return int(any(not v.startswith("holds") for result in results for v in result.verdicts))

@@ -1,0 +1,423 @@
+"""Accumulation: several micro-batches, one reduction.
+
+Inside `no_sync` a rank works alone; the first backward outside reduces everything that has
+gathered since `zero_grad`. Faults here are the quietest of all. A reduction on every micro-batch
+costs N times the traffic and no digit; a micro-batch that stays local lets the replicas drift apart
+by a little each step. See `DistributedDataParallel.no_sync` and Li et al. 2020, section 3.2.4.
+
+The famous trap: PyTorch's wrapper decides in the *forward*. A trainer that puts only the backward
+inside the context reduces every micro-batch; one that puts only the forward inside reduces none
+and drifts. The contract therefore wants both inside, and the clauses place them so.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import example, given
+from torch import nn
+
+from spec_tests.clause import MUST, clause
+from spec_tests.ddp.replica import Replica, wrap
+from spec_tests.laws import equivalence, refusal, traffic
+from spec_tests.rig import fingerprint, judge, strategies
+from spec_tests.rig.recorder import Kind
+from spec_tests.rig.symptoms import Hint
+from spec_tests.rig.tolerance import rounding
+
+DDP = ("ddp", "ddp_bucketed")
+NO_SYNC = "DistributedDataParallel.no_sync; Li et al. 2020, section 3.2.4"
+
+
+def silent_window(ctx, subject, toy, seed, steps_before):
+    """What is sent by a micro-batch inside no_sync, at the start or after some steps."""
+    replica = Replica(ctx, subject, toy, seed)
+    for micro in range(steps_before):
+        replica.zero_grad()
+        replica.backward(micro)
+    with ctx.recording() as recorder:
+        replica.accumulate(8)
+        replica.accumulate(9)
+    return recorder.log()
+
+
+@clause(
+    "ddp.no-sync.sends-nothing",
+    MUST,
+    level="correct",
+    judges=DDP,
+    needs=("no_sync",),
+    source=NO_SYNC,
+    worlds=(2, 3),
+)
+@pytest.mark.parametrize("toy", ["mlp", "buffers"])
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_nothing_is_sent_inside_no_sync(world, subject, toy, steps_before):
+    """Forward and backward inside `no_sync` MUST send nothing, buffers included.
+
+    The numbers are right either way: only a look at the traffic tells.
+    """
+    logs = world.run(silent_window, subject, toy, 7, steps_before)
+
+    traffic.silent(
+        logs,
+        when="inside no_sync",
+        likely="no_sync is ignored, or read too late: the reduction was already armed in forward",
+        given=f"toy {toy!r}, after {steps_before} ordinary steps",
+    )
+
+
+def local_window(ctx, subject, toy, seed):
+    """Gradients in the middle of a window, and what a bare module would have."""
+    replica = Replica(ctx, subject, toy, seed)
+    replica.accumulate(0)
+    replica.accumulate(1)
+    return {"wrapped": replica.gradients(), "bare": replica.local_gradients((0, 1))}
+
+
+@clause(
+    "ddp.no-sync.keeps-local-sums",
+    MUST,
+    level="correct",
+    judges=DDP,
+    needs=("no_sync",),
+    source=NO_SYNC,
+    worlds=(2, 3),
+)
+@pytest.mark.parametrize("toy", ["ragged", "tied"])
+def test_gradients_inside_no_sync_are_plain_local_sums(world, subject, toy):
+    """Inside `no_sync` `.grad` MUST hold the plain sum of this rank's gradients, not yet divided.
+
+    Dividing what has accumulated on each micro-batch weighs the early ones less and less.
+    """
+    ranks = world.run(local_window, subject, toy, 7)
+
+    judge.tensors(
+        [rank["wrapped"] for rank in ranks],
+        [rank["bare"] for rank in ranks],
+        quantity="local sum of two micro-batches",
+        given=f"toy {toy!r}, seed 7, inside no_sync",
+    )
+
+
+def accumulated(ctx, subject, toy, seed, flags):
+    """Gradients after micro-batches of which those with a True flag are synchronised."""
+    replica = Replica(ctx, subject, toy, seed)
+    for micro, is_synchronised in enumerate(flags):
+        (replica.backward if is_synchronised else replica.accumulate)(micro)
+    return replica.gradients()
+
+
+@clause(
+    "ddp.accumulation.equals-big-batch",
+    MUST,
+    level="correct",
+    judges=DDP,
+    needs=("no_sync",),
+    source=NO_SYNC,
+    worlds=(2, 3, 4),
+)
+@pytest.mark.parametrize("micros", [2, 4])
+def test_accumulated_micro_batches_equal_one_big_batch(world, subject, micros):
+    """N micro-batches, the last synchronised, MUST give the mean gradient of them all."""
+    ranks = world.run(accumulated, subject, "ragged", 7, (False,) * (micros - 1) + (True,))
+
+    equivalence.mean_gradients(
+        ranks, "ragged", 7, micros=range(micros), given=f"{micros} micro-batches"
+    )
+
+
+@clause(
+    "ddp.accumulation.any-schedule",
+    MUST,
+    level="correct",
+    judges=DDP,
+    needs=("no_sync",),
+    source="DeepSpeed issue 7985; contract: a local gradient is everything since zero_grad",
+    worlds=(2, 3),
+)
+@given(flags=strategies.schedules(), seed=strategies.seeds)
+@example(flags=(True, True, True), seed=7)
+@example(flags=(True, False, True), seed=7)
+def test_any_schedule_of_synchronisation_gives_the_same_gradient(world, subject, flags, seed):
+    """Whichever micro-batches are synchronised, the gradient MUST be the mean of them all.
+
+    Reduced values are equal on all ranks, so the mean leaves them alone. A sum on each micro-batch
+    with one division at the end counts the early ones W times over.
+    """
+    ranks = world.run(accumulated, subject, "mlp", seed, flags)
+
+    equivalence.mean_gradients(
+        ranks,
+        "mlp",
+        seed,
+        micros=range(len(flags)),
+        # A mean of means is no integer any more: the exact arithmetic ends with the first one.
+        within=rounding(torch.float64, terms=24 * world.size, depth=len(flags)),
+        given=f"synchronised {flags}",
+    )
+
+
+class Tagged(nn.Module):
+    """A parameter whose gradient is whatever number the forward is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+        self.second = nn.Parameter(torch.zeros(40, dtype=torch.float64))
+
+    def forward(self, tag: float) -> torch.Tensor:
+        return tag * (self.first.sum() + self.second.sum())
+
+
+def tagged(ctx, subject, micros):
+    """Mean gradient of contributions that encode rank and micro-batch."""
+    module = Tagged()
+    parameters = dict(module.named_parameters())
+    wrapped = wrap(ctx, subject, module)
+    for micro in range(micros):
+        tag = ctx.world_size * fingerprint.contribution(ctx.rank * micros + micro)
+        if micro < micros - 1:
+            with ctx.impl.no_sync(wrapped):
+                wrapped(tag).backward()
+        else:
+            wrapped(tag).backward()
+            ctx.impl.finish_gradient_synchronization(wrapped)
+    return {name: p.grad.tolist() for name, p in parameters.items()}
+
+
+@clause(
+    "ddp.accumulation.nothing-lost",
+    MUST,
+    level="correct",
+    judges=DDP,
+    needs=("no_sync",),
+    source="open-instruct pull request 1498, InfiniTrain pull request 183",
+    worlds=(2, 3),
+)
+def test_every_contribution_arrives_exactly_once(world, subject):
+    """Every rank's every micro-batch MUST arrive exactly once, in every element, on every rank.
+
+    The gradients are numbers in base 16 whose digits count the contributions.
+    """
+    micros = 4
+    ranks = world.run(tagged, subject, micros)
+
+    names = tuple(f"rank {r} micro-batch {m}" for r in range(world.size) for m in range(micros))
+    for rank, gradients in enumerate(ranks):
+        for name, values in gradients.items():
+            counts = {fingerprint.digits(value, contributors=len(names)) for value in values}
+            wrong = next((c for c in counts if c != (1,) * len(names)), (1,) * len(names))
+            judge.holds(
+                counts == {(1,) * len(names)},
+                f"rank {rank}, {name!r}: expected each of {len(names)} contributions once, got "
+                f"{fingerprint.story(wrong, names)}",
+                likely="the bucket was overwritten rather than added to, or reduced more than once",
+            )
+
+
+def after_exception(ctx, subject, toy, seed):
+    """Gradients of an ordinary step after the body of no_sync has raised."""
+    replica = Replica(ctx, subject, toy, seed)
+    try:
+        with replica.no_sync():
+            raise KeyError("planted")
+    except KeyError:
+        pass
+    replica.backward(0)
+    return replica.gradients()
+
+
+@clause(
+    "ddp.no-sync.restores-after-exception",
+    MUST,
+    level="correct",
+    judges=DDP,
+    needs=("no_sync",),
+    source=NO_SYNC + "; a context manager without try/finally, as in picotron",
+)
+def test_an_exception_inside_no_sync_does_not_leave_it_on(world, subject):
+    """After the body of `no_sync` has raised, the next backward MUST be reduced.
+
+    Otherwise one caught out-of-memory error lets the replicas drift apart for ever.
+    """
+    ranks = world.run(after_exception, subject, "mlp", 7)
+
+    equivalence.mean_gradients(ranks, "mlp", 7, given="after an exception inside no_sync")
+
+
+def nested(ctx, subject, toy, seed):
+    """What is sent in the outer window after the inner one closed, and gradients at the end."""
+    replica = Replica(ctx, subject, toy, seed)
+    with ctx.recording() as recorder, replica.no_sync():
+        replica.accumulate(0)
+        replica.loss(1).backward()
+    replica.backward(2)
+    return {"log": recorder.log(), "gradients": replica.gradients()}
+
+
+@clause(
+    "ddp.no-sync.nests",
+    MUST,
+    level="correct",
+    judges=DDP,
+    needs=("no_sync",),
+    source=NO_SYNC + "; picotron restores a constant, not the previous value",
+)
+def test_an_inner_window_does_not_end_the_outer_one(world, subject):
+    """Leaving a nested `no_sync` MUST restore the outer one, which still sends nothing."""
+    ranks = world.run(nested, subject, "mlp", 7)
+
+    traffic.silent(
+        [rank["log"] for rank in ranks],
+        when="in the outer no_sync",
+        likely="the inner exit switches synchronisation on, in place of restoring what was before",
+    )
+    equivalence.mean_gradients(
+        [rank["gradients"] for rank in ranks], "mlp", 7, micros=(0, 1, 2), given="nested no_sync"
+    )
+
+
+def discarded(ctx, subject, toy, seed, set_to_none):
+    """Gradients of one clean micro-batch after a window was discarded by zero_grad."""
+    replica = Replica(ctx, subject, toy, seed)
+    replica.backward(5)
+    replica.zero_grad(set_to_none=set_to_none)
+    replica.accumulate(0)
+    replica.zero_grad(set_to_none=set_to_none)
+    replica.backward(1)
+    return replica.gradients()
+
+
+@clause(
+    "ddp.accumulation.zero-grad-discards",
+    MUST,
+    level="correct",
+    judges=DDP,
+    needs=("no_sync",),
+    source="contract: a local gradient is everything since zero_grad; LongCat-Image issue 46",
+)
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
+def test_zero_grad_inside_a_window_discards_what_was_pending(world, subject, set_to_none):
+    """`zero_grad` after a window MUST discard what was pending: no hidden accumulator."""
+    ranks = world.run(discarded, subject, "mlp", 7, set_to_none)
+
+    both = equivalence.full_batch_gradients("mlp", 7, ranks=range(world.size), micros=(0, 1))
+    equivalence.mean_gradients(
+        ranks,
+        "mlp",
+        7,
+        micros=(1,),
+        hints=[Hint("the discarded micro-batch is still in it: a hidden accumulator", both)],
+        given="window, zero_grad, one clean micro-batch",
+    )
+
+
+def evaluated(ctx, subject, toy, seed):
+    """Gradients of a step with evaluation forwards inside and after the window."""
+    replica = Replica(ctx, subject, toy, seed)
+    inputs = replica.toy.batch(seed, rank=ctx.rank, micro=7)
+    replica.accumulate(0)
+    with replica.no_sync(), torch.no_grad():
+        replica.wrapped(inputs)
+    with torch.no_grad():
+        replica.wrapped(inputs)
+    replica.backward(1)
+    with torch.no_grad():
+        replica.wrapped(inputs)
+    return replica.gradients()
+
+
+@clause(
+    "ddp.accumulation.evaluation-in-between",
+    MUST,
+    level="correct",
+    judges=DDP,
+    needs=("no_sync",),
+    source=NO_SYNC,
+)
+def test_an_evaluation_forward_disturbs_nothing(world, subject):
+    """A forward without gradients, inside or outside a window, MUST change no gradient."""
+    ranks = world.run(evaluated, subject, "mlp", 7)
+
+    equivalence.mean_gradients(ranks, "mlp", 7, micros=(0, 1), given="with evaluation in between")
+
+
+def used_early(ctx, subject, seed):
+    """Gradients where branch c is used only in the first, unsynchronised micro-batch."""
+    replica = Replica(ctx, subject, "branches", seed)
+    replica.accumulate(0, use="abc")
+    replica.backward(1, use="ab")
+    first = replica.gradients()
+    replica.zero_grad()
+    replica.backward(2, use="abc")  # the next forward: the latest moment for an error
+    return first
+
+
+@clause(
+    "ddp.accumulation.unused-in-last",
+    MUST,
+    level="correct",
+    judges=DDP,
+    needs=("no_sync",),
+    source="pytorch issues 69031 and 42793, pull request 124193",
+    worlds=(2, 3),
+)
+def test_a_parameter_used_only_in_an_early_micro_batch_is_reduced(world, subject):
+    """Used only before the last micro-batch, a parameter MUST be reduced, or be an error.
+
+    A reduction that only hooks trigger never happens for it, and a local gradient is stepped.
+    """
+    ranks = refusal.answer_or_refusal(world, used_early, subject, 7)
+
+    if ranks is not None:
+        equivalence.mean_gradients(
+            ranks,
+            "branches",
+            7,
+            micros=(0, 1),
+            flags=lambda rank, micro: {"use": ("abc", "ab")[micro]},
+            given="branch c used in micro-batch 0 only",
+        )
+
+
+def counted(ctx, subject, toy, seed, flags):
+    """Number of reductions in each micro-batch, after three ordinary steps."""
+    replica = Replica(ctx, subject, toy, seed)
+    for micro in range(3):
+        replica.zero_grad()
+        replica.backward(micro)
+    counts, usual = [], 0
+    for micro, is_synchronised in enumerate((True, *flags)):
+        with ctx.recording() as recorder:
+            (replica.backward if is_synchronised else replica.accumulate)(micro)
+        number = len(recorder.log().collectives(Kind.REDUCTION))
+        if micro == 0:
+            usual = number
+        else:
+            counts.append(number)
+    return {"usual": usual, "counts": counts}
+
+
+@clause(
+    "ddp.accumulation.one-reduction-per-step",
+    MUST,
+    level="production",
+    judges=DDP,
+    needs=("no_sync",),
+    source="accelerate issue 1726, sentence-transformers issue 4027, PiPPy issue 1133",
+)
+@given(flags=strategies.schedules())
+@example(flags=(False, False, False, True))
+def test_reductions_happen_exactly_where_they_were_asked_for(world, subject, flags):
+    """A synchronised micro-batch MUST cost the usual reductions, any other one none."""
+    ranks = world.run(counted, subject, "ragged", 7, flags)
+
+    usual = ranks[0]["usual"]
+    judge.holds(usual > 0, "expected at least one reduction in an ordinary step, got none")
+    judge.equal(
+        [rank["counts"] for rank in ranks],
+        [usual if is_synchronised else 0 for is_synchronised in flags],
+        quantity="number of reductions per micro-batch",
+        given=f"synchronised {flags}",
+    )

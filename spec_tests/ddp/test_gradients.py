@@ -1,0 +1,423 @@
+"""Gradients: after the finish, `.grad` is the mean over the group of the local gradients.
+
+This is the whole promise of data parallelism: the replicas behave like one process with the whole
+batch. Wrong by a constant factor, Adam hides it; wrong in one parameter, the loss falls all the
+same. All clauses here use exact arithmetic, so that every right implementation is bit-equal to the
+oracle at any world size. See Li et al. 2020, section 3.2.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec_tests.clause import MUST, clause
+from spec_tests.ddp.replica import Replica
+from spec_tests.laws import equivalence, refusal
+from spec_tests.rig import judge, strategies
+from spec_tests.rig.symptoms import Hint
+
+DDP = ("ddp", "ddp_bucketed")
+PAPER = "Li et al. 2020, section 3.2.1"
+
+
+def one_backward(ctx, subject, toy, seed):
+    """Gradients after one synchronised micro-batch."""
+    replica = Replica(ctx, subject, toy, seed)
+    replica.backward()
+    return replica.gradients()
+
+
+@clause(
+    "ddp.gradients.mean", MUST, level="course", judges=DDP, source=PAPER, worlds=(2, 3, 4)
+)
+@pytest.mark.parametrize("toy", ["mlp", "ragged"])
+def test_every_rank_holds_the_mean_gradient(world, subject, toy):
+    """Every rank MUST hold the mean over ranks of the local gradients.
+
+    Not the sum, not its own, not the mean divided once more. Every rank has other data, so that
+    nothing can be right by accident.
+    """
+    ranks = world.run(one_backward, subject, toy, 7)
+
+    equivalence.mean_gradients(ranks, toy, 7)
+
+
+@clause("ddp.gradients.mean-at-any-seed", MUST, level="correct", judges=DDP, source=PAPER)
+@given(seed=strategies.seeds, toy=st.sampled_from(["mlp", "ragged", "tied", "reused", "strided"]))
+def test_the_mean_does_not_depend_on_weights_or_data(world, subject, seed, toy):
+    """For any weights and data every rank MUST hold the mean of the local gradients."""
+    ranks = world.run(one_backward, subject, toy, seed)
+
+    equivalence.mean_gradients(ranks, toy, seed)
+
+
+@clause(
+    "ddp.gradients.tied-parameter",
+    MUST,
+    level="course",
+    judges=DDP,
+    source="CS336 assignment 2, the tied toy model of its DDP tests",
+    worlds=(2, 3),
+)
+def test_a_tied_parameter_is_reduced_once_with_its_whole_gradient(world, subject):
+    """A parameter used under two names MUST hold the mean of its complete gradient.
+
+    A hook that fires for each use reduces a partial gradient, or the same one twice.
+    """
+    ranks = world.run(one_backward, subject, "tied", 7)
+
+    equivalence.mean_gradients(ranks, "tied", 7)
+
+
+@clause(
+    "ddp.gradients.reused-module",
+    MUST,
+    level="correct",
+    judges=DDP,
+    source="torch reducer: hooks on AccumulateGrad, not on uses",
+    worlds=(2, 3),
+)
+def test_a_module_applied_twice_is_reduced_with_its_whole_gradient(world, subject):
+    """A module applied twice in one forward MUST hold the mean of its complete gradient."""
+    ranks = world.run(one_backward, subject, "reused", 7)
+
+    equivalence.mean_gradients(ranks, "reused", 7)
+
+
+@clause(
+    "ddp.gradients.frozen-stay-none",
+    MUST,
+    level="course",
+    judges=DDP,
+    source="CS336 assignment 2, toy model with a frozen parameter; DistributedDataParallel",
+)
+def test_frozen_parameters_keep_no_gradient(world, subject):
+    """Frozen parameters MUST keep `grad is None`, and the others MUST hold the mean.
+
+    A zero in place of None makes AdamW decay a weight that was meant to stay.
+    """
+    ranks = world.run(one_backward, subject, "frozen", 7)
+
+    equivalence.mean_gradients(ranks, "frozen", 7)
+
+
+@clause(
+    "ddp.gradients.dtype-and-layout",
+    MUST,
+    level="correct",
+    judges=DDP,
+    source="torch reducer: one bucket per dtype and device, stride contract of bucket views",
+    worlds=(2, 3),
+)
+@pytest.mark.parametrize("toy", ["mixed", "conv", "strided"])
+def test_every_dtype_and_layout_lands_in_its_place(world, subject, toy):
+    """Gradients of any dtype and memory layout MUST land in the right positions, dtype kept.
+
+    Channels-last, transposed, expanded with stride zero, float32 next to float64: flattening such
+    a gradient may copy, and then the reduced values are written into the copy.
+    """
+    ranks = world.run(one_backward, subject, toy, 7)
+
+    equivalence.mean_gradients(ranks, toy, 7)
+
+
+def weights_around_backward(ctx, subject, toy, seed):
+    """Weights before and after a synchronised backward."""
+    replica = Replica(ctx, subject, toy, seed)
+    before = replica.weights()
+    replica.backward()
+    return {"before": before, "after": replica.weights()}
+
+
+@clause(
+    "ddp.gradients.weights-untouched",
+    MUST,
+    level="correct",
+    judges=DDP,
+    source="picotron issue 39: a post-accumulate hook receives the parameter, not the gradient",
+)
+def test_backward_changes_no_weight(world, subject):
+    """Backward and finish MUST leave every parameter's value as it was.
+
+    A post-accumulate hook is handed the *parameter*. Code that averages its argument averages the
+    weights and leaves the gradients local, with a loss curve that looks plausible.
+    """
+    ranks = world.run(weights_around_backward, subject, "mlp", 7)
+
+    judge.tensors(
+        [rank["after"] for rank in ranks],
+        [rank["before"] for rank in ranks],
+        quantity="weight from before backward",
+        given="toy 'mlp', equal weights, seed 7",
+    )
+
+
+def finish_twice(ctx, subject, toy, seed):
+    """Gradients after a second finish."""
+    replica = Replica(ctx, subject, toy, seed)
+    replica.backward()
+    replica.finish()
+    return replica.gradients()
+
+
+@clause(
+    "ddp.gradients.finish-is-idempotent",
+    MUST,
+    level="correct",
+    judges=DDP,
+    source="contract: a second call changes nothing",
+    worlds=(2, 3),
+)
+def test_a_second_finish_changes_nothing(world, subject):
+    """A second `finish_gradient_synchronization` MUST change no gradient."""
+    ranks = world.run(finish_twice, subject, "mlp", 7)
+
+    size = world.size
+    once = equivalence.full_batch_gradients("mlp", 7, ranks=range(size))
+    again = Hint("divided by the world size once more", equivalence.scaled(once, 1 / size))
+    equivalence.mean_gradients(ranks, "mlp", 7, hints=[again], given="finish called twice")
+
+
+def late_peer(ctx, subject, toy, seed):
+    """Rank 0's gradients right after its finish, while the last rank is late in every layer."""
+    replica = Replica(ctx, subject, toy, seed)
+    if ctx.rank == ctx.world_size - 1:
+        for parameter in replica.parameters.values():
+            parameter.register_hook(lambda gradient: time.sleep(0.04))
+    replica.backward()
+    return replica.gradients()
+
+
+@clause(
+    "ddp.gradients.final-after-finish",
+    MUST,
+    level="correct",
+    judges=DDP,
+    source="c10d: asynchronous collectives complete in the background, wait() makes them final",
+    worlds=(2, 3),
+)
+def test_gradients_are_final_when_finish_returns(world, subject):
+    """When finish returns, gradients MUST be final, however late a peer is.
+
+    The last rank sleeps in front of each of its gradients. Whoever drops a handle, or waits for one
+    and takes it for all, reads its own numbers.
+    """
+    ranks = world.run(late_peer, subject, "mlp", 7)
+
+    equivalence.mean_gradients(ranks, "mlp", 7, given="the last rank is late in every layer")
+
+
+def two_steps(ctx, subject, toy, seed, set_to_none):
+    """Gradients of a second micro-batch after the first was cleared in the given way."""
+    replica = Replica(ctx, subject, toy, seed)
+    for micro in range(3):
+        replica.zero_grad(set_to_none=set_to_none)
+        replica.backward(micro)
+    return replica.gradients()
+
+
+@clause(
+    "ddp.gradients.zero-grad-modes",
+    MUST,
+    level="correct",
+    judges=DDP,
+    source="torch.optim.Optimizer.zero_grad, set_to_none; fairscale issue 354",
+    worlds=(2, 3),
+)
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
+def test_both_ways_of_zero_grad_give_the_same_next_gradient(world, subject, set_to_none):
+    """After either way of `zero_grad` the next gradients MUST be the mean of the new ones alone.
+
+    Views into a bucket are lost when the gradient is set to None; what the bucket still holds must
+    not be added in.
+    """
+    ranks = world.run(two_steps, subject, "ragged", 7, set_to_none)
+
+    equivalence.mean_gradients(ranks, "ragged", 7, micros=(2,), given="third step")
+
+
+def two_forwards(ctx, subject, toy, seed):
+    """Gradients of one backward through the sum of two forwards' losses."""
+    replica = Replica(ctx, subject, toy, seed)
+    (replica.loss(0) + replica.loss(1)).backward()
+    replica.finish()
+    return replica.gradients()
+
+
+@clause(
+    "ddp.gradients.two-forwards-one-backward",
+    MUST,
+    level="correct",
+    judges=DDP,
+    source="pytorch issue 175024",
+    worlds=(2, 3),
+)
+def test_two_forwards_and_one_backward_give_the_whole_gradient(world, subject):
+    """Two forwards followed by one backward MUST give the mean of the complete gradients."""
+    ranks = world.run(two_forwards, subject, "mlp", 7)
+
+    equivalence.mean_gradients(ranks, "mlp", 7, micros=(0, 1))
+
+
+def unused_everywhere(ctx, subject, seed):
+    """Two steps of a model with a layer that no rank ever uses."""
+    replica = Replica(ctx, subject, "unused", seed)
+    for micro in range(2):
+        replica.zero_grad()
+        replica.backward(micro)
+    return replica.gradients()
+
+
+@clause(
+    "ddp.gradients.unused-everywhere",
+    MUST,
+    level="correct",
+    judges=DDP,
+    source="DistributedDataParallel, find_unused_parameters; pytorch issue 128949",
+    worlds=(2, 3),
+)
+def test_a_parameter_that_nobody_uses_never_hangs_the_step(world, subject):
+    """Unused on all ranks, a parameter MUST keep None, or be an error by the next forward."""
+    ranks = refusal.answer_or_refusal(world, unused_everywhere, subject, 7)
+
+    if ranks is not None:
+        equivalence.mean_gradients(ranks, "unused", 7, micros=(1,), given="second step")
+
+
+def unused_somewhere(ctx, subject, seed, uses):
+    """Two steps in which each rank computes other branches; the third rank on all of them."""
+    replica = Replica(ctx, subject, "branches", seed)
+    for micro in range(2):
+        replica.zero_grad()
+        replica.backward(micro, use=uses[ctx.rank])
+    return replica.gradients()
+
+
+@clause(
+    "ddp.gradients.unused-somewhere",
+    MUST,
+    level="correct",
+    judges=DDP,
+    source="DistributedDataParallel, find_unused_parameters=True",
+    worlds=(2, 3),
+)
+@pytest.mark.parametrize("uses", [("abc", "a", "ab"), ("b", "c", "a")], ids=["some", "disjoint"])
+def test_a_parameter_used_on_some_ranks_holds_the_mean_with_zeros(world, subject, uses):
+    """Used on some ranks only, a parameter MUST hold the mean with zeros, or be an error.
+
+    Dividing by the number of contributors is wrong; reducing only what one has pairs unrelated
+    tensors, or waits for ever.
+    """
+    ranks = refusal.answer_or_refusal(world, unused_somewhere, subject, 7, uses)
+
+    if ranks is not None:
+        equivalence.mean_gradients(
+            ranks,
+            "branches",
+            7,
+            micros=(1,),
+            flags=lambda rank, micro: {"use": uses[rank]},
+            absent_is_zero=True,
+            given=f"branches used by each rank: {uses[: world.size]}",
+        )
+
+
+def other_order(ctx, subject, seed):
+    """Three steps in which every rank evaluates the branches in another order."""
+    replica = Replica(ctx, subject, "branches", seed)
+    for micro in range(3):
+        replica.zero_grad()
+        replica.backward(micro, use=_order(ctx.rank, micro))
+    return replica.gradients()
+
+
+def _order(rank: int, micro: int) -> str:
+    return ("abc", "cab", "bca", "acb")[(rank + micro) % 4]
+
+
+@clause(
+    "ddp.gradients.rank-dependent-order",
+    MUST,
+    level="correct",
+    judges=DDP,
+    source="pytorch issues 72843 and 174862",
+    worlds=(2, 3, 4),
+)
+def test_the_order_in_which_gradients_become_ready_does_not_matter(world, subject):
+    """Ranks whose gradients become ready in different orders MUST still hold the mean.
+
+    Collectives are paired by position. Launching each as it becomes ready adds up unrelated
+    tensors in silence wherever the sizes agree.
+    """
+    ranks = world.run(other_order, subject, 7)
+
+    equivalence.mean_gradients(
+        ranks,
+        "branches",
+        7,
+        micros=(2,),
+        flags=lambda rank, micro: {"use": _order(rank, micro)},
+        given="branches evaluated in another order on each rank",
+    )
+
+
+def scaled_loss(ctx, subject, seed, exponent):
+    """Gradients of a loss times a power of two, on real-valued float32 data."""
+    replica = Replica(ctx, subject, "mlp", seed, dtype=torch.float32)
+    batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed + ctx.rank))
+    (replica.wrapped(batch.to(ctx.device)).square().sum() * 2.0**exponent).backward()
+    replica.finish()
+    return replica.gradients()
+
+
+@clause(
+    "ddp.gradients.loss-scale-invariance",
+    MUST,
+    level="correct",
+    judges=DDP,
+    source="IEEE 754: scaling by a power of two commutes with rounding",
+    worlds=(2, 3),
+)
+@given(seed=strategies.seeds, exponent=st.integers(-6, 6).filter(bool))
+def test_a_power_of_two_on_the_loss_scales_the_gradients_exactly(world, subject, seed, exponent):
+    """Multiplying the loss by 2**k MUST multiply every mean gradient by 2**k, bit for bit.
+
+    Needs no reference, so it holds for any implementation: a constant that is added, a clip or a
+    cast on the way shows.
+    """
+    plain = world.run(scaled_loss, subject, seed, 0)
+    scaled = world.run(scaled_loss, subject, seed, exponent)
+
+    judge.tensors(
+        scaled,
+        [equivalence.scaled(rank, 2.0**exponent) for rank in plain],
+        quantity=f"gradient times 2**{exponent}",
+        given=f"float32, seed {seed}",
+    )
+
+
+@clause(
+    "ddp.gradients.single-rank",
+    MUST,
+    level="correct",
+    judges=DDP,
+    source="design: a world of one is the plain module",
+    worlds=(1,),
+)
+@pytest.mark.parametrize("toy", ["mlp", "tied", "frozen"])
+def test_a_world_of_one_is_the_plain_module(world, subject, toy):
+    """With a single rank the gradients MUST equal those of the bare module, bit for bit."""
+    ranks = world.run(one_backward, subject, toy, 7)
+
+    judge.tensors(
+        ranks,
+        equivalence.full_batch_gradients(toy, 7, ranks=[0]),
+        quantity="bare module's gradient",
+        given=f"toy {toy!r}, world 1",
+    )
+

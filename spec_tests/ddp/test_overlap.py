@@ -1,0 +1,136 @@
+"""Overlap: reductions run while the backward still computes.
+
+Hiding the reduction behind the backward is why a wrapper hooks into autograd at all. It is seen
+without a clock: by the order of events on one rank, and by one rank getting ahead of another that
+waits for it. See Li et al. 2020, section 3.2.3.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from spec_tests.clause import MUST, clause
+from spec_tests.ddp.replica import Replica, wrap
+from spec_tests.rig import judge
+from spec_tests.rig.recorder import Kind
+
+DDP = ("ddp", "ddp_bucketed")
+OVERLAP = "Li et al. 2020, section 3.2.3"
+
+
+class Deep(torch.nn.Module):
+    """Layers that fill a bucket each, also where a wrapper packs by the megabyte."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(600, 600) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def stream_of_events(ctx, subject):
+    """The third step's collectives among the moments at which gradients were ready."""
+    module = Deep()
+    wrapped = wrap(ctx, subject, module, bucket_size_mb=1.0)
+    inputs = torch.ones(2, 600)
+    for _ in range(2):
+        module.zero_grad()
+        wrapped(inputs).sum().backward()
+        ctx.impl.finish_gradient_synchronization(wrapped)
+    loss = wrapped(inputs).sum()
+    with ctx.recording() as recorder:
+        for name, parameter in module.named_parameters():
+            parameter.register_hook(lambda gradient, name=name: recorder.mark(f"ready {name}"))
+        loss.backward()
+        ctx.impl.finish_gradient_synchronization(wrapped)
+    return recorder.log()
+
+
+@clause(
+    "ddp.overlap.starts-during-backward",
+    MUST,
+    level="production",
+    judges=DDP,
+    source=OVERLAP,
+)
+def test_the_first_reduction_starts_before_the_last_gradient_is_ready(world, subject):
+    """The first reduction MUST be launched before the last gradient is ready."""
+    logs = world.run(stream_of_events, subject)
+
+    for rank, log in enumerate(logs):
+        kinds = [event.kind for event in log.events]
+        marks = [i for i, event in enumerate(log.events) if event.label.startswith("ready")]
+        first = kinds.index(Kind.REDUCTION) if Kind.REDUCTION in kinds else len(kinds)
+        judge.holds(
+            first < marks[-1],
+            f"rank {rank}: expected a reduction before the last of {len(marks)} gradients, got "
+            f"the first one after all of them: {[str(e) for e in log.events][:12]}",
+            likely="everything is reduced after backward, so nothing is hidden behind it",
+        )
+
+
+def run_ahead(ctx, subject, seed):
+    """Whether the other ranks finish their backward while the last rank has not begun its own.
+
+    The last rank waits, in front of its first gradient, for a sign that rank 0 gives at its last.
+    """
+    replica = Replica(ctx, subject, "mlp", seed, bucket_size_mb=1e-6)
+    names = list(replica.parameters)
+    for micro in range(2):
+        replica.zero_grad()
+        replica.backward(micro)
+    ahead = ctx.scratch / f"ahead-{subject}"
+    if ctx.rank == 0:
+        ahead.unlink(missing_ok=True)
+    ctx.barrier()
+    seen = []
+    if ctx.rank == 0:
+        last = [p for name, p in replica.parameters.items() if name.startswith("first")]
+        pending = {id(p) for p in last}
+
+        def arrived(parameter):
+            pending.discard(id(parameter))
+            if not pending:
+                ahead.touch()
+
+        for parameter in last:
+            parameter.register_post_accumulate_grad_hook(arrived)
+    elif ctx.rank == ctx.world_size - 1:
+
+        def wait(gradient):
+            end = time.monotonic() + 1.0
+            while not ahead.exists() and time.monotonic() < end:
+                time.sleep(0.002)
+            seen.append(ahead.exists())
+
+        replica.parameters[names[-1]].register_hook(wait)
+    replica.zero_grad()
+    replica.backward(2)
+    return seen
+
+
+@clause(
+    "ddp.overlap.hooks-do-not-block",
+    MUST,
+    level="production",
+    judges=DDP,
+    source=OVERLAP,
+)
+def test_a_rank_does_not_wait_inside_its_backward(world, subject):
+    """A rank MUST be able to finish computing its backward while a peer has not begun to reduce.
+
+    A blocking reduction inside the hook keeps the order of events and hides nothing.
+    """
+    ranks = world.run(run_ahead, subject, 7)
+
+    judge.holds(
+        ranks[-1] == [True],
+        "expected rank 0 to compute its whole backward while the last rank had not reduced "
+        "anything yet; it was still waiting after one second",
+        likely="the hook waits for its own reduction: it blocks inside the backward",
+    )
