@@ -8,9 +8,8 @@
    and global batch.
 
 Then a table, and three checks that decide the exit status:
-- every loss curve lies within 10 times the control's distance from the baseline (plus 8 units in
-the
-  last place of a float32 loss, should the control happen to agree bit for bit);
+- losses and gradient norms lie within 10 times the control's distance from the baseline (plus 8
+  float32 units in the last place, should the control happen to agree bit for bit);
 - the ranks of each run end with the same weights, bit for bit;
 - the two-rank runs reduce each parameter's bytes once per step, not once per micro-batch.
 
@@ -60,10 +59,10 @@ class Run:
         ranks = f"--nproc-per-node={self.num_ranks}"
         return [*torchrun, ranks, "-m", "solution.train_ddp", *flags]
 
-    def losses(self, out: Path) -> list[float]:
-        """The loss of each step."""
+    def curve(self, out: Path, key: str = "loss") -> list[float]:
+        """`key` of each step."""
         lines = (out / self.folder / f"{self.name}.jsonl").read_text().splitlines()
-        return [json.loads(line)["loss"] for line in lines]
+        return [json.loads(line)[key] for line in lines]
 
     def summaries(self, out: Path) -> list[dict[str, Any]]:
         """What each rank said at the end."""
@@ -141,13 +140,14 @@ def _start(command: Sequence[str]) -> int:
 
 def _table(out: Path) -> str:
     """Loss curves side by side, then what each run cost."""
-    curves = [run.losses(out) for run in RUNS]
+    curves = [run.curve(out) for run in RUNS]
     steps = len(curves[0])
     shown = sorted({1, *range(5, steps + 1, 5), steps})
     rows = [["", *(run.title for run in RUNS)]]
     rows += [[f"loss, step {s}", *(f"{curve[s - 1]:.6f}" for curve in curves)] for s in shown]
-    distances = [_distance(curve, curves[0]) for curve in curves]
-    rows += [["largest difference", *(f"{distance:.1e}" for distance in distances)]]
+    for key, title in (("loss", "losses differ by"), ("grad_norm", "gradient norms by")):
+        distances = [_distance(run, RUNS[0], out, key) for run in RUNS]
+        rows += [[title, *(f"{distance:.1e}" for distance in distances)]]
     firsts = [run.summaries(out) for run in RUNS]
     rows += [
         ["tokens/s, all ranks", *(f"{s[0]['tokens_per_s']:,.0f}" for s in firsts)],
@@ -173,26 +173,32 @@ def _peaks(summaries: list[dict[str, Any]]) -> str:
     return " ".join(f"{summary['peak_memory_bytes'] / 2**20:,.0f}" for summary in summaries)
 
 
-def _distance(curve: list[float], other: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(curve, other, strict=True))
+def _distance(run: Run, other: Run, out: Path, key: str) -> float:
+    """The largest difference between two curves, over all steps."""
+    pairs = zip(run.curve(out, key), other.curve(out, key), strict=True)
+    return max(abs(a - b) for a, b in pairs)
 
 
 # --- the checks
 
 
 def _check(out: Path) -> list[str]:
-    """What does not hold, one line each; says what the bound on the losses was."""
+    """What does not hold, one line each; says what the bounds were."""
     baseline, control, *others = RUNS
-    curve = baseline.losses(out)
-    noise = _distance(control.losses(out), curve)
-    bound = MARGIN * noise + 8 * torch.finfo(torch.float32).eps * max(curve)
-    largest = max(_distance(run.losses(out), curve) for run in others)
-    print(f"largest difference from one rank: {largest:.1e}; allowed: {bound:.1e} (control x 10)")
     problems = []
-    if not largest <= bound:
-        problems.append(f"FAILED: expected equal loss curves within {bound:.1e}, got {largest:.1e}")
-    if not curve[-1] < curve[0]:
-        problems.append(f"FAILED: expected the loss to fall, got {curve[0]} to {curve[-1]}")
+    # Adam and clipping hide a gradient of the wrong size from the loss, but not from its own norm.
+    for key, title in (("loss", "losses"), ("grad_norm", "gradient norms")):
+        noise = _distance(control, baseline, out, key)
+        rounding = 8 * torch.finfo(torch.float32).eps * max(baseline.curve(out, key))
+        bound = MARGIN * noise + rounding
+        largest = max(_distance(run, baseline, out, key) for run in others)
+        said = f"{title}: at most {largest:.1e} from one rank; allowed {bound:.1e}"
+        print(f"{said} ({MARGIN:.0f} x control + 8 ulp)")
+        if not largest <= bound:
+            problems.append(f"FAILED: expected equal curves of {said}")
+    losses = baseline.curve(out)
+    if not losses[-1] < losses[0]:
+        problems.append(f"FAILED: expected the loss to fall, got {losses[0]} to {losses[-1]}")
     for run in others:
         problems += _check_ranks(run, run.summaries(out))
     return problems

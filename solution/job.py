@@ -75,7 +75,7 @@ def main(
         The exit status.
     """
     flags = _parser(description).parse_args(arguments)
-    where = ""
+    where, job = "", None
     try:
         config = _config(flags)
         with comm.distributed(device=None if config.device == "auto" else config.device) as world:
@@ -88,6 +88,8 @@ def main(
         _complain(where, error)
         return 1
     except (ValueError, OSError) as error:
+        if job is not None:  # not what was asked for is wrong: whoever repairs it needs the stack
+            raise
         _complain(where, error)
         return 2
 
@@ -209,10 +211,11 @@ class Job:
         )
         out = Path(config.out)
         out.mkdir(parents=True, exist_ok=True)
+        path = out / f"{self.name}.rank{self.world.rank}.json"
+        path.unlink(missing_ok=True)  # an earlier run's must not vouch for this one
         traffic = Traffic()
         times = self._log_steps(steps, traffic, out)
         summary = self._summary(module, times, traffic)
-        path = out / f"{self.name}.rank{self.world.rank}.json"
         write_atomically(path, json.dumps(summary, indent=2).encode() + b"\n")
         if self.world.is_first:
             _say(

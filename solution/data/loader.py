@@ -41,11 +41,11 @@ from solution.data.shards import Shard
 __all__ = ["TokenLoader", "token_loader"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-Path = str | os.PathLike[str]
+PathLike = str | os.PathLike[str]
 
 
 def token_loader(
-    paths: Sequence[Path],
+    paths: Sequence[PathLike],
     *,
     batch_size: int,
     sequence_length: int,
@@ -88,7 +88,7 @@ class TokenLoader:
 
     def __init__(
         self,
-        paths: Sequence[Path],
+        paths: Sequence[PathLike],
         *,
         batch_size: int,
         sequence_length: int,
@@ -182,20 +182,19 @@ class _Pass(Iterator[Batch]):
         if self.consumed_sequences >= loader.num_batches * loader.global_batch_size:
             raise StopIteration
         batch = loader.read(self.consumed_sequences + loader.rank * loader.batch_size)
-        self.consumed_sequences += (
-            loader.global_batch_size
-        )  # only now: a failed read can be retried
+        # Only now: a read that failed was not consumed.
+        self.consumed_sequences += loader.global_batch_size
         return batch
 
 
-def _check_paths(paths: Sequence[Path]) -> list[Path]:
+def _check_paths(paths: Sequence[PathLike]) -> list[PathLike]:
     """`paths` as a list: not empty, not one bare string, no file twice."""
     if isinstance(paths, str | os.PathLike):
         raise ValueError(f"expected a list of shards, got one path {str(paths)!r}; write [path]")
     files = list(paths)
     if not files:
         raise ValueError("expected at least one shard, got an empty list of paths")
-    seen: dict[str, Path] = {}
+    seen: dict[str, PathLike] = {}
     for file in files:
         real = os.path.realpath(file)
         if real in seen:

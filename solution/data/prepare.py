@@ -154,7 +154,8 @@ def _clear(out: Path) -> None:
             f"{out}: expected a folder of our own, found {foreign[:3]}; training would mix them in,"
             " choose another --out"
         )
-    for path in (out / META, *shards):
+    # What a killed run was writing bears the name of its file, and a process id.
+    for path in (out / META, *shards, *out.glob(".*.bin.*.tmp"), *out.glob(".*.json.*.tmp")):
         path.unlink(missing_ok=True)
 
 

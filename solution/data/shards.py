@@ -88,7 +88,7 @@ class Shard:
         return np.frombuffer(data, dtype="<u2")
 
     def check_vocabulary(self, vocab_size: int, *, chunk: int = 2**22) -> None:
-        """Scan for ids that a model with `vocab_size` words cannot embed (about 20 G tokens/s/10).
+        """Scan for ids that a model with `vocab_size` words cannot embed (1 G tokens/s).
 
         Raises:
             ValueError: names the first such id, its token index and its byte offset.
