@@ -9,7 +9,7 @@ The one idea added to `ddp.py`: gradients live in flat buffers.
    gradients that are complete at about the same time (`flat.plan_buckets`).
 2. When a gradient is complete it is written, times 1/W, to its slot, a view of the bucket's buffer,
    and the slot becomes `.grad`. This one pass is all the copying there is: nothing is unpacked.
-3. A full bucket is launched, in order (`replica.py`).
+3. A full bucket is launched, in order (`reducer.py`).
 
 Invariants. After `finish_gradient_synchronization` every `.grad` is a view of its bucket, with the
 strides of its parameter. The next round writes to the same memory: clone a gradient to keep it.
@@ -26,10 +26,13 @@ the order is not rebuilt after the first step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from solution import comm, flat
+from solution.parallel.reducer import Reducer
 from solution.parallel.replica import Replica
 
 
@@ -57,19 +60,29 @@ class DDPBucketed(Replica):
     ) -> None:
         if not bucket_size_mb >= 0:  # also refuses NaN
             raise ValueError(f"expected bucket_size_mb of at least 0, got {bucket_size_mb}")
+        super().__init__(module, options=(bucket_size_mb,), process_group=process_group)
         cap_bytes = bucket_size_mb * flat.MIB
-        super().__init__(module, cap_bytes=cap_bytes, process_group=process_group)
-        self._flats: list[torch.Tensor] = []
-        self._slots: dict[int, torch.Tensor] = {}
-        for bucket in self._buckets:
-            members = [self._trainable[index] for index in bucket]
+        self._reducer = _Slots(self._trainable, cap_bytes=cap_bytes, group=process_group)
+
+
+class _Slots(Reducer):
+    """A gradient is sent from its slot, a view of its bucket's buffer."""
+
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], *, cap_bytes: float, group: comm.Group
+    ) -> None:
+        super().__init__(named, cap_bytes=cap_bytes, group=group)
+        self.buffers: list[torch.Tensor] = []
+        self.slots: dict[int, torch.Tensor] = {}
+        for bucket in self.buckets:
+            members = [self.parameters[index] for index in bucket]
             numel = sum(parameter.numel() for parameter in members)
             buffer = torch.zeros(numel, dtype=members[0].dtype, device=members[0].device)
-            self._flats.append(buffer)
-            self._slots.update(zip(bucket, flat.cut(buffer, members), strict=True))
+            self.buffers.append(buffer)
+            self.slots.update(zip(bucket, flat.cut(buffer, members), strict=True))
 
-    def _place(self, index: int) -> torch.Tensor:
-        return self._slots[index]
+    def place(self, index: int) -> torch.Tensor:
+        return self.slots[index]
 
-    def _buffer(self, bucket: int) -> torch.Tensor:
-        return self._flats[bucket]
+    def buffer(self, bucket: int) -> torch.Tensor:
+        return self.buffers[bucket]

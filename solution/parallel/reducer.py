@@ -1,0 +1,228 @@
+"""Rounds: how gradients of many parameters become means, in an order on which all ranks agree.
+
+Problem. Gradients should be sent while the backward still computes others. What makes this hard is
+not the mean but agreement: a collective pairs up with its peers by its place in the order, so all
+ranks must send the same things in the same order, although autograd finishes parameters in whatever
+order it likes, and although a parameter may go unused on one rank and not on another.
+
+The life of a gradient, from one `finish` to the next (a *round*):
+1. A hook runs when a parameter's gradient is complete. It *stages* the gradient: writes it, times
+   1/W, to the place it is sent from, and makes that place the new `.grad`.
+2. Buckets have a fixed order on all ranks. A bucket is *launched* (one asynchronous all-reduce)
+   when all its gradients are staged and all earlier buckets are launched.
+3. When the backward ends, what it did not touch is staged and launched too: a gradient kept from
+   earlier micro-batches as it is, an absent one as a place full of -0.0. So every rank sends every
+   bucket exactly once a round, whatever its graph was.
+4. `finish` waits, and gives an absent gradient its mean.
+
+      backward   |grad 3|grad 2|grad 1|grad 0|
+      network           |  bucket 0   |  bucket 1   |  <- `finish` returns here
+
+Who was absent everywhere? -0.0 is the identity of IEEE addition: x + -0.0 is x for every x, +0.0
+included. A staged gradient is 0.0 + grad/W, which is never -0.0. So a place that is still all -0.0
+after the sum was absent on every rank and its `.grad` stays None; any other holds the mean, with
+zero for the absent. Ranks read this off the same bits, so they agree without a further message.
+
+Invariants. Between rounds `.grad` is a mean, equal on all ranks, or a local sum since the last
+mean, or both added up; the mean over ranks of any of these is right. So accumulating first and
+reducing once, and reducing every micro-batch, come to the same. Nothing is kept beside `.grad`:
+`zero_grad` discards all that is pending.
+
+After an exception in a backward some buckets are launched and others not. `abandon` ends that round
+for all ranks: what was not launched is sent as NaN (a gradient that lacks a rank's part must not
+pass for a mean), and this rank drops its gradients.
+
+Paper: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+sections 3.2 and 4.2. PyTorch counterpart: the `Reducer` in C++ behind `DistributedDataParallel`. It
+finds unused parameters by a walk over the graph and one more all-reduce, refuses to go on after an
+interrupted backward, and reorders buckets after the first step; here parameters that are used in
+about the order in which they are registered overlap best. Left out: sparse gradients, hooks for
+compression, and two replicas in one backward that also disagree on what is unused (give each a
+process group of its own).
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from solution import comm, flat
+
+logger = logging.getLogger(__name__)
+
+_ZERO = torch.zeros(())
+
+
+class Reducer(ABC):
+    """Averages the gradients of `named` parameters over `group`, a round at a time.
+
+    Subclasses say where a gradient is sent from (`place`) and what memory a bucket is (`buffer`).
+
+    Attributes:
+        parameters: what is averaged, in order of registration.
+        buckets: indices into `parameters`, in the order in which buckets are sent.
+        is_sending: False inside `no_sync`: gradients then stay local.
+        has_news: whether a gradient may have changed since the last mean.
+        staged: for each parameter staged in this round, where its gradient is sent from.
+    """
+
+    _in_backward: bool  # from the first gradient until the backward has succeeded
+
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], *, cap_bytes: float, group: comm.Group
+    ) -> None:
+        self.group = group
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self.buckets = flat.plan_buckets(self.parameters, cap_bytes=cap_bytes)
+        self.is_sending = True
+        self._scale = 1.0 / comm.size(group)
+        self._bucket_of = {i: number for number, bucket in enumerate(self.buckets) for i in bucket}
+        self._rearm()
+        self._register_hooks()
+
+    @abstractmethod
+    def place(self, index: int) -> torch.Tensor:
+        """Where gradient `index` is sent from, in the strides of `flat.strides_for`."""
+
+    @abstractmethod
+    def buffer(self, bucket: int) -> torch.Tensor:
+        """The 1-D memory of a bucket whose gradients are all staged."""
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a backward began and never came to its end; asked outside of backward."""
+        return self._in_backward
+
+    def finish(self) -> None:
+        """Returns when every `.grad` is the mean over the group; sends nothing without news."""
+        if not self.has_news:
+            return
+        try:
+            self._launch_rest()
+            for handle in self._handles:
+                handle.wait()
+            for index in self._absent:
+                if not _is_absent(self.staged[index]):
+                    self.parameters[index].grad = self.staged[index]
+        finally:
+            self._rearm()
+
+    def abandon(self) -> None:
+        """Ends an interrupted round: peers get their messages, this rank drops its gradients."""
+        logger.warning("a backward was interrupted: its gradients are dropped on this rank")
+        try:
+            while self._has_next():
+                for index in self.buckets[len(self._handles)]:
+                    self.staged.setdefault(index, self.place(index)).fill_(float("nan"))
+                self._launch_next()
+            for handle in self._handles:
+                handle.wait()
+        finally:
+            self._rearm()
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    # ------------------------------------------------------------------------- inside a backward
+
+    def _register_hooks(self) -> None:
+        # Weakly, and removed with the reducer: parameters outlive it, and the hooks of a dead
+        # replica would go on sending.
+        this = weakref.ref(self)
+
+        def hook_for(index: int) -> Callable[[torch.Tensor], None]:
+            def hook(_parameter: torch.Tensor) -> None:
+                reducer = this()
+                if reducer is not None:
+                    reducer._on_gradient(index)
+
+            return hook
+
+        for index, parameter in enumerate(self.parameters):
+            handle = parameter.register_post_accumulate_grad_hook(hook_for(index))
+            weakref.finalize(self, handle.remove).atexit = False
+
+    def _on_gradient(self, index: int) -> None:
+        if index in self.staged:
+            self._raise_second_gradient(index)
+        self.has_news = True
+        if not self.is_sending:
+            return
+        if not self._in_backward:
+            self._in_backward = True
+            # Runs when this backward has succeeded; an interrupted one leaves the flag up.
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+        self._stage(index)
+        self._num_missing[self._bucket_of[index]] -= 1
+        while self._has_next() and self._num_missing[len(self._handles)] == 0:
+            self._launch_next()
+
+    def _on_backward_end(self) -> None:
+        self._in_backward = False
+        self._launch_rest()
+
+    def _raise_second_gradient(self, index: int) -> NoReturn:
+        # It was added to memory that is being sent: this round holds nothing of use any more.
+        self._in_backward = True
+        raise RuntimeError(
+            f"rank {comm.rank(self.group)}: expected one gradient of {self.names[index]!r} between "
+            "two calls of finish_gradient_synchronization, got a second while the first is being "
+            "reduced; call it after every backward outside no_sync (reentrant activation "
+            "checkpointing also runs backwards of its own: use use_reentrant=False)"
+        )
+
+    # ----------------------------------------------------------------------------------- a round
+
+    def _rearm(self) -> None:
+        self.has_news = False
+        self.staged: dict[int, torch.Tensor] = {}
+        self._absent: list[int] = []
+        self._num_missing = [len(bucket) for bucket in self.buckets]
+        self._handles: list[comm.Handle] = []  # of the buckets launched, always the first ones
+        self._in_backward = False
+
+    def _stage(self, index: int) -> None:
+        parameter = self.parameters[index]
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise NotImplementedError(
+                f"expected a dense gradient, got {gradient.layout} for {self.names[index]!r}; "
+                "build its module with sparse=False"
+            )
+        place = self.staged[index] = self.place(index)
+        if gradient is None:
+            self._absent.append(index)
+            place.fill_(-0.0)
+            return
+        if gradient.requires_grad:  # create_graph=True: its history is not sent
+            gradient = gradient.detach()
+        # 0.0 + gradient/W in one pass: what is present is never -0.0.
+        torch.add(_ZERO, gradient, alpha=self._scale, out=place)
+        if gradient is not place:
+            parameter.grad = place
+
+    def _has_next(self) -> bool:
+        return len(self._handles) < len(self.buckets)
+
+    def _launch_next(self) -> None:
+        buffer = self.buffer(len(self._handles))
+        # Waited for in `finish` (or `abandon`).
+        self._handles.append(comm.all_reduce_sum(buffer, self.group))
+
+    def _launch_rest(self) -> None:
+        while self._has_next():
+            for index in self.buckets[len(self._handles)]:
+                if index not in self.staged:
+                    self._stage(index)
+            self._launch_next()
+
+
+def _is_absent(place: torch.Tensor) -> bool:
+    numbers = torch.view_as_real(place) if place.is_complex() else place
+    return bool(torch.signbit(numbers).all()) and not bool(numbers.any())
