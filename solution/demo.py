@@ -88,6 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("outputs/demo"), help="folder to fill")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     flags = parser.parse_args(arguments)
+    if flags.steps < 2:
+        parser.error(f"expected --steps >= 2 to see a loss fall, got {flags.steps}")
     started = time.perf_counter()
     data = flags.out / "data"
     if status := _start([sys.executable, "-m", "solution.data.prepare", "--out", str(data), *DATA]):
