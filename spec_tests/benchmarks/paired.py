@@ -18,6 +18,7 @@ Pure arithmetic and files under /proc; whom to measure, and how, is the caller's
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import platform
@@ -114,6 +115,32 @@ def share_of_others(busy: float | None, own: float, elapsed: float) -> float:
     if busy is None:
         return 0.0
     return max(0.0, busy - own) / (elapsed * (os.cpu_count() or 1))
+
+
+class _Mallinfo2(ctypes.Structure):
+    # Of ten counters two matter here: bytes in use of heaps, and of blocks mapped by themselves.
+    _fields_ = (
+        ("unused_0_to_3", ctypes.c_size_t * 4),
+        ("hblkhd", ctypes.c_size_t),
+        ("unused_5_to_6", ctypes.c_size_t * 2),
+        ("uordblks", ctypes.c_size_t),
+        ("unused_8_to_9", ctypes.c_size_t * 2),
+    )
+
+
+def can_count_allocations() -> bool:
+    """Whether this system's malloc tells how much it has given out (glibc 2.33 or newer)."""
+    return hasattr(ctypes.CDLL(None), "mallinfo2")
+
+
+def allocated_bytes() -> int:
+    """Bytes in use of this process's malloc, whoever asked for them; 0 where it does not tell."""
+    if not can_count_allocations():
+        return 0
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Mallinfo2
+    counts = mallinfo2()
+    return int(counts.uordblks + counts.hblkhd)
 
 
 def environment() -> dict[str, str]:
