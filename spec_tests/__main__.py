@@ -61,7 +61,7 @@ def _judge(arguments: list[str]) -> int:
         directory = asked or scratch
         log = Path(directory) / "events.jsonl"
         log.unlink(missing_ok=True)
-        own = [] if asked else ["--report", scratch]
+        own = [] if asked else ["--report", scratch, "--report-is-scratch"]
         impl = [] if _option(arguments, "--impl") else ["--impl", "solution"]
         status = pytest.main([*_PYTEST, *impl, *own, *arguments, *map(str, chapter_folders())])
         events = read_log(log) if log.is_file() else []
@@ -85,7 +85,8 @@ _PYTEST = [
     "-p",
     "no:cacheprovider",
     "-q",
-    "--tb=short",
+    "--tb=no",  # the plugin prints each clause's own message, once
+    "-rN",
     "--no-header",
     "-o",
     "xfail_strict=true",

@@ -10,11 +10,12 @@ Options: --impl (repeatable), --clause PATTERN (repeatable), --level, --transpor
 
 from __future__ import annotations
 
+import argparse
 import fnmatch
 import os
 import time
 import unittest
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from difflib import get_close_matches
@@ -76,6 +77,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--profile", choices=("quick", "deep"), default="quick", help="hypothesis profile"
     )
     group.addoption("--report", metavar="DIR", help="write log, summary and JUnit file there")
+    # Set by `python -m spec_tests` where no report was asked for: it still needs the log.
+    group.addoption("--report-is-scratch", action="store_true", help=argparse.SUPPRESS)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -132,7 +135,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark GPU clauses, drop what is above the level or not asked for."""
     run = config.stash[RUN]
-    kept, dropped = [], []
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
     patterns: Sequence[str] = config.getoption("--clause") or ()
     for item in items:
         clause = _clause_of_item(item)
@@ -218,7 +222,7 @@ def _require_machine(clause: Clause, transport: str) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Violations name the clause, and margins are collected, while an item runs."""
     clause = _clause_of_item(item)
     if clause is None:
@@ -239,11 +243,12 @@ _SITUATION = pytest.StashKey[Any]()
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
-) -> Iterator[None]:
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Turn pytest's three words into the suite's outcomes, and attach the log's line."""
-    found: pytest.TestReport = yield
-    clause = _clause_of_item(item)
+    # Before the yield: pytest's own unittest plugin replaces a SkipTest by its own exception.
     error = call.excinfo.value if call.excinfo is not None else None
+    found = yield
+    clause = _clause_of_item(item)
     if isinstance(error, RankHung | RankDied) and clause is None:
         found.sections.append(("ranks", str(error)))
     if clause is None or (call.when != "call" and error is None):
@@ -276,7 +281,7 @@ def _result(
         "level": clause.level,
         "outcome": str(outcome),
         "duration_s": call.duration,
-        "message": "" if error is None else str(error) or repr(error),
+        "message": runner.message_of(error),
         "margins": [max(situation.margins, key=lambda m: m["ratio"])] if situation.margins else [],
         "rerun": situation.rerun,
     }
@@ -353,6 +358,12 @@ def _require_loads(which: target.Target, run: Run) -> None:
         )
 
 
+def _above(level: str) -> set[str]:
+    """Ids of the clauses that this level does not ask for."""
+    allowed = LEVELS[: LEVELS.index(level) + 1]
+    return {clause.id for clause in ledger.load_all() if clause.level not in allowed}
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Close the worlds, find stale expectations, write the footer and the report."""
@@ -366,7 +377,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             run.results.get(name, []),
             torch_version=torch.__version__,
             today=date.fromtimestamp(time.time()),
-            is_full_run=run.is_full and run.levels[name] == LEVELS[-1],
+            is_full_run=run.is_full,
+            unselected=_above(run.levels[name]),
         )
         for problem in applied.problems:
             run.log.problem(problem)
@@ -380,9 +392,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """The table clause by implementation, and the verdict."""
     run = config.stash[RUN]
     if run.log is not None:
+        if config.getoption("tbstyle") == "no":
+            terminalreporter.section("what does not hold")
+            terminalreporter.write_line(report.render_failures(run.log.events))
         terminalreporter.section("specification")
         terminalreporter.write_line(report.render_terminal(run.log.events))
-        terminalreporter.write_line(f"report: {config.getoption('--report')}/summary.md")
+        if not config.getoption("--report-is-scratch"):
+            terminalreporter.write_line(f"report: {config.getoption('--report')}/summary.md")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

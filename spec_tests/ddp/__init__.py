@@ -1,0 +1,1 @@
+"""Chapter ddp: replicas whose gradients are averaged."""

@@ -127,8 +127,11 @@ def test_every_dtype_and_layout_lands_in_its_place(world, subject, toy):
 
 
 def weights_around_backward(ctx, subject, toy, seed):
-    """Weights before and after a synchronised backward."""
+    """Weights before and after a synchronised backward, made different on each rank."""
     replica = Replica(ctx, subject, toy, seed)
+    with torch.no_grad():
+        for parameter in replica.parameters.values():
+            parameter += ctx.rank  # the mean of equal weights would change nothing
     before = replica.weights()
     replica.backward()
     return {"before": before, "after": replica.weights()}
@@ -153,8 +156,14 @@ def test_backward_changes_no_weight(world, subject):
         [rank["after"] for rank in ranks],
         [rank["before"] for rank in ranks],
         quantity="weight from before backward",
-        given="toy 'mlp', equal weights, seed 7",
+        hints=[Hint("the mean of all ranks' weights: the hook averaged the parameter", _mean(ranks))],
+        given="toy 'mlp', weights changed on each rank after wrapping",
     )
+
+
+def _mean(ranks):
+    first = ranks[0]["before"]
+    return {name: sum(rank["before"][name] for rank in ranks) / len(ranks) for name in first}
 
 
 def finish_twice(ctx, subject, toy, seed):

@@ -1,0 +1,1 @@
+"""Implementations that are known by name, behind the contract."""

@@ -1,3 +1,80 @@
-"""Deliberate near-misses. (Filled below.)"""
-def rejected_by():
-    return {}
+"""Impostors: deliberate near-misses that the clauses must reject, and variants they must not.
+
+A clause that nothing fails proves nothing. For every MUST clause at least one impostor differs from
+right code by a line or a method, is made of a bug that somebody really had, and must be rejected by
+the clauses that its card names. Benign variants are right but unusual and must be accepted. Two
+controls run each time: the null impostor (nothing is changed, nothing may be rejected) and the
+forced failure (everything raises, everything must be rejected).
+
+    python -m spec_tests --impl impostor:ddp.sum-for-mean
+    python -m spec_tests impostors                  every impostor against the clauses it names
+    python -m spec_tests impostors --full           and against all clauses of other chapters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from spec_tests.impostors import ddp_benign, ddp_costs, ddp_values, ddp_windows, training
+from spec_tests.impostors.card import Functions, Impostor
+from spec_tests.impostors.patching import patched
+from spec_tests.impostors.plain_ddp import overlay
+from spec_tests.target import Target, import_target
+
+
+def _raises_always() -> Functions:
+    from spec_tests.contract import FUNCTIONS
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("forced failure")
+
+    return dict.fromkeys(FUNCTIONS, fail)
+
+
+FORCED_FAILURE = Impostor(
+    "control.forced-failure",
+    "Every function raises.",
+    "A control: machinery that rejects nothing would accept it.",
+    "",
+    ("ddp.gradients.mean",),
+    functions=_raises_always,
+)
+
+CATALOGUE: dict[str, Impostor] = {
+    impostor.id: impostor
+    for chapter in (ddp_values, ddp_windows, ddp_costs, training, ddp_benign)
+    for impostor in chapter.IMPOSTORS
+} | {FORCED_FAILURE.id: FORCED_FAILURE}
+
+
+def find(words: str) -> Impostor:
+    """The impostor of that id.
+
+    Raises:
+        ValueError: naming those that are near.
+    """
+    if words not in CATALOGUE:
+        from difflib import get_close_matches
+
+        near = get_close_matches(words, CATALOGUE, n=3, cutoff=0.3)
+        raise ValueError(f"no impostor {words!r}; close to it: {', '.join(near) or 'none'}")
+    return CATALOGUE[words]
+
+
+def rejected_by() -> dict[str, Sequence[str]]:
+    """Clause id to the ids of the impostors that name it."""
+    table: dict[str, list[str]] = {}
+    for impostor in CATALOGUE.values():
+        if impostor is not FORCED_FAILURE:
+            for clause in impostor.rejected_by:
+                table.setdefault(clause, []).append(impostor.id)
+    return {clause: tuple(ids) for clause, ids in table.items()}
+
+
+def build(words: str, target: Target) -> Any:
+    """The implementation below with the impostor's functions or patches. Called in ranks only."""
+    impostor = find(words)
+    with patched(impostor.patches):
+        base = import_target(target)
+    return overlay(base, impostor.functions() if impostor.functions else {})

@@ -1,0 +1,1 @@
+"""The rig: live ranks, what they did, what is right, how to say that they differ."""

@@ -101,23 +101,35 @@ class Log:
 
 @dataclass
 class _StorageLedger:
-    """Bytes of the storages that were made since the ledger opened and are still alive."""
+    """Bytes of the storages that were made since the ledger opened and are still alive.
+
+    A storage is new if it first appears as the output of an operator: one that first appears as an
+    input (a parameter, say) was there before, and views of it are not counted either.
+    """
 
     live: int = 0
     peak: int = 0
     _known: set[int] = field(default_factory=set)
 
-    def see(self, tensors: Iterable[torch.Tensor]) -> None:
+    def see_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Whatever is unknown now was there before."""
+        for tensor in tensors:
+            self._admit(tensor.untyped_storage(), size=0)
+
+    def see_outputs(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Whatever is unknown now is new."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key in self._known or not storage.nbytes():
-                continue
-            self._known.add(key)
-            size = storage.nbytes()
-            self.live += size
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._forget, key, size)
+            self._admit(storage, size=storage.nbytes())
+        self.peak = max(self.peak, self.live)
+
+    def _admit(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.live += size
+        weakref.finalize(storage, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:
         self._known.discard(key)
@@ -154,11 +166,12 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if any(t.__name__ == "DTensor" for t in types):
             return NotImplemented  # let it desugar: its collectives come back as plain calls
+        self._ledger.see_inputs(_tensors_of((args, kwargs)))
         result = func(*args, **(kwargs or {}))
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        outputs = _tensors_of(result)
         if func.namespace in _NAMESPACES:
             self._note(func, args, outputs)
-        self._ledger.see(outputs)
+        self._ledger.see_outputs(outputs)
         return result
 
     def _note(self, func: Any, args: tuple[Any, ...], outputs: list[torch.Tensor]) -> None:

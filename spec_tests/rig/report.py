@@ -218,6 +218,19 @@ def _failure_cards(events: Sequence[Event]) -> list[str]:
     return ["## What did not hold", "", *lines] if lines else []
 
 
+def render_failures(events: Sequence[Event]) -> str:
+    """What a terminal shows of each failed cell: the first case's message, the others counted."""
+    blocks = []
+    for cell in cells(events):
+        if cell.outcome in REFUTED | BROKEN:
+            first, *others = cell.decisive_cases
+            text = f"{cell.outcome}: {first['message'].rstrip()}"
+            if others:
+                text += f"\n({len(others)} more: {', '.join(case['case'] for case in others[:6])})"
+            blocks.append(text)
+    return "\n\n".join(blocks) or "nothing"
+
+
 def _not_here(events: Sequence[Event]) -> list[str]:
     """What this machine could not tell, with the reason, once per clause and reason."""
     absent = [event for event in results(events) if event["outcome"] == Outcome.NOT_HERE]

@@ -8,10 +8,13 @@ verdicts.
 from __future__ import annotations
 
 import time
+import traceback
 import unittest
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from hypothesis.errors import Flaky
 
 from spec_tests.clause import Clause
 from spec_tests.rig.errors import NotOffered, RankDied, RankHung, RankRaised, RanksDisagree
@@ -71,7 +74,21 @@ def outcome_of(error: BaseException | None) -> Outcome:
         return Outcome.NOT_HERE if str(error).startswith(NOT_HERE) else Outcome.SKIPPED
     if isinstance(error, AssertionError | RankRaised | RanksDisagree):
         return Outcome.FAILED
+    if isinstance(error, Flaky):
+        # The same input passed and failed: a race is a fault of what is judged.
+        return Outcome.FAILED
     return Outcome.ERROR
+
+
+def message_of(error: BaseException | None) -> str:
+    """What the log says about an exception: complete where it is a violation, else with a trace."""
+    if error is None:
+        return ""
+    if isinstance(error, RankRaised):
+        return f"{error}\n{error.error.text}"
+    if outcome_of(error) is Outcome.ERROR:
+        return "".join(traceback.format_exception(error))
+    return "\n".join([str(error) or repr(error), *getattr(error, "__notes__", ())])
 
 
 def require_offered(world: World, clause: Clause, subject: str | None) -> None:
@@ -103,7 +120,7 @@ def run_case(
         clause,
         name,
         outcome_of(error),
-        "" if error is None else str(error),
+        message_of(error),
         time.perf_counter() - begun,
         tuple(here.margins),
     )

@@ -15,35 +15,23 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 _NO_EXPLAIN = tuple(phase for phase in Phase if phase is not Phase.explain)
-# Live ranks answer in milliseconds but not in constant time: deadlines would only flake.
-_COMMON = {"deadline": None, "print_blob": True}
 
 
 def register_profiles() -> None:
     """Make the profiles known to hypothesis; the plugin loads one of them."""
-    slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-    settings.register_profile(
-        "quick",
-        max_examples=12,
-        derandomize=True,
-        database=None,
+    common = settings(
+        # Live ranks answer in milliseconds but not in constant time: deadlines would only flake.
+        deadline=None,
+        print_blob=True,
         phases=_NO_EXPLAIN,
-        suppress_health_check=slow,
-        **_COMMON,
-    )
-    settings.register_profile(
-        "deep", max_examples=300, phases=_NO_EXPLAIN, suppress_health_check=slow, **_COMMON
-    )
-    settings.register_profile(
-        "impostors",
-        max_examples=12,
-        derandomize=True,
-        database=None,
-        phases=(Phase.explicit, Phase.generate),
-        suppress_health_check=slow,
+        # One finding is one message; a group of several would have no single outcome.
         report_multiple_bugs=False,
-        **_COMMON,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )
+    quick = settings(common, max_examples=12, derandomize=True, database=None)
+    settings.register_profile("quick", quick)
+    settings.register_profile("deep", common, max_examples=300)
+    settings.register_profile("impostors", quick, phases=(Phase.explicit, Phase.generate))
 
 
 seeds = st.integers(min_value=0, max_value=999)

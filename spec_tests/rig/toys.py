@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -90,19 +91,21 @@ class Frozen(nn.Module):
 class Branches(nn.Module):
     """Independent branches; `use` says which are computed, and in which order.
 
-    The order of evaluation decides the order in which gradients become ready.
+    The order of evaluation decides the order in which gradients become ready. Each branch has a
+    factor of its own: with equal ones their gradients would be equal, and mixing them up unseen.
     """
 
-    names = ("a", "b", "c")
+    factors: ClassVar[dict[str, int]] = {"a": 1, "b": 2, "c": 3}
 
     def __init__(self) -> None:
         super().__init__()
         self.shared = nn.Linear(6, 4)
-        self.branch = nn.ModuleDict({name: nn.Linear(4, 3) for name in self.names})
+        # Two alike, so that they can be mixed up in silence, and one of other sizes.
+        self.branch = nn.ModuleDict({n: nn.Linear(4, 3, bias=n != "c") for n in self.factors})
 
     def forward(self, x: torch.Tensor, use: str = "abc") -> torch.Tensor:
         h = self.shared(x).abs()
-        parts = [self.branch[name](h) for name in use]
+        parts = [self.factors[name] * self.branch[name](h) for name in use]
         return torch.stack(parts).sum(dim=0)
 
 

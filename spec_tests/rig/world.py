@@ -84,14 +84,18 @@ class Worlds:
             self._pools.popitem()[1].stop()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class World:
     """`size` ranks with one implementation. Cheap to make; the pool behind it is shared."""
 
-    worlds: Worlds = field(repr=False)
+    worlds: Worlds
     size: int
     target: Target | None
     transport: str
+
+    def __repr__(self) -> str:
+        # Hypothesis prints it in front of the drawn values.
+        return f"{self.size} ranks of {self.target} on {self.transport}"
 
     def run(
         self,

@@ -1,0 +1,1 @@
+"""Tests of the rig itself: the judge is judged too."""

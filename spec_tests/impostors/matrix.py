@@ -1,0 +1,167 @@
+"""Which clauses reject which impostors: the proof that the suite has teeth, and no false alarms.
+
+    python -m spec_tests impostors                      named clauses of every impostor
+    python -m spec_tests impostors --repeat 20          20 times each: a rejection by luck shows
+    python -m spec_tests impostors --full               other chapters must accept, benign ones all
+    python -m spec_tests impostors --only 'ddp.no-*'    some of them
+
+An impostor is *rejected* by a clause when at least one of the clause's cases fails in a way that
+its card allows. It is *misattributed* when a chapter that it has nothing to do with rejects it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from spec_tests.clause import Clause
+from spec_tests.impostors import CATALOGUE, FORCED_FAILURE
+from spec_tests.impostors.card import Impostor
+from spec_tests.ledger import load_all
+from spec_tests.rig.outcomes import SILENT, Outcome
+from spec_tests.rig.runner import CaseResult, run_case
+from spec_tests.rig.world import Worlds
+from spec_tests.target import Target, parse
+
+# Chapters whose clauses see what the key chapter does: no stranger to it, so not "unrelated".
+RELATED = {"ddp": {"ddp", "training"}, "training": {"training"}, "data": {"data", "training"}}
+
+
+@dataclass
+class Finding:
+    """What one clause said about one impostor: the decisive case, or the last one that passed."""
+
+    clause: Clause
+    impostor: Impostor
+    results: list[CaseResult] = field(default_factory=list)
+
+    @property
+    def decisive(self) -> CaseResult | None:
+        """The first case that says something other than "passed" or nothing."""
+        quiet = {Outcome.PASSED, *SILENT}
+        return next((result for result in self.results if result.outcome not in quiet), None)
+
+    @property
+    def is_rejected(self) -> bool:
+        """True if a case failed in one of the ways that the card allows."""
+        found = self.decisive
+        return found is not None and str(found.outcome) in self.impostor.outcomes
+
+
+def probe(clause: Clause, impostor: Impostor, worlds: Worlds) -> Finding:
+    """Run the clause's cases until one of them is decisive."""
+    finding = Finding(clause, impostor)
+    target = target_of(impostor)
+    for case in clause.cases():
+        finding.results.append(run_case(clause, target, case, worlds))
+        if finding.decisive is not None:
+            break
+    return finding
+
+
+def target_of(impostor: Impostor) -> Target:
+    """The impostor as an implementation."""
+    return parse(f"impostor:{impostor.id}")
+
+
+def named_clauses(impostor: Impostor) -> list[Clause]:
+    """The clauses that must reject it.
+
+    Raises:
+        ValueError: the card names a clause that does not exist.
+    """
+    clauses = {clause.id: clause for clause in load_all()}
+    unknown = [name for name in impostor.rejected_by if name not in clauses]
+    if unknown:
+        raise ValueError(f"impostor {impostor.id} names clauses that do not exist: {unknown}")
+    return [clauses[name] for name in impostor.rejected_by]
+
+
+def owed_by_benign() -> list[Clause]:
+    """The clauses that right but unusual code must pass."""
+    return [clause for clause in load_all() if clause.level != "production"]
+
+
+def unrelated_clauses(impostor: Impostor) -> list[Clause]:
+    """Clauses of the chapters that an impostor has nothing to do with."""
+    chapter = impostor.id.partition(".")[0]
+    related = RELATED.get(chapter, {chapter})
+    return [clause for clause in load_all() if clause.chapter not in related]
+
+
+def must_reject(impostor: Impostor, worlds: Worlds) -> list[str]:
+    """Complaints about named clauses that let the impostor pass; empty if all reject it."""
+    complaints = []
+    for clause in named_clauses(impostor):
+        finding = probe(clause, impostor, worlds)
+        if not finding.is_rejected:
+            found = finding.decisive
+            seen = f"{found.outcome} ({found.case}): {found.message}" if found else "all passed"
+            complaints.append(
+                f"{impostor.id} must be rejected by {clause.id} ({', '.join(impostor.outcomes)}): "
+                f"{seen}"
+            )
+    return complaints
+
+
+def must_accept(
+    impostor: Impostor, clauses: Sequence[Clause], worlds: Worlds
+) -> list[str]:
+    """Complaints about clauses that reject what they have no reason to reject."""
+    complaints = []
+    for clause in clauses:
+        found = probe(clause, impostor, worlds).decisive
+        if found is not None:
+            complaints.append(
+                f"{impostor.id} must be accepted by {clause.id}: {found.outcome} ({found.case}): "
+                f"{found.message}"
+            )
+    return complaints
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command; 0 if everything is rejected and accepted as it should be."""
+    from hypothesis import settings
+
+    from spec_tests.rig.strategies import register_profiles
+
+    parser = argparse.ArgumentParser(prog="python -m spec_tests impostors", description=__doc__)
+    parser.add_argument("--repeat", type=int, default=1, help="times that each must be rejected")
+    parser.add_argument("--full", action="store_true", help="other chapters and benign ones too")
+    parser.add_argument("--only", default="*", help="glob over impostor ids")
+    options = parser.parse_args(arguments)
+    register_profiles()
+    settings.load_profile("impostors")
+    chosen = [i for i in CATALOGUE.values() if fnmatch.fnmatchcase(i.id, options.only)]
+    if not chosen:
+        print(f"--only {options.only}: no impostor matches; there are {', '.join(CATALOGUE)}")
+        return 2
+    worlds = Worlds()
+    try:
+        complaints = [line for i in chosen for line in _examine(i, options, worlds)]
+    finally:
+        worlds.close()
+    print("\n".join(["", *complaints]) if complaints else "")
+    rejected = sum(not i.is_benign for i in chosen)
+    print(f"{rejected} impostors, {len(chosen) - rejected} benign: {len(complaints)} complaints")
+    return 1 if complaints else 0
+
+
+def _examine(impostor: Impostor, options: argparse.Namespace, worlds: Worlds) -> list[str]:
+    begun, complaints = time.perf_counter(), []
+    if impostor.is_benign:
+        if options.full:
+            complaints += must_accept(impostor, owed_by_benign(), worlds)
+    else:
+        for _ in range(options.repeat):
+            complaints += must_reject(impostor, worlds)
+        if options.full and impostor is not FORCED_FAILURE:
+            complaints += must_accept(impostor, unrelated_clauses(impostor), worlds)
+    worlds.drop(target_of(impostor))
+    verdict = "COMPLAINT" if complaints else "ok"
+    names = ", ".join(impostor.rejected_by) or "accepted by all"
+    print(f"{verdict:9} {impostor.id:36} {time.perf_counter() - begun:6.1f} s  {names}", flush=True)
+    return complaints

@@ -1,0 +1,79 @@
+"""Source patches: a near-miss of the reference itself, one changed line, applied at import.
+
+A patch is `(module, find, replace)`. The module's source is changed as it is imported, inside the
+rank and nowhere else; no file is touched. `find` must occur exactly once: a patch that no longer
+fits is an error, not an impostor that silently behaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+
+
+class StalePatchError(Exception):
+    """The text to replace is not there, or is there more than once."""
+
+
+class _PatchingLoader(importlib.machinery.SourceFileLoader):
+    replacements: tuple[tuple[str, str], ...] = ()
+
+    def get_data(self, path: str) -> bytes:
+        data = super().get_data(path)
+        if not path.endswith(".py"):
+            raise OSError("no cached bytecode: it would be that of the unpatched source")
+        text = data.decode()
+        for find, replace in self.replacements:
+            count = text.count(find)
+            if count != 1:
+                raise StalePatchError(f"{self.name}: expected {find!r} once, found it {count} times")
+            text = text.replace(find, replace)
+        return text.encode()
+
+    def set_data(self, *args: object, **kwargs: object) -> None:
+        """Write no bytecode of patched source."""
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, patches: Sequence[tuple[str, str, str]]) -> None:
+        self.patches = patches
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        own = tuple((find, replace) for name, find, replace in self.patches if name == fullname)
+        found = importlib.machinery.PathFinder.find_spec(fullname, path) if own else None
+        if found is None or found.origin is None:
+            return None
+        loader = _PatchingLoader(fullname, found.origin)
+        loader.replacements = own
+        found.loader = loader
+        return found
+
+
+@contextlib.contextmanager
+def patched(patches: Sequence[tuple[str, str, str]]) -> Iterator[None]:
+    """Within the block, imports of the named modules see the changed source.
+
+    Raises:
+        StalePatchError: a patch does not fit, or its module was imported before or not at all.
+    """
+    early = [name for name, _, _ in patches if name in sys.modules]
+    if early:
+        raise StalePatchError(f"already imported, too late to patch: {', '.join(early)}")
+    finder = _Finder(patches)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+    missed = [name for name, _, _ in patches if name not in sys.modules]
+    if missed:
+        raise StalePatchError(f"never imported, so never patched: {', '.join(missed)}")

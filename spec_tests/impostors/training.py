@@ -1,0 +1,5 @@
+"""Near-misses of the training loop."""
+
+from __future__ import annotations
+
+IMPOSTORS = ()
