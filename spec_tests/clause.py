@@ -56,7 +56,7 @@ class Clause:
         id: dotted words, stable for ever.
         sentence: the norm, first line of the docstring.
         strength, level: see the module docstring of `spec_tests.rig.outcomes`.
-        judges: contract functions judged one at a time; empty if the clause needs none in particular.
+        judges: contract functions judged one at a time; empty if it needs none in particular.
         needs: contract functions that must be offered besides.
         source: the page that says so.
         since: the edition in which the clause appeared.
@@ -110,7 +110,7 @@ REGISTER: dict[str, Clause] = {}
 
 
 def clause(
-    id: str,  # noqa: A002 - the word that the ledger, the reports and the option --clause use
+    id: str,
     strength: Strength,
     *,
     level: str,
@@ -166,7 +166,7 @@ def _sentence_of(test: Callable[..., Any]) -> str:
 
 
 def _validate(
-    id: str,  # noqa: A002 - as above
+    id: str,
     strength: Strength,
     level: str,
     functions: tuple[str, ...],

@@ -19,7 +19,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -213,7 +213,9 @@ def world(request: pytest.FixtureRequest, target: target.Target) -> World:
 def _require_machine(clause: Clause, transport: str) -> None:
     if transport not in clause.transports:
         needed = " or ".join(clause.transports)
-        raise unittest.SkipTest(f"{runner.NOT_HERE}observed on {needed}, this run is on {transport}")
+        raise unittest.SkipTest(
+            f"{runner.NOT_HERE}observed on {needed}, this run is on {transport}"
+        )
     if transport == "cuda" and not torch.cuda.is_available():
         raise unittest.SkipTest(f"{runner.NOT_HERE}needs a CUDA device")
 
@@ -306,8 +308,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Keep results of this process, and of xdist workers, for the log."""
     if _CONTROLLER is None:
         return
-    for key, value in report.user_properties:
+    for key, found in report.user_properties:
         if key == _EVENT:
+            value = cast(dict[str, Any], found)
             _CONTROLLER.results.setdefault(value["implementation"], []).append(value)
             if _CONTROLLER.log is not None:
                 _CONTROLLER.log.result(**value)
@@ -321,7 +324,7 @@ _CONTROLLER: Run | None = None
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Open the log, and see that every implementation loads before anything is judged."""
-    global _CONTROLLER  # noqa: PLW0603 - logreport gets no config to look it up in
+    global _CONTROLLER
     config, run = session.config, session.config.stash[RUN]
     if os.environ.get("PYTEST_XDIST_WORKER"):
         return

@@ -183,7 +183,7 @@ def tagged(ctx, subject, micros):
         else:
             wrapped(tag).backward()
             ctx.impl.finish_gradient_synchronization(wrapped)
-    return {name: p.grad.tolist() for name, p in parameters.items()}
+    return {name: [] if p.grad is None else p.grad.tolist() for name, p in parameters.items()}
 
 
 @clause(

@@ -95,9 +95,7 @@ def test_wrapping_does_not_freeze_or_thaw(world, subject):
     """Wrapping MUST leave requires_grad of every parameter as it was."""
     ranks = world.run(construct, subject, "frozen", 7)
 
-    expected = {
-        name: not name.startswith("frozen.") for name in oracle.parameters("frozen", 7)
-    }
+    expected = {name: not name.startswith("frozen.") for name in oracle.parameters("frozen", 7)}
     judge.equal([rank["requires_grad"] for rank in ranks], expected, quantity="requires_grad")
 
 

@@ -32,9 +32,7 @@ def one_backward(ctx, subject, toy, seed):
     return replica.gradients()
 
 
-@clause(
-    "ddp.gradients.mean", MUST, level="course", judges=DDP, source=PAPER, worlds=(2, 3, 4)
-)
+@clause("ddp.gradients.mean", MUST, level="course", judges=DDP, source=PAPER, worlds=(2, 3, 4))
 @pytest.mark.parametrize("toy", ["mlp", "ragged"])
 def test_every_rank_holds_the_mean_gradient(world, subject, toy):
     """Every rank MUST hold the mean over ranks of the local gradients.
@@ -131,7 +129,7 @@ def weights_around_backward(ctx, subject, toy, seed):
     replica = Replica(ctx, subject, toy, seed)
     with torch.no_grad():
         for parameter in replica.parameters.values():
-            parameter += ctx.rank  # the mean of equal weights would change nothing
+            parameter.add_(ctx.rank)  # the mean of equal weights would change nothing
     before = replica.weights()
     replica.backward()
     return {"before": before, "after": replica.weights()}
@@ -156,7 +154,9 @@ def test_backward_changes_no_weight(world, subject):
         [rank["after"] for rank in ranks],
         [rank["before"] for rank in ranks],
         quantity="weight from before backward",
-        hints=[Hint("the mean of all ranks' weights: the hook averaged the parameter", _mean(ranks))],
+        hints=[
+            Hint("the mean of all ranks' weights: the hook averaged the parameter", _mean(ranks))
+        ],
         given="toy 'mlp', weights changed on each rank after wrapping",
     )
 
@@ -429,4 +429,3 @@ def test_a_world_of_one_is_the_plain_module(world, subject, toy):
         quantity="bare module's gradient",
         given=f"toy {toy!r}, world 1",
     )
-

@@ -12,6 +12,7 @@ from spec_tests.ddp.replica import Replica
 from spec_tests.laws import equivalence
 from spec_tests.rig import judge, oracle
 from spec_tests.rig.symptoms import Hint
+from spec_tests.rig.toys import TOYS
 
 DDP = ("ddp", "ddp_bucketed")
 GROUPS = "DistributedDataParallel, process_group; verl issue 7493"
@@ -84,5 +85,5 @@ def test_each_group_divides_by_its_own_size(world, subject):
 
 
 def _gradients(group, *, seed):
-    batches = [oracle.TOYS["mlp"].batch(7, rank=rank) for rank in group]
+    batches = [TOYS["mlp"].batch(7, rank=rank) for rank in group]
     return oracle.gradients("mlp", seed, batches)

@@ -1,4 +1,4 @@
-"""Life cycle: training for several steps, two models at once, after an exception, and what stays."""
+"""Life cycle: several steps, two models at once, what comes after an exception, what stays."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from spec_tests.laws import agreement, equivalence, footprint, refusal
 from spec_tests.rig import judge, oracle, strategies
 from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.tolerance import rounding
+from spec_tests.rig.toys import TOYS
 
 DDP = ("ddp", "ddp_bucketed")
 STEPS = 5
@@ -43,7 +44,7 @@ def test_training_in_shares_equals_training_on_the_whole(world, subject, seed, t
     ranks = world.run(trained, subject, toy, seed, STEPS)
 
     steps = [
-        [oracle.TOYS[toy].batch(seed, rank=rank, micro=step) for rank in range(world.size)]
+        [TOYS[toy].batch(seed, rank=rank, micro=step) for rank in range(world.size)]
         for step in range(STEPS)
     ]
     judge.tensors(
@@ -67,9 +68,9 @@ def history(ctx, subject, seed):
         batch = torch.randn(3, 6, generator=generator).to(ctx.device)
         replica.wrapped(batch).square().mean().backward()
         replica.finish()
-        gradients = {f"{name}.grad": p.grad.clone() for name, p in replica.parameters.items()}
+        moment = {f"{name}.grad": g for name, g in replica.gradients().items()}
         optimizer.step()
-        moments.append(gradients | replica.weights())
+        moments.append({**moment, **replica.weights()})
     return moments
 
 
@@ -154,7 +155,7 @@ def after_failure(ctx, subject, seed, where):
         raise KeyError("planted")
 
     if where == "forward":
-        handle = replica.module.second.register_forward_pre_hook(fail)
+        handle = replica.module.get_submodule("second").register_forward_pre_hook(fail)
     else:
         handle = replica.parameters["first.weight"].register_hook(fail)
     try:

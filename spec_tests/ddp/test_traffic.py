@@ -16,6 +16,7 @@ from spec_tests.ddp.replica import Replica
 from spec_tests.laws import agreement, equivalence, traffic
 from spec_tests.rig import judge, oracle, strategies
 from spec_tests.rig.recorder import Kind
+from spec_tests.rig.toys import TOYS
 
 DDP = ("ddp", "ddp_bucketed")
 BUCKETED = ("ddp_bucketed",)
@@ -168,7 +169,7 @@ def test_all_ranks_issue_the_same_collectives(world, subject):
 
 
 def _trainable(toy: str) -> int:
-    module = oracle.TOYS[toy].build(7)
+    module = TOYS[toy].build(7)
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 

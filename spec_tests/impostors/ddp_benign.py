@@ -69,9 +69,7 @@ class RefusesUnused(PlainDdp):
 
     def finish(self) -> None:
         names = [name for name, p in self.module.named_parameters() if p.requires_grad]
-        absent = [
-            name for name, p in zip(names, self.trainable, strict=True) if p.grad is None
-        ]
+        absent = [name for name, p in zip(names, self.trainable, strict=True) if p.grad is None]
         if self.has_news and absent:
             raise RuntimeError(f"no gradient for {', '.join(absent)}; use them or freeze them")
         super().finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ class FloatBuffersOnly(PlainDdp):
 
 class ThawsFrozen(PlainDdp):
     def choose(self) -> list[nn.Parameter]:
-        return [p.requires_grad_() for p in self.module.parameters()]
+        self.module.requires_grad_()
+        return list(self.module.parameters())
 
 
 class RoundsOutput(PlainDdp):
@@ -308,7 +310,7 @@ class DividesByWorld(PlainDdp):
 
 
 class FirstRankOfWorld(PlainDdp):
-    def take_first(self, tensors: list[torch.Tensor]) -> None:
+    def take_first(self, tensors: Sequence[torch.Tensor]) -> None:
         group, self.group = self.group, None
         super().take_first(tensors)
         self.group = group
@@ -399,7 +401,7 @@ IMPOSTORS = (
         DividesTwice,
         "divides-twice",
         "Divides by the world size twice.",
-        "The loss is already a mean over the global batch, or ReduceOp.AVG is followed by a division.",
+        "The loss is a mean over the global batch already, or a division follows ReduceOp.AVG.",
         "As with the sum: Adam does not care.",
         _MEAN,
     ),

@@ -146,7 +146,9 @@ class EvaluationTakesBaseline(PlainDdp):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             self.baseline = {
-                index: p.grad.clone() for index, p in enumerate(self.trainable) if p.grad is not None
+                index: p.grad.clone()
+                for index, p in enumerate(self.trainable)
+                if p.grad is not None
             }
         return super().forward(*args, **kwargs)
 

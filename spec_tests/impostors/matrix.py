@@ -107,9 +107,7 @@ def must_reject(impostor: Impostor, worlds: Worlds) -> list[str]:
     return complaints
 
 
-def must_accept(
-    impostor: Impostor, clauses: Sequence[Clause], worlds: Worlds
-) -> list[str]:
+def must_accept(impostor: Impostor, clauses: Sequence[Clause], worlds: Worlds) -> list[str]:
     """Complaints about clauses that reject what they have no reason to reject."""
     complaints = []
     for clause in clauses:

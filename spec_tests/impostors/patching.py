@@ -30,7 +30,9 @@ class _PatchingLoader(importlib.machinery.SourceFileLoader):
         for find, replace in self.replacements:
             count = text.count(find)
             if count != 1:
-                raise StalePatchError(f"{self.name}: expected {find!r} once, found it {count} times")
+                raise StalePatchError(
+                    f"{self.name}: expected {find!r} once, found it {count} times"
+                )
             text = text.replace(find, replace)
         return text.encode()
 

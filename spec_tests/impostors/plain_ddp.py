@@ -8,6 +8,7 @@ an impostor stays what it is however a solution is rewritten.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from torch import nn
 
 
 class PlainDdp(nn.Module):
-    """Buckets in a fixed order, launched as soon as their turn has come, copied back in `finish`."""
+    """Buckets in a fixed order, launched when their turn has come, copied back in `finish`."""
 
     def __init__(self, module: nn.Module, group: Any = None, bucket_bytes: float = 0.0) -> None:
         super().__init__()
@@ -40,7 +41,7 @@ class PlainDdp(nn.Module):
         self.take_first(list(self.module.buffers()))
 
     @torch.no_grad()
-    def take_first(self, tensors: list[torch.Tensor]) -> None:
+    def take_first(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             whole = tensor.detach().contiguous()
             dist.broadcast(whole, src=self.first_rank(), group=self.group)

@@ -1,8 +1,8 @@
 """Laws: what many clauses say in common, each once, with hints that make a failure speak.
 
-    equivalence   gradients and weights equal those of one process with the whole batch
-    agreement     all ranks hold the same bits, issue the same collectives
-    traffic       what is sent, how often, how many bytes, in which order
-    footprint     bytes that stay, by named terms
-    refusal       right, or a clear error; never a hang
+equivalence   gradients and weights equal those of one process with the whole batch
+agreement     all ranks hold the same bits, issue the same collectives
+traffic       what is sent, how often, how many bytes, in which order
+footprint     bytes that stay, by named terms
+refusal       right, or a clear error; never a hang
 """

@@ -70,6 +70,7 @@ class RankRaised(_Failure, Exception):
 
     @property
     def error(self) -> RemoteError:
+        """The exception as the culprit raised it."""
         found = self.ranks[self.primary].error
         assert found is not None
         return found

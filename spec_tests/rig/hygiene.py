@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -53,6 +53,12 @@ def _restore_hooks(before: dict[str, tuple[int, ...]]) -> None:
         hooks = getattr(module_hooks, name)
         for key in [key for key in hooks if key not in before[name]]:
             del hooks[key]
+
+
+def _restore_filters(before: list[Any]) -> None:
+    # In place: the interpreter's C code holds this very list.
+    filters = cast(list[Any], warnings.filters)
+    filters[:] = before
 
 
 def _restore_groups(before: tuple[str, ...]) -> None:
@@ -102,11 +108,7 @@ _PROBES = (
     _Probe("environment", lambda: dict(os.environ), _restore_environment),
     _Probe("working directory", os.getcwd, os.chdir),
     _Probe("Python threads", _thread_names),
-    _Probe(
-        "warning filters",
-        lambda: list(warnings.filters),
-        lambda before: warnings.filters.__setitem__(slice(None), before),  # type: ignore[attr-defined]  # a list at run time
-    ),
+    _Probe("warning filters", lambda: list(warnings.filters), _restore_filters),
     _Probe(
         "alarm handler",
         lambda: signal.getsignal(signal.SIGALRM),

@@ -37,7 +37,8 @@ class Situation:
     margins: list[dict[str, float]] = field(default_factory=list)
 
 
-SITUATION: ContextVar[Situation] = ContextVar("situation", default=Situation())
+_NOWHERE = Situation()
+SITUATION: ContextVar[Situation] = ContextVar("situation", default=_NOWHERE)
 
 
 @contextlib.contextmanager

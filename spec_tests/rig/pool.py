@@ -17,7 +17,6 @@ One call, as the parent sees it:
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
 import shutil
 import signal
@@ -270,7 +269,8 @@ class Pool:
         reports = []
         for member in self._members:
             reply = replies.get(member.rank)
-            stack, collectives, state = "", (), "returned"
+            stack, state = "", "returned"
+            collectives: tuple[str, ...] = ()
             if reply is not None and reply.error is not None:
                 state = "raised"
             elif reply is None and (member is dead or not member.process.is_alive()):
@@ -358,6 +358,8 @@ def _is_echo(error: wire.RemoteError) -> bool:
 
 
 def _and(ranks: Sequence[int]) -> str:
-    return " and ".join([", ".join(map(str, ranks[:-1])), str(ranks[-1])]) if len(ranks) > 1 else (
-        str(ranks[0]) if ranks else "?"
+    return (
+        " and ".join([", ".join(map(str, ranks[:-1])), str(ranks[-1])])
+        if len(ranks) > 1
+        else (str(ranks[0]) if ranks else "?")
     )

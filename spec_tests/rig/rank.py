@@ -105,6 +105,7 @@ class Context:
 
     @property
     def impl(self) -> Implementation:
+        """The implementation under test."""
         if self._impl is None:
             raise RuntimeError("this world has no implementation; pass one to world(n, impl=...)")
         return self._impl
@@ -255,7 +256,9 @@ def _run(config: RankConfig, task: Task, impl: Implementation | None) -> Reply:
 def _issued_collectives() -> int:
     """How many collectives this rank has issued on the default group; -1 without a group."""
     world = dist.group.WORLD if dist.is_initialized() else None
-    return -1 if world is None else int(world._get_sequence_number_for_group())
+    if world is None:
+        return -1
+    return int(world._get_sequence_number_for_group())  # type: ignore[attr-defined]  # not in stubs
 
 
 @functools.cache

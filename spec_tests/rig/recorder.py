@@ -85,7 +85,9 @@ class Log:
 
     def collectives(self, *kinds: Kind) -> tuple[Event, ...]:
         """The collectives, all of them or those of the given kinds."""
-        return tuple(e for e in self.events if e.kind is not None and (not kinds or e.kind in kinds))
+        return tuple(
+            e for e in self.events if e.kind is not None and (not kinds or e.kind in kinds)
+        )
 
     def position(self, label: str) -> int:
         """Index of the first event called `label`.
@@ -140,7 +142,7 @@ class Recorder(TorchDispatchMode):
     """Use as a context manager; read `log()` at the end, `live_bytes` at any time."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it bare
         self._events: list[Event] = []
         self._ledger = _StorageLedger()
 

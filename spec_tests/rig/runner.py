@@ -100,9 +100,7 @@ def require_offered(world: World, clause: Clause, subject: str | None) -> None:
         raise NotOffered(f"not offered: {', '.join(missing)}")
 
 
-def run_case(
-    clause: Clause, target: Target, case: Mapping[str, Any], worlds: Worlds
-) -> CaseResult:
+def run_case(clause: Clause, target: Target, case: Mapping[str, Any], worlds: Worlds) -> CaseResult:
     """Judge one case, without pytest."""
     name = case_name(case)
     error: BaseException | None = None

@@ -46,9 +46,7 @@ def exact(reason: str = "exact arithmetic: equal bits") -> Tolerance:
     return Tolerance(0.0, reason)
 
 
-def rounding(
-    dtype: torch.dtype, *, terms: int, depth: int = 1, floor: float = 1.0
-) -> Tolerance:
+def rounding(dtype: torch.dtype, *, terms: int, depth: int = 1, floor: float = 1.0) -> Tolerance:
     """Two right ways to sum `terms` products, `depth` such sums after one another.
 
     Args:

@@ -2,8 +2,8 @@
 
 Everything is exact: weights and inputs are small integers, activations are `abs`, and the loss is
 a sum of squares, so every intermediate value and every gradient is an integer far below 2**53 (or
-2**24 where a toy holds float32). With the loss multiplied by the world size even the mean over ranks
-is an integer. Order of summation and place of division then cannot matter, and every right
+2**24 where a toy holds float32). With the loss multiplied by the world size even the mean over
+ranks is an integer. Order of summation and place of division then cannot matter, and every right
 implementation is bit-equal to one process with the whole batch, at any world size.
 
 What a toy's name says is itself asserted, in `rig_tests/test_toys.py`: a famous fixture called
@@ -12,6 +12,7 @@ What a toy's name says is itself asserted, in `rig_tests/test_toys.py`: a famous
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -38,7 +39,7 @@ class Ragged(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         sizes = [6, 1, 7, 3, 5, 2]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
         self.gain = nn.Parameter(torch.empty(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

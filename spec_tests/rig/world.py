@@ -159,7 +159,7 @@ def _name_of(body: Callable[..., Any]) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """"Not offered" is an outcome of its own, not a failure."""
+    """ "Not offered" is an outcome of its own, not a failure."""
     try:
         yield
     except RankRaised as failure:

@@ -34,6 +34,7 @@ RANK_ENVIRONMENT = {
     "TORCH_FR_BUFFER_SIZE": "64",
 }
 
+
 def start_zygote() -> None:
     """Begin to preload in the background; call it before the parent imports torch itself."""
     for name, value in RANK_ENVIRONMENT.items():
