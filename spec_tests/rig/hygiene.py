@@ -43,9 +43,14 @@ class _Probe:
     restore: Callable[[Any], object] | None = None
 
 
-def _restore_environment(before: dict[str, str]) -> None:
+def _environment() -> dict[Any, Any]:
+    # Undecoded where the platform keeps it so: a tenth of the time.
+    return dict(getattr(os.environ, "_data", os.environ))
+
+
+def _restore_environment(before: dict[Any, Any]) -> None:
     os.environ.clear()
-    os.environ.update(before)
+    os.environ.update({os.fsdecode(key): os.fsdecode(value) for key, value in before.items()})
 
 
 def _restore_hooks(before: dict[str, tuple[int, ...]]) -> None:
@@ -105,7 +110,7 @@ _PROBES = (
         _restore_hooks,
     ),
     _Probe("process groups", _group_names, _restore_groups),
-    _Probe("environment", lambda: dict(os.environ), _restore_environment),
+    _Probe("environment", _environment, _restore_environment),
     _Probe("working directory", os.getcwd, os.chdir),
     _Probe("Python threads", _thread_names),
     _Probe("warning filters", lambda: list(warnings.filters), _restore_filters),
@@ -161,6 +166,9 @@ def _shorten(old: object, new: object) -> tuple[str, str]:
 
 def seed_everything(seed: int) -> None:
     """Seed torch, NumPy and random, as each task needs before its body runs."""
-    torch.manual_seed(seed)
+    # Not torch.manual_seed: without CUDA it queues a call with its stack each time, 0.1 ms.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)

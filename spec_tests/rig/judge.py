@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from spec_tests.rig.symptoms import Finding, Hint, explain
+from spec_tests.rig.symptoms import Finding, Hint, explain, gap
 from spec_tests.rig.tolerance import Tolerance, exact
 
 Tensors = Mapping[str, torch.Tensor | None]
@@ -122,8 +122,9 @@ def same_on_all_ranks(observed: Sequence[Tensors], *, quantity: str, given: str 
     """
     __tracebackhide__ = True
     for rank, seen in enumerate(observed[1:], start=1):
+        _check_names(rank, seen, observed[0], quantity, given)
         for name, reference in observed[0].items():
-            finding = _compare(rank, name, seen.get(name), reference, exact())
+            finding = _compare(rank, name, seen[name], reference, exact())
             if finding is not None:
                 raise violated(
                     f"rank {rank}, {name!r}: its {quantity} differs from rank 0's "
@@ -177,8 +178,7 @@ def _compare(
     if torch.equal(seen, wanted):
         error = 0.0
     else:
-        gap = (seen.double() - wanted.double()).abs()
-        error = float(gap.nan_to_num(nan=float("inf")).max())
+        error = float(gap(seen, wanted).max())
     if tolerance.relative > 0.0:
         SITUATION.get().margins.append(
             {"tolerance": allowed, "error": error, "ratio": error / allowed}
@@ -203,11 +203,12 @@ def _describe(
     scope += f"{', '.join(map(str, ranks))} of {len(observed)}"
     if len(ranks) == len(observed) and _ranks_agree(observed, first.name):
         scope += "; the ranks agree with each other"
+    size = f"{first.difference()}; allowed {first.allowed:.1e} ({tolerance.reason})\n"
     return violated(
         f"rank {first.rank}, {first.name!r} {first.shape()}: expected the {quantity}, "
         f"{first.got(cause)}",
         likely=cause.text if cause else "",
-        detail=f"{first.difference()}; allowed {first.allowed:.1e} ({tolerance.reason})\n{scope}",
+        detail=("" if first.missing() else size) + scope,
         given=given,
     )
 

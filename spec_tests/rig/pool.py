@@ -19,15 +19,14 @@ from __future__ import annotations
 import contextlib
 import selectors
 import shutil
-import signal
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -36,6 +35,7 @@ from spec_tests.rig import rank as rank_side
 from spec_tests.rig import wire
 from spec_tests.rig.errors import RankDied, RankHung, RankRaised, RankReport, RanksDisagree
 from spec_tests.rig.liveness import Liveness
+from spec_tests.rig.member import Member
 from spec_tests.rig.zygote import RANK_ENVIRONMENT, start_method
 from spec_tests.target import Target
 
@@ -43,41 +43,6 @@ START_TIMEOUT_S = 60.0
 # After a rank has raised, its peers are released by the closing sockets; who is not is killed.
 RELEASE_S = 0.5
 _POLL_S = 0.2
-
-
-@dataclass
-class _Member:
-    """A rank as the parent knows it."""
-
-    rank: int
-    process: BaseProcess
-    tasks: Connection
-    control: Connection
-    output_path: Path
-
-    def output(self, limit: int = 4000) -> str:
-        """The tail of what the rank printed, without the interpreter's list of C modules."""
-        with contextlib.suppress(OSError), self.output_path.open("rb") as file:
-            file.seek(max(0, self.output_path.stat().st_size - limit))
-            text = file.read().decode(errors="replace")
-            return text.partition("\nExtension modules:")[0]
-        return ""
-
-    def ask_what_it_does(self, wait_s: float) -> tuple[str, tuple[str, ...]]:
-        """Stack and last collectives; a rank that holds the interpreter lock cannot answer."""
-        with contextlib.suppress(OSError, EOFError):
-            self.control.send_bytes(b"?")
-            if self.control.poll(wait_s):
-                answer: tuple[str, tuple[str, ...]] = wire.loads(self.control.recv_bytes())
-                return answer
-        return "(did not answer: busy inside C++ with the interpreter lock held)", ()
-
-    def how_it_ended(self) -> str:
-        self.process.join(1.0)
-        code = self.process.exitcode
-        if code is not None and code < 0:
-            return f"killed by {signal.Signals(-code).name}"
-        return f"exited with {code}"
 
 
 @dataclass(frozen=True)
@@ -118,7 +83,7 @@ class Pool:
         # Owned by the parent and on a port that the system picks: no port is ever fixed.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._selector = selectors.DefaultSelector()
-        self._members: list[_Member] = []
+        self._members: list[Member] = []
         try:
             for rank in range(world_size):
                 self._members.append(self._start(rank, transport, environment or {}))
@@ -128,7 +93,7 @@ class Pool:
             self.kill()
             raise
 
-    def _start(self, rank: int, transport: str, environment: dict[str, str]) -> _Member:
+    def _start(self, rank: int, transport: str, environment: dict[str, str]) -> Member:
         context = get_context(start_method())
         tasks, their_tasks = context.Pipe()
         control, their_control = context.Pipe()
@@ -151,14 +116,15 @@ class Pool:
             name=f"rank{rank}",
             daemon=True,
         )
-        process.start()
+        with _without_main():
+            process.start()
         their_tasks.close()
         their_control.close()
-        member = _Member(rank, process, tasks, control, Path(config.output_path))
+        member = Member(rank, process, tasks, control, Path(config.output_path))
         self._selector.register(tasks, selectors.EVENT_READ, member)
         return member
 
-    def _greet(self, member: _Member) -> None:
+    def _greet(self, member: Member) -> None:
         if not member.tasks.poll(START_TIMEOUT_S):
             stack, _ = member.ask_what_it_does(0.5)
             report = RankReport(member.rank, "did not start", stack=stack, output=member.output())
@@ -235,7 +201,7 @@ class Pool:
                 break
         return replies
 
-    def _receive(self, member: _Member, replies: dict[int, rank_side.Reply]) -> None:
+    def _receive(self, member: Member, replies: dict[int, rank_side.Reply]) -> None:
         try:
             reply: rank_side.Reply = wire.loads(member.tasks.recv_bytes())
         except (EOFError, ConnectionResetError):
@@ -256,7 +222,7 @@ class Pool:
             headline += f"; rank {_and(returned)} had already left the body"
         raise RankHung(headline, waiting[0], reports)
 
-    def _raise_died(self, dead: _Member, replies: dict[int, rank_side.Reply]) -> None:
+    def _raise_died(self, dead: Member, replies: dict[int, rank_side.Reply]) -> None:
         time.sleep(0.05)  # a peer that dies of the same cause, or is released by it, says so now
         reports = self._report_all(replies, dead=dead)
         self.kill()
@@ -264,7 +230,7 @@ class Pool:
         raise RankDied(f"rank {dead.rank} of {self.world_size}: {state}", dead.rank, reports)
 
     def _report_all(
-        self, replies: dict[int, rank_side.Reply], dead: _Member | None = None
+        self, replies: dict[int, rank_side.Reply], dead: Member | None = None
     ) -> list[RankReport]:
         reports = []
         for member in self._members:
@@ -288,16 +254,20 @@ class Pool:
 
     def _conclude(self, replies: dict[int, rank_side.Reply]) -> Outcome:
         ordered = [replies[rank] for rank in range(self.world_size)]
+        is_clean = all(leak.restored for reply in ordered for leak in reply.leaks)
         if any(reply.error for reply in ordered):
             self._group += 1
-            self._raise_error(replies, self._report_all(replies))
+            reports = self._report_all(replies)
+            if not is_clean:
+                self.kill()
+            self._raise_error(replies, reports)
         issued = [reply.collectives for reply in ordered]
         leaks = tuple(
             f"rank {rank}: {leak}" for rank, reply in enumerate(ordered) for leak in reply.leaks
         )
         if len(set(issued)) > 1 or issued[0] < 0:
             self._group += 1
-        if any(not leak.restored for reply in ordered for leak in reply.leaks):
+        if not is_clean:
             self.kill()
         if len(set(issued)) > 1 and min(issued) >= 0:
             reports = [RankReport(rank, f"issued {n}") for rank, n in enumerate(issued)]
@@ -349,6 +319,21 @@ class Pool:
         self._selector.close()
         self._members.clear()
         shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Keep multiprocessing from running the parent's `__main__` again in each rank.
+
+    Bodies are named by their modules, so ranks need nothing of it; and a script without the usual
+    guard, a notebook or standard input could not be run again.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _is_echo(error: wire.RemoteError) -> bool:

@@ -154,8 +154,9 @@ def main(config: RankConfig, tasks: Connection, control: Connection) -> None:
             impl = load(config.target)
         except BaseException as error:  # an implementation may raise anything, SystemExit too
             load_error = wire.RemoteError.of(error, time.monotonic_ns())
-    gc.collect()
-    gc.freeze()  # so that a later collection looks at what bodies made, not at torch
+    # Later collections then look at what bodies made, not at torch. Without a collection first: that
+    # would take longer than all the rest of the start.
+    gc.freeze()
     tasks.send_bytes(wire.dumps((preloaded, load_error, impl.offered if impl else ())))
     _serve(config, tasks, store, impl, output)
 
@@ -216,19 +217,21 @@ def _serve(
     output: int,
 ) -> None:
     joined = -1
+    clean = hygiene.snapshot()
     while True:
         task: Task | None = wire.loads(tasks.recv_bytes())
         if task is None:
             break
         os.ftruncate(output, 0)
-        before = hygiene.snapshot()
         if task.group != joined:
             _leave()
             _join(config, store, task.group)
             joined = task.group
-            before = hygiene.snapshot()
+            clean = hygiene.snapshot()
         reply = _run(config, task, impl)
-        leaks = hygiene.restore(before)
+        leaks = hygiene.restore(clean)
+        if leaks:  # what could not be put back is the state from now on
+            clean = hygiene.snapshot()
         tasks.send_bytes(wire.dumps(_with_leaks(reply, leaks)))
         if reply.error is not None or reply.collectives < 0:
             _leave()  # releases the peers that wait for this rank

@@ -39,6 +39,13 @@ class Cause:
     text: str
 
 
+def gap(seen: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Absolute difference, elementwise; 0 where both are the same infinity, infinite at NaN."""
+    seen, wanted = seen.double(), wanted.double()
+    difference = (seen - wanted).abs().nan_to_num(nan=float("inf"))
+    return difference.masked_fill(seen == wanted, 0.0)
+
+
 @dataclass(frozen=True)
 class Finding:
     """One tensor of one rank that is not what it should be."""
@@ -73,31 +80,35 @@ class Finding:
             return "got None"
         if self.wanted is None:
             return "which is None, got a tensor"
+        if self.missing():
+            return f"got {self.missing()}"
         return f"got {cause.got}" if cause else "got something else"
 
     def difference(self) -> str:
         """Largest error and where, with both values."""
         if self.missing() or self.seen is None or self.wanted is None:
             return self.missing()
-        gap = (self.seen.double() - self.wanted.double()).abs().nan_to_num(nan=float("inf"))
-        worst = int(gap.reshape(-1).argmax())
-        where = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), gap.shape))
-        wrong = int((gap > self.allowed).sum())
+        errors = gap(self.seen, self.wanted)
+        worst = int(errors.reshape(-1).argmax())
+        where = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), errors.shape))
+        wrong = int((errors > self.allowed).sum())
         return (
             f"largest error {self.error:.3g} at {where}: expected "
             f"{float(self.wanted.reshape(-1)[worst]):.6g}, got "
-            f"{float(self.seen.reshape(-1)[worst]):.6g}; {wrong} of {gap.numel()} elements wrong"
+            f"{float(self.seen.reshape(-1)[worst]):.6g}; {wrong} of {errors.numel()} elements wrong"
         )
 
 
 def explain(finding: Finding, hints: Sequence[Hint], *, world_size: int) -> Cause | None:
     """The most specific entry of the table that fits; None if nothing does."""
-    if finding.missing() or finding.seen is None or finding.wanted is None:
+    if finding.seen is None or finding.wanted is None:
         return Cause("", finding.missing())
+    if finding.missing():
+        return Cause("", "it was flattened, padded or cast, and not brought back")
     seen, wanted = finding.seen.double(), finding.wanted.double()
-    close = max(finding.allowed, 1e-9 * float(wanted.abs().max()))
+    close = max(finding.allowed, 1e-9 * float(wanted.abs().nan_to_num(0.0, 0.0).max()))
     return (
-        _not_finite(seen)
+        _not_finite(seen, wanted)
         or _zero(seen, wanted)
         or _hinted(finding, hints, close)
         or _ratio(seen, wanted, world_size)
@@ -106,8 +117,8 @@ def explain(finding: Finding, hints: Sequence[Hint], *, world_size: int) -> Caus
     )
 
 
-def _not_finite(seen: torch.Tensor) -> Cause | None:
-    bad = int((~seen.isfinite()).sum())
+def _not_finite(seen: torch.Tensor, wanted: torch.Tensor) -> Cause | None:
+    bad = int((~seen.isfinite() & (seen != wanted)).sum())
     if not bad:
         return None
     return Cause(

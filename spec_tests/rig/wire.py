@@ -54,7 +54,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], t
             "a rank body may not return a DTensor; return tensor.to_local() or "
             "tensor.full_tensor(), so that the parent knows which of the two it judges"
         )
-    plain = tensor.detach().to("cpu").contiguous()
+    plain = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
     if plain.dtype not in _NUMPY_DTYPES:
         plain = plain.view(_BITS_BY_ITEMSIZE[plain.dtype.itemsize])
     return _rebuild_tensor, (plain.numpy(), tensor.dtype)
@@ -115,7 +115,7 @@ class RemoteError:
         return cls(
             kind=type(error).__name__,
             bases=tuple(base.__name__ for base in type(error).__mro__),
-            message=str(error),
+            message=_text_of(error),
             frames=tuple(entries),
             text="".join(traceback.format_exception(error)),
             raised_ns=raised_ns,
@@ -132,6 +132,13 @@ class RemoteError:
         for frame in reversed(self.frames):
             trace = types.TracebackType(trace, _frame_at(frame), 0, frame.lineno)
         return trace
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as second:  # an exception of foreign code may be unable to describe itself
+        return f"(no message: its __str__ raised {type(second).__name__})"
 
 
 def _frame_at(where: Frame) -> types.FrameType:

@@ -125,12 +125,7 @@ class World:
         if per_rank is not None and len(per_rank) != self.size:
             raise RigError(f"per_rank has {len(per_rank)} entries for {self.size} ranks")
         own = per_rank or [()] * self.size
-        pool = self.worlds.pool(self.size, self.target, self.transport)
-        if pool.load_error is not None:
-            raise RigError(
-                f"{self.target.name if self.target else 'implementation'} does not load: "
-                f"{pool.load_error.kind}: {pool.load_error.message}"
-            )
+        pool = self._loaded_pool()
         calls = [(*args, *own[rank]) for rank in range(self.size)]
         with _translated():
             outcome = pool.call(
@@ -142,8 +137,21 @@ class World:
         return ranks
 
     def offered(self) -> tuple[str, ...]:
-        """The contract functions that the implementation brings."""
-        return self.worlds.pool(self.size, self.target, self.transport).offered
+        """The contract functions that the implementation brings.
+
+        Raises:
+            RigError: the implementation does not load; that is not the same as offering nothing.
+        """
+        return self._loaded_pool().offered
+
+    def _loaded_pool(self) -> Pool:
+        pool = self.worlds.pool(self.size, self.target, self.transport)
+        if pool.load_error is not None:
+            raise RigError(
+                f"{self.target.name if self.target else 'implementation'} does not load: "
+                f"{pool.load_error.kind}: {pool.load_error.message}"
+            )
+        return pool
 
 
 def _name_of(body: Callable[..., Any]) -> tuple[str, str]:

@@ -1,0 +1,61 @@
+"""A rank as its parent knows it: a process, two pipes, and the file that holds what it printed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from spec_tests.rig import wire
+
+
+@dataclass
+class Member:
+    """Asks after one rank; a dead one has a state, an output, and no answers."""
+
+
+    rank: int
+    process: BaseProcess
+    tasks: Connection
+    control: Connection
+    output_path: Path
+
+    def output(self, limit: int = 4000) -> str:
+        """The tail of what the rank printed; of a crash, the body's own stack alone."""
+        with contextlib.suppress(OSError), self.output_path.open("rb") as file:
+            file.seek(max(0, self.output_path.stat().st_size - limit))
+            text = file.read().decode(errors="replace")
+            return _without_rig(text)
+        return ""
+
+    def ask_what_it_does(self, wait_s: float) -> tuple[str, tuple[str, ...]]:
+        """Stack and last collectives; a rank that holds the interpreter lock cannot answer."""
+        with contextlib.suppress(OSError, EOFError):
+            self.control.send_bytes(b"?")
+            if self.control.poll(wait_s):
+                answer: tuple[str, tuple[str, ...]] = wire.loads(self.control.recv_bytes())
+                return answer
+        return "(did not answer: busy inside C++ with the interpreter lock held)", ()
+
+    def how_it_ended(self) -> str:
+        self.process.join(1.0)
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return f"exited with {code}"
+
+
+def _without_rig(text: str) -> str:
+    """A crash dump lists every thread and C module: keep the words and the body's own frames."""
+    words, crash, dump = text.partition("Fatal Python error:")
+    if not crash:
+        return text
+    what, _, threads = dump.partition("\n\n")
+    body = [thread for thread in threads.split("\n\n") if " in _run\n" in thread]
+    frames = [line for line in "".join(body[:1]).splitlines() if line.startswith("  File")]
+    own = list(itertools.takewhile(lambda line: "/rig/rank.py" not in line, frames))
+    return "\n".join([words.rstrip(), crash + what, *own])
