@@ -198,7 +198,7 @@ class Reducer(ABC):
         place = self.staged[index] = self.place(index)
         if gradient is None:
             self._absent.append(index)
-            place.fill_(-0.0)
+            _real(place).fill_(-0.0)
             return
         if gradient.requires_grad:  # create_graph=True: its history is not sent
             gradient = gradient.detach()
@@ -224,5 +224,9 @@ class Reducer(ABC):
 
 
 def _is_absent(place: torch.Tensor) -> bool:
-    numbers = torch.view_as_real(place) if place.is_complex() else place
-    return bool(torch.signbit(numbers).all()) and not bool(numbers.any())
+    return bool(torch.signbit(_real(place)).all()) and not bool(_real(place).any())
+
+
+def _real(place: torch.Tensor) -> torch.Tensor:
+    # A complex zero has two signs.
+    return torch.view_as_real(place) if place.is_complex() else place
