@@ -17,14 +17,13 @@ from spec_tests.rig import wire
 class Member:
     """Asks after one rank; a dead one has a state, an output, and no answers."""
 
-
     rank: int
     process: BaseProcess
     tasks: Connection
     control: Connection
     output_path: Path
 
-    def output(self, limit: int = 4000) -> str:
+    def output(self, limit: int = 16_000) -> str:
         """The tail of what the rank printed; of a crash, the body's own stack alone."""
         with contextlib.suppress(OSError), self.output_path.open("rb") as file:
             file.seek(max(0, self.output_path.stat().st_size - limit))
@@ -42,6 +41,7 @@ class Member:
         return "(did not answer: busy inside C++ with the interpreter lock held)", ()
 
     def how_it_ended(self) -> str:
+        """In words: killed by SIGKILL, exited with 3."""
         self.process.join(1.0)
         code = self.process.exitcode
         if code is not None and code < 0:

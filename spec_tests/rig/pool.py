@@ -223,7 +223,7 @@ class Pool:
         raise RankHung(headline, waiting[0], reports)
 
     def _raise_died(self, dead: Member, replies: dict[int, rank_side.Reply]) -> None:
-        time.sleep(0.05)  # a peer that dies of the same cause, or is released by it, says so now
+        time.sleep(0.02)  # a peer that dies of the same cause, or is released by it, says so now
         reports = self._report_all(replies, dead=dead)
         self.kill()
         state = reports[dead.rank].state
