@@ -286,7 +286,7 @@ def _join(config: RankConfig, store: dist.TCPStore, generation: int) -> None:
 
 
 def _leave() -> None:
-    gc.collect()
     if dist.is_initialized():
+        gc.collect()  # a wrapped model that nobody holds any more still holds the group
         with contextlib.suppress(RuntimeError):  # a broken group may refuse to shut down
             dist.destroy_process_group()
