@@ -51,12 +51,13 @@ class Size:
     width: int
     num_blocks: int
     steps_per_block: int
+    num_rounds: int
     bounds: dict[str, float]
 
 
 SIZES = {
-    "1M": Size("1M", 128, 8, 12, {BASELINE: 1.05}),
-    "25M": Size("25M", 512, 12, 2, {BASELINE: 0.95, VIEWS: 1.05}),
+    "1M": Size("1M", 128, 8, 12, 200, {BASELINE: 1.05}),
+    "25M": Size("25M", 512, 12, 2, 60, {BASELINE: 0.95, VIEWS: 1.05}),
 }
 
 
@@ -319,7 +320,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m spec_tests.benchmarks ddp")
     parser.add_argument("--impl", action="append", help="as for the suite; default: solution")
     parser.add_argument("--size", action="append", choices=list(SIZES), help="default: all")
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, help="default: 200 at 1M, 60 at 25M")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for ddp.md and ddp.json")
     options = parser.parse_args(argv)
     impls = options.impl or ["solution"]
@@ -328,7 +329,8 @@ def main(argv: list[str]) -> int:
     try:
         for name in options.size or list(SIZES):
             size = SIZES[name]
-            ranks = worlds.world(2).run(body, size, impls, options.rounds, timeout_s=3600.0)
+            rounds = options.rounds or size.num_rounds
+            ranks = worlds.world(2).run(body, size, impls, rounds, timeout_s=3600.0)
             results.append(summarise(size, impls, list(ranks)))
     finally:
         worlds.close()
