@@ -286,7 +286,9 @@ def _result(
         "message": runner.message_of(error),
         "margins": [max(situation.margins, key=lambda m: m["ratio"])] if situation.margins else [],
         "rerun": situation.rerun,
+        "leaks": list(run.worlds.leaks),
     }
+    run.worlds.leaks.clear()
     declared = expectations.find(
         run.deviations[name], clause.id, item.stash[_CASE], torch_version=torch.__version__
     )

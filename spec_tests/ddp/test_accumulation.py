@@ -172,7 +172,7 @@ class Tagged(nn.Module):
 
 def tagged(ctx, subject, micros):
     """Mean gradient of contributions that encode rank and micro-batch."""
-    module = Tagged()
+    module = Tagged().to(ctx.device)
     parameters = dict(module.named_parameters())
     wrapped = wrap(ctx, subject, module)
     for micro in range(micros):
@@ -316,7 +316,7 @@ def test_zero_grad_inside_a_window_discards_what_was_pending(world, subject, set
 def evaluated(ctx, subject, toy, seed):
     """Gradients of a step with evaluation forwards inside and after the window."""
     replica = Replica(ctx, subject, toy, seed)
-    inputs = replica.toy.batch(seed, rank=ctx.rank, micro=7)
+    inputs = replica.toy.batch(seed, rank=ctx.rank, micro=7).to(ctx.device)
     replica.accumulate(0)
     with replica.no_sync(), torch.no_grad():
         replica.wrapped(inputs)

@@ -102,11 +102,9 @@ def test_wrapping_does_not_freeze_or_thaw(world, subject):
 def forward(ctx, subject, toy, seed):
     """The wrapped module's output, and the bare one's on the same input."""
     replica = Replica(ctx, subject, toy, seed)
-    batch = replica.toy.batch(seed, rank=ctx.rank)
-    return {
-        "wrapped": {"output": replica.wrapped(batch)},
-        "bare": {"output": replica.toy.build(seed)(batch)},
-    }
+    batch = replica.toy.batch(seed, rank=ctx.rank).to(ctx.device)
+    bare = replica.toy.build(seed).to(ctx.device)
+    return {"wrapped": {"output": replica.wrapped(batch)}, "bare": {"output": bare(batch)}}
 
 
 @clause(

@@ -248,12 +248,13 @@ class Wide(torch.nn.Module):
 
 def gradient_memory(ctx, subject):
     """The most bytes that were alive in the last steps, of those made since before wrapping."""
-    module = Wide()
+    module = Wide().to(ctx.device)
+    inputs = torch.ones(2, 128, device=ctx.device)
     with ctx.recording() as recorder:
         wrapped = wrap(ctx, subject, module, bucket_size_mb=0.1)
         for step in range(5):
             module.zero_grad()
-            wrapped(torch.ones(2, 128)).sum().backward()
+            wrapped(inputs).sum().backward()
             ctx.impl.finish_gradient_synchronization(wrapped)
             if step < 3:
                 recorder.forget_peak()  # a wrapper may rearrange its buckets in the first steps

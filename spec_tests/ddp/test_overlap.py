@@ -35,9 +35,9 @@ class Deep(torch.nn.Module):
 
 def stream_of_events(ctx, subject):
     """The third step's collectives among the moments at which gradients were ready."""
-    module = Deep()
+    module = Deep().to(ctx.device)
     wrapped = wrap(ctx, subject, module, bucket_size_mb=1.0)
-    inputs = torch.ones(2, 600)
+    inputs = torch.ones(2, 600, device=ctx.device)
     for _ in range(2):
         module.zero_grad()
         wrapped(inputs).sum().backward()
