@@ -102,6 +102,7 @@ class Context:
         if config.transport == "cuda":
             self.device = torch.device("cuda", config.rank % torch.cuda.device_count())
         self._impl = impl
+        self._groups: list[dist.ProcessGroup] = []
 
     @property
     def impl(self) -> Implementation:
@@ -130,9 +131,16 @@ class Context:
             group = dist.new_group(list(ranks))
             if self.rank in ranks:
                 mine = group
+                self._groups.append(group)
         if mine is None:
             raise ValueError(f"rank {self.rank} is in none of the groups {groups}")
         return mine
+
+    def close(self) -> None:
+        """Destroy the groups that `split` made."""
+        while self._groups:
+            with contextlib.suppress(ValueError, AssertionError):  # the body did it already
+                dist.destroy_process_group(self._groups.pop())
 
 
 def main(config: RankConfig, tasks: Connection, control: Connection) -> None:
@@ -247,7 +255,9 @@ def _run(config: RankConfig, task: Task, impl: Implementation | None) -> Reply:
     try:
         body = _resolve(task.module, task.qualname)
         hygiene.seed_everything(1000 * task.seed + config.rank)
-        value = wire.dumps(body(Context(config, task, impl), *task.args, **task.kwargs))
+        context = Context(config, task, impl)
+        value = wire.dumps(body(context, *task.args, **task.kwargs))
+        context.close()
         return Reply(task.serial, value, None, _issued_collectives(), ())
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: the rank lives on
         described = wire.RemoteError.of(error, time.monotonic_ns())

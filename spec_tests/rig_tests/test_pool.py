@@ -1,0 +1,351 @@
+"""Live ranks when nothing goes wrong: what crosses the pipe, what lasts, what a pool costs."""
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from spec_tests.rig.errors import RankRaised, RigError
+from spec_tests.rig.rank import Context
+from spec_tests.rig.world import Worlds
+from spec_tests.rig_tests import bodies
+
+SIZES = (1, 2, 3, 4)
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.bool),
+    *(torch.complex64, torch.complex128),
+)
+
+
+@pytest.fixture
+def own():
+    """Worlds that nobody else uses: pools that a test may count, stop and kill."""
+    worlds = Worlds()
+    yield worlds
+    worlds.close()
+
+
+# ------------------------------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_rank_knows_who_it_is_and_gets_the_arguments(worlds: Worlds, size: int):
+    ranks = worlds.world(size).run(bodies.who, word="hello")
+    assert ranks == [(rank, size, "hello") for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_collective_adds_up_over_all_ranks(worlds: Worlds, size: int):
+    expected = torch.tensor([1.0, 2.0], dtype=torch.float64) * sum(range(1, size + 1))
+    for total in worlds.world(size).run(bodies.total, [1.0, 2.0]):
+        assert torch.equal(total, expected)
+
+
+def test_arguments_of_its_own_reach_each_rank_after_the_common_ones(worlds: Worlds):
+    ranks = worlds.world(2).run(arguments, 1, per_rank=[(2, 3), (4, 5)], last=6)
+    assert ranks == [((1, 2, 3), 6), ((1, 4, 5), 6)]
+
+
+def arguments(ctx: Context, *args: int, last: int) -> tuple[tuple[int, ...], int]:
+    return args, last
+
+
+def test_too_few_arguments_for_the_ranks_are_refused(worlds: Worlds):
+    with pytest.raises(RigError, match="per_rank has 1 entries for 2 ranks"):
+        worlds.world(2).run(bodies.empty, per_rank=[()])
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_world_without_ranks_is_refused(worlds: Worlds, size: int):
+    with pytest.raises(ValueError, match=f"at least one rank, got size {size}"):
+        worlds.world(size)
+
+
+def test_an_unknown_transport_is_refused_with_the_known_ones(worlds: Worlds):
+    with pytest.raises(ValueError, match="unknown transport 'telepathy'; known: gloo, cuda"):
+        worlds.world(2, transport="telepathy")
+
+
+# --------------------------------------------------------------------------------------- results
+
+
+def sample(dtype: torch.dtype, shape: tuple[int, ...] = (2, 3)) -> torch.Tensor:
+    values = torch.arange(6.0).reshape(2, 3)[tuple(slice(n) for n in shape)].reshape(shape)
+    if dtype.is_complex:
+        return torch.complex(values, -values).to(dtype)
+    return values.to(dtype)
+
+
+def echo(ctx: Context, value: object) -> object:
+    return value
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tensor_comes_back_as_it_went(worlds: Worlds, dtype: torch.dtype):
+    sent = sample(dtype)
+    for back in worlds.world(2).run(echo, sent):
+        assert back.dtype == dtype
+        assert back.shape == sent.shape
+        bits = torch.uint8
+        assert torch.equal(back.contiguous().view(bits), sent.contiguous().view(bits))
+
+
+def awkward(ctx: Context) -> dict[str, torch.Tensor]:
+    leaf = torch.arange(6.0).reshape(2, 3)
+    complex_ = torch.complex(leaf, leaf)
+    return {
+        "empty": torch.empty(0, 3, dtype=torch.bfloat16),
+        "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+        "transposed": leaf.T,
+        "expanded": torch.ones(1).expand(4),
+        "needs gradient": leaf.clone().requires_grad_(),
+        "parameter": torch.nn.Parameter(leaf),
+        "conjugate": complex_.conj(),
+        "negated": complex_.conj().imag,
+        "not finite": torch.tensor([float("nan"), float("inf"), -0.0]),
+    }
+
+
+def test_awkward_tensors_keep_shape_and_values(worlds: Worlds):
+    found = worlds.world(1).run(awkward)[0]
+    for name, expected in awkward(None).items():  # type: ignore[arg-type]  # it uses no context
+        torch.testing.assert_close(
+            found[name], expected.detach(), rtol=0, atol=0, equal_nan=True, check_stride=False
+        )
+    assert found["not finite"][2].signbit()
+    assert not found["needs gradient"].requires_grad
+    found["empty"].add_(1)  # writable: it owns its memory
+
+
+def test_nested_results_keep_their_shape(worlds: Worlds):
+    value = {"a": [torch.ones(2), (1, "x")], "b": None, "c": {"d": np.arange(3), "e": {1, 2}}}
+    back = worlds.world(1).run(echo, value)[0]
+    assert torch.equal(back["a"][0], torch.ones(2))
+    assert back["a"][1] == (1, "x")
+    assert back["b"] is None
+    assert list(back["c"]["d"]) == [0, 1, 2]
+    assert back["c"]["e"] == {1, 2}
+
+
+def test_a_dtensor_is_refused_as_a_result(worlds: Worlds):
+    with pytest.raises(RankRaised, match=r"may not return a DTensor; return tensor.to_local\(\)"):
+        worlds.world(2).run(dtensor)
+
+
+def dtensor(ctx: Context) -> torch.Tensor:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (ctx.world_size,))
+    return distribute_tensor(torch.ones(2), mesh, [Replicate()])
+
+
+# ------------------------------------------------------------------- what a body finds in its rank
+
+
+def draws(ctx: Context) -> tuple[float, float, float, int]:
+    return torch.rand(()).item(), float(np.random.rand()), random.random(), ctx.seed
+
+
+def test_every_generator_is_seeded_by_seed_and_rank(worlds: Worlds):
+    world = worlds.world(2)
+    first = world.run(draws, seed=5)
+    assert world.run(draws, seed=5) == first
+    assert first[0] != first[1]
+    other = world.run(draws, seed=6)
+    for own_draw, other_draw in zip(first[0], other[0], strict=True):
+        assert own_draw != other_draw
+
+
+def surroundings(ctx: Context) -> dict[str, object]:
+    return {
+        "backend": str(dist.get_backend()),
+        "size": dist.get_world_size(),
+        "environment": [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")],
+        "threads": torch.get_num_threads(),
+        "device": str(ctx.device),
+        "interrupts": os.getpgid(0) == os.getpgid(os.getppid()),
+    }
+
+
+def test_the_default_group_is_gloo_and_one_thread_computes(worlds: Worlds):
+    for rank, found in enumerate(worlds.world(2).run(surroundings)):
+        assert found["backend"] == "gloo"
+        assert found["size"] == 2
+        assert found["environment"] == [str(rank), "2", str(rank)]
+        assert found["threads"] == 1
+        assert found["device"] == "cpu"
+
+
+def test_ranks_are_forked_with_torch_preloaded(own: Worlds):
+    assert own.pool(2, None, "gloo").was_preloaded
+
+
+def write_then_list(ctx: Context, word: str) -> list[str]:
+    (ctx.scratch / f"{word}{ctx.rank}").touch()
+    ctx.barrier()
+    return sorted(path.name for path in ctx.scratch.iterdir())
+
+
+def test_the_ranks_of_a_pool_share_a_folder_that_goes_with_it(own: Worlds):
+    assert own.world(2).run(write_then_list, "x") == [["x0", "x1"]] * 2
+    folder = Path(own.world(1).run(where)[0])
+    assert folder.is_dir()
+    own.close()
+    assert not folder.exists()
+
+
+def where(ctx: Context) -> str:
+    return str(ctx.scratch)
+
+
+def sum_in_group(ctx: Context, groups: tuple[tuple[int, ...], ...]) -> tuple[float, int, list[int]]:
+    group = ctx.split(groups)
+    tensor = torch.tensor([2.0**ctx.rank])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item(), dist.get_world_size(group), dist.get_process_group_ranks(group)
+
+
+@pytest.mark.parametrize(
+    ("groups", "sums"),
+    [
+        (((0, 1), (2, 3)), [3, 3, 12, 12]),
+        (((0, 2), (1, 3)), [5, 10, 5, 10]),
+        (((0,), (1, 2, 3)), [1, 14, 14, 14]),
+    ],
+    ids=str,
+)
+def test_a_world_can_be_cut_into_groups(worlds: Worlds, groups, sums: list[int]):
+    ranks = worlds.world(4).run(sum_in_group, groups)
+    assert [total for total, _, _ in ranks] == sums
+    for rank, (_, size, members) in enumerate(ranks):
+        assert rank in members
+        assert size == len(members)
+
+
+def test_groups_are_gone_with_the_body_and_no_leak(worlds: Worlds):
+    world = worlds.world(2)
+    assert world.run(sum_in_group, ((0,), (1,))).leaks == ()
+    assert world.run(count_groups) == [1, 1]
+
+
+def count_groups(ctx: Context) -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def test_a_group_that_leaves_a_rank_out_is_refused_there(worlds: Worlds):
+    with pytest.raises(RankRaised, match="rank 1 is in none of the groups"):
+        worlds.world(2).run(sum_in_group, ((0,),))
+
+
+# ------------------------------------------------------------------------- life and cost of a pool
+
+
+def exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_no_rank_outlives_its_pool(own: Worlds, how: str):
+    own.world(3).run(bodies.empty)
+    pool = own.pool(3, None, "gloo")
+    pids = pool.pids()
+    assert len(set(pids)) == 3
+    assert all(exists(pid) for pid in pids)
+    getattr(pool, how)()
+    getattr(pool, how)()  # a second time does no harm
+    assert not any(exists(pid) for pid in pids)
+
+
+def test_a_world_outlives_the_pool_behind_it(own: Worlds):
+    world = own.world(2)
+    before = world.run(pid_of)
+    assert world.run(pid_of) == before, "the ranks go on living between calls"
+    own.close()
+    assert not any(exists(pid) for pid in before)
+    after = world.run(pid_of)
+    assert set(after).isdisjoint(before)
+
+
+def pid_of(ctx: Context) -> int:
+    return os.getpid()
+
+
+def test_the_longest_unused_pool_goes_first():
+    worlds = Worlds(max_pools=2)
+    try:
+        first, second = worlds.world(1), worlds.world(2)
+        pids = first.run(pid_of), second.run(pid_of)
+        first.run(pid_of)
+        worlds.world(3).run(pid_of)
+        assert first.run(pid_of) == pids[0]
+        assert not any(exists(pid) for pid in pids[1])
+    finally:
+        worlds.close()
+
+
+def test_a_killed_parent_takes_its_ranks_along():
+    script = (
+        "import os, signal; from spec_tests.rig.world import Worlds\n"
+        "w = Worlds(); print(*w.pool(2, None, 'gloo').pids(), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    pids = [int(word) for word in ended.stdout.split()]
+    assert len(pids) == 2, ended.stderr
+    for _ in range(100):
+        if not any(exists(pid) for pid in pids):
+            break
+        threading.Event().wait(0.05)
+    assert not any(exists(pid) for pid in pids)
+
+
+def open_things() -> tuple[int, int]:
+    return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+
+def tensors(ctx: Context) -> list[torch.Tensor]:
+    sys.stdout.write("a word for the output file\n")
+    return [torch.ones(8) for _ in range(4)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="descriptors are read from /proc")
+def test_calls_leave_nothing_open(worlds: Worlds):
+    world = worlds.world(2)
+    world.run(tensors)
+    world.run(count_open)
+    before, inside = open_things(), world.run(count_open)
+    for _ in range(50):
+        world.run(tensors)
+    assert open_things() == before
+    assert world.run(count_open) == inside
+
+
+def count_open(ctx: Context) -> tuple[int, int]:
+    return open_things()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="descriptors are read from /proc")
+def test_pools_leave_nothing_open(own: Worlds):
+    own.world(2).run(bodies.empty)
+    own.close()
+    before = open_things()
+    for _ in range(3):
+        own.world(2).run(bodies.empty)
+        own.close()
+    assert open_things() == before
