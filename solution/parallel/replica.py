@@ -71,6 +71,11 @@ class Replica(nn.Module):
             self._before_training_forward()
         return self.module(*args, **kwargs)
 
+    @property
+    def process_group(self) -> comm.Group:
+        """The group over which gradients are averaged; None is the default group."""
+        return self._group
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Around forward and backward: `.grad` holds plain local sums and nothing is sent."""

@@ -283,12 +283,12 @@ class Pool:
         errors = {rank: reply.error for rank, reply in replies.items() if reply.error is not None}
         primary = min(errors, key=lambda rank: (_is_echo(errors[rank]), errors[rank].raised_ns))
         error = errors[primary]
-        same = [r for r, e in errors.items() if (e.kind, e.message) == (error.kind, error.message)]
+        same = [r for r in sorted(errors) if errors[r].is_like(error)]
         headline = f"rank {_and(same)} of {self.world_size} raised {error.kind}: {error.message}"
         shown = [
             report
             if report.rank == primary or report.rank not in same
-            else RankReport(report.rank, f"raised the same {error.kind}")
+            else RankReport(report.rank, f"raised the same {error.kind}", output=report.output)
             for report in reports
         ]
         raise RankRaised(headline, primary, shown).with_traceback(error.rebuild_traceback())
@@ -343,8 +343,5 @@ def _is_echo(error: wire.RemoteError) -> bool:
 
 
 def _and(ranks: Sequence[int]) -> str:
-    return (
-        " and ".join([", ".join(map(str, ranks[:-1])), str(ranks[-1])])
-        if len(ranks) > 1
-        else (str(ranks[0]) if ranks else "?")
-    )
+    words = [str(rank) for rank in ranks] or ["?"]
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

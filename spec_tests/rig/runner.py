@@ -18,7 +18,7 @@ from hypothesis.errors import Flaky
 
 from spec_tests.clause import Clause
 from spec_tests.rig.errors import NotOffered, RankDied, RankHung, RankRaised, RanksDisagree
-from spec_tests.rig.judge import Situation, judging
+from spec_tests.rig.judge import Situation, Violation, judging, violated
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.world import World, Worlds
 from spec_tests.target import Target
@@ -84,11 +84,15 @@ def message_of(error: BaseException | None) -> str:
     """What the log says about an exception: complete where it is a violation, else with a trace."""
     if error is None:
         return ""
+    notes = list(getattr(error, "__notes__", ()))  # the values that hypothesis drew
+    if isinstance(error, Violation):
+        return "\n".join([str(error), *notes])
+    text = str(error) or repr(error)
     if isinstance(error, RankRaised):
-        return f"{error}\n{error.error.text}"
-    if outcome_of(error) is Outcome.ERROR:
-        return "".join(traceback.format_exception(error))
-    return "\n".join([str(error) or repr(error), *getattr(error, "__notes__", ())])
+        text += f"\n{error.error.text.rstrip()}"
+    elif outcome_of(error) is Outcome.ERROR:
+        text = "".join(traceback.format_exception(error))
+    return "\n".join([str(violated(text)), *notes])
 
 
 def require_offered(world: World, clause: Clause, subject: str | None) -> None:
@@ -103,7 +107,7 @@ def require_offered(world: World, clause: Clause, subject: str | None) -> None:
 def run_case(clause: Clause, target: Target, case: Mapping[str, Any], worlds: Worlds) -> CaseResult:
     """Judge one case, without pytest."""
     name = case_name(case)
-    error: BaseException | None = None
+    outcome, message = Outcome.PASSED, ""
     begun = time.perf_counter()
     with judging(situation(clause, target, case, name)) as here:
         try:
@@ -113,12 +117,12 @@ def run_case(clause: Clause, target: Target, case: Mapping[str, Any], worlds: Wo
         except KeyboardInterrupt:
             raise
         except BaseException as caught:  # hangs and deaths are no ordinary exceptions
-            error = caught
+            outcome, message = outcome_of(caught), message_of(caught)
     return CaseResult(
         clause,
         name,
-        outcome_of(error),
-        message_of(error),
+        outcome,
+        message,
         time.perf_counter() - begun,
         tuple(here.margins),
     )

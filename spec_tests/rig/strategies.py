@@ -22,15 +22,16 @@ def register_profiles() -> None:
     common = settings(
         # Live ranks answer in milliseconds but not in constant time: deadlines would only flake.
         deadline=None,
-        print_blob=True,
         phases=_NO_EXPLAIN,
         # One finding is one message; a group of several would have no single outcome.
         report_multiple_bugs=False,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )
-    quick = settings(common, max_examples=12, derandomize=True, database=None)
+    quick = settings(
+        common, max_examples=12, derandomize=True, database=None, print_blob=False
+    )
     settings.register_profile("quick", quick)
-    settings.register_profile("deep", common, max_examples=300)
+    settings.register_profile("deep", common, max_examples=300, print_blob=True)
     settings.register_profile("impostors", quick, phases=(Phase.explicit, Phase.generate))
 
 

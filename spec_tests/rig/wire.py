@@ -126,6 +126,10 @@ class RemoteError:
         """True if the remote type or one of its bases is called `name`."""
         return name in self.bases
 
+    def is_like(self, other: RemoteError) -> bool:
+        """True if both say the same, whichever rank raised them."""
+        return (self.kind, self.message) == (other.kind, other.message)
+
     def rebuild_traceback(self) -> types.TracebackType | None:
         """A traceback with the remote files and lines, innermost last; None if there were none."""
         trace: types.TracebackType | None = None

@@ -97,6 +97,10 @@ class World:
         # Hypothesis prints it in front of the drawn values.
         return f"{self.size} ranks of {self.target} on {self.transport}"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        # Hypothesis has a printer of its own, which would take dataclasses apart.
+        printer.text(repr(self))
+
     def run(
         self,
         body: Callable[..., Any],
