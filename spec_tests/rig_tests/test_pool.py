@@ -172,7 +172,6 @@ def surroundings(ctx: Context) -> dict[str, object]:
         "environment": [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")],
         "threads": torch.get_num_threads(),
         "device": str(ctx.device),
-        "interrupts": os.getpgid(0) == os.getpgid(os.getppid()),
     }
 
 

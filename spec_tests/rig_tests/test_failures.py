@@ -1,0 +1,341 @@
+"""Live ranks when something goes wrong: outcome, culprit, what is told, health afterwards."""
+
+import inspect
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from spec_tests.rig import pool
+from spec_tests.rig.errors import (
+    NotOffered,
+    RankDied,
+    RankHung,
+    RankRaised,
+    RanksDisagree,
+    RigError,
+)
+from spec_tests.rig.rank import Context
+from spec_tests.rig.world import Worlds
+from spec_tests.rig_tests import bodies, faults
+from spec_tests.target import NotOfferedError
+
+GRACE_S = 0.6
+"""Shorter than the rig's own, or these tests would mostly wait."""
+
+
+def line_of(body, text: str) -> int:
+    """The line number at which `text` stands in `body`."""
+    lines, first = inspect.getsourcelines(body)
+    return first + next(i for i, line in enumerate(lines) if text in line)
+
+
+def assert_healthy(worlds: Worlds, size: int) -> None:
+    assert worlds.world(size).run(bodies.who) == [(rank, size, "") for rank in range(size)]
+
+
+# ------------------------------------------------------------------------------------- it raises
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("how", ["raise", "exit"])
+def test_a_raising_rank_is_named_and_its_peers_are_released(worlds: Worlds, size: int, how: str):
+    kind = {"raise": "KeyError", "exit": "SystemExit"}[how]
+    pids = worlds.pool(size, None, "gloo").pids()
+    for culprit in range(size):
+        with pytest.raises(RankRaised) as caught:
+            worlds.world(size).run(bodies.fail, how, culprit)
+        failure = caught.value
+        assert failure.primary == culprit
+        assert failure.error.kind == kind
+        assert failure.headline.startswith(f"rank {culprit} of {size} raised {kind}: ")
+        assert [report.state for report in failure.ranks] == ["raised"] * size
+        peer = failure.ranks[(culprit + 1) % size]
+        assert f"line {line_of(bodies.fail, 'dist.barrier') - 1}, in fail" in peer.render()
+        assert_healthy(worlds, size)
+    assert worlds.pool(size, None, "gloo").pids() == pids, "an exception costs no rank its life"
+
+
+def test_the_traceback_ends_at_the_remote_line(worlds: Worlds):
+    with pytest.raises(RankRaised) as caught:
+        worlds.world(2).run(bodies.fail, "raise", 1)
+    last = caught.traceback[-1]
+    assert str(last.path) == bodies.__file__
+    assert last.lineno + 1 == line_of(bodies.fail, "raise KeyError")
+    assert last.name == "fail"
+    assert 'raise KeyError("planted")' in str(caught.getrepr())
+
+
+def assert_two(ctx: Context) -> None:
+    assert ctx.rank + 1 == 2, f"rank {ctx.rank} of all"
+
+
+def all_alike(ctx: Context) -> None:
+    raise ValueError("the same everywhere")
+
+
+def test_what_all_ranks_raise_alike_is_told_once(worlds: Worlds):
+    with pytest.raises(RankRaised) as caught:
+        worlds.world(3).run(all_alike)
+    assert caught.value.headline == "rank 0, 1 and 2 of 3 raised ValueError: the same everywhere"
+    assert str(caught.value).count("Traceback") == 0
+    assert str(caught.value).count("raised the same ValueError") == 2
+
+
+def test_an_assertion_in_a_body_reads_like_any_other(worlds: Worlds):
+    with pytest.raises(RankRaised, match="rank 0 of 2 raised AssertionError: rank 0 of all"):
+        worlds.world(2).run(assert_two)
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("cannot say")
+
+
+class Demanding(Exception):
+    def __init__(self, one, *, two) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def raise_odd(ctx: Context, which: str) -> None:
+    if which == "mute":
+        raise Mute
+    if which == "demanding":
+        raise Demanding(1, two=2)
+    if which == "base":
+        raise KeyboardInterrupt
+    if which == "chained":
+        try:
+            raise KeyError("first")
+        except KeyError as error:
+            raise OSError("second") from error
+    raise ExceptionGroup("several", [ValueError("one"), KeyError("two")])
+
+
+@pytest.mark.parametrize(
+    ("which", "kind", "told"),
+    [
+        ("mute", "Mute", "no message: its __str__ raised RuntimeError"),
+        ("demanding", "Demanding", "1 and 2"),
+        ("base", "KeyboardInterrupt", ""),
+        ("chained", "OSError", "second"),
+        ("group", "ExceptionGroup", "several"),
+    ],
+)
+def test_odd_exceptions_travel_too(worlds: Worlds, which: str, kind: str, told: str):
+    with pytest.raises(RankRaised) as caught:
+        worlds.world(2).run(raise_odd, which)
+    assert caught.value.error.kind == kind
+    assert told in caught.value.error.message
+    if which == "chained":
+        assert "KeyError: 'first'" in caught.value.error.text
+
+
+def refuse(ctx: Context) -> None:
+    if ctx.rank == 1:
+        raise NotOfferedError("mine does not offer ddp()")
+    dist.barrier()
+
+
+def test_what_is_not_offered_is_no_failure(worlds: Worlds):
+    with pytest.raises(NotOffered, match=r"mine does not offer ddp\(\)"):
+        worlds.world(2).run(refuse)
+    assert_healthy(worlds, 2)
+
+
+def say_then_raise(ctx: Context) -> None:
+    sys.stdout.write(f"out of rank {ctx.rank}\n")
+    os.write(2, b"as C++ does\n")
+    raise RuntimeError("now")
+
+
+def test_what_a_rank_printed_comes_with_its_failure(worlds: Worlds, capfd):
+    with pytest.raises(RankRaised) as caught:
+        worlds.world(2).run(say_then_raise)
+    assert "out of rank 0\n" in caught.value.ranks[0].output
+    assert "as C++ does\n" in caught.value.ranks[1].output
+    assert "out of rank 0" in str(caught.value)
+    assert capfd.readouterr() == ("", ""), "ranks print to their own files"
+    with pytest.raises(RankRaised) as caught:
+        worlds.world(2).run(all_alike)
+    assert caught.value.ranks[0].output == "", "output of an earlier call is not told again"
+
+
+def unpicklable(ctx: Context) -> object:
+    return threading.Lock()
+
+
+def test_a_result_that_cannot_travel_is_an_error_of_the_body(worlds: Worlds):
+    with pytest.raises(RankRaised, match=r"cannot pickle '_thread\.lock' object"):
+        worlds.world(2).run(unpicklable)
+    assert_healthy(worlds, 2)
+
+
+def test_an_argument_that_cannot_travel_harms_nobody(worlds: Worlds):
+    with pytest.raises(TypeError, match="cannot pickle"):
+        worlds.world(2).run(bodies.who, threading.Lock())
+    assert_healthy(worlds, 2)
+
+
+@pytest.mark.parametrize("origin", ["lambda", "closure", "main"])
+def test_a_body_that_has_no_name_is_refused_before_anything_runs(worlds: Worlds, origin: str):
+    def closure(ctx: Context) -> None: ...
+
+    def main(ctx: Context) -> None: ...
+
+    main.__module__, main.__qualname__ = "__main__", "main"
+    body = {"lambda": lambda ctx: None, "closure": closure, "main": main}[origin]
+    with pytest.raises(RigError, match="must be a module-level function of an importable module"):
+        worlds.world(2).run(body)
+
+
+# --------------------------------------------------------------------------------------- it dies
+
+
+@pytest.mark.parametrize(("how", "state"), [("os-exit", "exited with 3"), ("sigkill", "SIGKILL")])
+def test_a_dead_rank_is_named_at_once(worlds: Worlds, how: str, state: str):
+    assert_healthy(worlds, 3)
+    begun = time.monotonic()
+    with pytest.raises(RankDied) as caught:
+        worlds.world(3).run(bodies.fail, how, 1)
+    assert time.monotonic() - begun < faults.LIMITS_S["sigkill"]
+    assert caught.value.primary == 1
+    assert state in caught.value.headline
+    assert "all_reduce #1" in str(caught.value), "the last collectives of the living"
+    assert_healthy(worlds, 3)
+
+
+def test_a_rank_that_died_between_two_calls_is_told_too(worlds: Worlds):
+    assert_healthy(worlds, 2)
+    os.kill(worlds.pool(2, None, "gloo").pids()[0], signal.SIGKILL)
+    with pytest.raises(RankDied, match="rank 0 of 2: killed by SIGKILL"):
+        worlds.world(2).run(bodies.empty)
+    assert_healthy(worlds, 2)
+
+
+def test_death_and_hang_are_no_ordinary_exceptions():
+    assert not issubclass(RankDied, Exception)
+    assert not issubclass(RankHung, Exception)
+    assert issubclass(RankRaised, Exception)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_collectives_of_unequal_sizes_never_pass(worlds: Worlds, size: int):
+    with pytest.raises((RankDied, RankHung, RankRaised)) as caught:
+        worlds.world(size).run(bodies.fail, "mismatch", 0, grace_s=GRACE_S)
+    fault = faults.Fault("mismatch", size, 0)
+    assert faults.wrong_verdict(fault, caught.value) == ""
+    assert_healthy(worlds, size)
+
+
+# --------------------------------------------------------------------------------------- it hangs
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_hanging_rank_is_reported_with_its_stack(worlds: Worlds, size: int):
+    assert_healthy(worlds, size)
+    with pytest.raises(RankHung) as caught:
+        worlds.world(size).run(bodies.fail, "hang", 1, grace_s=GRACE_S)
+    assert f"blocked, nothing moved for {GRACE_S} s" in caught.value.headline
+    stack = caught.value.ranks[1].stack
+    assert f"line {line_of(bodies.fail, 'time.sleep')}, in fail" in stack
+    assert "rig/rank.py" not in stack
+    peer = caught.value.ranks[0]
+    assert peer.state == "in the body"
+    assert peer.collectives[-1] == "all_reduce #2 [[4]]"
+    assert_healthy(worlds, size)
+
+
+def test_who_left_early_is_told_from_who_still_waits(worlds: Worlds):
+    with pytest.raises(RankHung) as caught:
+        worlds.world(3).run(bodies.fail, "leave", 2, grace_s=GRACE_S)
+    assert caught.value.headline.startswith("hang: rank 0 and 1 blocked")
+    assert caught.value.headline.endswith("rank 2 had already left the body")
+    assert caught.value.ranks[2].collectives[-1] == "all_reduce #1 [[4]]"
+
+
+def wait_for_each_other(ctx: Context) -> None:
+    peer = 1 - ctx.rank
+    dist.recv(torch.ones(1), src=peer)
+    dist.send(torch.ones(1), dst=peer)
+
+
+def test_a_deadlock_of_all_is_seen_after_the_grace(worlds: Worlds):
+    with pytest.raises(RankHung, match="hang: rank 0 and 1 blocked") as caught:
+        worlds.world(2).run(wait_for_each_other, grace_s=GRACE_S)
+    for report in caught.value.ranks:
+        assert f"line {line_of(wait_for_each_other, 'recv')}, in" in report.stack
+
+
+def extra_collective(ctx: Context) -> None:
+    if ctx.rank == 0:
+        dist.all_reduce(torch.ones(2), async_op=True)
+
+
+def test_a_collective_too_many_is_seen_although_all_returned(worlds: Worlds):
+    with pytest.raises(RanksDisagree, match=r"different numbers of collectives: \[\d+, \d+\]"):
+        worlds.world(2).run(extra_collective)
+    assert_healthy(worlds, 2)
+
+
+def compute(ctx: Context, seconds: float) -> int:
+    end, turns = time.monotonic() + seconds, 0
+    while ctx.rank == 0 and time.monotonic() < end:
+        turns += 1
+    dist.barrier()
+    return turns
+
+
+def test_slow_but_computing_is_not_hung(worlds: Worlds):
+    ranks = worlds.world(2).run(compute, 2.5 * GRACE_S, grace_s=GRACE_S)
+    assert ranks[0] > 0
+
+
+def sleep(ctx: Context, seconds: float) -> int:
+    if ctx.rank == 0:
+        time.sleep(seconds)
+    dist.barrier()
+    return ctx.rank
+
+
+def test_a_sleep_shorter_than_the_grace_is_not_hung(worlds: Worlds):
+    assert worlds.world(2).run(sleep, 1.0, grace_s=2.0) == [0, 1]
+
+
+def test_a_body_that_computes_for_ever_meets_the_time_limit(worlds: Worlds):
+    with pytest.raises(RankHung, match=r"no answer within 0\.5 s") as caught:
+        worlds.world(2).run(compute, 3600.0, timeout_s=0.5)
+    assert f"line {line_of(compute, 'turns += 1') - 1}" in caught.value.ranks[0].stack or (
+        f"line {line_of(compute, 'turns += 1')}" in caught.value.ranks[0].stack
+    )
+    assert_healthy(worlds, 2)
+
+
+def raise_while_peer_sleeps(ctx: Context) -> None:
+    if ctx.rank == 1:
+        raise ValueError("first")
+    time.sleep(3600)
+
+
+def test_an_error_is_told_although_a_peer_cannot_be_released(worlds: Worlds):
+    with pytest.raises(RankRaised, match="rank 1 of 2 raised ValueError: first") as caught:
+        worlds.world(2).run(raise_while_peer_sleeps)
+    assert caught.value.ranks[0].state == "in the body"
+    assert "time.sleep(3600)" in caught.value.ranks[0].stack
+    assert_healthy(worlds, 2)
+
+
+def test_a_call_that_is_interrupted_leaves_no_old_reply(worlds: Worlds, monkeypatch):
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.Pool, "_collect", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            worlds.world(2).run(bodies.who, "old")
+    assert worlds.world(2).run(bodies.who, "new") == [(0, 2, "new"), (1, 2, "new")]
