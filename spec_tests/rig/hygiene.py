@@ -48,6 +48,12 @@ def _environment() -> dict[Any, Any]:
     return dict(getattr(os.environ, "_data", os.environ))
 
 
+def _default_device() -> torch.device | None:
+    # Not torch.get_default_device: to set what it says would leave a function mode behind.
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
+
+
 def _restore_environment(before: dict[Any, Any]) -> None:
     os.environ.clear()
     os.environ.update({os.fsdecode(key): os.fsdecode(value) for key, value in before.items()})
@@ -82,7 +88,7 @@ def _thread_names() -> tuple[str, ...]:
 
 _PROBES = (
     _Probe("default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    _Probe("default device", torch.get_default_device, torch.set_default_device),
+    _Probe("default device", _default_device, torch.set_default_device),
     _Probe("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
     _Probe("inference mode", torch.is_inference_mode_enabled),
     _Probe(

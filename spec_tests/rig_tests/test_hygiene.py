@@ -1,0 +1,196 @@
+"""What a body leaves behind in a rank that lives on: put back, reported, or the end of it."""
+
+import os
+import random
+import signal
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spec_tests.rig import hygiene
+from spec_tests.rig.errors import RankRaised
+from spec_tests.rig.rank import Context
+from spec_tests.rig.world import Worlds
+
+CHANGES: dict[str, Callable[[], object]] = {
+    "default dtype": lambda: torch.set_default_dtype(torch.float16),
+    "default device": lambda: torch.set_default_device("meta"),
+    "grad mode": lambda: torch.set_grad_enabled(False),
+    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "threads": lambda: torch.set_num_threads(2),
+    "autocast on CPU": lambda: torch.set_autocast_enabled("cpu", True),
+    "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
+    "float32 matmul precision": lambda: torch.set_float32_matmul_precision("high"),
+    "global module hooks": lambda: torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: None
+    ),
+    "process groups": lambda: dist.new_group([0, 1]),
+    "environment": lambda: os.environ.update(TRAINSPEC_LEFT_BEHIND="1"),
+    "working directory": lambda: os.chdir("/"),
+    "warning filters": lambda: warnings.simplefilter("ignore"),
+    "alarm handler": lambda: signal.signal(signal.SIGALRM, lambda number, frame: None),
+}
+"""Name of the probe to a change that can be put back."""
+
+
+def change(ctx: Context, name: str, *, then_raise: bool = False) -> None:
+    """Change one piece of state, on rank 1 only unless all ranks must take part."""
+    if ctx.rank == 1 or name == "process groups":
+        CHANGES[name]()
+    if then_raise:
+        raise ValueError("after the change")
+
+
+def state(ctx: Context) -> list[str]:
+    return [repr(value) for value in hygiene.snapshot()]
+
+
+def pid(ctx: Context) -> int:
+    return os.getpid()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_can_be_put_back_is_and_is_reported(worlds: Worlds, name: str):
+    world = worlds.world(2)
+    before, pids = world.run(state), world.run(pid)
+    leaks = world.run(change, name).leaks
+    touched = (0, 1) if name == "process groups" else (1,)
+    assert [leak.partition(": ")[0] for leak in leaks if f": {name}: " in leak] == [
+        f"rank {rank}" for rank in touched
+    ]
+    assert all(leak.endswith("(restored)") for leak in leaks)
+    found = world.run(state)
+    assert found.leaks == ()
+    assert found == before
+    assert world.run(pid) == pids, "nothing was lost, so nobody had to die"
+
+
+def test_every_probe_is_put_to_the_test():
+    assert {probe.name for probe in hygiene._PROBES} == {*CHANGES, *LASTING}
+
+
+class _Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def enter(manager: Any) -> None:
+    KEPT.append(manager)
+    manager.__enter__()
+
+
+KEPT: list[Any] = []
+LASTING: dict[str, Callable[[], object]] = {
+    "inference mode": lambda: enter(torch.inference_mode()),
+    "dispatch modes": lambda: enter(_Mode()),
+    "function modes": lambda: enter(BaseTorchFunctionMode()),
+    "Python threads": lambda: threading.Thread(
+        target=threading.Event().wait, daemon=True, name="left-behind"
+    ).start(),
+}
+"""Name of the probe to a change that nobody can put back."""
+
+
+def change_for_ever(ctx: Context, name: str, *, then_raise: bool = False) -> None:
+    if ctx.rank == 1:
+        LASTING[name]()
+    if then_raise:
+        raise ValueError("after the change")
+
+
+@pytest.mark.parametrize("name", LASTING)
+def test_what_cannot_be_put_back_ends_the_pool(worlds: Worlds, name: str):
+    world = worlds.world(2)
+    before, pids = world.run(state), world.run(pid)
+    leaks = world.run(change_for_ever, name).leaks
+    assert any(leak.startswith(f"rank 1: {name}: ") for leak in leaks)
+    assert any(leak.endswith("(not restorable)") for leak in leaks)
+    assert set(world.run(pid)).isdisjoint(pids)
+    assert_alike(world.run(state), before)
+
+
+def assert_alike(one: list[list[str]], other: list[list[str]]) -> None:
+    """Equal but for what has an address, as a handler has."""
+    for rank, rank_before in zip(one, other, strict=True):
+        for now, before in zip(rank, rank_before, strict=True):
+            assert now.partition(" at 0x")[0] == before.partition(" at 0x")[0]
+
+
+def test_a_failing_body_is_cleaned_up_as_well(worlds: Worlds):
+    world = worlds.world(2)
+    before, pids = world.run(state), world.run(pid)
+    with pytest.raises(RankRaised):
+        world.run(change, "default dtype", then_raise=True)
+    assert_alike(world.run(state), before)
+    assert world.run(pid) == pids
+    with pytest.raises(RankRaised):
+        world.run(change_for_ever, "Python threads", then_raise=True)
+    assert set(world.run(pid)).isdisjoint(pids)
+
+
+def make_group(ctx: Context) -> tuple[int, ...]:
+    dist.new_group([0, 1])
+    return group_names(ctx)
+
+
+def group_names(ctx: Context) -> tuple[int, ...]:
+    return tuple(len(ranks) for ranks in dist.distributed_c10d._world.pg_group_ranks.values())
+
+
+def test_a_group_left_behind_is_destroyed(worlds: Worlds):
+    world = worlds.world(2)
+    for _ in range(3):
+        assert world.run(make_group) == [(2, 2)] * 2
+        assert world.run(group_names) == [(2,)] * 2
+
+
+def destroy(ctx: Context) -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_body_may_destroy_the_default_group(worlds: Worlds):
+    world = worlds.world(2)
+    pids = world.run(pid)
+    world.run(destroy)
+    assert world.run(group_names) == [(2,)] * 2
+    assert world.run(pid) == pids
+
+
+def test_worlds_collect_what_was_left_behind(worlds: Worlds):
+    before = len(worlds.leaks)
+    worlds.world(2).run(change, "default dtype")
+    added = worlds.leaks[before:]
+    assert added == ["rank 1: default dtype: torch.float32 -> torch.float16 (restored)"]
+
+
+def test_long_states_are_cut_and_mappings_show_what_changed(worlds: Worlds):
+    (leak,) = worlds.world(2).run(change, "environment").leaks
+    assert "TRAINSPEC_LEFT_BEHIND" in leak
+    assert "PATH" not in leak
+    assert len(leak) < 500
+
+
+def test_seeding_reaches_every_generator():
+    import numpy as np
+
+    def draw() -> tuple[float, float, float]:
+        return torch.rand(()).item(), float(np.random.rand()), random.random()
+
+    kept = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        hygiene.seed_everything(2**33 + 1)
+        first = draw()
+        hygiene.seed_everything(2**33 + 1)
+        assert draw() == first
+    finally:
+        torch.set_rng_state(kept[0])
+        np.random.set_state(kept[1])
+        random.setstate(kept[2])
