@@ -1,0 +1,98 @@
+"""README is executed: its numbers are counted, its commands exist, its example is judged."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from spec_tests import impostors, ledger
+from spec_tests.rig import expectations
+from spec_tests.rig.eventlog import read_log
+from spec_tests.rig.outcomes import Outcome, compose, results
+from spec_tests.target import REPOSITORY_ROOT
+
+README = REPOSITORY_ROOT / "README.md"
+
+pytestmark = pytest.mark.skipif(
+    not README.is_file(), reason="an installed suite has no README beside it"
+)
+
+
+def block(language: str, first_words: str) -> str:
+    """The fenced block of README that begins with the given words."""
+    for found in re.findall(rf"```{language}\n(.*?)```", README.read_text(), flags=re.DOTALL):
+        if found.startswith(first_words):
+            return found
+    raise AssertionError(f"README has no {language} block that begins with {first_words!r}")
+
+
+def test_the_numbers_of_the_first_screen_are_counted():
+    text = README.read_text()
+    clauses = ledger.load_all()
+    near_misses = [i for i in impostors.CATALOGUE.values() if not i.is_benign]
+    near_misses.remove(impostors.FORCED_FAILURE)
+    benign = [i for i in impostors.CATALOGUE.values() if i.is_benign]
+
+    must = sum(clause.strength == "MUST" for clause in clauses)
+    assert f"**{len(clauses)} clauses** ({must} of them MUST)" in text
+    assert f"**{len(near_misses)} impostors**" in text
+    assert f"{len(benign)} unusual but right" in text
+
+
+def test_nothing_is_left_to_fill_in():
+    assert "@@" not in README.read_text()
+
+
+def test_every_make_target_that_is_named_exists():
+    makefile = (REPOSITORY_ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
+
+    named = set(re.findall(r"(?:^|`)make ([a-z]+)", README.read_text(), flags=re.MULTILINE))
+
+    assert named <= targets
+
+
+def test_the_expectations_example_is_valid(tmp_path):
+    text = block("toml", "[[deviation]]")
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+
+    [deviation] = expectations.load(file)
+
+    assert tomllib.loads(text)
+    assert deviation.clause in {clause.id for clause in ledger.load_all()}
+
+
+def test_the_example_is_told_its_three_faults_and_the_transcript_is_real(tmp_path):
+    (tmp_path / "mine.py").write_text(block("python", "# mine.py"))
+    wanted = ["ddp.gradients.mean", "ddp.gradients.frozen-stay-none", "ddp.group.*"]
+    options = [word for pattern in wanted for word in ("--clause", pattern)]
+
+    ran = subprocess.run(
+        [sys.executable, "-m", "spec_tests", "--impl", "mine.py", "--report", "out", *options],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY_ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    cells: dict[str, list[str]] = {}
+    for event in results(read_log(tmp_path / "out" / "events.jsonl")):
+        cells.setdefault(event["clause"], []).append(event["outcome"])
+    assert {clause: str(compose(map(Outcome, found))) for clause, found in cells.items()} == {
+        "ddp.gradients.mean": "failed",
+        "ddp.gradients.frozen-stay-none": "failed",
+        "ddp.group.divides-by-its-size": "failed",
+        "ddp.group.starts-from-its-first-rank": "passed",
+    }
+    transcript = block("text", "[ddp.gradients.mean]").rstrip().splitlines()
+    missing = [line for line in transcript if line not in ran.stdout]
+    assert not missing, f"README's transcript is not what is printed: {missing}"
