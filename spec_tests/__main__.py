@@ -40,6 +40,7 @@ def main(arguments: list[str]) -> int:
 
 def _ledger(arguments: list[str]) -> int:
     from spec_tests import impostors, ledger
+    from spec_tests.target import REPOSITORY_ROOT
 
     text = ledger.render(ledger.load_all(), impostors.rejected_by())
     if arguments == ["--check"]:
@@ -47,6 +48,12 @@ def _ledger(arguments: list[str]) -> int:
         return 0 if current == text else 1
     ledger.PATH.write_text(text)
     print(f"wrote {ledger.PATH}")
+    readme = REPOSITORY_ROOT / "README.md"
+    if readme.is_file():
+        near_misses, benign = impostors.counts()
+        claims = ledger.with_counts(readme.read_text(), ledger.load_all(), near_misses, benign)
+        readme.write_text(claims)
+        print(f"counted the claims of {readme}")
     return 0
 
 

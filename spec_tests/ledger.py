@@ -1,12 +1,14 @@
-"""The ledger: every clause in one table, generated, checked in, and compared by a test.
+"""The ledger: every clause in one list, generated, checked in, and compared by a test.
 
-`python -m spec_tests ledger` writes CLAUSES.md. Promising more or less is thereby a visible diff.
+`python -m spec_tests ledger` writes CLAUSES.md, and the counts on the first screen of README.md.
+Promising more or less is thereby a visible diff.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -75,6 +77,21 @@ def render(clauses: Sequence[Clause], rejected_by: Mapping[str, Sequence[str]]) 
         for entry in group:
             lines += _entry(entry, rejected_by.get(entry.id, ()))
     return "\n".join(lines).rstrip() + "\n"
+
+
+def with_counts(readme: str, clauses: Sequence[Clause], near_misses: int, benign: int) -> str:
+    """README's text with the numbers of its claims counted anew."""
+    must = sum(clause.strength == "MUST" for clause in clauses)
+    for pattern, claim in (
+        (
+            r"\*\*\S+ clauses\*\* \(\S+ of them MUST\)",
+            f"**{len(clauses)} clauses** ({must} of them MUST)",
+        ),
+        (r"\*\*\S+ impostors\*\*", f"**{near_misses} impostors**"),
+        (r"\S+ unusual but right", f"{benign} unusual but right"),
+    ):
+        readme = re.sub(pattern, claim, readme)
+    return readme
 
 
 def _entry(clause: Clause, impostors: Sequence[str]) -> list[str]:
