@@ -1,0 +1,290 @@
+"""The recorder: every collective by its meaning and size, whoever issued it; bytes that live."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from spec_tests.rig.rank import Context
+from spec_tests.rig.recorder import Event, Kind, Log, Recorder
+from spec_tests.rig.world import Worlds
+
+N = 6
+"""Elements that each rank hands in; the world has two."""
+
+
+def all_reduce(x):
+    dist.all_reduce(x)
+
+
+def all_reduce_asynchronously(x):
+    dist.all_reduce(x, async_op=True).wait()
+
+
+def all_reduce_coalesced(x):
+    dist.all_reduce_coalesced([x[:4], x[4:]])
+
+
+def reduce(x):
+    dist.reduce(x, dst=0)
+
+
+def broadcast(x):
+    dist.broadcast(x, src=0)
+
+
+def all_gather(x):
+    dist.all_gather([torch.empty_like(x), torch.empty_like(x)], x)
+
+
+def all_gather_into_tensor(x):
+    dist.all_gather_into_tensor(x.new_empty(2 * N), x)
+
+
+def reduce_scatter(x):
+    dist.reduce_scatter(x.new_empty(N // 2), list(x.clone().chunk(2)))
+
+
+def reduce_scatter_tensor(x):
+    dist.reduce_scatter_tensor(x.new_empty(N // 2), x)
+
+
+def all_to_all_single(x):
+    dist.all_to_all_single(torch.empty_like(x), x)
+
+
+def send_and_receive(x):
+    if dist.get_rank() == 0:
+        dist.send(x, dst=1)
+    else:
+        dist.recv(x, src=0)
+
+
+def functional_all_reduce(x):
+    functional.all_reduce(x, "sum", dist.group.WORLD) + 1
+
+
+def functional_all_gather(x):
+    functional.all_gather_tensor(x, 0, dist.group.WORLD) + 1
+
+
+def functional_reduce_scatter(x):
+    functional.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD) + 1
+
+
+COLLECTIVES = {
+    function.__name__: (function, kind, numel)
+    for function, kind, numel in (
+        (all_reduce, Kind.REDUCTION, N),
+        (all_reduce_asynchronously, Kind.REDUCTION, N),
+        (all_reduce_coalesced, Kind.REDUCTION, N),
+        (reduce, Kind.REDUCTION, N),
+        (broadcast, Kind.BROADCAST, N),
+        (all_gather, Kind.GATHER, 2 * N),
+        (all_gather_into_tensor, Kind.GATHER, 2 * N),
+        (reduce_scatter, Kind.REDUCTION, N),
+        (reduce_scatter_tensor, Kind.REDUCTION, N),
+        (all_to_all_single, Kind.EXCHANGE, N),
+        (send_and_receive, Kind.EXCHANGE, N),
+        (functional_all_reduce, Kind.REDUCTION, N),
+        (functional_all_gather, Kind.GATHER, 2 * N),
+        (functional_reduce_scatter, Kind.REDUCTION, N),
+    )
+}
+
+
+def record(ctx: Context, name: str, dtype: torch.dtype) -> Log:
+    x = torch.ones(N, dtype=dtype)
+    with ctx.recording() as recorder:
+        COLLECTIVES[name][0](x)
+    return recorder.log()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_is_seen_once_with_its_meaning_and_size(worlds: Worlds, name: str):
+    _, kind, numel = COLLECTIVES[name]
+    for log in worlds.world(2).run(record, name, torch.float64):
+        (event,) = log.collectives()
+        assert (event.kind, event.numel) == (kind, numel)
+        assert event.bytes == 8 * numel
+        assert event.dtypes == ("float64",)
+        assert log.collectives(kind) == (event,)
+        assert log.collectives(*(set(Kind) - {kind})) == ()
+
+
+def test_bytes_follow_the_dtype(worlds: Worlds):
+    for log in worlds.world(2).run(record, "all_reduce", torch.bfloat16):
+        assert [(event.bytes, event.dtypes) for event in log.collectives()] == [
+            (2 * N, ("bfloat16",))
+        ]
+
+
+def barrier(ctx: Context) -> Log:
+    with ctx.recording() as recorder:
+        dist.barrier()
+    return recorder.log()
+
+
+def test_a_barrier_is_no_reduction(worlds: Worlds):
+    for log in worlds.world(2).run(barrier):
+        assert [event.kind for event in log.collectives()] == [Kind.BARRIER]
+
+
+def ddp_step(ctx: Context) -> tuple[Log, int, int]:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    wrapped = DistributedDataParallel(model)
+    with ctx.recording() as recorder:
+        wrapped(torch.ones(2, 4)).sum().backward()
+        first = len(recorder.log().collectives(Kind.REDUCTION))
+        with wrapped.no_sync():
+            wrapped(torch.ones(2, 4)).sum().backward()
+    return recorder.log(), first, sum(p.numel() for p in model.parameters())
+
+
+def test_the_reducer_in_c_plus_plus_is_seen_as_well(worlds: Worlds):
+    for log, first, numel in worlds.world(2).run(ddp_step):
+        reductions = log.collectives(Kind.REDUCTION)
+        assert sum(event.numel for event in reductions) == numel
+        assert first == len(reductions), "nothing is reduced under no_sync"
+
+
+def dtensor(ctx: Context) -> Log:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    whole = torch.arange(8.0)
+    sharded = distribute_tensor(whole, init_device_mesh("cpu", (ctx.world_size,)), [Shard(0)])
+    with ctx.recording() as recorder:
+        sharded.full_tensor()
+    return recorder.log()
+
+
+def test_what_a_dtensor_emits_is_seen_as_well(worlds: Worlds):
+    for log in worlds.world(2).run(dtensor):
+        assert [(event.kind, event.numel) for event in log.collectives()] == [(Kind.GATHER, 8)]
+
+
+# ----------------------------------------------------------------------------------------- order
+
+
+def marked(ctx: Context) -> Log:
+    weight = nn.Parameter(torch.ones(3))
+    with ctx.recording() as recorder:
+        weight.register_post_accumulate_grad_hook(lambda p: recorder.mark("gradient ready"))
+        (weight * 2).sum().backward()
+        dist.all_reduce(weight.grad)
+        recorder.mark("after")
+    return recorder.log()
+
+
+def test_marks_stand_among_the_collectives(worlds: Worlds):
+    for log in worlds.world(2).run(marked):
+        assert [str(event) for event in log.events] == [
+            "gradient ready",
+            "c10d.allreduce_(3 x float32)",
+            "after",
+        ]
+        assert log.position("gradient ready") < log.position("c10d.allreduce_")
+        assert log.collectives() == (log.events[1],)
+        with pytest.raises(ValueError, match="no event 'never' in"):
+            log.position("never")
+
+
+def test_an_event_of_several_dtypes_names_them():
+    event = Event("c10d.allgather_", Kind.GATHER, 3, 18, ("bfloat16", "float64"))
+    assert str(event) == "c10d.allgather_(3 x bfloat16+float64)"
+
+
+# ----------------------------------------------------------------------------------------- bytes
+
+
+@pytest.fixture
+def recorder():
+    with Recorder() as entered:
+        yield entered
+
+
+def test_what_is_made_counts_until_it_is_freed(recorder: Recorder):
+    one = torch.ones(100)
+    assert recorder.live_bytes == 400
+    two = torch.empty(50, dtype=torch.float64)
+    assert recorder.live_bytes == 800
+    del one
+    assert recorder.live_bytes == 400
+    del two
+    assert recorder.live_bytes == 0
+    assert recorder.log().peak_bytes == 800
+
+
+def test_views_and_in_place_operations_add_nothing(recorder: Recorder):
+    one = torch.zeros(100)
+    view = one.view(10, 10).T[2:]
+    one.add_(1).mul_(2)
+    view.zero_()
+    assert recorder.live_bytes == 400
+    del one
+    assert recorder.live_bytes == 400, "the view keeps the storage"
+    del view
+    assert recorder.live_bytes == 0
+
+
+def test_a_view_in_python_is_no_new_storage(recorder: Recorder):
+    one = torch.ones(4)
+    pieces = [one.detach(), one.split(2)[0], one.unflatten(0, (2, 2)), one.untyped_storage()]
+    assert recorder.live_bytes == 16
+    del one, pieces
+    assert recorder.live_bytes == 0
+
+
+def test_what_was_there_before_does_not_count():
+    weight = nn.Parameter(torch.ones(100))
+    with Recorder() as recorder:
+        doubled = weight * 2
+        assert recorder.live_bytes == 400
+        weight.detach().add_(1)
+        (weight.detach()[:10]).mul_(2)
+        assert recorder.live_bytes == 400
+        del doubled
+    assert recorder.live_bytes == 0
+
+
+def test_gradients_count_from_backward_to_zero_grad():
+    weight = nn.Parameter(torch.ones(100))
+    with Recorder() as recorder:
+        (weight * 3).sum().backward()
+        assert recorder.live_bytes == 400
+        weight.grad = None
+        assert recorder.live_bytes == 0
+        assert recorder.log().peak_bytes > 400
+
+
+def test_the_peak_may_begin_anew(recorder: Recorder):
+    kept = torch.ones(10)
+    torch.ones(1000)
+    assert recorder.log().peak_bytes == 4040
+    recorder.forget_peak()
+    assert recorder.log().peak_bytes == 40
+    del kept
+    assert recorder.live_bytes == 0
+    assert recorder.log().peak_bytes == 40
+
+
+def test_many_short_lives_do_not_add_up(recorder: Recorder):
+    for _ in range(200):
+        torch.ones(100)
+    gc.collect()
+    assert recorder.live_bytes == 0
+    assert recorder.log().peak_bytes == 400
+
+
+def test_a_recorder_may_be_entered_within_another(recorder: Recorder):
+    with Recorder() as inner:
+        kept = torch.ones(4)
+    assert inner.live_bytes == recorder.live_bytes == 16
+    del kept
+    assert inner.live_bytes == recorder.live_bytes == 0
