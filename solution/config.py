@@ -1,9 +1,10 @@
 """What a run may be told: frozen dataclasses, one table of presets, strict parsing.
 
-A setting has one home. `GPT2Config` says what the model is, `TrainConfig` what a training run does
-with it; both check themselves when they are made, so that no later line has to. `parse` builds
-either from a mapping (a TOML file, command-line flags) and refuses what it does not know: a
-misspelt key that is silently ignored trains the wrong model for a day.
+A setting has one home. `GPT2Config` or `LlamaConfig` says what the model is, `TrainConfig` (in
+`solution.train_config`) what a run does with it; all check themselves when they are made, so that
+no later line has to. `parse` builds each of them from a mapping (a TOML file, command-line flags)
+and refuses what it does not know: a misspelt key that is silently ignored trains the wrong model
+for a day.
 
     >>> GPT2Config.preset("small").embedding_dim
     768
@@ -12,8 +13,9 @@ misspelt key that is silently ignored trains the wrong model for a day.
         ...
     ValueError: GPT2Config has no field 'num_layer' (did you mean 'num_layers'?); valid fields: ...
 
-Sizes: Radford et al. 2019, table 2, with the counts that the published weights have. `tiny` is
-ours, for the CPU of a laptop.
+Sizes of GPT-2: Radford et al. 2019, table 2, with the counts that the published weights have;
+`tiny` is ours, for the CPU of a laptop. Sizes of Llama: those of the FSDP exercises; `1b` has the
+shape of Llama 3.2 1B (Grattafiori et al. 2024), with a matrix of its own for the logits.
 """
 
 from __future__ import annotations
@@ -23,10 +25,20 @@ import difflib
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-__all__ = ["PRESETS", "GPT2Config", "TrainConfig", "divisors", "parse", "require_positive"]
+__all__ = [
+    "LLAMA_PRESETS",
+    "PRESETS",
+    "GPT2Config",
+    "LlamaConfig",
+    "ModelConfig",
+    "divisors",
+    "parse",
+    "require",
+    "require_positive",
+]
 
 Config = TypeVar("Config")
 
@@ -41,6 +53,26 @@ PRESETS: dict[str, dict[str, int]] = {
         "large": (1024, 36, 20, 1280),  #  774,030,080
         "xl": (1024, 48, 25, 1600),  #   1,557,611,200
     }.items()
+}
+
+LLAMA_PRESETS: dict[str, dict[str, Any]] = {
+    "debug": {  # 6,163,712
+        "vocab_size": 2048,
+        "max_sequence_length": 2048,
+        "num_layers": 6,
+        "num_heads": 16,
+        "embedding_dim": 256,
+    },
+    "1b": {  # 1,498,482,688
+        "vocab_size": 128256,
+        "max_sequence_length": 8192,
+        "num_layers": 16,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "embedding_dim": 2048,
+        "ffn_multiplier": 1.5,
+        "ffn_multiple_of": 1024,
+    },
 }
 
 
@@ -84,64 +116,82 @@ class GPT2Config:
         return cls(vocab_size=vocab_size, **PRESETS[name])
 
 
-def _setting(default: Any, text: str) -> Any:
-    """A dataclass field whose `text` becomes the help of its command-line flag."""
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """One training run. Batch sizes count sequences; a step is one update of the optimizer.
+class LlamaConfig:
+    """The shape of a Llama; the defaults are those of the preset `debug`.
+
+    Attributes:
+        num_kv_heads: heads of keys and values, each read by num_heads / num_kv_heads query heads;
+            None is num_heads.
+        ffn_multiplier, ffn_multiple_of: the MLP is 8/3 of the embedding wide (three matrices of
+            that width weigh as much as two of 4), times the first, rounded up to the second.
 
     Raises:
-        ValueError: a value outside its range, with the field, the value and what is allowed.
+        ValueError: a size is not a positive integer, the heads do not divide, or the heads are of
+            odd width, which cannot be rotated in pairs.
     """
 
-    preset: str = _setting("tiny", "model size: " + ", ".join(PRESETS))
-    data: str = _setting("outputs/data", "folder with *train*.bin token shards")
-    out: str = _setting("outputs/run", "folder for the log (JSONL) and the summaries (JSON)")
-    vocab_size: int | None = _setting(None, "words (default: the data's tokenizer, else 50257)")
-    sequence_length: int | None = _setting(None, "tokens per sequence (default: the preset's)")
-    steps: int = _setting(20, "optimizer steps")
-    global_batch_size: int = _setting(32, "sequences per optimizer step, all ranks together")
-    micro_batch_size: int = _setting(8, "sequences per backward on one rank")
-    learning_rate: float = _setting(3e-4, "peak learning rate; falls as a cosine to a tenth of it")
-    warmup_steps: int = _setting(0, "steps of linear warm-up")
-    weight_decay: float = _setting(0.1, "AdamW's decay, on matrices and embeddings only")
-    max_norm: float | None = _setting(None, "clip the global gradient norm to this (default: no)")
-    seed: int = _setting(42, "of the initial weights, the same on every rank")
-    log_every: int = _setting(1, "steps between log lines; the first and the last always appear")
-    device: str = _setting("auto", "auto, cpu or cuda")
-    wrapper: str = _setting("ddp_bucketed", "how gradients are reduced (train_ddp only)")
-    bucket_size_mb: float = _setting(25.0, "of ddp_bucketed and torch, in MiB")
-
-    devices: ClassVar[tuple[str, ...]] = ("auto", "cpu", "cuda")
-    wrappers: ClassVar[tuple[str, ...]] = ("ddp", "ddp_bucketed", "torch")
+    vocab_size: int = 2048
+    max_sequence_length: int = 2048
+    num_layers: int = 6
+    num_heads: int = 16
+    num_kv_heads: int | None = None
+    embedding_dim: int = 256
+    ffn_multiplier: float = 1.0
+    ffn_multiple_of: int = 256
+    rope_theta: float = 500_000.0
+    norm_epsilon: float = 1e-5
+    init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("steps", "global_batch_size", "micro_batch_size", "log_every"):
+        for name in ("vocab_size", "max_sequence_length", "num_layers", "embedding_dim"):
             require_positive(name, getattr(self, name))
-        for name in ("vocab_size", "sequence_length"):
-            require_positive(name, 1 if getattr(self, name) is None else getattr(self, name))
-        for name in ("learning_rate", "bucket_size_mb", "max_norm"):
-            _require(name, getattr(self, name), "> 0", lambda value: value is None or value > 0)
-        for name in ("warmup_steps", "weight_decay"):
-            _require(name, getattr(self, name), ">= 0", lambda value: value >= 0)
-        at_most = f"<= steps={self.steps}"
-        _require("warmup_steps", self.warmup_steps, at_most, lambda value: value <= self.steps)
-        _require("device", self.device, f"among {self.devices}", self.devices.__contains__)
-        _require("wrapper", self.wrapper, f"among {self.wrappers}", self.wrappers.__contains__)
-
-    def model(self, *, vocab_size: int) -> GPT2Config:
-        """The model of this run; a sequence_length beyond the preset's is refused here."""
-        config = GPT2Config.preset(self.preset, vocab_size=vocab_size)
-        length = self.sequence_length or config.max_sequence_length
-        if length > config.max_sequence_length:
+        for name in ("num_heads", "kv_heads", "ffn_multiple_of"):
+            require_positive(name.replace("kv_", "num_kv_"), getattr(self, name))
+        for name in ("ffn_multiplier", "rope_theta"):
+            require(name, getattr(self, name), "> 0", lambda value: value > 0)
+        if self.embedding_dim % (2 * self.num_heads):
             raise ValueError(
-                f"expected sequence_length <= {config.max_sequence_length} for preset "
-                f"{self.preset!r}, got {length}; use a shorter one or a larger preset"
+                f"expected embedding_dim divisible by 2 * num_heads, got embedding_dim="
+                f"{self.embedding_dim} and num_heads={self.num_heads}; choose num_heads from "
+                f"{[d for d in divisors(self.embedding_dim) if self.embedding_dim % (2 * d) == 0]}"
             )
-        return config
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"expected num_heads divisible by num_kv_heads, got {self.num_heads} and "
+                f"{self.kv_heads}; choose num_kv_heads from {divisors(self.num_heads)}"
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.embedding_dim // self.num_heads
+
+    @property
+    def ffn_dim(self) -> int:
+        """Width of the MLP.
+
+        >>> LlamaConfig.preset("debug").ffn_dim, LlamaConfig.preset("1b").ffn_dim
+        (768, 8192)
+        """
+        width = int(self.ffn_multiplier * (8 * self.embedding_dim // 3))
+        return -(-width // self.ffn_multiple_of) * self.ffn_multiple_of
+
+    @classmethod
+    def preset(cls, name: str, *, vocab_size: int | None = None) -> LlamaConfig:
+        """The preset `name`; ValueError names the presets there are."""
+        if name not in LLAMA_PRESETS:
+            raise ValueError(f"expected preset to be one of {list(LLAMA_PRESETS)}, got {name!r}")
+        config = cls(**LLAMA_PRESETS[name])
+        return config if vocab_size is None else dataclasses.replace(config, vocab_size=vocab_size)
+
+
+ModelConfig = GPT2Config | LlamaConfig
 
 
 def parse(cls: type[Config], settings: Mapping[str, Any]) -> Config:
@@ -195,8 +245,8 @@ def require_positive(name: str, value: object) -> int:
     return value
 
 
-def _require(name: str, value: Any, what: str, holds: Callable[[Any], bool]) -> None:
-    # Written so that NaN, which compares false with everything, is refused.
+def require(name: str, value: Any, what: str, holds: Callable[[Any], bool]) -> None:
+    """A ValueError that names the value, unless `holds`; NaN, which compares false, is refused."""
     if not holds(value):
         raise ValueError(f"expected {name} {what}, got {value!r}")
 

@@ -32,15 +32,16 @@ import torch
 from torch import nn
 
 from solution import comm
-from solution.config import GPT2Config, TrainConfig, parse
+from solution.config import ModelConfig, parse
 from solution.console import progress_bar
 from solution.data.loader import TokenLoader, token_loader
 from solution.data.prepare import read_meta
 from solution.data.shards import find_shards, write_atomically
 from solution.measure.memory import peak_memory_bytes
 from solution.measure.traffic import Traffic
-from solution.models.gpt2 import GPT2, flops_per_token, parameter_count
+from solution.models import families
 from solution.optim import cosine_schedule, decay_groups
+from solution.train_config import TrainConfig
 from solution.trainer import (
     DataExhaustedError,
     NonFiniteError,
@@ -126,7 +127,7 @@ class Job:
 
     name: str
     config: TrainConfig
-    model_config: GPT2Config
+    model_config: ModelConfig
     sequence_length: int
     loader: TokenLoader
     num_micro_batches: int
@@ -142,7 +143,7 @@ class Job:
         )
         paths = find_shards(config.data, "train")
         meta = read_meta(Path(config.data)) or {"vocab_size": GPT2_VOCABULARY}
-        model_config = config.model(vocab_size=config.vocab_size or meta["vocab_size"])
+        model_config = config.model_config(vocab_size=config.vocab_size or meta["vocab_size"])
         sequence_length = config.sequence_length or model_config.max_sequence_length
         loader = token_loader(
             paths,
@@ -175,11 +176,12 @@ class Job:
         """Every derived number, before anything is computed."""
         config, loader = self.config, self.loader
         tokens = config.global_batch_size * self.sequence_length
-        flops = flops_per_token(self.model_config, sequence_length=self.sequence_length)
+        flops = families.flops_per_token(self.model_config, sequence_length=self.sequence_length)
         return (
-            f"{self.name}: GPT-2 {config.preset}, {parameter_count(self.model_config):,} "
-            f"parameters, vocabulary {self.model_config.vocab_size:,}, {flops / 1e6:,.1f} "
-            f"MFLOP/token; {self.world.size} rank(s) on {self.world.device.type}\n"
+            f"{self.name}: {config.model} {config.size}, "
+            f"{families.parameter_count(self.model_config):,} parameters, vocabulary "
+            f"{self.model_config.vocab_size:,}, {flops / 1e6:,.1f} MFLOP/token; "
+            f"{self.world.size} rank(s) on {self.world.device.type}\n"
             f"  step: {config.global_batch_size} sequences = {self.num_micro_batches} micro-batches"
             f" x {config.micro_batch_size} x {self.world.size} rank(s) = {tokens:,} tokens\n"
             f"  data: {len(loader.shards)} shards, {loader.num_sequences:,} sequences of "
@@ -193,7 +195,9 @@ class Job:
         """Train, log, and write this rank's summary; returns the exit status."""
         config = self.config
         torch.manual_seed(config.seed)
-        module = GPT2(self.model_config).to(self.world.device)
+        module = families.build(
+            self.model_config, activation_checkpointing=config.activation_checkpointing
+        ).to(self.world.device)
         optimizer = torch.optim.AdamW(
             decay_groups(module, weight_decay=config.weight_decay), lr=config.learning_rate
         )

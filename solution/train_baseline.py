@@ -15,7 +15,7 @@ import sys
 from torch import nn
 
 from solution import comm, job
-from solution.config import TrainConfig
+from solution.train_config import TrainConfig
 
 __all__ = ["main"]
 

@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from solution import comm, job
-from solution.config import TrainConfig
 from solution.parallel.ddp import DDPIndividualParameters
 from solution.parallel.ddp_bucketed import DDPBucketed
+from solution.train_config import TrainConfig
 
 __all__ = ["main"]
 

@@ -4,7 +4,7 @@
                -> norm -> logits [B, T, V] through the token embedding itself (tied)
 
 Small is 124,439,808 parameters. Differences from the published code are none in value: weights of
-Hugging Face's GPT2LMHeadModel load and save here bit for bit (`from_hugging_face_state_dict`). What
+Hugging Face's GPT2LMHeadModel load and save here bit for bit (`solution.models.hugging_face`). What
 differs is form: no dropout (equal runs on other layouts must be comparable), no mask or position
 buffers (nothing to fill with garbage when a model goes from `meta` to a device), Linear layers of
 `[out, in]` where GPT-2 has `[in, out]`.
@@ -22,7 +22,7 @@ Legend: B batch, T tokens, V vocabulary, E embedding dim, H heads, D head dim = 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Self, cast
 
 import torch
@@ -31,14 +31,13 @@ from torch import nn
 
 from solution.attention import AttentionFunction, attention
 from solution.config import GPT2Config
+from solution.models.checkpointing import Runner, runner
 
 __all__ = [
     "GPT2",
     "flops_per_token",
-    "from_hugging_face_state_dict",
     "language_model",
     "parameter_count",
-    "to_hugging_face_state_dict",
 ]
 
 
@@ -48,14 +47,23 @@ class GPT2(nn.Module):
     Args:
         config: its shape.
         attention: `(q, k, v, *, causal) -> out` on `[B, H, T, D]`; see `solution.attention`.
+        activation_checkpointing: "none", "full" or "selective"; see
+            `solution.models.checkpointing`.
     """
 
-    def __init__(self, config: GPT2Config, *, attention: AttentionFunction = attention) -> None:
+    def __init__(
+        self,
+        config: GPT2Config,
+        *,
+        attention: AttentionFunction = attention,
+        activation_checkpointing: str = "none",
+    ) -> None:
         super().__init__()
         self.config = config
+        run = runner(activation_checkpointing)
         self.token_embedding = nn.Embedding(config.vocab_size, config.embedding_dim)
         self.position_embedding = nn.Embedding(config.max_sequence_length, config.embedding_dim)
-        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, attention, run) for _ in range(config.num_layers))
         self.final_norm = _norm(config)
         self.lm_head = nn.Linear(config.embedding_dim, config.vocab_size, bias=False)
         self._tie()
@@ -115,15 +123,19 @@ def _tie_again(module: nn.Module, incompatible_keys: object) -> None:
 class Block(nn.Module):
     """One layer: attention and MLP, each on a normalised copy, each added to the stream."""
 
-    def __init__(self, config: GPT2Config, attention: AttentionFunction) -> None:
+    def __init__(self, config: GPT2Config, attention: AttentionFunction, run: Runner) -> None:
         super().__init__()
         self.attention_norm = _norm(config)
         self.attention = SelfAttention(config, attention)
         self.mlp_norm = _norm(config)
         self.mlp = MLP(config)
+        self._run = run
 
     def forward(self, x_BTE: torch.Tensor) -> torch.Tensor:
         """`[B, T, E]` -> `[B, T, E]`."""
+        return self._run(self._layer, x_BTE)
+
+    def _layer(self, x_BTE: torch.Tensor) -> torch.Tensor:
         x_BTE = x_BTE + self.attention(self.attention_norm(x_BTE))
         return x_BTE + self.mlp(self.mlp_norm(x_BTE))
 
@@ -214,80 +226,3 @@ def flops_per_token(config: GPT2Config, *, sequence_length: int) -> int:
     e, layers = config.embedding_dim, config.num_layers
     weights = 12 * layers * e * e + config.vocab_size * e
     return 6 * weights + 12 * layers * e * sequence_length
-
-
-# ours -> (Hugging Face's, whether the matrix is transposed: their Conv1D holds [in, out]). A list
-# and not a rule: attention.out is square, a missing transpose there raises no error.
-_OUTER_NAMES = {
-    "token_embedding.weight": ("transformer.wte.weight", False),
-    "position_embedding.weight": ("transformer.wpe.weight", False),
-    "final_norm.weight": ("transformer.ln_f.weight", False),
-    "final_norm.bias": ("transformer.ln_f.bias", False),
-    "lm_head.weight": ("lm_head.weight", False),
-}
-_BLOCK_NAMES = {
-    "attention_norm.weight": ("ln_1.weight", False),
-    "attention_norm.bias": ("ln_1.bias", False),
-    "attention.qkv.weight": ("attn.c_attn.weight", True),
-    "attention.qkv.bias": ("attn.c_attn.bias", False),
-    "attention.out.weight": ("attn.c_proj.weight", True),
-    "attention.out.bias": ("attn.c_proj.bias", False),
-    "mlp_norm.weight": ("ln_2.weight", False),
-    "mlp_norm.bias": ("ln_2.bias", False),
-    "mlp.up.weight": ("mlp.c_fc.weight", True),
-    "mlp.up.bias": ("mlp.c_fc.bias", False),
-    "mlp.down.weight": ("mlp.c_proj.weight", True),
-    "mlp.down.bias": ("mlp.c_proj.bias", False),
-}
-
-
-def from_hugging_face_state_dict(
-    theirs: Mapping[str, torch.Tensor], config: GPT2Config
-) -> dict[str, torch.Tensor]:
-    """`GPT2LMHeadModel.state_dict()` as a state dict of `GPT2(config)`.
-
-    Raises:
-        ValueError: a key too many or too few (`lm_head.weight` may be absent: it is tied), a shape
-            that is not the config's, or an `lm_head.weight` that is not tied.
-    """
-    names = _hugging_face_names(config.num_layers)
-    wte, head = names["token_embedding.weight"][0], names["lm_head.weight"][0]
-    theirs = {head: theirs[wte], **theirs} if wte in theirs else dict(theirs)
-    expected = {key for key, _ in names.values()}
-    if theirs.keys() != expected:
-        raise ValueError(
-            f"expected the {len(expected)} keys of a {config.num_layers}-layer GPT2LMHeadModel; "
-            f"missing {sorted(expected - theirs.keys())[:3]}, "
-            f"unexpected {sorted(theirs.keys() - expected)[:3]}"
-        )
-    if not torch.equal(theirs[head], theirs[wte]):
-        raise ValueError(f"expected {head} to be tied to {wte}, got different values")
-    with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in GPT2(config).state_dict().items()}
-    ours = {name: _transpose(theirs[key], flip) for name, (key, flip) in names.items()}
-    for name, tensor in ours.items():
-        if tensor.shape != shapes[name]:
-            raise ValueError(
-                f"expected {names[name][0]} to make {name} of shape {tuple(shapes[name])}, "
-                f"got {tuple(tensor.shape)}; the config is not that of the weights"
-            )
-    return ours
-
-
-def to_hugging_face_state_dict(model: GPT2) -> dict[str, torch.Tensor]:
-    """The weights of `model` under the names, and in the layout, of `GPT2LMHeadModel`."""
-    names, ours = _hugging_face_names(model.config.num_layers), model.state_dict()
-    return {key: _transpose(ours[name], flip) for name, (key, flip) in names.items()}
-
-
-def _hugging_face_names(num_layers: int) -> dict[str, tuple[str, bool]]:
-    """Every name of ours, with theirs and whether to transpose."""
-    return _OUTER_NAMES | {
-        f"blocks.{layer}.{ours}": (f"transformer.h.{layer}.{theirs}", flip)
-        for layer in range(num_layers)
-        for ours, (theirs, flip) in _BLOCK_NAMES.items()
-    }
-
-
-def _transpose(tensor: torch.Tensor, flip: bool) -> torch.Tensor:
-    return tensor.t().contiguous() if flip else tensor

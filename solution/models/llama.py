@@ -1,0 +1,234 @@
+"""Llama (Touvron et al. 2023; Grattafiori et al. 2024), with attention injected.
+
+    ids [B, T] -> token embedding -> L x (x + attention(norm x); x + mlp(norm x)) -> norm -> logits
+
+What differs from GPT-2, line by line: RMSNorm (no mean, no bias), rotary positions in place of
+learned ones, SwiGLU with a third matrix, fewer heads for keys and values than for queries, no
+biases, and a matrix of its own for the logits.
+
+Rotary positions (Su et al. 2021): at position t the pair (x_i, x_{i + D/2}) of each head turns by
+the angle t * theta^(-2i/D), so the product of a query and a key knows only how far they are apart.
+Pairs are *halves* apart, as in Hugging Face's weights, which load and save here by renaming alone
+(`solution.models.hugging_face`). Meta's own files pair neighbours (x_2i, x_2i+1): the same
+function, with the rows of the query and key matrices in another order.
+
+The table of angles is made and kept in float32, whatever dtype the model is moved to: in bfloat16
+neighbouring positions share an angle from 256 on. It is no parameter and no state: it is made again
+whenever the model moves, so also on the way from `meta` to a device. Blocks are given the table as
+an object and not as tensors, which a mixed-precision wrapper would cast.
+
+    with torch.device("meta"):
+        model = Llama(LlamaConfig.preset("1b"))             # no memory
+    model.to_empty(device="cuda").reset_parameters()         # table made, weights drawn
+
+Legend: B batch, T tokens, V vocabulary, E embedding dim, H heads, G key/value heads, D head dim =
+E / H, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from solution.attention import AttentionFunction, attention
+from solution.config import LlamaConfig
+from solution.models.checkpointing import Runner, runner
+
+__all__ = [
+    "Llama",
+    "flops_per_token",
+    "parameter_count",
+]
+
+
+class Llama(nn.Module):
+    """A Llama language model.
+
+    Args:
+        config: its shape.
+        attention: `(q, k, v, *, causal) -> out`, q `[B, H, T, D]`, k and v `[B, G, T, D]`; see
+            `solution.attention`.
+        activation_checkpointing: "none", "full" or "selective"; see
+            `solution.models.checkpointing`.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        attention: AttentionFunction = attention,
+        activation_checkpointing: str = "none",
+    ) -> None:
+        super().__init__()
+        self.config = config
+        run = runner(activation_checkpointing)
+        self.token_embedding = nn.Embedding(config.vocab_size, config.embedding_dim)
+        self.rotary = Rotary(config)
+        self.blocks = nn.ModuleList(Block(config, attention, run) for _ in range(config.num_layers))
+        self.final_norm = _norm(config)
+        self.lm_head = nn.Linear(config.embedding_dim, config.vocab_size, bias=False)
+        self.reset_parameters()
+
+    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        """Logits `[B, T, V]` for integer ids `[B, T]`; ValueError if T is too long or not 2-D."""
+        if ids_BT.ndim != 2 or ids_BT.is_floating_point():
+            raise ValueError(
+                f"expected integer ids of shape [batch, seq], got {ids_BT.dtype} of shape "
+                f"{tuple(ids_BT.shape)}"
+            )
+        if ids_BT.shape[1] > self.config.max_sequence_length:
+            raise ValueError(
+                f"expected at most max_sequence_length={self.config.max_sequence_length} tokens "
+                f"per sequence, got {ids_BT.shape[1]}; cut them, or make the model's longer"
+            )
+        x_BTE = self.token_embedding(ids_BT)
+        for block in self.blocks:
+            x_BTE = block(x_BTE, self.rotary)
+        return self.lm_head(self.final_norm(x_BTE))
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> Self:
+        """Draw all weights anew, in the order of `named_parameters()`; returns the model.
+
+        Normal(0, 0.02), what leads onto the residual stream scaled by 1 / sqrt(2L); norms 1.
+        """
+        std = self.config.init_std
+        residual_std = std / (2 * self.config.num_layers) ** 0.5
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+            elif name.endswith(("attention.out.weight", "mlp.down.weight")):
+                parameter.normal_(0.0, residual_std, generator=generator)
+            else:
+                parameter.normal_(0.0, std, generator=generator)
+        return self
+
+
+class Rotary(nn.Module):
+    """Turns the heads of queries and keys by angles that grow with the position."""
+
+    cos_TD: torch.Tensor
+    sin_TD: torch.Tensor
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self._length = config.max_sequence_length
+        self._head_dim, self._theta = config.head_dim, config.rope_theta
+        self._make_table(device=None)
+
+    def forward(self, x_BHTD: torch.Tensor) -> torch.Tensor:
+        """`[B, H, T, D]` -> the same, turned; computed in float32 or better."""
+        length = x_BHTD.shape[2]
+        cos_TD, sin_TD = self.cos_TD[:length], self.sin_TD[:length]
+        first, second = x_BHTD.chunk(2, dim=-1)
+        crossed_BHTD = torch.cat((-second, first), dim=-1)
+        return (x_BHTD * cos_TD + crossed_BHTD * sin_TD).to(x_BHTD.dtype)
+
+    def _make_table(self, device: torch.device | None) -> None:
+        exponents = torch.arange(0, self._head_dim, 2, dtype=torch.float32, device=device)
+        frequencies = 1.0 / self._theta ** (exponents / self._head_dim)
+        positions = torch.arange(self._length, dtype=torch.float32, device=device)
+        angles_TD = torch.outer(positions, frequencies).repeat(1, 2)  # both halves alike
+        self.register_buffer("cos_TD", angles_TD.cos(), persistent=False)
+        self.register_buffer("sin_TD", angles_TD.sin(), persistent=False)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        # A cast would round the table for good, and `to_empty` leaves garbage in it.
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # unannotated in torch
+        self._make_table(self.cos_TD.device)
+        return self
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each on a normalised copy, each added to the stream."""
+
+    def __init__(self, config: LlamaConfig, attention: AttentionFunction, run: Runner) -> None:
+        super().__init__()
+        self.attention_norm = _norm(config)
+        self.attention = SelfAttention(config, attention)
+        self.mlp_norm = _norm(config)
+        self.mlp = MLP(config)
+        self._run = run
+
+    def forward(self, x_BTE: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """`[B, T, E]` -> `[B, T, E]`."""
+        return self._run(self._layer, x_BTE, rotary)
+
+    def _layer(self, x_BTE: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        x_BTE = x_BTE + self.attention(self.attention_norm(x_BTE), rotary)
+        return x_BTE + self.mlp(self.mlp_norm(x_BTE))
+
+
+class SelfAttention(nn.Module):
+    """Causal self-attention; H / G query heads read each head of keys and values."""
+
+    def __init__(self, config: LlamaConfig, attention: AttentionFunction) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        kv_dim = config.kv_heads * config.head_dim
+        self.query = nn.Linear(config.embedding_dim, config.embedding_dim, bias=False)
+        self.key = nn.Linear(config.embedding_dim, kv_dim, bias=False)
+        self.value = nn.Linear(config.embedding_dim, kv_dim, bias=False)
+        self.out = nn.Linear(config.embedding_dim, config.embedding_dim, bias=False)
+        self._attention = attention
+
+    def forward(self, x_BTE: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """`[B, T, E]` -> `[B, T, E]`."""
+        q_BHTD, k_BGTD, v_BGTD = (
+            project(x_BTE).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        mixed_BHTD = self._attention(rotary(q_BHTD), rotary(k_BGTD), v_BGTD, causal=True)
+        return self.out(mixed_BHTD.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer 2020): one matrix says what passes of the other."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.embedding_dim, config.ffn_dim, bias=False)
+        self.up = nn.Linear(config.embedding_dim, config.ffn_dim, bias=False)
+        self.down = nn.Linear(config.ffn_dim, config.embedding_dim, bias=False)
+
+    def forward(self, x_BTE: torch.Tensor) -> torch.Tensor:
+        """`[B, T, E]` -> `[B, T, E]`."""
+        return self.down(F.silu(self.gate(x_BTE)) * self.up(x_BTE))
+
+
+def _norm(config: LlamaConfig) -> nn.RMSNorm:
+    return nn.RMSNorm(config.embedding_dim, eps=config.norm_epsilon)
+
+
+def parameter_count(config: LlamaConfig) -> int:
+    """How many parameters the model has.
+
+    >>> parameter_count(LlamaConfig.preset("debug")), parameter_count(LlamaConfig.preset("1b"))
+    (6163712, 1498482688)
+    """
+    norms = (2 * config.num_layers + 1) * config.embedding_dim
+    return _weights(config) + config.vocab_size * config.embedding_dim + norms
+
+
+def flops_per_token(config: LlamaConfig, *, sequence_length: int) -> int:
+    """Floating-point operations of a forward and a backward, per token; matrix products only.
+
+    Counted as for GPT-2: 6 per weight that multiplies, and 12 L E T for attention's two products,
+    which fewer heads of keys and values do not make fewer. The embedding is a lookup.
+
+    >>> flops_per_token(LlamaConfig.preset("debug"), sequence_length=256)
+    38535168
+    """
+    products = 12 * config.num_layers * config.embedding_dim * sequence_length
+    return 6 * _weights(config) + products
+
+
+def _weights(config: LlamaConfig) -> int:
+    """Elements of the matrices that multiply, the one of the logits included."""
+    e, kv_dim = config.embedding_dim, config.kv_heads * config.head_dim
+    block = 2 * e * e + 2 * e * kv_dim + 3 * e * config.ffn_dim
+    return config.num_layers * block + config.vocab_size * e

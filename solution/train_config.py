@@ -1,0 +1,114 @@
+"""What one training run is told: every field is a flag of the entry scripts, with its help.
+
+Batch sizes count sequences; a step is one update of the optimizer. What the data decides (the size
+of the vocabulary) is left open here and filled in by `solution.job`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from solution.config import (
+    LLAMA_PRESETS,
+    PRESETS,
+    GPT2Config,
+    LlamaConfig,
+    ModelConfig,
+    require,
+    require_positive,
+)
+
+__all__ = ["TrainConfig"]
+
+
+def _setting(default: Any, text: str) -> Any:
+    """A dataclass field whose `text` becomes the help of its command-line flag."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run. Batch sizes count sequences; a step is one update of the optimizer.
+
+    Raises:
+        ValueError: a value outside its range, with the field, the value and what is allowed.
+    """
+
+    model: str = _setting("gpt2", "gpt2 or llama")
+    preset: str | None = _setting(
+        None, f"size: of gpt2 {', '.join(PRESETS)}; of llama {', '.join(LLAMA_PRESETS)}; the first"
+    )
+    data: str = _setting("outputs/data", "folder with *train*.bin token shards")
+    out: str = _setting("outputs/run", "folder for the log (JSONL) and the summaries (JSON)")
+    vocab_size: int | None = _setting(None, "words (default: the data's tokenizer, else 50257)")
+    sequence_length: int | None = _setting(None, "tokens per sequence (default: the preset's)")
+    steps: int = _setting(20, "optimizer steps")
+    global_batch_size: int = _setting(32, "sequences per optimizer step, all ranks together")
+    micro_batch_size: int = _setting(8, "sequences per backward on one rank")
+    learning_rate: float = _setting(3e-4, "peak learning rate; falls as a cosine to a tenth of it")
+    warmup_steps: int = _setting(0, "steps of linear warm-up")
+    weight_decay: float = _setting(0.1, "AdamW's decay, on matrices and embeddings only")
+    max_norm: float | None = _setting(None, "clip the global gradient norm to this (default: no)")
+    precision: str = _setting("fp32", "of the forward: fp32, bf16 or fp16; weights stay fp32")
+    activation_checkpointing: str = _setting(
+        "none", "none, full or selective: what the backward computes again"
+    )
+    eval_every: int | None = _setting(
+        None, "steps between evaluations on the *val*.bin shards; the last step is one, too"
+    )
+    eval_batches: int = _setting(8, "micro-batches per rank of one evaluation, at most")
+    seed: int = _setting(42, "of the initial weights, the same on every rank")
+    log_every: int = _setting(1, "steps between log lines; the first and the last always appear")
+    device: str = _setting("auto", "auto, cpu or cuda")
+    wrapper: str = _setting("ddp_bucketed", "how gradients are reduced (train_ddp only)")
+    bucket_size_mb: float = _setting(25.0, "of ddp_bucketed and torch, in MiB")
+
+    models: ClassVar[tuple[str, ...]] = ("gpt2", "llama")
+    precisions: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
+    checkpointings: ClassVar[tuple[str, ...]] = ("none", "full", "selective")
+    devices: ClassVar[tuple[str, ...]] = ("auto", "cpu", "cuda")
+    wrappers: ClassVar[tuple[str, ...]] = ("ddp", "ddp_bucketed", "torch")
+
+    def __post_init__(self) -> None:
+        for name in (
+            "steps",
+            "global_batch_size",
+            "micro_batch_size",
+            "log_every",
+            "eval_batches",
+        ):
+            require_positive(name, getattr(self, name))
+        for name in ("vocab_size", "sequence_length", "eval_every"):
+            require_positive(name, 1 if getattr(self, name) is None else getattr(self, name))
+        for name in ("learning_rate", "bucket_size_mb", "max_norm"):
+            require(name, getattr(self, name), "> 0", lambda value: value is None or value > 0)
+        for name in ("warmup_steps", "weight_decay"):
+            require(name, getattr(self, name), ">= 0", lambda value: value >= 0)
+        at_most = f"<= steps={self.steps}"
+        require("warmup_steps", self.warmup_steps, at_most, lambda value: value <= self.steps)
+        for name, among in (
+            ("model", self.models),
+            ("precision", self.precisions),
+            ("activation_checkpointing", self.checkpointings),
+            ("device", self.devices),
+            ("wrapper", self.wrappers),
+        ):
+            require(name, getattr(self, name), f"among {among}", among.__contains__)
+
+    @property
+    def size(self) -> str:
+        """The preset: the smallest where none was named."""
+        return self.preset or next(iter(PRESETS if self.model == "gpt2" else LLAMA_PRESETS))
+
+    def model_config(self, *, vocab_size: int) -> ModelConfig:
+        """The model of this run; a sequence_length beyond the preset's is refused here."""
+        kind = GPT2Config if self.model == "gpt2" else LlamaConfig
+        config: ModelConfig = kind.preset(self.size, vocab_size=vocab_size)
+        length = self.sequence_length or config.max_sequence_length
+        if length > config.max_sequence_length:
+            raise ValueError(
+                f"expected sequence_length <= {config.max_sequence_length} for preset "
+                f"{self.size!r}, got {length}; use a shorter one or a larger preset"
+            )
+        return config
