@@ -5,7 +5,8 @@ On every rank:
 2. backward  for each micro-batch: forward and backward of the *sum* of its losses, times W / count;
              all but the last inside `no_sync`, so that gradients travel once
 3. reduce    `finish_gradient_synchronization`: .grad is now the mean over the W ranks
-4. check     loss and gradient norm finite on all ranks, or all raise and nothing was updated
+4. check     loss and gradient norm finite on all ranks, or all raise and nothing was updated; in
+             fp16 all halve the loss scale first, and go back to 2 (`solution.precision`)
 5. update    clip once, set the learning rate, optimizer step, drop the gradients
 
 Why W / count: the mean over ranks of (W / count * local sum) is (sum over ranks) / count, the mean
@@ -27,13 +28,14 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from solution import comm
+from solution.precision import Precision
 
 __all__ = ["DataExhaustedError", "NonFiniteError", "Ranks", "Step", "StepRecord"]
 
@@ -49,6 +51,8 @@ class StepRecord(TypedDict):
     lr: float  # the one this step used
     grad_norm: float  # of the mean gradient, before clipping
     tokens: int  # targets that counted, of all micro-batches and ranks
+    skipped: NotRequired[int]  # fp16: updates that overflowed and were dropped before this one
+    scale: NotRequired[float]  # fp16: the loss scale that this one used
 
 
 class DataExhaustedError(RuntimeError):
@@ -103,24 +107,46 @@ class Step:
     micro_batch_size: int
     max_norm: float | None
     lr: Callable[[int], float] | None
+    precision: Precision
 
     def run(self, finished: int) -> StepRecord:
         """Take step number `finished + 1`; whatever happens, no gradient is left behind."""
         micro_batches, count = self._fetch(finished)
         self._drop_gradients()  # what the caller left behind is not ours to learn from
         try:
-            loss_sum = self._backward(micro_batches, scale=self.ranks.size / count)
-            self._reduce()
-            parameters = [p for p in self.model.parameters() if p.grad is not None]
-            norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-            loss, grad_norm = self._check(finished, loss_sum, count, norm)
+            num_skipped = 0
+            while (found := self._finite_gradients(finished, micro_batches, count)) is None:
+                self._drop_gradients()
+                self.precision.back_off()
+                num_skipped += 1
+            loss, norm = found
             if self.max_norm is not None:
+                parameters = [p for p in self.model.parameters() if p.grad is not None]
                 nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
             rate = self._set_learning_rate(finished)
             self.optimizer.step()
         finally:
             self._drop_gradients()
-        return StepRecord(step=finished + 1, loss=loss, lr=rate, grad_norm=grad_norm, tokens=count)
+        record = StepRecord(
+            step=finished + 1, loss=loss, lr=rate, grad_norm=norm.item(), tokens=count
+        )
+        if self.precision.name == "fp16":
+            record["skipped"], record["scale"] = num_skipped, self.precision.scale
+        self.precision.updated()
+        return record
+
+    def _finite_gradients(
+        self, finished: int, batches: list[Batch], count: int
+    ) -> tuple[float, torch.Tensor] | None:
+        """Backward, reduce, check: the loss and the norm; None when a smaller scale is worth it."""
+        loss_sum = self._backward(batches, scale=self.ranks.size / count)
+        self._reduce()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if gradients and self.precision.scale != 1.0:
+            torch._foreach_mul_(gradients, 1 / self.precision.scale)
+        norm = nn.utils.get_total_norm(gradients)
+        loss = self._check(finished, loss_sum, count, norm)
+        return None if loss is None else (loss, norm)
 
     # --- 1. fetch
 
@@ -184,8 +210,9 @@ class Step:
         for index, (inputs, targets) in enumerate(batches):
             is_last = index == len(batches) - 1
             with contextlib.nullcontext() if is_last else self._no_sync():
-                loss = summed_loss(self.model(inputs), targets)
-                (loss * scale).backward()
+                with self.precision.forward(inputs.device):
+                    loss = summed_loss(self.model(inputs), targets)
+                (loss * (scale * self.precision.scale)).backward()
             loss_sum += loss.detach()  # no .item(): it waits for the device, once per micro-batch
         return loss_sum
 
@@ -202,13 +229,15 @@ class Step:
 
     def _check(
         self, finished: int, loss_sum: torch.Tensor, count: int, norm: torch.Tensor
-    ) -> tuple[float, float]:
-        """Loss and gradient norm as numbers, when both are finite on every rank."""
+    ) -> float | None:
+        """The loss, when it and the gradient norm are finite on every rank; None to back off."""
         grad_norm = norm.item()
         total, num_bad = self.ranks.sum(
             loss_sum, not math.isfinite(grad_norm), device=loss_sum.device
         )
         loss = total / count
+        if num_bad and math.isfinite(loss) and self.precision.can_back_off:
+            return None  # on all ranks: they have the same sums and the same scale
         if not math.isfinite(loss) or num_bad:
             raise NonFiniteError(
                 f"rank {self.ranks.rank}, step {finished + 1}: expected a finite loss and gradient "
@@ -216,7 +245,7 @@ class Step:
                 f"norm {grad_norm}; nothing was updated. Lower the learning rate, clip with "
                 "max_norm, or look at this step's data"
             )
-        return loss, grad_norm
+        return loss
 
     def _set_learning_rate(self, finished: int) -> float:
         """Set the learning rate of this step; returns the first group's."""

@@ -3,9 +3,9 @@
     global batch of a step = micro-batch x accumulation steps x ranks
 
 What a step does, and which protocols it asks of a wrapped model, stands in `solution.step`. The
-loop
-adds what is decided once: that the batch sizes divide, who takes part, where the data comes from.
-It fetches exactly what it uses, so that a loader's state after n steps is n steps of data.
+loop adds what is decided once: that the batch sizes divide, who takes part, where the data comes
+from, in which number format the forward runs. It fetches exactly what it uses, so that a loader's
+state after n steps is n steps of data.
 
     for record in training_steps(model, optimizer, loader, steps=20, ...):
         print(record["step"], record["loss"])
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from solution.config import divisors, require_positive
+from solution.precision import Precision
 from solution.step import Batch, DataExhaustedError, NonFiniteError, Ranks, Step, StepRecord
 
 __all__ = [
@@ -66,6 +67,7 @@ def train(
     micro_batch_size: int,
     max_norm: float | None = None,
     lr: Callable[[int], float] | None = None,
+    precision: str | Precision = "fp32",
 ) -> list[StepRecord]:
     """Train for `steps` optimizer steps.
 
@@ -81,6 +83,8 @@ def train(
         max_norm: clip the global gradient norm to this; None leaves gradients as they are.
         lr: learning rate as a function of the number of finished steps, for every parameter group;
             None leaves the groups' own.
+        precision: "fp32", "bf16" or "fp16": the format of the forward; a `Precision` keeps its loss
+            scale for the next call.
 
     Returns:
         One record (a dict) per optimizer step. Gradients are None afterwards.
@@ -99,6 +103,7 @@ def train(
         micro_batch_size=micro_batch_size,
         max_norm=max_norm,
         lr=lr,
+        precision=precision,
     )
     records: list[StepRecord] = []
     try:
@@ -119,6 +124,7 @@ def training_steps(
     micro_batch_size: int,
     max_norm: float | None = None,
     lr: Callable[[int], float] | None = None,
+    precision: str | Precision = "fp32",
     first_step: int = 0,
 ) -> Iterator[StepRecord]:
     """`train`, one step per `next`: for callers that log, measure or save in between.
@@ -145,6 +151,7 @@ def training_steps(
         micro_batch_size=micro_batch_size,
         max_norm=max_norm,
         lr=lr,
+        precision=Precision.of(precision),
     )
     # Not a generator function: its checks would wait for the first `next`.
     return (step.run(finished) for finished in range(first_step, first_step + steps))
