@@ -1,9 +1,10 @@
 """Is a silent process blocked, or is it merely slow?
 
-A rank is *blocked* when over a whole window none of its threads was runnable, it consumed
-almost no processor time, and it has no child at work. Compiling or interpreting code is
-slow and burns processor time, so it is never taken for a hang. A rank that waits for a processor
-on a crowded machine is runnable, so it is not either.
+A rank is *blocked* when over a whole window it consumed almost no processor time and no thread
+wanted a processor at every look. Compiling or interpreting code is slow and burns processor time,
+so it is never taken for a hang. A rank that starves on a crowded machine wants a processor whenever
+one looks, so it is not either; whereas the event loop of a blocked rank wakes now and then, and on
+such a machine is sometimes seen waiting for its turn.
 
 Read from /proc; where there is none (macOS), nobody is ever called blocked and the time limit of
 the call decides.
@@ -25,43 +26,46 @@ _IDLE_SHARE = 0.05
 class _Sample:
     at_s: float
     cpu_s: float
-    is_waiting: bool
+    working: frozenset[str]  # threads that run or want to, and "child" if there is one
 
 
 def _sample(pid: int) -> _Sample | None:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        states = [
-            (task / "stat").read_text().rpartition(")")[2].split()[0]
+        states = {
+            task.name: (task / "stat").read_text().rpartition(")")[2].split()[0]
             for task in Path(f"/proc/{pid}/task").iterdir()
-        ]
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().strip()
+        }
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return None
-    cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
-    is_waiting = not children and all(state in "SZ" for state in states)
-    return _Sample(time.monotonic(), cpu_s, is_waiting)
+    cpu_s = sum(map(int, fields[11:15])) / _TICKS_PER_S  # its own, and of children that ended
+    working = {name for name, state in states.items() if state not in "SZ"}
+    return _Sample(time.monotonic(), cpu_s, frozenset(working | ({"child"} if children else set())))
 
 
 @dataclass
 class Liveness:
-    """Watches one process; ask `is_blocked` every now and then, at least twice a window."""
+    """Watches one process; ask `is_blocked` every now and then, several times a window."""
 
     pid: int
     window_s: float
     _since: _Sample | None = field(default=None)
+    _working: frozenset[str] = field(default=frozenset())
 
     def is_blocked(self) -> bool:
         """True once the process has been waiting, without progress, for the whole window."""
         now = _sample(self.pid)
-        if now is None or not now.is_waiting:
-            self._since = None
-            return False
-        if self._since is None:
-            self._since = now
-            return False
+        if now is None or self._since is None:
+            return self._begin(now)
         elapsed = now.at_s - self._since.at_s
         if now.cpu_s - self._since.cpu_s > max(_IDLE_SHARE * elapsed, 2 / _TICKS_PER_S):
-            self._since = now
+            return self._begin(now)
+        self._working &= now.working
+        if elapsed < self.window_s:
             return False
-        return elapsed >= self.window_s
+        return not self._working or self._begin(now)
+
+    def _begin(self, now: _Sample | None) -> bool:
+        self._since, self._working = now, now.working if now is not None else frozenset()
+        return False

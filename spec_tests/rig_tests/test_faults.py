@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 from spec_tests.rig import liveness, pool, world
 from spec_tests.rig.world import Worlds
 from spec_tests.rig_tests import faults
@@ -15,9 +17,50 @@ def test_the_rigs_own_times_add_up_to_the_promise():
     assert longest_hang_s < faults.LIMITS_S["hang"] < world.TIMEOUT_S
 
 
-def test_the_calling_process_is_not_blocked_and_nobody_watches_the_dead():
-    watched = liveness.Liveness(os.getpid(), window_s=0.0)
-    assert not watched.is_blocked()
+class Looks:
+    """A process as seen every 0.2 s: seconds of processor per look, and who works at each."""
+
+    def __init__(self, cpu_s: float, *working: set[str]) -> None:
+        self.cpu_s, self.working, self.number = cpu_s, working, 0
+
+    def __call__(self, pid: int) -> liveness._Sample:
+        working = self.working[self.number % len(self.working)]
+        self.number += 1
+        cpu_s = self.cpu_s * self.number
+        return liveness._Sample(0.2 * self.number, cpu_s, frozenset(working))
+
+
+@pytest.mark.parametrize(
+    ("looks", "is_blocked"),
+    [
+        (Looks(0.0, set()), True),
+        (Looks(0.005, set()), True),
+        (Looks(0.005, {"gloo"}, set(), {"main"}), True),
+        (Looks(0.1, {"main"}), False),
+        (Looks(0.1, set()), False),
+        (Looks(0.0, {"main"}), False),
+        (Looks(0.0, {"main"}, {"main", "gloo"}), False),
+        (Looks(0.0, {"child"}), False),
+    ],
+    ids=[
+        *("asleep", "event loop", "event loop on a crowded machine", "computing"),
+        *("computing in bursts", "starving", "starving beside an event loop", "child at work"),
+    ],
+)
+def test_blocked_is_told_from_slow(monkeypatch, looks: Looks, is_blocked: bool):
+    monkeypatch.setattr(liveness, "_sample", looks)
+    watched = liveness.Liveness(1, window_s=2.0)
+    answers = [watched.is_blocked() for _ in range(30)]
+    assert any(answers) == is_blocked
+    if is_blocked:
+        assert answers.index(True) == 10, "as soon as the window is over"
+
+
+def test_the_calling_process_works_and_nobody_watches_the_dead():
+    own = liveness._sample(os.getpid())
+    if own is not None:  # no /proc: the time limit decides
+        assert own.working
+        assert own.cpu_s > 0
     assert not liveness.Liveness(2**22 + 1, window_s=0.0).is_blocked()
 
 

@@ -65,15 +65,15 @@ def send_and_receive(x):
 
 
 def functional_all_reduce(x):
-    functional.all_reduce(x, "sum", dist.group.WORLD) + 1
+    functional.all_reduce(x, "sum", dist.distributed_c10d._get_default_group()) + 1
 
 
 def functional_all_gather(x):
-    functional.all_gather_tensor(x, 0, dist.group.WORLD) + 1
+    functional.all_gather_tensor(x, 0, dist.distributed_c10d._get_default_group()) + 1
 
 
 def functional_reduce_scatter(x):
-    functional.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD) + 1
+    functional.reduce_scatter_tensor(x, "sum", 0, dist.distributed_c10d._get_default_group()) + 1
 
 
 COLLECTIVES = {
