@@ -16,7 +16,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from spec_tests.impostors import ddp_benign, ddp_costs, ddp_values, ddp_windows, training
+from spec_tests.impostors import (
+    data_benign,
+    data_files,
+    data_order,
+    data_state,
+    ddp_benign,
+    ddp_costs,
+    ddp_values,
+    ddp_windows,
+    training,
+)
 from spec_tests.impostors.card import Functions, Impostor
 from spec_tests.impostors.patching import patched
 from spec_tests.impostors.plain_ddp import overlay
@@ -43,7 +53,17 @@ FORCED_FAILURE = Impostor(
 
 CATALOGUE: dict[str, Impostor] = {
     impostor.id: impostor
-    for chapter in (ddp_values, ddp_windows, ddp_costs, training, ddp_benign)
+    for chapter in (
+        data_order,
+        data_files,
+        data_state,
+        ddp_values,
+        ddp_windows,
+        ddp_costs,
+        training,
+        ddp_benign,
+        data_benign,
+    )
     for impostor in chapter.IMPOSTORS
 } | {FORCED_FAILURE.id: FORCED_FAILURE}
 
@@ -70,6 +90,12 @@ def rejected_by() -> dict[str, Sequence[str]]:
             for clause in impostor.rejected_by:
                 table.setdefault(clause, []).append(impostor.id)
     return {clause: tuple(ids) for clause, ids in table.items()}
+
+
+def counts() -> tuple[int, int]:
+    """How many near-misses there are, and how many benign variants; controls are neither."""
+    benign = sum(impostor.is_benign for impostor in CATALOGUE.values())
+    return len(CATALOGUE) - benign - 1, benign
 
 
 def build(words: str, target: Target) -> Any:

@@ -1,0 +1,277 @@
+"""Partition: one global order of sequences, cut by rank, the same whatever the number of ranks.
+
+Two well-known loaders test for the end of a shard at each rank's own offset, so that ranks change
+shard at different steps: some tokens are read twice, some never, and the loss falls. Numbered
+shards make every token say where it stands, and plain Python of ten lines says where it belongs.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+
+from spec_tests.clause import MUST, clause
+from spec_tests.data.reading import (
+    CONTRACT,
+    LOADER,
+    Layout,
+    all_ranks,
+    layouts,
+)
+from spec_tests.laws import stream
+from spec_tests.rig import judge
+
+NANOGPT = "build-nanogpt DataLoaderLite and llm.c train_gpt2.py; build-nanogpt pull request 109"
+
+
+def judged(streams, layout):
+    """Every rank's stream is the contract's; where there is no batch a refusal is as good."""
+    __tracebackhide__ = True
+    wanted = layout.expected()
+    if streams is None:
+        judge.holds(not any(wanted), f"expected batches, got a ValueError for {layout}")
+    else:
+        stream.same(streams, wanted, given=str(layout))
+
+
+@clause(
+    "data.partition.shifted-by-one",
+    MUST,
+    level="course",
+    judges=LOADER,
+    worlds=(1,),
+    source=CONTRACT,
+)
+@pytest.mark.parametrize("length", [1, 4, 7])
+def test_the_target_is_the_next_token(world, subject, length):
+    """Every target MUST be the token after its input in the file, in the last column too.
+
+    A roll takes the last column's target from the row's first token: 1/T of the loss is noise.
+    """
+    ranks = world.run(all_ranks, Layout((43,), length, 2))
+
+    for number, (inputs, targets) in enumerate(ranks[0][0]):
+        for row, (x, y) in enumerate(zip(inputs, targets, strict=True)):
+            judge.equal(
+                [y],
+                [token + 1 for token in x],
+                quantity=f"targets in row {row} of batch {number}",
+                given=f"inputs {x}",
+            )
+    judge.holds(bool(ranks[0][0]), "expected at least one batch, got none")
+
+
+@clause(
+    "data.partition.sequences-in-order",
+    MUST,
+    level="course",
+    judges=LOADER,
+    worlds=(1,),
+    source=CONTRACT,
+)
+def test_one_rank_reads_a_shard_from_front_to_back(world, subject):
+    """Alone, a rank MUST read sequence after sequence, each beginning where the last one ended."""
+    layout = Layout((50,), sequence_length=5, batch_size=2)
+    ranks = world.run(all_ranks, layout)
+
+    judged(ranks[0], layout)
+
+
+@clause(
+    "data.partition.ranks-differ",
+    MUST,
+    level="course",
+    judges=LOADER,
+    worlds=(1,),
+    source="the loss of W ranks with the same data falls as well; mlcommons/training issue 625",
+)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_no_sequence_is_read_by_two_ranks_or_twice(world, subject, size):
+    """A pass MUST NOT read a sequence twice, neither on one rank nor on two."""
+    layout = Layout((90, 61), sequence_length=3, batch_size=2, world_size=size)
+    ranks = world.run(all_ranks, layout)
+
+    seen: dict[int, tuple[int, int]] = {}
+    for rank, batches in enumerate(ranks[0]):
+        for number, (inputs, _) in enumerate(batches):
+            for row in inputs:
+                where = seen.setdefault(row[0], (rank, number))
+                judge.holds(
+                    where == (rank, number),
+                    f"the sequence that begins with token id {row[0]} is in batch {where[1]} of "
+                    f"rank {where[0]} and in batch {number} of rank {rank}",
+                    given=str(layout),
+                )
+            judge.holds(
+                len({row[0] for row in inputs}) == len(inputs),
+                f"rank {rank}, batch {number} holds a sequence twice",
+            )
+
+
+@clause(
+    "data.partition.sequences-stay-in-a-shard",
+    MUST,
+    level="correct",
+    judges=LOADER,
+    worlds=(1,),
+    source=CONTRACT,
+)
+@pytest.mark.parametrize("length", [4, 5])
+def test_no_sequence_crosses_from_one_shard_into_the_next(world, subject, length):
+    """A sequence and its targets MUST lie in one shard; what is left of a shard is not used."""
+    layout = Layout((4 * length + 3, 3 * length + 1, 6 * length), length, 2)
+    ranks = world.run(all_ranks, layout)
+
+    judged(ranks[0], layout)
+
+
+@clause(
+    "data.partition.global-order",
+    MUST,
+    level="correct",
+    judges=LOADER,
+    worlds=(1,),
+    source=CONTRACT,
+)
+@given(layout=layouts())
+@example(layout=Layout((100, 100), 8, 1, 2))
+@example(layout=Layout((129,), 64, 1, 2))
+@example(layout=Layout((21, 21), 4, 2, 1))
+def test_batch_and_rank_say_which_sequences_are_read(world, subject, layout):
+    """Batch i of rank r MUST be the global sequences from iWB + rB to iWB + rB + B.
+
+    Pinned: the shard at whose end two famous loaders part; the one whose last full batch a third
+    one drops; the two that a course's baseline and distributed loader read differently.
+    """
+    ranks = world.run(all_ranks, layout)
+
+    judged(ranks[0], layout)
+
+
+@clause(
+    "data.partition.ranks-change-shard-together",
+    MUST,
+    level="correct",
+    judges=LOADER,
+    worlds=(1,),
+    source=NANOGPT,
+)
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_ranks_are_in_the_same_window_of_the_order(world, subject, size):
+    """At every step all ranks together MUST read the next W * B sequences, also at a shard's end.
+
+    Who tests for the end of a shard at its own offset changes shard at another step than its
+    peers: 96 of 141 shard lengths made that happen.
+    """
+    lengths = tuple(range(40, 40 + 12 * 5, 5))
+    layout = Layout(lengths, sequence_length=4, batch_size=1, world_size=size)
+    ranks = world.run(all_ranks, layout)
+
+    order = stream.sequences(lengths, 4)
+    for step, batches in enumerate(zip(*ranks[0], strict=False)):
+        read = sorted(row[0] for inputs, _ in batches for row in inputs)
+        judge.equal(
+            [read],
+            order[step * size :][:size],
+            quantity=f"first tokens of all ranks in step {step}",
+            given=str(layout),
+        )
+
+
+@clause(
+    "data.partition.equally-many-batches",
+    MUST,
+    level="correct",
+    judges=LOADER,
+    worlds=(1,),
+    source="datasets split_dataset_by_node gives 6, 6, 5; torch join exists because of it",
+)
+@given(layout=layouts())
+@example(layout=Layout((52,), 3, 1, 3))
+def test_every_rank_yields_as_many_full_batches(world, subject, layout):
+    """Every rank MUST yield equally many batches, all full: what does not fill W * B is dropped.
+
+    A rank with one batch more waits for ever in its next all-reduce. One that drops a full batch
+    wastes data in silence.
+    """
+    ranks = world.run(all_ranks, layout)
+
+    wanted = len(layout.expected()[0])
+    streams = ranks[0] if ranks[0] is not None else [[]] * layout.world_size
+    judge.equal(
+        [[len(batches) for batches in streams]],
+        [wanted] * layout.world_size,
+        quantity="number of batches per rank",
+        given=str(layout),
+    )
+    rows = {len(inputs) for batches in streams for inputs, _ in batches}
+    judge.holds(
+        rows <= {layout.batch_size},
+        f"expected batches of {layout.batch_size} rows, got some of {sorted(rows)}",
+        given=str(layout),
+    )
+
+
+def at_sizes(ctx, layout, batch_sizes):
+    """Streams of all ranks for several ways to cut the same global batch."""
+    window = layout.batch_size * layout.world_size
+    return {
+        size: all_ranks(ctx, Layout(layout.lengths, layout.sequence_length, size, window // size))
+        for size in batch_sizes
+    }
+
+
+@clause(
+    "data.partition.any-world-size",
+    MUST,
+    level="correct",
+    judges=LOADER,
+    worlds=(1,),
+    source="torch streaming's elastic determinism; a course's baseline and distributed loader",
+)
+@given(layout=layouts().map(lambda drawn: Layout(drawn.lengths, drawn.sequence_length, 12, 1)))
+@example(layout=Layout((21, 21, 37), 2, 12, 1))
+def test_the_same_global_batches_at_every_world_size(world, subject, layout):
+    """As long as W * B is the same, every global batch MUST hold the same sequences in order.
+
+    Otherwise a run on two ranks and its baseline train on different data, and nobody can compare.
+    """
+    ranks = world.run(at_sizes, layout, (12, 6, 4, 3, 1))
+
+    found = {size: streams for size, streams in ranks[0].items() if streams is not None}
+    joined = {
+        size: [
+            [row for inputs, _ in step for row in inputs] for step in zip(*streams, strict=False)
+        ]
+        for size, streams in found.items()
+    }
+    for size, batches in joined.items():
+        judge.equal(
+            [batches],
+            joined.get(12, []),
+            quantity=f"global batches at W={12 // size}, B={size} (as at W=1, B=12)",
+            given=str(layout),
+        )
+
+
+@clause(
+    "data.partition.short-shards",
+    MUST,
+    level="correct",
+    judges=LOADER,
+    worlds=(1,),
+    source=CONTRACT,
+)
+@pytest.mark.parametrize("position", ["first", "between", "last"])
+def test_a_shard_too_short_for_a_sequence_contributes_nothing(world, subject, position):
+    """A shard of at most sequence_length tokens MUST contribute nothing and end nothing."""
+    short, long = (0, 1, 5), (33, 28)
+    lengths = {
+        "first": short + long,
+        "between": long[:1] + short + long[1:],
+        "last": long + short,
+    }[position]
+    layout = Layout(lengths, sequence_length=5, batch_size=2)
+    ranks = world.run(all_ranks, layout)
+
+    judged(ranks[0], layout)

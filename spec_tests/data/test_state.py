@@ -1,0 +1,285 @@
+"""State: stop after any batch, go on in another process, and no token is lost or read again.
+
+A loader whose state is one integer over the global order resumes exactly and at any world size;
+one that saves its own rank's position, or what it has prefetched, does neither. The state of a run
+is only as good as that of its loader.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec_tests.clause import MUST, SHOULD, clause
+from spec_tests.data.reading import (
+    CONTRACT,
+    LOADER,
+    Layout,
+    files_of,
+    layouts,
+    open_loader,
+    take,
+)
+from spec_tests.laws import stream
+from spec_tests.rig import judge
+
+HERE = Layout((61, 4, 50, 37), sequence_length=4, batch_size=2, world_size=2)
+
+
+def resumed(ctx, layout, taken, after=None, *, ended=False):
+    """Per rank: batches up to a stop, then two passes of new loaders that were given the state.
+
+    Args:
+        taken: batches read before the stop.
+        after: the layout of the loaders that go on; the same if left out.
+        ended: read until the pass says that it is over.
+    """
+    after = after or layout
+    before, states, rest, anew = [], [], [], []
+    with files_of(ctx, layout.lengths) as paths:
+        for rank in range(layout.world_size):
+            loader = open_loader(ctx, paths, layout, rank)
+            batches = iter(loader)  # alive while the state is taken, as in a training loop
+            before.append(take(batches, layout.limit if ended else taken))
+            states.append(loader.state_dict())
+        for rank in range(after.world_size):
+            loader = open_loader(ctx, paths, after, rank)
+            loader.load_state_dict(states[rank % layout.world_size])
+            rest.append(take(loader, after.limit))
+            anew.append(take(loader, after.limit))
+    return {"before": before, "rest": rest, "anew": anew}
+
+
+def goes_on(found, layout, taken, after=None):
+    """Before the stop and after it, every rank reads what belongs there, and then starts anew."""
+    __tracebackhide__ = True
+    after = after or layout
+    begin, end = layout.expected(), after.expected()
+    told = f"{layout}, stopped after {taken} batches"
+    told += f", gone on with {after}" if after != layout else ""
+    stream.same(found["before"], [batches[:taken] for batches in begin], given=told)
+    rest = [batches[taken:] for batches in end]
+    stream.same(found["rest"], rest, given=f"{told}; batches since")
+    stream.same(found["anew"], end, given=f"{told}; the pass after that")
+
+
+@clause(
+    "data.state.resumes-exactly",
+    MUST,
+    level="correct",
+    judges=LOADER,
+    worlds=(1,),
+    source=CONTRACT + "; nanoGPT issue 467: resuming repeats the seed's batches",
+)
+@given(taken=st.integers(0, 8), size=st.integers(1, 3))
+def test_a_stopped_pass_goes_on_with_the_next_batch(world, subject, taken, size):
+    """A new loader given the state MUST go on with the next batch: none lost, none read again."""
+    layout = Layout(HERE.lengths, 4, 1, size)
+    ranks = world.run(resumed, layout, taken)
+
+    goes_on(ranks[0], layout, taken)
+
+
+@clause(
+    "data.state.at-any-place",
+    MUST,
+    level="correct",
+    judges=LOADER,
+    worlds=(1,),
+    source=CONTRACT + "; restart at the shard's start, as loaders with a file index do",
+)
+@given(layout=layouts(), share=st.integers(0, 100))
+def test_any_layout_can_be_stopped_anywhere(world, subject, layout, share):
+    """Whatever the shards, T, B and W, a pass stopped anywhere MUST go on exactly there."""
+    number = len(layout.expected()[0])
+    if number == 0:
+        return
+    taken = number * share // 100
+    ranks = world.run(resumed, layout, taken)
+
+    goes_on(ranks[0], layout, taken)
+
+
+@clause(
+    "data.state.another-world-size",
+    MUST,
+    level="correct",
+    judges=LOADER,
+    worlds=(1,),
+    source=CONTRACT + "; torchtitan issues 811 and 816",
+)
+@pytest.mark.parametrize("cut", ["2x2", "4x1", "1x4"])
+@given(taken=st.integers(0, 8), size=st.sampled_from([1, 2, 4]))
+def test_a_run_goes_on_at_another_world_size(world, subject, cut, taken, size):
+    """With the same W * B the state MUST be good at any world size.
+
+    The machine that comes back has fewer devices. State per rank dies there, or repeats the data of
+    some ranks and loses that of others.
+    """
+    world_size, batch_size = map(int, cut.split("x"))
+    before = Layout(HERE.lengths, 4, batch_size, world_size)
+    after = Layout(HERE.lengths, 4, 4 // size, size)
+    ranks = world.run(resumed, before, taken, after)
+
+    goes_on(ranks[0], before, taken, after)
+
+
+@clause(
+    "data.state.counts-what-was-yielded",
+    MUST,
+    level="correct",
+    judges=LOADER,
+    worlds=(1,),
+    source=CONTRACT + "; StatefulDataLoader's snapshots are made for this",
+)
+@pytest.mark.parametrize("taken", ["none", "one"])
+def test_what_was_only_prefetched_is_not_counted(world, subject, taken):
+    """The state MUST count batches that were yielded: neither `iter` nor a prefetch moves it."""
+    number = {"none": 0, "one": 1}[taken]
+    ranks = world.run(resumed, HERE, number)
+
+    goes_on(ranks[0], HERE, number)
+
+
+@clause(
+    "data.state.at-the-end",
+    MUST,
+    level="correct",
+    judges=LOADER,
+    worlds=(1,),
+    source=CONTRACT + "; accelerate issue 2016",
+)
+@pytest.mark.parametrize("how", ["last-batch-read", "pass-ended"])
+def test_a_state_from_the_end_has_nothing_left(world, subject, how):
+    """From a state taken at the end the next pass MUST be empty, and the one after it whole."""
+    number = len(HERE.expected()[0])
+    ranks = world.run(resumed, HERE, number, ended=how == "pass-ended")
+
+    goes_on(ranks[0], HERE, number)
+
+
+def twice_resumed(ctx, layout, first, second):
+    """What is left after stopping, going on, and stopping again."""
+    with files_of(ctx, layout.lengths) as paths:
+        loader = open_loader(ctx, paths, layout)
+        take(iter(loader), first)
+        state = loader.state_dict()
+        loader = open_loader(ctx, paths, layout)
+        loader.load_state_dict(state)
+        take(iter(loader), second)
+        state = loader.state_dict()
+        loader = open_loader(ctx, paths, layout)
+        loader.load_state_dict(state)
+        return take(loader, layout.limit)
+
+
+@clause(
+    "data.state.of-a-resumed-pass",
+    MUST,
+    level="correct",
+    judges=LOADER,
+    worlds=(1,),
+    source="accelerate issue 2859: batches skipped on resuming are not counted again",
+)
+@given(first=st.integers(0, 5), second=st.integers(0, 5))
+def test_a_resumed_pass_can_be_stopped_again(world, subject, first, second):
+    """The state of a resumed pass MUST count from the start of the data, not from the stop."""
+    layout = Layout((61, 50), sequence_length=4, batch_size=2)
+    ranks = world.run(twice_resumed, layout, first, second)
+
+    wanted = layout.expected()[0][first + second :]
+    given = f"{layout}, stopped after {first} batches and again after {second}"
+    stream.same([ranks[0]], [wanted], given=given)
+
+
+def kept_state(ctx, layout):
+    """What is left after a state that was taken early and used late, by way of JSON if possible."""
+    with files_of(ctx, layout.lengths) as paths:
+        loader = open_loader(ctx, paths, layout)
+        batches = iter(loader)
+        take(batches, 2)
+        state = loader.state_dict()
+        take(batches, layout.limit)
+        written = None
+        try:
+            written = json.dumps(state)
+        except (TypeError, ValueError):
+            return {"rest": _rest(ctx, paths, layout, state), "json": None, "bytes": 0}
+        same = json.loads(written) == state
+        rest = _rest(ctx, paths, layout, state)
+        return {"rest": rest, "json": same, "bytes": len(written)}
+
+
+def _rest(ctx, paths, layout, state):
+    loader = open_loader(ctx, paths, layout)
+    loader.load_state_dict(state)
+    return take(loader, layout.limit)
+
+
+@clause(
+    "data.state.is-a-snapshot",
+    MUST,
+    level="correct",
+    judges=LOADER,
+    worlds=(1,),
+    source="a state dict that holds the live counter is that of the end by the time it is written",
+)
+def test_a_state_does_not_change_once_it_is_taken(world, subject):
+    """A state MUST stay that of the moment at which it was taken, while the pass goes on."""
+    layout = Layout((61, 50), sequence_length=4, batch_size=2)
+    ranks = world.run(kept_state, layout)
+
+    wanted = layout.expected()[0][2:]
+    stream.same([ranks[0]["rest"]], [wanted], given="state taken after 2 batches, used at the end")
+
+
+@clause(
+    "data.state.is-plain-data",
+    SHOULD,
+    level="production",
+    judges=LOADER,
+    worlds=(1,),
+    source="torch.load with weights_only; torchdata's tests of JSON state",
+)
+def test_the_state_is_plain_and_small(world, subject):
+    """A state SHOULD survive JSON and be smaller than a kilobyte.
+
+    Then it fits beside any checkpoint, and a person can read how far a run has come.
+    """
+    ranks = world.run(kept_state, Layout((61, 50), sequence_length=4, batch_size=2))
+
+    judge.equal([rank["json"] for rank in ranks], True, quantity="equal after JSON:")
+    judge.holds(
+        ranks[0]["bytes"] <= 1000, f"expected at most 1000 bytes, got {ranks[0]['bytes']} as JSON"
+    )
+
+
+def place_of(ctx, layout, taken):
+    """The first batch after a resume of a loader that is set to one place only."""
+    with files_of(ctx, layout.lengths) as paths:
+        loader = open_loader(ctx, paths, layout)
+        take(iter(loader), taken)
+        state = loader.state_dict()
+        take(iter(loader), taken + 3)
+        loader.load_state_dict(state)
+        return list(itertools.chain(take(iter(loader), 1)))
+
+
+@clause(
+    "data.state.load-moves-a-used-loader",
+    MUST,
+    level="correct",
+    judges=LOADER,
+    worlds=(1,),
+    source=CONTRACT,
+)
+def test_a_loader_that_was_used_takes_a_state_as_well(world, subject):
+    """After `load_state_dict` the next `iter` MUST go on there, wherever the loader stood."""
+    layout = Layout((61, 50), sequence_length=4, batch_size=2)
+    ranks = world.run(place_of, layout, 3)
+
+    stream.same([ranks[0]], [layout.expected()[0][3:4]], given="state of batch 3, loader at 6")

@@ -1,0 +1,106 @@
+"""Stream: which tokens each rank receives, batch by batch, against the one global order.
+
+Expected values come from an oracle of a few lines of plain Python over numbered shards (see
+`rig.shards`); a difference is told by shard and token, with what the wrong batch looks like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spec_tests.rig import judge, shards
+
+Rows = list[list[int]]
+Batch = tuple[Rows, Rows]  # inputs, targets
+Stream = list[Batch]  # of one rank, one pass
+
+
+def sequences(lengths: Sequence[int], sequence_length: int) -> list[int]:
+    """First token of every sequence of numbered shards, in the global order."""
+    return [
+        shards.STRIDE * index + number * sequence_length
+        for index, length in enumerate(lengths)
+        for number in range((length - 1) // sequence_length)
+    ]
+
+
+def expected(
+    lengths: Sequence[int], *, sequence_length: int, batch_size: int, world_size: int
+) -> list[Stream]:
+    """Per rank, what one pass yields: batch i of rank r is sequences [iWB + rB, iWB + rB + B)."""
+    order = sequences(lengths, sequence_length)
+    window = batch_size * world_size
+    return [
+        [
+            batch_of(order[first + rank * batch_size :][:batch_size], sequence_length)
+            for first in range(0, len(order) - window + 1, window)
+        ]
+        for rank in range(world_size)
+    ]
+
+
+def batch_of(firsts: Sequence[int], sequence_length: int) -> Batch:
+    """The batch of the sequences that begin with these tokens."""
+    inputs = [list(range(first, first + sequence_length)) for first in firsts]
+    return inputs, [[token + 1 for token in row] for row in inputs]
+
+
+def same(
+    observed: Sequence[Stream], wanted: Sequence[Stream], *, given: str = "", likely: str = ""
+) -> None:
+    """Every rank must receive what is expected of it, no batch more and none less."""
+    __tracebackhide__ = True
+    judge.holds(
+        len(observed) == len(wanted),
+        f"expected the streams of {len(wanted)} ranks, got {len(observed)}",
+    )
+    for rank, (seen, right) in enumerate(zip(observed, wanted, strict=True)):
+        for index, (got, want) in enumerate(zip(seen, right, strict=False)):
+            if got != want:
+                cause = likely or _cause(rank, index, got, wanted)
+                raise judge.violated(
+                    f"rank {rank}, batch {index}: {_difference(got, want)}",
+                    likely=cause,
+                    given=given,
+                )
+        judge.holds(
+            len(seen) == len(right),
+            f"rank {rank}: expected {len(right)} batches, got {len(seen)}",
+            likely=likely or _count_cause(len(seen), len(right)),
+            given=given,
+        )
+
+
+def _difference(got: Batch, want: Batch) -> str:
+    for which, own, right in zip(("inputs", "targets"), got, want, strict=True):
+        if [len(row) for row in own] != [len(row) for row in right]:
+            return f"expected {which} of {len(right)} rows of {len(right[0])} tokens, got {own}"
+        for row, (mine, theirs) in enumerate(zip(own, right, strict=True)):
+            for column, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+                if a != b:
+                    return (
+                        f"expected {which}[{row}, {column}] to be {shards.place(b)}, got "
+                        f"{shards.place(a)}   (the row is {mine})"
+                    )
+    return "equal"
+
+
+def _cause(rank: int, index: int, got: Batch, wanted: Sequence[Stream]) -> str:
+    for other, stream in enumerate(wanted):
+        for number, batch in enumerate(stream):
+            if batch == got:
+                return f"it is batch {number} of rank {other}"
+    inputs, targets = got
+    if inputs == targets:
+        return "the targets are the inputs, not shifted"
+    if [row[0] for row in inputs] == [row[0] for row in wanted[rank][index][0]]:
+        return "the sequences begin where they should, what follows is off"
+    if any(len({token // shards.STRIDE for token in row}) > 1 for row in inputs):
+        return "a sequence runs from the end of one shard into the next"
+    return "no batch of any rank: offsets or lengths are off"
+
+
+def _count_cause(seen: int, right: int) -> str:
+    if seen < right:
+        return "data that would fill a batch on every rank was dropped, or the pass ended early"
+    return "what does not fill a batch on every rank was not dropped, or the pass does not end"
