@@ -1,10 +1,11 @@
 """The reference: compact code for data-parallel training that passes the specification.
 
 The public names in the order of a training step: tokens, model, attention, wrapper, optimizer,
-loop. Each is one function or class of one file; `solution/README.md` says in which order to read
+loop, checkpoint. Each is one function or class of one file; `solution/README.md` says in which order to read
 them. This module satisfies `spec_tests/contract.py` as it stands.
 """
 
+from solution.checkpoint import load_checkpoint, save_checkpoint
 from solution.data.loader import token_loader
 from solution.models.gpt2 import language_model
 from solution.parallel import finish_gradient_synchronization, no_sync
@@ -20,7 +21,9 @@ __all__ = [
     "ddp_bucketed",
     "finish_gradient_synchronization",
     "language_model",
+    "load_checkpoint",
     "no_sync",
+    "save_checkpoint",
     "token_loader",
     "train",
 ]

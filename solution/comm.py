@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -111,6 +111,30 @@ def agree(value: int, group: Group, *, device: torch.device | None = None) -> bo
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     largest, negative_smallest = extremes.tolist()
     return bool(largest == -negative_smallest)
+
+
+def gather_objects(value: Any, group: Group = None) -> list[Any]:
+    """Every rank's plain `value`, in order of rank, on every rank; for agreement, not for data."""
+    if size(group) == 1:
+        return [value]
+    values: list[Any] = [None] * size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def own_cpu_group(group: Group = None) -> Group:
+    """A new gloo group of the ranks of `group`, for a thread of its own; all of them call it."""
+    if not is_initialized():
+        return None
+    # Told by its members alone: ranks outside of `group` are not here to take part.
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+
+def leave(group: Group) -> None:
+    """Destroys a group that `own_cpu_group` made."""
+    if group is not None and is_initialized():
+        dist.destroy_process_group(group)
 
 
 def barrier(group: Group = None) -> None:

@@ -1,0 +1,155 @@
+"""Where checkpoints lie: names, completion markers, retention. Used by one rank for all.
+
+A folder is complete when its marker lists files that are all there with their sizes. The marker is
+written last and the folder gets its name after that, so a crash at any moment leaves either a
+complete folder or one that nobody takes for one. No save ever writes into a folder that has its
+final name; saving a step a second time makes `step-00000010.1`, which counts as newer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "FORMAT",
+    "MARKER",
+    "Folder",
+    "begin",
+    "complete_folders",
+    "discard",
+    "finish",
+    "latest_step",
+    "retain",
+]
+
+FORMAT = 1
+MARKER = "complete.json"
+_FINAL = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_TEMPORARY = re.compile(r"\.step-\d{8,}(\.\d+)?\.(tmp|old)")
+
+
+@dataclass(frozen=True, order=True)
+class Folder:
+    """A complete checkpoint; the newest is the largest."""
+
+    step: int
+    attempt: int  # the same step was saved before
+    path: Path
+
+
+def latest_step(directory: str | os.PathLike[str]) -> int | None:
+    """Step of the newest complete checkpoint below `directory`; None if there is none."""
+    found, _ = complete_folders(Path(directory))
+    return found[0].step if found else None
+
+
+def complete_folders(root: Path) -> tuple[list[Folder], list[str]]:
+    """Complete checkpoints, newest first, and what is wrong with the folders that are not."""
+    found, complaints = [], []
+    for path in root.iterdir() if root.is_dir() else ():
+        name = _FINAL.fullmatch(path.name)
+        if name is not None:
+            try:
+                read_marker(path)
+            except (OSError, ValueError) as error:
+                complaints.append(f"{path.name}: {error}")
+            else:
+                found.append(Folder(int(name[1]), int(name[2] or 0), path))
+        elif _TEMPORARY.fullmatch(path.name):
+            complaints.append(f"{path.name}: the save was interrupted, or is still under way")
+    return sorted(found, reverse=True), sorted(complaints)
+
+
+def read_marker(path: Path) -> dict[str, Any]:
+    """The marker of a complete folder.
+
+    Raises:
+        ValueError: it is no marker of ours, or a file that it lists is missing or truncated.
+        OSError: there is none.
+    """
+    marker = json.loads((path / MARKER).read_bytes())  # its error is a ValueError
+    if not isinstance(marker, dict) or not isinstance(marker.get("files"), dict):
+        raise ValueError(f"expected {MARKER} to list the files, got {str(marker)[:80]}")
+    if marker.get("format") != FORMAT:
+        raise ValueError(
+            f"expected format {FORMAT}, got {marker.get('format')}; it was written by another "
+            "version of this library, load it with that one"
+        )
+    for name, size in marker["files"].items():
+        actual = (path / name).stat().st_size if (path / name).is_file() else None
+        if actual != size:
+            raise ValueError(f"expected {name} of {size} bytes, got {actual}")
+    return marker
+
+
+def begin(root: Path, step: int) -> Path:
+    """A fresh hidden folder for a save of `step`; what killed saves left behind is removed."""
+    root.mkdir(parents=True, exist_ok=True)
+    taken = []
+    for path in root.iterdir():
+        if _TEMPORARY.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+        name = _FINAL.fullmatch(path.name)
+        if name is not None and int(name[1]) == step:
+            taken.append(int(name[2] or 0))
+    attempt = f".{max(taken) + 1}" if taken else ""
+    temporary = root / f".step-{step:08d}{attempt}.tmp"
+    temporary.mkdir()  # fails where it could not be removed: nothing old may be mixed in
+    return temporary
+
+
+def finish(temporary: Path, facts: dict[str, Any]) -> Path:
+    """Make a written folder a complete checkpoint; returns where it lies now."""
+    files = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
+    marker = {"format": FORMAT, **facts, "files": files}
+    with (temporary / MARKER).open("wb") as file:
+        file.write(json.dumps(marker, indent=1).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    _flush(temporary)  # names of files are entries of their folder
+    final = temporary.with_name(temporary.name.removeprefix(".").removesuffix(".tmp"))
+    temporary.rename(final)
+    _flush(final.parent)
+    return final
+
+
+def discard(temporary: Path) -> None:
+    """Remove a save that failed, as far as that is possible."""
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def retain(root: Path, just_saved: Path, keep: int | None) -> None:
+    """Remove all but the newest `keep` steps, and earlier saves of the same step.
+
+    The one just saved always stays. What cannot be removed stays too, with a warning: the new
+    checkpoint is safe, and training need not end for it.
+    """
+    found, _ = complete_folders(root)
+    steps = sorted({folder.step for folder in found}, reverse=True)
+    wanted = set(steps if keep is None else steps[:keep])
+    newest = {step: max(f for f in found if f.step == step) for step in wanted}
+    for folder in found:
+        if folder.path == just_saved or folder == newest.get(folder.step):
+            continue
+        try:
+            # Hidden first: half removed it must not look like a checkpoint.
+            hidden = root / f".{folder.path.name}.old"
+            folder.path.rename(hidden)
+            shutil.rmtree(hidden)
+        except OSError as error:
+            warnings.warn(f"{folder.path}: cannot remove this checkpoint: {error}", stacklevel=2)
+
+
+def _flush(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,212 @@
+"""Loading: the newest complete checkpoint, all of it, on all ranks, or nothing.
+
+1. choose    rank 0 lists the complete folders, newest first
+2. verify    ranks share the check sums; a damaged folder is skipped with a warning
+3. compare   names, shapes, dtypes and options with the live model and optimizer
+4. read      into fresh tensors
+5. apply     loader and extras, which may refuse; then model, optimizer, generators
+
+Up to the last step nothing live has been touched, and the last one only copies.
+
+At another world size model and optimizer are the same; the loader's state is used if all ranks had
+the same one (as a global position is); a rank that took part in the save takes up its own random
+numbers, any further one goes on with those it was started with.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from solution import comm
+from solution.checkpoint import folder, random_state, storage
+from solution.checkpoint.errors import CheckpointError, by_first, together
+from solution.checkpoint.named import ModelTensors, OptimizerTensors, same
+from solution.checkpoint.save import PLAIN, Stateful
+
+__all__ = ["load_checkpoint"]
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: Stateful | None = None,
+    extra: Mapping[str, Stateful] | None = None,
+    step: int | None = None,
+    process_group: comm.Group = None,
+) -> int:
+    """Load the newest complete checkpoint below `directory`. All ranks call it.
+
+    Args:
+        directory: what was given to `save_checkpoint`.
+        model, optimizer: filled in place; plain or wrapped, at any world size.
+        loader, extra: get their `load_state_dict` called; leave out what is not wanted.
+        step: this one in place of the newest.
+        process_group: who takes part; the default group if None.
+
+    Returns:
+        Its step.
+
+    Raises:
+        CheckpointError: on all ranks: there is none, or it does not fit. Nothing was changed.
+    """
+    group, root = process_group, Path(directory).absolute()
+    found, complaints = by_first(
+        f"list the checkpoints in {root}", lambda: folder.complete_folders(root), group
+    )
+    _warn(f"{root}: ignored what is not complete: {'; '.join(complaints)}", complaints, group)
+    candidates = [each for each in found if step is None or each.step == step]
+    for candidate in candidates:
+        reports = comm.gather_objects(_damage(candidate.path, group), group)
+        damages = [text for text in reports if text]
+        if not damages:
+            _Loading(candidate.path, model, optimizer, loader, extra, group).run()
+            return candidate.step
+        _warn(f"{candidate.path}: skipped this checkpoint: {damages[0]}", damages, group)
+    wanted = "a complete checkpoint" if step is None else f"a complete checkpoint of step {step}"
+    have = [each.step for each in found]
+    raise CheckpointError(
+        f"rank {comm.rank(group)}: expected {wanted} in {root}, got none (undamaged ones of steps "
+        f"{[] if candidates else have}, incomplete: {complaints or 'none'}); check the path, or "
+        "start without loading"
+    )
+
+
+def _damage(path: Path, group: comm.Group) -> str:
+    """What keeps a folder from being used, as far as this rank looks; "" if nothing."""
+    try:
+        if comm.rank(group) == 0:
+            storage.decode((path / PLAIN).read_bytes())
+        return storage.damage(path, part=comm.rank(group), of=comm.size(group))
+    except Exception as error:  # bytes that make no sense raise whatever they happen to meet
+        return f"{type(error).__name__}: {error}"
+
+
+def _warn(text: str, reasons: list[str], group: comm.Group) -> None:
+    if reasons and comm.rank(group) == 0:
+        warnings.warn(text, stacklevel=3)
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """One verified folder on its way into the live objects."""
+
+    path: Path
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loader: Stateful | None
+    extra: Mapping[str, Stateful] | None
+    group: comm.Group
+
+    def run(self) -> None:
+        """Steps 3 to 5 of the module's docstring."""
+        plain, own, named, moments, targets = together(
+            f"load {self.path}", self._compare, self.group
+        )
+        together(
+            f"read {self.path}",
+            lambda: storage.read_tensors(targets, self.path, self.group) if targets else None,
+            self.group,
+        )
+        self._apply_stateful(own)
+
+        def apply() -> None:
+            named.load(targets.get("model", {}), plain["objects"])
+            moments.load(targets.get("optimizer", {}).get("state", {}), plain["optimizer"])
+            if own["random"] is not None:
+                random_state.restore(own["random"])
+
+        together(f"take over what it read from {self.path}", apply, self.group)
+
+    def _compare(self) -> tuple[Any, dict[str, Any], ModelTensors, OptimizerTensors, Any]:
+        plain = storage.decode((self.path / PLAIN).read_bytes())
+        sizes = storage.flat_sizes(storage.read_metadata(self.path))
+        named = ModelTensors.of(self.model)
+        moments = OptimizerTensors.of(self.optimizer, named)
+        problem = _model_mismatch(named, sizes, plain["objects"])
+        problem = problem or moments.mismatch(plain["optimizer"])
+        if problem:
+            raise ValueError(f"{problem}. Build model and optimizer as they were when it was saved")
+        own = self._own(plain["ranks"])
+        model = {
+            name: torch.empty_like(tensor, requires_grad=False)
+            for name, tensor in named.tensors.items()
+        }
+        state = moments.empty(plain["optimizer"], sizes)
+        targets = ({"model": model} if model else {}) | (
+            {"optimizer": {"state": state}} if state else {}
+        )
+        return plain, own, named, moments, targets
+
+    def _own(self, encoded: list[bytes]) -> dict[str, Any]:
+        """What this rank takes of the states that each rank saved for itself."""
+        ranks = [storage.decode(each) for each in encoded]
+        rank, is_same_size = comm.rank(self.group), len(ranks) == comm.size(self.group)
+        own = dict(ranks[rank] if is_same_size else ranks[0])
+        own["random"] = ranks[rank]["random"] if rank < len(ranks) else None
+        lacking = sorted(set(self.extra or {}) - set(own["extra"]))
+        if self.loader is not None and own["loader"] is None:
+            lacking.append("loader")
+        if lacking:
+            raise ValueError(
+                f"expected state of {lacking}, got none: it was saved without; leave it out"
+            )
+        for what, states in [
+            ("loader", [r["loader"] for r in ranks] if self.loader is not None else []),
+            *((name, [r["extra"].get(name) for r in ranks]) for name in self.extra or {}),
+        ]:
+            if not is_same_size and any(not same(state, states[0]) for state in states):
+                raise ValueError(
+                    f"expected one state of {what!r} for all ranks, got {len(ranks)} different "
+                    f"ones; with them only {len(ranks)} ranks can go on"
+                )
+        return own
+
+    def _apply_stateful(self, own: dict[str, Any]) -> None:
+        """Loader and extras may refuse: then those that did not are put back."""
+        wanted = [(each, own["extra"][name]) for name, each in (self.extra or {}).items()]
+        if self.loader is not None:
+            wanted.append((self.loader, own["loader"]))
+        before: list[tuple[Stateful, Any]] = []
+
+        def apply() -> None:
+            for each, state in wanted:
+                before.append((each, each.state_dict()))
+                each.load_state_dict(state)
+
+        try:
+            together(f"take up the loader's place in {self.path}", apply, self.group)
+        except CheckpointError:
+            for each, state in before:
+                each.load_state_dict(state)
+            raise
+
+
+def _model_mismatch(named: ModelTensors, sizes: dict[str, Any], objects: dict[str, Any]) -> str:
+    """Why the saved tensors do not belong to this model; "" if they do."""
+    saved = {name.removeprefix("model."): s for name, s in sizes.items() if name[:6] == "model."}
+    own = named.tensors
+    if own.keys() != saved.keys() or objects.keys() != named.objects.keys():
+        missing = sorted(own.keys() - saved.keys()) + sorted(named.objects.keys() - objects.keys())
+        extra = sorted(saved.keys() - own.keys()) + sorted(objects.keys() - named.objects.keys())
+        return (
+            f"model: expected its {len(own)} tensors, got other ones: missing {missing[:5]}, "
+            f"unexpected {extra[:5]}"
+        )
+    for name, tensor in own.items():
+        theirs = saved[name]
+        if tensor.shape != theirs.size or tensor.dtype != theirs.properties.dtype:
+            return (
+                f"model: expected {name!r} as {tensor.dtype} of shape {tuple(tensor.shape)}, got "
+                f"{theirs.properties.dtype} of shape {tuple(theirs.size)}"
+            )
+    return ""

@@ -1,0 +1,199 @@
+"""Tensors of a model and its optimizer by the names that the bare model gives them.
+
+Canonical means: no prefix of a wrapper (`module.` of data parallelism, `_orig_mod.` of the
+compiler), and one name for a tied tensor, its first. Optimizer state and options go by the name of
+the parameter that they belong to, so that neither order nor grouping matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+__all__ = ["ModelTensors", "OptimizerTensors", "unwrapped"]
+
+_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The bare model inside data-parallel wrappers (known by their `no_sync`) and the compiler's.
+
+    A model of the user's that has a child called `module` is no wrapper.
+    """
+    while True:
+        if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]  # checked above
+        elif hasattr(model, "no_sync") and isinstance(getattr(model, "module", None), nn.Module):
+            model = model.module  # type: ignore[assignment]  # checked above
+        else:
+            return model
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """What `state_dict` of the bare model holds.
+
+    Attributes:
+        tensors: the live parameters and persistent buffers, each once, by canonical name.
+        buffers: names of those that are buffers.
+        objects: what modules save beside tensors (`get_extra_state`).
+        actual: every key of the state dict, aliases too, to the canonical name of what it holds.
+    """
+
+    module: nn.Module
+    tensors: dict[str, torch.Tensor]
+    buffers: frozenset[str]
+    objects: dict[str, Any]
+    actual: dict[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelTensors:
+        """Of a model, however wrapped; nothing is copied."""
+        module = unwrapped(model)
+        tensors: dict[str, torch.Tensor] = {}
+        objects: dict[str, Any] = {}
+        actual: dict[str, str] = {}
+        first: dict[int, str] = {}
+        for key, value in module.state_dict(keep_vars=True).items():
+            if not isinstance(value, torch.Tensor):
+                objects[key] = value
+                continue
+            name = actual[key] = first.setdefault(id(value), canonical(key))
+            tensors.setdefault(name, value)
+        buffers = frozenset(n for n, t in tensors.items() if not isinstance(t, nn.Parameter))
+        return cls(module, tensors, buffers, objects, actual)
+
+    def load(self, tensors: dict[str, torch.Tensor], objects: dict[str, Any]) -> None:
+        """Copy values into the live tensors, through the module's own `load_state_dict`."""
+        state = {key: tensors[name] for key, name in self.actual.items()}
+        self.module.load_state_dict(state | objects)
+
+
+def canonical(key: str) -> str:
+    """A state dict's key without the prefixes of wrappers inside the model."""
+    for prefix in _PREFIXES:
+        key = key.replace(prefix, "")
+    return key
+
+
+@dataclass(frozen=True)
+class OptimizerTensors:
+    """The state of an optimizer by parameter name.
+
+    Attributes:
+        names: of each parameter, group by group.
+    """
+
+    optimizer: torch.optim.Optimizer
+    names: list[list[str]]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, model: ModelTensors) -> OptimizerTensors:
+        """Of an optimizer over parameters of that model.
+
+        Raises:
+            ValueError: it holds a parameter that the model does not.
+        """
+        known = {id(tensor): name for name, tensor in model.tensors.items()}
+        names = []
+        for number, group in enumerate(optimizer.param_groups):
+            strange = [tuple(p.shape) for p in group["params"] if id(p) not in known]
+            if strange:
+                raise ValueError(
+                    f"expected every parameter of the optimizer to be one of the model's, got "
+                    f"others of shapes {strange[:3]} in parameter group {number}; pass the "
+                    "optimizer together with the model that it trains"
+                )
+            names.append([known[id(p)] for p in group["params"]])
+        return cls(optimizer, names)
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter with its name."""
+        for names, group in zip(self.names, self.optimizer.param_groups, strict=True):
+            yield from zip(names, group["params"], strict=True)
+
+    def capture(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
+        """The live state tensors by name and key; and what else there is, plain."""
+        tensors: dict[str, dict[str, torch.Tensor]] = {}
+        others: dict[str, dict[str, Any]] = {}
+        for name, parameter in self.parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                kind = tensors if isinstance(value, torch.Tensor) else others
+                kind.setdefault(name, {})[key] = value
+        options = {
+            name: {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            for names, group in zip(self.names, self.optimizer.param_groups, strict=True)
+            for name in names
+        }
+        keys = {name: list(found) for name, found in tensors.items()}
+        return tensors, {"keys": keys, "others": others, "options": options}
+
+    def mismatch(self, saved: dict[str, Any]) -> str:
+        """Why a saved state does not belong to this optimizer; "" if it does."""
+        own, theirs = {name for name, _ in self.parameters()}, set(saved["options"])
+        if own != theirs:
+            return (
+                f"optimizer: expected state for its {len(own)} parameters, got other ones: "
+                f"missing {sorted(own - theirs)[:5]}, unexpected {sorted(theirs - own)[:5]}"
+            )
+        for number, names in enumerate(self.names):
+            options = [saved["options"][name] for name in names]
+            lacking = sorted(set(self.optimizer.defaults) - set(options[0] if options else ()))
+            if options and lacking:
+                return (
+                    f"optimizer: expected options of {type(self.optimizer).__name__}, got none of "
+                    f"{lacking}; it was saved from another kind of optimizer"
+                )
+            other = [n for n, o in zip(names, options, strict=True) if not same(o, options[0])]
+            if other:
+                return (
+                    f"optimizer: expected equal options for all of parameter group {number}, got "
+                    f"others for {other[0]!r} than for {names[0]!r}; group them as they were saved"
+                )
+        return ""
+
+    def empty(self, saved: dict[str, Any], sizes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """Tensors to read the saved state into: of the parameter's layout where it has its size."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, parameter in self.parameters():
+            for key in saved["keys"].get(name, ()):
+                like = sizes[f"optimizer.state.{name}.{key}"]
+                dtype = like.properties.dtype
+                if isinstance(parameter, DTensor) and like.size == parameter.size():
+                    fresh = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                else:
+                    fresh = torch.empty(like.size, dtype=dtype)
+                found.setdefault(name, {})[key] = fresh
+        return found
+
+    def load(self, tensors: dict[str, dict[str, Any]], saved: dict[str, Any]) -> None:
+        """Give the optimizer its state, through its own `load_state_dict`."""
+        groups, state, index = [], {}, 0
+        for names, group in zip(self.names, self.optimizer.param_groups, strict=True):
+            kept = {k: v for k, v in group.items() if k == "param_names"}
+            options = saved["options"][names[0]] if names else {**group}
+            numbers = range(index, index + len(names))
+            groups.append({**options, **kept, "params": list(numbers)})
+            for number, name in zip(numbers, names, strict=True):
+                entries = {**tensors.get(name, {}), **saved["others"].get(name, {})}
+                if entries:
+                    state[number] = entries
+            index += len(names)
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two plain states are equal, tensors in them by value."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return both and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)

@@ -1,0 +1,222 @@
+"""Saving: capture on every rank, write a part each, complete on rank 0.
+
+Everything that does not go into the library's tensor files is plain: options of the optimizer, and
+per rank the loader's state, the generators and the extras. It is encoded while it is captured, so
+nothing that happens later can leak into it. Tensors are written from where they live, which is why
+`save_checkpoint` returns only when they are on disk; `AsyncCheckpointer`
+(`background.py`) copies them first.
+
+Buffers come from rank 0 alone: running statistics differ between replicas, and a wrapper takes the
+first rank's before each forward. Parameters are equal everywhere, so the ranks share the writing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from solution import comm
+from solution.checkpoint import folder, random_state, storage
+from solution.checkpoint.errors import CheckpointError, by_first, together
+from solution.checkpoint.named import ModelTensors, OptimizerTensors
+
+__all__ = ["Captured", "Stateful", "checked", "save_checkpoint"]
+
+PLAIN = "state.pt"
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A loader, a schedule, a gradient scaler: whatever says and takes its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, of tensors, numbers, strings, lists and dicts."""
+
+    def load_state_dict(self, state: Any, /) -> object:
+        """Go on from a state."""
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    *,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: Stateful | None = None,
+    extra: Mapping[str, Stateful] | None = None,
+    keep: int | None = None,
+    process_group: comm.Group = None,
+) -> Path:
+    """Save a complete checkpoint of `step` below `directory`, or nothing. All ranks call it.
+
+    Args:
+        directory: of all checkpoints of a run, on a disk that all ranks share; made if need be.
+        step: number of finished optimizer steps.
+        model: plain or wrapped.
+        optimizer: over parameters of the model.
+        loader: its `state_dict()` is saved, per rank.
+        extra: more of that kind by name: schedules, gradient scalers.
+        keep: how many steps to keep, this one included; None keeps all.
+        process_group: who takes part; the default group if None.
+
+    Returns:
+        The new folder.
+
+    Raises:
+        CheckpointError: on all ranks, when it failed on any; what was saved before is still there.
+    """
+    captured = Captured.of(step, model, optimizer, loader, extra, process_group, copy=False)
+    return captured.write(checked(directory, keep), keep, process_group)
+
+
+def checked(directory: str | os.PathLike[str], keep: int | None) -> Path:
+    """The directory as an absolute path; ValueError for a `keep` that keeps nothing."""
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"expected keep to be None or an integer >= 1, got {keep!r}")
+    return Path(directory).absolute()  # whoever changes the working directory meanwhile
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One rank's part of a checkpoint, ready to be written.
+
+    Attributes:
+        tensors: of model and optimizer, nested by name; live ones, or copies.
+        plain: everything else of all ranks, encoded; empty on ranks but the first.
+    """
+
+    step: int
+    tensors: dict[str, Any]
+    plain: bytes
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: Stateful | None,
+        extra: Mapping[str, Stateful] | None,
+        group: comm.Group,
+        *,
+        copy: bool,
+    ) -> Captured:
+        """Capture on every rank.
+
+        Raises:
+            CheckpointError: on all ranks, when it failed on any, or they are at different steps.
+        """
+
+        is_first = comm.rank(group) == 0
+
+        def capture() -> tuple[dict[str, Any], dict[str, Any], bytes]:
+            _require_step(step)
+            tensors, common = _of_replicas(model, optimizer, is_first=is_first)
+            # Encoded here: what cannot be saved is an error before anything is written.
+            storage.encode(common)
+            return (_copied(tensors) if copy else tensors), common, _of_rank(loader, extra)
+
+        tensors, common, own = together(f"capture its state at step {step}", capture, group)
+        told = comm.gather_objects((step, own), group)
+        steps = [each for each, _ in told]
+        if len(set(steps)) > 1:
+            raise CheckpointError(
+                f"rank {comm.rank(group)}: expected all ranks to save the same step, got {steps} "
+                "in order of rank; save after a step that all have finished"
+            )
+        ranks = [each for _, each in told]
+        plain = storage.encode({"step": step, "ranks": ranks, **common}) if is_first else b""
+        return cls(step, tensors, plain)
+
+    def write(self, root: Path, keep: int | None, group: comm.Group) -> Path:
+        """Write on every rank, complete on the first; returns the new folder.
+
+        Raises:
+            CheckpointError: on all ranks, when it failed on any; nothing of it is left.
+        """
+        where = f"{root}, step {self.step}"
+        temporary = by_first(
+            f"make a folder for {where}", lambda: folder.begin(root, self.step), group
+        )
+        try:
+            together(
+                f"write its part of {where} (is the disk full, is it shared by all ranks?)",
+                lambda: storage.write_tensors(self.tensors, temporary, group),
+                group,
+            )
+            final = by_first(f"complete {where}", lambda: self._complete(temporary, group), group)
+        except CheckpointError:
+            if comm.rank(group) == 0:
+                folder.discard(temporary)
+            raise
+        if comm.rank(group) == 0:
+            folder.retain(root, final, keep)
+        return final
+
+    def _complete(self, temporary: Path, group: comm.Group) -> Path:
+        with (temporary / PLAIN).open("wb") as file:
+            file.write(self.plain)
+            file.flush()
+            os.fsync(file.fileno())
+        entries = (storage.read_metadata(temporary).storage_data or {}).values()
+        missing = {e.relative_path for e in entries if not (temporary / e.relative_path).is_file()}
+        if missing:
+            raise FileNotFoundError(
+                f"expected the files of all ranks in {temporary}, got none of {sorted(missing)}; "
+                "save to a disk that all machines share"
+            )
+        return folder.finish(temporary, {"step": self.step, "world_size": comm.size(group)})
+
+
+def _require_step(step: int) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"expected step to be an integer >= 0, got {step!r}")
+
+
+def _of_replicas(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, is_first: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What all ranks have in common: the live tensors that this one may write, and the rest."""
+    named = ModelTensors.of(model)
+    states, options = OptimizerTensors.of(optimizer, named).capture()
+    weights = {
+        name: tensor
+        for name, tensor in named.tensors.items()
+        if is_first or name not in named.buffers or isinstance(tensor, DTensor)
+    }
+    nested = {"model": weights, "optimizer": {"state": states}}
+    tensors = {part: value for part, value in nested.items() if _has_tensors(value)}
+    return tensors, {"optimizer": options, "objects": named.objects}
+
+
+def _of_rank(loader: Stateful | None, extra: Mapping[str, Stateful] | None) -> bytes:
+    """What each rank has for itself, encoded."""
+    return storage.encode(
+        {
+            "random": random_state.capture(),
+            "loader": None if loader is None else loader.state_dict(),
+            "extra": {name: each.state_dict() for name, each in (extra or {}).items()},
+        }
+    )
+
+
+def _has_tensors(nested: Any) -> bool:
+    """An empty dict is an object to the library, and objects are what we do not save."""
+    if isinstance(nested, dict):
+        return any(_has_tensors(value) for value in nested.values())
+    return True
+
+
+def _copied(nested: Any) -> Any:
+    if isinstance(nested, dict):
+        return {name: _copied(value) for name, value in nested.items()}
+    if isinstance(nested, DTensor):
+        return nested.detach().clone()
+    return nested.detach().to("cpu", copy=True)
