@@ -1,15 +1,17 @@
-"""One training job, from flags to summary: what `train_baseline` and `train_ddp` share.
+"""One training job, from flags to table: what `train_baseline` and `train_ddp` share.
 
 1. Flags (and a TOML file, `--config`) become a `TrainConfig`; unknown keys are errors.
-2. Everything that can be refused is refused before the first step: files, divisibility, ids beyond
-   the vocabulary, too little data for the steps. A refusal is one line and exit status 2.
-3. Every rank seeds alike, builds the same GPT-2 and wraps it; rank r reads its part of the data.
-4. Rank 0 prints `step | loss | lr | time | tokens/s | grad norm` and writes OUT/NAME.jsonl, one
-   line per step. The traffic of one step is counted, and that step is left out of the timing.
+2. `solution.plan` refuses what can be refused before the first step, in one line, and derives every
+   number. `--dry-run` ends there.
+3. Every rank seeds alike, builds the same model and wraps it; rank r reads its part of the data.
+4. Rank 0 prints `step | loss | lr | time | tokens/s | grad norm` and keeps the log
+   (`solution.runlog`). The traffic of one step is counted, and that step is left out of the timing,
+   as evaluations are.
 5. Every rank writes OUT/NAME.rankR.json: throughput, reductions and bytes, peak memory, fingerprint
-   of the final weights.
+   of the final weights. Rank 0 ends with a table.
 
-Exit status: 0 done, 1 training stopped (data ended, loss not finite), 2 bad input.
+Exit status: 0 done, 1 failed, 2 bad input, 3 out of data. (torchrun itself reports any of them as
+1, and says which in its last lines.)
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,29 +33,24 @@ import torch
 from torch import nn
 
 from solution import comm
-from solution.config import ModelConfig, parse
-from solution.console import progress_bar
-from solution.data.loader import TokenLoader, token_loader
-from solution.data.prepare import read_meta
-from solution.data.shards import find_shards, write_atomically
+from solution.config import parse
+from solution.data.shards import write_atomically
+from solution.evaluate import evaluate
 from solution.measure.memory import peak_memory_bytes
 from solution.measure.traffic import Traffic
 from solution.models import families
 from solution.optim import cosine_schedule, decay_groups
+from solution.plan import Plan
+from solution.precision import Precision
+from solution.runlog import RunLog, say, table
 from solution.train_config import TrainConfig
-from solution.trainer import (
-    DataExhaustedError,
-    NonFiniteError,
-    StepRecord,
-    accumulation_steps,
-    training_steps,
-)
+from solution.trainer import DataExhaustedError, NonFiniteError, StepRecord, training_steps
 
 __all__ = ["Wrap", "main"]
 
 Wrap = Callable[[nn.Module, TrainConfig, comm.World], nn.Module]
-GPT2_VOCABULARY = 50257
 COUNTED_STEP = 2  # the third: PyTorch's DDP settles its buckets after the first
+DONE, FAILED, BAD_INPUT, OUT_OF_DATA = range(4)
 
 
 def main(
@@ -76,23 +72,28 @@ def main(
         The exit status.
     """
     flags = _parser(description).parse_args(arguments)
-    where, job = "", None
+    where, plan = "", None
     try:
         config = _config(flags)
         with comm.distributed(device=None if config.device == "auto" else config.device) as world:
             where = f"[rank {world.rank}] " if world.size > 1 else ""
-            job = Job.of(config, world, name=name or config.wrapper)
+            plan = Plan.of(config, world, name=name or config.wrapper)
             if world.is_first:
-                _say(job.announcement())
-            return 0 if flags.dry_run else job.run(wrap)
-    except (DataExhaustedError, NonFiniteError) as error:
+                say(plan.announcement())
+            if not flags.dry_run:
+                _Run(plan).run(wrap)
+            return DONE
+    except DataExhaustedError as error:
         _complain(where, error)
-        return 1
+        return OUT_OF_DATA
+    except NonFiniteError as error:
+        _complain(where, error)
+        return FAILED
     except (ValueError, OSError) as error:
-        if job is not None:  # not what was asked for is wrong: whoever repairs it needs the stack
+        if plan is not None:  # not what was asked for is wrong: whoever repairs it needs the stack
             raise
         _complain(where, error)
-        return 2
+        return BAD_INPUT
 
 
 def _parser(description: str) -> argparse.ArgumentParser:
@@ -101,7 +102,8 @@ def _parser(description: str) -> argparse.ArgumentParser:
     for field in dataclasses.fields(TrainConfig):
         flag = "--" + field.name.replace("_", "-")
         text = f"{field.metadata['help']} (default: {field.default})"
-        parser.add_argument(flag, default=argparse.SUPPRESS, help=text)
+        kind: Any = argparse.BooleanOptionalAction if isinstance(field.default, bool) else "store"
+        parser.add_argument(flag, action=kind, default=argparse.SUPPRESS, help=text)
     parser.add_argument("--config", type=Path, help="TOML file of these settings; flags win")
     parser.add_argument("--dry-run", action="store_true", help="check, say the numbers, and stop")
     return parser
@@ -117,94 +119,32 @@ def _config(flags: argparse.Namespace) -> TrainConfig:
     return parse(TrainConfig, settings)
 
 
-@dataclass(frozen=True)
-class Job:
-    """A run whose every number is known and which nothing speaks against.
+class _Run:
+    """What carries a plan out."""
 
-    Raises (from `of`):
-        ValueError: data, sizes or vocabulary that do not fit each other.
-    """
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.config, self.world, self.out = plan.config, plan.world, Path(plan.config.out)
+        self.precision = Precision(plan.config.precision)
+        self.log: RunLog | None = None  # of the first rank
+        self.last: StepRecord | None = None
+        self.val_loss: float | None = None
 
-    name: str
-    config: TrainConfig
-    model_config: ModelConfig
-    sequence_length: int
-    loader: TokenLoader
-    num_micro_batches: int
-    world: comm.World
-
-    @classmethod
-    def of(cls, config: TrainConfig, world: comm.World, *, name: str) -> Job:
-        """Check everything, derive the rest."""
-        num_micro_batches = accumulation_steps(
-            global_batch_size=config.global_batch_size,
-            micro_batch_size=config.micro_batch_size,
-            world_size=world.size,
-        )
-        paths = find_shards(config.data, "train")
-        meta = read_meta(Path(config.data)) or {"vocab_size": GPT2_VOCABULARY}
-        model_config = config.model_config(vocab_size=config.vocab_size or meta["vocab_size"])
-        sequence_length = config.sequence_length or model_config.max_sequence_length
-        loader = token_loader(
-            paths,
-            batch_size=config.micro_batch_size,
-            sequence_length=sequence_length,
-            rank=world.rank,
-            world_size=world.size,
-        )
-        job = cls(name, config, model_config, sequence_length, loader, num_micro_batches, world)
-        job._check_data()
-        return job
-
-    def _check_data(self) -> None:
-        """Enough data for the steps, and no id that the embedding lacks, in what will be read."""
-        config, loader = self.config, self.loader
-        possible = loader.num_batches // self.num_micro_batches
-        if possible < config.steps:
-            raise ValueError(
-                f"expected data for {config.steps} steps of {config.global_batch_size} sequences, "
-                f"got {loader.num_sequences} sequences of {self.sequence_length} tokens, enough "
-                f"for {possible} steps; ask for fewer, or prepare more data"
-            )
-        unread = config.steps * config.global_batch_size * self.sequence_length
-        for shard in loader.shards:
-            if unread > 0:
-                shard.check_vocabulary(self.model_config.vocab_size)
-            unread -= len(shard)
-
-    def announcement(self) -> str:
-        """Every derived number, before anything is computed."""
-        config, loader = self.config, self.loader
-        tokens = config.global_batch_size * self.sequence_length
-        flops = families.flops_per_token(self.model_config, sequence_length=self.sequence_length)
-        return (
-            f"{self.name}: {config.model} {config.size}, "
-            f"{families.parameter_count(self.model_config):,} parameters, vocabulary "
-            f"{self.model_config.vocab_size:,}, {flops / 1e6:,.1f} MFLOP/token; "
-            f"{self.world.size} rank(s) on {self.world.device.type}\n"
-            f"  step: {config.global_batch_size} sequences = {self.num_micro_batches} micro-batches"
-            f" x {config.micro_batch_size} x {self.world.size} rank(s) = {tokens:,} tokens\n"
-            f"  data: {len(loader.shards)} shards, {loader.num_sequences:,} sequences of "
-            f"{self.sequence_length}, {loader.num_batches // self.num_micro_batches:,} steps per "
-            f"pass; {config.steps} steps, {config.steps * tokens:,} tokens"
-        )
-
-    # --- the run
-
-    def run(self, wrap: Wrap) -> int:
-        """Train, log, and write this rank's summary; returns the exit status."""
-        config = self.config
+    def run(self, wrap: Wrap) -> None:
+        """Train, log, and write this rank's summary."""
+        config, plan = self.config, self.plan
         torch.manual_seed(config.seed)
         module = families.build(
-            self.model_config, activation_checkpointing=config.activation_checkpointing
+            plan.model_config, activation_checkpointing=config.activation_checkpointing
         ).to(self.world.device)
         optimizer = torch.optim.AdamW(
             decay_groups(module, weight_decay=config.weight_decay), lr=config.learning_rate
         )
+        model = wrap(module, config, self.world)
         steps = training_steps(
-            wrap(module, config, self.world),
+            model,
             optimizer,
-            self.loader,
+            plan.loader,
             steps=config.steps,
             global_batch_size=config.global_batch_size,
             micro_batch_size=config.micro_batch_size,
@@ -212,64 +152,70 @@ class Job:
             lr=cosine_schedule(
                 config.learning_rate, num_steps=config.steps, warmup_steps=config.warmup_steps
             ),
+            precision=self.precision,
         )
-        out = Path(config.out)
-        out.mkdir(parents=True, exist_ok=True)
-        path = out / f"{self.name}.rank{self.world.rank}.json"
+        self.out.mkdir(parents=True, exist_ok=True)
+        path = self.out / f"{plan.name}.rank{self.world.rank}.json"
         path.unlink(missing_ok=True)  # an earlier run's must not vouch for this one
         traffic = Traffic()
-        times = self._log_steps(steps, traffic, out)
+        times = self._take_steps(model, steps, traffic)
         summary = self._summary(module, times, traffic)
         write_atomically(path, json.dumps(summary, indent=2).encode() + b"\n")
-        if self.world.is_first:
-            _say(
-                f"  done: {summary['tokens_per_s']:,.0f} tokens/s (median, all ranks), "
-                f"{summary['reductions_per_step']} reductions, {summary['bytes_per_step']:,} "
-                f"bytes per step, peak {summary['peak_memory_bytes'] / 2**20:,.0f} MiB; {path}"
-            )
-        return 0
+        if self.log is not None:
+            say(self._table(self.log, summary, path))
 
-    def _log_steps(self, steps: Iterator[StepRecord], traffic: Traffic, out: Path) -> list[float]:
-        """Run all steps; rank 0 logs them. Returns the seconds of those that are typical."""
-        counted = min(COUNTED_STEP, self.config.steps - 1)
+    def _take_steps(
+        self, model: nn.Module, steps: Iterator[StepRecord], traffic: Traffic
+    ) -> list[float]:
+        """Run all steps; the first rank logs them. Returns the seconds of those that are typical."""
+        config = self.config
+        counted = min(COUNTED_STEP, config.steps - 1)
         times = []
         with contextlib.ExitStack() as stack:
-            log = None
             if self.world.is_first:
-                log = stack.enter_context((out / f"{self.name}.jsonl").open("w"))
-            for index in range(self.config.steps):
+                self.log = stack.enter_context(
+                    RunLog(
+                        self.out,
+                        self.plan.name,
+                        steps=config.steps,
+                        log_every=config.log_every,
+                        tensorboard=config.tensorboard,
+                    )
+                )
+            for index in range(config.steps):
                 started = time.perf_counter()
                 with traffic if index == counted else contextlib.nullcontext():
-                    record = next(steps)
-                seconds = time.perf_counter() - started
-                times.append(seconds)
-                if log is not None:
-                    self._log(record, seconds, log)
+                    self.last = next(steps)
+                times.append(time.perf_counter() - started)
+                val_loss = self._evaluate(model, finished=index + 1)
+                if self.log is not None:
+                    self.log.step(self.last, seconds=times[-1], val_loss=val_loss)
         # The first step warms up and the counted one is slowed down by being watched.
         return [s for index, s in enumerate(times) if index not in (0, counted)] or times
 
-    def _log(self, record: StepRecord, seconds: float, log: Any) -> None:
-        rate = record["tokens"] / seconds
-        line = {**record, "tokens_per_s": round(rate, 1), "step_s": round(seconds, 6)}
-        log.write(json.dumps(line) + "\n")
-        log.flush()  # what a killed run did must be readable
-        progress_bar(0, 0)
-        if record["step"] in (1, self.config.steps) or record["step"] % self.config.log_every == 0:
-            _say(
-                f"step {record['step']:5d} | loss {record['loss']:.6f} | lr {record['lr']:.2e} | "
-                f"time {seconds:.3f} s | {rate:,.0f} tokens/s | grad norm {record['grad_norm']:.4f}"
-            )
-        progress_bar(record["step"], self.config.steps, f"loss {record['loss']:.3f}")
+    def _evaluate(self, model: nn.Module, *, finished: int) -> float | None:
+        """The validation loss, where one is due; every rank takes part."""
+        every, loader = self.config.eval_every, self.plan.val_loader
+        if loader is None or every is None or (finished % every and finished != self.config.steps):
+            return None
+        self.val_loss = evaluate(
+            model, loader, max_batches=self.config.eval_batches, precision=self.precision
+        )
+        return self.val_loss
 
     def _summary(self, module: nn.Module, times: list[float], traffic: Traffic) -> dict[str, Any]:
         """What this rank has to say; throughput is over all ranks, of the median step."""
-        tokens = self.config.global_batch_size * self.sequence_length
+        tokens = self.config.global_batch_size * self.plan.sequence_length
         dtype = next(module.parameters()).dtype  # the trainer's own counts are float64
+        assert self.last is not None  # a plan has at least one step
         return {
-            "name": self.name,
+            "name": self.plan.name,
             "rank": self.world.rank,
             "world_size": self.world.size,
             "device": str(self.world.device),
+            "steps": self.last["step"],
+            "loss": self.last["loss"],
+            "val_loss": self.val_loss,
             "tokens_per_s": tokens / statistics.median(times),
             "reductions_per_step": traffic.count(dtype),
             "bytes_per_step": traffic.num_bytes(dtype),
@@ -281,6 +227,36 @@ class Job:
             "config": dataclasses.asdict(self.config),
         }
 
+    def _table(self, log: RunLog, summary: dict[str, Any], path: Path) -> str:
+        """What the run came to, with the files that hold the rest."""
+        lines, rate = log.lines, summary["tokens_per_s"]
+        flops = families.flops_per_token(
+            self.plan.model_config, sequence_length=self.plan.sequence_length
+        )
+        plot = log.plot()
+        rows = [
+            ("steps", f"{summary['steps']}, {sum(line['tokens'] for line in lines):,} tokens"),
+            ("loss", f"{lines[0]['loss']:.6f} -> {lines[-1]['loss']:.6f}"),
+            ("validation loss", "-" if self.val_loss is None else f"{self.val_loss:.6f}"),
+            (
+                "tokens/s",
+                f"{rate:,.0f} (median step, all ranks), {rate * flops / 1e9:,.1f} GFLOP/s",
+            ),
+            (
+                "gradients",
+                f"{summary['reductions_per_step']} reductions, "
+                f"{summary['bytes_per_step']:,} bytes per step",
+            ),
+            ("peak memory", f"{summary['peak_memory_bytes'] / 2**20:,.0f} MiB per rank"),
+            ("log", str(log.path)),
+            ("summary", str(path)),
+            ("plots", "- (matplotlib is not installed)" if plot is None else str(plot)),
+        ]
+        if self.precision.name == "fp16":
+            skipped = sum(line["skipped"] for line in lines)
+            rows.insert(3, ("overflows", f"{skipped}, loss scale {self.precision.scale:g}"))
+        return table(rows)
+
 
 def _fingerprint(module: nn.Module) -> str:
     """A hash of all parameters, names and bits: equal exactly when the weights are."""
@@ -289,11 +265,6 @@ def _fingerprint(module: nn.Module) -> str:
         data = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
         digest.update(name.encode() + data.numpy().tobytes())
     return digest.hexdigest()
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def _complain(where: str, error: Exception) -> None:

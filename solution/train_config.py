@@ -60,6 +60,7 @@ class TrainConfig:
     eval_batches: int = _setting(8, "micro-batches per rank of one evaluation, at most")
     seed: int = _setting(42, "of the initial weights, the same on every rank")
     log_every: int = _setting(1, "steps between log lines; the first and the last always appear")
+    tensorboard: bool = _setting(False, "write event files as well, where tensorboard is installed")
     device: str = _setting("auto", "auto, cpu or cuda")
     wrapper: str = _setting("ddp_bucketed", "how gradients are reduced (train_ddp only)")
     bucket_size_mb: float = _setting(25.0, "of ddp_bucketed and torch, in MiB")

@@ -1,0 +1,155 @@
+"""What a run leaves behind for people: lines, a log, pictures and a table. One rank keeps it.
+
+    with RunLog(out, "ddp", steps=20, log_every=1) as log:
+        log.step(record, seconds=0.41, val_loss=None)
+        ...
+    log.plot()
+
+Lines go to stdout, every `log_every` steps and at the first and the last. OUT/NAME.jsonl has one
+line per step, flushed, so that what a killed run did can be read. OUT/NAME.png (loss, learning rate,
+seconds per step) is drawn from it at the end, never during training, where matplotlib is installed.
+OUT/NAME.tensorboard holds the same numbers where that was asked for. What is optional and not
+installed is said once and stops nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from solution.console import progress_bar
+from solution.step import StepRecord
+
+__all__ = ["RunLog", "say", "table", "warn"]
+
+
+class RunLog:
+    """The log of one run, on the rank that keeps it.
+
+    Args:
+        out: an existing folder.
+        name: of the run; of its files.
+        steps: how many there will be.
+        log_every: steps between lines on stdout.
+        tensorboard: whether to write event files as well.
+
+    Attributes:
+        path: the JSONL file.
+        lines: its content so far, one dict per step.
+    """
+
+    def __init__(
+        self, out: Path, name: str, *, steps: int, log_every: int = 1, tensorboard: bool = False
+    ) -> None:
+        self.path = out / f"{name}.jsonl"
+        self.lines: list[dict[str, Any]] = []
+        self._steps, self._log_every = steps, log_every
+        self._events = _event_writer(out / f"{name}.tensorboard") if tensorboard else None
+
+    def __enter__(self) -> Self:
+        self._file = self.path.open("w")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        progress_bar(0, 0)
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+    def step(self, record: StepRecord, *, seconds: float, val_loss: float | None = None) -> None:
+        """Keep one optimizer step, and show it if it is its turn."""
+        rate = record["tokens"] / seconds
+        line = {**record, "tokens_per_s": round(rate, 1), "step_s": round(seconds, 6)}
+        if val_loss is not None:
+            line["val_loss"] = val_loss
+        self.lines.append(line)
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        step = record["step"]
+        if self._events is not None:
+            for key in line.keys() - {"step"}:
+                self._events.add_scalar(key, line[key], step)
+        progress_bar(0, 0)
+        is_turn = step in (1, self._steps) or step % self._log_every == 0
+        if is_turn or val_loss is not None or record.get("skipped"):
+            say(_text(line))
+        progress_bar(step, self._steps, f"loss {record['loss']:.3f}")
+
+    def plot(self) -> Path | None:
+        """Draw loss, learning rate and step time over the steps; None without matplotlib."""
+        if not importlib.util.find_spec("matplotlib"):
+            return None
+        from matplotlib.figure import Figure  # here: half a second, and optional
+
+        figure = Figure(figsize=(12, 3.5), layout="constrained")
+        steps = [line["step"] for line in self.lines]
+        for axes, (key, title) in zip(
+            figure.subplots(1, 3),
+            [("loss", "loss"), ("lr", "learning rate"), ("step_s", "seconds per step")],
+            strict=True,
+        ):
+            axes.plot(steps, [line[key] for line in self.lines], label="training")
+            axes.set(xlabel="step", title=title)
+            evaluated = [line for line in self.lines if "val_loss" in line]
+            if key == "loss" and evaluated:
+                xs, ys = zip(*((line["step"], line["val_loss"]) for line in evaluated), strict=True)
+                axes.plot(xs, ys, "o-", label="validation")
+                axes.legend()
+        path = self.path.with_suffix(".png")
+        figure.savefig(path)
+        return path
+
+
+def _text(line: dict[str, Any]) -> str:
+    text = (
+        f"step {line['step']:5d} | loss {line['loss']:.6f} | lr {line['lr']:.2e} | "
+        f"time {line['step_s']:.3f} s | {line['tokens_per_s']:,.0f} tokens/s | "
+        f"grad norm {line['grad_norm']:.4f}"
+    )
+    if line.get("skipped"):
+        text += f" | {line['skipped']} overflow(s), loss scale now {line['scale']:g}"
+    if "val_loss" in line:
+        text += f" | val loss {line['val_loss']:.6f}"
+    return text
+
+
+def _event_writer(folder: Path) -> Any:
+    """TensorBoard's writer; None, said once, where it is not installed."""
+    try:
+        from torch.utils.tensorboard.writer import SummaryWriter
+    except ImportError:
+        warn("tensorboard is not installed, its files are not written; pip install tensorboard")
+        return None
+    return SummaryWriter(str(folder))
+
+
+def table(rows: Sequence[tuple[str, str]]) -> str:
+    """Two columns, the first one as wide as it must be.
+
+    >>> print(table([("steps", "20"), ("loss", "7.6 -> 6.1")]))
+      steps  20
+      loss   7.6 -> 6.1
+    """
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def say(text: str) -> None:
+    """A line on stdout, at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def warn(text: str) -> None:
+    """A line on stderr about something that stops nothing."""
+    sys.stderr.write(f"warning: {text}\n")
