@@ -11,6 +11,8 @@ doubled and foreign.
 
 from __future__ import annotations
 
+import math
+
 BASE = 16
 MAX_CONTRIBUTORS = 12
 
@@ -28,7 +30,7 @@ def contribution(contributor: int) -> float:
 
 def digits(total: float, *, contributors: int) -> tuple[int, ...] | None:
     """How often each contributed; None if `total` is no sum of contributions."""
-    if total != int(total) or total < 0:
+    if not math.isfinite(total) or total != int(total) or total < 0:
         return None
     rest, counts = int(total), []
     for _ in range(contributors):

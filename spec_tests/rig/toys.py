@@ -44,9 +44,9 @@ class Ragged(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            # Clamped, or five layers of integers would outgrow the exact range; the sum keeps a
-            # path open where a clamp has closed one.
-            x = layer(x).clamp(-4.0, 4.0) + x.sum(dim=-1, keepdim=True)
+            # A remainder keeps five layers of integers within the exact range and, unlike a clamp,
+            # lets every gradient through: one that is zero everywhere would hide that it was lost.
+            x = layer(x).remainder(8.0) + x.sum(dim=-1, keepdim=True)
         return x * self.gain
 
 
@@ -130,13 +130,15 @@ class Buffers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(6, 4)
+        # No bias: normalisation takes it away again. And without the factor below, the gradient of
+        # the normalisation's own bias would not depend on the data: equal on all ranks.
+        self.linear = nn.Linear(6, 4, bias=False)
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("counts", torch.zeros(3, dtype=torch.int64))
         self.register_buffer("mask", torch.zeros(4, dtype=torch.bool))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.linear(x))
+        return self.norm(self.linear(x)) * x[:, :4]
 
 
 class Convolution(nn.Module):

@@ -1,0 +1,283 @@
+"""Every toy is what its name says, differs by rank, and computes exactly."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from spec_tests.rig import oracle
+from spec_tests.rig.toys import TOYS, sum_of_squares
+
+SEEDS = (0, 7, 123)
+UNTRAINED = {"frozen": {"frozen.weight", "frozen.bias"}, "unused": {"unused.weight", "unused.bias"}}
+"""Toy to the parameters that get no gradient, on purpose."""
+APPROXIMATE = {"buffers"}
+"""Batch normalisation divides: the one toy that is not exact, and made for its buffers."""
+
+every_toy = pytest.mark.parametrize("toy", TOYS)
+every_exact_toy = pytest.mark.parametrize("toy", [name for name in TOYS if name not in APPROXIMATE])
+
+
+def gradients(toy: str, seed: int, rank: int = 0, micro: int = 0, **flags) -> dict[str, Any]:
+    batch = TOYS[toy].batch(seed, rank=rank, micro=micro)
+    return oracle.gradients(toy, seed, [batch], [flags])
+
+
+def built(toy: str, seed: int = 7) -> Any:
+    """The toy; of any type, since each has layers of its own names."""
+    return TOYS[toy].build(seed)
+
+
+def present(found: oracle.Gradients) -> oracle.Named:
+    """The gradients that exist."""
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+
+# ------------------------------------------------------------------------------ the toy it claims
+
+
+def test_mlp_has_no_two_parameters_of_one_size():
+    sizes = [p.numel() for p in TOYS["mlp"].build(7).parameters()]
+    assert len(set(sizes)) == len(sizes) == 4
+
+
+def test_ragged_has_odd_sizes_and_one_single_element():
+    sizes = [p.numel() for p in TOYS["ragged"].build(7).parameters()]
+    assert 1 in sizes
+    assert len(set(sizes)) >= 7
+    assert any(size % 2 for size in sizes)
+
+
+def test_tied_shares_one_storage_that_counts_once():
+    module = built("tied")
+    assert module.encode.weight is module.decode.weight
+    both = {n for n, _ in module.named_parameters(remove_duplicate=False)}
+    once = {n for n, _ in module.named_parameters()}
+    assert both - once == {"decode.weight"}
+    calls: list[str] = []
+    module.encode.register_forward_hook(lambda *args: calls.append("encode"))
+    module.decode.register_forward_hook(lambda *args: calls.append("decode"))
+    module(TOYS["tied"].batch(7, rank=0))
+    assert calls == ["encode", "decode"]
+
+
+def test_tied_gets_gradient_from_both_uses():
+    module = built("tied")
+    whole = gradients("tied", 7)["encode.weight"]
+    module.decode.weight = nn.Parameter(module.decode.weight.detach().clone())
+    sum_of_squares(module(TOYS["tied"].batch(7, rank=0))).backward()
+    assert bool(module.encode.weight.grad.any())
+    assert bool(module.decode.weight.grad.any())
+    assert torch.equal(whole, module.encode.weight.grad + module.decode.weight.grad)
+
+
+def test_reused_calls_its_block_twice():
+    module = built("reused")
+    calls: list[int] = []
+    module.block.register_forward_hook(lambda *args: calls.append(1))
+    module(TOYS["reused"].batch(7, rank=0))
+    assert len(calls) == 2
+
+
+def test_frozen_lies_between_two_layers_that_train():
+    module = built("frozen")
+    assert [(n, p.requires_grad) for n, p in module.named_parameters()] == [
+        (f"{layer}.{part}", layer != "frozen")
+        for layer in ("first", "frozen", "last")
+        for part in ("weight", "bias")
+    ]
+    assert bool(gradients("frozen", 7)["first.weight"].any()), "gradients pass through it"
+
+
+def ready_order(use: str) -> list[str]:
+    module = built("branches")
+    order: list[str] = []
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: order.append(name))
+    sum_of_squares(module(TOYS["branches"].batch(7, rank=0), use=use)).backward()
+    return order
+
+
+def test_branches_become_ready_in_the_order_of_use():
+    assert ready_order("abc") == ready_order("abc")
+    assert ready_order("abc") != ready_order("cba")
+    assert set(ready_order("abc")) == set(ready_order("cba"))
+    assert {name.split(".")[1] for name in ready_order("ab") if name.startswith("branch")} == set(
+        "ab"
+    )
+
+
+def test_equal_sized_branches_have_different_gradients():
+    found = gradients("branches", 7)
+    one, other = found["branch.a.weight"], found["branch.b.weight"]
+    assert one.shape == other.shape
+    assert not torch.equal(one, other)
+    assert "branch.c.bias" not in found, "and the third has other sizes"
+
+
+def test_a_branch_that_is_not_used_gets_no_gradient():
+    found = gradients("branches", 7, use="ac")
+    assert found["branch.b.weight"] is None
+    assert found["branch.c.weight"] is not None
+
+
+def test_unused_is_trainable_and_never_gets_a_gradient():
+    module = built("unused")
+    assert module.unused.weight.requires_grad
+    assert gradients("unused", 7)["unused.weight"] is None
+
+
+def test_buffers_are_of_floats_integers_and_booleans_and_move():
+    module = built("buffers")
+    dtypes = {buffer.dtype for buffer in module.buffers()}
+    assert dtypes == {torch.float64, torch.int64, torch.bool}
+    before = oracle.buffers("buffers", 7)
+    module(TOYS["buffers"].batch(7, rank=0))
+    moved = {n for n, b in module.named_buffers() if not torch.equal(b, before[n])}
+    assert moved == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    other = oracle.buffers("buffers", 8)
+    assert any(not torch.equal(before[name], other[name]) for name in before)
+
+
+def test_conv_is_channels_last_in_weight_and_gradient():
+    module = built("conv")
+    sum_of_squares(module(TOYS["conv"].batch(7, rank=0))).backward()
+    for tensor in (module.conv.weight, module.conv.weight.grad):
+        assert tensor.is_contiguous(memory_format=torch.channels_last)
+        assert not tensor.is_contiguous()
+
+
+def test_strided_has_a_transposed_parameter_and_an_expanded_gradient():
+    module = built("strided")
+    assert not module.transposed.is_contiguous()
+    seen: list[torch.Tensor] = []
+    module.summed.register_hook(lambda gradient: seen.append(gradient))
+    sum_of_squares(module(TOYS["strided"].batch(7, rank=0))).backward()
+    assert set(seen[0].stride()) == {0}
+
+
+def test_mixed_alternates_two_dtypes_and_keeps_them_in_its_gradients():
+    module = built("mixed")
+    dtypes = [p.dtype for p in module.parameters()]
+    assert [dtype for dtype, _ in itertools.groupby(dtypes)] == [
+        torch.float64,
+        torch.float32,
+        torch.float64,
+    ]
+    for name, gradient in gradients("mixed", 7).items():
+        assert gradient.dtype == module.get_parameter(name).dtype
+
+
+# --------------------------------------------------------------------------------- what all share
+
+
+@every_toy
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_gradient_that_should_exist_is_not_zero(toy: str, seed: int):
+    found = oracle.gradients(toy, seed, [TOYS[toy].batch(seed, rank=r) for r in range(2)])
+    absent = {name for name, gradient in found.items() if gradient is None}
+    assert absent == UNTRAINED.get(toy, set())
+    assert {n for n, g in found.items() if g is not None and not bool(g.any())} == set()
+
+
+@every_toy
+@pytest.mark.parametrize("seed", SEEDS)
+def test_local_gradients_differ_between_any_two_ranks(toy: str, seed: int):
+    local = [present(gradients(toy, seed, rank)) for rank in range(4)]
+    for one, other in itertools.combinations(local, 2):
+        assert [name for name in one if torch.equal(one[name], other[name])] == []
+
+
+@every_toy
+def test_batches_belong_to_one_rank_micro_batch_and_seed(toy: str):
+    made = [
+        TOYS[toy].batch(seed, rank=rank, micro=micro)
+        for seed in SEEDS
+        for rank in range(4)
+        for micro in range(5)
+    ]
+    assert all(not torch.equal(one, other) for one, other in itertools.combinations(made, 2))
+    assert torch.equal(TOYS[toy].batch(7, rank=1), TOYS[toy].batch(7, rank=1))
+    for batch in made:
+        assert batch.shape == (4, 6)
+        assert bool((batch == batch.round()).all())
+        assert bool((batch != 0).all())
+
+
+@every_toy
+def test_weights_are_functions_of_the_seed_alone(toy: str):
+    torch.manual_seed(1)
+    one = TOYS[toy].build(7).state_dict()
+    torch.manual_seed(2)
+    again, other = TOYS[toy].build(7).state_dict(), TOYS[toy].build(8).state_dict()
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    differ = {name for name in one if not torch.equal(one[name], other[name])}
+    assert any(name in differ for name, _ in TOYS[toy].build(7).named_parameters())
+
+
+# --------------------------------------------------------------------------------------- exactness
+
+
+class Largest(TorchDispatchMode):
+    """The largest magnitude that any operator puts out, by dtype; and whether all are integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.magnitude: dict[torch.dtype, float] = {}
+        self.odd: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if "empty" in str(func):  # memory that nobody has written yet
+            return result
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel():
+                reached = max(self.magnitude.get(leaf.dtype, 0.0), float(leaf.detach().abs().max()))
+                self.magnitude[leaf.dtype] = reached
+                if not bool((leaf == leaf.round()).all()):
+                    self.odd.add(str(func))
+        return result
+
+
+@every_exact_toy
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_value_is_an_integer_that_its_dtype_holds(toy: str, seed: int):
+    module = TOYS[toy].build(seed)
+    batches = [TOYS[toy].batch(seed, rank=r, micro=m) for r in range(4) for m in range(3)]
+    with Largest() as seen:
+        for batch in batches:
+            (4 * sum_of_squares(module(batch))).backward()
+    assert seen.odd == set()
+    assert seen.magnitude[torch.float64] < 2.0**53
+    assert seen.magnitude.get(torch.float32, 0.0) < 2.0**24
+
+
+@every_exact_toy
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_mean_is_equal_bits_in_any_order_and_wherever_one_divides(toy: str, size: int):
+    seed = 7
+    batches = [TOYS[toy].batch(seed, rank=rank) for rank in range(size)]
+    expected = present(oracle.gradients(toy, seed, batches))
+    local = [present(oracle.gradients(toy, seed, [batch])) for batch in batches]
+    for order in itertools.permutations(range(size)):
+        for name, mean in expected.items():
+            scaled = torch.stack([local[rank][name] * size for rank in order])
+            total, divided_first = torch.zeros_like(mean), torch.zeros_like(mean)
+            for part in scaled:
+                total = total + part
+                divided_first = divided_first + part / size
+            assert torch.equal(total / size, mean)
+            assert torch.equal(divided_first, mean), "the factor makes the division exact"
+
+
+@every_exact_toy
+def test_a_step_by_a_power_of_two_stays_exact(toy: str):
+    trained = oracle.trained(toy, 7, [[TOYS[toy].batch(7, rank=0)]], lr=2.0**-16)
+    start = oracle.parameters(toy, 7)
+    for name, step in present(gradients(toy, 7)).items():
+        if step.dtype == torch.float64:
+            assert torch.equal((start[name] - trained[name]) * 2.0**16, step)
