@@ -167,7 +167,7 @@ class _Run:
     def _take_steps(
         self, model: nn.Module, steps: Iterator[StepRecord], traffic: Traffic
     ) -> list[float]:
-        """Run all steps; the first rank logs them. Returns the seconds of those that are typical."""
+        """Run all steps; the first rank logs them. Returns the seconds of the typical ones."""
         config = self.config
         counted = min(COUNTED_STEP, config.steps - 1)
         times = []

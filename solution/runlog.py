@@ -6,10 +6,10 @@
     log.plot()
 
 Lines go to stdout, every `log_every` steps and at the first and the last. OUT/NAME.jsonl has one
-line per step, flushed, so that what a killed run did can be read. OUT/NAME.png (loss, learning rate,
-seconds per step) is drawn from it at the end, never during training, where matplotlib is installed.
-OUT/NAME.tensorboard holds the same numbers where that was asked for. What is optional and not
-installed is said once and stops nothing.
+line per step, flushed, so that what a killed run did can be read. OUT/NAME.png (loss, learning
+rate, seconds per step) is drawn from it at the end, never during training, where matplotlib is
+installed. OUT/NAME.tensorboard holds the same numbers where that was asked for. What is optional
+and not installed is said once and stops nothing.
 """
 
 from __future__ import annotations

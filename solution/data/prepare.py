@@ -12,14 +12,13 @@
 
 The same arguments and the same text give the same bytes. A second run finds `meta.json` with both
 and every shard in order, and reuses them; otherwise it first removes what it (or a run that was
-killed)
-once wrote there, which it knows by name: text_train_000000.bin. Other shards in DIR are an error.
-The
-standard library differs between versions of Python, and so do the ids: compare runs on one machine,
-or prepare once and copy.
+killed) once wrote there, which it knows by name: text_train_000000.bin. Other shards in DIR are an
+error. The standard library differs between versions of Python, and so do the ids: compare runs on
+one machine, or prepare once and copy.
 
     python -m solution.data.prepare --out outputs/data                          # all of it, 6 s
     python -m solution.data.prepare --out outputs/demo --max-bytes 2000000      # a second or two
+    python -m solution.data.prepare --out outputs/fineweb --hub                 # see data/hub.py
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from solution.config import require_positive
 from solution.console import status_line
+from solution.data import hub
 from solution.data.corpus import Corpus
 from solution.data.shards import MAX_TOKENS, NUM_IDS, Shard, write_atomically, write_shard
 
@@ -209,16 +209,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shard-tokens", type=int, default=default.shard_tokens)
     parser.add_argument("--val-fraction", type=float, default=default.val_fraction)
     parser.add_argument("--max-bytes", type=int, help="stop before the document that exceeds this")
+    parser.add_argument("--hub", action="store_true", help="fetch FineWeb shards instead")
+    parser.add_argument("--hub-shards", type=int, default=1, help="training shards of --hub")
     options = vars(parser.parse_args(arguments))
     paths, out = options.pop("paths"), options.pop("out")
+    is_hub, num_shards = options.pop("hub"), options.pop("hub_shards")
     started = time.perf_counter()
     try:
-        meta, was_there = prepare(paths, out, DataConfig(**options))
-    except (ValueError, OSError) as error:
+        if is_hub and (paths or DataConfig(**options) != default):
+            raise ValueError("expected --hub with --hub-shards and --out only: its tokens are made")
+        made = (
+            hub.download_once(out, num_shards=num_shards)
+            if is_hub
+            else prepare(paths, out, DataConfig(**options))
+        )
+    except (ValueError, OSError, RuntimeError) as error:
         status_line("")
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(_summary(out, meta, was_there, time.perf_counter() - started))
+    if made is not None:
+        print(_summary(out, *made, time.perf_counter() - started))
     return 0
 
 
@@ -227,12 +237,18 @@ def _summary(out: Path, meta: dict[str, Any], was_there: bool, seconds: float) -
         split: sum(n for name, n in meta["shards"].items() if f"_{split}_" in name)
         for split in ("train", "val")
     }
-    verb = "reused (same arguments, same text)" if was_there else "made"
+    is_hub = "hub" in meta["request"]
+    verb = "reused (same arguments, same text)" if was_there else "fetched" if is_hub else "made"
+    source = (
+        meta["request"]["hub"]
+        if is_hub
+        else f"{meta['num_documents']:,} documents ({meta['num_bytes'] / 1e6:.1f} MB, "
+        f"{meta['num_skipped']} skipped)"
+    )
     return (
         f"{out}: {verb} {len(meta['shards'])} shards, {tokens['train']:,} train and "
         f"{tokens['val']:,} val tokens, vocabulary {meta['vocab_size']:,}, from "
-        f"{meta['num_documents']:,} documents ({meta['num_bytes'] / 1e6:.1f} MB, "
-        f"{meta['num_skipped']} skipped) in {seconds:.1f} s"
+        f"{source} in {seconds:.1f} s"
     )
 
 

@@ -1,0 +1,133 @@
+"""Ready-made shards from the hub: `python -m solution.data.prepare --hub --out DIR`.
+
+    kjj0/fineweb10B-gpt2 -> DIR/fineweb_val_000000.bin, DIR/fineweb_train_000001.bin, ...
+
+FineWeb text in GPT-2's vocabulary, 103 training shards and one of validation, 10^8 tokens (200 MB)
+each. `huggingface_hub`, an optional dependency, does the download; HF_ENDPOINT, HF_HOME and its
+other settings hold here as everywhere.
+
+1. Under torchrun the first rank downloads and the others wait: all would write the same files. The
+   folder is meant to be shared; on machines that share none, run this once on each.
+2. What is already in DIR and whole is not asked for again, so an interrupted run goes on with the
+   shard that it was at (within a run the client itself goes on at the byte).
+3. Every file is opened as a `Shard` before it counts: header, count and exact size. One that is not
+   right is fetched anew, once.
+4. `meta.json` is written last: it is there when everything else is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from solution import comm
+from solution.console import status_line
+from solution.data.shards import Shard, write_atomically
+
+__all__ = ["download", "download_once"]
+
+REPOSITORY = "kjj0/fineweb10B-gpt2"
+VOCABULARY, DELIMITER = 50257, 50256  # GPT-2's
+NUM_TRAIN_SHARDS = 103
+OUR_SHARDS = r"fineweb_(train|val)_\d{6}\.bin"
+A_DAY_S = 86400.0
+
+
+def download_once(out: Path, *, num_shards: int) -> tuple[dict[str, Any], bool] | None:
+    """`download` by the first rank of the run; None on the others, once it is done.
+
+    Raises:
+        ValueError, OSError: as `download`, on the first rank; RuntimeError on the others.
+    """
+    with comm.distributed(device="cpu", timeout_s=A_DAY_S) as world:
+        result, error = None, None
+        if world.is_first:
+            try:
+                result = download(out, num_shards=num_shards)
+            except (ValueError, OSError) as raised:
+                error = raised
+        num_failed = comm.sum_over_ranks(torch.tensor([int(error is not None)]))
+        if error is not None:
+            raise error
+        if num_failed:
+            raise RuntimeError("expected the first rank to download, but it failed; see there")
+        return result
+
+
+def download(out: Path, *, num_shards: int) -> tuple[dict[str, Any], bool]:
+    """The validation shard and the first `num_shards` training shards, in `out`.
+
+    Returns:
+        What `meta.json` says, and whether everything was there already.
+
+    Raises:
+        ValueError: a bad number, foreign shards in `out`, no `huggingface_hub`, or a file that is
+            no shard even when it was fetched twice.
+        OSError: the hub cannot be reached, or has no such file.
+    """
+    if not 1 <= num_shards <= NUM_TRAIN_SHARDS:
+        raise ValueError(f"expected 1 <= hub-shards <= {NUM_TRAIN_SHARDS}, got {num_shards}")
+    names = ["fineweb_val_000000.bin"]
+    names += [f"fineweb_train_{index:06d}.bin" for index in range(1, num_shards + 1)]
+    out.mkdir(parents=True, exist_ok=True)
+    foreign = [p.name for p in sorted(out.glob("*.bin")) if not re.fullmatch(OUR_SHARDS, p.name)]
+    if foreign:
+        raise ValueError(
+            f"{out}: expected a folder of our own, found {foreign[:3]}; training would mix them in,"
+            " choose another --out"
+        )
+    shards: dict[str, int] = {}
+    num_fetched = 0
+    for index, name in enumerate(names):
+        status_line(f"shard {index + 1} of {len(names)}: {name}")
+        shards[name], was_fetched = _have(out, name)
+        num_fetched += was_fetched
+    status_line("")
+    meta = {
+        "vocab_size": VOCABULARY,
+        "delimiter": DELIMITER,
+        "shards": shards,
+        "request": {"hub": REPOSITORY, "num_shards": num_shards, "format": 1},
+    }
+    write_atomically(out / "meta.json", json.dumps(meta, indent=2).encode() + b"\n")
+    return meta, num_fetched == 0
+
+
+def _have(out: Path, name: str) -> tuple[int, bool]:
+    """The tokens of shard `name`, and whether it had to be fetched."""
+    try:
+        return len(Shard(out / name)), False
+    except ValueError:  # absent, or not whole
+        is_there = (out / name).exists()
+    _fetch(out, name, force=is_there)
+    try:
+        return len(Shard(out / name)), True
+    except ValueError:
+        _fetch(out, name, force=True)
+    return len(Shard(out / name)), True
+
+
+def _fetch(out: Path, name: str, *, force: bool) -> None:
+    try:
+        # Here: it is optional, and its import takes longer than a small corpus.
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+    except ImportError:
+        raise ValueError(
+            "expected the package huggingface_hub for --hub, found none; "
+            "`pip install huggingface_hub`"
+        ) from None
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        hf_hub_download(REPOSITORY, name, repo_type="dataset", local_dir=out, force_download=force)
+    except Exception as error:  # the kinds differ between versions of the client
+        raise OSError(
+            f"expected {name} of {REPOSITORY}, got {type(error).__name__}: {error}; what was "
+            "fetched is kept, run the same command again to go on"
+        ) from error
