@@ -15,11 +15,13 @@ from multiprocessing import get_context
 PRELOAD = (
     "torch",
     "torch.distributed",
+    "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.optim",
     "torch.nn.parallel",
     "torch.utils.checkpoint",
     "numpy",
+    "numpy.typing",
     "hypothesis",
     "pytest",
 )

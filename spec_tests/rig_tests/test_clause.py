@@ -1,0 +1,190 @@
+"""The register of clauses: what is refused, what pytest makes of it, and that each has teeth."""
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_tests import clause as module
+from spec_tests import impostors, ledger
+from spec_tests.clause import MUST, REGISTER, SHOULD, Clause, clause, clause_of
+from spec_tests.rig.runner import case_name
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def register() -> Iterator[dict[str, Clause]]:
+    """The register, put back afterwards."""
+    kept = dict(REGISTER)
+    yield REGISTER
+    REGISTER.clear()
+    REGISTER.update(kept)
+
+
+def declare(sentence: str = "This MUST hold.", **changes: Any) -> Any:
+    """A test declared as a clause."""
+
+    def test(world: object, subject: object) -> None: ...
+
+    test.__doc__ = sentence
+    given = {"id": "ddp.trial.only", "strength": MUST, "level": "correct", "source": "x"} | changes
+    return clause(given.pop("id"), given.pop("strength"), **given)(test)
+
+
+# --------------------------------------------------------------------------------------- declaring
+
+
+def test_a_clause_is_registered_with_its_sentence(register):
+    test = declare("This MUST hold.\n\nWhy it matters.", judges=("ddp",), worlds=(2, 3))
+    found = register["ddp.trial.only"]
+    assert clause_of(test) is found
+    assert found is not None
+    assert found.sentence == "This MUST hold."
+    assert found.chapter == "ddp"
+    assert found.where.startswith("spec_tests/rig_tests/test_clause.py:")
+    assert clause_of(len) is None
+
+
+@pytest.mark.parametrize(
+    "id",
+    ["ddp", "ddp.mean", "Ddp.a.b", "ddp.a.b.c.d", "ddp..b", "ddp.a_b.c", "ddp.a.-b", "ddp.a.b "],
+)
+def test_a_malformed_id_is_refused(register, id: str):
+    with pytest.raises(ValueError, match="expected three or four dotted lower-case words"):
+        declare(id=id)
+
+
+@pytest.mark.parametrize("id", ["ddp.no-sync.sends-nothing", "fsdp.a.b.c", "zero1.state.owned"])
+def test_words_with_hyphens_and_digits_are_ids(register, id: str):
+    assert declare(id=id) is register[id].test
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"level": "perfect"}, "level 'perfect' is none of"),
+        ({"judges": ("dpd",)}, r"\['dpd'\] are no functions of the contract"),
+        ({"needs": ("ddp", "sync")}, r"\['sync'\] are no functions of the contract"),
+        ({"sentence": ""}, "the docstring must begin with one sentence"),
+        ({"sentence": "This holds."}, "with MUST as its verb"),
+        ({"sentence": "This MUST hold"}, "a full stop"),
+        ({"sentence": "This MUST hold " + "for very long " * 8 + "."}, "at most 100 characters"),
+        ({"strength": SHOULD}, "with SHOULD as its verb"),
+        ({"sentence": "This\nMUST hold."}, "got 'This'"),
+    ],
+    ids=str,
+)
+def test_a_clause_that_is_not_one_is_refused(register, changes: dict[str, Any], said: str):
+    with pytest.raises(ValueError, match=said):
+        declare(**changes)
+    assert "ddp.trial.only" not in register
+
+
+def test_an_id_used_twice_is_refused(register):
+    declare()
+    elsewhere = declare.__globals__["__name__"]
+    register["ddp.trial.only"].test.__module__ = "spec_tests.ddp.test_elsewhere"
+    with pytest.raises(ValueError, match=f"exists twice: .* and {elsewhere}"):
+        declare()
+
+
+# ---------------------------------------------------------------------------------- what there is
+
+
+@pytest.fixture(scope="module")
+def collected() -> Counter[tuple[str, str]]:
+    """(clause id, case) of every test that pytest collects for the reference."""
+    script = (
+        "import pytest, sys\n"
+        "class See:\n"
+        "    def pytest_collection_finish(self, session):\n"
+        "        from spec_tests.clause import clause_of\n"
+        "        from spec_tests.rig.runner import case_name\n"
+        "        for item in session.items:\n"
+        "            found = clause_of(getattr(item, 'function', None))\n"
+        "            if found: print('@', found.id, case_name(item.callspec.params), sep='\\t')\n"
+        "options = ['--collect-only', '-q', '--level', 'production', '-p', 'no:cacheprovider']\n"
+        "sys.exit(pytest.main([*options, *sys.argv[1:]], plugins=[See()]))\n"
+    )
+    command = [sys.executable, "-c", script, *map(str, ledger.chapter_folders())]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+    rows = [line.split("\t") for line in ended.stdout.splitlines() if line.startswith("@\t")]
+    return Counter((id, case) for _, id, case in rows)
+
+
+def test_a_clause_without_pytest_has_the_cases_that_pytest_runs(collected):
+    own = Counter((c.id, case_name(case)) for c in ledger.load_all() for case in c.cases())
+    assert own - collected == Counter(), "cases that pytest does not run"
+    assert collected - own == Counter(), "cases that only pytest runs"
+
+
+def test_no_two_cases_of_a_clause_bear_one_name(collected):
+    assert [key for key, count in collected.items() if count > 1] == []
+
+
+def test_every_clause_stands_in_the_folder_of_its_chapter():
+    for found in ledger.load_all():
+        assert found.where.startswith(f"spec_tests/{found.chapter}/"), found.id
+
+
+def test_the_sentence_of_a_clause_is_its_own():
+    counted = Counter(found.sentence for found in ledger.load_all())
+    assert [sentence for sentence, count in counted.items() if count > 1] == []
+
+
+def test_every_must_has_an_impostor_or_a_reason_why_not():
+    rejected = impostors.rejected_by()
+    toothless = [
+        found.id
+        for found in ledger.load_all()
+        if found.strength == MUST and not rejected.get(found.id) and not found.no_impostor
+    ]
+    assert toothless == []
+
+
+def test_a_reason_for_no_impostor_stands_only_where_there_is_none():
+    rejected = impostors.rejected_by()
+    stale = [c.id for c in ledger.load_all() if c.no_impostor and rejected.get(c.id)]
+    assert stale == []
+
+
+def test_every_impostor_names_clauses_that_exist():
+    ids = {found.id for found in ledger.load_all()}
+    named = {name: card.rejected_by for name, card in impostors.CATALOGUE.items()}
+    assert {name: set(ids_) - ids for name, ids_ in named.items() if set(ids_) - ids} == {}
+
+
+def test_every_impostor_tells_its_story():
+    for name, card in impostors.CATALOGUE.items():
+        assert card.id == name
+        assert card.does.endswith("."), name
+        if not card.is_benign and card is not impostors.FORCED_FAILURE:
+            assert card.seen, name
+        assert card.functions or card.patches, name
+
+
+def test_the_ledger_is_fresh():
+    text = ledger.render(ledger.load_all(), impostors.rejected_by())
+    assert ledger.PATH.read_text() == text, "run `python -m spec_tests ledger`"
+
+
+def test_the_ledger_lists_every_clause_and_its_fingerprint_sees_a_change(register):
+    before = ledger.load_all()
+    text = ledger.render(before, impostors.rejected_by())
+    assert all(f"**`{found.id}`** {found.sentence}" in text for found in before)
+    changed = [*before[1:], Clause(**(vars(before[0]) | {"sentence": "Nothing MUST hold."}))]
+    assert ledger.fingerprint(before) == ledger.fingerprint(list(reversed(before)))
+    assert ledger.fingerprint(changed) != ledger.fingerprint(before)
+
+
+def test_levels_and_strengths_are_those_of_the_log():
+    from spec_tests.rig import outcomes
+
+    assert module.LEVELS == outcomes.LEVELS
+    assert tuple(str(strength) for strength in module.Strength) == outcomes.STRENGTHS

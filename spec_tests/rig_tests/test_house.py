@@ -1,0 +1,120 @@
+"""The house rules that no linter knows: budgets of lines, and what no file may hold."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BUDGETS = {"solution": 300, "spec_tests": 350}
+LONG_FILES: dict[str, str] = {
+    "spec_tests/plugin.py": "pytest's hooks belong into one module, and most are a few lines",
+    "spec_tests/ddp/test_accumulation.py": "one concern with many clauses, each with its text",
+    "spec_tests/ddp/test_gradients.py": "likewise",
+    "spec_tests/impostors/ddp_values.py": "a catalogue: one class and one card per near-miss",
+}
+"""File to the reason why it may be longer than its budget."""
+LONG_FUNCTIONS: dict[str, str] = {}
+"""path::function to the reason why it may be longer than `FUNCTION_LINES`."""
+FUNCTION_LINES = 50
+TEXT = {".py", ".md", ".toml", ".yml", ".yaml", ".cfg", ".txt", ".ipynb", ""}
+
+
+def tracked() -> list[Path]:
+    """Every file that git knows, or would take."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode:
+        pytest.skip("needs a git checkout")
+    return [path for name in listed.stdout.splitlines() if (path := ROOT / name).is_file()]
+
+
+def sources() -> dict[str, str]:
+    """Relative path to text of every Python file of the two packages."""
+    found = {p.relative_to(ROOT).as_posix(): p for p in tracked() if p.suffix == ".py"}
+    return {
+        name: path.read_text(encoding="utf-8")
+        for name, path in found.items()
+        if name.partition("/")[0] in BUDGETS
+    }
+
+
+def test_no_file_is_longer_than_its_budget():
+    lengths = {name: len(text.splitlines()) for name, text in sources().items()}
+    long = {n: k for n, k in lengths.items() if k > BUDGETS[n.partition("/")[0]]}
+    assert {name: long[name] for name in long.keys() - LONG_FILES.keys()} == {}
+
+
+def test_every_exemption_is_still_needed_and_has_a_reason():
+    texts = sources()
+    for name, reason in LONG_FILES.items():
+        assert reason
+        if name in texts:
+            assert len(texts[name].splitlines()) > BUDGETS[name.partition("/")[0]], name
+    assert LONG_FUNCTIONS.keys() <= long_functions(texts).keys()
+
+
+def long_functions(texts: dict[str, str]) -> dict[str, int]:
+    """path::function to its lines without its docstring, where that is more than allowed."""
+    found = {}
+    for name, text in texts.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                first = node.body[0]
+                documented = ast.get_docstring(node) is not None and len(node.body) > 1
+                start = node.body[1].lineno if documented else first.lineno
+                length = (node.end_lineno or start) - start + 1
+                if length > FUNCTION_LINES:
+                    found[f"{name}::{node.name}"] = length
+    return found
+
+
+def test_no_function_is_longer_than_a_page():
+    found = long_functions(sources())
+    assert {name: found[name] for name in found.keys() - LONG_FUNCTIONS.keys()} == {}
+
+
+# Written in pieces, or this file would hold what it forbids.
+FORBIDDEN = {
+    "a path of one machine": re.compile(r"(?<![\w.])/(?:home|Users|root|work|mnt|data\d*)/[\w.-]+"),
+    "a file in somebody's temporary folder": re.compile(r"(?<![\w.])/t" + r"mp/\w+"),
+    "an address of a private network": re.compile(
+        r"\b(?:10|192\.168)\.\d{1,3}\.\d{1,3}\.\d{1,3}\b"
+    ),
+    "a token": re.compile(r"\b(?:hf_|ghp_|sk-)[A-Za-z0-9]{20,}"),
+}
+
+
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_no_file_holds(what: str):
+    found = []
+    for path in tracked():
+        if path.suffix not in TEXT or path.stat().st_size > 1_000_000:
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if FORBIDDEN[what].search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}")
+    assert found == []
+
+
+def test_every_module_begins_with_its_manual():
+    missing = [
+        name
+        for name, text in sources().items()
+        if text.strip() and ast.get_docstring(ast.parse(text)) is None
+    ]
+    assert missing == []
+
+
+def test_nothing_in_the_suite_needs_the_network():
+    hosts = re.compile(r"\b(?:urlopen|requests\.get|socket\.create_connection|snapshot_download)\(")
+    assert [name for name, text in sources().items() if hosts.search(text)] == [] or [
+        name for name, text in sources().items() if hosts.search(text)
+    ] == ["solution/data/prepare.py"]

@@ -1,0 +1,138 @@
+"""The suite has teeth and bites nobody else: every impostor, the controls, the patches."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spec_tests import impostors, ledger
+from spec_tests.impostors import matrix
+from spec_tests.impostors.card import Impostor
+from spec_tests.impostors.patching import StalePatchError, patched
+from spec_tests.rig.errors import RigError
+from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.world import Worlds
+
+NEAR_MISSES = [card for card in impostors.CATALOGUE.values() if not card.is_benign]
+BENIGN = impostors.find("benign.plain")
+
+
+@pytest.fixture
+def own() -> Iterator[Worlds]:
+    """Worlds that nobody else uses: an impostor's ranks go with it."""
+    worlds = Worlds()
+    yield worlds
+    worlds.close()
+
+
+@pytest.mark.parametrize("impostor", NEAR_MISSES, ids=lambda card: card.id)
+def test_every_clause_that_an_impostor_names_rejects_it(own: Worlds, impostor: Impostor):
+    assert matrix.must_reject(impostor, own) == []
+
+
+def test_the_null_impostor_is_accepted_by_a_sample_of_its_chapter(own: Worlds):
+    # All of them take minutes: `python -m spec_tests impostors --full`, which CI runs.
+    owed = [c for c in matrix.owed_by_benign() if c.chapter == "ddp" and c.worlds == (2,)]
+    assert len(owed) > 5
+    assert matrix.must_accept(BENIGN, owed[::4], own) == []
+
+
+def test_right_code_is_reported_where_it_should_have_been_rejected(own: Worlds):
+    accused = Impostor("benign.plain", "", "", "", ("ddp.gradients.mean",))
+    (complaint,) = matrix.must_reject(accused, own)
+    assert "benign.plain must be rejected by ddp.gradients.mean (failed): all passed" in complaint
+
+
+def test_wrong_code_is_reported_where_it_should_have_been_accepted(own: Worlds):
+    accused = impostors.find("ddp.sum-for-mean")
+    (clause,) = [c for c in ledger.load_all() if c.id == "ddp.gradients.mean"]
+    (complaint,) = matrix.must_accept(accused, [clause], own)
+    assert "ddp.sum-for-mean must be accepted by ddp.gradients.mean: failed" in complaint
+    assert "likely: summed and not divided by the world size" in complaint
+
+
+def test_a_failure_of_another_kind_than_the_card_says_is_no_rejection(own: Worlds):
+    accused = impostors.find("ddp.sum-for-mean")
+    card = Impostor(accused.id, "", "", "", ("ddp.gradients.mean",), outcomes=("hang",))
+    (complaint,) = matrix.must_reject(card, own)
+    assert "(hang): failed" in complaint
+
+
+def test_an_impostor_that_does_not_load_is_an_error_and_no_acceptance(own: Worlds, monkeypatch):
+    (clause,) = [c for c in ledger.load_all() if c.id == "ddp.gradients.mean"]
+    lost = Impostor("ddp.no-such-impostor", "", "", "", ())
+    finding = matrix.probe(clause, lost, own)
+    assert finding.decisive is not None
+    assert finding.decisive.outcome is Outcome.ERROR
+    assert "does not load: ValueError: no impostor 'ddp.no-such-impostor'" in (
+        finding.decisive.message
+    )
+    with pytest.raises(RigError):
+        own.world(2, matrix.target_of(lost)).offered()
+
+
+def test_a_card_that_names_no_clause_is_refused():
+    card = Impostor("ddp.lost", "", "", "", ("ddp.gradients.mean", "ddp.no.such"))
+    with pytest.raises(ValueError, match=r"names clauses that do not exist: \['ddp.no.such'\]"):
+        matrix.named_clauses(card)
+
+
+def test_an_impostor_is_unrelated_to_other_chapters_alone():
+    chapters = {clause.chapter for clause in matrix.unrelated_clauses(NEAR_MISSES[0])}
+    assert NEAR_MISSES[0].id.partition(".")[0] not in chapters
+
+
+# ------------------------------------------------------------------------------------------ patches
+
+
+@pytest.fixture
+def victim(tmp_path: Path, monkeypatch) -> Iterator[str]:
+    """The name of a module that nobody has imported."""
+    name = "trainspec_victim_of_patches"
+    (tmp_path / f"{name}.py").write_text("one = 1\ntwo = 1 + 1\nthree = 3\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield name
+    sys.modules.pop(name, None)
+
+
+def test_a_patch_changes_the_import_and_no_file(victim: str, tmp_path: Path):
+    before = (tmp_path / f"{victim}.py").read_bytes()
+    with patched(((victim, "three = 3", "three = 4"), (victim, "one = 1", "one = 5"))):
+        module = __import__(victim)
+    assert (module.one, module.two, module.three) == (5, 2, 4)
+    assert (tmp_path / f"{victim}.py").read_bytes() == before
+    sys.modules.pop(victim)
+    assert __import__(victim).three == 3, "neither by way of cached bytecode"
+
+
+@pytest.mark.parametrize(("find", "times"), [("four = 4", 0), ("1 +", 1), (" = 1", 2)])
+def test_an_anchor_fits_exactly_once_or_the_patch_is_stale(victim: str, find: str, times: int):
+    if times == 1:
+        with patched(((victim, find, "2 +"),)):
+            assert __import__(victim).two == 3
+        return
+    with pytest.raises(StalePatchError, match=f"expected '{find}' once, found it {times} times"):
+        with patched(((victim, find, "x"),)):
+            __import__(victim)
+
+
+def test_a_patch_that_comes_too_late_is_stale(victim: str):
+    __import__(victim)
+    with pytest.raises(StalePatchError, match="already imported, too late to patch: trainspec"):
+        with patched(((victim, "one = 1", "one = 2"),)):
+            raise AssertionError("never entered")
+
+
+def test_a_patch_of_what_nobody_imports_is_stale(victim: str):
+    with pytest.raises(StalePatchError, match="never imported, so never patched: trainspec"):
+        with patched(((victim, "one = 1", "one = 2"),)):
+            pass
+
+
+def test_patches_leave_no_import_hook_behind(victim: str):
+    before = list(sys.meta_path)
+    with pytest.raises(StalePatchError):
+        with patched(((victim, "no such text", ""),)):
+            __import__(victim)
+    assert sys.meta_path == before

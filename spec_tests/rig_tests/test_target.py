@@ -1,0 +1,245 @@
+"""What `--impl` takes, how a rank loads it, and what is said about one that cannot be loaded."""
+
+from pathlib import Path
+
+import pytest
+
+from spec_tests import target
+from spec_tests.contract import DEFAULTS, FUNCTIONS
+from spec_tests.rig import runner
+from spec_tests.rig.errors import NotOffered, RigError
+from spec_tests.rig.rank import Context
+from spec_tests.rig.world import Worlds
+
+OFFER = "def ddp(module, *, process_group=None):\n    return module\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Writes a file below the test's own folder and returns its path as text."""
+
+    def written(name: str, text: str = OFFER) -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return written
+
+
+@pytest.fixture
+def own():
+    """Worlds that nobody else uses."""
+    worlds = Worlds()
+    yield worlds
+    worlds.close()
+
+
+def load_error(worlds: Worlds, spec: str) -> str:
+    """What a rank says when it fails to load `spec`."""
+    error = worlds.pool(1, target.parse(spec), "gloo").load_error
+    assert error is not None
+    return f"{error.kind}: {error.message}"
+
+
+def call_ddp(ctx: Context, argument: object) -> object:
+    return ctx.impl.ddp(argument)
+
+
+# --------------------------------------------------------------------------------------- the words
+
+
+def test_the_reference_is_found_by_location():
+    found = target.parse("solution")
+    assert (found.name, found.module) == ("solution", "solution")
+    assert found.path == target.REPOSITORY_ROOT / "solution"
+
+
+def test_known_implementations_have_a_file_with_their_deviations():
+    for name, path in target.KNOWN_IMPLEMENTATIONS.items():
+        found = target.parse(name)
+        assert found.path == path
+        assert path.is_file()
+        assert found.expectations == path.with_suffix(".toml")
+
+
+def test_any_importable_module_may_be_named():
+    found = target.parse("email.message")
+    assert (found.name, found.module, found.path) == ("email.message", "email.message", None)
+    assert found.expectations is None
+
+
+def test_a_file_has_its_deviations_beside_it(write):
+    spec = write("mine.py")
+    found = target.parse(spec)
+    assert (found.name, found.module, found.path) == (spec, "mine", Path(spec))
+    assert found.expectations == Path(spec).with_suffix(".toml")
+
+
+@pytest.mark.parametrize("ending", ["", "/", "/__init__.py"])
+def test_a_package_is_a_folder_or_its_init_file(write, ending: str):
+    folder = Path(write("pack/__init__.py")).parent
+    found = target.parse(f"{folder}{ending}")
+    assert (found.module, found.path) == ("pack", folder)
+    assert found.expectations == folder / "expectations.toml"
+
+
+def test_a_relative_path_is_meant_from_the_present_folder(write, monkeypatch):
+    spec = Path(write("mine.py"))
+    monkeypatch.chdir(spec.parent)
+    for words in ("mine.py", "./mine.py"):
+        assert target.parse(words).path == spec
+
+
+def test_an_impostor_has_no_deviations():
+    found = target.parse("impostor:ddp.sum-for-mean")
+    assert (found.module, found.impostor) == ("solution", "ddp.sum-for-mean")
+    assert found.expectations is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("nowhere", "--impl 'nowhere': expected 'solution', 'torch', an importable module, or a"),
+        ("no.such.module", "no such module was found. For a file give its path with the ending"),
+        ("", "--impl '': expected"),
+        ("two words", "--impl 'two words': expected"),
+        (
+            "missing.py",
+            "--impl 'missing.py': expected a .py file or a package folder, found nothing",
+        ),
+        ("no/such/folder", "found nothing at"),
+        ("empty/", "found a folder without __init__.py at"),
+        ("notes.txt", "no such module was found"),
+        ("./notes.txt", "expected a .py file or a package folder"),
+    ],
+)
+def test_what_names_nothing_is_refused_with_what_was_expected(
+    tmp_path: Path, monkeypatch, spec: str, said: str
+):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError) as caught:
+        target.parse(spec)
+    assert said in str(caught.value)
+
+
+# ----------------------------------------------------------------------------------------- loading
+
+
+def test_a_file_may_use_what_lies_beside_it(own: Worlds, write):
+    write("trainspec_helper.py", "WORD = 'helped'\n")
+    text = "import trainspec_helper\ndef ddp(module):\n    return trainspec_helper.WORD\n"
+    world = own.world(1, target.parse(write("mine.py", text)))
+    assert world.run(call_ddp, 0) == ["helped"]
+
+
+def test_a_package_may_import_its_own_parts(own: Worlds, write):
+    write("pack/inner.py", "from . import outer\nWORD = outer.WORD\n")
+    write("pack/outer.py", "WORD = 'inside'\n")
+    text = "from pack.inner import WORD\nfrom .inner import WORD as SAME\n"
+    init = write("pack/__init__.py", text + "def ddp(module):\n    return WORD, SAME\n")
+    world = own.world(1, target.parse(str(Path(init).parent)))
+    assert world.run(call_ddp, 0) == [("inside", "inside")]
+
+
+def test_a_package_called_solution_elsewhere_is_no_clash(own: Worlds, write):
+    write("solution/part.py", "WORD = 'theirs'\n")
+    text = "from solution.part import WORD\ndef ddp(module):\n    return WORD\n"
+    theirs = target.parse(str(Path(write("solution/__init__.py", text)).parent))
+    assert own.world(1, theirs).run(call_ddp, 0) == ["theirs"]
+    assert "ddp_bucketed" in own.world(1, target.parse("solution")).offered()
+    assert own.world(1, theirs).offered() == ("ddp",)
+
+
+def test_a_file_that_bears_the_name_of_a_module_is_loaded_all_the_same(own: Worlds, write):
+    world = own.world(1, target.parse(write("ddp.py")))
+    assert world.run(call_ddp, 5) == [5]
+
+
+def test_all_ranks_load_the_same(own: Worlds, write):
+    assert own.world(3, target.parse(write("mine.py"))).run(call_ddp, "x") == ["x"] * 3
+
+
+def test_an_implementation_that_prints_a_flood_loads(own: Worlds, write):
+    text = "import os\nfor _ in range(2000):\n    print('x' * 100)\nos.write(2, b'y' * 100_000)\n"
+    assert own.world(2, target.parse(write("mine.py", text + OFFER))).run(call_ddp, 1) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import no_such_module_at_all\n", "ModuleNotFoundError: No module named 'no_such_module"),
+        ("raise SystemExit(3)\n", "SystemExit: 3"),
+        ("def ddp(:\n", "SyntaxError"),
+        ("x = 1\n", "offers none of the contract's functions; expected at least one of ddp, ddp_b"),
+        ("ddp = 3\n", "offers none of the contract's functions"),
+    ],
+    ids=["import error", "exits", "syntax", "nothing offered", "no function"],
+)
+def test_what_does_not_load_is_an_error_and_not_an_absence(
+    own: Worlds, write, text: str, said: str
+):
+    spec = write("mine.py", text)
+    assert said in load_error(own, spec)
+    world = own.world(1, target.parse(spec))
+    with pytest.raises(RigError, match=r"mine\.py does not load: "):
+        world.run(call_ddp, 0)
+    with pytest.raises(RigError, match="does not load"):
+        world.offered()
+
+
+def test_the_traceback_of_a_failed_import_names_the_line(own: Worlds, write):
+    error = own.pool(1, target.parse(write("mine.py", "x = 1\n1 / 0\n")), "gloo").load_error
+    assert error is not None
+    assert 'mine.py", line 2' in error.text
+
+
+def test_an_impostor_that_does_not_exist_is_named_with_those_that_are_near(own: Worlds):
+    assert "no impostor 'ddp.sum-for-meen'; close to it: ddp.sum-for-mean" in load_error(
+        own, "impostor:ddp.sum-for-meen"
+    )
+
+
+# ------------------------------------------------------------------------------ what is not offered
+
+
+def test_every_function_of_the_contract_is_there_or_says_that_it_is_not(write):
+    found = target.load(target.parse(write("trainspec_test_of_offers.py")))
+    assert found.offered == ("ddp",)
+    assert found.ddp(4) == 4
+    for name in FUNCTIONS.keys() - {"ddp"} - DEFAULTS.keys():
+        with pytest.raises(target.NotOfferedError, match=rf"does not offer {name}\(\)"):
+            getattr(found, name)(1, any_keyword=2)
+    for name, default in DEFAULTS.items():
+        assert getattr(found, name) is default
+    with pytest.raises(AttributeError, match="'dpd' is no function of the contract"):
+        _ = found.dpd
+
+
+def use_what_is_missing(ctx: Context) -> None:
+    ctx.impl.clip_grad_norm_([], 1.0)
+
+
+def test_calling_what_is_missing_is_the_outcome_not_offered(own: Worlds, write):
+    world = own.world(2, target.parse(write("mine.py")))
+    with pytest.raises(NotOffered, match=r"does not offer clip_grad_norm_\(\)") as caught:
+        world.run(use_what_is_missing)
+    assert runner.outcome_of(caught.value) == "not_offered"
+
+
+def test_not_implemented_is_the_outcome_not_offered(own: Worlds, write):
+    text = "def ddp(module):\n    raise NotImplementedError('on Thursday')\n"
+    world = own.world(2, target.parse(write("mine.py", text)))
+    with pytest.raises(NotOffered, match="on Thursday"):
+        world.run(call_ddp, 0)
+
+
+def touch_implementation(ctx: Context) -> None:
+    ctx.impl.ddp(0)
+
+
+def test_a_world_without_implementation_says_so(worlds: Worlds):
+    with pytest.raises(Exception, match="this world has no implementation"):
+        worlds.world(1).run(touch_implementation)
