@@ -1,0 +1,33 @@
+"""Slow commands run with `--profile deep` only; shards of random tokens for those that train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spec_tests.scripts.tokens import shard
+
+
+def pytest_configure(config):
+    """Declare the marker."""
+    config.addinivalue_line("markers", "slow: half a minute or more; runs with --profile deep")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Skip what is slow, saying how to run it."""
+    if config.getoption("--profile") == "deep":
+        return
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.skip(reason="slow: runs with --profile deep"))
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    """A folder with two training shards and one of validation, of 64 words."""
+    folder = tmp_path_factory.mktemp("data")
+    for index in range(2):
+        (folder / f"x_train_{index:06d}.bin").write_bytes(shard(1500, seed=index, vocabulary=64))
+    (folder / "x_val_000000.bin").write_bytes(shard(700, seed=9, vocabulary=64))
+    return folder

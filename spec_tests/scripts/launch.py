@@ -1,0 +1,132 @@
+"""Start a command as `python -m MODULE ...` would, without paying for the import of torch.
+
+The process is forked from the zygote that ranks come from, which has torch loaded and nothing of
+ours; it then runs the module as `__main__`, in its own folder, with its output in files.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+from spec_tests.rig.zygote import RANK_ENVIRONMENT, start_method
+
+# What would make a command believe that it is part of another run.
+FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+class Started:
+    """A command under way."""
+
+    def __init__(self, process: Any, folder: Path, name: str) -> None:
+        self._process, self._folder, self._name = process, folder, name
+
+    def wait(self, timeout_s: float = 90.0) -> Outcome:
+        """Its end; after `timeout_s` it is killed, and that is an error."""
+        self._process.join(timeout_s)
+        is_late = self._process.is_alive()
+        if is_late:
+            self._process.kill()
+            self._process.join()
+        out, err = ((self._folder / f"{self._name}.{kind}").read_text() for kind in ("out", "err"))
+        if is_late:
+            raise TimeoutError(f"{self._name}: no end after {timeout_s} s\n{out}\n{err}")
+        return Outcome(self._process.exitcode, out, err)
+
+
+def start(
+    module: str,
+    arguments: Sequence[object],
+    *,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    name: str = "command",
+) -> Started:
+    """Begin `python -m module arguments...` in `folder`; `module` may be a program's text too."""
+    settings = {**RANK_ENVIRONMENT, **(environment or {})}
+    process = get_context(start_method()).Process(  # type: ignore[attr-defined]  # both have it
+        target=_run,
+        args=(module, [str(argument) for argument in arguments], str(folder), settings, name),
+        daemon=True,
+    )
+    with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):  # not pytest's again
+        process.start()
+    return Started(process, folder, name)
+
+
+def run(
+    module: str,
+    *arguments: object,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+) -> Outcome:
+    """`start`, and wait for the end."""
+    return start(module, arguments, folder=folder, environment=environment).wait()
+
+
+def run_ranks(
+    module: str,
+    *arguments: object,
+    num_ranks: int,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+) -> list[Outcome]:
+    """The command on every rank of a run, with the environment that torchrun gives."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        **(environment or {}),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    ranks = [
+        start(
+            module,
+            arguments,
+            folder=folder,
+            environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            name=f"rank{rank}",
+        )
+        for rank in range(num_ranks)
+    ]
+    return [rank.wait() for rank in ranks]
+
+
+def _run(
+    module: str, arguments: list[str], folder: str, environment: dict[str, str], name: str
+) -> None:
+    """In the new process: become the command."""
+    os.chdir(folder)
+    for number, kind in ((1, "out"), (2, "err")):
+        descriptor = os.open(f"{name}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    for foreign in FOREIGN:
+        os.environ.pop(foreign, None)
+    os.environ.update(environment)
+    sys.argv = ["-c", *arguments]  # runpy puts the name of a module there
+    if "\n" in module:
+        exec(compile(module, "<program>", "exec"), {"__name__": "__main__"})
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,0 +1,148 @@
+"""`python -m solution.train_baseline` and `train_ddp`: flags, files, statuses, equal results."""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+
+from spec_tests.scripts.launch import run, run_ranks, start
+
+BASELINE, DDP = "solution.train_baseline", "solution.train_ddp"
+SMALL = (
+    *("--vocab-size", 64, "--sequence-length", 16, "--device", "cpu"),
+    *("--global-batch-size", 8, "--micro-batch-size", 2, "--steps", 3),
+)
+
+
+def trained(data, folder, *flags):
+    return run(BASELINE, *SMALL, "--data", data, "--out", folder, *flags, folder=folder)
+
+
+def steps(folder, name="baseline"):
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def summary(folder, name="baseline.rank0"):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def baseline(data, tmp_path_factory):
+    """The folder of a plain run, with which others are compared."""
+    folder = tmp_path_factory.mktemp("baseline")
+    ended = trained(data, folder)
+    assert ended.status == 0, ended.err
+    return folder
+
+
+def test_a_run_logs_every_step_and_ends_with_a_table(data, tmp_path):
+    ended = trained(data, tmp_path, "--eval-every", 2, "--eval-batches", 2, "--log-every", 100)
+
+    assert ended.status == 0, ended.err
+    lines = steps(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert {"loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s"} <= lines[0].keys()
+    assert [line["tokens"] for line in lines] == [128, 128, 128]
+    assert ["val_loss" in line for line in lines] == [False, True, True]
+    for word in ("validation loss", "tokens/s", "peak memory", "baseline.jsonl", "plots"):
+        assert word in ended.out
+    assert (tmp_path / "baseline.png").exists() == (find_spec("matplotlib") is not None)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--eval-every", 1),
+        ("--activation-checkpointing", "full"),
+        ("--activation-checkpointing", "selective"),
+    ],
+    ids=lambda flags: flags[-1] if isinstance(flags[-1], str) else flags[0][2:],
+)
+def test_what_must_not_change_the_weights_does_not(data, baseline, tmp_path, flags):
+    ended = trained(data, tmp_path, *flags)
+
+    assert ended.status == 0, ended.err
+    assert summary(tmp_path)["weights_sha256"] == summary(baseline)["weights_sha256"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_trains_nearly_alike(data, baseline, tmp_path, precision):
+    ended = trained(data, tmp_path, "--precision", precision)
+
+    assert ended.status == 0, ended.err
+    pairs = zip(steps(tmp_path), steps(baseline), strict=True)
+    # 2^-8 is bfloat16's unit in the last place at 1; of a loss near 4 that is 1.6e-2.
+    assert max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in pairs) < 2**-8
+    assert summary(tmp_path)["weights_sha256"] != summary(baseline)["weights_sha256"]
+    scales = {line.get("scale") for line in steps(tmp_path)}
+    assert scales == ({65536.0} if precision == "fp16" else {None})
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_two_ranks_end_with_equal_weights_and_the_baselines_losses(data, tmp_path, model):
+    flags = (*SMALL, "--model", model, "--data", data, "--out", tmp_path, "--max-norm", 1)
+    extra = ("--eval-every", 3, "--eval-batches", 2, "--steps", 2)
+
+    ranks = run_ranks(DDP, *flags, *extra, num_ranks=2, folder=tmp_path)
+    alone = run(BASELINE, *flags, *extra, "--eval-batches", 4, folder=tmp_path)
+
+    assert [one.status for one in (*ranks, alone)] == [0, 0, 0], (ranks, alone)
+    first, second = (summary(tmp_path, f"ddp_bucketed.rank{rank}") for rank in range(2))
+    assert first["weights_sha256"] == second["weights_sha256"]
+    assert first["bytes_per_step"] == first["parameter_bytes"]
+    assert first["val_loss"] == pytest.approx(summary(tmp_path)["val_loss"], rel=1e-6)
+    for ours, theirs in zip(steps(tmp_path, "ddp_bucketed"), steps(tmp_path), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+    assert ranks[1].out == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "said"),
+    [
+        (("--steps", 1000), 3, "enough for 23 steps"),
+        (("--precision", "fp8"), 2, "precision"),
+        (("--model", "bert"), 2, "model"),
+        (("--model", "llama", "--preset", "tiny"), 2, "preset"),
+        (("--eval-every", 0), 2, "eval_every"),
+        (("--vocab-size", 32), 2, "vocabulary size 32"),
+        (("--global-batch-size", 7), 2, "global_batch_size"),
+        (("--learning-rate", 1e30), 1, "finite"),
+    ],
+    ids=lambda value: "-".join(map(str, value)).strip("-") if isinstance(value, tuple) else None,
+)
+def test_the_status_tells_why_there_was_no_result(data, tmp_path, flags, status, said):
+    ended = trained(data, tmp_path, *flags)
+
+    assert ended.status == status
+    assert said in ended.err
+    assert "Traceback" not in ended.err
+    assert not (tmp_path / "baseline.rank0.json").exists()
+
+
+def test_a_dry_run_says_the_numbers_and_writes_nothing(data, tmp_path):
+    flags = (*SMALL, "--model", "llama", "--eval-every", 2, "--data", data, "--out", "absent")
+
+    ended = run(BASELINE, *flags, "--dry-run", folder=tmp_path)
+
+    assert ended.status == 0, ended.err
+    for word in ("llama debug", "4 micro-batches x 2 x 1 rank(s)", "128 tokens", "evaluation"):
+        assert word in ended.out
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.skipif(find_spec("tensorboard") is not None, reason="tensorboard is installed here")
+def test_tensorboard_that_is_not_installed_stops_nothing(data, tmp_path):
+    ended = trained(data, tmp_path, "--steps", 1, "--tensorboard")
+
+    assert ended.status == 0, ended.err
+    assert ended.err.count("tensorboard is not installed") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_demo_holds_its_own_checks(tmp_path):
+    ended = start("solution.demo", ("--steps", 3, "--device", "cpu"), folder=tmp_path).wait(500)
+
+    assert ended.status == 0, ended.err
+    assert "all checks hold" in ended.out
