@@ -224,7 +224,8 @@ class Train(Protocol):
     """The loop of the training chapter, for plain and wrapped models.
 
     One record per optimizer step: `loss`, `lr`, `grad_norm`, `tokens`. Targets of -100 do not
-    count; loss and gradient are means over all valid tokens of the step on all ranks.
+    count; loss and gradient are means over all valid tokens of the step on all ranks. The update
+    after k finished ones uses `lr(k)`. Exactly the micro-batches of `steps` steps are taken.
     """
 
     def __call__(

@@ -25,7 +25,11 @@ from spec_tests.impostors import (
     ddp_costs,
     ddp_values,
     ddp_windows,
+    models,
     training,
+    training_benign,
+    training_gradient,
+    training_records,
 )
 from spec_tests.impostors.card import Functions, Impostor
 from spec_tests.impostors.patching import patched
@@ -60,9 +64,13 @@ CATALOGUE: dict[str, Impostor] = {
         ddp_values,
         ddp_windows,
         ddp_costs,
+        training_gradient,
+        training_records,
         training,
+        models,
         ddp_benign,
         data_benign,
+        training_benign,
     )
     for impostor in chapter.IMPOSTORS
 } | {FORCED_FAILURE.id: FORCED_FAILURE}

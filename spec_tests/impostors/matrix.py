@@ -80,9 +80,14 @@ def named_clauses(impostor: Impostor) -> list[Clause]:
     return [clauses[name] for name in impostor.rejected_by]
 
 
-def owed_by_benign() -> list[Clause]:
-    """The clauses that right but unusual code must pass."""
-    return [clause for clause in load_all() if clause.level != "production"]
+def owed_by_benign(impostor: Impostor) -> list[Clause]:
+    """The clauses that right but unusual code must pass: those about the functions it brings."""
+    brought = impostor.functions() if impostor.functions else {}
+    return [
+        clause
+        for clause in load_all()
+        if clause.level != "production" and brought.keys() & {*clause.judges, *clause.needs}
+    ]
 
 
 def unrelated_clauses(impostor: Impostor) -> list[Clause]:
@@ -152,7 +157,7 @@ def _examine(impostor: Impostor, options: argparse.Namespace, worlds: Worlds) ->
     begun, complaints = time.perf_counter(), []
     if impostor.is_benign:
         if options.full:
-            complaints += must_accept(impostor, owed_by_benign(), worlds)
+            complaints += must_accept(impostor, owed_by_benign(impostor), worlds)
     else:
         for _ in range(options.repeat):
             complaints += must_reject(impostor, worlds)

@@ -4,5 +4,6 @@ equivalence   gradients and weights equal those of one process with the whole ba
 agreement     all ranks hold the same bits, issue the same collectives
 traffic       what is sent, how often, how many bytes, in which order
 footprint     bytes that stay, by named terms
+stream        which tokens each rank receives, batch by batch
 refusal       right, or a clear error; never a hang
 """

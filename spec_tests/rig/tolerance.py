@@ -43,6 +43,10 @@ class Tolerance:
         largest = float(magnitudes.max()) if magnitudes.numel() else 0.0
         return self.relative * max(largest, self.floor)
 
+    def plus(self, relative: float, reason: str) -> Tolerance:
+        """The same with a further term, which has its own reason."""
+        return Tolerance(self.relative + relative, f"{self.reason}, and {reason}", self.floor)
+
 
 def exact(reason: str = "exact arithmetic: equal bits") -> Tolerance:
     """Equal bits. Only where the order of operations is the same, or cannot matter."""

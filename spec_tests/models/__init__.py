@@ -1,0 +1,1 @@
+"""Models: what a language model promises to a training loop."""

@@ -1,0 +1,1 @@
+"""The training loop: accumulation, normalisation, clipping, what is reported."""

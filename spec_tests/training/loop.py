@@ -1,0 +1,294 @@
+"""A toy language model, the data of a job, one rank's view of `train`, and the oracle.
+
+A job is `steps` global batches of `global_batch` sequences. Micro-batch m of rank r holds the rows
+[(m * W + r) * B, ... + B) of the step's batch, as a token loader would give them, so every way to
+cut a step into ranks and micro-batches trains on the same sequences, and one process with the
+whole batch is the oracle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from spec_tests.rig.rank import Context
+from spec_tests.rig.tolerance import Tolerance, rounding
+
+VOCABULARY, LENGTH, WIDTH = 11, 5, 6
+POISON = VOCABULARY - 1  # an id that occurs in no data but poisoned ones
+IGNORED = -100
+TRAIN = ("train",)
+WRAPPERS = ("ddp", "ddp_bucketed")
+CONTRACT = "contract: train"
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class ToyLanguageModel(nn.Module):
+    """Embedding, tanh, Linear, in float64; the id POISON makes every logit of its place NaN."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.double()
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                )
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits [batch, seq, vocabulary]."""
+        logits = self.head(torch.tanh(self.embedding(ids)))
+        # A factor, not a choice: its gradient is NaN as well.
+        return logits * torch.where(ids == POISON, torch.nan, 1.0).unsqueeze(-1)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained on what; `repr` is what a failure prints.
+
+    Attributes:
+        micro_batch, accumulate, world_size: sequences per micro-batch, micro-batches per rank and
+            step, ranks.
+        targets: "all" count; "ragged": between none and all of a row; "none-on-last-rank";
+            "none-in-first-micro-batch".
+        max_norm, rate: as `train` takes them; with a rate, the one of step k is `rate / (k + 1)`.
+        poisoned_step: the step in which the last rank's data hold POISON.
+    """
+
+    micro_batch: int = 2
+    accumulate: int = 2
+    world_size: int = 1
+    steps: int = 1
+    seed: int = 7
+    targets: str = "all"
+    max_norm: float | None = None
+    rate: float | None = None
+    poisoned_step: int | None = None
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per optimizer step."""
+        return self.micro_batch * self.accumulate * self.world_size
+
+    def schedule(self, step: int) -> float:
+        """The learning rate of the update after `step` finished ones."""
+        return (self.rate or 0.0) / (step + 1)
+
+    def step_data(self, step: int) -> Batch:
+        """The whole batch of a step: ids and targets [global_batch, LENGTH]."""
+        generator = torch.Generator().manual_seed(1_000_003 * self.seed + step)
+        shape = (self.global_batch, LENGTH)
+        ids = torch.randint(0, POISON, shape, generator=generator)
+        targets = torch.randint(0, POISON, shape, generator=generator)
+        self._mask(targets, generator)
+        if step == self.poisoned_step:
+            ids[self.rows(self.world_size - 1, self.accumulate - 1).start] = POISON
+        return ids, targets
+
+    def _mask(self, targets: torch.Tensor, generator: torch.Generator) -> None:
+        if self.targets == "ragged":
+            lengths = torch.randint(0, LENGTH + 1, (len(targets), 1), generator=generator)
+            lengths[0] = LENGTH  # one row counts in full, so that a step always has a target
+            targets[torch.arange(LENGTH) >= lengths] = IGNORED
+        elif self.targets == "none-on-last-rank":
+            for micro in range(self.accumulate):
+                targets[self.rows(self.world_size - 1, micro)] = IGNORED
+        elif self.targets == "none-in-first-micro-batch":
+            for rank in range(self.world_size):
+                targets[self.rows(rank, 0)] = IGNORED
+
+    def rows(self, rank: int, micro: int) -> slice:
+        """The rows of a step's batch that are micro-batch `micro` of `rank`."""
+        first = (micro * self.world_size + rank) * self.micro_batch
+        return slice(first, first + self.micro_batch)
+
+    def micro_batches(
+        self, rank: int, *, begin: int = 0, end: int | None = None
+    ) -> Iterator[Batch]:
+        """This rank's micro-batches of the steps from `begin` on, without end if none is given."""
+        step = begin
+        while end is None or step < end:
+            ids, targets = self.step_data(step)
+            for micro in range(self.accumulate):
+                rows = self.rows(rank, micro)
+                yield ids[rows].clone(), targets[rows].clone()
+            step += 1
+
+    def tokens(self, step: int) -> int:
+        """How many targets of a step count."""
+        return int((self.step_data(step)[1] != IGNORED).sum())
+
+    def tolerance(self) -> Tolerance:
+        """Any right loop lies within it: the loss may be formed in float32, as most loops do."""
+        terms = self.global_batch * LENGTH
+        return rounding(torch.float32, terms=terms, depth=self.steps)
+
+
+class Counted:
+    """An iterator that counts what is taken from it."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self.batches = batches
+        self.taken = 0
+
+    def __iter__(self) -> Counted:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self.batches)
+        self.taken += 1
+        return batch
+
+
+@dataclass
+class Trainee:
+    """One rank's model, wrapped or plain, its optimizer, and the rates that updates used."""
+
+    model: nn.Module
+    wrapped: nn.Module
+    optimizer: torch.optim.Optimizer
+    rates: list[float]
+
+    @classmethod
+    def of(cls, ctx: Context, wrapper: str, seed: int) -> Trainee:
+        """Build it; `wrapper` is "plain" or the contract function that wraps."""
+        model = ToyLanguageModel(seed).to(ctx.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        if wrapper == "ddp_bucketed":
+            wrapped = ctx.impl.ddp_bucketed(model, bucket_size_mb=100 * 8 / 2**20)
+        elif wrapper == "ddp":
+            wrapped = ctx.impl.ddp(model)
+        else:
+            wrapped = model
+        rates: list[float] = []
+        optimizer.register_step_pre_hook(
+            lambda used, args, kwargs: rates.append(float(used.param_groups[0]["lr"]))
+        )
+        return cls(model, wrapped, optimizer, rates)
+
+    def train(self, ctx: Context, job: Job, batches: Iterator[Batch]) -> list[dict[str, float]]:
+        """Call the implementation's loop; its records as plain dicts."""
+        records = ctx.impl.train(
+            self.wrapped,
+            self.optimizer,
+            batches,
+            steps=job.steps,
+            global_batch_size=job.global_batch,
+            micro_batch_size=job.micro_batch,
+            max_norm=job.max_norm,
+            lr=job.schedule if job.rate is not None else None,
+        )
+        return [plain(record) for record in records]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Values of the original Parameter objects, by name."""
+        return {name: p.detach().clone().cpu() for name, p in self.model.named_parameters()}
+
+
+def plain(record: Any) -> dict[str, float]:
+    """A record as a dict, whether it has keys or attributes, numbers or tensors."""
+    fields = ("loss", "lr", "grad_norm", "tokens")
+    get = record.__getitem__ if hasattr(record, "keys") else lambda name: getattr(record, name)
+    return {name: float(get(name)) for name in fields}
+
+
+def trained(ctx: Context, wrapper: str, job: Job) -> dict[str, Any]:
+    """One call of `train`: weights, records, rates used, batches taken."""
+    trainee = Trainee.of(ctx, wrapper, job.seed)
+    batches = Counted(job.micro_batches(ctx.rank))
+    records = trainee.train(ctx, job, batches)
+    return {
+        "weights": trainee.weights(),
+        "records": records,
+        "rates": trainee.rates,
+        "taken": batches.taken,
+    }
+
+
+def series(ranks: Sequence[dict[str, Any]], field: str) -> list[dict[str, torch.Tensor]]:
+    """A field of all records, per rank, as one tensor of that name."""
+    return [as_series(field, [record[field] for record in rank["records"]]) for rank in ranks]
+
+
+def as_series(field: str, numbers: Sequence[float]) -> dict[str, torch.Tensor]:
+    """Numbers in the form in which `series` gives them."""
+    return {field: torch.tensor(numbers, dtype=torch.float64)}
+
+
+# ------------------------------------------------------------------------------- one process
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What one process with the whole batch does: weights after each step, and the records."""
+
+    weights: list[dict[str, torch.Tensor]]
+    losses: list[float]
+    norms: list[float]
+
+    @property
+    def last(self) -> dict[str, torch.Tensor]:
+        """Weights at the end."""
+        return self.weights[-1]
+
+
+def alone(job: Job, *, weighting: str = "tokens", first_only: int | None = None) -> Alone:
+    """The oracle; `weighting` is how targets are weighed, "tokens" the right way.
+
+    Args:
+        weighting: "means" of micro-batches' means and the "last" micro-batch of every rank only
+            are wrong values that have names.
+        first_only: the step that has the first micro-batch of every rank only.
+    """
+    model = ToyLanguageModel(job.seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    found = Alone([_values(model)], [], [])
+    for step in range(job.steps):
+        optimizer.zero_grad()
+        loss = _loss(model, job, step, "first" if step == first_only else weighting)
+        loss.backward()
+        limit = math.inf if job.max_norm is None else job.max_norm
+        found.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), limit)))
+        if job.rate is not None:
+            optimizer.param_groups[0]["lr"] = job.schedule(step)
+        optimizer.step()
+        found.losses.append(float(loss.detach()))
+        found.weights.append(_values(model))
+    return found
+
+
+def _loss(model: nn.Module, job: Job, step: int, weighting: str) -> torch.Tensor:
+    ids, targets = job.step_data(step)
+    losses = F.cross_entropy(
+        model(ids).flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none"
+    ).view_as(targets)
+    counts = (targets != IGNORED).double()
+    if weighting == "tokens":
+        return losses.sum() / counts.sum()
+    if weighting == "means":
+        parts = [job.rows(rank, m) for rank in range(job.world_size) for m in range(job.accumulate)]
+        means = [losses[rows].sum() / counts[rows].sum().clamp(min=1) for rows in parts]
+        return torch.stack(means).mean()
+    micro = 0 if weighting == "first" else job.accumulate - 1
+    parts = [job.rows(rank, micro) for rank in range(job.world_size)]
+    total = torch.stack([counts[rows].sum() for rows in parts]).sum()
+    return torch.stack([losses[rows].sum() for rows in parts]).sum() / total.clamp(min=1)
+
+
+def _values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def at(job: Job, **changes: Any) -> Job:
+    """The job with some fields changed."""
+    return replace(job, **changes)

@@ -1,0 +1,212 @@
+"""Data: a loop takes exactly the batches that it uses, and stops alike on all ranks when they end.
+
+A batch that is fetched and thrown away is lost to the run that resumes. A step with half of its
+micro-batches, scaled as if it had all, is a wrong step. And a rank that stops alone leaves its
+peers in a collective.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from spec_tests.clause import MUST, clause
+from spec_tests.rig import judge
+from spec_tests.training.loop import (
+    CONTRACT,
+    TRAIN,
+    WRAPPERS,
+    Counted,
+    Job,
+    Trainee,
+    alone,
+    at,
+    trained,
+)
+
+
+@clause(
+    "training.data.takes-what-it-uses",
+    MUST,
+    level="correct",
+    judges=TRAIN,
+    worlds=(1, 2),
+    source=CONTRACT + "; a course's loop fetched 21 batches for 20",
+)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_exactly_the_batches_of_the_steps_are_taken(world, subject, wrapper, accumulate):
+    """n steps MUST take n times the accumulated micro-batches from the iterator, and no more.
+
+    Otherwise a loader's state after n steps is not that of n steps, and a resumed run loses data.
+    """
+    job = Job(1, accumulate, world.size, steps=3)
+    ranks = world.run(trained, wrapper, job)
+
+    judge.equal(
+        [rank["taken"] for rank in ranks],
+        job.steps * accumulate,
+        quantity="number of batches taken",
+        given=str(job),
+    )
+
+
+def refused(ctx, wrapper, job, global_batch):
+    """How `train` with a global batch that does not divide ends, and what it has done by then."""
+    trainee = Trainee.of(ctx, wrapper, job.seed)
+    batches = Counted(job.micro_batches(ctx.rank))
+    try:
+        ctx.impl.train(
+            trainee.wrapped,
+            trainee.optimizer,
+            batches,
+            steps=2,
+            global_batch_size=global_batch,
+            micro_batch_size=job.micro_batch,
+        )
+        kinds = []
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+    return {"kinds": kinds, "updates": len(trainee.rates)}
+
+
+@clause(
+    "training.data.refuses-a-remainder",
+    MUST,
+    level="correct",
+    judges=TRAIN,
+    worlds=(1, 2, 3),
+    source="contract: accumulation_steps; a course's loop floors and trains with less",
+)
+def test_a_global_batch_that_does_not_divide_is_refused(world, subject):
+    """A global batch that ranks and micro-batch do not divide MUST be a ValueError, with no update.
+
+    On all ranks: nobody goes on alone.
+    """
+    job = Job(2, 2, world.size)
+    ranks = world.run(refused, "ddp", job, job.global_batch + 1)
+
+    for rank, found in enumerate(ranks):
+        judge.holds(
+            "ValueError" in found["kinds"] and found["updates"] == 0,
+            f"rank {rank}: expected a ValueError before any update, got "
+            f"{(found['kinds'] or ['no error'])[0]} after {found['updates']} updates",
+            given=f"global batch {job.global_batch + 1}, micro-batch 2, {world.size} ranks",
+        )
+
+
+def cut_short(ctx, wrapper, job, ends):
+    """How `train` ends when this rank's data do after `ends[rank]` micro-batches."""
+    trainee = Trainee.of(ctx, wrapper, job.seed)
+    own = list(job.micro_batches(ctx.rank, end=job.steps))[: ends[ctx.rank]]
+    error, records = None, []
+    try:
+        records = trainee.train(ctx, job, Counted(iter(own)))
+    except Exception as raised:
+        error = type(raised).__name__
+    return {"error": error, "records": len(records), "weights": trainee.weights()}
+
+
+@clause(
+    "training.data.no-partial-step-in-silence",
+    MUST,
+    level="correct",
+    judges=TRAIN,
+    worlds=(1, 2),
+    source=CONTRACT + "; Lightning issue 19987, NeMo pull request 2257",
+)
+def test_a_step_without_all_its_data_is_not_taken_as_if_it_had_them(world, subject):
+    """When data end within a step, that step MUST NOT be scaled as if it had been whole.
+
+    It may be left out, or be taken with the mean over what it has, or the call may raise.
+    """
+    job = Job(1, 3, world.size, steps=3, targets="ragged")
+    ends = [2 * job.accumulate + 1] * world.size
+    ranks = world.run(cut_short, "ddp", job, ends)
+
+    whole = alone(at(job, steps=2)).last
+    partial = alone(job, first_only=2).last
+    for rank, found in enumerate(ranks):
+        judge.holds(
+            any(_is_close(found["weights"], right, job) for right in (whole, partial)),
+            f"rank {rank}: expected the weights of 2 whole steps, or of these and a third with the "
+            f"mean over its one micro-batch, got neither (error: {found['error']})",
+            likely="the partial step was scaled by the full number of micro-batches",
+            given=f"{job}, data for 2 steps and a third",
+        )
+
+
+def _is_close(weights, right, job):
+    return all(
+        float((weights[name] - right[name]).abs().max()) <= job.tolerance().bound(right[name])
+        for name in right
+    )
+
+
+@clause(
+    "training.data.ranks-end-together",
+    MUST,
+    level="production",
+    judges=TRAIN,
+    worlds=(2, 3),
+    source="torch.distributed.algorithms.Join; a loader that gives one rank a batch less",
+)
+def test_no_rank_is_left_waiting_when_ones_data_end(world, subject):
+    """When one rank's data end before the others', all MUST stop at the same step, none hang."""
+    job = Job(1, 2, world.size, steps=3)
+    ends = [job.steps * job.accumulate] * (world.size - 1) + [job.accumulate + 1]
+    ranks = world.run(cut_short, "ddp", job, ends)
+
+    judge.same_on_all_ranks([rank["weights"] for rank in ranks], quantity="weight")
+    judge.equal(
+        [rank["error"] is None for rank in ranks],
+        ranks[0]["error"] is None,
+        quantity="went on without an error:",
+        given=f"micro-batches per rank {ends}",
+    )
+
+
+@clause(
+    "training.finite.decided-together",
+    MUST,
+    level="correct",
+    judges=TRAIN,
+    worlds=(2, 3),
+    source="torchtitan asserts on a reduced value; a check of rank 0's loss sees rank 0",
+)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_ranks_agree_on_what_a_nan_on_one_of_them_means(world, subject, wrapper):
+    """A NaN on one rank MUST be dealt with alike on all: raise, skip or go on, and never hang."""
+    job = Job(2, 2, world.size, steps=3, poisoned_step=1)
+    ranks = world.run(cut_short, wrapper, job, [job.steps * job.accumulate] * world.size)
+
+    judge.equal(
+        [(rank["error"] is None, rank["records"]) for rank in ranks],
+        (ranks[0]["error"] is None, ranks[0]["records"]),
+        quantity="went on without an error, number of records:",
+        given=f"the last rank's loss is NaN in step 1, {job}",
+    )
+    judge.same_on_all_ranks(
+        [{n: w.nan_to_num(nan=12345.0) for n, w in rank["weights"].items()} for rank in ranks],
+        quantity="weight",
+    )
+
+
+@clause(
+    "training.finite.spares-the-weights",
+    MUST,
+    level="production",
+    judges=TRAIN,
+    worlds=(2,),
+    source="torch.nn.utils.clip_grad_norm_, error_if_nonfinite; a NaN norm spreads by clipping",
+)
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_nan_never_reaches_the_weights(world, subject, max_norm):
+    """A step whose loss is not finite MUST NOT reach the weights."""
+    job = Job(2, 2, world.size, steps=3, poisoned_step=1, max_norm=max_norm)
+    ranks = world.run(cut_short, "ddp", job, [job.steps * job.accumulate] * world.size)
+
+    for rank, found in enumerate(ranks):
+        bad = [name for name, weight in found["weights"].items() if not weight.isfinite().all()]
+        judge.holds(not bad, f"rank {rank}: {bad} are not finite any more", given=str(job))

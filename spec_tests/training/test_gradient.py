@@ -1,0 +1,229 @@
+"""Gradient: what one process with the whole batch would do, however the batch is cut.
+
+The gradient of a step is that of the sum of all losses over the number of all targets that count,
+on all ranks and in all micro-batches. The mean of the micro-batches' means is something else as
+soon as one sequence is padded, by tens of per cent, and every large trainer has had that bug.
+Judged with SGD: Adam hides a wrong scale.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from spec_tests.clause import MUST, clause
+from spec_tests.rig import judge, strategies
+from spec_tests.rig.symptoms import Hint
+from spec_tests.training.loop import (
+    CONTRACT,
+    TRAIN,
+    WRAPPERS,
+    Counted,
+    Job,
+    Trainee,
+    alone,
+    as_series,
+    at,
+    series,
+    trained,
+)
+
+TOKENS = "transformers issues 34191 and 34242; torchtune issue 1875"
+
+
+def wrapper_at(world, wrapper):
+    """A plain model, which belongs to one process, in place of `ddp` where there is one."""
+    return "plain" if world.size == 1 and wrapper == "ddp" else wrapper
+
+
+def judged(ranks, job, *, given=""):
+    """Every rank's step is that of one process with the whole batch."""
+    __tracebackhide__ = True
+    right = alone(job)
+    start = right.weights[0]
+    judge.tensors(
+        [_change(rank["weights"], start) for rank in ranks],
+        _change(right.last, start),
+        quantity="change of weights",
+        within=job.tolerance(),
+        hints=[
+            Hint(means, _change(alone(job, weighting=name).last, start))
+            for name, means in (
+                ("means", "the mean of the micro-batches' means: padding weighs as much as text"),
+                ("last", "the last micro-batch alone: the earlier ones were lost"),
+            )
+        ],
+        given=", ".join(filter(None, [str(job), given])),
+    )
+
+
+def _change(after, before):
+    # The negative, which for a single step of SGD with rate one is the gradient itself.
+    return {name: before[name] - after[name] for name in before}
+
+
+@clause(
+    "training.gradient.plain-model",
+    MUST,
+    level="course",
+    judges=TRAIN,
+    worlds=(1,),
+    source=CONTRACT,
+)
+@given(micro=st.integers(1, 3), accumulate=st.integers(1, 4), seed=strategies.seeds)
+@example(micro=1, accumulate=4, seed=7)
+def test_micro_batches_add_up_to_the_whole_batch(world, subject, micro, accumulate, seed):
+    """A plain model MUST train as on whole batches, into however many micro-batches they are cut.
+
+    Without a division by their number the step is N times too long; Adam would not show it.
+    """
+    job = Job(micro, accumulate, seed=seed)
+    ranks = world.run(trained, "plain", job)
+
+    judged(ranks, job)
+
+
+@clause(
+    "training.gradient.equals-one-process",
+    MUST,
+    level="course",
+    judges=TRAIN,
+    worlds=(1, 2, 3),
+    source=CONTRACT + "; Li et al. 2020, section 3: replicas equal to local training",
+)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@given(micro=st.integers(1, 3), accumulate=st.integers(1, 3), seed=strategies.seeds)
+@example(micro=1, accumulate=3, seed=7)
+def test_ranks_train_as_one_process_does(world, subject, wrapper, micro, accumulate, seed):
+    """Wrapped, a model MUST train as one process does on the union of all ranks' batches.
+
+    For every way to cut the batch into ranks and micro-batches. The losses are scaled for the mean
+    over ranks exactly once, or not at all.
+    """
+    job = Job(micro, accumulate, world.size, seed=seed)
+    ranks = world.run(trained, wrapper, job)
+
+    judged(ranks, job)
+
+
+@clause(
+    "training.gradient.several-steps",
+    MUST,
+    level="course",
+    judges=TRAIN,
+    worlds=(1, 2),
+    source=CONTRACT,
+)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_every_step_starts_without_old_gradients(world, subject, wrapper):
+    """Several steps MUST end where one process ends: no gradient is carried into the next step."""
+    job = Job(2, 2, world.size, steps=4, targets="ragged")
+    ranks = world.run(trained, wrapper_at(world, wrapper), job)
+
+    judged(ranks, job)
+
+
+@clause(
+    "training.gradient.token-weighted",
+    MUST,
+    level="correct",
+    judges=TRAIN,
+    worlds=(1, 2, 3),
+    source=CONTRACT + "; " + TOKENS,
+)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@given(micro=st.integers(1, 2), accumulate=st.integers(1, 3), seed=strategies.seeds)
+@example(micro=1, accumulate=2, seed=7)
+def test_every_target_weighs_the_same(world, subject, wrapper, micro, accumulate, seed):
+    """Every target that counts MUST weigh the same, whichever rank and micro-batch it is in.
+
+    Sequences are masked with -100 to lengths between zero and all. A mean of means is off by 0.2 to
+    0.9 of the gradient here, and of the loss that is reported.
+    """
+    job = Job(micro, accumulate, world.size, seed=seed, targets="ragged")
+    ranks = world.run(trained, wrapper_at(world, wrapper), job)
+
+    judged(ranks, job)
+
+
+@clause(
+    "training.gradient.nothing-to-learn-here",
+    MUST,
+    level="correct",
+    judges=TRAIN,
+    worlds=(2, 3),
+    source=CONTRACT + "; a local mean over no target is NaN",
+)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("where", ["none-on-last-rank", "none-in-first-micro-batch"])
+def test_a_part_without_targets_contributes_nothing(world, subject, wrapper, where):
+    """A rank or micro-batch without a target that counts MUST contribute zero, and take part.
+
+    Dividing by its own count gives NaN, on a CPU in the loss alone; skipping its backward leaves
+    the others waiting.
+    """
+    job = Job(2, 2, world.size, steps=2, targets=where)
+    ranks = world.run(trained, wrapper, job)
+
+    judged(ranks, job)
+    judge.tensors(
+        series(ranks, "loss"),
+        as_series("loss", alone(job).losses),
+        quantity="loss of each step",
+        within=job.tolerance(),
+        given=str(job),
+    )
+
+
+def with_leftovers(ctx, wrapper, job):
+    """Training of a model whose gradients were left full by somebody."""
+    trainee = Trainee.of(ctx, wrapper, job.seed)
+    for parameter in trainee.model.parameters():
+        parameter.grad = torch.full_like(parameter, 3.0 + ctx.rank)
+    trainee.train(ctx, job, Counted(job.micro_batches(ctx.rank)))
+    return {"weights": trainee.weights()}
+
+
+@clause(
+    "training.gradient.leftovers-do-not-count",
+    MUST,
+    level="correct",
+    judges=TRAIN,
+    worlds=(1, 2),
+    source=CONTRACT + "; zero_grad only after the step",
+)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_gradients_from_before_do_not_count(world, subject, wrapper):
+    """Gradients that are there when `train` is called MUST NOT enter the first step."""
+    job = Job(2, 2, world.size)
+    ranks = world.run(with_leftovers, wrapper, job)
+
+    judged(ranks, job, given="gradients left full before the call")
+
+
+def in_two_calls(ctx, wrapper, job, first):
+    """The same steps in two calls over one iterator."""
+    trainee = Trainee.of(ctx, wrapper, job.seed)
+    batches = Counted(job.micro_batches(ctx.rank))
+    trainee.train(ctx, at(job, steps=first), batches)
+    trainee.train(ctx, at(job, steps=job.steps - first), batches)
+    return {"weights": trainee.weights(), "taken": batches.taken}
+
+
+@clause(
+    "training.gradient.two-calls-are-one",
+    MUST,
+    level="correct",
+    judges=TRAIN,
+    worlds=(1, 2),
+    source=CONTRACT + "; a course's trainer leaves gradients behind for the next call",
+)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_training_in_two_calls_is_training_in_one(world, subject, wrapper):
+    """Two calls over one iterator MUST do what one call with the sum of their steps does."""
+    job = Job(1, 3, world.size, steps=4, targets="ragged")
+    ranks = world.run(in_two_calls, wrapper, job, 1)
+
+    judged(ranks, job, given="1 and 3 steps")

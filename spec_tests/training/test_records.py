@@ -1,0 +1,200 @@
+"""Records: what is reported of a step is what happened in it, on all ranks together.
+
+A loss curve is what people look at. Of the last micro-batch alone it is noisy, of rank 0 alone it
+hides a rank that learns nothing, divided once more it is too good; a learning rate that is read
+after the scheduler has moved on belongs to another step.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spec_tests.clause import MUST, clause
+from spec_tests.rig import judge
+from spec_tests.rig.symptoms import Hint
+from spec_tests.rig.tolerance import rounding
+from spec_tests.training.loop import (
+    CONTRACT,
+    TRAIN,
+    WRAPPERS,
+    Job,
+    alone,
+    as_series,
+    at,
+    series,
+    trained,
+)
+
+
+@clause(
+    "training.records.one-per-step",
+    MUST,
+    level="course",
+    judges=TRAIN,
+    worlds=(1, 2),
+    source=CONTRACT + "; a course's loop returned the last step only, and a test compared it",
+)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_there_is_one_record_and_one_update_per_step(world, subject, wrapper):
+    """`train` MUST do as many updates as it is asked for, and return one record of each."""
+    job = Job(1, 3, world.size, steps=4)
+    ranks = world.run(trained, wrapper, job)
+
+    judge.equal(
+        [(len(rank["records"]), len(rank["rates"])) for rank in ranks],
+        (job.steps, job.steps),
+        quantity="number of records and of updates",
+        given=str(job),
+    )
+
+
+@clause(
+    "training.records.loss",
+    MUST,
+    level="correct",
+    judges=TRAIN,
+    worlds=(1, 2, 3),
+    source=CONTRACT + "; transformers issue 35438",
+)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_the_reported_loss_is_the_mean_over_all_targets(world, subject, wrapper):
+    """The loss MUST be the mean over all valid tokens of the step on all ranks, on every rank."""
+    job = Job(2, 2, world.size, steps=3, targets="ragged")
+    ranks = world.run(trained, wrapper, job)
+
+    wrong = {name: alone(job, weighting=name).losses for name in ("means", "last")}
+    judge.tensors(
+        series(ranks, "loss"),
+        as_series("loss", alone(job).losses),
+        quantity="loss of each step",
+        within=job.tolerance(),
+        hints=[
+            Hint("the mean of the micro-batches' means", as_series("loss", wrong["means"])),
+            Hint("the last micro-batch's loss", as_series("loss", wrong["last"])),
+        ],
+        given=str(job),
+    )
+
+
+@clause(
+    "training.records.tokens",
+    MUST,
+    level="correct",
+    judges=TRAIN,
+    worlds=(1, 2, 3),
+    source=CONTRACT,
+)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_the_reported_tokens_are_those_that_counted(world, subject, wrapper):
+    """`tokens` MUST be the number of targets that counted in the step, on all ranks together."""
+    job = Job(2, 2, world.size, steps=3, targets="ragged")
+    ranks = world.run(trained, wrapper, job)
+
+    judge.equal(
+        [[record["tokens"] for record in rank["records"]] for rank in ranks],
+        [float(job.tokens(step)) for step in range(job.steps)],
+        quantity="tokens of each step",
+        given=str(job),
+    )
+
+
+@clause(
+    "training.records.grad-norm",
+    MUST,
+    level="correct",
+    judges=TRAIN,
+    worlds=(1, 2, 3),
+    source=CONTRACT,
+)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_the_reported_norm_is_that_of_the_mean_gradient(world, subject, wrapper):
+    """`grad_norm` MUST be the norm of the gradient that the update used, over all parameters."""
+    job = Job(2, 2, world.size, steps=3)
+    ranks = world.run(trained, wrapper, job)
+
+    judge.tensors(
+        series(ranks, "grad_norm"),
+        as_series("grad_norm", alone(job).norms),
+        quantity="gradient norm of each step",
+        within=job.tolerance(),
+        given=str(job),
+    )
+
+
+@clause(
+    "training.records.norm-before-clipping",
+    MUST,
+    level="production",
+    judges=TRAIN,
+    worlds=(2,),
+    source="torch.nn.utils.clip_grad_norm_ returns the norm from before",
+)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_the_reported_norm_is_that_before_clipping(world, subject, wrapper):
+    """Where gradients are clipped, `grad_norm` MUST be the norm before that.
+
+    Afterwards it is max_norm in every line of the log, and a spike cannot be seen.
+    """
+    job = Job(2, 2, world.size, steps=2, max_norm=0.1)
+    ranks = world.run(trained, wrapper, job)
+
+    judge.tensors(
+        series(ranks, "grad_norm"),
+        as_series("grad_norm", alone(job).norms),
+        quantity="gradient norm of each step",
+        within=job.tolerance(),
+        given=str(job),
+    )
+
+
+@clause(
+    "training.rate.pure-function-of-the-step",
+    MUST,
+    level="correct",
+    judges=TRAIN,
+    worlds=(1, 2),
+    source="contract: lr(k) is the rate of the update after k finished ones",
+)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_each_update_uses_the_rate_of_its_step(world, subject, accumulate):
+    """The update after k finished ones MUST use lr(k), for any W and any accumulation.
+
+    Schedulers that are stepped per micro-batch, or once per rank, run through the schedule N or W
+    times too fast.
+    """
+    job = Job(1, accumulate, world.size, steps=4, rate=0.5)
+    ranks = world.run(trained, "ddp" if world.size > 1 else "plain", job)
+
+    judge.equal(
+        [rank["rates"] for rank in ranks],
+        [job.schedule(step) for step in range(job.steps)],
+        quantity="rates that the updates used",
+        given=str(job),
+    )
+
+
+@clause(
+    "training.rate.reported-is-used",
+    MUST,
+    level="correct",
+    judges=TRAIN,
+    worlds=(1, 2),
+    source=CONTRACT + "; a course's loop reads it after the scheduler has moved on",
+)
+@pytest.mark.parametrize("given_by", ["function", "optimizer"])
+def test_the_reported_rate_is_the_one_that_was_used(world, subject, given_by):
+    """`lr` of a record MUST be the rate that its update used."""
+    job = at(Job(2, 1, world.size, steps=3), rate=0.5 if given_by == "function" else None)
+    ranks = world.run(trained, "ddp" if world.size > 1 else "plain", job)
+
+    used = [as_series("lr", rank["rates"]) for rank in ranks]
+    later = [as_series("lr", [*rank["rates"][1:], rank["rates"][-1]]) for rank in ranks]
+    judge.tensors(
+        series(ranks, "lr"),
+        used,
+        quantity="rate that each update used",
+        within=rounding(torch.float32, terms=1),
+        hints=[Hint("the next step's rate: read after it was set anew", later)],
+        given=str(job),
+    )
