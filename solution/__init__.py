@@ -1,8 +1,8 @@
 """The reference: compact code for data-parallel training that passes the specification.
 
 The public names in the order of a training step: tokens, model, attention, wrapper, optimizer,
-loop, checkpoint. Each is one function or class of one file; `solution/README.md` says in which order to read
-them. This module satisfies `spec_tests/contract.py` as it stands.
+loop, checkpoint. Each is one function or class of one file; `solution/README.md` says in which
+order to read them. This module satisfies `spec_tests/contract.py` as it stands.
 """
 
 from solution.checkpoint import load_checkpoint, save_checkpoint

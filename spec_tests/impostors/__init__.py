@@ -17,6 +17,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from spec_tests.impostors import (
+    checkpoint_benign,
+    checkpoint_content,
+    checkpoint_disk,
     data_benign,
     data_files,
     data_order,
@@ -64,11 +67,14 @@ CATALOGUE: dict[str, Impostor] = {
         ddp_values,
         ddp_windows,
         ddp_costs,
+        checkpoint_content,
+        checkpoint_disk,
         training_gradient,
         training_records,
         training,
         models,
         ddp_benign,
+        checkpoint_benign,
         data_benign,
         training_benign,
     )

@@ -1,0 +1,195 @@
+"""What may happen to a disk, made to happen: crashes at every moment, full disks, damaged files.
+
+Nothing here knows how an implementation lays out its files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_CHANGES = frozenset(
+    f"os.{name}" for name in ("rename", "remove", "rmdir", "mkdir", "link", "symlink", "truncate")
+)
+
+
+@contextlib.contextmanager
+def folder() -> Iterator[str]:
+    """A fresh folder for one run of bodies, removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="trainspec-disk-") as path:
+        yield str(Path(path) / "checkpoints")
+
+
+class CrashImages:
+    """Copies of a folder as a process killed at that moment would leave it.
+
+    Within the block, each time before this process opens a file to write, renames or removes
+    something there, the folder is copied. A file that was written since the copy before is also
+    shown half written: the kill may have come in the middle of it.
+    """
+
+    def __init__(self, watched: str, into: str) -> None:
+        self.watched, self.into = Path(watched), Path(into)
+        self.images: list[tuple[str, str]] = []
+        self._known: dict[Path, tuple[int, ...]] = {}
+        self._is_copying = False
+
+    def __enter__(self) -> CrashImages:
+        self.into.mkdir(parents=True)
+        self._known = self._listing()
+        time.sleep(0.01)  # file times have the grain of a clock tick
+        _WATCHERS.append(self)
+        _install_hook()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        _WATCHERS.remove(self)
+        self._take("at the end")
+
+    def saw(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Called before an operation of this process."""
+        if self._is_copying or not self._concerns(event, arguments):
+            return
+        self._is_copying = True  # what the copying does is no business of ours
+        try:
+            self._take(f"killed before {event} {Path(os.fsdecode(arguments[0])).name}")
+        finally:
+            self._is_copying = False
+
+    def _concerns(self, event: str, arguments: tuple[Any, ...]) -> bool:
+        if event == "open":
+            path, _, flags = arguments
+            if not isinstance(flags, int) or not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                return False
+        elif event in _CHANGES:
+            path = arguments[0]
+        else:
+            return False
+        if not isinstance(path, str | bytes | os.PathLike):
+            return False
+        return self.watched.resolve() in [
+            (parent := Path(os.fsdecode(path)).absolute()),
+            *parent.parents,
+        ]
+
+    def _take(self, where: str) -> None:
+        listing = self._listing()
+        inodes = {entry[0] for entry in self._known.values()}
+        written = [
+            path
+            for path, entry in listing.items()
+            if self._known.get(path) != entry
+            and not (self._known.get(path, (0,))[0] != entry[0] and entry[0] in inodes)
+        ]
+        self._known = listing
+        self._copy(where, None)
+        for path in written:
+            self._copy(f"{where}, {path.name} half written", path)
+
+    def _copy(self, where: str, half: Path | None) -> None:
+        image = self.into / str(len(self.images))
+        shutil.copytree(self.watched, image, symlinks=True)
+        if half is not None:
+            os.truncate(image / half.relative_to(self.watched), half.stat().st_size // 2)
+        self.images.append((where, str(image)))
+
+    def _listing(self) -> dict[Path, tuple[int, ...]]:
+        found: dict[Path, tuple[int, ...]] = {}
+        for path in self.watched.rglob("*"):
+            if path.is_file() and not path.is_symlink():
+                facts = path.stat()
+                found[path] = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
+        return found
+
+
+_WATCHERS: list[CrashImages] = []
+_HOOKS: list[bool] = []
+
+
+def _install_hook() -> None:
+    # An audit hook cannot be taken out again; without watchers it does nothing.
+    if not _HOOKS:
+        _HOOKS.append(True)
+        sys.addaudithook(_on_event)
+
+
+def _on_event(event: str, arguments: tuple[Any, ...]) -> None:
+    if _WATCHERS:
+        for watcher in tuple(_WATCHERS):
+            watcher.saw(event, arguments)
+
+
+@contextlib.contextmanager
+def full_disk(*, after_bytes: int) -> Iterator[None]:
+    """Within the block no file of this process grows beyond that; writing more is an OSError.
+
+    The limit is the system's own, so whatever library writes meets it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (after_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def contents(directory: str) -> dict[str, tuple[int, ...]]:
+    """Every file below a folder with what tells its content from another."""
+    root = Path(directory)
+    return {
+        str(path.relative_to(root)): (path.stat().st_ino, path.stat().st_mtime_ns)
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and not path.is_symlink()
+    }
+
+
+def damaged(directory: str, file: str, how: str, into: str) -> str:
+    """A copy of a folder in which one file is "cut" in half, "emptied", "removed" or "flipped"."""
+    shutil.copytree(directory, into, symlinks=True)
+    path = Path(into) / file
+    if how == "removed":
+        path.unlink()
+    elif how == "flipped":
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 0x10
+        path.write_bytes(data)
+    else:
+        os.truncate(path, path.stat().st_size // 2 if how == "cut" else 0)
+    return into
+
+
+class Trap:
+    """An object whose unpickling writes a file: code that came out of a checkpoint has run."""
+
+    def __init__(self, witness: str) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (self.witness,))
+
+
+def trapped(directory: str, file: str, witness: str, into: str, *, archive: bool) -> str:
+    """A copy of a folder in which one file is a pickle that would create `witness`.
+
+    Args:
+        archive: in torch.save's form, else a bare pickle that has the size of the original.
+    """
+    shutil.copytree(directory, into, symlinks=True)
+    path = Path(into) / file
+    if archive:
+        with path.open("wb") as stream:  # by its name torch would refuse a hidden file
+            torch.save({"state": Trap(witness)}, stream)
+    else:
+        path.write_bytes(pickle.dumps(Trap(witness), protocol=2).ljust(path.stat().st_size, b"\0"))
+    return into

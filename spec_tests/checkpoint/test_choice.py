@@ -1,0 +1,235 @@
+"""Choice and refusal: which save is loaded, what does not fit, and what may not run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from spec_tests.checkpoint.disk import contents, folder, trapped
+from spec_tests.checkpoint.trainee import Trainee
+from spec_tests.clause import MUST, clause
+from spec_tests.laws import durability
+from spec_tests.rig import judge
+
+BOTH = ("save_checkpoint", "load_checkpoint")
+
+
+def several(ctx, directory, steps):
+    """Saves of several steps; the state of the last one, and what is loaded."""
+    trainee = Trainee(ctx)
+    for step in steps:
+        trainee.train()
+        trainee.save(directory, step=step)
+    reading = Trainee(ctx, seed=8).read(directory, f"saved {steps}")
+    return {"last": trainee.state(), "reading": reading}
+
+
+@clause(
+    "checkpoint.choice.highest-step",
+    MUST,
+    level="correct",
+    needs=BOTH,
+    source="contract: newest is the highest step; a sort of names puts 9 behind 10 and 100",
+    worlds=(1, 2),
+)
+def test_the_highest_step_is_loaded(world):
+    """Of several saves a load MUST take that of the highest step, as a number."""
+    steps = [8, 9, 10, 100]
+    with folder() as directory:
+        ranks = world.run(several, directory, steps)
+
+    for rank in ranks:
+        durability.one_of(
+            [rank["reading"]],
+            {"the last save": (100, rank["last"])},
+            likely="steps are compared as text",
+        )
+
+
+def with_strangers(ctx, directory):
+    """A save among files and folders of other people."""
+    trainee = Trainee(ctx)
+    trainee.train()
+    trainee.save(directory, step=1)
+    if ctx.rank == 0:
+        Path(directory, "lost+found").mkdir()
+        Path(directory, "plots", "step-99999999").mkdir(parents=True)
+        Path(directory, "notes.txt").write_text("step 2 looked odd\n")
+    ctx.barrier()
+    reading = Trainee(ctx, seed=8).read(directory, "with foreign files beside it")
+    return {"saved": trainee.state(), "reading": reading}
+
+
+@clause(
+    "checkpoint.choice.foreign-files",
+    MUST,
+    level="correct",
+    needs=BOTH,
+    source="a user's notes, plots and lost+found lie where the checkpoints do",
+    worlds=(1, 2),
+)
+def test_foreign_files_are_no_checkpoints(world):
+    """Foreign files and folders beside the saves MUST not keep the newest one from loading."""
+    with folder() as directory:
+        ranks = world.run(with_strangers, directory)
+
+    for rank in ranks:
+        durability.one_of([rank["reading"]], {"the save": (1, rank["saved"])})
+
+
+def without_any(ctx, directory, exists):
+    """A load where there is nothing."""
+    if exists and ctx.rank == 0:
+        Path(directory).mkdir(parents=True)
+    ctx.barrier()
+    return Trainee(ctx).read(directory)
+
+
+@clause(
+    "checkpoint.choice.none",
+    MUST,
+    level="correct",
+    needs=BOTH,
+    source="contract: an error, or 0 and nothing changed",
+    worlds=(1, 2),
+)
+@pytest.mark.parametrize("exists", [True, False], ids=["empty", "missing"])
+def test_without_a_checkpoint_nothing_is_loaded(world, exists):
+    """Without a complete save a load MUST raise, or return 0, and change nothing."""
+    with folder() as directory:
+        ranks = world.run(without_any, directory, exists)
+
+    for rank in ranks:
+        judge.holds(
+            bool(rank["error"]) or rank["step"] == 0,
+            f"expected an error or step 0, got step {rank['step']!r}",
+        )
+        changed = durability.differing(rank, rank["before"])
+        judge.holds(not changed, f"expected nothing to change, got changes in {changed[:3]}")
+
+
+def _wider(module):
+    module.second = nn.Linear(5, 4).double()
+
+
+def _longer(module):
+    module.third = nn.Linear(3, 3).double()
+
+
+def _without_bias(module):
+    module.second = nn.Linear(5, 3, bias=False).double()
+
+
+CHANGES = {"wider": _wider, "longer": _longer, "without-bias": _without_bias}
+NAMES = {"wider": "second", "longer": "third", "without-bias": "second.bias"}
+
+
+def into_another_model(ctx, directory, change):
+    """A load into a model of another shape."""
+    trainee = Trainee(ctx, toy="mlp")
+    trainee.train()
+    trainee.save(directory, step=1)
+    return Trainee(ctx, toy="mlp", seed=8, change=CHANGES[change]).read(directory, change)
+
+
+@clause(
+    "checkpoint.mismatch.raises",
+    MUST,
+    level="correct",
+    needs=BOTH,
+    source="contract: a model that does not fit is an error",
+    worlds=(1, 2),
+)
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_a_model_that_does_not_fit_is_an_error(world, change):
+    """A load into a model with other names or shapes MUST raise on all ranks.
+
+    With `strict=False` what does not fit keeps its random values.
+    """
+    with folder() as directory:
+        ranks = world.run(into_another_model, directory, change)
+
+    judge.equal(
+        [bool(rank["error"]) for rank in ranks],
+        True,
+        quantity="whether the load raised, the answer",
+        given=f"the model is {change}",
+    )
+
+
+@clause(
+    "checkpoint.mismatch.changes-nothing",
+    MUST,
+    level="production",
+    needs=BOTH,
+    source="a load that fails half way leaves a model that nobody ever trained",
+    worlds=(1, 2),
+)
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_a_load_that_raises_changes_nothing(world, change):
+    """A load that raises MUST leave model, optimizer, loader and generators as they were."""
+    with folder() as directory:
+        ranks = world.run(into_another_model, directory, change)
+
+    durability.untouched(ranks)
+
+
+@clause(
+    "checkpoint.mismatch.names-the-culprit",
+    MUST,
+    level="production",
+    needs=BOTH,
+    source="torch.nn.Module.load_state_dict names the keys",
+)
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_the_error_names_what_does_not_fit(world, change):
+    """The error of a load that does not fit MUST name a tensor that is to blame."""
+    with folder() as directory:
+        ranks = world.run(into_another_model, directory, change)
+
+    for number, rank in enumerate(ranks):
+        judge.holds(
+            not rank["error"] or NAMES[change] in rank["error"],
+            f"rank {number}: expected an error that names {NAMES[change]!r}, got {rank['error']}",
+            given=f"the model is {change}",
+        )
+
+
+def with_traps(ctx, directory):
+    """Every file of a checkpoint in turn replaced by a pickle that runs code; what ran."""
+    trainee = Trainee(ctx)
+    trainee.train()
+    trainee.save(directory, step=1)
+    ran = []
+    for number, file in enumerate(contents(directory)):
+        for archive in (False, True):
+            witness = f"{directory}-witness-{number}-{archive}"
+            copy = trapped(
+                directory, file, witness, f"{directory}-{number}-{archive}", archive=archive
+            )
+            Trainee(ctx, seed=8).read(copy)
+            if Path(witness).exists():
+                ran.append(f"{Path(file).name} as {'an archive' if archive else 'a pickle'}")
+    return ran
+
+
+@clause(
+    "checkpoint.safety.runs-no-code",
+    MUST,
+    level="production",
+    needs=BOTH,
+    source="torch.load, weights_only; torch.distributed.checkpoint unpickles its metadata freely",
+    worlds=(1,),
+)
+def test_a_checkpoint_runs_no_code(world):
+    """A load MUST not run code that a file of the checkpoint asks for.
+
+    Checkpoints are downloaded. What a load makes of such a file, an error or the save before, is
+    not promised here.
+    """
+    with folder() as directory:
+        ranks = world.run(with_traps, directory)
+
+    judge.equal(ranks, [], quantity="files whose code ran")

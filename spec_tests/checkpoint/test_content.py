@@ -1,0 +1,251 @@
+"""Content: what was saved comes back, bit for bit, and into the objects that train.
+
+A checkpoint that loads is not yet one that is right. Moments left out, a loader that starts anew, a
+random stream repeated: training goes on and the loss looks as before. So everything is compared,
+and what is loaded into is always freshly built from another seed.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spec_tests.checkpoint.disk import folder
+from spec_tests.checkpoint.trainee import Trainee, part
+from spec_tests.clause import MUST, clause
+from spec_tests.rig import judge
+from spec_tests.rig.symptoms import Hint
+
+BOTH = ("save_checkpoint", "load_checkpoint")
+CONTRACT = "contract: everything from which training goes on as if it had not stopped"
+
+
+def round_trip(ctx, directory, toy, optimizer):
+    """The state when it was saved, one step later, before loading and after."""
+    trainee = Trainee(ctx, toy=toy, optimizer=optimizer)
+    trainee.train(2)
+    trainee.save(directory, step=2)
+    saved = trainee.state()
+    trainee.train()
+    fresh = Trainee(ctx, toy=toy, optimizer=optimizer, seed=8)
+    before = fresh.state()
+    step = fresh.load(directory)
+    return {
+        "saved": saved,
+        "later": trainee.state(),
+        "before": before,
+        "loaded": fresh.state(),
+        "step": step,
+    }
+
+
+def compare(ranks, *kinds, quantity, given=""):
+    """The parts of that kind are those that were saved."""
+    __tracebackhide__ = True
+
+    def only(moment):
+        return [part(rank[moment], *kinds) for rank in ranks]
+
+    judge.tensors(
+        only("loaded"),
+        only("saved"),
+        quantity=quantity,
+        hints=[
+            Hint("the value from before the load: it was not loaded, or not saved", only("before")),
+            Hint("the value of one step later: the save did not copy it", only("later")),
+        ],
+        given=given,
+    )
+
+
+@clause(
+    "checkpoint.content.model",
+    MUST,
+    level="correct",
+    needs=BOTH,
+    source=CONTRACT,
+    worlds=(1, 2),
+)
+@pytest.mark.parametrize("toy", ["ragged", "tied", "frozen", "buffers", "mixed", "strided"])
+def test_parameters_and_buffers_come_back(world, toy):
+    """A load MUST bring back every parameter and buffer as it was when it was saved."""
+    with folder() as directory:
+        ranks = world.run(round_trip, directory, toy, "adamw")
+
+    compare(ranks, "model", quantity="saved parameter or buffer", given=f"toy {toy!r}")
+
+
+@clause(
+    "checkpoint.content.optimizer",
+    MUST,
+    level="correct",
+    needs=BOTH,
+    source="KempnerForge pull request 115 (moments lost); build-nanogpt keeps none at all",
+    worlds=(1, 2),
+)
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "sgd"])
+def test_optimizer_state_comes_back(world, optimizer):
+    """A load MUST bring back moments, step counts and options of every parameter.
+
+    Without moments the loss hardly shows it: a bump of some steps after each restart.
+    """
+    with folder() as directory:
+        ranks = world.run(round_trip, directory, "tied", optimizer)
+
+    compare(ranks, "optimizer", quantity="saved optimizer state", given=f"optimizer {optimizer!r}")
+
+
+@clause(
+    "checkpoint.content.loader",
+    MUST,
+    level="correct",
+    needs=BOTH,
+    source="torchtitan issues 291 and 811; nanoGPT issue 467",
+    worlds=(1, 2),
+)
+def test_the_loaders_place_comes_back(world):
+    """A load MUST give the loader the state that it had when it was saved.
+
+    Otherwise the first batches are seen again, and the last ones never.
+    """
+    with folder() as directory:
+        ranks = world.run(round_trip, directory, "mlp", "adamw")
+
+    compare(ranks, "loader", quantity="saved loader position")
+
+
+@clause(
+    "checkpoint.content.random-state",
+    MUST,
+    level="correct",
+    needs=BOTH,
+    source=CONTRACT + "; torchtitan pull request 409: one key for all ranks keeps one rank's",
+    worlds=(1, 2, 3),
+)
+def test_every_ranks_generators_come_back(world):
+    """At equal world size a load MUST bring back each rank's torch, NumPy and Python generators.
+
+    Each rank's own: all with the first rank's would draw one dropout mask for all.
+    """
+    with folder() as directory:
+        ranks = world.run(round_trip, directory, "mlp", "adamw")
+
+    compare(ranks, "random", quantity="saved generator state")
+
+
+@clause(
+    "checkpoint.content.step",
+    MUST,
+    level="correct",
+    needs=BOTH,
+    source="contract; a course's trainer saves the step before it counts it",
+    worlds=(1, 2),
+)
+def test_the_step_is_that_of_the_save(world):
+    """A load MUST return the step that was given to the save, on every rank."""
+    with folder() as directory:
+        ranks = world.run(round_trip, directory, "mlp", "adamw")
+
+    judge.equal([rank["step"] for rank in ranks], 2, quantity="step")
+
+
+def trained_after_load(ctx, directory):
+    """The original Parameter objects around a step after loading."""
+    Trainee(ctx).save(directory, step=0)
+    fresh = Trainee(ctx, seed=8)
+    objects = {name: id(p) for name, p in fresh.module.named_parameters()}
+    fresh.load(directory)
+    kept = {n: objects.get(n) == id(p) for n, p in fresh.module.named_parameters()}
+    loaded = fresh.weights()
+    fresh.train()
+    moved = {name: not torch.equal(loaded[name], t) for name, t in fresh.weights().items()}
+    return {"kept": kept, "moved": moved}
+
+
+@clause(
+    "checkpoint.content.reaches-live-objects",
+    MUST,
+    level="correct",
+    needs=BOTH,
+    source="contract: values go into the parameters and optimizer that are given",
+    worlds=(1, 2),
+)
+def test_what_is_loaded_is_what_trains(world):
+    """After a load the model's own Parameter objects MUST hold the values and go on training.
+
+    New Parameter objects in their place are unknown to the optimizer and to every wrapper: the
+    loss stands still, or the replicas drift.
+    """
+    with folder() as directory:
+        ranks = world.run(trained_after_load, directory)
+
+    for quantity in ("kept", "moved"):
+        judge.equal(
+            [[name for name, holds in rank[quantity].items() if not holds] for rank in ranks],
+            [],
+            quantity=f"names of parameters that were not {quantity}",
+        )
+
+
+def loaded_twice(ctx, directory):
+    """A loaded run's state before and after another one, loaded from the same place, trains."""
+    first = Trainee(ctx)
+    first.train()
+    first.save(directory, step=1)
+    one, two = Trainee(ctx, seed=8), Trainee(ctx, seed=9)
+    one.load(directory)
+    two.load(directory)
+    before = part(one.state(), "model", "optimizer")
+    first.train()
+    two.train()
+    return {"before": before, "after": part(one.state(), "model", "optimizer")}
+
+
+@clause(
+    "checkpoint.content.shares-no-memory",
+    MUST,
+    level="correct",
+    needs=BOTH,
+    source="contract: the training that goes on has no effect on a save",
+)
+def test_loaded_values_are_nobody_elses(world):
+    """What is loaded MUST share no memory with the run that saved or with another that loaded."""
+    with folder() as directory:
+        ranks = world.run(loaded_twice, directory)
+
+    judge.tensors(
+        [rank["after"] for rank in ranks],
+        [rank["before"] for rank in ranks],
+        quantity="value from before the others trained",
+    )
+
+
+def trained(ctx, directory, steps, saves):
+    """State after training, with a save before the first step and after each, or none."""
+    trainee = Trainee(ctx)
+    for step in range(steps):
+        if saves:
+            trainee.save(directory, step=step)
+        trainee.train()
+    return trainee.state()
+
+
+@clause(
+    "checkpoint.save.changes-nothing",
+    MUST,
+    level="correct",
+    needs=BOTH,
+    source="torch issue 164929: a cold AdamW's first step becomes its second",
+    worlds=(1, 2),
+)
+def test_saving_leaves_no_trace_in_training(world):
+    """A run that saves, also before its first step, MUST end like one that does not.
+
+    Asking PyTorch's `get_optimizer_state_dict` for the state of an optimizer that never stepped
+    makes it step, and the count stays: the first real update is corrected like a second one.
+    """
+    with folder() as directory:
+        saving = world.run(trained, directory, 3, True, seed=5)
+    silent = world.run(trained, "", 3, False, seed=5)
+
+    judge.tensors(saving, silent, quantity="state of the run that never saved")

@@ -1,0 +1,191 @@
+"""One rank's training run in small: what the bodies of this chapter save, load and look at.
+
+Everything that a checkpoint must bring back has an effect on the weights here: moments and step
+count through AdamW, the loader through which batch comes next, and every generator through a factor
+that the batch is multiplied by.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import dropout
+from torch.nn.parallel import DistributedDataParallel
+
+from spec_tests.rig.rank import Context
+from spec_tests.rig.toys import TOYS, sum_of_squares
+
+State = dict[str, torch.Tensor]
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-3),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-9),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=1e-9, momentum=0.9),
+}
+
+
+class Stream:
+    """A loader: batches by number, and the number is its whole state."""
+
+    def __init__(self, toy: str, seed: int, rank: int) -> None:
+        self.toy, self.seed, self.rank = TOYS[toy], seed, rank
+        self.position = 0
+
+    def next(self) -> torch.Tensor:
+        """The next batch."""
+        self.position += 1
+        return self.toy.batch(self.seed, rank=self.rank, micro=self.position)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far it has come."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.position = state["position"]
+
+
+class Trainee:
+    """A toy with its optimizer, loader and generators, as one rank of a run has them.
+
+    Args:
+        wrapper: "ddp" or "ddp_bucketed" of the implementation, "torch" for PyTorch's, None for the
+            bare toy, which every rank then trains on the same data.
+        change: alters the model before anything is made of it.
+        reverse: parameters in reverse order, in two groups.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        *,
+        toy: str = "ragged",
+        seed: int = 7,
+        optimizer: str = "adamw",
+        wrapper: str | None = None,
+        change: Callable[[nn.Module], None] | None = None,
+        reverse: bool = False,
+    ) -> None:
+        self.ctx, self.wrapper = ctx, wrapper
+        self.module = TOYS[toy].build(seed).to(ctx.device)
+        if change is not None:
+            change(self.module)
+        self.original = dict(self.module.named_parameters())
+        trainable = [p for p in self.original.values() if p.requires_grad]
+        groups = [{"params": trainable}]
+        if reverse:
+            groups = [{"params": trainable[:0:-1]}, {"params": trainable[:1]}]
+        self.optimizer = OPTIMIZERS[optimizer](groups)
+        for group in self.optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+        self.model = self._wrapped()
+        self.loader = Stream(toy, 7, ctx.rank if wrapper else 0)
+        self.seed_generators(1000 * seed + ctx.rank)
+
+    def _wrapped(self) -> nn.Module:
+        if self.wrapper == "torch":
+            return DistributedDataParallel(self.module)
+        if self.wrapper == "ddp":
+            return self.ctx.impl.ddp(self.module)
+        if self.wrapper == "ddp_bucketed":
+            return self.ctx.impl.ddp_bucketed(self.module, bucket_size_mb=1e-4)
+        return self.module
+
+    def seed_generators(self, seed: int) -> None:
+        """All of them, so that they are those of this trainee."""
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+
+    def train(self, steps: int = 1) -> None:
+        """Optimizer steps; the learning rate falls, so that it is worth saving."""
+        for _ in range(steps):
+            batch = self.loader.next().to(self.ctx.device)
+            if self.wrapper is not None or self.ctx.world_size == 1:
+                batch = dropout(batch) * (1.0 + np.random.random() + random.random())
+            sum_of_squares(self.model(batch)).backward()
+            if self.wrapper in ("ddp", "ddp_bucketed"):
+                self.ctx.impl.finish_gradient_synchronization(self.model)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            for group in self.optimizer.param_groups:
+                group["lr"] *= 0.75
+
+    def save(self, directory: str, step: int) -> None:
+        """With the implementation."""
+        self.ctx.impl.save_checkpoint(
+            directory, step=step, model=self.model, optimizer=self.optimizer, loader=self.loader
+        )
+
+    def load(self, directory: str) -> int:
+        """With the implementation; its step."""
+        return self.ctx.impl.load_checkpoint(
+            directory, model=self.model, optimizer=self.optimizer, loader=self.loader
+        )
+
+    def read(self, directory: str, where: str = "") -> dict[str, Any]:
+        """Try to load; what came of it, and the state before and after."""
+        before = self.state()
+        step, error = None, ""
+        try:
+            step = self.load(directory)
+        except NotImplementedError:
+            raise
+        except BaseException as caught:  # the library's own is no Exception
+            error = f"{type(caught).__name__}: {caught}"
+        return {
+            "where": where,
+            "step": step,
+            "error": error,
+            "before": before,
+            "state": self.state(),
+        }
+
+    def state(self) -> State:
+        """Everything, by name; copies."""
+        found = self.weights() | self.moments()
+        found["loader: position"] = torch.tensor(self.loader.position)
+        return found | self.generators()
+
+    def weights(self) -> State:
+        """Parameters, of the objects that there were before wrapping, and buffers."""
+        named = {**self.original, **dict(self.module.named_buffers())}
+        return {f"model: {name}": _copy(tensor) for name, tensor in named.items()}
+
+    def moments(self) -> State:
+        """Options of the optimizer that are numbers, and its state, by parameter name."""
+        names = {id(p): name for name, p in self.original.items()}
+        found = {}
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                entries = {**group, **self.optimizer.state.get(parameter, {})}
+                for key, value in entries.items():
+                    if isinstance(value, int | float | torch.Tensor):
+                        found[f"optimizer: {name}: {key}"] = _copy(value)
+        return found
+
+    def generators(self) -> State:
+        """The states of torch's, NumPy's and Python's generators; nothing is drawn."""
+        _, keys, position, *_ = np.random.get_state()
+        return {
+            "random: torch": torch.get_rng_state(),
+            "random: numpy": torch.from_numpy(np.append(keys, position).astype(np.int64)),
+            "random: python": torch.tensor(random.getstate()[1]),
+        }
+
+
+def _copy(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def part(state: State, *kinds: str) -> State:
+    """Those entries of a state: "model", "optimizer", "loader", "random"."""
+    return {name: t for name, t in state.items() if name.partition(":")[0] in kinds}
