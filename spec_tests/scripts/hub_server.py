@@ -36,56 +36,69 @@ class Hub:
         return [name for method, name, _ in self.requests if method == "GET"]
 
 
+class _Server(ThreadingHTTPServer):
+    """Knows what it serves, and under which prefix."""
+
+    def __init__(self, hub: Hub, repository: str) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.hub, self.prefix = hub, f"/datasets/{repository}/resolve/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def do_HEAD(self) -> None:
+        """Size, hash and commit of a file."""
+        self._answer(with_content=False)
+
+    def do_GET(self) -> None:
+        """The same and the content, or what is left of it from a byte on."""
+        self._answer(with_content=True)
+
+    def _answer(self, *, with_content: bool) -> None:
+        hub = self.server.hub
+        _, _, name = unquote(self.path).partition(self.server.prefix)[2].partition("/")
+        wanted = self.headers.get("Range", "")
+        hub.requests.append((self.command, name, wanted))
+        content = hub.files.get(name)
+        if content is None:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        start = int(wanted.removeprefix("bytes=").partition("-")[0]) if wanted else 0
+        self._say(content, start)
+        if not with_content:
+            return
+        if name in hub.corrupt:
+            hub.corrupt.discard(name)
+            content = bytes([content[0] ^ 255]) + content[1:]
+        end = start + hub.cut_after.pop(name, len(content))
+        self.wfile.write(content[start:end])
+        if end < len(content):
+            self.close_connection = True
+
+    def _say(self, content: bytes, start: int) -> None:
+        self.send_response(206 if start else 200)
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Length", str(len(content) - start))
+        if start:
+            last = len(content) - 1
+            self.send_header("Content-Range", f"bytes {start}-{last}/{len(content)}")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: the tests look at `requests`."""
+
+
 @contextmanager
 def serving(hub: Hub, repository: str) -> Iterator[Hub]:
     """Serve `hub` as the dataset `repository` on a free port until the block ends."""
-    prefix = f"/datasets/{repository}/resolve/"
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_HEAD(self) -> None:
-            self._answer(with_content=False)
-
-        def do_GET(self) -> None:
-            self._answer(with_content=True)
-
-        def _answer(self, *, with_content: bool) -> None:
-            _, _, name = unquote(self.path).partition(prefix)[2].partition("/")
-            wanted = self.headers.get("Range", "")
-            hub.requests.append((self.command, name, wanted))
-            content = hub.files.get(name)
-            if content is None:
-                self.send_response(404)
-                self.send_header("X-Error-Code", "EntryNotFound")
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-                return
-            etag = hashlib.sha256(content).hexdigest()
-            if with_content and name in hub.corrupt:
-                hub.corrupt.discard(name)
-                content = bytes([content[0] ^ 255]) + content[1:]
-            start = int(wanted.removeprefix("bytes=").partition("-")[0] or 0) if wanted else 0
-            self.send_response(206 if start else 200)
-            self.send_header("ETag", f'"{etag}"')
-            self.send_header("X-Repo-Commit", COMMIT)
-            self.send_header("Accept-Ranges", "bytes")
-            self.send_header("Content-Length", str(len(content) - start))
-            if start:
-                last = len(content) - 1
-                self.send_header("Content-Range", f"bytes {start}-{last}/{len(content)}")
-            self.end_headers()
-            if not with_content:
-                return
-            end = start + hub.cut_after.pop(name, len(content))
-            self.wfile.write(content[start:end])
-            if end < len(content):
-                self.close_connection = True
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Say nothing: the tests look at `requests`."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = _Server(hub, repository)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     hub.endpoint = f"http://127.0.0.1:{server.server_port}"
