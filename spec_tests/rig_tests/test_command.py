@@ -1,0 +1,128 @@
+"""`python -m spec_tests` as its users start it: exit status, messages, files, from anywhere."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spec_tests import __main__ as command
+from spec_tests.rig.eventlog import check_log, read_log
+
+ROOT = Path(__file__).parents[2]
+RIGHT = """\
+from torch.nn.parallel import DistributedDataParallel
+def ddp(module, *, process_group=None):
+    return DistributedDataParallel(module, process_group=process_group)
+def no_sync(wrapped):
+    return wrapped.no_sync()
+"""
+WRONG = """\
+import torch.distributed as dist
+def ddp(module, *, process_group=None):
+    for p in filter(lambda p: p.requires_grad, module.parameters()):
+        p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+    return module
+"""
+FROZEN, UNTOUCHED = "ddp.gradients.frozen-stay-none", "ddp.gradients.weights-untouched"
+CLAUSES = ("--clause", FROZEN, "--clause", UNTOUCHED)
+"""Two that run at two ranks only: the first knows the mean, the second accepts the sum as well."""
+DEVIATIONS = f"""\
+[[deviation]]
+clause = "{FROZEN}"
+reason = "it sums"
+[[deviation]]
+clause = "{UNTOUCHED}"
+reason = "it was so once"
+"""
+
+
+def spec_tests(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run the command; the suite is found however it was started."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    # A run within a run of xdist would take itself for a worker.
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    return subprocess.run(
+        [sys.executable, "-m", "spec_tests", *arguments],
+        cwd=cwd,
+        env={**kept, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+def test_right_code_of_a_users_own_conforms_from_any_folder(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(RIGHT)
+    # The configuration and the tests of whoever calls have no part in the verdict.
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
+    (tmp_path / "test_theirs.py").write_text("def test_fails():\n    assert False\n")
+    ended = spec_tests(*("--impl", "mine.py", "--clause", FROZEN, "--report", "out"), cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    events = read_log(tmp_path / "out" / "events.jsonl")
+    assert check_log(events) == []
+    assert events[-1]["counts"]["passed"] == 1
+    assert events[-1]["counts"]["not_offered"] == 1, "ddp_bucketed is not in the file"
+    assert FROZEN in (tmp_path / "out" / "summary.md").read_text()
+    assert list((tmp_path / "out").glob("*.xml")), "for those who read JUnit"
+
+
+def test_wrong_code_is_told_what_is_wrong_and_how_to_run_it_again(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(WRONG)
+    ended = spec_tests("--impl", str(tmp_path / "mine.py"), *CLAUSES)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert f"[{FROZEN}]  Frozen parameters MUST keep" in ended.stdout
+    assert "likely: summed and not divided by the world size" in ended.stdout
+    assert "again: python -m spec_tests --impl " in ended.stdout
+    assert "Traceback" not in ended.stdout + ended.stderr
+    assert not (ROOT / "events.jsonl").exists(), "no report where none was asked for"
+
+
+def test_declared_deviations_are_honoured_and_stale_ones_are_loud(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(WRONG)
+    (tmp_path / "mine.toml").write_text(DEVIATIONS)
+    ended = spec_tests(
+        *("--impl", str(tmp_path / "mine.py"), *CLAUSES, "--report", str(tmp_path / "out"))
+    )
+    events = read_log(tmp_path / "out" / "events.jsonl")
+    outcomes = {(e["clause"], e["case"]): e["outcome"] for e in events if e["event"] == "result"}
+    assert outcomes[FROZEN, "ddp-w2"] == "expected_failure"
+    assert outcomes[UNTOUCHED, "ddp-w2"] == "unexpected_pass"
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "it was so once" in ended.stdout, "and the message says what was declared"
+
+
+BROKEN = {
+    "unknown clause": (
+        ("--clause", "ddp.gradient.meen"),
+        "no clause id matches; close to it: ddp.gradients.mean",
+    ),
+    "no such file": (("--impl", "nowhere/mine.py"), "expected a .py file or a package folder"),
+    "import fails": (("--impl", "{folder}/broken.py"), "ModuleNotFoundError: No module named"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_run_that_cannot_judge_says_why(tmp_path: Path, what: str):
+    (tmp_path / "broken.py").write_text("import no_such_module_at_all\n")
+    arguments, said = BROKEN[what]
+    ended = spec_tests(*(word.format(folder=tmp_path) for word in arguments))
+    assert ended.returncode == 2
+    assert said in ended.stdout + ended.stderr
+    assert "INTERNALERROR" not in ended.stdout + ended.stderr
+
+
+# --------------------------------------------------------------------------- without a process
+
+
+def test_help_is_the_manual(capsys):
+    assert command.main(["--help"]) == 0
+    assert "Exit status" in capsys.readouterr().out
+
+
+def test_options_are_found_in_both_spellings():
+    assert command._option(["--impl", "a", "--report=b"], "--report") == "b"
+    assert command._option(["--impl", "a", "--report", "c"], "--report") == "c"
+    assert command._option(["--impl", "a", "--report"], "--report") is None
+    assert command._option([], "--report") is None
