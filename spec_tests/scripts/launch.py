@@ -20,6 +20,8 @@ from unittest import mock
 
 from spec_tests.rig.zygote import RANK_ENVIRONMENT, start_method
 
+ROOT = Path(__file__).resolve().parents[2]
+
 # What would make a command believe that it is part of another run.
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -61,7 +63,8 @@ def start(
     name: str = "command",
 ) -> Started:
     """Begin `python -m module arguments...` in `folder`; `module` may be a program's text too."""
-    settings = {**RANK_ENVIRONMENT, **(environment or {})}
+    # For what the command itself starts; this process gets the parent's sys.path.
+    settings = {**RANK_ENVIRONMENT, "PYTHONPATH": str(ROOT), **(environment or {})}
     process = get_context(start_method()).Process(  # type: ignore[attr-defined]  # both have it
         target=_run,
         args=(module, [str(argument) for argument in arguments], str(folder), settings, name),
