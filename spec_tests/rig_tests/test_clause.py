@@ -59,7 +59,7 @@ def test_a_malformed_id_is_refused(register, id: str):
         declare(id=id)
 
 
-@pytest.mark.parametrize("id", ["ddp.no-sync.sends-nothing", "fsdp.a.b.c", "zero1.state.owned"])
+@pytest.mark.parametrize("id", ["ddp.trial-run.sends-nothing", "fsdp.a.b.c", "zero1.trial.owned"])
 def test_words_with_hyphens_and_digits_are_ids(register, id: str):
     assert declare(id=id) is register[id].test
 
