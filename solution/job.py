@@ -10,8 +10,11 @@
 5. Every rank writes OUT/NAME.rankR.json: throughput, reductions and bytes, peak memory, fingerprint
    of the final weights. Rank 0 ends with a table.
 
-Exit status: 0 done, 1 failed, 2 bad input, 3 out of data. (torchrun itself reports any of them as
-1, and says which in its last lines.)
+6. With `--checkpoint-dir` it saves, goes on where it stopped, and stops when it is told to
+   (`solution.resume`).
+
+Exit status: 0 done, 1 failed, 2 bad input, 3 out of data, 4 told to stop, and saved. (torchrun
+itself reports any of them as 1, and says which in its last lines.)
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ import torch
 from torch import nn
 
 from solution import comm
+from solution.checkpoint import CheckpointError
 from solution.config import parse
 from solution.data.shards import write_atomically
 from solution.evaluate import evaluate
@@ -42,6 +46,7 @@ from solution.models import families
 from solution.optim import cosine_schedule, decay_groups
 from solution.plan import Plan
 from solution.precision import Precision
+from solution.resume import Interrupted, Restarts
 from solution.runlog import RunLog, say, table
 from solution.train_config import TrainConfig
 from solution.trainer import DataExhaustedError, NonFiniteError, StepRecord, training_steps
@@ -50,7 +55,7 @@ __all__ = ["Wrap", "main"]
 
 Wrap = Callable[[nn.Module, TrainConfig, comm.World], nn.Module]
 COUNTED_STEP = 2  # the third: PyTorch's DDP settles its buckets after the first
-DONE, FAILED, BAD_INPUT, OUT_OF_DATA = range(4)
+DONE, FAILED, BAD_INPUT, OUT_OF_DATA, INTERRUPTED = range(5)
 
 
 def main(
@@ -86,7 +91,10 @@ def main(
     except DataExhaustedError as error:
         _complain(where, error)
         return OUT_OF_DATA
-    except NonFiniteError as error:
+    except Interrupted as error:
+        sys.stderr.write(f"{where}{error}\n")
+        return INTERRUPTED
+    except (NonFiniteError, CheckpointError) as error:
         _complain(where, error)
         return FAILED
     except (ValueError, OSError) as error:
@@ -141,35 +149,47 @@ class _Run:
             decay_groups(module, weight_decay=config.weight_decay), lr=config.learning_rate
         )
         model = wrap(module, config, self.world)
-        steps = training_steps(
-            model,
-            optimizer,
-            plan.loader,
-            steps=config.steps,
-            global_batch_size=config.global_batch_size,
-            micro_batch_size=config.micro_batch_size,
-            max_norm=config.max_norm,
-            lr=cosine_schedule(
-                config.learning_rate, num_steps=config.steps, warmup_steps=config.warmup_steps
-            ),
-            precision=self.precision,
-        )
         self.out.mkdir(parents=True, exist_ok=True)
         path = self.out / f"{plan.name}.rank{self.world.rank}.json"
-        path.unlink(missing_ok=True)  # an earlier run's must not vouch for this one
         traffic = Traffic()
-        times = self._take_steps(model, steps, traffic)
+        with Restarts(
+            config, self.world, model, optimizer, plan.loader, self.precision
+        ) as restarts:
+            finished = restarts.resume()
+            if finished >= config.steps:
+                return  # done by an earlier run, whose summary stands
+            path.unlink(missing_ok=True)  # an earlier run's must not vouch for this one
+            steps = training_steps(
+                model,
+                optimizer,
+                plan.loader,
+                steps=config.steps - finished,
+                first_step=finished,
+                global_batch_size=config.global_batch_size,
+                micro_batch_size=config.micro_batch_size,
+                max_norm=config.max_norm,
+                lr=cosine_schedule(
+                    config.learning_rate, num_steps=config.steps, warmup_steps=config.warmup_steps
+                ),
+                precision=self.precision,
+            )
+            times = self._take_steps(model, steps, traffic, restarts, finished)
         summary = self._summary(module, times, traffic)
         write_atomically(path, json.dumps(summary, indent=2).encode() + b"\n")
         if self.log is not None:
             say(self._table(self.log, summary, path))
 
     def _take_steps(
-        self, model: nn.Module, steps: Iterator[StepRecord], traffic: Traffic
+        self,
+        model: nn.Module,
+        steps: Iterator[StepRecord],
+        traffic: Traffic,
+        restarts: Restarts,
+        finished: int,
     ) -> list[float]:
         """Run all steps; the first rank logs them. Returns the seconds of the typical ones."""
         config = self.config
-        counted = min(COUNTED_STEP, config.steps - 1)
+        counted = min(finished + COUNTED_STEP, config.steps - 1)
         times = []
         with contextlib.ExitStack() as stack:
             if self.world.is_first:
@@ -178,11 +198,12 @@ class _Run:
                         self.out,
                         self.plan.name,
                         steps=config.steps,
+                        finished=finished,
                         log_every=config.log_every,
                         tensorboard=config.tensorboard,
                     )
                 )
-            for index in range(config.steps):
+            for index in range(finished, config.steps):
                 started = time.perf_counter()
                 with traffic if index == counted else contextlib.nullcontext():
                     self.last = next(steps)
@@ -190,8 +211,10 @@ class _Run:
                 val_loss = self._evaluate(model, finished=index + 1)
                 if self.log is not None:
                     self.log.step(self.last, seconds=times[-1], val_loss=val_loss)
+                restarts.after_step(index + 1)
         # The first step warms up and the counted one is slowed down by being watched.
-        return [s for index, s in enumerate(times) if index not in (0, counted)] or times
+        untypical = (0, counted - finished)
+        return [s for index, s in enumerate(times) if index not in untypical] or times
 
     def _evaluate(self, model: nn.Module, *, finished: int) -> float | None:
         """The validation loss, where one is due; every rank takes part."""

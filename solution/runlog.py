@@ -14,6 +14,7 @@ and not installed is said once and stops nothing.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -23,6 +24,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from solution.console import progress_bar
+from solution.data.shards import write_atomically
 from solution.step import StepRecord
 
 __all__ = ["RunLog", "say", "table", "warn"]
@@ -35,6 +37,8 @@ class RunLog:
         out: an existing folder.
         name: of the run; of its files.
         steps: how many there will be.
+        finished: how many of them a resumed run has behind it; their lines stay, later ones that
+            were not saved go.
         log_every: steps between lines on stdout.
         tensorboard: whether to write event files as well.
 
@@ -44,15 +48,24 @@ class RunLog:
     """
 
     def __init__(
-        self, out: Path, name: str, *, steps: int, log_every: int = 1, tensorboard: bool = False
+        self,
+        out: Path,
+        name: str,
+        *,
+        steps: int,
+        finished: int = 0,
+        log_every: int = 1,
+        tensorboard: bool = False,
     ) -> None:
         self.path = out / f"{name}.jsonl"
-        self.lines: list[dict[str, Any]] = []
+        self.lines = _lines_until(self.path, finished)
         self._steps, self._log_every = steps, log_every
         self._events = _event_writer(out / f"{name}.tensorboard") if tensorboard else None
 
     def __enter__(self) -> Self:
-        self._file = self.path.open("w")
+        kept = "".join(json.dumps(line) + "\n" for line in self.lines)
+        write_atomically(self.path, kept.encode())
+        self._file = self.path.open("a")
         return self
 
     def __exit__(
@@ -121,6 +134,17 @@ def _text(line: dict[str, Any]) -> str:
     if "val_loss" in line:
         text += f" | val loss {line['val_loss']:.6f}"
     return text
+
+
+def _lines_until(path: Path, finished: int) -> list[dict[str, Any]]:
+    """The lines of the first `finished` steps, as far as an earlier run left them."""
+    lines: list[dict[str, Any]] = []
+    for text in path.read_text().splitlines() if finished and path.exists() else ():
+        with contextlib.suppress(ValueError):  # the last one of a killed run may be cut off
+            line = json.loads(text)
+            if line["step"] <= finished:
+                lines.append(line)
+    return lines
 
 
 def _event_writer(folder: Path) -> Any:

@@ -59,6 +59,12 @@ class TrainConfig:
     )
     eval_batches: int = _setting(8, "micro-batches per rank of one evaluation, at most")
     seed: int = _setting(42, "of the initial weights, the same on every rank")
+    checkpoint_dir: str | None = _setting(
+        None, "folder to save to, and to go on from where it holds a checkpoint"
+    )
+    save_every: int | None = _setting(None, "steps between saves; the last step is one, too")
+    keep: int | None = _setting(None, "checkpoints that stay, the newest (default: all)")
+    async_save: bool = _setting(False, "save in the background, while training goes on")
     log_every: int = _setting(1, "steps between log lines; the first and the last always appear")
     tensorboard: bool = _setting(False, "write event files as well, where tensorboard is installed")
     device: str = _setting("auto", "auto, cpu or cuda")
@@ -80,7 +86,7 @@ class TrainConfig:
             "eval_batches",
         ):
             require_positive(name, getattr(self, name))
-        for name in ("vocab_size", "sequence_length", "eval_every"):
+        for name in ("vocab_size", "sequence_length", "eval_every", "save_every", "keep"):
             require_positive(name, 1 if getattr(self, name) is None else getattr(self, name))
         for name in ("learning_rate", "bucket_size_mb", "max_norm"):
             require(name, getattr(self, name), "> 0", lambda value: value is None or value > 0)

@@ -248,9 +248,9 @@ class SaveCheckpoint(Protocol):
     Complete is everything from which training goes on as if it had not stopped: parameters, buffers
     and optimizer state of the model, plain or wrapped, by the plain model's names; the loader's
     `state_dict()`; on each rank the state of torch's, NumPy's and Python's generators. Where
-    replicas' buffers differ, the first rank's count. `step` is the number of finished optimizer
-    steps. It has no effect on the training that goes on, nor that on it. A failure on any rank is
-    an error on all, and leaves what was saved before. Saving a step again replaces it.
+    replicas' buffers differ, the first rank's count. `step` counts finished optimizer steps. Saving
+    and training have no effect on each other. A failure on any rank is an error on all, and leaves
+    what was saved before. Saving a step again replaces it.
     """
 
     def __call__(
@@ -268,9 +268,8 @@ class LoadCheckpoint(Protocol):
     """Load the newest complete checkpoint below `directory`; returns its step. All ranks call it.
 
     Newest is the highest step. Values go into the parameters and optimizer that are given, at any
-    world size; generators are restored at the world size of the save. Incomplete or damaged saves
-    are passed over, or are an error. Without any complete one: an error, or 0 and nothing changed.
-    A model that does not fit is an error.
+    world size; generators at that of the save. Incomplete or damaged saves are passed over, or are
+    an error, as a model that does not fit is. Without any save: an error, or 0 and nothing changed.
     """
 
     def __call__(

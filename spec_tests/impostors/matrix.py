@@ -27,7 +27,11 @@ from spec_tests.rig.world import Worlds
 from spec_tests.target import Target, parse
 
 # Chapters whose clauses see what the key chapter does: no stranger to it, so not "unrelated".
-RELATED = {"ddp": {"ddp", "training"}, "training": {"training"}, "data": {"data", "training"}}
+RELATED = {
+    "ddp": {"ddp", "training", "checkpoint"},
+    "training": {"training"},
+    "data": {"data", "training"},
+}
 
 
 @dataclass

@@ -1,0 +1,174 @@
+"""Stopping and going on: when a run saves, where it begins, and how it ends when it is told to.
+
+    with Restarts(config, world, model, optimizer, loader, precision) as restarts:
+        finished = restarts.resume()                 # 0 in a new run; says which it is
+        for record in training_steps(..., first_step=finished, steps=config.steps - finished):
+            restarts.after_step(record["step"])      # saves where it is due
+
+1. A run with `--checkpoint-dir` looks there first. Nothing but that folder decides where it begins,
+   so the same command starts a run, restarts it after a crash, and does nothing when it is done.
+2. It saves every `--save-every` steps and at the last one; `--keep` of them stay.
+3. SIGTERM (the scheduler wants the machine, torchrun ends its workers) sets a flag. After each step
+   the ranks tell each other, so that all of them stop after the same one; they save and raise
+   `Interrupted`. One small sum per step is the price.
+4. The settings that decide the weights are saved as well and compared: another learning rate after
+   a restart is a mistake, or a new run. World size, micro-batches and wrapper may change.
+
+`torchrun --max-restarts=N` starts all ranks anew when one dies, and they go on from the last save.
+With gloo set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: in a store that attempts share, the ranks of the
+second one find the addresses of the first.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from solution import comm
+from solution.checkpoint import (
+    AsyncCheckpointer,
+    Stateful,
+    latest_step,
+    load_checkpoint,
+    save_checkpoint,
+)
+from solution.runlog import say
+from solution.train_config import TrainConfig
+
+__all__ = ["Interrupted", "Restarts"]
+
+# What the weights after n steps depend on, beside the data.
+DECISIVE = (
+    *("model", "preset", "vocab_size", "sequence_length", "steps", "global_batch_size"),
+    *("learning_rate", "warmup_steps", "weight_decay", "max_norm", "precision", "seed"),
+)
+
+
+class Interrupted(RuntimeError):
+    """The run was told to stop, and has saved what it had."""
+
+
+class Restarts:
+    """See the module's docstring. Without a checkpoint folder it does nothing."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: comm.World,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: Stateful,
+        precision: Stateful,
+    ) -> None:
+        self._config, self._world = config, world
+        self._parts: dict[str, Any] = {
+            "model": model,
+            "optimizer": optimizer,
+            "loader": loader,
+            "extra": {"precision": precision, "settings": _Settings(config)},
+        }
+        self._background: AsyncCheckpointer | None = None
+        self._is_told_to_stop = False
+        self._previous_handler: Any = None
+
+    def __enter__(self) -> Self:
+        config = self._config
+        if config.checkpoint_dir is not None:
+            self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+            if config.async_save:
+                self._background = AsyncCheckpointer(config.checkpoint_dir, keep=config.keep)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._config.checkpoint_dir is not None:
+            signal.signal(signal.SIGTERM, self._previous_handler)
+        if self._background is not None:
+            self._background.close()
+
+    def resume(self) -> int:
+        """Load the newest checkpoint, if there is one; returns the number of finished steps.
+
+        Raises:
+            CheckpointError: there are some, and none can be used.
+        """
+        directory = self._config.checkpoint_dir
+        if directory is None:
+            return 0
+        # One rank looks for all: a folder that appears meanwhile must not divide them.
+        found = comm.gather_objects(latest_step(directory) if self._world.is_first else None)[0]
+        finished = 0 if found is None else load_checkpoint(directory, **self._parts)
+        if self._world.is_first and found is None:
+            say(f"  checkpoints: none in {directory} yet, beginning at step 0")
+        elif self._world.is_first:
+            say(f"  checkpoints: going on after step {finished} of {directory}")
+        return finished
+
+    def after_step(self, finished: int) -> None:
+        """Save where it is due; every rank calls it after every step.
+
+        Raises:
+            Interrupted: on all ranks, after SIGTERM on any.
+            CheckpointError: on all ranks, when saving failed.
+        """
+        config = self._config
+        if config.checkpoint_dir is None:
+            return
+        told = torch.tensor(float(self._is_told_to_stop), device=self._world.device)
+        is_stopping = bool(comm.sum_over_ranks(told))
+        every = config.save_every
+        is_due = finished == config.steps or (every is not None and finished % every == 0)
+        if is_due or is_stopping:
+            self._save(finished)
+        if is_stopping and finished < config.steps:
+            self._wait()
+            raise Interrupted(
+                f"told to stop; saved after step {finished} of {config.steps} in "
+                f"{config.checkpoint_dir}, the same command goes on from there"
+            )
+
+    def _save(self, finished: int) -> None:
+        if self._background is not None:
+            self._background.save(step=finished, **self._parts)
+        elif self._config.checkpoint_dir is not None:
+            save_checkpoint(
+                self._config.checkpoint_dir, step=finished, keep=self._config.keep, **self._parts
+            )
+
+    def _wait(self) -> None:
+        if self._background is not None:
+            self._background.wait()
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._is_told_to_stop = True
+
+
+class _Settings:
+    """The decisive settings as a state: equal ones load, others are an error that lists them."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._own = {name: getattr(config, name) for name in DECISIVE}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._own
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        differing = [
+            f"{name} {self._own[name]!r} (saved: {state.get(name)!r})"
+            for name in DECISIVE
+            if self._own[name] != state.get(name)
+        ]
+        if differing:
+            raise ValueError(
+                f"expected the settings that the run began with, got other ones: "
+                f"{', '.join(differing)}; use those, or another --checkpoint-dir"
+            )
