@@ -5,7 +5,7 @@ loop, checkpoint. Each is one function or class of one file; `solution/README.md
 order to read them. This module satisfies `spec_tests/contract.py` as it stands.
 """
 
-from solution.checkpoint import load_checkpoint, save_checkpoint
+from solution.checkpoint import AsyncCheckpointer, load_checkpoint, save_checkpoint
 from solution.data.loader import token_loader
 from solution.models.gpt2 import language_model
 from solution.parallel import finish_gradient_synchronization, no_sync
@@ -14,6 +14,7 @@ from solution.parallel.ddp_bucketed import DDPBucketed, ddp_bucketed
 from solution.trainer import accumulation_steps, train
 
 __all__ = [
+    "AsyncCheckpointer",
     "DDPBucketed",
     "DDPIndividualParameters",
     "accumulation_steps",

@@ -1,11 +1,14 @@
-"""`python -m spec_tests.benchmarks NAME [options]`: rig, ddp. Tables go to `results/`."""
+"""`python -m spec_tests.benchmarks NAME [options]`: rig, ddp, checkpoint.
+
+Tables go to `results/`.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-BENCHMARKS = ("rig", "ddp")
+BENCHMARKS = ("rig", "ddp", "checkpoint")
 
 
 def main(argv: list[str]) -> int:
