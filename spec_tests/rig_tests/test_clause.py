@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def register() -> Iterator[dict[str, Clause]]:
     """The register, put back afterwards."""
+    ledger.load_all()  # a module that is first imported within a test would be forgotten after it
     kept = dict(REGISTER)
     yield REGISTER
     REGISTER.clear()
