@@ -286,13 +286,19 @@ def _join(config: RankConfig, store: dist.TCPStore, generation: int) -> None:
     backend = "gloo"
     if config.transport == "cuda" and torch.cuda.device_count() >= config.world_size:
         backend = "cpu:gloo,cuda:nccl"
+    prefixed = dist.PrefixStore(f"{config.store_prefix}/{generation}", store)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(f"{config.store_prefix}/{generation}", store),
+        store=prefixed,
         rank=config.rank,
         world_size=config.world_size,
         timeout=timedelta(seconds=GROUP_TIMEOUT_S),
     )
+    # Until all have joined: a rank whose body fails at once would otherwise close its sockets
+    # while a slower peer still connects, and that peer would die of it.
+    if prefixed.add("joined", 1) == config.world_size:
+        prefixed.set("all joined", "")
+    prefixed.wait(["all joined"])
 
 
 def _leave() -> None:

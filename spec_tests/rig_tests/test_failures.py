@@ -92,6 +92,12 @@ def test_an_assertion_in_a_body_reads_like_any_other(worlds: Worlds):
         worlds.world(2).run(assert_two)
 
 
+def test_who_fails_at_once_does_not_take_along_who_still_joins(worlds: Worlds):
+    for _ in range(15):  # each failure makes the next call join a new group
+        with pytest.raises(RankRaised, match="the same everywhere"):
+            worlds.world(4).run(all_alike)
+
+
 class Mute(Exception):
     def __str__(self) -> str:
         raise RuntimeError("cannot say")
