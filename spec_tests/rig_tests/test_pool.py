@@ -295,15 +295,17 @@ def test_the_longest_unused_pool_goes_first():
         worlds.close()
 
 
-def test_a_killed_parent_takes_its_ranks_along():
+def test_a_killed_parent_takes_its_ranks_along(tmp_path: Path):
     script = (
         "import os, signal; from spec_tests.rig.world import Worlds\n"
         "w = Worlds(); print(*w.pool(2, None, 'gloo').pids(), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     root = Path(__file__).parents[2]
+    own = {**os.environ, "TMPDIR": str(tmp_path)}  # nobody is left to remove the ranks' folder
+    command = [sys.executable, "-c", script]
     ended = subprocess.run(
-        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=60
+        command, cwd=root, env=own, capture_output=True, text=True, timeout=60, check=False
     )
     pids = [int(word) for word in ended.stdout.split()]
     assert len(pids) == 2, ended.stderr
