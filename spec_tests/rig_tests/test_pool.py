@@ -92,10 +92,8 @@ def echo(ctx: Context, value: object) -> object:
 def test_a_tensor_comes_back_as_it_went(worlds: Worlds, dtype: torch.dtype):
     sent = sample(dtype)
     for back in worlds.world(2).run(echo, sent):
-        assert back.dtype == dtype
-        assert back.shape == sent.shape
-        bits = torch.uint8
-        assert torch.equal(back.contiguous().view(bits), sent.contiguous().view(bits))
+        assert (back.dtype, back.shape) == (dtype, sent.shape)
+        assert torch.equal(back.view(torch.uint8), sent.contiguous().view(torch.uint8))
 
 
 def awkward(ctx: Context) -> dict[str, torch.Tensor]:
