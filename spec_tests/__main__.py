@@ -29,6 +29,11 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["ledger"]:
         return _ledger(arguments[1:])
     if arguments[:1] == ["impostors"]:
+        # First: it preloads torch for the ranks while this process imports it. Without it every
+        # rank imports for itself, a second each.
+        from spec_tests.rig.zygote import start_zygote
+
+        start_zygote()
         from spec_tests.impostors.matrix import main as matrix
 
         return matrix(arguments[1:])
