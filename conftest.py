@@ -13,7 +13,7 @@ pytest_plugins = ["spec_tests.plugin"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare pytest-timeout's settings where it is not installed, so that strict mode knows them."""
+    """Declare pytest-timeout's settings where it is not installed: strict mode must know them."""
     if find_spec("pytest_timeout") is None:
         for name in ("timeout", "timeout_method"):
             parser.addini(name, "pytest-timeout is not installed: this setting does nothing")

@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -90,6 +90,21 @@ class Clause:
         root = Path(__file__).resolve().parent.parent
         return f"{Path(code.co_filename).relative_to(root).as_posix()}:{code.co_firstlineno}"
 
+    def _parameters(self) -> Iterator[tuple[str, list[Any], list[str]]]:
+        """Name, values and ids of each parametrised argument."""
+        for mark in getattr(self.test, "pytestmark", []):
+            if mark.name == "parametrize":
+                values = list(mark.args[1])
+                yield mark.args[0], values, list(mark.kwargs.get("ids") or map(str, values))
+
+    def label(self, case: Mapping[str, Any]) -> str:
+        """A case in words: `{"world": 2, "subject": "ddp", "toy": "tied"}` -> "ddp-w2-tied"."""
+        words = [str(case["subject"])] if "subject" in case else []
+        words.append(f"w{case['world']}")
+        for axis, values, ids in self._parameters():
+            words.append(ids[values.index(case[axis])])
+        return "-".join(words)
+
     def cases(self) -> Iterator[dict[str, Any]]:
         """Every situation in which the clause is judged: `world` (a size), `subject`, parameters.
 
@@ -98,11 +113,9 @@ class Clause:
         axes: dict[str, list[Any]] = {"world": list(self.worlds)}
         if self.judges:
             axes["subject"] = list(self.judges)
-        for mark in getattr(self.test, "pytestmark", []):
-            if mark.name == "parametrize":
-                axes[mark.args[0]] = list(mark.args[1])
-        for values in itertools.product(*axes.values()):
-            yield dict(zip(axes, values, strict=True))
+        axes |= {axis: values for axis, values, _ in self._parameters()}
+        for case in itertools.product(*axes.values()):
+            yield dict(zip(axes, case, strict=True))
 
 
 REGISTER: dict[str, Clause] = {}
@@ -131,6 +144,9 @@ def clause(
 
     def register(test: _Test) -> _Test:
         sentence = _sentence_of(test)
+        for mark in getattr(test, "pytestmark", []):
+            if mark.name == "parametrize" and "," in mark.args[0]:
+                raise ValueError(f"clause {id}: one argument per parametrize, got {mark.args[0]!r}")
         _validate(id, strength, level, judges + needs, sentence)
         earlier = REGISTER.get(id)
         if earlier is not None and earlier.test.__module__ != test.__module__:

@@ -1,4 +1,4 @@
-"""The pytest plugin: options, parameters, fixtures, and from a test's end to a line of the log.
+"""The pytest plugin: options, parameters, fixtures; its other half is `outcome_hooks`.
 
 Loaded through the `pytest11` entry point, so that an installed suite has it too, or by the root
 conftest.py in a bare checkout. What a clause is judged on comes from its decorator: the plugin
@@ -13,13 +13,9 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import os
-import time
 import unittest
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
-from datetime import date
+from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any, cast
 
 import pytest
 
@@ -33,35 +29,31 @@ import torch
 from hypothesis import settings
 
 from spec_tests import ledger, target
-from spec_tests.clause import LEVELS, MUST, Clause, clause_of
-from spec_tests.rig import expectations, report, runner
+from spec_tests.clause import LEVELS, Clause, clause_of
+from spec_tests.outcome_hooks import (
+    pytest_runtest_logreport,
+    pytest_runtest_makereport,
+    pytest_runtest_protocol,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+)
+from spec_tests.rig import expectations, runner
 from spec_tests.rig.errors import RankDied, RankHung, RigError
 from spec_tests.rig.eventlog import EventLog
-from spec_tests.rig.judge import judging
-from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.strategies import register_profiles
 from spec_tests.rig.world import TRANSPORTS, World, Worlds
+from spec_tests.run import ACTIVE, RUN, Run, clause_of_item
+
+__all__ = [
+    "pytest_runtest_logreport",
+    "pytest_runtest_makereport",
+    "pytest_runtest_protocol",
+    "pytest_sessionfinish",
+    "pytest_terminal_summary",
+]
 
 # The reference and its peer are held to everything; others, unless they ask, to what is right.
 DEFAULT_LEVELS = {"solution": "production", "torch": "production"}
-_EVENT = "trainspec-result"
-
-
-@dataclass
-class Run:
-    """What this process knows of its run."""
-
-    targets: list[target.Target]
-    levels: dict[str, str]
-    transport: str
-    deviations: dict[str, list[expectations.Deviation]]
-    worlds: Worlds
-    log: EventLog | None = None
-    is_full: bool = True
-    results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-
-
-RUN = pytest.StashKey[Run]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -139,20 +131,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     dropped: list[pytest.Item] = []
     patterns: Sequence[str] = config.getoption("--clause") or ()
     for item in items:
-        clause = _clause_of_item(item)
+        clause = clause_of_item(item)
         if clause is not None and clause.transports == ("cuda",):
             item.add_marker(pytest.mark.gpu)
         (kept if _is_asked_for(item, clause, patterns, run) else dropped).append(item)
-    if patterns and not any(_clause_of_item(item) for item in kept):
+    if patterns and not any(clause_of_item(item) for item in kept):
         raise pytest.UsageError(_unknown_clause(patterns, run))
-    run.is_full = not patterns and not config.getoption("keyword")
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
-
-
-def _clause_of_item(item: pytest.Item) -> Clause | None:
-    return clause_of(getattr(item, "function", None))
 
 
 def _is_asked_for(
@@ -220,117 +207,15 @@ def _require_machine(clause: Clause, transport: str) -> None:
         raise unittest.SkipTest(f"{runner.NOT_HERE}needs a CUDA device")
 
 
-# ---------------------------------------------------------------------------------- outcomes
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Violations name the clause, and margins are collected, while an item runs."""
-    clause = _clause_of_item(item)
-    if clause is None:
-        return (yield)
-    params = item.callspec.params  # type: ignore[attr-defined]  # a clause is parametrised
-    case = {k: v for k, v in params.items() if k != "target"}
-    item.stash[_CASE] = runner.case_name(case)
-    here = runner.situation(clause, params["target"], case, item.stash[_CASE])
-    item.stash[_SITUATION] = here
-    with judging(here):
-        return (yield)
-
-
-_CASE = pytest.StashKey[str]()
-_SITUATION = pytest.StashKey[Any]()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Turn pytest's three words into the suite's outcomes, and attach the log's line."""
-    # Before the yield: pytest's own unittest plugin replaces a SkipTest by its own exception.
-    error = call.excinfo.value if call.excinfo is not None else None
-    found = yield
-    clause = _clause_of_item(item)
-    if isinstance(error, RankHung | RankDied) and clause is None:
-        found.sections.append(("ranks", str(error)))
-    if clause is None or (call.when != "call" and error is None):
-        return found
-    run = item.config.stash[RUN]
-    result = _result(item, clause, call, error, run)
-    found.user_properties.append((_EVENT, result))
-    _show(found, clause, result)
-    return found
-
-
-def _result(
-    item: pytest.Item,
-    clause: Clause,
-    call: pytest.CallInfo[None],
-    error: BaseException | None,
-    run: Run,
-) -> dict[str, Any]:
-    situation, params = item.stash[_SITUATION], item.callspec.params  # type: ignore[attr-defined]  # a clause is parametrised
-    name = params["target"].name
-    outcome = runner.outcome_of(error)
-    result = {
-        "clause": clause.id,
-        "implementation": name,
-        "case": item.stash[_CASE],
-        "node": item.nodeid,
-        "world_size": params["world"],
-        "transport": run.transport,
-        "strength": str(clause.strength),
-        "level": clause.level,
-        "outcome": str(outcome),
-        "duration_s": call.duration,
-        "message": runner.message_of(error),
-        "margins": [max(situation.margins, key=lambda m: m["ratio"])] if situation.margins else [],
-        "rerun": situation.rerun,
-        "leaks": list(run.worlds.leaks),
-    }
-    run.worlds.leaks.clear()
-    declared = expectations.find(
-        run.deviations[name], clause.id, item.stash[_CASE], torch_version=torch.__version__
-    )
-    return expectations.expect(result, declared)
-
-
-def _show(found: pytest.TestReport, clause: Clause, result: dict[str, Any]) -> None:
-    """Make pytest's own summary and exit status agree with the outcome."""
-    outcome = Outcome(result["outcome"])
-    if outcome is Outcome.EXPECTED_FAILURE:
-        found.outcome, found.wasxfail = "skipped", result["message"].partition("\n")[0]
-    elif outcome is Outcome.UNEXPECTED_PASS:
-        found.outcome, found.longrepr = "failed", result["message"]
-    elif outcome in (Outcome.FAILED, Outcome.HANG, Outcome.DIED) and clause.strength != MUST:
-        found.outcome, found.wasxfail = "skipped", f"{clause.strength} advises only"
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Keep results of this process, and of xdist workers, for the log."""
-    if _CONTROLLER is None:
-        return
-    for key, found in report.user_properties:
-        if key == _EVENT:
-            value = cast(dict[str, Any], found)
-            _CONTROLLER.results.setdefault(value["implementation"], []).append(value)
-            if _CONTROLLER.log is not None:
-                _CONTROLLER.log.result(**value)
-    if report.failed and not report.user_properties and _CONTROLLER.log is not None:
-        _CONTROLLER.log.problem(f"{report.nodeid} failed outside of any clause")
-
-
-_CONTROLLER: Run | None = None
-"""The run that writes the log: that of the one process that is no xdist worker."""
+# ----------------------------------------------------------------------------------- session
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Open the log, and see that every implementation loads before anything is judged."""
-    global _CONTROLLER
     config, run = session.config, session.config.stash[RUN]
     if os.environ.get("PYTEST_XDIST_WORKER"):
         return
-    _CONTROLLER = run
+    ACTIVE.run = run
     if config.option.collectonly:
         return
     if config.getoption("--impl"):
@@ -361,49 +246,6 @@ def _require_loads(which: target.Target, run: Run) -> None:
             f"--impl {which.name}: expected an implementation that loads, but importing it failed. "
             f"Try `python -c 'import ...'` in the same environment.\n{reason}"
         )
-
-
-def _above(level: str) -> set[str]:
-    """Ids of the clauses that this level does not ask for."""
-    allowed = LEVELS[: LEVELS.index(level) + 1]
-    return {clause.id for clause in ledger.load_all() if clause.level not in allowed}
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Close the worlds, find stale expectations, write the footer and the report."""
-    run = session.config.stash[RUN]
-    run.worlds.close()
-    if run.log is None or os.environ.get("PYTEST_XDIST_WORKER"):
-        return
-    for name, deviations in run.deviations.items():
-        applied = expectations.apply(
-            deviations,
-            run.results.get(name, []),
-            torch_version=torch.__version__,
-            today=date.fromtimestamp(time.time()),
-            is_full_run=run.is_full,
-            unselected=_above(run.levels[name]),
-        )
-        for problem in applied.problems:
-            run.log.problem(problem)
-    status = run.log.finish()
-    if status > int(session.exitstatus):
-        session.exitstatus = status
-    report.write_report(session.config.getoption("--report"), run.log.path)
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """The table clause by implementation, and the verdict."""
-    run = config.stash[RUN]
-    if run.log is not None:
-        if config.getoption("tbstyle") == "no":
-            terminalreporter.section("what does not hold")
-            terminalreporter.write_line(report.render_failures(run.log.events))
-        terminalreporter.section("specification")
-        terminalreporter.write_line(report.render_terminal(run.log.events))
-        if not config.getoption("--report-is-scratch"):
-            terminalreporter.write_line(f"report: {config.getoption('--report')}/summary.md")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -91,15 +91,26 @@ def parse(spec: str) -> Target:
 def _parse_path(spec: str) -> Target:
     path = Path(spec).expanduser().resolve()
     if path.is_dir() and (path / "__init__.py").is_file():
-        return Target(spec, path.name, path)
+        return _package(spec, path)
     if path.is_file() and path.suffix == ".py":
         if path.name == "__init__.py":
-            return Target(spec, path.parent.name, path.parent)
-        return Target(spec, path.stem, path)
+            return _package(spec, path.parent)
+        # Under a name of its own: ./queue.py must not take the place of the standard library's.
+        return Target(spec, f"trainspec_impl_{path.stem}", path)
     found = "a folder without __init__.py" if path.is_dir() else "nothing"
     raise ValueError(
         f"--impl {spec!r}: expected a .py file or a package folder, found {found} at {path}"
     )
+
+
+def _package(spec: str, folder: Path) -> Target:
+    """A package keeps its name, since its modules import each other by it."""
+    if folder.name in sys.stdlib_module_names:
+        raise ValueError(
+            f"--impl {spec!r}: a package called {folder.name!r} would take the place of the "
+            "standard library's; rename it"
+        )
+    return Target(spec, folder.name, folder)
 
 
 def _is_importable(name: str) -> bool:

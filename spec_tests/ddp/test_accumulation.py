@@ -206,6 +206,7 @@ def test_every_contribution_arrives_exactly_once(world, subject):
     names = tuple(f"rank {r} micro-batch {m}" for r in range(world.size) for m in range(micros))
     for rank, gradients in enumerate(ranks):
         for name, values in gradients.items():
+            judge.holds(bool(values), f"rank {rank}, {name!r}: expected a gradient, got None")
             counts = {fingerprint.digits(value, contributors=len(names)) for value in values}
             wrong = next((c for c in counts if c != (1,) * len(names)), (1,) * len(names))
             judge.holds(

@@ -336,6 +336,41 @@ def test_a_parameter_used_on_some_ranks_holds_the_mean_with_zeros(world, subject
         )
 
 
+def nothing_used(ctx, subject, seed):
+    """Two steps in which the last rank's loss touches no parameter at all."""
+    replica = Replica(ctx, subject, "mlp", seed)
+    for micro in range(2):
+        replica.zero_grad()
+        loss = replica.loss(micro)
+        if ctx.rank == ctx.world_size - 1:
+            loss = torch.zeros((), requires_grad=True)
+        loss.backward()
+        replica.finish()
+    return replica.gradients()
+
+
+@clause(
+    "ddp.gradients.unused-on-a-whole-rank",
+    MUST,
+    level="correct",
+    judges=DDP,
+    source="contract: unused on some ranks is the mean with zero, or an error; never a hang",
+)
+def test_a_rank_whose_loss_touches_nothing_hangs_nobody(world, subject):
+    """Where a rank's loss touches no parameter, the others MUST NOT hang: mean or error.
+
+    A batch without valid targets, a sample that is skipped: no hook fires on that rank.
+    """
+    ranks = refusal.answer_or_refusal(world, nothing_used, subject, 7)
+
+    if ranks is not None:
+        others = range(world.size - 1)
+        expected = equivalence.full_batch_gradients("mlp", 7, ranks=others, micros=(1,))
+        judge.tensors(
+            ranks, expected, quantity="mean gradient", given="the last rank uses no parameter"
+        )
+
+
 def other_order(ctx, subject, seed):
     """Three steps in which every rank evaluates the branches in another order."""
     replica = Replica(ctx, subject, "branches", seed)

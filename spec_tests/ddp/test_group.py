@@ -7,27 +7,34 @@ group, is right only as long as nobody else is there.
 
 from __future__ import annotations
 
+import pytest
+
 from spec_tests.clause import MUST, clause
 from spec_tests.ddp.replica import Replica
-from spec_tests.laws import equivalence
+from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import judge, oracle
 from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.toys import TOYS
 
 DDP = ("ddp", "ddp_bucketed")
 GROUPS = "DistributedDataParallel, process_group; verl issue 7493"
-PAIRS = ((0, 1), (2, 3))
+# Not neighbours: the first rank of a group is then no multiple of the group's size.
+GROUPS_OF = {3: ((0, 2), (1,)), 4: ((0, 2), (1, 3))}
 
 
-def in_groups(ctx, subject, groups, seed):
-    """Weights after wrapping and gradients after a step, in a group of one's own."""
-    replica = Replica(
-        ctx, subject, "mlp", seed, weights_differ=True, process_group=ctx.split(groups)
-    )
-    weights = replica.weights()
-    with ctx.recording() as recorder:
-        replica.backward()
-    return {"weights": weights, "gradients": replica.gradients(), "log": recorder.log()}
+def in_groups(ctx, subject, toy, seed, groups, uses=None):
+    """State after wrapping, buffers in the next forward, and gradients, in a group of one's own."""
+    replica = Replica(ctx, subject, toy, seed, weights_differ=True, process_group=ctx.split(groups))
+    state = {**replica.weights(), **_buffers(replica)}
+    flags = {"use": uses[ctx.rank]} if uses else {}
+    replica.backward(**flags)
+    gradients = replica.gradients()
+    replica.loss(1, **flags)  # the next forward: the latest moment for an error
+    return {"state": state, "gradients": gradients}
+
+
+def _buffers(replica):
+    return {name: buffer.clone() for name, buffer in replica.module.named_buffers()}
 
 
 @clause(
@@ -38,20 +45,22 @@ def in_groups(ctx, subject, groups, seed):
     source=GROUPS,
     worlds=(4,),
 )
-def test_each_group_starts_from_its_own_first_rank(world, subject):
-    """In a sub-group every rank MUST start from the parameters of that group's first rank."""
-    ranks = world.run(in_groups, subject, PAIRS, 7)
+@pytest.mark.parametrize("toy", ["mlp", "buffers"])
+def test_each_group_starts_from_its_own_first_rank(world, subject, toy):
+    """In a sub-group every rank MUST start from the state of that group's first rank."""
+    groups = GROUPS_OF[world.size]
+    ranks = world.run(in_groups, subject, toy, 7, groups)
 
-    own = [oracle.parameters("mlp", 7 + rank) for rank in range(4)]
+    own = [{**oracle.parameters(toy, 7 + r), **oracle.buffers(toy, 7 + r)} for r in range(4)]
     judge.tensors(
-        [rank["weights"] for rank in ranks],
-        [own[0], own[0], own[2], own[2]],
-        quantity="parameter of the group's first rank",
+        [rank["state"] for rank in ranks],
+        [own[_group_of(rank, groups)[0]] for rank in range(world.size)],
+        quantity="state of the group's first rank",
         hints=[
             Hint("rank 0 of the world was taken, which is in another group", own[0]),
-            Hint("the rank kept its own weights", own),
+            Hint("the rank kept its own", own),
         ],
-        given="groups (0, 1) and (2, 3)",
+        given=f"toy {toy!r}, groups {groups}",
     )
 
 
@@ -65,14 +74,14 @@ def test_each_group_starts_from_its_own_first_rank(world, subject):
 )
 def test_each_group_divides_by_its_own_size(world, subject):
     """In a sub-group gradients MUST be the mean over that group alone, divided by its size."""
-    groups = ((0, 1), (2,)) if world.size == 3 else PAIRS
-    ranks = world.run(in_groups, subject, groups, 7)
+    groups = GROUPS_OF[world.size]
+    ranks = world.run(in_groups, subject, "mlp", 7, groups)
 
     expected, whole = [], []
     for rank in range(world.size):
-        group = next(group for group in groups if rank in group)
+        group = _group_of(rank, groups)
         # The toys' loss is multiplied by the size of the world, not of the group.
-        total = _gradients(group, seed=7 + group[0])
+        total = _gradients(group)
         expected.append(equivalence.scaled(total, world.size / len(group)))
         whole.append(total)
     judge.tensors(
@@ -84,6 +93,41 @@ def test_each_group_divides_by_its_own_size(world, subject):
     )
 
 
-def _gradients(group, *, seed):
-    batches = [TOYS["mlp"].batch(7, rank=rank) for rank in group]
-    return oracle.gradients("mlp", seed, batches)
+@clause(
+    "ddp.group.keeps-to-itself",
+    MUST,
+    level="correct",
+    judges=DDP,
+    source=GROUPS,
+    worlds=(4,),
+)
+def test_what_another_group_uses_does_not_matter(world, subject):
+    """A parameter that another group uses MUST keep None in a group that does not, or be an error.
+
+    Flags of unused parameters, like everything else, belong to the group.
+    """
+    groups, uses = GROUPS_OF[4], ("ab", "abc", "ab", "abc")
+    ranks = refusal.answer_or_refusal(world, in_groups, subject, "branches", 7, groups, uses)
+
+    if ranks is not None:
+        expected = [
+            equivalence.scaled(_gradients(_group_of(r, groups), "branches", uses[r]), 2.0)
+            for r in range(4)
+        ]
+        judge.tensors(
+            [rank["gradients"] for rank in ranks],
+            expected,
+            quantity="mean gradient of its group",
+            given=f"groups {groups}, branches used {uses}",
+        )
+
+
+def _group_of(rank, groups):
+    return next(group for group in groups if rank in group)
+
+
+def _gradients(group, toy="mlp", use=None):
+    """Of the summed loss of a group, from the weights of its first rank."""
+    batches = [TOYS[toy].batch(7, rank=rank) for rank in group]
+    flags = [{"use": use} if use else {}] * len(group)
+    return oracle.gradients(toy, 7 + group[0], batches, flags)

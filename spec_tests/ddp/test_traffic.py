@@ -52,6 +52,7 @@ def test_a_step_reduces_every_trainable_element_once(world, subject, toy):
     traffic.reduced_once(
         [rank["log"] for rank in ranks],
         numel=_trainable(toy),
+        num_bytes=_trainable_bytes(toy),
         bookkeeping=_flags(toy),
         given=f"toy {toy!r}, third step",
     )
@@ -171,6 +172,11 @@ def test_all_ranks_issue_the_same_collectives(world, subject):
 def _trainable(toy: str) -> int:
     module = TOYS[toy].build(7)
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+def _trainable_bytes(toy: str) -> int:
+    module = TOYS[toy].build(7)
+    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
 
 
 def _flags(toy: str) -> int:

@@ -150,8 +150,10 @@ class PlainDdp(nn.Module):
     # --------------------------------------------------------------------------------- forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and self.is_synchronised:
-            self.before_training_forward()
+        if torch.is_grad_enabled():
+            self.has_news = True  # also where this rank's loss touches nothing: its peers' may
+            if self.is_synchronised:
+                self.before_training_forward()
         return self.module(*args, **kwargs)
 
     def before_training_forward(self) -> None:

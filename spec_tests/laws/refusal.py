@@ -12,8 +12,17 @@ from spec_tests.rig import judge
 from spec_tests.rig.errors import NotOffered, RankRaised
 from spec_tests.rig.world import Ranks, World
 
-# An error of these kinds was raised on purpose. A KeyError or an IndexError is an accident.
-_DELIBERATE = ("RuntimeError", "ValueError", "NotImplementedError")
+# Nobody says with these that a situation is refused: they happen to code that did not foresee it.
+_ACCIDENTS = (
+    "KeyError",
+    "IndexError",
+    "AttributeError",
+    "TypeError",
+    "NameError",
+    "ZeroDivisionError",
+    "RecursionError",
+    "SystemExit",
+)
 
 
 def answer_or_refusal(
@@ -32,8 +41,7 @@ def answer_or_refusal(
         return None
     except RankRaised as failure:
         error = failure.error
-        deliberate = any(error.is_a(kind) for kind in _DELIBERATE) and error.message.strip()
-        if deliberate:
+        if error.message.strip() and not any(error.is_a(kind) for kind in _ACCIDENTS):
             return None
         raise judge.violated(
             f"rank {failure.ranks[failure.primary].rank}: expected the right answer or an error "

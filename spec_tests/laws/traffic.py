@@ -24,12 +24,20 @@ def silent(logs: Sequence[Log], *, when: str, likely: str = "", given: str = "")
             likely=likely,
             given=given,
         )
+        judge.holds(
+            log.issued == 0,
+            f"rank {rank}: expected nothing to be sent {when}, but its groups counted {log.issued} "
+            "operations",
+            likely="another thread sends: the reduction was only moved out of sight",
+            given=given,
+        )
 
 
 def reduced_once(
     logs: Sequence[Log],
     *,
     numel: int,
+    num_bytes: int | None = None,
     times: int = 1,
     bookkeeping: int = 0,
     likely: str = "",
@@ -38,6 +46,7 @@ def reduced_once(
     """Each rank's reductions add up to `times` copies of `numel` gradient elements.
 
     Args:
+        num_bytes: bytes of those elements in their own dtypes; not looked at if left out.
         bookkeeping: elements that may be sent besides: flags of unused parameters, token counts.
     """
     __tracebackhide__ = True
@@ -50,6 +59,14 @@ def reduced_once(
             f"{bookkeeping} besides), got {total} elements, {total / numel:.2f} copies, in "
             f"{len(sent)} collectives: {_list(sent)}",
             likely=likely or _likely(total, numel * times),
+            given=given,
+        )
+        size = sum(event.bytes for event in sent)
+        judge.holds(
+            num_bytes is None or size <= times * num_bytes + 4 * bookkeeping,
+            f"rank {rank}: expected {times} x {num_bytes} bytes (and at most {4 * bookkeeping} "
+            f"besides), got {size}: {_list(sent)}",
+            likely="gradients travel in a wider dtype than their own",
             given=given,
         )
 

@@ -88,7 +88,3 @@ class RankHung(_Failure, BaseException):
 
 class RankDied(_Failure, BaseException):
     """A rank's process ended during a call."""
-
-
-class RanksDisagree(_Failure, Exception):
-    """Every rank returned, but they did not issue the same number of collectives."""

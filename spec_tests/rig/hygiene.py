@@ -36,11 +36,15 @@ _GLOBAL_HOOKS = (
 
 @dataclass(frozen=True)
 class _Probe:
-    """One piece of process state: how to read it and, where that is possible, how to set it."""
+    """One piece of process state: how to read it and, where that is possible, how to set it.
+
+    What is harmless is reported and left alone: nothing that comes later depends on it.
+    """
 
     name: str
     read: Callable[[], Any]
     restore: Callable[[Any], object] | None = None
+    is_harmless: bool = False
 
 
 def _environment() -> dict[Any, Any]:
@@ -70,12 +74,6 @@ def _restore_filters(before: list[Any]) -> None:
     # In place: the interpreter's C code holds this very list.
     filters = cast(list[Any], warnings.filters)
     filters[:] = before
-
-
-def _restore_groups(before: tuple[str, ...]) -> None:
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if dist.distributed_c10d._world.pg_names[group] not in before:
-            dist.destroy_process_group(group)
 
 
 def _group_names() -> tuple[str, ...]:
@@ -115,10 +113,11 @@ _PROBES = (
         lambda: {name: tuple(getattr(module_hooks, name)) for name in _GLOBAL_HOOKS},
         _restore_hooks,
     ),
-    _Probe("process groups", _group_names, _restore_groups),
+    # An implementation may keep a group of its own from one call to the next.
+    _Probe("process groups", _group_names, is_harmless=True),
     _Probe("environment", _environment, _restore_environment),
     _Probe("working directory", os.getcwd, os.chdir),
-    _Probe("Python threads", _thread_names),
+    _Probe("Python threads", _thread_names, is_harmless=True),
     _Probe("warning filters", lambda: list(warnings.filters), _restore_filters),
     _Probe(
         "alarm handler",
@@ -136,9 +135,10 @@ class Leak:
     before: str
     after: str
     restored: bool
+    is_harmless: bool = False
 
     def __str__(self) -> str:
-        verb = "restored" if self.restored else "not restorable"
+        verb = "restored" if self.restored else "kept" if self.is_harmless else "not restorable"
         return f"{self.name}: {self.before} -> {self.after} ({verb})"
 
 
@@ -156,7 +156,8 @@ def restore(before: tuple[Any, ...]) -> list[Leak]:
             continue
         if probe.restore is not None:
             probe.restore(old)
-        leaks.append(Leak(probe.name, *_shorten(old, new), probe.restore is not None))
+        was_restored = probe.restore is not None
+        leaks.append(Leak(probe.name, *_shorten(old, new), was_restored, probe.is_harmless))
     return leaks
 
 
@@ -168,6 +169,11 @@ def _shorten(old: object, new: object) -> tuple[str, str]:
             str({key: new.get(key) for key in changed})[:200],
         )
     return str(old)[:200], str(new)[:200]
+
+
+def keeps_groups() -> bool:
+    """True while there are process groups besides the default one."""
+    return len(_group_names()) > 1
 
 
 def seed_everything(seed: int) -> None:

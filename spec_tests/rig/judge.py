@@ -172,6 +172,10 @@ def _compare(
     """None if they agree. Records the margin either way."""
     if seen is None and wanted is None:
         return None
+    if seen is not None and not isinstance(seen, torch.Tensor):
+        raise violated(
+            f"rank {rank}, {name!r}: expected a tensor, got {type(seen).__name__}: {seen!r:.80}"
+        )
     if seen is None or wanted is None or seen.shape != wanted.shape or seen.dtype != wanted.dtype:
         return Finding(rank, name, seen, wanted, float("inf"), 0.0)
     allowed = tolerance.bound(wanted)

@@ -4,7 +4,8 @@ A rank is *blocked* when over a whole window it consumed almost no processor tim
 wanted a processor at every look. Compiling or interpreting code is slow and burns processor time,
 so it is never taken for a hang. A rank that starves on a crowded machine wants a processor whenever
 one looks, so it is not either; whereas the event loop of a blocked rank wakes now and then, and on
-such a machine is sometimes seen waiting for its turn.
+such a machine is sometimes seen waiting for its turn. Neither is one that gets on slowly, a
+collective now and a sleep then: what it has issued is compared as well.
 
 Read from /proc; where there is none (macOS), nobody is ever called blocked and the time limit of
 the call decides.
@@ -14,12 +15,15 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 # Gloo's event loop and the watcher thread wake now and then: this is far above, work far below.
 _IDLE_SHARE = 0.05
+# Between two looks; the pool looks five times a second.
+_MAX_GAP_S = 0.8
 
 
 @dataclass(frozen=True)
@@ -46,17 +50,37 @@ def _sample(pid: int) -> _Sample | None:
 
 @dataclass
 class Liveness:
-    """Watches one process; ask `is_blocked` every now and then, several times a window."""
+    """Watches one process; ask `is_blocked` every now and then, several times a window.
+
+    Attributes:
+        pid: the process.
+        window_s: how long it must have been blocked.
+        progress: something that changes while the process gets on without much processor time, such
+            as the number of collectives that it has issued. Asked twice a window.
+    """
 
     pid: int
     window_s: float
+    progress: Callable[[], object] = field(default=lambda: None)
     _since: _Sample | None = field(default=None)
+    _last_s: float = field(default=0.0)
     _working: frozenset[str] = field(default=frozenset())
+    _token: object = field(default=None)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if it has done nothing since some looks ago; a window need not be full."""
+        return self._since is not None and self._last_s - self._since.at_s > min(
+            1.0, 0.5 * self.window_s
+        )
 
     def is_blocked(self) -> bool:
         """True once the process has been waiting, without progress, for the whole window."""
         now = _sample(self.pid)
         if now is None or self._since is None:
+            return self._begin(now)
+        gap, self._last_s = now.at_s - self._last_s, now.at_s
+        if gap > _MAX_GAP_S:  # the one who looks was itself kept waiting: it has seen too little
             return self._begin(now)
         elapsed = now.at_s - self._since.at_s
         if now.cpu_s - self._since.cpu_s > max(_IDLE_SHARE * elapsed, 2 / _TICKS_PER_S):
@@ -64,8 +88,12 @@ class Liveness:
         self._working &= now.working
         if elapsed < self.window_s:
             return False
-        return not self._working or self._begin(now)
+        if self._working or self.progress() != self._token:
+            return self._begin(now)
+        return True
 
     def _begin(self, now: _Sample | None) -> bool:
         self._since, self._working = now, now.working if now is not None else frozenset()
+        self._last_s = now.at_s if now is not None else 0.0
+        self._token = self.progress()
         return False

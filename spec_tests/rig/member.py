@@ -13,6 +13,15 @@ from pathlib import Path
 from spec_tests.rig import wire
 
 
+@dataclass(frozen=True)
+class Doing:
+    """What a rank says of itself while it runs a body: stack, last collectives, how many in all."""
+
+    stack: str
+    collectives: tuple[str, ...] = ()
+    issued: int = -1
+
+
 @dataclass
 class Member:
     """Asks after one rank; a dead one has a state, an output, and no answers."""
@@ -31,14 +40,16 @@ class Member:
             return _without_rig(text)
         return ""
 
-    def ask_what_it_does(self, wait_s: float) -> tuple[str, tuple[str, ...]]:
+    def ask_what_it_does(self, wait_s: float) -> Doing:
         """Stack and last collectives; a rank that holds the interpreter lock cannot answer."""
         with contextlib.suppress(OSError, EOFError):
+            while self.control.poll():  # an answer that came too late for its question
+                self.control.recv_bytes()
             self.control.send_bytes(b"?")
             if self.control.poll(wait_s):
-                answer: tuple[str, tuple[str, ...]] = wire.loads(self.control.recv_bytes())
+                answer: Doing = wire.loads(self.control.recv_bytes())
                 return answer
-        return "(did not answer: busy inside C++ with the interpreter lock held)", ()
+        return Doing("(did not answer: busy inside C++ with the interpreter lock held)")
 
     def how_it_ended(self) -> str:
         """In words: killed by SIGKILL, exited with 3."""

@@ -14,12 +14,14 @@ task's arguments, observes, and returns plain data. It never judges.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import functools
 import gc
 import importlib
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -36,7 +38,8 @@ import torch
 import torch.distributed as dist
 
 from spec_tests.rig import hygiene, wire
-from spec_tests.rig.recorder import Recorder
+from spec_tests.rig.member import Doing
+from spec_tests.rig.recorder import Recorder, issued_by_all_groups
 from spec_tests.target import Implementation, Target, load
 
 # Longer than any body may take: the parent's clock decides, this one is the last resort.
@@ -79,7 +82,8 @@ class Reply:
     value: bytes | None
     error: wire.RemoteError | None
     collectives: int
-    leaks: tuple[hygiene.Leak, ...]
+    keeps_groups: bool = False
+    leaks: tuple[hygiene.Leak, ...] = ()
 
 
 class Context:
@@ -145,6 +149,7 @@ class Context:
 
 def main(config: RankConfig, tasks: Connection, control: Connection) -> None:
     """Serve until told to stop. Entry point of the forked process."""
+    os.setsid()  # a session of its own: whatever it starts can be ended with it
     preloaded = "torch.distributed.fsdp" in sys.modules
     output = _redirect_output(config.output_path)
     os.environ.update(config.environment)
@@ -153,7 +158,10 @@ def main(config: RankConfig, tasks: Connection, control: Connection) -> None:
     )
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    threading.Thread(target=_watch, args=(control,), name="watcher", daemon=True).start()
+    watcher = threading.Thread(
+        target=_watch, args=(control, config.scratch), name="watcher", daemon=True
+    )
+    watcher.start()
     store = dist.TCPStore("127.0.0.1", config.store_port, is_master=False)
     impl: Implementation | None = None
     load_error: wire.RemoteError | None = None
@@ -162,8 +170,8 @@ def main(config: RankConfig, tasks: Connection, control: Connection) -> None:
             impl = load(config.target)
         except BaseException as error:  # an implementation may raise anything, SystemExit too
             load_error = wire.RemoteError.of(error, time.monotonic_ns())
-    # Later collections then look at what bodies made, not at torch. Without a collection first: that
-    # would take longer than all the rest of the start.
+    # Later collections then look at what bodies made, not at torch. Without a collection first:
+    # that would take longer than all the rest of the start.
     gc.freeze()
     tasks.send_bytes(wire.dumps((preloaded, load_error, impl.offered if impl else ())))
     _serve(config, tasks, store, impl, output)
@@ -179,17 +187,20 @@ def _redirect_output(path: str) -> int:
     return output
 
 
-def _watch(control: Connection) -> None:
+def _watch(control: Connection, scratch: str) -> None:
     main_thread = threading.main_thread().ident
     while True:
         try:
             control.recv_bytes()
         except (EOFError, OSError):
-            os._exit(70)  # the parent is gone, and nobody will ever read an answer
+            # The parent is gone: nobody will read an answer, or tidy up.
+            shutil.rmtree(Path(scratch).parent, ignore_errors=True)
+            os._exit(70)
         frame = sys._current_frames().get(main_thread or 0)
         stack = "" if frame is None else _stack_of_body(traceback.extract_stack(frame))
         with contextlib.suppress(OSError):
-            control.send_bytes(wire.dumps((stack, _last_collectives())))
+            doing = Doing(stack, _last_collectives(), issued_by_all_groups())
+            control.send_bytes(wire.dumps(doing))
 
 
 def _stack_of_body(stack: traceback.StackSummary) -> str:
@@ -248,7 +259,7 @@ def _serve(
 
 
 def _with_leaks(reply: Reply, leaks: list[hygiene.Leak]) -> Reply:
-    return Reply(reply.serial, reply.value, reply.error, reply.collectives, tuple(leaks))
+    return dataclasses.replace(reply, leaks=tuple(leaks), keeps_groups=hygiene.keeps_groups())
 
 
 def _run(config: RankConfig, task: Task, impl: Implementation | None) -> Reply:
@@ -258,12 +269,12 @@ def _run(config: RankConfig, task: Task, impl: Implementation | None) -> Reply:
         context = Context(config, task, impl)
         value = wire.dumps(body(context, *task.args, **task.kwargs))
         context.close()
-        return Reply(task.serial, value, None, _issued_collectives(), ())
+        return Reply(task.serial, value, None, _issued_collectives())
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: the rank lives on
         described = wire.RemoteError.of(error, time.monotonic_ns())
         # The frames hold the wrapped model, which holds the group that has to close.
         traceback.clear_frames(error.__traceback__)
-        return Reply(task.serial, None, described, -1, ())
+        return Reply(task.serial, None, described, -1)
 
 
 def _issued_collectives() -> int:

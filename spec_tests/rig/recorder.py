@@ -7,7 +7,8 @@ in the same stream, so *order relative to compute* is seen on a CPU without a cl
 
 Sizes are those of the data that a rank hands in or owns in the result, whichever is larger: an
 all-gather counts its gathered output, a reduce-scatter its full input. Counting bytes by meaning
-keeps an implementation free to choose its operations.
+keeps an implementation free to choose its operations. What another thread sends is not seen, but
+counted: c10d numbers the operations of each group.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from enum import StrEnum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -82,6 +84,8 @@ class Log:
 
     events: tuple[Event, ...]
     peak_bytes: int
+    issued: int = 0
+    """Collectives that c10d counted meanwhile on all groups, whichever thread issued them."""
 
     def collectives(self, *kinds: Kind) -> tuple[Event, ...]:
         """The collectives, all of them or those of the given kinds."""
@@ -145,6 +149,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it bare
         self._events: list[Event] = []
         self._ledger = _StorageLedger()
+        self._issued_before = issued_by_all_groups()
+        self._issued: int | None = None  # once the block has ended
 
     @property
     def live_bytes(self) -> int:
@@ -161,7 +167,15 @@ class Recorder(TorchDispatchMode):
 
     def log(self) -> Log:
         """Everything up to now."""
-        return Log(tuple(self._events), self._ledger.peak)
+        issued = self._issued
+        if issued is None:
+            issued = issued_by_all_groups() - self._issued_before
+        return Log(tuple(self._events), self._ledger.peak, issued)
+
+    def __exit__(self, *error: Any) -> None:
+        """End the recording; what is sent later does not count."""
+        self._issued = issued_by_all_groups() - self._issued_before
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -192,6 +206,14 @@ class Recorder(TorchDispatchMode):
                 dtypes=tuple(sorted({str(t.dtype).removeprefix("torch.") for t in largest})),
             )
         )
+
+
+def issued_by_all_groups() -> int:
+    """A number that grows with every collective on any group; -1 without any."""
+    if not dist.is_initialized():
+        return -1
+    groups = list(dist.distributed_c10d._world.pg_map)
+    return sum(group._get_sequence_number_for_group() for group in groups)  # type: ignore[attr-defined]  # not in stubs
 
 
 def _tensors_of(argument: object) -> list[torch.Tensor]:

@@ -16,8 +16,8 @@ from typing import Any
 
 from hypothesis.errors import Flaky
 
-from spec_tests.clause import Clause
-from spec_tests.rig.errors import NotOffered, RankDied, RankHung, RankRaised, RanksDisagree
+from spec_tests.clause import LEVELS, Clause
+from spec_tests.rig.errors import NotOffered, RankDied, RankHung, RankRaised, RigError
 from spec_tests.rig.judge import Situation, Violation, judging, violated
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.world import World, Worlds
@@ -39,13 +39,6 @@ class CaseResult:
     margins: tuple[dict[str, float], ...]
 
 
-def case_name(case: Mapping[str, Any]) -> str:
-    """`{"world": 2, "subject": "ddp", "toy": "tied"}` -> "ddp-w2-tied"."""
-    rest = [str(value) for key, value in case.items() if key not in ("world", "subject", "target")]
-    subject = [str(case["subject"])] if "subject" in case else []
-    return "-".join([*subject, f"w{case['world']}", *rest])
-
-
 def situation(clause: Clause, target: Target, case: Mapping[str, Any], given: str) -> Situation:
     """What a violation of `clause` will say about itself."""
     return Situation(
@@ -54,7 +47,8 @@ def situation(clause: Clause, target: Target, case: Mapping[str, Any], given: st
         implementation=target.name,
         case=given,
         world_size=int(case["world"]),
-        rerun=f"python -m spec_tests --impl {target.name} --clause {clause.id}",
+        rerun=f"python -m spec_tests --impl {target.name} --clause {clause.id}"
+        + (" --level production" if clause.level == LEVELS[-1] else ""),
         source=clause.source,
         where=clause.where,
     )
@@ -72,7 +66,7 @@ def outcome_of(error: BaseException | None) -> Outcome:
         return Outcome.DIED
     if isinstance(error, unittest.SkipTest):
         return Outcome.NOT_HERE if str(error).startswith(NOT_HERE) else Outcome.SKIPPED
-    if isinstance(error, AssertionError | RankRaised | RanksDisagree):
+    if isinstance(error, AssertionError | RankRaised):
         return Outcome.FAILED
     if isinstance(error, Flaky):
         # The same input passed and failed: a race is a fault of what is judged.
@@ -90,7 +84,7 @@ def message_of(error: BaseException | None) -> str:
     text = str(error) or repr(error)
     if isinstance(error, RankRaised):
         text += f"\n{error.error.text.rstrip()}"
-    elif outcome_of(error) is Outcome.ERROR:
+    elif outcome_of(error) is Outcome.ERROR and not isinstance(error, RigError):
         text = "".join(traceback.format_exception(error))
     return "\n".join([str(violated(text)), *notes])
 
@@ -106,7 +100,7 @@ def require_offered(world: World, clause: Clause, subject: str | None) -> None:
 
 def run_case(clause: Clause, target: Target, case: Mapping[str, Any], worlds: Worlds) -> CaseResult:
     """Judge one case, without pytest."""
-    name = case_name(case)
+    name = clause.label(case)
     outcome, message = Outcome.PASSED, ""
     begun = time.perf_counter()
     with judging(situation(clause, target, case, name)) as here:

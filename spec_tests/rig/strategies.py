@@ -27,9 +27,7 @@ def register_profiles() -> None:
         report_multiple_bugs=False,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )
-    quick = settings(
-        common, max_examples=12, derandomize=True, database=None, print_blob=False
-    )
+    quick = settings(common, max_examples=12, derandomize=True, database=None, print_blob=False)
     settings.register_profile("quick", quick)
     settings.register_profile("deep", common, max_examples=300, print_blob=True)
     settings.register_profile("impostors", quick, phases=(Phase.explicit, Phase.generate))

@@ -17,11 +17,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from spec_tests.rig.errors import NotOffered, RankRaised, RigError
 from spec_tests.rig.pool import Pool
+from spec_tests.rig.wire import RemoteError
 from spec_tests.target import Target
+
+_TORCH = str(Path(torch.__file__).parent)
 
 TIMEOUT_S = 30.0
 GRACE_S = 2.0
@@ -122,7 +128,7 @@ class World:
 
         Raises:
             NotOffered: the implementation lacks a function that the body called.
-            RankRaised, RankHung, RankDied, RanksDisagree: see `rig.errors`.
+            RankRaised, RankHung, RankDied: see `rig.errors`.
             RigError: the body cannot be named, or the arguments do not fit the world.
         """
         name = _name_of(body)
@@ -169,12 +175,18 @@ def _name_of(body: Callable[..., Any]) -> tuple[str, str]:
     return str(module), qualname
 
 
+def _is_own(error: RemoteError) -> bool:
+    """False if torch raised it below the implementation: an operator, a module without forward."""
+    innermost = error.frames[-1].filename if error.frames else ""
+    return not innermost.startswith(_TORCH)
+
+
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
     """ "Not offered" is an outcome of its own, not a failure."""
     try:
         yield
     except RankRaised as failure:
-        if failure.error.is_a("NotImplementedError"):
+        if failure.error.is_a("NotImplementedError") and _is_own(failure.error):
             raise NotOffered(failure.error.message or "raised NotImplementedError") from None
         raise

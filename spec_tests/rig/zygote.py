@@ -7,8 +7,12 @@ second earlier.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+from collections.abc import Iterator
 from multiprocessing import get_context
+from types import ModuleType
 
 # Third-party modules only. A preloaded implementation or clause would be stale, and an
 # impostor could no longer be patched in.
@@ -19,6 +23,7 @@ PRELOAD = (
     "torch.distributed.fsdp",
     "torch.distributed.optim",
     "torch.nn.parallel",
+    "torch._dynamo",  # the first optimizer of a process imports it: half a second
     "torch.utils.checkpoint",
     "numpy",
     "numpy.typing",
@@ -52,3 +57,18 @@ def start_method() -> str:
     """The start method of ranks on this platform."""
     # Windows has no fork server. spawn is slower to start and otherwise the same.
     return "forkserver" if hasattr(os, "fork") else "spawn"
+
+
+@contextlib.contextmanager
+def without_main() -> Iterator[None]:
+    """Keep multiprocessing from running the parent's `__main__` again in each rank.
+
+    Bodies are named by their modules, so ranks need nothing of it; and a script without the usual
+    guard, a notebook or standard input could not be run again.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

@@ -12,7 +12,6 @@ import pytest
 from spec_tests import clause as module
 from spec_tests import impostors, ledger
 from spec_tests.clause import MUST, REGISTER, SHOULD, Clause, clause, clause_of
-from spec_tests.rig.runner import case_name
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,10 +104,9 @@ def collected() -> Counter[tuple[str, str]]:
         "class See:\n"
         "    def pytest_collection_finish(self, session):\n"
         "        from spec_tests.clause import clause_of\n"
-        "        from spec_tests.rig.runner import case_name\n"
         "        for item in session.items:\n"
         "            found = clause_of(getattr(item, 'function', None))\n"
-        "            if found: print('@', found.id, case_name(item.callspec.params), sep='\\t')\n"
+        "            if found: print('@', found.id, found.label(item.callspec.params), sep='\\t')\n"
         "options = ['--collect-only', '-q', '--level', 'production', '-p', 'no:cacheprovider']\n"
         "sys.exit(pytest.main([*options, *sys.argv[1:]], plugins=[See()]))\n"
     )
@@ -120,7 +118,7 @@ def collected() -> Counter[tuple[str, str]]:
 
 
 def test_a_clause_without_pytest_has_the_cases_that_pytest_runs(collected):
-    own = Counter((c.id, case_name(case)) for c in ledger.load_all() for case in c.cases())
+    own = Counter((c.id, c.label(case)) for c in ledger.load_all() for case in c.cases())
     assert own - collected == Counter(), "cases that pytest does not run"
     assert collected - own == Counter(), "cases that only pytest runs"
 

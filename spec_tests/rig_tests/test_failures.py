@@ -17,7 +17,6 @@ from spec_tests.rig.errors import (
     RankDied,
     RankHung,
     RankRaised,
-    RanksDisagree,
     RigError,
 )
 from spec_tests.rig.rank import Context
@@ -285,9 +284,10 @@ def extra_collective(ctx: Context) -> None:
         dist.all_reduce(torch.ones(2), async_op=True)
 
 
-def test_a_collective_too_many_is_seen_although_all_returned(worlds: Worlds):
-    with pytest.raises(RanksDisagree, match=r"different numbers of collectives: \[\d+, \d+\]"):
-        worlds.world(2).run(extra_collective)
+def test_ranks_out_of_step_are_told_and_get_a_new_group(worlds: Worlds):
+    # No failure: sends and receives are counted too, and a star of them is right.
+    leaks = worlds.world(2).run(extra_collective).leaks
+    assert any("different numbers of operations" in leak for leak in leaks)
     assert_healthy(worlds, 2)
 
 
@@ -316,7 +316,7 @@ def test_a_sleep_shorter_than_the_grace_is_not_hung(worlds: Worlds):
 
 
 def test_a_body_that_computes_for_ever_meets_the_time_limit(worlds: Worlds):
-    with pytest.raises(RankHung, match=r"no answer within 0\.5 s") as caught:
+    with pytest.raises(RankHung, match="still computing after 2 s") as caught:
         worlds.world(2).run(compute, 3600.0, timeout_s=0.5)
     assert f"line {line_of(compute, 'turns += 1') - 1}" in caught.value.ranks[0].stack or (
         f"line {line_of(compute, 'turns += 1')}" in caught.value.ranks[0].stack

@@ -31,7 +31,6 @@ CHANGES: dict[str, Callable[[], object]] = {
     "global module hooks": lambda: torch.nn.modules.module.register_module_forward_hook(
         lambda module, args, output: None
     ),
-    "process groups": lambda: dist.new_group([0, 1]),
     "environment": lambda: os.environ.update(TRAINSPEC_LEFT_BEHIND="1"),
     "working directory": lambda: os.chdir("/"),
     "warning filters": lambda: warnings.simplefilter("ignore"),
@@ -41,8 +40,8 @@ CHANGES: dict[str, Callable[[], object]] = {
 
 
 def change(ctx: Context, name: str, *, then_raise: bool = False) -> None:
-    """Change one piece of state, on rank 1 only unless all ranks must take part."""
-    if ctx.rank == 1 or name == "process groups":
+    """Change one piece of state, on rank 1 only."""
+    if ctx.rank == 1:
         CHANGES[name]()
     if then_raise:
         raise ValueError("after the change")
@@ -61,10 +60,7 @@ def test_what_can_be_put_back_is_and_is_reported(worlds: Worlds, name: str):
     world = worlds.world(2)
     before, pids = world.run(state), world.run(pid)
     leaks = world.run(change, name).leaks
-    touched = (0, 1) if name == "process groups" else (1,)
-    assert [leak.partition(": ")[0] for leak in leaks if f": {name}: " in leak] == [
-        f"rank {rank}" for rank in touched
-    ]
+    assert [leak.partition(": ")[0] for leak in leaks if f": {name}: " in leak] == ["rank 1"]
     assert all(leak.endswith("(restored)") for leak in leaks)
     found = world.run(state)
     assert found.leaks == ()
@@ -73,7 +69,7 @@ def test_what_can_be_put_back_is_and_is_reported(worlds: Worlds, name: str):
 
 
 def test_every_probe_is_put_to_the_test():
-    assert {probe.name for probe in hygiene._PROBES} == {*CHANGES, *LASTING}
+    assert {probe.name for probe in hygiene._PROBES} == {*CHANGES, *LASTING, *HARMLESS}
 
 
 class _Mode(TorchDispatchMode):
@@ -91,11 +87,15 @@ LASTING: dict[str, Callable[[], object]] = {
     "inference mode": lambda: enter(torch.inference_mode()),
     "dispatch modes": lambda: enter(_Mode()),
     "function modes": lambda: enter(BaseTorchFunctionMode()),
+}
+"""Name of the probe to a change that nobody can put back."""
+HARMLESS: dict[str, Callable[[], object]] = {
     "Python threads": lambda: threading.Thread(
         target=threading.Event().wait, daemon=True, name="left-behind"
     ).start(),
+    "process groups": lambda: dist.new_group([0, 1]),
 }
-"""Name of the probe to a change that nobody can put back."""
+"""Name of the probe to a change that an implementation may want to keep."""
 
 
 def change_for_ever(ctx: Context, name: str, *, then_raise: bool = False) -> None:
@@ -116,6 +116,21 @@ def test_what_cannot_be_put_back_ends_the_pool(worlds: Worlds, name: str):
     assert_alike(world.run(state), before)
 
 
+def keep(ctx: Context, name: str) -> None:
+    HARMLESS[name]()
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_an_implementation_may_keep_is_reported_and_left_alone(worlds: Worlds, name: str):
+    world = worlds.world(2)
+    pids = world.run(pid)
+    leaks = world.run(keep, name).leaks
+    assert any(leak.startswith(f"rank 1: {name}: ") for leak in leaks)
+    assert all(leak.endswith("(kept)") for leak in leaks)
+    assert world.run(pid) == pids
+    worlds.drop(None)  # nobody after this one inherits it
+
+
 def assert_alike(one: list[list[str]], other: list[list[str]]) -> None:
     """Equal but for what has an address, as a handler has."""
     for rank, rank_before in zip(one, other, strict=True):
@@ -131,24 +146,38 @@ def test_a_failing_body_is_cleaned_up_as_well(worlds: Worlds):
     assert_alike(world.run(state), before)
     assert world.run(pid) == pids
     with pytest.raises(RankRaised):
-        world.run(change_for_ever, "Python threads", then_raise=True)
+        world.run(change_for_ever, "inference mode", then_raise=True)
     assert set(world.run(pid)).isdisjoint(pids)
 
 
-def make_group(ctx: Context) -> tuple[int, ...]:
-    dist.new_group([0, 1])
-    return group_names(ctx)
+def keep_a_group(ctx: Context) -> None:
+    KEPT.append(dist.new_group([0, 1]))
+
+
+def sum_in_kept_group(ctx: Context) -> float:
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=KEPT[-1])
+    return tensor.item()
 
 
 def group_names(ctx: Context) -> tuple[int, ...]:
     return tuple(len(ranks) for ranks in dist.distributed_c10d._world.pg_group_ranks.values())
 
 
-def test_a_group_left_behind_is_destroyed(worlds: Worlds):
+def test_a_group_that_is_kept_works_in_the_next_call(worlds: Worlds):
     world = worlds.world(2)
-    for _ in range(3):
-        assert world.run(make_group) == [(2, 2)] * 2
-        assert world.run(group_names) == [(2,)] * 2
+    world.run(keep_a_group)
+    assert world.run(sum_in_kept_group) == [2.0, 2.0]
+    worlds.drop(None)
+
+
+def test_a_kept_group_does_not_outlive_a_broken_default_group(worlds: Worlds):
+    world = worlds.world(2)
+    world.run(keep_a_group)
+    pids = world.run(pid)
+    with pytest.raises(RankRaised):
+        world.run(change, "default dtype", then_raise=True)
+    assert set(world.run(pid)).isdisjoint(pids), "half of its groups would belong to nobody"
 
 
 def destroy(ctx: Context) -> None:

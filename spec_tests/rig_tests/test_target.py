@@ -72,7 +72,11 @@ def test_any_importable_module_may_be_named():
 def test_a_file_has_its_deviations_beside_it(write):
     spec = write("mine.py")
     found = target.parse(spec)
-    assert (found.name, found.module, found.path) == (spec, "mine", Path(spec))
+    assert (found.name, found.module, found.path) == (
+        spec,
+        "trainspec_impl_mine",
+        Path(spec),
+    )
     assert found.expectations == Path(spec).with_suffix(".toml")
 
 

@@ -1,0 +1,179 @@
+"""From a test's end to a line of the log, and from the log to a verdict: half of the plugin.
+
+pytest knows passed, failed and skipped. The suite's outcomes are finer, so each report is given its
+own before pytest sees it, and the log's line travels with it, also from an xdist worker.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator
+from datetime import date
+from typing import Any, cast
+
+import pytest
+import torch
+
+from spec_tests import ledger
+from spec_tests.clause import MUST, Clause
+from spec_tests.rig import expectations, report, runner
+from spec_tests.rig.errors import RankDied, RankHung
+from spec_tests.rig.judge import judging
+from spec_tests.rig.outcomes import Outcome
+from spec_tests.run import ACTIVE, RUN, Run, clause_of_item
+
+_EVENT = "trainspec-result"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Violations name the clause, and margins are collected, while an item runs."""
+    clause = clause_of_item(item)
+    if clause is None:
+        return (yield)
+    params = item.callspec.params  # type: ignore[attr-defined]  # a clause is parametrised
+    case = {k: v for k, v in params.items() if k != "target"}
+    item.stash[_CASE] = clause.label(case)
+    here = runner.situation(clause, params["target"], case, item.stash[_CASE])
+    item.stash[_SITUATION] = here
+    with judging(here):
+        return (yield)
+
+
+_CASE = pytest.StashKey[str]()
+_SITUATION = pytest.StashKey[Any]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Turn pytest's three words into the suite's outcomes, and attach the log's line."""
+    # Before the yield: pytest's own unittest plugin replaces a SkipTest by its own exception.
+    error = call.excinfo.value if call.excinfo is not None else None
+    found = yield
+    clause = clause_of_item(item)
+    if isinstance(error, RankHung | RankDied) and clause is None:
+        found.sections.append(("ranks", str(error)))
+    if clause is None or (call.when != "call" and error is None):
+        return found
+    run = item.config.stash[RUN]
+    result = _result(item, clause, call, error, run)
+    found.user_properties.append((_EVENT, result))
+    _show(found, clause, result)
+    return found
+
+
+def _result(
+    item: pytest.Item,
+    clause: Clause,
+    call: pytest.CallInfo[None],
+    error: BaseException | None,
+    run: Run,
+) -> dict[str, Any]:
+    situation, params = item.stash[_SITUATION], item.callspec.params  # type: ignore[attr-defined]  # a clause is parametrised
+    name = params["target"].name
+    outcome = runner.outcome_of(error)
+    result = {
+        "clause": clause.id,
+        "implementation": name,
+        "case": item.stash[_CASE],
+        "node": item.nodeid,
+        "world_size": params["world"],
+        "transport": run.transport,
+        "strength": str(clause.strength),
+        "level": clause.level,
+        "outcome": str(outcome),
+        "duration_s": call.duration,
+        "message": runner.message_of(error),
+        "margins": [max(situation.margins, key=lambda m: m["ratio"])] if situation.margins else [],
+        "rerun": situation.rerun,
+        "leaks": list(run.worlds.leaks),
+    }
+    run.worlds.leaks.clear()
+    declared = expectations.find(
+        run.deviations[name], clause.id, item.stash[_CASE], torch_version=torch.__version__
+    )
+    return expectations.expect(result, declared)
+
+
+def _show(found: pytest.TestReport, clause: Clause, result: dict[str, Any]) -> None:
+    """Make pytest's own summary and exit status agree with the outcome."""
+    outcome = Outcome(result["outcome"])
+    if outcome is Outcome.EXPECTED_FAILURE:
+        found.outcome, found.wasxfail = "skipped", result["message"].partition("\n")[0]
+    elif outcome is Outcome.UNEXPECTED_PASS:
+        found.outcome, found.longrepr = "failed", result["message"]
+    elif outcome in (Outcome.FAILED, Outcome.HANG, Outcome.DIED) and clause.strength != MUST:
+        found.outcome, found.wasxfail = "skipped", f"{clause.strength} advises only"
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Keep results of this process, and of xdist workers, for the log."""
+    if ACTIVE.run is None:
+        return
+    for key, found in report.user_properties:
+        if key == _EVENT:
+            value = cast(dict[str, Any], found)
+            ACTIVE.run.results.setdefault(value["implementation"], []).append(value)
+            if ACTIVE.run.log is not None:
+                ACTIVE.run.log.result(**value)
+    if report.failed and not report.user_properties and ACTIVE.run.log is not None:
+        ACTIVE.run.log.problem(f"{report.nodeid} failed outside of any clause")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Close the worlds, find stale expectations, write the footer and the report."""
+    run = session.config.stash[RUN]
+    run.worlds.close()
+    if run.log is None or os.environ.get("PYTEST_XDIST_WORKER"):
+        return
+    if not _came_to_its_end(session):
+        run.log.close()  # without a footer: no verdict, whatever has been seen so far
+        report.write_report(session.config.getoption("--report"), run.log.path)
+        return
+    known = {clause.id for clause in ledger.load_all()}
+    for name, deviations in run.deviations.items():
+        results = run.results.get(name, [])
+        applied = expectations.apply(
+            deviations,
+            results,
+            torch_version=torch.__version__,
+            today=date.fromtimestamp(time.time()),
+            is_full_run=not _selects_cases(session.config),
+            unselected=known - {result["clause"] for result in results},
+        )
+        for problem in applied.problems:
+            run.log.problem(problem)
+    status = run.log.finish()
+    if status > int(session.exitstatus):
+        session.exitstatus = status
+    report.write_report(session.config.getoption("--report"), run.log.path)
+
+
+def _selects_cases(config: pytest.Config) -> bool:
+    """True if pytest was told to run some cases of a clause and not the others."""
+    selecting = ("keyword", "markexpr", "deselect", "lf")
+    by_option = any(config.getoption(name, None) for name in selecting)
+    return by_option or any("::" in argument for argument in config.args)
+
+
+def _came_to_its_end(session: pytest.Session) -> bool:
+    """False after Ctrl-C, -x, --maxfail or an internal error: something was not judged."""
+    ended = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    return ended and not session.shouldstop and not session.shouldfail
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """The table clause by implementation, and the verdict."""
+    run = config.stash[RUN]
+    if run.log is not None:
+        if config.getoption("tbstyle") == "no":
+            terminalreporter.section("what does not hold")
+            terminalreporter.write_line(report.render_failures(run.log.events))
+        terminalreporter.section("specification")
+        terminalreporter.write_line(report.render_terminal(run.log.events))
+        if not config.getoption("--report-is-scratch"):
+            terminalreporter.write_line(f"report: {config.getoption('--report')}/summary.md")

@@ -1,0 +1,43 @@
+"""What one pytest process knows of its run; shared by the two halves of the plugin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from spec_tests.clause import Clause, clause_of
+from spec_tests.rig.eventlog import EventLog
+from spec_tests.rig.expectations import Deviation
+from spec_tests.rig.world import Worlds
+from spec_tests.target import Target
+
+
+@dataclass
+class Run:
+    """The implementations, their levels and deviations, the live worlds, and what came out."""
+
+    targets: list[Target]
+    levels: dict[str, str]
+    transport: str
+    deviations: dict[str, list[Deviation]]
+    worlds: Worlds
+    log: EventLog | None = None
+    results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+
+@dataclass
+class _Active:
+    run: Run | None = None
+
+
+RUN = pytest.StashKey[Run]()
+
+ACTIVE = _Active()
+"""The run of the one process that writes the log: no xdist worker. For hooks without a config."""
+
+
+def clause_of_item(item: pytest.Item) -> Clause | None:
+    """The clause that an item judges, if any."""
+    return clause_of(getattr(item, "function", None))
