@@ -102,6 +102,9 @@ class AveragesTheHooksArgument(PlainDdp):
 
         parameter.register_post_accumulate_grad_hook(hook)
 
+    def finish(self) -> None:
+        pass  # "the hooks have done it all"
+
 
 class ScalesEachName(PlainDdp):
     def finish(self) -> None:
