@@ -8,7 +8,7 @@ forced failure (everything raises, everything must be rejected).
 
     python -m spec_tests --impl impostor:ddp.sum-for-mean
     python -m spec_tests impostors                  every impostor against the clauses it names
-    python -m spec_tests impostors --full           and against all clauses of other chapters
+    python -m spec_tests impostors --accepted       benign variants, and a sample of other chapters
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def test_every_clause_that_an_impostor_names_rejects_it(own: Worlds, impostor: I
 
 
 def test_the_null_impostor_is_accepted_by_a_sample_of_its_chapter(own: Worlds):
-    # All of them take minutes: `python -m spec_tests impostors --full`, which CI runs.
+    # All of them take minutes: `python -m spec_tests impostors --accepted`, which CI runs.
     owed = [c for c in matrix.owed_by_benign(BENIGN) if c.chapter == "ddp" and c.worlds == (2,)]
     assert len(owed) > 5
     assert matrix.must_accept(BENIGN, owed[::4], own) == []
