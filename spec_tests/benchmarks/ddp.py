@@ -104,12 +104,12 @@ def body(ctx: Context, size: Size, impls: list[str], num_rounds: int) -> dict[st
     """Rank body: all arms, all rounds. Times per arm and round, this rank's and the machine's."""
     loaded = {name: load(parse(name)) for name in impls}
     labels = arm_labels(impls)
-    _memory(ctx, SIZES["1M"], AGAIN, loaded)  # whatever is allocated once and for all
-    memory = {label: _memory(ctx, size, label, loaded) for label in labels}
-    arms = [_arm(ctx, size, label, loaded) for label in labels]
-    for arm in arms:
-        for _ in range(4):  # torch rebuilds its buckets after the first step
-            arm.step()
+    warm, _ = _arm(ctx, SIZES["1M"], AGAIN, loaded)  # whatever is allocated once and for all
+    arms, memory = [], {}
+    for label in labels:  # all are kept: what one frees late is no gain of the next
+        arm, memory[label] = _arm(ctx, size, label, loaded)
+        arms.append(arm)
+    del warm
     rounds = [_round(ctx, arms, size.steps_per_block, index) for index in range(num_rounds)]
     return {"memory": memory, "rounds": rounds}
 
@@ -142,13 +142,36 @@ def _round(ctx: Context, arms: list[Arm], num_steps: int, index: int) -> dict[st
     }
 
 
-def _arm(ctx: Context, size: Size, label: str, loaded: dict[str, Implementation]) -> Arm:
+def _arm(
+    ctx: Context, size: Size, label: str, loaded: dict[str, Implementation]
+) -> tuple[Arm, dict[str, int]]:
+    """An arm after four steps (torch rebuilds its buckets after the first), and its memory.
+
+    Memory is bytes that wrapping and the steps add to the bare model: `live` after the last
+    backward, `peak` at the most.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*[Block(size.width) for _ in range(size.num_blocks)])
     batch = torch.randn(NUM_TOKENS, size.width, generator=torch.Generator().manual_seed(ctx.rank))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    ctx.barrier()
+    before, readings = paired.allocated_bytes(), [0]
     wrapped, finish = _wrap(model, label, loaded)
-    return Arm(wrapped, optimizer, finish, batch)
+    arm = Arm(wrapped, torch.optim.SGD(model.parameters(), lr=1e-3), finish, batch)
+    handles = [
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: readings.append(paired.allocated_bytes() - before)
+        )
+        for parameter in model.parameters()
+    ]
+    for _ in range(3):
+        arm.step()
+    arm.backward()
+    ctx.barrier()
+    live = paired.allocated_bytes() - before
+    for handle in handles:
+        handle.remove()
+    arm.optimizer.zero_grad()
+    return arm, {"live": live, "peak": max(readings)}
 
 
 def _wrap(
@@ -166,28 +189,6 @@ def _wrap(
         return impl.ddp(model), impl.finish_gradient_synchronization
     wrapped = impl.ddp_bucketed(model, bucket_size_mb=BUCKET_MB)
     return wrapped, impl.finish_gradient_synchronization
-
-
-def _memory(
-    ctx: Context, size: Size, label: str, loaded: dict[str, Implementation]
-) -> dict[str, int]:
-    """Bytes that wrapping and four steps add to the bare model: at the end, and at the most."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*[Block(size.width) for _ in range(size.num_blocks)])
-    batch = torch.randn(NUM_TOKENS, size.width)
-    ctx.barrier()
-    before, readings = paired.allocated_bytes(), [0]
-    wrapped, finish = _wrap(model, label, loaded)
-    arm = Arm(wrapped, torch.optim.SGD(model.parameters(), lr=1e-3), finish, batch)
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(
-            lambda _: readings.append(paired.allocated_bytes() - before)
-        )
-    for _ in range(3):
-        arm.step()
-    arm.backward()
-    ctx.barrier()
-    return {"live": paired.allocated_bytes() - before, "peak": max(readings)}
 
 
 # ----------------------------------------------------------------------------------- in the parent
