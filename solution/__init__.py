@@ -5,6 +5,7 @@ loop, checkpoint. Each is one function or class of one file; `solution/README.md
 order to read them. This module satisfies `spec_tests/contract.py` as it stands.
 """
 
+from solution.attention.flash import FlashAttentionTorch, flash_attention
 from solution.checkpoint import AsyncCheckpointer, load_checkpoint, save_checkpoint
 from solution.data.loader import token_loader
 from solution.models.gpt2 import language_model
@@ -17,10 +18,12 @@ __all__ = [
     "AsyncCheckpointer",
     "DDPBucketed",
     "DDPIndividualParameters",
+    "FlashAttentionTorch",
     "accumulation_steps",
     "ddp",
     "ddp_bucketed",
     "finish_gradient_synchronization",
+    "flash_attention",
     "language_model",
     "load_checkpoint",
     "no_sync",

@@ -3,21 +3,31 @@
     attention(q, k, v, causal=True, backend="sdpa")
 
 A model takes the function as an argument and never asks which one it got. Backends: `plain` (the
-definition, `solution.attention.plain`) and `sdpa` (PyTorch's fused kernels).
+definition, `solution.attention.plain`), `tiled` (O(N) memory in PyTorch operations,
+`solution.attention.tiled`) and `sdpa` (PyTorch's fused kernels).
 
 Legend: B batch, H heads, G key/value heads, Q queries, K keys, D head dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from solution.attention.flash import TILED, FlashAttentionTorch, flash_attention
+from solution.attention.inputs import as_4d, check, checked_scale, under_autocast
 from solution.attention.plain import plain_attention
 
-__all__ = ["BACKENDS", "AttentionFunction", "attention"]
+__all__ = [
+    "BACKENDS",
+    "AttentionFunction",
+    "FlashAttentionTorch",
+    "attention",
+    "flash_attention",
+]
 
 
 class AttentionFunction(Protocol):
@@ -47,29 +57,21 @@ def attention(
             and query head h reads key head `h // (heads // kv_heads)`.
         causal: row i sees keys j <= i + seq_k - seq_q; rows that see nothing give zeros.
         scale: of the scores; None is `head_dim ** -0.5`.
-        backend: "sdpa" or "plain".
+        backend: one of `BACKENDS`.
 
     Returns:
-        `[batch, heads, seq_q, head_dim]` in q's dtype.
+        `[batch, heads, seq_q, head_dim]` in q's dtype; all may be without heads, 3-D.
 
     Raises:
-        ValueError: an unknown backend, or shapes that do not fit each other.
+        ValueError: an unknown backend, or inputs that do not fit each other.
     """
     if backend not in BACKENDS:
         raise ValueError(f"expected backend to be one of {sorted(BACKENDS)}, got {backend!r}")
-    _check_shapes(q, k, v)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return BACKENDS[backend](q, k, v, causal=causal, scale=scale)
-
-
-def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.ndim == k.ndim == v.ndim == 4:
-        raise ValueError(f"expected q, k, v of 4 dims [batch, heads, seq, head_dim], {shapes}")
-    if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
-        raise ValueError(f"expected k and v of one shape, with q's batch and head_dim, {shapes}")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"expected the heads of k and v to divide those of q, {shapes}")
+    q, k, v = under_autocast(q, k, v)
+    check(q, k, v)
+    scale = checked_scale(scale, q.shape[-1])
+    out = BACKENDS[backend](as_4d(q), as_4d(k), as_4d(v), causal=causal, scale=scale)
+    return out.view(q.shape) if q.ndim == 3 else out
 
 
 def _sdpa(
@@ -102,4 +104,19 @@ def _sdpa(
     )
 
 
-BACKENDS = {"sdpa": _sdpa, "plain": plain_attention}
+def _tiled(
+    q_BHQD: torch.Tensor,
+    k_BGKD: torch.Tensor,
+    v_BGKD: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> torch.Tensor:
+    return TILED.forward(q_BHQD, k_BGKD, v_BGKD, causal, scale)[0]
+
+
+BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
+    "sdpa": _sdpa,
+    "plain": plain_attention,
+    "tiled": _tiled,
+}

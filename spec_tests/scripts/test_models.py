@@ -132,7 +132,7 @@ print(json.dumps({
     "checkpointing": {
         f"{name} {backend} {dtype}": checkpointing(name, backend, dtype)
         for name in CONFIGS
-        for backend in ("sdpa", "plain")
+        for backend in ("sdpa", "plain", "tiled")
         for dtype in (None, torch.bfloat16)
     },
     "meta": {name: meta(name) for name in CONFIGS},
