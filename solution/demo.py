@@ -13,7 +13,7 @@ Then a table, and three checks that decide the exit status:
 - the ranks of each run end with the same weights, bit for bit;
 - the two-rank runs reduce each parameter's bytes once per step, not once per micro-batch.
 
-    python -m solution.demo [--steps 30] [--out outputs/demo] [--device auto]
+    python -m solution.demo [--steps 30] [--out outputs/demo] [--device auto] [--attention sdpa]
 
 About a minute on two cores. One thread per rank: two ranks on two cores would otherwise fight.
 """
@@ -87,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps of each run")
     parser.add_argument("--out", type=Path, default=Path("outputs/demo"), help="folder to fill")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--attention", default="sdpa", help="who computes it, in all runs alike")
     flags = parser.parse_args(arguments)
     if flags.steps < 2:
         parser.error(f"expected --steps >= 2 to see a loss fall, got {flags.steps}")
@@ -120,6 +121,7 @@ def _shared_flags(flags: argparse.Namespace, data: Path) -> list[str]:
         "bucket-size-mb": 1,
         "log-every": max(1, flags.steps // 3),
         "device": flags.device,
+        "attention": flags.attention,
     }
     return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 

@@ -143,7 +143,9 @@ class _Run:
         config, plan = self.config, self.plan
         torch.manual_seed(config.seed)
         module = families.build(
-            plan.model_config, activation_checkpointing=config.activation_checkpointing
+            plan.model_config,
+            attention=config.attention,
+            activation_checkpointing=config.activation_checkpointing,
         ).to(self.world.device)
         optimizer = torch.optim.AdamW(
             decay_groups(module, weight_decay=config.weight_decay), lr=config.learning_rate

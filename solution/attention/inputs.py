@@ -57,7 +57,7 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"expected k and v of one shape, {shapes}")
     if q.shape[-1] == 0:
         raise ValueError(f"expected q with a head_dim of at least 1, {shapes}")
-    if q.ndim == 4 and (q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]):
+    if q.ndim == 4 and (q.shape[1] % max(1, k.shape[1]) or (q.shape[1] == 0) != (k.shape[1] == 0)):
         raise ValueError(
             f"expected the heads of k to divide the heads of q, got {k.shape[1]} heads of k and "
             f"{q.shape[1]} heads of q"

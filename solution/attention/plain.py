@@ -28,7 +28,7 @@ def plain_attention(
     scale: float,
 ) -> torch.Tensor:
     """`softmax(q k^T * scale) v`, `[B, H, Q, D]` in q's dtype; head h reads key head h // (H/G)."""
-    heads_per_key_head = q_BHQD.shape[1] // k_BGKD.shape[1]
+    heads_per_key_head = q_BHQD.shape[1] // max(1, k_BGKD.shape[1])
     k_BHKD = k_BGKD.repeat_interleave(heads_per_key_head, dim=1)
     v_BHKD = v_BGKD.repeat_interleave(heads_per_key_head, dim=1)
     scores_BHQK = q_BHQD @ k_BHKD.transpose(-1, -2) * scale

@@ -128,7 +128,7 @@ def _grouped(
     """q `[Z, R, Q, D]`, k and v `[Z, K, D]`, in the dtype of sums; views where they can be."""
     sums = torch.float64 if q_BHQD.dtype == torch.float64 else torch.float32
     (batch, heads, queries, head_dim), (key_heads, keys) = q_BHQD.shape, k_BGKD.shape[1:3]
-    groups = (batch * key_heads, heads // max(1, key_heads), queries, head_dim)
+    groups = (batch * key_heads, max(1, heads // max(1, key_heads)), queries, head_dim)
     flat = (batch * key_heads, keys, head_dim)
     return (
         q_BHQD.to(sums).reshape(groups),

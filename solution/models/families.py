@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+from solution.attention import attention as attend
 from solution.config import GPT2Config, ModelConfig
 from solution.models import gpt2, llama
 from solution.models.gpt2 import GPT2
@@ -10,11 +13,14 @@ from solution.models.llama import Llama
 __all__ = ["build", "flops_per_token", "parameter_count"]
 
 
-def build(config: ModelConfig, *, activation_checkpointing: str = "none") -> GPT2 | Llama:
-    """The model of that shape, with our attention."""
+def build(
+    config: ModelConfig, *, attention: str = "sdpa", activation_checkpointing: str = "none"
+) -> GPT2 | Llama:
+    """The model of that shape; `attention` is a backend of `solution.attention`."""
+    function = functools.partial(attend, backend=attention)
     if isinstance(config, GPT2Config):
-        return GPT2(config, activation_checkpointing=activation_checkpointing)
-    return Llama(config, activation_checkpointing=activation_checkpointing)
+        return GPT2(config, attention=function, activation_checkpointing=activation_checkpointing)
+    return Llama(config, attention=function, activation_checkpointing=activation_checkpointing)
 
 
 def parameter_count(config: ModelConfig) -> int:

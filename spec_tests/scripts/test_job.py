@@ -65,6 +65,22 @@ def test_what_must_not_change_the_weights_does_not(data, baseline, tmp_path, fla
     assert summary(tmp_path)["weights_sha256"] == summary(baseline)["weights_sha256"]
 
 
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_who_computes_attention_does_not_change_the_losses(data, tmp_path, model):
+    ways = ("sdpa", "plain", "tiled")
+    for way in ways:
+        flags = ("--model", model, "--attention", way)
+        (tmp_path / way).mkdir()
+        ended = trained(data, tmp_path / way, *flags)
+        assert ended.status == 0, ended.err
+
+    sdpa, *others = (steps(tmp_path / way) for way in ways)
+    for other in others:
+        for line, wanted in zip(other, sdpa, strict=True):
+            assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+            assert line["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_trains_nearly_alike(data, baseline, tmp_path, precision):
     ended = trained(data, tmp_path, "--precision", precision)
@@ -103,6 +119,7 @@ def test_two_ranks_end_with_equal_weights_and_the_baselines_losses(data, tmp_pat
         (("--steps", 1000), 3, "enough for 23 steps"),
         (("--precision", "fp8"), 2, "precision"),
         (("--model", "bert"), 2, "model"),
+        (("--attention", "quick"), 2, "attention"),
         (("--model", "llama", "--preset", "tiny"), 2, "preset"),
         (("--eval-every", 0), 2, "eval_every"),
         (("--vocab-size", 32), 2, "vocabulary size 32"),
