@@ -1,8 +1,10 @@
 """`python -m spec_tests` as its users start it: exit status, messages, files, from anywhere."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,65 @@ def test_declared_deviations_are_honoured_and_stale_ones_are_loud(tmp_path: Path
     assert outcomes[UNTOUCHED, "ddp-w2"] == "unexpected_pass"
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "it was so once" in ended.stdout, "and the message says what was declared"
+
+
+SLEEPING = """\
+import os, time
+def ddp(module, *, process_group=None):
+    open(f"inside-{os.getpid()}", "w").close()
+    time.sleep(60)
+"""
+
+
+def processes_of(session: int) -> list[str]:
+    """The command lines of what still runs in a session."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            # After the name, which may hold blanks and brackets: state, parent, group, session.
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] != "Z":
+                found.append((entry / "cmdline").read_text().replace("\0", " "))
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
+
+
+def within(timeout_s: float, is_so) -> bool:
+    """Whether it comes true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="counts processes under /proc")
+def test_an_interrupted_run_leaves_no_process(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(SLEEPING)
+    with subprocess.Popen(
+        [sys.executable, "-m", "spec_tests", "--impl", "mine.py", "--clause", FROZEN],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as command:
+        try:
+            assert within(60, lambda: len(list(tmp_path.glob("inside-*"))) == 2), "no ranks"
+            # A terminal tells every process of the command, and the ranks must leave it to one.
+            os.killpg(command.pid, signal.SIGINT)
+            said, _ = command.communicate(timeout=30)
+            is_gone = within(10, lambda: not processes_of(command.pid))
+        finally:
+            left = processes_of(command.pid)
+            if left or command.poll() is None:
+                os.killpg(command.pid, signal.SIGKILL)
+    assert is_gone, left
+    assert command.returncode == 2, said
+    assert "Traceback" not in said
 
 
 BROKEN = {

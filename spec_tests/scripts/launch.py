@@ -41,13 +41,27 @@ class Started:
     def __init__(self, process: Any, folder: Path, name: str) -> None:
         self._process, self._folder, self._name = process, folder, name
 
+    @property
+    def pid(self) -> int:
+        """Of the command's process."""
+        return int(self._process.pid)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended yet."""
+        return bool(self._process.is_alive())
+
+    def kill(self) -> None:
+        """End it at once, if it has not ended."""
+        self._process.kill()
+        self._process.join()
+
     def wait(self, timeout_s: float = 90.0) -> Outcome:
         """Its end; after `timeout_s` it is killed, and that is an error."""
         self._process.join(timeout_s)
         is_late = self._process.is_alive()
         if is_late:
-            self._process.kill()
-            self._process.join()
+            self.kill()
         out, err = ((self._folder / f"{self._name}.{kind}").read_text() for kind in ("out", "err"))
         if is_late:
             raise TimeoutError(f"{self._name}: no end after {timeout_s} s\n{out}\n{err}")
@@ -93,9 +107,7 @@ def run_ranks(
     environment: Mapping[str, str] | None = None,
 ) -> list[Outcome]:
     """The command on every rank of a run, with the environment that torchrun gives."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     shared = {
         **(environment or {}),
         "WORLD_SIZE": str(num_ranks),
@@ -114,6 +126,13 @@ def run_ranks(
         for rank in range(num_ranks)
     ]
     return [rank.wait() for rank in ranks]
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _run(

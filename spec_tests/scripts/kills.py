@@ -1,0 +1,296 @@
+"""`python -m spec_tests.scripts.kills [--runs 50] [--seed 0]`: kill ranks, compare with no kill.
+
+Each run is two ranks under `torchrun --max-restarts=1` that train for 40 steps and save after every
+third, half of the runs in the background. One rank, drawn at random, is killed with SIGKILL at a
+random moment: while it starts, between steps, inside a step, during a save. torchrun starts both
+ranks anew, and they go on from the newest save. Held against a run that nobody disturbed:
+
+- the final weights of every rank, bit for bit;
+- the log: every step once, with the same loss, norm, rate and number of tokens, bit for bit, so
+  that no token was lost, repeated or seen in another place;
+- the saves: at the kill and at the end, whatever has a checkpoint's name is complete, and no
+  restart passed one over as damaged;
+- that there was a restart at all, and that no process is left.
+
+Exit status 1 if any of that fails. About 7 s per run on two quiet cores; needs Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spec_tests.rig.zygote import start_zygote
+from spec_tests.scripts.agents import Agent, torchrun
+from spec_tests.scripts.tokens import shard
+
+STEPS, SAVE_EVERY, NUM_RANKS = 40, 3, 2
+FLAGS = (
+    *("--vocab-size", 64, "--sequence-length", 16, "--device", "cpu", "--steps", STEPS),
+    *("--global-batch-size", 8, "--micro-batch-size", 2, "--save-every", SAVE_EVERY),
+    *("--data", "../data", "--out", ".", "--checkpoint-dir", "saved"),
+)
+MODES = ("--no-async-save", "--async-save")
+NAME = "ddp_bucketed"
+DECISIVE = ("step", "loss", "lr", "grad_norm", "tokens")
+"""What a log line says about the step and not about the machine."""
+WHEN = ("while starting", "before the first save", "during a save", "between saves")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Rank `rank` dies at `moment`, in steps: at 12.5 half of the thirteenth; below 0 it starts."""
+
+    rank: int
+    moment: float
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What a run that nobody disturbed left behind."""
+
+    weights: str
+    log: list[tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long a run takes to its first step, and per step after it: where moments are drawn."""
+
+    start_s: float = 0.0
+    step_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One run with its kill; `complaints` is empty if all is well."""
+
+    kill: Kill
+    when: str
+    repeated_steps: int
+    seconds: float
+    complaints: tuple[str, ...]
+
+
+def plan(count: int, seed: int) -> list[Kill]:
+    """`count` kills: the run is cut into as many equal parts, a moment is drawn in each."""
+    draw = random.Random(seed)
+    moments = [draw.uniform(i, i + 1) / count * (STEPS + 1) - 1 for i in range(count)]
+    draw.shuffle(moments)
+    return [Kill(draw.randrange(NUM_RANKS), moment) for moment in moments]
+
+
+def undisturbed(folder: Path) -> tuple[Whole, Pace]:
+    """The run with which the others are compared."""
+    folder.mkdir()
+    begun = time.perf_counter()
+    with _agent(folder, max_restarts=0, mode=MODES[0]) as agent:
+        after_steps(agent, folder, 1)
+        first_s = time.perf_counter() - begun
+        after_steps(agent, folder, STEPS)
+        all_s = time.perf_counter() - begun
+        ended = agent.wait()
+    if ended.status:
+        raise RuntimeError(f"expected the undisturbed run to end well, got {ended}")
+    return left_behind(folder), Pace(first_s, (all_s - first_s) / (STEPS - 1))
+
+
+def left_behind(folder: Path) -> Whole:
+    """The result of a finished run."""
+    [weights] = {_summary(folder, rank)["weights_sha256"] for rank in range(NUM_RANKS)}
+    return Whole(weights, _log(folder))
+
+
+def disturb(kill: Kill, whole: Whole, pace: Pace, folder: Path, mode: str) -> Finding:
+    """Train, kill, let torchrun restart, and judge what is left."""
+    folder.mkdir()
+    begun, saved = time.perf_counter(), folder / "saved"
+    with _agent(folder, max_restarts=1, mode=mode) as agent:
+        pid = _kill(agent, kill, pace, folder)
+        steps = num_steps(folder)
+        when, complaints = _when(steps, folder), torn(saved)
+        repeated = steps - max(_saved_steps(saved), default=0)
+        try:
+            agent.wait_until(lambda: agent.ranks().get(kill.rank, pid) != pid, "a restart")
+        except TimeoutError as error:
+            complaints.append(str(error))
+        ended = agent.wait(120.0)
+        complaints += [f"process {pid} was left" for pid in agent.close()]
+    if ended.status:
+        complaints.append(f"expected torchrun's status 0, got {ended.status}: {ended.err[-2000:]}")
+    else:
+        complaints += differences(whole, folder)
+    complaints += torn(saved, is_over=True)
+    if "skipped this checkpoint" in ended.err:
+        complaints.append("a restart passed over a damaged save")
+    return Finding(kill, when, repeated, time.perf_counter() - begun, tuple(complaints))
+
+
+def _agent(folder: Path, *, max_restarts: int, mode: str) -> Any:
+    options = ("--standalone", f"--nproc-per-node={NUM_RANKS}", f"--max-restarts={max_restarts}")
+    return torchrun(options, "solution.train_ddp", (*FLAGS, mode), folder=folder)
+
+
+def _kill(agent: Agent, kill: Kill, pace: Pace, folder: Path) -> int:
+    """Wait for the moment, kill the rank; returns the process that it was."""
+    pids = agent.ranks_when_started(NUM_RANKS)
+    if kill.moment < 0:
+        time.sleep((1 + kill.moment) * pace.start_s)
+    else:
+        after_steps(agent, folder, int(kill.moment))
+        time.sleep(kill.moment % 1 * pace.step_s)
+    os.kill(pids[kill.rank], signal.SIGKILL)
+    return pids[kill.rank]
+
+
+def _when(steps: int, folder: Path) -> str:
+    """What the run was doing, as far as its files tell."""
+    if not steps:
+        return WHEN[0]
+    if list((folder / "saved").glob(".*.tmp")):
+        return WHEN[2]
+    return WHEN[3] if _saved_steps(folder / "saved") else WHEN[1]
+
+
+# --- what the files say
+
+
+def num_steps(folder: Path) -> int:
+    """How many steps are in the log."""
+    log = folder / f"{NAME}.jsonl"
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
+def after_steps(agent: Agent, folder: Path, number: int) -> None:
+    """Returns when so many steps are in the log."""
+    agent.wait_until(lambda: num_steps(folder) >= number, f"{number} steps")
+
+
+def _log(folder: Path) -> list[tuple[Any, ...]]:
+    lines = (folder / f"{NAME}.jsonl").read_text().splitlines()
+    return [tuple(json.loads(line)[key] for key in DECISIVE) for line in lines]
+
+
+def _summary(folder: Path, rank: int) -> dict[str, Any]:
+    path = folder / f"{NAME}.rank{rank}.json"
+    return json.loads(path.read_text()) if path.exists() else {"weights_sha256": "no summary"}
+
+
+def _saved_steps(saved: Path) -> list[int]:
+    names = [path.name for path in saved.iterdir()] if saved.is_dir() else []
+    return [int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d+)", name))]
+
+
+def torn(saved: Path, *, is_over: bool = False) -> list[str]:
+    """What bears a checkpoint's name and is not complete; at the end, also what is left over."""
+    problems = []
+    for path in sorted(saved.iterdir()) if saved.is_dir() else ():
+        if path.name.startswith("."):
+            problems += [f"{path.name}: left over"] if is_over else []
+            continue
+        marker = path / "complete.json"
+        files = json.loads(marker.read_text())["files"] if marker.exists() else {"a marker": 0}
+        sizes = {
+            name: (path / name).stat().st_size if (path / name).is_file() else None
+            for name in files
+        }
+        if sizes != files:
+            problems.append(f"torn checkpoint {path.name}: expected {files}, got {sizes}")
+    return problems
+
+
+def differences(whole: Whole, folder: Path) -> list[str]:
+    """How this run's result differs from that of the undisturbed one."""
+    problems = []
+    for rank in range(NUM_RANKS):
+        weights = _summary(folder, rank)["weights_sha256"]
+        if weights != whole.weights:
+            problems.append(f"rank {rank}: expected weights {whole.weights[:8]}, got {weights[:8]}")
+    log = _log(folder)
+    for expected, found in zip(whole.log, log, strict=False):
+        if found != expected:
+            problems.append(f"expected the step {DECISIVE} = {expected}, got {found}")
+            break
+    if len(log) != len(whole.log):
+        problems.append(f"expected {len(whole.log)} steps in the log, got {len(log)}")
+    return problems
+
+
+# --- the command
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """What the kills met, by count, rank, steps taken again, time, runs that differ."""
+    lines = [
+        "| killed | count | rank 0 | steps again, median | max | run s, median | wrong |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for when in (*WHEN, "all"):
+        found = [f for f in findings if when in (f.when, "all")]
+        if not found:
+            continue
+        first = sum(f.kill.rank == 0 for f in found)
+        again = [f.repeated_steps for f in found]
+        seconds = statistics.median(f.seconds for f in found)
+        wrong = sum(bool(f.complaints) for f in found)
+        lines.append(
+            f"| {when} | {len(found)} | {first} | {statistics.median(again):g} | {max(again)} | "
+            f"{seconds:.1f} | {wrong} |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command; 0 if no kill made a difference."""
+    parser = argparse.ArgumentParser(prog="python -m spec_tests.scripts.kills")
+    parser.add_argument("--runs", type=int, default=50, help="how many, with one kill each")
+    parser.add_argument("--seed", type=int, default=0, help="of ranks and moments")
+    options = parser.parse_args(arguments)
+    start_zygote()
+    begun, findings = time.perf_counter(), []
+    with tempfile.TemporaryDirectory(prefix="trainspec-") as folder:
+        place = Path(folder)
+        prepare(place)
+        whole, pace = undisturbed(place / "whole")
+        for number, kill in enumerate(plan(options.runs, options.seed)):
+            finding = disturb(kill, whole, pace, place / f"run{number}", MODES[number % 2])
+            findings.append(finding)
+            said = "; ".join(finding.complaints) or "equal"
+            where = f"rank {kill.rank} at {kill.moment:.2f}, {finding.when}"
+            sys.stderr.write(f"{number + 1}/{options.runs} {where}: {said}\n")
+            shutil.rmtree(place / f"run{number}")
+    wrong = [f"{f.kill}: {text}" for f in findings for text in f.complaints]
+    took = time.perf_counter() - begun
+    equal = sum(not f.complaints for f in findings)
+    end = (
+        f"{equal} of {len(findings)} runs ended with the weights {whole.weights[:8]} and the log "
+        f"of the undisturbed run ({STEPS} steps, {sum(line[-1] for line in whole.log):,} tokens); "
+        f"{took:.0f} s"
+    )
+    sys.stdout.write("\n".join([table(findings), "", *wrong, end]) + "\n")
+    return 1 if wrong else 0
+
+
+def prepare(place: Path) -> None:
+    """Two shards of random tokens in `place`/data."""
+    (place / "data").mkdir()
+    for index in range(2):
+        path = place / "data" / f"x_train_{index:06d}.bin"
+        path.write_bytes(shard(3000, seed=index, vocabulary=64))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,161 @@
+"""torchrun's own engine around the reference: a rank killed, a run told to stop, two nodes.
+
+A few pinned kills; fifty drawn at random are a command, `python -m spec_tests.scripts.kills`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from spec_tests.scripts import kills
+from spec_tests.scripts.agents import HAS_PROC, torchrun
+from spec_tests.scripts.kills import FLAGS, MODES, Finding, Kill, Whole
+from spec_tests.scripts.launch import free_port, run_ranks
+
+DDP = "solution.train_ddp"
+LATER = 12
+"""Steps after which a run is disturbed: four saves are there, and most of the run is to come."""
+
+with_proc = pytest.mark.skipif(not HAS_PROC, reason="finds the ranks of an agent under /proc")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with data; each run gets one below it."""
+    folder = tmp_path_factory.mktemp("restarts")
+    kills.prepare(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(place):
+    """What two ranks leave behind that nobody disturbs, and no agent has started."""
+    folder = place / "whole"
+    folder.mkdir()
+    ended = run_ranks(DDP, *FLAGS, MODES[0], num_ranks=2, folder=folder)
+    assert [rank.status for rank in ended] == [0, 0], ended
+    return kills.left_behind(folder)
+
+
+def starts(*ended):
+    """How often one of these commands said where it begins."""
+    return sum(one.out.count("  checkpoints: ") for one in ended)
+
+
+@with_proc
+def test_killed_then_told_to_stop_a_run_ends_with_the_same_bits(place, whole):
+    folder = place / "disturbed"
+    folder.mkdir()
+    options = ("--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    arguments = (*FLAGS, MODES[1])
+
+    with torchrun(options, DDP, arguments, folder=folder) as agent:
+        pids = agent.ranks_when_started(2)
+        kills.after_steps(agent, folder, LATER)
+        os.kill(pids[1], signal.SIGKILL)
+        agent.wait_until(lambda: set(agent.ranks().values()).isdisjoint(pids.values()), "a restart")
+        kills.after_steps(agent, folder, kills.num_steps(folder) + 2)
+        os.kill(agent.pid, signal.SIGTERM)
+        stopped = agent.wait()
+        left = agent.close()
+    again = run_ranks(DDP, *arguments, num_ranks=2, folder=folder)
+
+    assert left == [], "torchrun ended before its ranks did"
+    assert starts(stopped) == 2, stopped
+    assert stopped.err.count("told to stop; saved after step") == 2, stopped.err
+    assert [rank.status for rank in again] == [0, 0], again
+    assert "going on after step" in again[0].out
+    assert kills.differences(whole, folder) == []
+    assert kills.torn(folder / "saved", is_over=True) == []
+
+
+def node(folder, port, number):
+    """One of two machines with a rank each, whose agents meet at a port."""
+    options = (
+        *("--nnodes=2", "--nproc-per-node=1", "--max-restarts=1", "--rdzv-backend=c10d"),
+        *(f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=two", "--local-addr=127.0.0.1"),
+    )
+    return torchrun(options, DDP, (*FLAGS, MODES[0]), folder=folder, name=f"node{number}")
+
+
+@with_proc
+def test_two_nodes_end_as_one_does_though_one_of_them_lost_its_rank(place, whole):
+    folder, port = place / "nodes", free_port()
+    folder.mkdir()
+
+    with node(folder, port, 0) as first, node(folder, port, 1) as second:
+        ranks = [agent.ranks_when_started(1) for agent in (first, second)]
+        kills.after_steps(first, folder, LATER)
+        [killed] = ranks[1].values()
+        os.kill(killed, signal.SIGKILL)
+        ended = [agent.wait() for agent in (first, second)]
+
+    assert [one.status for one in ended] == [0, 0], ended
+    assert sorted(rank for found in ranks for rank in found) == [0, 1], "a rank on each node"
+    assert starts(*ended) == 2, "both nodes began anew, once"
+    assert kills.differences(whole, folder) == []
+
+
+# ------------------------------------------------------------------------------ without a process
+
+
+def test_the_command_draws_every_part_of_a_run_and_both_ranks():
+    planned = kills.plan(50, seed=3)
+
+    assert planned == kills.plan(50, seed=3) != kills.plan(50, seed=4)
+    assert {kill.rank for kill in planned} == {0, 1}
+    parts = sorted(int((kill.moment + 1) / (kills.STEPS + 1) * 50) for kill in planned)
+    assert parts == list(range(50))
+
+
+def test_the_command_tells_what_differs(tmp_path):
+    (tmp_path / "ddp_bucketed.jsonl").write_text(
+        '{"step": 1, "loss": 4.5, "lr": 0.1, "grad_norm": 1.0, "tokens": 128}\n'
+    )
+    whole = Whole("0" * 64, [(1, 4.25, 0.1, 1.0, 128), (2, 4.0, 0.1, 1.0, 128)])
+
+    found = kills.differences(whole, tmp_path)
+
+    assert [problem.split(",")[0] for problem in found] == [
+        "rank 0: expected weights 00000000",
+        "rank 1: expected weights 00000000",
+        "expected the step ('step'",
+        "expected 2 steps in the log",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "a marker"),
+        ({"complete.json": '{"files": {"a": 3}}', "a": "xx"}, "'a': 2"),
+        ({"complete.json": '{"files": {"a": 3}}'}, "'a': None"),
+    ],
+    ids=["no-marker", "cut", "missing"],
+)
+def test_the_command_knows_a_torn_checkpoint(tmp_path, files, said):
+    folder = tmp_path / "step-00000003"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    (tmp_path / ".step-00000006.tmp").mkdir()
+
+    [problem] = kills.torn(tmp_path)
+
+    assert "torn checkpoint step-00000003" in problem
+    assert said in problem
+    assert len(kills.torn(tmp_path, is_over=True)) == 2
+
+
+def test_the_table_counts_what_the_kills_met():
+    kill = Kill(rank=0, moment=3.5)
+    right = Finding(kill, "between saves", 2, 6.0, ())
+    wrong = Finding(kill, "during a save", 4, 8.0, ("torn",))
+
+    text = kills.table([right, wrong])
+
+    assert "| between saves | 1 | 1 | 2 | 2 | 6.0 | 0 |" in text
+    assert "| all | 2 | 2 | 3 | 4 | 7.0 | 1 |" in text
