@@ -136,8 +136,33 @@ class FullyShard(Protocol):
     ) -> Any: ...
 
 
+class MixedPrecisionPolicy(Protocol):
+    """What `fully_shard` takes as `mp_policy`, with the meaning and defaults of PyTorch's.
+
+    Weights are gathered and computed with in `param_dtype`, gradients reduced in `reduce_dtype`
+    (else in `param_dtype`) and accumulated in it between reductions; floating-point inputs are cast
+    to `param_dtype` unless `cast_forward_inputs` is false, outputs to `output_dtype`. Shards,
+    gradients of shards and buffers keep their own dtype.
+    """
+
+    def __call__(
+        self,
+        *,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        output_dtype: torch.dtype | None = None,
+        cast_forward_inputs: bool = True,
+    ) -> Any: ...
+
+
 class Fsdp(Protocol):
-    """The whole-model wrapper of the CS336 exercise: shards Linear and Embedding weights."""
+    """The whole-model wrapper of the CS336 exercise: shards Linear and Embedding weights.
+
+    Returns a module that is called like the original; DTensors are not asked for. An optimizer is
+    built over its `parameters()` afterwards. `finish_gradient_synchronization` is called after
+    every backward, as for `ddp`. With `compute_dtype` the sharded layers compute in it; what an
+    optimizer sees keeps its dtype.
+    """
 
     def __call__(
         self, module: nn.Module, *, compute_dtype: torch.dtype | None = None
@@ -324,6 +349,7 @@ FUNCTIONS: dict[str, type] = {
     "sharded_optimizer": ShardedOptimizer,
     "full_optimizer_state": FullOptimizerState,
     "fully_shard": FullyShard,
+    "MixedPrecisionPolicy": MixedPrecisionPolicy,
     "fsdp": Fsdp,
     "full_parameters": FullParameters,
     "clip_grad_norm_": ClipGradNorm,

@@ -1,15 +1,23 @@
 """PyTorch's own wrappers, behind the contract: a peer that is judged like anyone else.
 
 `ddp` is DistributedDataParallel as it comes; `ddp_bucketed` is the same with the bucket size given
-and with gradients as views of the buckets. Its known deviations are declared in torch.toml.
+and with gradients as views of the buckets. `fully_shard` is FSDP2 as it comes, `fsdp` the same with
+every Linear and Embedding a unit. Known deviations are declared in torch.toml.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import AbstractContextManager
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fully_shard_in_place
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -33,3 +41,54 @@ def ddp_bucketed(
 def no_sync(wrapped: DistributedDataParallel) -> AbstractContextManager[None]:
     """DistributedDataParallel's own context manager."""
     return wrapped.no_sync()
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+) -> nn.Module:
+    """FSDP2."""
+    fully_shard_in_place(
+        module,
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=mp_policy or MixedPrecisionPolicy(),
+    )
+    return module
+
+
+def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.Module:
+    """FSDP2 on every Linear and Embedding that shares nothing, and on the model."""
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype)
+    uses = Counter(id(p) for m in module.modules() for p in m._parameters.values())
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear | nn.Embedding) and uses[id(layer.weight)] == 1:
+            fully_shard(layer, mp_policy=policy)
+    return module if isinstance(module, FSDPModule) else fully_shard(module, mp_policy=policy)
+
+
+@torch.no_grad()
+def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """`full_tensor()` of every parameter; a root that a forward left unsharded is resharded."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    named: dict[str, Any] = dict(model.named_parameters())
+    return {
+        name: p.full_tensor() if isinstance(p, DTensor) else p.detach().clone()
+        for name, p in named.items()
+    }
+
+
+__all__ = [
+    "MixedPrecisionPolicy",
+    "ddp",
+    "ddp_bucketed",
+    "fsdp",
+    "full_parameters",
+    "fully_shard",
+    "no_sync",
+]

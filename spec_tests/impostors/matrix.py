@@ -31,6 +31,7 @@ from spec_tests.target import Target, parse
 # Chapters whose clauses see what the key chapter does: no stranger to it, so not "unrelated".
 RELATED = {
     "ddp": {"ddp", "training", "checkpoint"},
+    "fsdp": {"fsdp", "clip", "checkpoint", "training"},
     "training": {"training"},
     "data": {"data", "training"},
 }

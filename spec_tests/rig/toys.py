@@ -185,6 +185,56 @@ class Mixed(nn.Module):
         return self.wide_out(h.to(x.dtype))
 
 
+class Even(nn.Module):
+    """An embedding, layers and a parameter of the model's own, all of twelve rows.
+
+    Two, three and four ranks get equal shares.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 6)
+        self.up = nn.Linear(6, 12)
+        self.down = nn.Linear(12, 12, bias=False)
+        self.gain = nn.Parameter(torch.empty(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # The first column says which row: an embedding takes no gradient through its input.
+        h = self.embed(x[:, 0].abs().long()) + x
+        return self.down(self.up(h).abs()) * self.gain
+
+
+class Block(nn.Module):
+    """Two layers and a way around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 5)
+        self.down = nn.Linear(5, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # A remainder keeps the integers small and lets every gradient through.
+        return x + self.down(self.up(x).abs()).remainder(4.0)
+
+
+class Stack(nn.Module):
+    """An embedding, blocks of several layers each, a head, and a parameter of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(6, 3)
+        self.gain = nn.Parameter(torch.empty(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # The first column says which row: an embedding takes no gradient through its input.
+        h = self.embed(x[:, 0].abs().long()) + x
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h * self.gain)
+
+
 @dataclass(frozen=True)
 class Toy:
     """A toy by name: how to build it and how far its values reach.
@@ -246,5 +296,7 @@ TOYS = {
         Toy("conv", Convolution),
         Toy("strided", Strided),
         Toy("mixed", Mixed, weights=1, inputs=2),
+        Toy("even", Even),
+        Toy("stack", Stack),
     )
 }

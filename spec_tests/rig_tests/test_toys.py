@@ -172,6 +172,18 @@ def test_mixed_alternates_two_dtypes_and_keeps_them_in_its_gradients():
         assert gradient.dtype == module.get_parameter(name).dtype
 
 
+def test_even_divides_by_two_three_and_four():
+    rows = [p.shape[0] for p in TOYS["even"].build(7).parameters()]
+    assert len(rows) == 5
+    assert all(number % size == 0 for number in rows for size in (2, 3, 4))
+
+
+def test_stack_has_blocks_of_several_layers_and_a_parameter_of_its_own():
+    module = built("stack")
+    assert [len(list(block.children())) for block in module.blocks] == [2, 2, 2]
+    assert "gain" in dict(module.named_parameters(recurse=False))
+
+
 # --------------------------------------------------------------------------------- what all share
 
 

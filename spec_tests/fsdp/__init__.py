@@ -1,0 +1,1 @@
+"""Chapter fsdp: parameters, gradients and optimizer state in shards."""

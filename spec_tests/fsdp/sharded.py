@@ -1,0 +1,162 @@
+"""One rank's view of a sharded toy: what the bodies of this chapter are made of.
+
+Two shapes are judged by the same bodies. `fully_shard` is called on units bottom-up and then on the
+model, and its parameters are DTensors. `fsdp` takes the whole model, says nothing about how
+parameters are represented, and has `finish_gradient_synchronization` after each backward. What
+both have is a forward, a backward, an optimizer over `parameters()`, and `full_parameters`; so
+gradients are read as what one step of SGD subtracts. The learning rate is a power of two and the
+toys hold integers: nothing is rounded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from spec_tests.rig.oracle import Named
+from spec_tests.rig.rank import Context
+from spec_tests.rig.toys import TOYS, sum_of_squares
+
+RATE = 2.0**-20
+"""Learning rate of the step that gradients are read from."""
+
+FULLY_SHARD = ("fully_shard",)
+BOTH = ("fully_shard", "fsdp")
+
+
+def units_of(module: nn.Module, granularity: str = "children") -> list[str]:
+    """Names of the modules to shard before the whole, innermost first.
+
+    Args:
+        granularity: "children" (the outermost modules that can be called), "layers" (those without
+            children), "nested" (both), "root" (none).
+    """
+    names = [name for name, part in module.named_modules() if name and _can_be_unit(module, part)]
+    if granularity == "root":
+        return []
+    if granularity == "layers":
+        names = [n for n in names if not any(True for _ in module.get_submodule(n).children())]
+    if granularity == "children":
+        names = [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
+    return names[::-1]
+
+
+def _can_be_unit(module: nn.Module, part: nn.Module) -> bool:
+    """Has parameters, can be called, and shares none with the rest: a tie stays within one unit."""
+    uses = Counter(id(p) for m in module.modules() for p in m._parameters.values())
+    own = Counter(id(p) for m in part.modules() for p in m._parameters.values() if p is not None)
+    is_container = isinstance(part, nn.ModuleList | nn.ModuleDict)
+    return bool(own) and not is_container and all(uses[key] == n for key, n in own.items())
+
+
+def shard(
+    ctx: Context,
+    subject: str,
+    module: nn.Module,
+    units: str | Sequence[str] = "children",
+    **options: Any,
+) -> nn.Module:
+    """Shard `module` with the function under test; `fully_shard` bottom-up with the options."""
+    if subject == "fsdp":
+        return ctx.impl.fsdp(module, **options)
+    names = units_of(module, units) if isinstance(units, str) else units
+    for name in names:
+        ctx.impl.fully_shard(module.get_submodule(name), **options)
+    ctx.impl.fully_shard(module, **options)
+    return module
+
+
+def full_parameters(ctx: Context, model: nn.Module, names: Sequence[str]) -> Named:
+    """The full tensors of these names; a wrapper's own prefix does not count."""
+    found = ctx.impl.full_parameters(model)
+    plain = {name.removeprefix("module."): value for name, value in found.items()}
+    return {name: plain[name].detach().clone() for name in names if name in plain}
+
+
+class Sharded:
+    """A toy, sharded, with an optimizer over what its `parameters()` are afterwards.
+
+    All ranks build the toy with one seed, as the contract wants it. The loss of each micro-batch is
+    `world_size * sum_of_squares`, so that the mean over ranks is the plain sum.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        subject: str,
+        toy: str,
+        seed: int,
+        *,
+        units: str | Sequence[str] = "children",
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        self.ctx = ctx
+        self.subject = subject
+        self.toy = TOYS[toy]
+        self.seed = seed
+        self.module = self.toy.build(seed).to(ctx.device, dtype)
+        self.names = [name for name, _ in self.module.named_parameters()]
+        self.model = shard(ctx, subject, self.module, units, **options)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
+
+    def batch(self, micro: int = 0) -> torch.Tensor:
+        """This rank's inputs `[4, 6]` of a micro-batch."""
+        return self.toy.batch(self.seed, rank=self.ctx.rank, micro=micro).to(self.ctx.device)
+
+    def loss(self, micro: int = 0, **flags: Any) -> torch.Tensor:
+        """Forward of this rank's micro-batch number `micro`."""
+        return self.ctx.world_size * sum_of_squares(self.model(self.batch(micro), **flags))
+
+    def backward(self, micro: int = 0, **flags: Any) -> None:
+        """Forward and backward of a micro-batch, and the finish after it."""
+        self.loss(micro, **flags).backward()
+        self.finish()
+
+    def accumulate(self, micro: int = 0, **flags: Any) -> None:
+        """Forward and backward of a micro-batch whose gradients stay on this rank."""
+        self.synchronise(False)
+        self.loss(micro, **flags).backward()
+        self.synchronise(True)
+
+    def synchronise(self, flag: bool) -> None:
+        """Whether the next backward reduces."""
+        self.model.set_requires_gradient_sync(flag)  # type: ignore[operator]  # an FSDPModule
+
+    def finish(self) -> None:
+        """End a backward pass of the whole-model shape."""
+        if self.subject == "fsdp":
+            self.ctx.impl.finish_gradient_synchronization(self.model)
+
+    def full(self) -> Named:
+        """Full parameters by the plain model's names."""
+        return full_parameters(self.ctx, self.model, self.names)
+
+    def stepped(self) -> Named:
+        """The gradients, read from a step of SGD; zero where there are none."""
+        before = self.full()
+        self.optimizer.step()
+        after = self.full()
+        return {name: (before[name] - after[name]) / RATE for name in before}
+
+    def shards(self) -> dict[str, Any]:
+        """The parameters as `fully_shard` left them: DTensors, by name."""
+        return dict(self.module.named_parameters())
+
+    def local_gradients(self) -> dict[str, torch.Tensor | None]:
+        """This rank's rows of each gradient, None where there is none."""
+        return {
+            name: None if p.grad is None else p.grad.to_local().detach().clone()
+            for name, p in self.shards().items()
+        }
+
+    def whole_gradients(self) -> dict[str, torch.Tensor | None]:
+        """The gradients, gathered from all ranks, None where there is none."""
+        return {
+            name: None if p.grad is None else p.grad.full_tensor().clone()
+            for name, p in self.shards().items()
+        }

@@ -1,0 +1,321 @@
+"""Backward: each rank gets its rows of the mean gradient, whatever the graph looks like.
+
+Reduction hangs on hooks, and hooks fire where autograd takes them: not for an embedding, whose
+input has no gradient; twice for a module that is used twice; never for a branch that was not taken.
+Arithmetic is exact throughout, so that every right implementation is bit-equal to one process with
+the whole batch. See Zhao et al. 2023, section 3.2.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from spec_tests.clause import MUST, clause
+from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, Sharded
+from spec_tests.laws import equivalence, refusal
+from spec_tests.rig import judge, oracle
+from spec_tests.rig.toys import TOYS, sum_of_squares
+
+PAPER = "Zhao et al. 2023, section 3.2"
+TRAINING = "test_fully_shard_training"
+
+
+def one_backward(ctx, subject, toy, seed, units="children"):
+    """Gradients of one micro-batch, read from a step of SGD."""
+    sharded = Sharded(ctx, subject, toy, seed, units=units)
+    sharded.backward()
+    return sharded.stepped()
+
+
+@clause(
+    "fsdp.backward.mean-gradient", MUST, level="course", judges=BOTH, source=PAPER, worlds=(2, 3, 4)
+)
+def test_a_step_uses_the_mean_gradient(world, subject):
+    """A step MUST use the mean over ranks of the local gradients, in every row.
+
+    Not the sum, not the local one, not the mean divided once more.
+    """
+    ranks = world.run(one_backward, subject, "even", 7)
+
+    equivalence.mean_gradients(ranks, "even", 7, absent_is_zero=True)
+
+
+@clause(
+    "fsdp.backward.mean-gradient-of-any-model",
+    MUST,
+    level="correct",
+    judges=BOTH,
+    source=PAPER,
+    worlds=(2, 3),
+)
+@pytest.mark.parametrize("toy", ["ragged", "stack", "tied", "reused", "frozen", "mixed", "unused"])
+def test_a_step_uses_the_mean_gradient_of_any_model(world, subject, toy):
+    """Odd sizes, ties, reuse, frozen and unused layers: mean gradients, or a refusal, MUST come."""
+    ranks = refusal.answer_or_refusal(world, one_backward, subject, toy, 7)
+
+    if ranks is not None:
+        equivalence.mean_gradients(ranks, toy, 7, absent_is_zero=True)
+
+
+@clause(
+    "fsdp.backward.any-granularity",
+    MUST,
+    level="correct",
+    judges=FULLY_SHARD,
+    source="torch.distributed.fsdp.fully_shard: called bottom-up on any modules",
+    worlds=(2, 3),
+)
+@pytest.mark.parametrize("units", ["root", "layers", "nested"])
+def test_what_is_gathered_together_changes_no_gradient(world, subject, units):
+    """However a model is cut into units, gradients MUST be the mean of the local ones."""
+    ranks = world.run(one_backward, subject, "stack", 7, units)
+
+    equivalence.mean_gradients(ranks, "stack", 7, absent_is_zero=True, given=f"units {units!r}")
+
+
+def frozen_subset(ctx, subject, seed, frozen):
+    """Gradients where those parameters of a unit are frozen, and which stayed None."""
+    sharded = Sharded(ctx, subject, "stack", seed, units="root")
+    for name, parameter in sharded.shards().items():
+        parameter.requires_grad_(name not in frozen)
+    sharded.backward()
+    absent = [name for name, g in sharded.local_gradients().items() if g is None]
+    return {"absent": sorted(absent), "gradients": sharded.stepped()}
+
+
+@clause(
+    "fsdp.backward.frozen-subset",
+    MUST,
+    level="correct",
+    judges=FULLY_SHARD,
+    source="test_fully_shard_frozen, which freezes whole modules only",
+    worlds=(3,),
+)
+@pytest.mark.parametrize(
+    "frozen",
+    [("gain",), ("blocks.1.down.weight", "blocks.1.up.bias"), ("embed.weight", "head.weight")],
+    ids=["last", "inside", "ends"],
+)
+def test_any_subset_of_a_unit_may_be_frozen(world, subject, frozen):
+    """Frozen parameters MUST keep `grad is None`, and the rest of their unit the mean gradient."""
+    ranks = world.run(frozen_subset, subject, 7, frozen)
+
+    batches = [TOYS["stack"].batch(7, rank=rank) for rank in range(world.size)]
+    expected = oracle.gradients("stack", 7, batches)
+    for name in frozen:
+        expected[name] = torch.zeros_like(oracle.parameters("stack", 7)[name])
+    judge.equal(
+        [rank["absent"] for rank in ranks], list(frozen), quantity="parameters without gradient"
+    )
+    judge.tensors(
+        [rank["gradients"] for rank in ranks],
+        expected,
+        quantity="mean gradient",
+        given=f"frozen {frozen}",
+    )
+
+
+def gradient_of_input(ctx, subject, seed):
+    """The gradient that arrives at this rank's own inputs."""
+    sharded = Sharded(ctx, subject, "mlp", seed)
+    batch = sharded.batch().requires_grad_()
+    (ctx.world_size * sum_of_squares(sharded.model(batch))).backward()
+    return {"input": batch.grad}
+
+
+@clause(
+    "fsdp.backward.inputs-keep-their-gradient",
+    MUST,
+    level="correct",
+    judges=BOTH,
+    source=f"{PAPER}: parameters are averaged, activations are this rank's own",
+    worlds=(2, 3),
+)
+def test_gradients_of_inputs_are_not_averaged(world, subject):
+    """The gradient of a rank's inputs MUST be its own, neither averaged nor divided."""
+    ranks = world.run(gradient_of_input, subject, 7)
+
+    expected = []
+    for rank in range(world.size):
+        batch = TOYS["mlp"].batch(7, rank=rank).requires_grad_()
+        (world.size * sum_of_squares(TOYS["mlp"].build(7)(batch))).backward()
+        expected.append({"input": batch.grad})
+    judge.tensors(ranks, expected, quantity="gradient of the input")
+
+
+def branches_in_turn(ctx, subject, seed, uses):
+    """Gradients of a step per entry of `uses`, which branches it takes."""
+    sharded = Sharded(ctx, subject, "branches", seed, units="layers")
+    found = []
+    for micro, use in enumerate(uses):
+        sharded.optimizer.zero_grad()
+        sharded.backward(micro, use=use)
+        found.append({n: g for n, g in sharded.whole_gradients().items() if g is not None})
+    return found
+
+
+def flags_of(use: str) -> equivalence.Flags:
+    """The same branches on every rank."""
+    return lambda rank, micro: {"use": use}
+
+
+@clause(
+    "fsdp.backward.unused-unit",
+    MUST,
+    level="correct",
+    judges=FULLY_SHARD,
+    source=f"{TRAINING}: unused modules",
+    worlds=(2,),
+)
+@pytest.mark.parametrize("uses", [("ab", "abc", "c"), ("abc", "ba", "cba")], ids=["later", "less"])
+def test_a_unit_may_be_left_out_and_come_back(world, subject, uses):
+    """A unit that a step does not use MUST disturb no gradient, then or when it is used again."""
+    ranks = world.run(branches_in_turn, subject, 7, uses)
+
+    like = oracle.parameters("branches", 7)
+    for micro, use in enumerate(uses):
+        equivalence.mean_gradients(
+            [{n: rank[micro].get(n, torch.zeros_like(like[n])) for n in like} for rank in ranks],
+            "branches",
+            7,
+            micros=(micro,),
+            flags=flags_of(use),
+            absent_is_zero=True,
+            given=f"step {micro} uses branches {use!r} of {uses}",
+        )
+
+
+def entangled(ctx, subject, seed, how):
+    """Gradients where forwards and backwards do not simply alternate."""
+    sharded = Sharded(ctx, subject, "stack", seed, units="nested")
+    if how == "retained":
+        loss = sharded.loss(0)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return sharded.stepped()
+    losses = [sharded.loss(micro) for micro in range(2)]
+    if how == "one-backward":
+        (losses[0] + losses[1]).backward()
+    else:
+        for loss in losses if how == "in-order" else losses[::-1]:
+            loss.backward()
+    return sharded.stepped()
+
+
+@clause(
+    "fsdp.backward.forwards-and-backwards-entangled",
+    MUST,
+    level="correct",
+    judges=FULLY_SHARD,
+    source=f"{TRAINING}: several forwards, 1F1B; retain_graph",
+    worlds=(2,),
+)
+@pytest.mark.parametrize("how", ["one-backward", "in-order", "in-reverse", "retained"])
+def test_several_forwards_may_wait_for_their_backward(world, subject, how):
+    """Gradients MUST add up over forwards that precede a backward, and over repeated backwards."""
+    ranks = world.run(entangled, subject, 7, how)
+
+    micros = (0, 0) if how == "retained" else (0, 1)
+    equivalence.mean_gradients(
+        ranks, "stack", 7, micros=micros, absent_is_zero=True, given=f"two micro-batches {how}"
+    )
+
+
+def recomputed(ctx, subject, seed, reentrant, reshard_after_forward):
+    """Gradients with each block recomputed in backward."""
+    sharded = Sharded(
+        ctx, subject, "stack", seed, units="children", reshard_after_forward=reshard_after_forward
+    )
+    stack: Any = sharded.module
+    blocks = list(stack.blocks)
+    stack.blocks = nn.ModuleList(_Recompute(block, reentrant) for block in blocks)
+    sharded.backward()
+    stack.blocks = nn.ModuleList(blocks)  # the names of the plain model, for reading
+    return sharded.stepped()
+
+
+class _Recompute(nn.Module):
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = inner
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]  # untyped
+
+
+@clause(
+    "fsdp.backward.activation-checkpointing",
+    MUST,
+    level="correct",
+    judges=FULLY_SHARD,
+    source=f"{TRAINING}: activation checkpointing",
+    worlds=(2,),
+)
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor-hooks", "reentrant"])
+def test_recomputing_a_unit_changes_no_gradient(world, subject, reentrant, reshard_after_forward):
+    """Units that are recomputed in backward MUST have the gradients that they have without.
+
+    A recomputation ends like a forward; freed there, the weights are gone when backward needs them.
+    """
+    ranks = world.run(recomputed, subject, 7, reentrant, reshard_after_forward)
+
+    equivalence.mean_gradients(ranks, "stack", 7, absent_is_zero=True)
+
+
+def described_gradients(ctx, subject, toy, seed):
+    """What the gradients say about themselves, beside what the parameters say."""
+    sharded = Sharded(ctx, subject, toy, seed)
+    sharded.backward()
+    return {
+        name: {"parameter": _about(p), "gradient": _about(p.grad)}
+        for name, p in sharded.shards().items()
+    }
+
+
+def _about(tensor: torch.Tensor | None) -> dict[str, object]:
+    if not isinstance(tensor, DTensor):
+        return {"kind": "None" if tensor is None else "plain tensor"}
+    return {
+        "kind": "DTensor",
+        "placements": str(tensor.placements),
+        "mesh": tensor.device_mesh.mesh.tolist(),
+        "shape": tuple(tensor.shape),
+        "local shape": tuple(tensor.to_local().shape),
+        "dtype": str(tensor.dtype),
+    }
+
+
+@clause(
+    "fsdp.backward.gradients-are-shards",
+    MUST,
+    level="correct",
+    judges=FULLY_SHARD,
+    source="test_fully_shard_init, check_sharded_parity; an optimizer steps over shards",
+    worlds=(2, 4),
+)
+@pytest.mark.parametrize("toy", ["ragged", "mixed"])
+def test_gradients_are_sharded_as_their_parameters_are(world, subject, toy):
+    """A gradient MUST have its parameter's placements, shapes and dtype, on ranks without rows too.
+
+    None where a rank has no rows, and its peers wait for it in the next clipping.
+    """
+    ranks = world.run(described_gradients, subject, toy, 7)
+
+    for (rank, seen), name in itertools.product(enumerate(ranks), TOYS[toy].build(7).state_dict()):
+        wanted, got = seen[name]["parameter"], seen[name]["gradient"]
+        wrong = [key for key in wanted if got.get(key) != wanted[key]]
+        judge.holds(
+            not wrong,
+            f"rank {rank}, gradient of {name!r}: expected { ({k: wanted[k] for k in wrong}) }, got "
+            f"{ ({k: got.get(k) for k in wrong}) }",
+            given=f"toy {toy!r}",
+        )

@@ -1,0 +1,253 @@
+"""Forward: a sharded model computes what the plain one computes, bit for bit.
+
+Gathering moves values and changes none, so there is no room for a tolerance. What can go wrong is
+the copy out of the gather buffer (pieces of ranks interleaved with parameters), padding that gets
+into a weight, and hooks that see only tensors where a model is handed a dictionary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from spec_tests.clause import MUST, clause
+from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, Sharded, shard
+from spec_tests.laws import equivalence, refusal
+from spec_tests.rig import judge
+from spec_tests.rig.toys import TOYS
+
+PAPER = "Zhao et al. 2023, section 3.2"
+
+
+def outputs(ctx, subject, toy, seed, mode):
+    """Outputs of two forwards of this rank's batches."""
+    sharded = Sharded(ctx, subject, toy, seed)
+    with torch.set_grad_enabled(mode == "training"):
+        return {f"micro-batch {m}": sharded.model(sharded.batch(m)).detach() for m in range(2)}
+
+
+@clause("fsdp.forward.equals-plain", MUST, level="course", judges=BOTH, source=PAPER, worlds=(2, 3))
+def test_the_output_is_that_of_the_plain_model(world, subject):
+    """A forward MUST give the bits that the plain model gives."""
+    ranks = world.run(outputs, subject, "even", 7, "training")
+
+    judge.tensors(ranks, _plain_outputs("even", world.size), quantity="output")
+
+
+@clause(
+    "fsdp.forward.equals-any-plain-model",
+    MUST,
+    level="correct",
+    judges=BOTH,
+    source=PAPER,
+    worlds=(2, 3),
+)
+@pytest.mark.parametrize("toy", ["ragged", "stack", "tied", "reused", "frozen", "mixed"])
+def test_the_output_is_that_of_any_plain_model(world, subject, toy):
+    """Odd sizes, ties, reuse, mixed dtypes: a forward MUST give the plain bits, or be refused."""
+    ranks = refusal.answer_or_refusal(world, outputs, subject, toy, 7, "training")
+
+    if ranks is not None:
+        plain = _plain_outputs(toy, world.size)
+        judge.tensors(ranks, plain, quantity="output", given=f"toy {toy!r}")
+
+
+@clause(
+    "fsdp.forward.without-gradients",
+    MUST,
+    level="correct",
+    judges=BOTH,
+    source="evaluation between steps",
+    worlds=(2, 3),
+)
+def test_a_forward_without_gradients_gives_the_same_output(world, subject):
+    """Under `no_grad` as well a forward MUST give the bits that the plain model gives."""
+    ranks = world.run(outputs, subject, "stack", 7, "evaluation")
+
+    judge.tensors(ranks, _plain_outputs("stack", world.size), quantity="output")
+
+
+def _plain_outputs(toy, size):
+    plain = TOYS[toy].build(7)
+    return [
+        {
+            f"micro-batch {m}": plain(TOYS[toy].batch(7, rank=rank, micro=m)).detach()
+            for m in range(2)
+        }
+        for rank in range(size)
+    ]
+
+
+def after_evaluation(ctx, subject, toy, seed, how):
+    """Gradients of a step after a forward in which nothing was recorded."""
+    sharded = Sharded(ctx, subject, toy, seed)
+    if not how.endswith("first"):
+        sharded.backward(4)
+        sharded.optimizer.zero_grad()
+    with torch.no_grad() if how == "no-grad" else torch.inference_mode():
+        sharded.loss(5)
+    sharded.backward(0)
+    return sharded.stepped()
+
+
+@clause(
+    "fsdp.forward.evaluation-leaves-no-trace",
+    MUST,
+    level="correct",
+    judges=BOTH,
+    source="test_fully_shard_training; torch.inference_mode: its tensors take no part in autograd",
+    worlds=(2,),
+)
+@pytest.mark.parametrize("how", ["no-grad", "inference", "inference-first"])
+def test_an_evaluation_changes_nothing_about_the_next_step(world, subject, how):
+    """A training step after an evaluation MUST have the gradients that it has without."""
+    ranks = world.run(after_evaluation, subject, "stack", 7, how)
+
+    equivalence.mean_gradients(
+        ranks, "stack", 7, absent_is_zero=True, given=f"after a forward under {how}"
+    )
+
+
+class Structured(nn.Module):
+    """Takes and gives nested containers, by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        found = self.inner(batch={"x": inputs["x"], "tags": ["a", 1]}, scale=2)
+        return {"parts": (found["y"], [found["z"]]), "note": "kept"}
+
+
+class Inner(nn.Module):
+    """A layer whose inputs and outputs sit in dictionaries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, *, batch: dict[str, Any], scale: int) -> dict[str, Any]:
+        y = self.linear(batch["x"]) * scale
+        return {"y": y, "z": y.abs()}
+
+
+def _integers(module: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in module.double().parameters():
+            parameter.copy_(torch.arange(float(parameter.numel())).view_as(parameter) % 5 - 2)
+    return module
+
+
+def structured(ctx, subject, seed):
+    """Gradients of weights and input through nested containers."""
+    module = _integers(Structured()).to(ctx.device)
+    model = shard(ctx, subject, module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    x = TOYS["mlp"].batch(seed, rank=ctx.rank).to(ctx.device).requires_grad_()
+    found = model({"x": x})
+    loss = found["parts"][0].square().sum() + found["parts"][1][0].square().sum()
+    (ctx.world_size * loss).backward()
+    if subject == "fsdp":
+        ctx.impl.finish_gradient_synchronization(model)
+    optimizer.step()
+    full = ctx.impl.full_parameters(model)
+    after = {name.removeprefix("module."): value.detach() for name, value in full.items()}
+    return {"note": found["note"], "after": after, "input": x.grad}
+
+
+@clause(
+    "fsdp.forward.nested-containers",
+    MUST,
+    level="correct",
+    judges=BOTH,
+    source="test_fully_shard_training: inputs and outputs in containers, keyword arguments",
+    worlds=(2, 3),
+)
+def test_inputs_and_outputs_may_sit_in_containers(world, subject):
+    """Inputs by keyword and outputs in nested containers MUST get right gradients.
+
+    A hook on tensors alone never sees that such a module's backward begins.
+    """
+    ranks = world.run(structured, subject, 7)
+
+    plain = _integers(Structured())
+    batches = [TOYS["mlp"].batch(7, rank=rank).requires_grad_() for rank in range(world.size)]
+    for x in batches:
+        found = plain({"x": x})
+        (found["parts"][0].square().sum() + found["parts"][1][0].square().sum()).backward()
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    after = {n: p.detach() for n, p in plain.named_parameters()}
+    judge.equal([rank["note"] for rank in ranks], "kept", quantity="value that is no tensor")
+    judge.tensors([rank["after"] for rank in ranks], after, quantity="weight after one step")
+    judge.tensors(
+        [{"x": rank["input"]} for rank in ranks],
+        [{"x": x.grad * world.size} for x in batches],
+        quantity="gradient of the input",
+    )
+
+
+def under_setting(ctx, subject, seed, reshard_after_forward, units):
+    """Outputs and gradients of three steps in one setting, float32 and real-valued data."""
+    sharded = Sharded(
+        ctx,
+        subject,
+        "stack",
+        seed,
+        units=units,
+        dtype=torch.float32,
+        reshard_after_forward=reshard_after_forward,
+    )
+    generator = torch.Generator().manual_seed(seed + ctx.rank)
+    found = {}
+    for step in range(3):
+        batch = (torch.randn(4, 6, generator=generator).to(ctx.device) * 2).clamp(-4, 4)
+        output = sharded.model(batch)
+        output.square().sum().backward()
+        for name, gradient in sharded.local_gradients().items():
+            found[f"{name}, step {step}"] = gradient
+        found[f"output, step {step}"] = output.detach()
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+    return found
+
+
+@clause(
+    "fsdp.forward.resharding-changes-no-bit",
+    MUST,
+    level="correct",
+    judges=FULLY_SHARD,
+    source="reshard_after_forward trades memory for traffic, and nothing else",
+    worlds=(2, 3),
+)
+@pytest.mark.parametrize("setting", [False, None], ids=["False", "None"])
+def test_what_is_kept_after_forward_changes_no_bit(world, subject, setting):
+    """Whatever `reshard_after_forward` is, outputs and gradients MUST have the same bits."""
+    ranks = world.run(under_setting, subject, 7, setting, "children")
+    freed = world.run(under_setting, subject, 7, True, "children")
+
+    judge.tensors(
+        ranks,
+        freed,
+        quantity="value with reshard_after_forward=True",
+        given=f"reshard_after_forward={setting}, float32, three steps",
+    )
+
+
+@clause(
+    "fsdp.forward.resharding-to-a-part",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source="torch.distributed.fsdp.fully_shard: reshard_after_forward as an int",
+    worlds=(4,),
+)
+def test_resharding_to_a_smaller_world_changes_no_bit(world, subject):
+    """With `reshard_after_forward` an int, outputs and gradients MUST have the same bits."""
+    ranks = world.run(under_setting, subject, 7, 2, "children")
+    freed = world.run(under_setting, subject, 7, True, "children")
+
+    judge.tensors(ranks, freed, quantity="value with reshard_after_forward=True")

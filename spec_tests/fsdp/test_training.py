@@ -1,0 +1,149 @@
+"""Training: several steps, with state that an optimizer keeps over shards.
+
+What begins with the second step is invisible in the first: moments of the wrong rows, weights that
+were gathered before the update, parameters that the optimizer does not have.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spec_tests.clause import MUST, clause
+from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, Sharded
+from spec_tests.rig import judge, oracle
+from spec_tests.rig.symptoms import Hint
+from spec_tests.rig.tolerance import rounding
+from spec_tests.rig.toys import TOYS
+
+STEPS = 4
+
+
+def trained(ctx, subject, toy, seed, steps):
+    """Full weights after training with momentum on this rank's share of every batch."""
+    sharded = Sharded(ctx, subject, toy, seed)
+    optimizer = torch.optim.SGD(sharded.model.parameters(), lr=1e-7, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        sharded.backward(step)
+        optimizer.step()
+    return sharded.full()
+
+
+def _judge_training(ranks, size, toy, seed):
+    steps = [
+        [TOYS[toy].batch(seed, rank=rank, micro=step) for rank in range(size)]
+        for step in range(STEPS)
+    ]
+    judge.tensors(
+        ranks,
+        oracle.trained(toy, seed, steps, lr=1e-7, momentum=0.9),
+        quantity="weight after training",
+        within=rounding(torch.float64, terms=12 * 4 * size, depth=4 * STEPS),
+        hints=[Hint("the weights did not move", oracle.parameters(toy, seed))],
+        given=f"toy {toy!r}, seed {seed}, {STEPS} steps of SGD with momentum",
+    )
+
+
+@clause(
+    "fsdp.training.equals-full-batch",
+    MUST,
+    level="course",
+    judges=BOTH,
+    source="CS336 assignment 2, test_fsdp; Efficient DL week 5",
+    worlds=(2, 3, 4),
+)
+def test_training_in_shards_equals_training_on_the_whole(world, subject):
+    """Training in W shards MUST give the full weights of one process on the whole batches."""
+    ranks = world.run(trained, subject, "even", 7, STEPS)
+
+    _judge_training(ranks, world.size, "even", 7)
+
+
+@clause(
+    "fsdp.training.equals-full-batch-of-any-model",
+    MUST,
+    level="correct",
+    judges=BOTH,
+    source="Zhao et al. 2023, section 3.2",
+    worlds=(3,),
+)
+@pytest.mark.parametrize("toy", ["mlp", "frozen"])
+def test_training_any_model_in_shards_equals_training_on_the_whole(world, subject, toy):
+    """With odd sizes, and with frozen layers, training MUST give the weights of one process."""
+    ranks = world.run(trained, subject, toy, 8, STEPS)
+
+    _judge_training(ranks, world.size, toy, 8)
+
+
+def identities(ctx, subject, seed):
+    """Which Parameter objects there are at the start, and whether they are so after each phase."""
+    sharded = Sharded(ctx, subject, "stack", seed)
+    start = sharded.shards()
+    held = {id(p) for group in sharded.optimizer.param_groups for p in group["params"]}
+    found = {"in the optimizer": sorted(n for n, p in start.items() if id(p) not in held)}
+    for step in range(2):
+        sharded.backward(step)
+        found[f"after backward {step}"] = [
+            n for n, p in sharded.shards().items() if p is not start[n]
+        ]
+        found[f"with a gradient {step}"] = [n for n, p in start.items() if p.grad is None]
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+        found[f"after step {step}"] = [n for n, p in sharded.shards().items() if p is not start[n]]
+    return found
+
+
+@clause(
+    "fsdp.training.same-parameter-objects",
+    MUST,
+    level="correct",
+    judges=FULLY_SHARD,
+    source="test_fully_shard_state; pytorch issue 149205",
+    worlds=(2,),
+)
+def test_the_optimizer_keeps_the_objects_that_it_was_given(world, subject):
+    """Gradients MUST arrive at the Parameter objects that an optimizer took after sharding.
+
+    Objects made anew in each pass leave the optimizer with ones that nothing reaches any more.
+    """
+    ranks = world.run(identities, subject, 7)
+
+    for rank, found in enumerate(ranks):
+        for phase, names in found.items():
+            judge.holds(
+                not names,
+                f"rank {rank}, {phase}: expected the Parameter objects of the start, got others, "
+                f"or none, for {names}",
+            )
+
+
+def history(ctx, subject, seed):
+    """Full weights after steps of AdamW in float32 on real-valued data."""
+    sharded = Sharded(ctx, subject, "even", seed, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(sharded.model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(1000 + ctx.rank)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        batch = torch.randn(3, 6, generator=generator).to(ctx.device).clamp(-5, 5)
+        sharded.model(batch).square().mean().backward()
+        sharded.finish()
+        optimizer.step()
+    return sharded.full()
+
+
+@clause(
+    "fsdp.training.repeatable",
+    MUST,
+    level="correct",
+    judges=BOTH,
+    source="the same inputs in the same order give the same bits",
+    worlds=(2, 3),
+)
+def test_the_same_run_twice_gives_the_same_bits(world, subject):
+    """Two equal runs MUST end with equal bits, on all ranks: no race decides a result."""
+    first = world.run(history, subject, 7)
+    second = world.run(history, subject, 7)
+
+    judge.same_on_all_ranks(first, quantity="full weight", given="float32, AdamW")
+    judge.tensors(second, first, quantity="weight of the first run", given="float32, AdamW")

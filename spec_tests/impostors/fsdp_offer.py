@@ -1,0 +1,116 @@
+"""The contract's functions for a class of units: fully_shard in place, fsdp as a wrapper."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from spec_tests.impostors.plain_fsdp import Unit
+from spec_tests.impostors.plain_fsdp_storage import Done, MixedPrecisionPolicy
+
+
+class FSDPModule:
+    """What a sharded module can do besides."""
+
+    _plain_fsdp: Unit
+
+    def _units(self, recurse: bool = True) -> list[Unit]:
+        modules = self.modules() if recurse else [self]  # type: ignore[attr-defined]  # a Module
+        return [m._plain_fsdp for m in modules if hasattr(m, "_plain_fsdp")]
+
+    def unshard(self, async_op: bool = False) -> Any:
+        self._plain_fsdp.unshard()
+        self._plain_fsdp.register(sharded=False)
+        return Done() if async_op else None
+
+    def reshard(self) -> None:
+        self._plain_fsdp.reshard()
+
+    def set_requires_gradient_sync(self, flag: bool, *, recurse: bool = True) -> None:
+        for unit in self._units(recurse):
+            unit.is_synchronised = flag
+
+    def set_reshard_after_backward(self, flag: bool, *, recurse: bool = True) -> None:
+        for unit in self._units(recurse):
+            unit.reshard_after_backward = flag
+
+    def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
+        self._plain_fsdp.forward_prefetch = [m._plain_fsdp for m in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
+        self._plain_fsdp.backward_prefetch = [m._plain_fsdp for m in modules]
+
+
+def require_shardable(module: nn.Module, mesh: Any) -> None:
+    """Raise ValueError where the base cannot shard, by name."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise ValueError(f"{type(module).__name__} has no forward: shard what it holds")
+    if hasattr(module, "_plain_fsdp"):
+        raise ValueError(f"{type(module).__name__} is sharded already; call fully_shard once")
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2:
+        raise ValueError(f"mesh: expected a DeviceMesh of one or two dimensions, got {mesh!r}")
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0:
+            raise ValueError(f"{name} is a scalar: give it a dimension, as in torch.ones(1)")
+        if not parameter.is_floating_point():
+            raise ValueError(f"{name} has dtype {parameter.dtype}: make it a buffer")
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            raise ValueError(f"{name} is not contiguous: call contiguous() first")
+
+
+class WholeModel(nn.Module):
+    """The CS336 shape: a wrapper with `.module`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def offer(unit: type[Unit]) -> dict[str, Any]:
+    """The contract's functions."""
+
+    def fully_shard(module, *, mesh=None, reshard_after_forward=None, mp_policy=None):
+        if mesh is None:
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        require_shardable(module, mesh)
+        policy = mp_policy or MixedPrecisionPolicy()
+        module._plain_fsdp = unit(module, mesh, reshard_after_forward, policy)
+        kind = type(module)
+        module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+        return module
+
+    def fsdp(module, *, compute_dtype=None):
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype)
+        uses = Counter(
+            id(p) for m in module.modules() for p in m._parameters.values() if p is not None
+        )
+        for layer in module.modules():
+            if isinstance(layer, nn.Linear | nn.Embedding) and uses[id(layer.weight)] == 1:
+                fully_shard(layer, mp_policy=policy)
+        if not hasattr(module, "_plain_fsdp"):
+            fully_shard(module, mp_policy=policy)
+        return WholeModel(module)
+
+    @torch.no_grad()
+    def full_parameters(model):
+        model = getattr(model, "module", model)
+        return {
+            name: p.full_tensor() if isinstance(p, DTensor) else p.detach().clone()
+            for name, p in model.named_parameters()
+        }
+
+    return {
+        "fully_shard": fully_shard,
+        "fsdp": fsdp,
+        "full_parameters": full_parameters,
+        "MixedPrecisionPolicy": MixedPrecisionPolicy,
+    }
