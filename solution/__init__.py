@@ -12,6 +12,7 @@ from solution.models.gpt2 import language_model
 from solution.parallel import finish_gradient_synchronization, no_sync
 from solution.parallel.ddp import DDPIndividualParameters, ddp
 from solution.parallel.ddp_bucketed import DDPBucketed, ddp_bucketed
+from solution.parallel.zero1 import ShardedOptimizer, full_optimizer_state, sharded_optimizer
 from solution.trainer import accumulation_steps, train
 
 __all__ = [
@@ -19,15 +20,18 @@ __all__ = [
     "DDPBucketed",
     "DDPIndividualParameters",
     "FlashAttentionTorch",
+    "ShardedOptimizer",
     "accumulation_steps",
     "ddp",
     "ddp_bucketed",
     "finish_gradient_synchronization",
     "flash_attention",
+    "full_optimizer_state",
     "language_model",
     "load_checkpoint",
     "no_sync",
     "save_checkpoint",
+    "sharded_optimizer",
     "token_loader",
     "train",
 ]

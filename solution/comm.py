@@ -102,6 +102,14 @@ def broadcast_from_first(tensor: torch.Tensor, group: Group) -> None:
         dist.broadcast(tensor, group=group, group_src=0)
 
 
+def broadcast(tensor: torch.Tensor, source: int, group: Group) -> Handle:
+    """Starts overwriting `tensor` (contiguous) by that of rank `source` of `group`."""
+    if tensor.numel() == 0 or size(group) == 1:
+        return _Done()
+    work: Handle = dist.broadcast(tensor, group=group, group_src=source, async_op=True)
+    return work
+
+
 def agree(value: int, group: Group, *, device: torch.device | None = None) -> bool:
     """Whether `value` (below 2**63) is the same on all ranks of `group`; told to every rank."""
     if size(group) == 1:

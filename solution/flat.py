@@ -107,6 +107,25 @@ def cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return views
 
 
+def aligned_offsets(
+    tensors: Sequence[torch.Tensor], *, alignment_bytes: int = 64
+) -> tuple[list[int], int]:
+    """Where each tensor begins in a flat buffer of their dtype, in elements, and the buffer's size.
+
+    Every tensor begins where one allocated by itself could: kernels may compute other last bits,
+    or more slowly, on memory that is not aligned.
+
+    >>> aligned_offsets([torch.empty(3), torch.empty(17), torch.empty(2)])
+    ([0, 16, 48], 50)
+    """
+    offsets, end = [], 0
+    for tensor in tensors:
+        elements = max(1, alignment_bytes // tensor.element_size())
+        offsets.append(-(-end // elements) * elements)
+        end = offsets[-1] + tensor.numel()
+    return offsets, end
+
+
 def group_by_bytes(tensors: Sequence[torch.Tensor], cap_bytes: int) -> list[list[torch.Tensor]]:
     """Consecutive runs of `tensors` on one device of at most `cap_bytes` (or one larger tensor)."""
     runs: list[list[torch.Tensor]] = []

@@ -1,0 +1,246 @@
+"""ZeRO-1: the state of the optimizer is divided over the ranks, each parameter to one owner.
+
+Problem. Replicas with equal gradients all compute the same update, and all keep the same moments:
+with AdamW twice the size of the model, on every rank. But an update is needed once. So each
+parameter gets one *owner*, who keeps its state and updates it; the others receive the new value.
+
+1. Construction: parameters are dealt out, and all ranks agree that they hold the same ones
+   (`owners.py`). Each rank builds an optimizer of the given class over what it owns, maybe nothing.
+2. `step`: options of `param_groups` go to that local optimizer; it steps; the owners' new values go
+   to all ranks (`slabs.py`).
+
+       rank 0   step embedding, norm    |-- broadcast --|
+       rank 1   step up, down, bias     |-- broadcast --|   <- `step` returns here
+
+3. `full_optimizer_state` collects the parts (`whole_state.py`) as the state dict of the unsharded
+   optimizer, and `load_state_dict` takes such a one and keeps its part. So what was saved at one
+   world size, or without sharding, goes on at any other.
+
+Invariants.
+- `.state` holds what this rank owns; `param_groups` hold all parameters, in the caller's order.
+- After `step` all ranks hold the owners' bits, whatever their own gradients were.
+- Parameters are whole, so each update is the unsharded optimizer's, bit for bit, also where it
+  looks at a whole tensor (Muon, Adafactor). Refused is what looks at several at once (LBFGS).
+
+Cost. Per step and rank one copy of the parameters that train, in W messages for each dtype. State
+is 1/W of the unsharded one's, within one parameter.
+
+Paper: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", section 5.1 (P_os). PyTorch counterpart: `ZeroRedundancyOptimizer`. It wants one dtype,
+sends frozen parameters too, and pickles state to one rank at a time. Left out: shards that cut
+through parameters (exactly 1/W, but for elementwise optimizers only); a step that overlaps with the
+backward; and help for the others when `step` raises on one rank alone: they wait for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from solution import comm
+from solution.parallel import whole_state
+from solution.parallel.owners import Group, Owners, options, together
+from solution.parallel.slabs import Slabs
+
+__all__ = ["ShardedOptimizer", "full_optimizer_state", "sharded_optimizer"]
+
+Parameters = Iterable[torch.Tensor] | Iterable[Group] | Iterable[tuple[str, torch.Tensor]]
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state is divided over the ranks of a process group.
+
+    All ranks construct it and call `step`, `add_param_group`, `load_state_dict` and
+    `full_optimizer_state`, in the same order. Gradients arrive already averaged.
+
+    Attributes:
+        param_groups: all parameters, with live options: a change acts at the next step.
+        state: of the parameters that this rank owns.
+    """
+
+    _local: torch.optim.Optimizer | None = None  # until the constructor is done
+
+    def __init__(
+        self,
+        params: Parameters,
+        optimizer_cls: type[torch.optim.Optimizer],
+        *,
+        process_group: comm.Group = None,
+        **kwargs: Any,
+    ) -> None:
+        """As `optimizer_cls(params, **kwargs)`, divided over `process_group`.
+
+        Raises:
+            TypeError: `optimizer_cls` is no class of optimizers.
+            ValueError: no parameters, some that cannot be divided, or others than on another rank.
+            Both on every rank, also if only one of them is wrong.
+        """
+        comm.require_group(process_group, caller="ShardedOptimizer")
+        self._group = process_group
+        self._owners = Owners(comm.size(process_group), comm.rank(process_group))
+        self._slabs = Slabs(process_group)
+
+        def build() -> list[Group]:
+            _require_divisible(optimizer_cls)
+            torch.optim.Optimizer.__init__(self, params, {})
+            self._owners.deal(self.param_groups)
+            own = [self._owners.own_part(group) for group in self.param_groups]
+            self._local = optimizer_cls(own, **kwargs)
+            self.defaults, self.state = self._local.defaults, self._local.state
+            self._take_options(self._local)
+            return self.param_groups
+
+        together(build, process_group)
+
+    @property
+    def process_group(self) -> comm.Group:
+        """The group over which state is divided; None is the default group."""
+        return self._group
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank keeps the state of `parameter`."""
+        return self._owners.are_me(parameter)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """As the unsharded optimizer's; all ranks call it.
+
+        Raises:
+            TypeError, ValueError: on every rank, as in the constructor; nothing was added.
+        """
+        local = self._local
+        if local is None:  # called by the constructor of the base
+            super().add_param_group(param_group)
+            return
+        first = len(self.param_groups)
+
+        def add() -> list[Group]:
+            torch.optim.Optimizer.add_param_group(self, param_group)
+            self._owners.deal(self.param_groups[first:])
+            local.add_param_group(self._owners.own_part(self.param_groups[first]))
+            self._take_options(local)
+            return self.param_groups[first:]
+
+        try:
+            together(add, self._group)
+        except Exception:
+            for group in self.param_groups[first:]:
+                self._owners.take_back(group["params"])
+            del self.param_groups[first:], local.param_groups[first:]
+            raise
+
+    # ---------------------------------------------------------------------------------- a step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # one signature for both overloads
+        """Updates what this rank owns; returns when every rank has all new values.
+
+        Args:
+            closure: evaluated on every rank, by the local optimizer.
+
+        Returns:
+            What the closure returned.
+        """
+        local = self._local
+        assert local is not None
+        for mine, group in zip(local.param_groups, self.param_groups, strict=True):
+            mine.update(options(group))
+        loss = local.step() if closure is None else local.step(closure)
+        self._take_options(local)
+        self._slabs.exchange(self._owners.of)
+        return loss
+
+    def _take_options(self, local: torch.optim.Optimizer) -> None:
+        """Defaults that the class fills in, and what its steps write into groups."""
+        for mine, group in zip(local.param_groups, self.param_groups, strict=True):
+            group.update(options(mine))
+
+    # ----------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of a group of one rank; elsewhere the state is divided.
+
+        Raises:
+            RuntimeError: use `full_optimizer_state`, on all ranks.
+        """
+        if comm.size(self._group) > 1:
+            raise RuntimeError(
+                f"rank {comm.rank(self._group)}: expected the state of all parameters, but it is "
+                f"divided over {comm.size(self._group)} ranks; call "
+                "full_optimizer_state(optimizer) on all of them"
+            )
+        return super().state_dict()
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """See `full_optimizer_state`."""
+        packed = torch.optim.Optimizer.state_dict(self)
+        device = next(iter(self._owners.of)).device  # where the group's backend can send from
+        state = whole_state.gathered(packed["state"], self._group, device)
+        return {"state": state, "param_groups": copy.deepcopy(packed["param_groups"])}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over this rank's part of the unsharded optimizer's state; all ranks call it.
+
+        Args:
+            state_dict: of `full_optimizer_state` at any world size, or of a plain optimizer.
+
+        Raises:
+            ValueError: it has other groups.
+        """
+        local = self._local
+        assert local is not None
+        saved = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
+        live = itertools.chain.from_iterable(g["params"] for g in self.param_groups)
+        # Of unequal length where the groups do not fit: the base says so, below.
+        mine = {index for index, p in zip(saved, live, strict=False) if self.owns(p)}
+        kept = {index: entries for index, entries in state_dict["state"].items() if index in mine}
+        super().load_state_dict({**state_dict, "state": kept})
+        # Through the class's own method, which may bring an older state up to date.
+        groups = [self._owners.own_part(group) for group in self.param_groups]
+        local.__setstate__({"state": self.state, "param_groups": groups})
+        self.state = local.state
+        self._take_options(local)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a ShardedOptimizer belongs to its process group and cannot be copied or pickled; save "
+            "full_optimizer_state(optimizer) and load it into a new one"
+        )
+
+
+def sharded_optimizer(
+    params: Parameters,
+    optimizer_cls: type[torch.optim.Optimizer],
+    *,
+    process_group: comm.Group = None,
+    **kwargs: Any,
+) -> ShardedOptimizer:
+    """`optimizer_cls(params, **kwargs)` with its state divided over the group."""
+    return ShardedOptimizer(params, optimizer_cls, process_group=process_group, **kwargs)
+
+
+def full_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state dict of the unsharded optimizer, on every rank; all ranks call it.
+
+    Tensors are copies on the CPU. A plain optimizer's is its own `state_dict()`.
+    """
+    if isinstance(optimizer, ShardedOptimizer):
+        return optimizer.full_state_dict()
+    return optimizer.state_dict()
+
+
+def _require_divisible(optimizer_cls: type[torch.optim.Optimizer]) -> None:
+    kind = torch.optim.Optimizer
+    is_kind = isinstance(optimizer_cls, type) and issubclass(optimizer_cls, kind)
+    if not is_kind or issubclass(optimizer_cls, ShardedOptimizer):
+        raise TypeError(
+            f"expected a class of torch.optim optimizers, such as torch.optim.AdamW, got "
+            f"{optimizer_cls!r}; its arguments follow as keywords"
+        )
+    if issubclass(optimizer_cls, torch.optim.LBFGS):
+        raise ValueError(
+            "expected an optimizer that updates each parameter by itself, got LBFGS, whose steps "
+            "depend on all gradients at once; use it unsharded"
+        )
