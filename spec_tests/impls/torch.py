@@ -2,23 +2,28 @@
 
 `ddp` is DistributedDataParallel as it comes; `ddp_bucketed` is the same with the bucket size given
 and with gradients as views of the buckets. `fully_shard` is FSDP2 as it comes, `fsdp` the same with
-every Linear and Embedding a unit. Known deviations are declared in torch.toml.
+every Linear and Embedding a unit. `sharded_optimizer` is ZeroRedundancyOptimizer. Known deviations
+are declared in torch.toml.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fully_shard_in_place
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 
 def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.Module:
@@ -92,3 +97,39 @@ __all__ = [
     "fully_shard",
     "no_sync",
 ]
+
+
+class _Sharded(ZeroRedundancyOptimizer):
+    """ZeroRedundancyOptimizer whose `.state` is what this rank owns.
+
+    PyTorch's keeps that in an inner optimizer, and an empty one of its own for show.
+    """
+
+    @property
+    def state(self) -> Any:
+        return self.optim.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Whatever it keeps for show."""
+
+
+def sharded_optimizer(
+    params: Iterable[Any],
+    optimizer_cls: type[Optimizer],
+    *,
+    process_group: ProcessGroup | None = None,
+    **kwargs: Any,
+) -> ZeroRedundancyOptimizer:
+    """ZeroRedundancyOptimizer with its defaults."""
+    return _Sharded(params, optimizer_class=optimizer_cls, process_group=process_group, **kwargs)
+
+
+def full_optimizer_state(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    """Its own consolidation, once towards each rank; the next one drops what it collected."""
+    state: dict[str, Any] = {}
+    for rank in range(dist.get_world_size(optimizer.process_group)):
+        optimizer.consolidate_state_dict(to=rank)
+        if rank == dist.get_rank(optimizer.process_group):
+            state = optimizer.state_dict()
+    return state

@@ -37,6 +37,10 @@ from spec_tests.impostors import (
     training_benign,
     training_gradient,
     training_records,
+    zero1_benign,
+    zero1_groups,
+    zero1_state,
+    zero1_updates,
 )
 from spec_tests.impostors.card import Functions, Impostor
 from spec_tests.impostors.patching import patched
@@ -72,6 +76,9 @@ CATALOGUE: dict[str, Impostor] = {
         ddp_windows,
         ddp_corners,
         ddp_costs,
+        zero1_updates,
+        zero1_groups,
+        zero1_state,
         checkpoint_content,
         checkpoint_disk,
         training_gradient,
@@ -82,6 +89,7 @@ CATALOGUE: dict[str, Impostor] = {
         fsdp_values,
         ddp_benign,
         fsdp_benign,
+        zero1_benign,
         checkpoint_benign,
         data_benign,
         training_benign,

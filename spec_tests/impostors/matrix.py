@@ -32,6 +32,7 @@ from spec_tests.target import Target, parse
 RELATED = {
     "ddp": {"ddp", "training", "checkpoint"},
     "fsdp": {"fsdp", "clip", "checkpoint", "training"},
+    "zero1": {"zero1", "checkpoint"},
     "training": {"training"},
     "data": {"data", "training"},
 }

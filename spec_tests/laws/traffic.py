@@ -71,6 +71,35 @@ def reduced_once(
         )
 
 
+def sent_once(
+    logs: Sequence[Log], *, numel: int, padding: int = 0, likely: str = "", given: str = ""
+) -> None:
+    """What a rank receives adds up to one copy of `numel` elements, and nothing is reduced.
+
+    Args:
+        padding: elements that may be sent besides, for alignment and equal lengths.
+    """
+    __tracebackhide__ = True
+    for rank, log in enumerate(logs):
+        sent = log.collectives()
+        total = sum(event.numel for event in sent)
+        reduced = [event for event in sent if event.kind is Kind.REDUCTION]
+        judge.holds(
+            not reduced,
+            f"rank {rank}: expected no reduction, got {len(reduced)}: {_list(reduced)}",
+            likely="a reduction moves twice what a gather or broadcast of the values does",
+            given=given,
+        )
+        judge.holds(
+            numel <= total <= numel + padding,
+            f"rank {rank}: expected one copy of {numel} elements (and at most {padding} besides), "
+            f"got {total}, {total / numel:.2f} copies, in {len(sent)} collectives: {_list(sent)}",
+            likely=likely
+            or ("something is never sent" if total < numel else "something is sent twice"),
+            given=given,
+        )
+
+
 def _likely(total: int, wanted: int) -> str:
     if total < wanted:
         return "something is never reduced: a parameter that is left out, a bucket not flushed"

@@ -1,0 +1,1 @@
+"""Chapter zero1: the state of the optimizer is divided over the ranks, and nobody can tell."""

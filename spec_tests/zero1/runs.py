@@ -1,0 +1,172 @@
+"""One training run in small, sharded in a rank and plain in the parent: the same code for both.
+
+A script is a module-level function that takes a `Run`, trains, and returns what it saw. `in_ranks`
+follows it with the implementation's sharded optimizer, `alone` with the plain optimizer, which is
+the oracle. Gradients "arrive already averaged", so they are not computed but dealt: integers that
+depend on seed, step and name, the same on all ranks unless a script asks for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from spec_tests.rig import judge, oracle
+from spec_tests.rig.rank import Context
+from spec_tests.rig.symptoms import Hint
+from spec_tests.rig.tolerance import Tolerance, exact, rounding
+from spec_tests.rig.toys import TOYS
+from spec_tests.rig.world import World
+
+Make = Callable[..., torch.optim.Optimizer]
+Groups = Callable[[dict[str, nn.Parameter]], Any]
+Script = Callable[..., Any]
+
+# Powers of two: with integer gradients every step of SGD is exact, however it is divided.
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 2.0**-6}),
+    "momentum": (torch.optim.SGD, {"lr": 2.0**-6, "momentum": 0.5}),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.5}),
+}
+TOY, SEED = "ragged", 7
+WIDTH, DEPTH = 32, 8
+
+
+def all_in_one(parameters: dict[str, nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters without groups, as most users pass them."""
+    return list(parameters.values())
+
+
+class Run:
+    """A toy with its optimizer.
+
+    Args:
+        make: called like an optimizer's class, with that class as second argument.
+        groups: the parameters, by name, to what the optimizer gets.
+    """
+
+    def __init__(
+        self,
+        make: Make,
+        *,
+        toy: str = TOY,
+        optimizer: str = "adamw",
+        groups: Groups = all_in_one,
+        **options: Any,
+    ) -> None:
+        self.toy = toy
+        self.module = TOYS[toy].build(SEED)
+        self.parameters = dict(self.module.named_parameters())
+        kind, usual = OPTIMIZERS[optimizer]
+        self.optimizer = make(groups(self.parameters), kind, **{**usual, **options})
+        self.seen: oracle.Named = {}
+
+    def deal(self, number: int, *, absent: Sequence[str] = (), add: float = 0.0) -> None:
+        """Give every trainable parameter its gradient of step `number`; `absent` ones get None."""
+        for index, (name, parameter) in enumerate(self.parameters.items()):
+            parameter.grad = None
+            if parameter.requires_grad and name not in absent:
+                parameter.grad = gradient(parameter, 1000 * number + index) + add
+
+    def step(self, number: int, **dealt: Any) -> None:
+        """Deal, step, and note the weights."""
+        self.deal(number, **dealt)
+        self.optimizer.step()
+        self.note(f"after step {number}")
+
+    def steps(self, *numbers: int) -> oracle.Named:
+        """Several of them; what was noted so far."""
+        for number in numbers:
+            self.step(number)
+        return self.seen
+
+    def note(self, when: str) -> None:
+        """Keep the weights as they are now."""
+        for name, parameter in self.parameters.items():
+            self.seen[f"{name} {when}"] = parameter.detach().clone()
+
+
+def wide() -> nn.Sequential:
+    """A float32 model whose parameters are large beside any padding."""
+    torch.manual_seed(SEED)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
+
+
+def gradient(like: torch.Tensor, seed: int) -> torch.Tensor:
+    """Integers from -3 to 3, in the layout of `like`."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(-3, 4, like.shape, generator=generator)
+    return torch.empty_like(like, requires_grad=False).copy_(values)
+
+
+def sharded(ctx: Context, process_group: Any = None) -> Make:
+    """The implementation's optimizer, over the group."""
+
+    def make(groups: Any, kind: type[torch.optim.Optimizer], **options: Any) -> Any:
+        return ctx.impl.sharded_optimizer(groups, kind, process_group=process_group, **options)
+
+    return make
+
+
+def plain(groups: Any, kind: type[torch.optim.Optimizer], **options: Any) -> Any:
+    """The optimizer itself."""
+    return kind(groups, **options)
+
+
+def in_ranks(ctx: Context, script: Script, *args: Any, **options: Any) -> Any:
+    """Rank body: the script with the sharded optimizer."""
+    return script(Run(sharded(ctx), **options), *args)
+
+
+def alone(script: Script, *args: Any, **options: Any) -> Any:
+    """The script with the plain optimizer, in this process."""
+    return script(Run(plain, **options), *args)
+
+
+def tolerance(optimizer: str, dtype: torch.dtype, *, num_steps: int) -> Tolerance:
+    """Equal bits where arithmetic is exact; else what moments and roots may round differently."""
+    if optimizer in ("sgd", "momentum"):
+        return exact()
+    # A vector loop and the rest after it may round differently, and who divides moves the rest.
+    return rounding(dtype, terms=8, depth=num_steps)
+
+
+def same_as_unsharded(
+    world: World, script: Script, *args: Any, hints: Sequence[Hint] = (), **options: Any
+) -> None:
+    """On every rank the script must see what it sees with the plain optimizer."""
+    __tracebackhide__ = True
+    ranks = world.run(in_ranks, script, *args, **options)
+    like_unsharded(ranks, script, *args, hints=hints, **options)
+
+
+def like_unsharded(
+    ranks: Sequence[Any], script: Script, *args: Any, hints: Sequence[Hint] = (), **options: Any
+) -> None:
+    """As above, for what ranks have seen already."""
+    __tracebackhide__ = True
+    expected = alone(script, *args, **options)
+    start = oracle.parameters(options.get("toy", TOY), SEED)
+    never = {key: start[key.partition(" ")[0]] for key in expected}
+    hints = [
+        Hint("the initial weight: nobody updated it, or the update never arrived", never),
+        *hints,
+    ]
+    for dtype in dict.fromkeys(tensor.dtype for tensor in expected.values()):
+        names = [name for name, tensor in expected.items() if tensor.dtype == dtype]
+        judge.tensors(
+            [{name: seen[name] for name in names} for seen in ranks],
+            {name: expected[name] for name in names},
+            quantity="weight that the unsharded optimizer gives",
+            within=tolerance(options.get("optimizer", "adamw"), dtype, num_steps=4),
+            hints=hints,
+            given=", ".join(f"{key} {_word(value)}" for key, value in options.items()),
+        )
+
+
+def _word(value: Any) -> str:
+    return str(getattr(value, "__name__", value))

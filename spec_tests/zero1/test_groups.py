@@ -1,0 +1,197 @@
+"""Parameter groups: options belong to groups, schedulers change them, and both must be obeyed.
+
+A sharded optimizer keeps an optimizer of its own part inside. What users and schedulers write goes
+into the outer groups, so whatever is copied once and for all goes stale without a word: the
+warm-up never warms up. The second half is about process groups, which are not the world.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from spec_tests.clause import MUST, clause
+from spec_tests.rig import judge
+from spec_tests.zero1.runs import Run, like_unsharded, plain, same_as_unsharded, sharded
+
+ZERO = ("sharded_optimizer",)
+GROUPS = "torch.optim: per-parameter options; pytorch issue 60284"
+
+
+def one_and_the_rest(parameters):
+    """Three groups with options of their own; the first has a single parameter."""
+    every = list(parameters.values())
+    return [
+        {"params": every[:1], "lr": 0.5},
+        {"params": every[1:4], "weight_decay": 0.0},
+        {"params": every[4:], "betas": (0.5, 0.75)},
+    ]
+
+
+def three_steps(run):
+    """Weights after each of three steps."""
+    return run.steps(1, 2, 3)
+
+
+@clause("zero1.groups.own-options", MUST, level="course", needs=ZERO, source=GROUPS, worlds=(2, 3))
+def test_every_group_is_updated_with_its_own_options(world):
+    """Every parameter group MUST be updated with its own options, also where a rank has none of it.
+
+    The first group has one parameter: on all ranks but one it is empty.
+    """
+    same_as_unsharded(world, three_steps, groups=one_and_the_rest)
+
+
+def options_that_change(run):
+    """Rate, decay and betas are written into the groups between steps."""
+    for number in range(1, 4):
+        run.step(number)
+        for group in run.optimizer.param_groups:
+            group["lr"] *= 0.5
+            group["weight_decay"] = number / 4
+            group["betas"] = (0.5, 0.875)
+    return run.seen
+
+
+@clause("zero1.groups.live", MUST, level="course", needs=ZERO, source=GROUPS)
+def test_what_is_written_into_a_group_acts_at_the_next_step(world):
+    """What is written into `param_groups` MUST act at the next step, on all ranks."""
+    same_as_unsharded(world, options_that_change, groups=one_and_the_rest)
+
+
+def scheduled(run):
+    """A warm-up, driven by PyTorch's own scheduler."""
+    scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: (step + 1) / 4)
+    for number in range(1, 5):
+        run.step(number)
+        scheduler.step()
+        rate = torch.tensor([scheduler.get_last_lr()[0]], dtype=torch.float64)
+        run.seen[f"gain (the rate) after step {number}"] = rate
+    return run.seen
+
+
+@clause(
+    "zero1.groups.schedulers",
+    MUST,
+    level="correct",
+    needs=ZERO,
+    source="torch.optim.lr_scheduler; upstream's own test zeroes the gradients before its step",
+)
+def test_schedulers_drive_it(world):
+    """A scheduler of torch.optim MUST drive it as it drives the unsharded optimizer."""
+    same_as_unsharded(world, scheduled)
+
+
+def first_four(parameters):
+    """What the optimizer begins with."""
+    return list(parameters.values())[:4]
+
+
+def grows(run):
+    """A group is added after the first step, another one after the second."""
+    every = list(run.parameters.values())
+    run.step(1)
+    run.optimizer.add_param_group({"params": every[4:9], "lr": 0.5})
+    run.step(2)
+    run.optimizer.add_param_group({"params": every[9:]})
+    return run.steps(3, 4)
+
+
+@clause(
+    "zero1.groups.added-later",
+    MUST,
+    level="course",
+    needs=ZERO,
+    source="CS336 assignment 2: add_param_group during training",
+    worlds=(2, 3),
+)
+def test_a_group_that_is_added_later_trains_from_then_on(world):
+    """A group added during training MUST be updated from the next step on, with its options."""
+    same_as_unsharded(world, grows, groups=first_four)
+
+
+def what_groups_say(ctx):
+    """Groups by names of parameters, and what the optimizer is."""
+    run = Run(sharded(ctx), groups=one_and_the_rest)
+    return _described(run)
+
+
+def _described(run):
+    names = {id(p): name for name, p in run.parameters.items()}
+    groups = run.optimizer.param_groups
+    return {
+        "parameters": [[names.get(id(p), "?") for p in group["params"]] for group in groups],
+        "options": [{key: group.get(key) for key in ("lr", "betas", "eps")} for group in groups],
+        "is an Optimizer": isinstance(run.optimizer, torch.optim.Optimizer),
+    }
+
+
+@clause(
+    "zero1.groups.complete",
+    MUST,
+    level="correct",
+    needs=ZERO,
+    source="contract: a torch.optim.Optimizer; schedulers and clipping read its groups",
+)
+def test_groups_show_all_parameters_with_their_options(world):
+    """`param_groups` MUST hold all parameters, in the caller's groups and order, with options."""
+    ranks = world.run(what_groups_say)
+
+    expected = _described(Run(plain, groups=one_and_the_rest))
+    for key, value in expected.items():
+        judge.equal([rank[key] for rank in ranks], value, quantity=f"{key} of the groups")
+
+
+def after_zero_grad(ctx):
+    """Names of the gradients that are left."""
+    run = Run(sharded(ctx))
+    run.step(1)
+    run.deal(2)
+    run.optimizer.zero_grad()
+    return [name for name, p in run.parameters.items() if p.grad is not None and bool(p.grad.any())]
+
+
+@clause(
+    "zero1.groups.zero-grad",
+    MUST,
+    level="correct",
+    needs=ZERO,
+    source="contract: `zero_grad` clears all gradients",
+)
+def test_zero_grad_clears_what_others_own(world):
+    """`zero_grad` MUST clear the gradients of all parameters, also of those that others own.
+
+    Otherwise backward adds to what is left, and the mean over ranks carries it to the owner.
+    """
+    judge.equal(world.run(after_zero_grad), [], quantity="gradients left after zero_grad")
+
+
+def in_two_groups(ctx, groups):
+    """Each process group trains on gradients of its own."""
+    group = ctx.split(groups)
+    run = Run(sharded(ctx, group), optimizer="sgd")
+    own = next(i for i, ranks in enumerate(groups) if ctx.rank in ranks)
+    if own == 1:  # the groups need not even take as many steps
+        return run.steps(11)
+    return run.steps(1, 2)
+
+
+@clause(
+    "zero1.group.keeps-to-itself",
+    MUST,
+    level="correct",
+    needs=ZERO,
+    source="ZeroRedundancyOptimizer, process_group",
+    worlds=(3, 4),
+)
+def test_process_groups_train_apart(world):
+    """In a sub-group the ranks MUST update and exchange among themselves alone."""
+    groups = {3: ((0, 2), (1,)), 4: ((0, 2), (1, 3))}[world.size]
+    ranks = world.run(in_two_groups, groups)
+
+    for number, members in enumerate(groups):
+        seen = [ranks[rank] for rank in members]
+        like_unsharded(seen, _steps, (11,) if number == 1 else (1, 2), optimizer="sgd")
+
+
+def _steps(run, numbers):
+    return run.steps(*numbers)

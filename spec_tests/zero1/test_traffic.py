@@ -1,0 +1,182 @@
+"""Traffic and memory: one copy of the parameters per step, and 1/W of the state.
+
+That is the bargain of ZeRO-1: with an all-reduce of the gradients before it a step sends little
+more than data parallelism does, and keeps a fraction. Level `production`: counts and bytes are
+PyTorch's offer, not the exercises' demand. See Rajbhandari et al. 2020, section 7.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from spec_tests.clause import MUST, SHOULD, clause
+from spec_tests.laws import agreement, footprint, traffic
+from spec_tests.rig import judge
+from spec_tests.zero1.runs import DEPTH, OPTIMIZERS, WIDTH, Run, sharded, wide
+
+ZERO = ("sharded_optimizer",)
+VOLUME = "Rajbhandari et al. 2020, section 7; ZeroRedundancyOptimizer, one broadcast per parameter"
+LAYER = (WIDTH + 1) * WIDTH
+# Beginnings on cache lines, lengths that W divides: less than 64 bytes for each parameter.
+PADDING = 2 * 16
+
+
+def third_step(ctx):
+    """What the third step of a toy sends. The first two may still be settling."""
+    run = Run(sharded(ctx))
+    run.steps(1, 2)
+    run.deal(3)
+    with ctx.recording() as recorder:
+        run.optimizer.step()
+    return recorder.log()
+
+
+def wide_step(ctx, frozen):
+    """What the third step of a model with large parameters sends; so many layers are frozen."""
+    model = wide()
+    model[:frozen].requires_grad_(False)
+    optimizer = _sharded(ctx, model)
+    for _ in range(3):
+        _deal(model)
+        with ctx.recording() as recorder:
+            optimizer.step()
+    return recorder.log()
+
+
+def _sharded(ctx, model):
+    kind, options = OPTIMIZERS["adamw"]
+    return sharded(ctx)(model.parameters(), kind, **options)
+
+
+def _deal(model):
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.ones_like(parameter)
+
+
+@clause(
+    "zero1.traffic.one-copy-per-step",
+    MUST,
+    level="production",
+    needs=ZERO,
+    source=VOLUME,
+    worlds=(2, 3),
+)
+def test_a_step_sends_one_copy_of_the_parameters(world):
+    """A step MUST send every parameter once, and neither gradients nor state.
+
+    An all-reduce of the weights, with zeros for what others own, sends twice as much and gives the
+    same numbers.
+    """
+    logs = world.run(wide_step, 0)
+
+    traffic.sent_once(logs, numel=DEPTH * LAYER, padding=DEPTH * PADDING)
+
+
+@clause(
+    "zero1.traffic.frozen-not-sent",
+    MUST,
+    level="production",
+    needs=ZERO,
+    source="a frozen parameter does not change; ZeroRedundancyOptimizer sends it all the same",
+)
+def test_frozen_parameters_are_not_sent(world):
+    """A step MUST NOT send frozen parameters."""
+    logs = world.run(wide_step, DEPTH // 2)
+
+    traffic.sent_once(
+        logs,
+        numel=DEPTH // 2 * LAYER,
+        padding=DEPTH // 2 * PADDING,
+        likely="all parameters are sent, whether they can change or not",
+    )
+
+
+@clause(
+    "zero1.traffic.at-most-one-message-each",
+    MUST,
+    level="production",
+    needs=ZERO,
+    source=VOLUME,
+)
+def test_a_step_sends_at_most_one_message_per_parameter(world):
+    """A step MUST NOT need more collectives than there are parameters."""
+    for rank, log in enumerate(world.run(wide_step, 0)):
+        number = len(log.collectives())
+        judge.holds(
+            number <= 2 * DEPTH,
+            f"rank {rank}: expected at most {2 * DEPTH} collectives, one for each parameter, got "
+            f"{number}",
+            likely="options or sizes are sent in every step, or each parameter more than once",
+        )
+
+
+@clause(
+    "zero1.traffic.few-messages",
+    SHOULD,
+    level="production",
+    needs=ZERO,
+    source="ZeroRedundancyOptimizer, parameters_as_bucket_view=True: one per rank",
+    worlds=(2, 3),
+)
+def test_a_step_sends_a_few_messages(world):
+    """A step SHOULD send one message per rank, not one per parameter: small ones are slow."""
+    for rank, log in enumerate(world.run(wide_step, 0)):
+        number = len(log.collectives())
+        judge.holds(
+            number <= world.size,
+            f"rank {rank}: expected at most {world.size} collectives, got {number}",
+            likely="one message per parameter",
+        )
+
+
+@clause(
+    "zero1.traffic.same-order-on-all-ranks",
+    MUST,
+    level="production",
+    needs=ZERO,
+    source="collectives are paired by position",
+    worlds=(2, 3),
+)
+def test_all_ranks_issue_the_same_collectives(world):
+    """All ranks MUST issue the same collectives in a step, whoever owns what."""
+    agreement.same_collectives(world.run(third_step), given="third step")
+
+
+def bytes_that_stay(ctx):
+    """Bytes that construction and two steps leave behind; gradients are older."""
+    model = wide()
+    _deal(model)
+    with ctx.recording() as recorder:
+        optimizer = _sharded(ctx, model)
+        optimizer.step()
+        optimizer.step()
+        return recorder.live_bytes
+
+
+@clause(
+    "zero1.footprint.state-is-a-share",
+    MUST,
+    level="production",
+    needs=ZERO,
+    source="Rajbhandari et al. 2020, section 5.1 and figure 1",
+    worlds=(4,),
+)
+def test_a_rank_keeps_a_share_of_the_state(world):
+    """A rank MUST NOT keep more than its share of the state and one copy of the parameters.
+
+    Whatever `.state` shows: an inner optimizer that holds the rest is found by its bytes. The copy
+    is for flat buffers that parameters have become views of.
+    """
+    parameter_bytes = 4 * DEPTH * LAYER
+    footprint.at_most(
+        list(world.run(bytes_that_stay)),
+        {
+            "share of two moments": 2 * parameter_bytes // world.size,
+            "the largest parameter's": 2 * 4 * WIDTH * WIDTH,
+            "flat parameters": parameter_bytes,
+            "counters and padding": 4 * DEPTH * PADDING,
+        },
+        quantity="new bytes",
+        likely="every rank keeps the moments of all parameters",
+    )

@@ -1,0 +1,282 @@
+"""Updates: after every step all ranks hold what the unsharded optimizer would have made.
+
+Dividing the state is an arrangement of memory and must not be seen in any weight. Adam hides
+factors and frozen or unused parameters hide decay, so the comparison is with the plain optimizer,
+step by step, over several steps: moments begin to matter at the second. See Rajbhandari et al.
+2020, section 5.1.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from spec_tests.clause import MUST, clause
+from spec_tests.laws import refusal
+from spec_tests.rig import judge
+from spec_tests.rig.fingerprint import contribution, digits
+from spec_tests.rig.symptoms import Hint
+from spec_tests.zero1.runs import (
+    OPTIMIZERS,
+    Run,
+    in_ranks,
+    like_unsharded,
+    same_as_unsharded,
+    sharded,
+)
+
+ZERO = ("sharded_optimizer",)
+PAPER = "Rajbhandari et al. 2020, section 5.1; CS336 assignment 2, sharded optimizer"
+
+
+def four_steps(run):
+    """Weights after each of four steps."""
+    return run.steps(1, 2, 3, 4)
+
+
+@clause(
+    "zero1.step.equals-unsharded", MUST, level="course", needs=ZERO, source=PAPER, worlds=(2, 3)
+)
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_every_step_gives_the_unsharded_optimizers_weights(world, optimizer):
+    """After every step all ranks MUST hold the weights that the unsharded optimizer gives."""
+    same_as_unsharded(world, four_steps, optimizer=optimizer)
+
+
+@clause(
+    "zero1.step.tied-parameter",
+    MUST,
+    level="course",
+    needs=ZERO,
+    source="CS336 assignment 2, the tied toy model of its sharded optimizer tests",
+)
+def test_a_tied_parameter_is_updated_once(world):
+    """A parameter that is used under two names MUST be updated once."""
+    same_as_unsharded(world, four_steps, toy="tied")
+
+
+@clause(
+    "zero1.step.layouts",
+    MUST,
+    level="correct",
+    needs=ZERO,
+    source="ZeroRedundancyOptimizer broadcasts each parameter as it lies in memory",
+)
+@pytest.mark.parametrize("toy", ["conv", "strided"])
+def test_every_memory_layout_arrives_in_its_place(world, toy):
+    """Parameters of any memory layout MUST have every element in its place after a step.
+
+    A flat copy of a transposed or channels-last parameter has its elements in another order.
+    """
+    same_as_unsharded(world, four_steps, toy=toy)
+
+
+@clause(
+    "zero1.step.dtypes",
+    MUST,
+    level="correct",
+    needs=ZERO,
+    source="the answer or a refusal; ZeroRedundancyOptimizer refuses unequal dtypes",
+)
+def test_unequal_dtypes_are_updated_or_refused(world):
+    """Parameters of unequal dtypes MUST be updated in their own, or be refused with an error."""
+    ranks = refusal.answer_or_refusal(world, in_ranks, four_steps, toy="mixed")
+
+    if ranks is not None:
+        like_unsharded(ranks, four_steps, toy="mixed")
+
+
+@clause(
+    "zero1.step.frozen-untouched",
+    MUST,
+    level="correct",
+    needs=ZERO,
+    source="torch.optim: a parameter without a gradient is skipped",
+    worlds=(2, 3),
+)
+def test_frozen_parameters_stay(world):
+    """Frozen parameters MUST keep their values, whatever the weight decay."""
+    same_as_unsharded(world, four_steps, toy="frozen")
+
+
+def now_and_then(run):
+    """Three parameters have no gradient in steps 1 and 3, one of them never."""
+    names = list(run.parameters)
+    for number in range(1, 5):
+        run.step(number, absent=names[1:4] if number % 2 else names[2:3])
+    return run.seen
+
+
+@clause(
+    "zero1.step.skips-absent-gradients",
+    MUST,
+    level="correct",
+    needs=ZERO,
+    source="Megatron-LM issues 5974 and 5976; torch.optim: None is skipped",
+    worlds=(2, 3),
+)
+def test_a_parameter_without_a_gradient_is_skipped(world):
+    """Where a gradient is None a step MUST NOT decay the weight, move its moments or count."""
+    same_as_unsharded(world, now_and_then)
+
+
+def two_parameters(parameters):
+    """Fewer than the ranks."""
+    return list(parameters.values())[:2]
+
+
+def trains_two(run):
+    """Weights of a run in which most parameters have no optimizer."""
+    return run.steps(1, 2)
+
+
+@clause(
+    "zero1.step.more-ranks-than-parameters",
+    MUST,
+    level="correct",
+    needs=ZERO,
+    source="ZeroRedundancyOptimizer's tests; an empty parameter list is an error in torch.optim",
+    worlds=(3, 4),
+)
+def test_a_rank_that_owns_nothing_takes_part(world):
+    """With more ranks than parameters every rank MUST still hold the updated weights."""
+    same_as_unsharded(world, trains_two, groups=two_parameters)
+
+
+def with_closure(run):
+    """Weights after steps that are given a closure, and what they returned."""
+    for number in range(1, 4):
+
+        def closure():
+            run.optimizer.zero_grad()
+            loss = sum(parameter.square().sum() for parameter in run.parameters.values())
+            loss.backward()
+            return loss.detach()
+
+        returned = run.optimizer.step(closure)
+        run.seen[f"gain + loss of step {number}"] = run.parameters["gain"].detach() + returned
+        run.note(f"after step {number}")
+    return run.seen
+
+
+@clause(
+    "zero1.step.closure",
+    MUST,
+    level="correct",
+    needs=ZERO,
+    source="torch.optim.Optimizer.step(closure)",
+)
+def test_a_closure_is_evaluated_and_its_loss_returned(world):
+    """`step(closure)` MUST evaluate the closure before updating, and return its loss."""
+    same_as_unsharded(world, with_closure)
+
+
+def own_gradients(ctx, optimizer):
+    """Weights after steps with gradients that are another power on each rank."""
+    run = Run(sharded(ctx), optimizer=optimizer)
+    start = {name: p.detach().clone() for name, p in run.parameters.items()}
+    for number in (1, 2):
+        for parameter in run.parameters.values():
+            parameter.grad = torch.full_like(parameter, contribution(ctx.rank))
+        run.optimizer.step()
+        run.note(f"after step {number}")
+    return {"start": start, "end": run.seen}
+
+
+@clause(
+    "zero1.step.equal-on-all-ranks",
+    MUST,
+    level="correct",
+    needs=ZERO,
+    source="contract: `step` leaves all ranks with equal parameters",
+    worlds=(2, 3),
+)
+def test_all_ranks_end_with_equal_bits(world):
+    """A step MUST leave all ranks with equal bits, even where their gradients differ.
+
+    Replicas drift apart by rounding, by a kernel that sums in another order. With a sharded
+    optimizer they cannot: what a rank does not own it receives.
+    """
+    ranks = world.run(own_gradients, "adamw")
+
+    judge.same_on_all_ranks([rank["end"] for rank in ranks], quantity="weight")
+
+
+@clause(
+    "zero1.step.one-owner-decides",
+    MUST,
+    level="production",
+    needs=ZERO,
+    source="pytorch pull request 54736; ZeroRedundancyOptimizer broadcasts from the owner",
+    worlds=(2, 3),
+)
+def test_each_element_is_updated_by_one_rank(world):
+    """Each element MUST be updated by one rank, from that rank's gradient alone.
+
+    Averaging weights after everyone has stepped, or reducing gradients once more, gives the right
+    numbers for the price of what was to be saved.
+    """
+    ranks = world.run(own_gradients, "sgd")
+
+    rate = OPTIMIZERS["sgd"][1]["lr"]
+    for rank, seen in enumerate(ranks):
+        for name, start in seen["start"].items():
+            moved = (start - seen["end"][f"{name} after step 1"]) / rate
+            for total in moved.unique().tolist():
+                counts = digits(total, contributors=world.size)
+                judge.holds(
+                    counts is not None and sum(counts) == 1,
+                    f"rank {rank}, {name!r}: expected an update from one rank's gradient, "
+                    f"{[contribution(r) for r in range(world.size)]}, got one from {total:g}",
+                    likely="several ranks' gradients or weights were summed or averaged in the "
+                    "step",
+                )
+
+
+def late(ctx, number_of_steps):
+    """Weights right after each step, where another rank is late in every step."""
+    run = Run(sharded(ctx), optimizer="sgd")
+    for number in range(number_of_steps):
+        run.deal(number)
+        if ctx.rank == number % ctx.world_size:
+            time.sleep(0.05)
+        run.optimizer.step()
+        run.note(f"after step {number}")
+    return run.seen
+
+
+def in_time(run, number_of_steps):
+    """The same without ranks."""
+    return run.steps(*range(number_of_steps))
+
+
+@clause(
+    "zero1.step.waits-for-late-owners",
+    MUST,
+    level="correct",
+    needs=ZERO,
+    source="DeepSpeed issues 5545, 6351 and 8061: an exchange that overlaps too far",
+    worlds=(2, 3),
+)
+def test_new_weights_are_there_when_step_returns(world):
+    """When `step` returns, the weights MUST be the new ones, however late their owner was."""
+    ranks = world.run(late, world.size)
+
+    stale = [
+        {
+            f"{n.partition(' ')[0]} after step {i}": t
+            for i in range(1, world.size)
+            for n, t in seen.items()
+            if n.endswith(f"step {i - 1}")
+        }
+        for seen in ranks
+    ]
+    like_unsharded(
+        ranks,
+        in_time,
+        world.size,
+        optimizer="sgd",
+        hints=[Hint("the weight of the step before: the exchange was not waited for", stale)],
+    )
