@@ -6,6 +6,7 @@ order to read them. This module satisfies `spec_tests/contract.py` as it stands.
 """
 
 from solution.attention.flash import FlashAttentionTorch, flash_attention
+from solution.attention.triton_launch import FlashAttentionTriton, flash_attention_triton
 from solution.checkpoint import AsyncCheckpointer, load_checkpoint, save_checkpoint
 from solution.data.loader import token_loader
 from solution.models.gpt2 import language_model
@@ -20,12 +21,14 @@ __all__ = [
     "DDPBucketed",
     "DDPIndividualParameters",
     "FlashAttentionTorch",
+    "FlashAttentionTriton",
     "ShardedOptimizer",
     "accumulation_steps",
     "ddp",
     "ddp_bucketed",
     "finish_gradient_synchronization",
     "flash_attention",
+    "flash_attention_triton",
     "full_optimizer_state",
     "language_model",
     "load_checkpoint",
