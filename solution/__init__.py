@@ -6,13 +6,15 @@ order to read them. This module satisfies `spec_tests/contract.py` as it stands.
 """
 
 from solution.attention.flash import FlashAttentionTorch, flash_attention
-from solution.attention.triton_launch import FlashAttentionTriton, flash_attention_triton
 from solution.checkpoint import AsyncCheckpointer, load_checkpoint, save_checkpoint
 from solution.data.loader import token_loader
 from solution.models.gpt2 import language_model
 from solution.parallel import finish_gradient_synchronization, no_sync
 from solution.parallel.ddp import DDPIndividualParameters, ddp
 from solution.parallel.ddp_bucketed import DDPBucketed, ddp_bucketed
+from solution.parallel.fsdp.api import FSDPModule, fully_shard
+from solution.parallel.fsdp.policy import MixedPrecisionPolicy
+from solution.parallel.fsdp.whole import FullySharded, fsdp, full_parameters
 from solution.parallel.zero1 import ShardedOptimizer, full_optimizer_state, sharded_optimizer
 from solution.trainer import accumulation_steps, train
 
@@ -20,16 +22,20 @@ __all__ = [
     "AsyncCheckpointer",
     "DDPBucketed",
     "DDPIndividualParameters",
+    "FSDPModule",
     "FlashAttentionTorch",
-    "FlashAttentionTriton",
+    "FullySharded",
+    "MixedPrecisionPolicy",
     "ShardedOptimizer",
     "accumulation_steps",
     "ddp",
     "ddp_bucketed",
     "finish_gradient_synchronization",
     "flash_attention",
-    "flash_attention_triton",
+    "fsdp",
     "full_optimizer_state",
+    "full_parameters",
+    "fully_shard",
     "language_model",
     "load_checkpoint",
     "no_sync",

@@ -49,6 +49,17 @@ class _Done:
         return None
 
 
+class _All:
+    """The handle of several collectives."""
+
+    def __init__(self, handles: list[Handle]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+
+
 def is_initialized() -> bool:
     """Whether this process belongs to a distributed run at all."""
     return dist.is_available() and dist.is_initialized()
@@ -108,6 +119,35 @@ def broadcast(tensor: torch.Tensor, source: int, group: Group) -> Handle:
         return _Done()
     work: Handle = dist.broadcast(tensor, group=group, group_src=source, async_op=True)
     return work
+
+
+def all_gather_rows(matrix: torch.Tensor, group: Group) -> Handle:
+    """Starts filling `matrix` `[W, m]`, whose row of this rank is in place, with all ranks' rows.
+
+    On gloo W broadcasts straight into place take a quarter of the time of its all-gather.
+    """
+    if size(group) == 1 or _is_gloo(matrix, group):
+        return _All([broadcast(row, source, group) for source, row in enumerate(matrix)])
+    own = matrix[rank(group)]
+    work: Handle = dist.all_gather_into_tensor(matrix, own, group=group, async_op=True)
+    return work
+
+
+def reduce_scatter_sum(matrix: torch.Tensor, group: Group) -> tuple[torch.Tensor, Handle]:
+    """Starts summing `matrix` `[W, m]` (used up) over ranks; each gets the sum of its row `[m]`.
+
+    On gloo a slice of an all-reduce: the bits of its reduce-scatter in 0.6 of the time.
+    """
+    own = matrix[rank(group)]
+    if size(group) == 1 or _is_gloo(matrix, group):
+        return own, all_reduce_sum(matrix, group)
+    own = torch.empty_like(own)
+    return own, dist.reduce_scatter_tensor(own, matrix, group=group, async_op=True)
+
+
+def _is_gloo(tensor: torch.Tensor, group: Group) -> bool:
+    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    return f"{tensor.device.type}:gloo" in config.split(",")
 
 
 def agree(value: int, group: Group, *, device: torch.device | None = None) -> bool:

@@ -1,0 +1,113 @@
+"""Who shards with whom, and who holds the same as whom.
+
+    1-D mesh   [0 1 2 3]         one group shards
+    2-D mesh   [[0 1], [2 3]]    rows shard, columns replicate: gradients are averaged over both
+    2-D mesh   [[0], [1], [2]]   nothing is sharded, all replicate: plain data parallelism
+
+PyTorch counterpart: `FSDPMeshInfo` and `HSDPMeshInfo`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from solution import comm
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks of one `fully_shard`.
+
+    Attributes:
+        mesh: as DTensors know it.
+        placements: of every parameter on `mesh`.
+        shard_group: ranks that hold different rows.
+        replica_group: ranks that hold the same rows; None on a 1-D mesh.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shard_group: comm.Group
+    replica_group: comm.Group
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh | None, *, device_type: str) -> Grid:
+        """The grid of `mesh`; None is all ranks in one dim.
+
+        Raises:
+            ValueError: something else than a mesh of one or two dims that contains this rank.
+        """
+        if mesh is None:
+            comm.require_group(None, caller="fully_shard")
+            mesh = init_device_mesh(device_type, (comm.size(),))
+        if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2):
+            raise ValueError(f"expected mesh to be a DeviceMesh of 1 or 2 dims, got {mesh!r}")
+        if mesh.get_coordinate() is None:
+            raise ValueError(
+                f"expected mesh to contain rank {comm.rank()}, got {mesh!r}; only its members shard"
+            )
+        if mesh.ndim == 1:
+            return cls(mesh, (Shard(0),), mesh.get_group(0), None)
+        return cls(mesh, (Replicate(), Shard(0)), mesh.get_group(1), mesh.get_group(0))
+
+    @property
+    def num_ranks(self) -> int:
+        """Into how many pieces a parameter is cut."""
+        return comm.size(self.shard_group)
+
+    @property
+    def rank(self) -> int:
+        """Which piece this rank keeps."""
+        return comm.rank(self.shard_group)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        if self.mesh.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.mesh.device_type, torch.accelerator.current_device_index())
+
+    def part(self, num_ranks: int) -> comm.Group:
+        """This rank's group of `num_ranks` neighbours out of those that shard; all ranks call it.
+
+        Raises:
+            ValueError: they are no part of the shard group, or do not divide it.
+        """
+        if not 1 < num_ranks < self.num_ranks or self.num_ranks % num_ranks:
+            raise ValueError(
+                f"expected reshard_after_forward as an int to divide the {self.num_ranks} ranks "
+                f"that shard, and to be neither 1 nor all of them, got {num_ranks}"
+            )
+        return DeviceMesh(self.mesh.device_type, self.mesh.mesh.view(-1, num_ranks)).get_group(1)
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        """How many ranks `start_sum` sums over, and how many `sum_over_replicas` after it."""
+        shards = self.num_ranks
+        replicas = 1 if self.replica_group is None else comm.size(self.replica_group)
+        return (shards, replicas) if shards > 1 else (replicas, 1)
+
+    def start_sum(self, matrix: torch.Tensor) -> tuple[torch.Tensor, comm.Handle]:
+        """Starts summing `matrix` `[W, m]` (used up): the sum of this rank's row, the handle."""
+        if self.num_ranks > 1 or self.replica_group is None:
+            return comm.reduce_scatter_sum(matrix, self.shard_group)
+        return matrix[0], comm.all_reduce_sum(matrix, self.replica_group)
+
+    def sum_over_replicas(self, row: torch.Tensor) -> torch.Tensor:
+        """The sum of what was summed over shards; waits."""
+        if self.stages[1] > 1:
+            comm.sum_over_ranks(row, self.replica_group)
+        return row
+
+    def require_agreement(self, checksum: int, *, subject: str) -> None:
+        """Raises ValueError on every rank of the mesh unless all of them have this checksum."""
+        for group in (self.shard_group, self.replica_group):
+            if group is not None and not comm.agree(checksum, group, device=self.device):
+                raise ValueError(
+                    f"expected all ranks to call fully_shard with the same module and options, got "
+                    f"different ones; rank {comm.rank()} has {subject}"
+                )

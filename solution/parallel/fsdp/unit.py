@@ -1,0 +1,284 @@
+"""A unit: the parameters that are gathered and reduced together (FSDP2: parameter group).
+
+A gather. The rank's own rows of every parameter are copied into its row of a message (`layout.py`),
+cast to the dtype of the computation on the way; the other rows arrive; all are copied out into the
+full tensors. A reduction is the way back: full gradients into a message, in the dtype of the
+reduction; the mean of its own row comes back to each rank, and is cast to the parameter's dtype.
+
+      gather   shard    -> | row 0 | row 1 | -> full                      W * m elements
+      reduce   gradient -> | row 0 | row 1 | -> own row, mean -> shard's gradient
+
+Between start and finish the message belongs to the network, and the processor computes something
+else: that is all there is to overlap. On gloo, threads of its own carry it; on nccl, a stream of
+its own, which waits for this one where the message starts and lets this one wait where it is
+finished. So one order of calls serves both, and no stream is handled here.
+
+Never stale. A full copy is current as long as neither an optimizer has stepped over its parameters
+nor a version counter has moved (foreach updates move none). Both are the same on all ranks, so all
+of them gather again, or none. What neither tells, `torch._foreach_*` or `.data` outside of an
+optimizer, needs a `reshard()`.
+
+PyTorch counterpart: `FSDPParamGroup`. There a copy that outlives its backward is used again
+whatever happened to the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from solution import comm
+from solution.parallel.fsdp.grid import Grid
+from solution.parallel.fsdp.layout import layout_of, rows_of
+from solution.parallel.fsdp.message import Buffers, Message, copy, outside_of_autograd
+from solution.parallel.fsdp.param import ShardedParameter
+from solution.parallel.fsdp.policy import MixedPrecisionPolicy
+
+K = TypeVar("K", bound=Hashable)
+
+
+class State(Enum):
+    """Where a unit's values are, beside the shards.
+
+    - SHARDED: nowhere.
+    - PART: in rows of larger pieces, those of a group of neighbours; only after a forward.
+    - GATHERING: under way, in messages of W * m elements.
+    - FULL: in the full tensors.
+    """
+
+    SHARDED = auto()
+    PART = auto()
+    GATHERING = auto()
+    FULL = auto()
+
+
+class Unit:
+    """What is gathered and reduced together.
+
+    Attributes:
+        name: of the module, in the outermost sharded one.
+        parameters: in the order in which they lie in messages.
+        reshard_after_forward: None is True except for the outermost unit; an int is True, too, but
+            keeps a part.
+        reshard_after_backward, reduces: see `FSDPModule`.
+        prefetch_in_forward, prefetch_in_backward: units whose gather starts with this one's use;
+            empty lets the schedule choose.
+        is_in_backward: its gradients are being computed.
+        was_kept: it was full before the forward that is running.
+        hooks, buffers: the schedule's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: list[ShardedParameter],
+        grid: Grid,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | int | None,
+    ) -> None:
+        self.name = type(module).__name__
+        self.module = module
+        self.parameters = parameters
+        self.grid = grid
+        self.policy = policy
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.reduces = True
+        self.prefetch_in_forward: list[Unit] = []
+        self.prefetch_in_backward: list[Unit] = []
+        self.is_in_backward = False
+        self.was_kept = False
+        self.hooks: list[RemovableHandle] = []
+        self.buffers = Buffers()
+        self.state = State.SHARDED
+        self.num_updates = 0  # steps of optimizers that hold parameters of this unit
+        self._gathered: tuple[object, ...] = ()  # what the values gathered were
+        self._under_way: list[tuple[Message, comm.Handle]] = []
+        self._parts: dict[torch.dtype, torch.Tensor] = {}  # [m] of the smaller group, by dtype
+        self._part_group = None
+        if type(reshard_after_forward) is int:
+            self._part_group = grid.part(reshard_after_forward)
+
+    # ------------------------------------------------------------------------------------ gather
+
+    def start_gather(self) -> None:
+        """Send the shards around, unless that has been done; waited for by `finish_gather`."""
+        if self.state in (State.GATHERING, State.FULL):
+            return
+        is_part = self.state is State.PART
+        if not is_part:
+            self._gathered = self._versions()
+        group = self._part_group if is_part else self.grid.shard_group
+        rank, num_ranks = comm.rank(group), comm.size(group)
+        with outside_of_autograd():
+            for dtype, parameters in _grouped(self.parameters, self._computing_dtype):
+                message = Message.of(parameters, dtype, num_ranks, self.buffers)
+                own = message.matrix[rank]
+                if is_part:
+                    own.copy_(self._parts.pop(dtype))
+                else:
+                    places = message.layout.pieces(own, rank)
+                    copy(list(zip(places, (p.local for p in parameters), strict=True)))
+                self._under_way.append((message, comm.all_gather_rows(message.matrix, group)))
+        self.state = State.GATHERING
+
+    def finish_gather(self) -> None:
+        """Wait for the values and let the module compute with them."""
+        if self.state is State.GATHERING:
+            with outside_of_autograd():
+                for message, handle in self._under_way:
+                    handle.wait()
+                    fulls = [p.allocate(message.matrix.dtype) for p in message.parameters]
+                    copy(message.layout.pairs(fulls, message.matrix))
+                    self.buffers.give(message.buffer)
+            self._under_way.clear()
+            self.state = State.FULL
+        for parameter in self.parameters:
+            parameter.register_full()
+
+    def reshard(self, *, keep_part: bool = False) -> None:
+        """Give the full values back; a gather under way is waited for and forgotten."""
+        self.register_sharded()
+        for message, handle in self._under_way:
+            handle.wait()
+            self.buffers.give(message.buffer)
+        self._under_way.clear()
+        self._parts.clear()
+        if keep_part:
+            self._keep_part()
+        if self.state is State.FULL:
+            for parameter in self.parameters:
+                parameter.free()
+        self.state = State.PART if keep_part else State.SHARDED
+
+    def drop_outdated(self) -> None:
+        """Forget what was gathered, or is on its way, if the shards have changed since."""
+        if self.state is not State.SHARDED and self._gathered != self._versions():
+            self.reshard()
+
+    def register_sharded(self) -> None:
+        """Let everybody see the shards, whether or not full values are kept."""
+        for parameter in self.parameters:
+            parameter.register_sharded()
+
+    def _keep_part(self) -> None:
+        rank, num_ranks = comm.rank(self._part_group), comm.size(self._part_group)
+        with outside_of_autograd():
+            for dtype, parameters in _grouped(self.parameters, self._computing_dtype):
+                fulls = [p.full for p in parameters if p.full is not None]
+                layout = layout_of(tuple(p.shape for p in parameters), num_ranks)
+                row = torch.empty(layout.width, dtype=dtype, device=fulls[0].device)
+                rows = [full[rows_of(full.shape[0], rank, num_ranks)] for full in fulls]
+                copy(list(zip(layout.pieces(row, rank), rows, strict=True)))
+                self._parts[dtype] = row
+
+    def _computing_dtype(self, parameter: ShardedParameter) -> torch.dtype:
+        return self.policy.param_dtype or parameter.local.dtype
+
+    def _versions(self) -> tuple[object, ...]:
+        return self.num_updates, *(parameter.versions() for parameter in self.parameters)
+
+    # -------------------------------------------------------------------------------- gradients
+
+    def take_gradients(self) -> None:
+        """Make what a backward left on the full tensors pending."""
+        with outside_of_autograd():
+            for parameter in self.parameters:
+                # What is sent at once is cast on its way into the message.
+                parameter.take_gradient(None if self.reduces else self.policy.reduce_dtype)
+
+    def start_reduction(self) -> list[Reduction]:
+        """Send what is pending; each is waited for by its `finish`."""
+        pending = [p for p in self.parameters if p.pending is not None]
+        with outside_of_autograd():
+            return [self._send(members) for _, members in _grouped(pending, self._dtypes)]
+
+    def _dtypes(self, parameter: ShardedParameter) -> tuple[torch.dtype, torch.dtype]:
+        """Of a gradient on its way, and of the gradient that the optimizer sees."""
+        assert parameter.pending is not None
+        return self.policy.reduce_dtype or parameter.pending.dtype, parameter.local.dtype
+
+    def _send(self, parameters: list[ShardedParameter]) -> Reduction:
+        gradients = [p.pending for p in parameters if p.pending is not None]
+        dtype, _ = self._dtypes(parameters[0])
+        message = Message.of(parameters, dtype, self.grid.num_ranks, self.buffers)
+        copy([(places, rows) for rows, places in message.layout.pairs(gradients, message.matrix)])
+        for parameter in parameters:
+            parameter.release_pending()
+        before = Divisors.of(dtype, self.grid).before
+        if before > 1:
+            message.matrix.div_(before)
+        return Reduction(self, message, *self.grid.start_sum(message.matrix))
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Gradients on their way to become means; in the network until `finish`.
+
+    Attributes:
+        own: `[m]`, the sum of this rank's row when `handle` is done.
+    """
+
+    unit: Unit
+    message: Message
+    own: torch.Tensor
+    handle: comm.Handle
+
+    def finish(self) -> None:
+        """Wait for the means and add them to the gradients of the shards."""
+        unit, parameters = self.unit, self.message.parameters
+        divisors = Divisors.of(self.own.dtype, unit.grid)
+        with outside_of_autograd():
+            self.handle.wait()
+            mean = self.own / divisors.between  # in memory of its own: the message is used again
+            unit.buffers.give(self.message.buffer)
+            mean = unit.grid.sum_over_replicas(mean)
+            if divisors.after != 1:
+                mean.div_(divisors.after)
+            mean = mean.to(parameters[0].local.dtype)
+            pieces = self.message.layout.pieces(mean, unit.grid.rank)
+            for parameter, rows in zip(parameters, pieces, strict=True):
+                parameter.add_gradient(rows)
+
+    def drop(self) -> None:
+        """Wait, and forget what came."""
+        self.handle.wait()
+        self.unit.buffers.give(self.message.buffer)
+
+
+@dataclass(frozen=True)
+class Divisors:
+    """How a sum becomes a mean: by what it is divided before, between and after its two stages.
+
+    PyTorch's FSDP divides after each stage, and so has these bits. In float16 a sum of W gradients
+    would overflow where the mean does not: there the power of two that is at least W goes first,
+    which changes no bit of what neither overflows nor underflows.
+    """
+
+    before: float
+    between: float
+    after: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, grid: Grid) -> Divisors:
+        """For gradients that are reduced in `dtype`."""
+        first, second = grid.stages
+        if dtype is not torch.float16:
+            return cls(1.0, first, second)
+        power = 2.0 ** (first * second - 1).bit_length()
+        return cls(power, 1.0, first * second / power)
+
+
+def _grouped(
+    parameters: Iterable[ShardedParameter], key: Callable[[ShardedParameter], K]
+) -> list[tuple[K, list[ShardedParameter]]]:
+    groups: dict[K, list[ShardedParameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(key(parameter), []).append(parameter)
+    return list(groups.items())
