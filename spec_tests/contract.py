@@ -124,7 +124,7 @@ class FullyShard(Protocol):
     `set_modules_to_backward_prefetch`. Weights are not synchronised: the caller seeds all ranks
     alike. After an update the next forward uses current weights; an update is `Optimizer.step`, a
     load function, or an in-place operation under `no_grad` on the Parameter or its local tensor,
-    between steps.
+    between steps. `zero_grad` clears what waits on this rank for its reduction, too.
     """
 
     def __call__(

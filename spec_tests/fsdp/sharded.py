@@ -102,6 +102,7 @@ class Sharded:
         self.module = self.toy.build(seed).to(ctx.device, dtype)
         self.names = [name for name, _ in self.module.named_parameters()]
         self.model = shard(ctx, subject, self.module, units, **options)
+        self.held: list[Any] = list(self.model.parameters())
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
 
     def batch(self, micro: int = 0) -> torch.Tensor:
@@ -126,6 +127,17 @@ class Sharded:
     def synchronise(self, flag: bool) -> None:
         """Whether the next backward reduces."""
         self.model.set_requires_gradient_sync(flag)  # type: ignore[operator]  # an FSDPModule
+
+    def keep_after_backward(self, flag: bool) -> None:
+        """Whether full weights stay after a backward."""
+        self.model.set_reshard_after_backward(not flag)  # type: ignore[operator]  # an FSDPModule
+
+    def unshard_all(self) -> None:
+        """Gather every unit by hand."""
+        parts: list[Any] = list(self.module.modules())
+        for part in parts:
+            if hasattr(part, "unshard"):
+                part.unshard()
 
     def finish(self) -> None:
         """End a backward pass of the whole-model shape."""

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from spec_tests.impostors.card import Impostor
 from spec_tests.impostors.plain_fsdp import Unit
 from spec_tests.impostors.plain_fsdp_storage import Done, MixedPrecisionPolicy
 
@@ -114,3 +115,12 @@ def offer(unit: type[Unit]) -> dict[str, Any]:
         "full_parameters": full_parameters,
         "MixedPrecisionPolicy": MixedPrecisionPolicy,
     }
+
+
+def card(
+    unit: type[Unit], words: str, does: str, seen: str, unseen: str, *rejected_by: str, **how: Any
+) -> Impostor:
+    """The card of a near-miss of the chapter."""
+    return Impostor(
+        f"fsdp.{words}", does, seen, unseen, rejected_by, functions=lambda: offer(unit), **how
+    )

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from spec_tests.impostors.card import Impostor
-from spec_tests.impostors.fsdp_offer import offer
+from spec_tests.impostors.fsdp_offer import card
 from spec_tests.impostors.plain_fsdp import Unit
 from spec_tests.impostors.plain_fsdp_storage import Piece
 
@@ -132,16 +132,8 @@ class PartInWrongOrder(Unit):
         return super().cut_gathered(pieces, whole)
 
 
-def _card(
-    unit: type[Unit], words: str, does: str, seen: str, unseen: str, *rejected_by: str, **how: Any
-) -> Impostor:
-    return Impostor(
-        f"fsdp.{words}", does, seen, unseen, rejected_by, functions=lambda: offer(unit), **how
-    )
-
-
-IMPOSTORS = (
-    _card(
+IMPOSTORS: tuple[Impostor, ...] = (
+    card(
         DealsRows,
         "deals-rows",
         "Deals rows out in turns and puts them together in blocks.",
@@ -150,7 +142,7 @@ IMPOSTORS = (
         "fsdp.init.nothing-lost",
         "fsdp.forward.equals-plain",
     ),
-    _card(
+    card(
         DropsTail,
         "drops-tail",
         "Keeps only as many rows as divide by the number of ranks.",
@@ -161,7 +153,7 @@ IMPOSTORS = (
         "fsdp.forward.equals-any-plain-model",
         "fsdp.training.equals-full-batch-of-any-model",
     ),
-    _card(
+    card(
         BalancesRows,
         "balances-rows",
         "Deals rows out evenly under a placement that means torch.chunk.",
@@ -169,7 +161,7 @@ IMPOSTORS = (
         "Sizes that divide are dealt out alike.",
         "fsdp.init.rows-as-torch-chunk",
     ),
-    _card(
+    card(
         ShapeFromLocal,
         "shape-from-local",
         "Leaves shape and stride to DTensor.from_local.",
@@ -178,7 +170,7 @@ IMPOSTORS = (
         "fsdp.init.parameters-are-dtensors",
         "fsdp.init.dtensor-metadata",
     ),
-    _card(
+    card(
         BookkeepsInBuffer,
         "bookkeeps-in-buffer",
         "Keeps its rank in a buffer of the module.",
@@ -186,7 +178,7 @@ IMPOSTORS = (
         "Nobody compares the keys of a checkpoint with the plain model's.",
         "fsdp.init.the-rest-stays",
     ),
-    _card(
+    card(
         HoldsFirstShards,
         "holds-first-shards",
         "Gathers from the tensors of construction.",
@@ -194,7 +186,7 @@ IMPOSTORS = (
         "Optimizers update in place.",
         "fsdp.init.meta-device",
     ),
-    _card(
+    card(
         CopiesOutInOrder,
         "copies-out-in-order",
         "Cuts the gathered buffer by parameter first and by rank second.",
@@ -202,7 +194,7 @@ IMPOSTORS = (
         "Units of one parameter are right.",
         "fsdp.forward.equals-plain",
     ),
-    _card(
+    card(
         EvaluatesInHalf,
         "evaluates-in-half",
         "Gathers in bfloat16 where no gradient is recorded.",
@@ -210,7 +202,7 @@ IMPOSTORS = (
         "Validation loss is off in the third digit.",
         "fsdp.forward.without-gradients",
     ),
-    _card(
+    card(
         KeepsInferenceTensors,
         "keeps-inference-tensors",
         "Cannot train after a first forward in inference mode.",
@@ -218,7 +210,7 @@ IMPOSTORS = (
         "Tests train first and evaluate later.",
         "fsdp.forward.evaluation-leaves-no-trace",
     ),
-    _card(
+    card(
         HooksBareTensors,
         "hooks-bare-tensors",
         "Hooks outputs only where they are a tensor or a tuple of tensors.",
@@ -227,7 +219,7 @@ IMPOSTORS = (
         "fsdp.forward.nested-containers",
         outcomes=("failed", "died"),
     ),
-    _card(
+    card(
         RoundsInBackward,
         "rounds-in-backward",
         "Gathers in bfloat16 for backward.",
@@ -235,7 +227,7 @@ IMPOSTORS = (
         "Integers survive it, and losses are those of forward.",
         "fsdp.forward.resharding-changes-no-bit",
     ),
-    _card(
+    card(
         PartInWrongOrder,
         "part-in-wrong-order",
         "Puts the rows of a smaller world together in another order.",

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from spec_tests.impostors.card import Impostor
-from spec_tests.impostors.fsdp_offer import offer
+from spec_tests.impostors.fsdp_offer import card
 from spec_tests.impostors.plain_fsdp import Unit
 from spec_tests.impostors.plain_fsdp_storage import Piece
 
@@ -169,16 +169,8 @@ class Dithers(Unit):
         return own * (1 + noise * 8 * torch.finfo(own.dtype).eps)
 
 
-def _card(
-    unit: type[Unit], words: str, does: str, seen: str, unseen: str, *rejected_by: str, **how: Any
-) -> Impostor:
-    return Impostor(
-        f"fsdp.{words}", does, seen, unseen, rejected_by, functions=lambda: offer(unit), **how
-    )
-
-
-IMPOSTORS = (
-    _card(
+IMPOSTORS: tuple[Impostor, ...] = (
+    card(
         SumForMean,
         "sum-for-mean",
         "Sums gradients and does not divide.",
@@ -187,7 +179,7 @@ IMPOSTORS = (
         "fsdp.backward.mean-gradient",
         "fsdp.training.equals-full-batch",
     ),
-    _card(
+    card(
         DividesTwice,
         "divides-twice",
         "Divides before the reduction and after it.",
@@ -195,7 +187,7 @@ IMPOSTORS = (
         "Adam does not feel a constant factor.",
         "fsdp.backward.mean-gradient",
     ),
-    _card(
+    card(
         ReducesOnInputsOnly,
         "reduces-on-inputs-only",
         "Never reduces a unit whose inputs need no gradient.",
@@ -203,7 +195,7 @@ IMPOSTORS = (
         "The loss falls without the embedding.",
         "fsdp.backward.mean-gradient",
     ),
-    _card(
+    card(
         Unties,
         "unties",
         "Gives each name of a tied weight a parameter of its own.",
@@ -211,7 +203,7 @@ IMPOSTORS = (
         "The first forward is right: both copies are still equal.",
         "fsdp.backward.mean-gradient-of-any-model",
     ),
-    _card(
+    card(
         PacksInReverse,
         "packs-in-reverse",
         "Packs gradients in another order than it cuts them.",
@@ -219,7 +211,7 @@ IMPOSTORS = (
         "Units of one parameter are right.",
         "fsdp.backward.any-granularity",
     ),
-    _card(
+    card(
         ZerosForFrozen,
         "zeros-for-frozen",
         "Leaves zeros where a parameter has no gradient.",
@@ -227,7 +219,7 @@ IMPOSTORS = (
         "SGD does not notice; AdamW decays the frozen weights.",
         "fsdp.backward.frozen-subset",
     ),
-    _card(
+    card(
         ScalesInputs,
         "scales-inputs",
         "Divides the gradients of inputs as well.",
@@ -235,7 +227,7 @@ IMPOSTORS = (
         "Inputs of language models have no gradient.",
         "fsdp.backward.inputs-keep-their-gradient",
     ),
-    _card(
+    card(
         StaticGraph,
         "static-graph",
         "Takes the first backward's units for those of all.",
@@ -243,7 +235,7 @@ IMPOSTORS = (
         "Most models use all of their layers, always.",
         "fsdp.backward.unused-unit",
     ),
-    _card(
+    card(
         OverwritesGradients,
         "overwrites-gradients",
         "Sets the sharded gradient where it ought to add.",
@@ -251,7 +243,7 @@ IMPOSTORS = (
         "Right for one micro-batch per step.",
         "fsdp.backward.forwards-and-backwards-entangled",
     ),
-    _card(
+    card(
         FreesRecomputed,
         "frees-recomputed",
         "Ends a recomputation as if it were a forward.",
@@ -260,7 +252,7 @@ IMPOSTORS = (
         "fsdp.backward.activation-checkpointing",
         outcomes=("failed", "died"),
     ),
-    _card(
+    card(
         NoneWithoutRows,
         "none-without-rows",
         "Has no gradient on ranks that have no rows.",
@@ -268,7 +260,7 @@ IMPOSTORS = (
         "Its peers wait for it in the next clipping.",
         "fsdp.backward.gradients-are-shards",
     ),
-    _card(
+    card(
         FreshParameters,
         "fresh-parameters",
         "Wraps the shard in a Parameter of its own each time.",
@@ -277,7 +269,7 @@ IMPOSTORS = (
         "fsdp.training.same-parameter-objects",
         "fsdp.training.equals-full-batch",
     ),
-    _card(
+    card(
         Dithers,
         "dithers",
         "Rounds stochastically with a generator that nobody seeds.",

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from spec_tests.impostors.plain_fsdp_storage import Piece, Storage
+from spec_tests.impostors.plain_fsdp_storage import Piece, Storage, written
 
 
 @dataclass
@@ -66,6 +66,7 @@ class Unit(Storage):
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.find_root()
+        self.recover()
         if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
             args, kwargs = self.cast((args, kwargs), self.policy.param_dtype)
         self.unshard()
@@ -86,6 +87,18 @@ class Unit(Storage):
                 unit.run = run
                 unit.is_root = unit is self
                 run.units.append(unit)
+
+    def recover(self) -> None:
+        """A backward that is still on when the model is called anew was interrupted."""
+        assert self.run is not None
+        if self.is_root and self.run.is_callback_queued:
+            for unit in self.run.units:
+                unit.in_backward = False
+                for piece in unit.pieces:
+                    if piece.full is not None:
+                        piece.full.grad = None
+            self.run.order.clear()
+            self.run.is_callback_queued = False
 
     def cast(self, values: Any, dtype: torch.dtype) -> Any:
         return tree_map_only(
@@ -173,16 +186,15 @@ class Unit(Storage):
                 zeros = torch.zeros_like(piece.local)
                 piece.parameter.grad = self.as_dtensor(zeros, piece.parameter)
             token: Any = piece.parameter.grad
-            piece.token = (token, token.to_local()._version)
+            piece.token = (token, written(token))
 
     def forget_what_was_cleared(self) -> None:
         for piece in self.pieces:
             token, version = piece.token
             if token is None:
                 continue
-            is_written = bool(token.to_local()._version != version)
-            if is_written or piece.parameter.grad is not token:
-                piece.pending, piece.token = None, (None, 0)
+            if piece.parameter.grad is not token or written(token) != version:
+                piece.pending, piece.token = None, (None, None)
 
     def reduce(self, pieces: list[Piece]) -> None:
         for dtype in {p.pending.dtype for p in pieces if p.pending is not None}:
@@ -190,7 +202,7 @@ class Unit(Storage):
             shards = self.cut_flat(same, self.mean(self.flatten(same)))
             for piece, shard in zip(same, shards, strict=True):
                 self.assign(piece, shard.to(piece.parameter.dtype))
-                piece.pending, piece.token = None, (None, 0)
+                piece.pending, piece.token = None, (None, None)
 
     def flatten(self, pieces: list[Piece]) -> torch.Tensor:
         blocks = []

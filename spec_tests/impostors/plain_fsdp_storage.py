@@ -33,7 +33,7 @@ class Piece:
     parameter: nn.Parameter
     full: Any = None
     pending: torch.Tensor | None = None
-    token: tuple[Any, int] = (None, 0)  # the gradient that stands for what is pending
+    token: tuple[Any, Any] = (None, None)  # the gradient that stands for what is pending
 
     @property
     def local(self) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Storage:
         return torch.inference_mode(False)
 
     def version(self) -> Any:
-        return tuple((id(p.parameter), p.local._version) for p in self.pieces)
+        return tuple((id(p.parameter), written(p.parameter)) for p in self.pieces)
 
     def is_fresh(self) -> bool:
         return bool(self.gathered == self.version())
@@ -213,6 +213,11 @@ class Storage:
     def prefetch(self) -> None:
         if not self.is_unsharded and self.flying is None:
             self.launch_gather()
+
+
+def written(tensor: Any) -> tuple[int, int]:
+    """Changes with every write: one through the DTensor is not counted by its local tensor."""
+    return tensor._version, tensor._local_tensor._version
 
 
 class Done:

@@ -1,0 +1,180 @@
+"""Freshness: whatever happened before, a forward computes with the weights of now.
+
+Full weights are copies, and a copy that is kept for speed can outlive what it was made of. The
+loss still falls, only later and less: that is why nobody notices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from spec_tests.clause import MUST, clause
+from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded
+from spec_tests.rig import judge
+from spec_tests.rig.symptoms import Hint
+from spec_tests.rig.tolerance import rounding
+from spec_tests.rig.toys import TOYS, sum_of_squares
+
+FRESH = "contract: after an update, the next forward uses current weights"
+RATE = 2.0**-18
+SETTINGS: dict[str, dict[str, Any]] = {
+    "freed": {"reshard_after_forward": True},
+    "default": {},
+    "kept-after-forward": {"reshard_after_forward": False},
+}
+
+
+def _output(sharded):
+    return {"output": sharded.model(sharded.batch(9)).detach()}
+
+
+def _judge_fresh(ranks, toy, steps, given):
+    size = len(ranks)
+    plain = TOYS[toy].build(7)
+    old = plain(TOYS[toy].batch(7, rank=0, micro=9)).detach()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
+    for micro in range(steps):
+        optimizer.zero_grad()
+        for rank in range(size):
+            sum_of_squares(plain(TOYS[toy].batch(7, rank=rank, micro=micro))).backward()
+        optimizer.step()
+    with torch.no_grad():
+        new = [{"output": plain(TOYS[toy].batch(7, rank=r, micro=9))} for r in range(size)]
+    judge.holds(not torch.equal(old, new[0]["output"]), "the toy did not move: nothing to see")
+    judge.tensors(
+        ranks,
+        new,
+        quantity="output with the weights of now",
+        within=rounding(torch.float64, terms=12 * 4 * size, depth=4 * steps),
+        hints=[
+            Hint("the output of the weights before the update: a copy was kept", _old(toy, size))
+        ],
+        given=given,
+    )
+
+
+def _old(toy, size):
+    plain = TOYS[toy].build(7)
+    return [{"output": plain(TOYS[toy].batch(7, rank=r, micro=9)).detach()} for r in range(size)]
+
+
+def after_steps(ctx, subject, toy, seed, setting):
+    """Output after two steps."""
+    sharded = Sharded(ctx, subject, toy, seed, **SETTINGS.get(setting, SETTINGS["default"]))
+    sharded.optimizer.param_groups[0]["lr"] = RATE
+    if setting == "kept-after-backward":
+        sharded.keep_after_backward(True)
+    for step in range(2):
+        sharded.optimizer.zero_grad()
+        sharded.backward(step)
+        if setting == "by-hand":
+            sharded.unshard_all()
+        sharded.optimizer.step()
+    return _output(sharded)
+
+
+@clause(
+    "fsdp.lifecycle.fresh-after-step",
+    MUST,
+    level="correct",
+    judges=FULLY_SHARD,
+    source=FRESH,
+    worlds=(2, 3),
+)
+@pytest.mark.parametrize("setting", [*SETTINGS, "kept-after-backward", "by-hand"])
+def test_a_forward_after_a_step_uses_the_new_weights(world, subject, setting):
+    """The forward after a step MUST use the new weights, whatever was kept unsharded before it."""
+    ranks = world.run(after_steps, subject, "even", 7, setting)
+
+    _judge_fresh(ranks, "even", 2, f"weights {setting}")
+
+
+def after_evaluation_and_step(ctx, subject, toy, seed, setting):
+    """Output after a step that an evaluation came before."""
+    sharded = Sharded(ctx, subject, toy, seed, **SETTINGS[setting])
+    sharded.optimizer.param_groups[0]["lr"] = RATE
+    sharded.backward(0)
+    with torch.no_grad():
+        _output(sharded)
+    sharded.optimizer.step()
+    return _output(sharded)
+
+
+@clause(
+    "fsdp.lifecycle.fresh-after-evaluation",
+    MUST,
+    level="correct",
+    judges=FULLY_SHARD,
+    source=FRESH,
+    worlds=(2,),
+)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_an_evaluation_before_a_step_leaves_nothing_stale(world, subject, setting):
+    """After backward, evaluation, step: the next forward MUST use the new weights."""
+    ranks = world.run(after_evaluation_and_step, subject, "even", 7, setting)
+
+    _judge_fresh(ranks, "even", 1, f"weights {setting}, evaluation before the step")
+
+
+@clause(
+    "fsdp.lifecycle.fresh-after-evaluation-of-a-whole-model",
+    MUST,
+    level="correct",
+    judges=("fsdp",),
+    source=FRESH,
+    worlds=(2,),
+)
+def test_an_evaluation_of_a_whole_model_before_a_step_leaves_nothing_stale(world, subject):
+    """The whole-model shape MUST use the new weights after backward, evaluation and step."""
+    ranks = world.run(after_evaluation_and_step, subject, "even", 7, "default")
+
+    _judge_fresh(ranks, "even", 1, "evaluation before the step")
+
+
+def after_writing(ctx, subject, toy, seed, how, setting):
+    """Output with zeros written over the weights while full ones may be alive."""
+    sharded = Sharded(ctx, subject, toy, seed, **SETTINGS[setting])
+    with torch.no_grad():
+        _output(sharded)
+        if how == "load-state-dict":
+            state = sharded.model.state_dict()
+            zeros = {name: torch.zeros_like(value) for name, value in state.items()}
+            sharded.model.load_state_dict(zeros)
+        else:
+            for parameter in sharded.held:
+                if how == "parameter":
+                    parameter.mul_(0.0)
+                else:
+                    parameter.to_local().zero_()
+    return _output(sharded)
+
+
+@clause(
+    "fsdp.lifecycle.fresh-after-load",
+    MUST,
+    level="correct",
+    judges=FULLY_SHARD,
+    source=f"{FRESH}; a load, or an operation under no_grad on the Parameter or its local tensor",
+    worlds=(2,),
+)
+@pytest.mark.parametrize(
+    "how",
+    ["load-state-dict", "parameter", "local-tensor"],
+    ids=["loaded", "written-parameter", "written-local-tensor"],
+)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_forward_after_a_load_uses_the_loaded_weights(world, subject, setting, how):
+    """The forward after weights were loaded or written in place MUST use them."""
+    ranks = world.run(after_writing, subject, "even", 7, how, setting)
+
+    zeros = {"output": torch.zeros_like(_old("even", 1)[0]["output"])}
+    judge.tensors(
+        ranks,
+        zeros,
+        quantity="output of weights that are all zero",
+        hints=[Hint("the output of the weights before: a copy was kept", _old("even", world.size))],
+        given=f"weights {setting}, written by {how}",
+    )
