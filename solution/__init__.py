@@ -10,6 +10,7 @@ from solution.checkpoint import AsyncCheckpointer, load_checkpoint, save_checkpo
 from solution.data.loader import token_loader
 from solution.models.gpt2 import language_model
 from solution.parallel import finish_gradient_synchronization, no_sync
+from solution.parallel.clip import clip_grad_norm_
 from solution.parallel.ddp import DDPIndividualParameters, ddp
 from solution.parallel.ddp_bucketed import DDPBucketed, ddp_bucketed
 from solution.parallel.fsdp.api import FSDPModule, fully_shard
@@ -28,6 +29,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "ShardedOptimizer",
     "accumulation_steps",
+    "clip_grad_norm_",
     "ddp",
     "ddp_bucketed",
     "finish_gradient_synchronization",

@@ -107,6 +107,13 @@ def sum_over_ranks(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
     return tensor
 
 
+def max_over_ranks(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """Replaces `tensor` by its maximum over ranks and returns it; blocks. NaN may get lost."""
+    if size(group) > 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return tensor
+
+
 def broadcast_from_first(tensor: torch.Tensor, group: Group) -> None:
     """Overwrites `tensor` on every rank with that of the first rank of `group`; blocks."""
     if tensor.numel() > 0 and size(group) > 1:

@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from solution import comm
+from solution.parallel import clip
 from solution.precision import Precision
 
 __all__ = ["DataExhaustedError", "NonFiniteError", "Ranks", "Step", "StepRecord"]
@@ -121,8 +122,7 @@ class Step:
                 num_skipped += 1
             loss, norm = found
             if self.max_norm is not None:
-                parameters = [p for p in self.model.parameters() if p.grad is not None]
-                nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
+                clip.scale_to_norm_(self.model.parameters(), self.max_norm, norm)
             rate = self._set_learning_rate(finished)
             self.optimizer.step()
         finally:
@@ -144,7 +144,7 @@ class Step:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         if gradients and self.precision.scale != 1.0:
             torch._foreach_mul_(gradients, 1 / self.precision.scale)
-        norm = nn.utils.get_total_norm(gradients)
+        norm = clip.total_norm(self.model.parameters())
         loss = self._check(finished, loss_sum, count, norm)
         return None if loss is None else (loss, norm)
 
