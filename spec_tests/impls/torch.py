@@ -133,3 +133,15 @@ def full_optimizer_state(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
         if rank == dist.get_rank(optimizer.process_group):
             state = optimizer.state_dict()
     return state
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """torch.nn.utils.clip_grad_norm_, and the value of the DTensor that it may return."""
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

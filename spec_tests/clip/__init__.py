@@ -1,0 +1,1 @@
+"""Chapter clip: one gradient norm, whatever is sharded."""

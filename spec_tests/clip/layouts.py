@@ -1,0 +1,145 @@
+"""Gradients in every layout in which training leaves them, made of known integers.
+
+A layout says of each parameter how its gradient lies on the ranks: "plain" (replicas, after data
+parallelism), "shard" (a DTensor divided on dim 0, after FSDP), "replicate" (a DTensor that all
+ranks hold), "hybrid" (divided inside a node, replicated between nodes), "none". The whole gradient
+is a function of the name, so the parent knows what is right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from spec_tests.rig.oracle import Named
+from spec_tests.rig.rank import Context
+from spec_tests.rig.tolerance import Tolerance, rounding
+
+SHAPES = {"a": (7, 3), "b": (5, 2), "c": (6,), "d": (1, 3)}
+
+SHARDED = dict.fromkeys("abc", "shard")
+EMPTY_SHARDS = dict.fromkeys("abcd", "shard")  # of "d" only the first rank has anything
+PLAIN = dict.fromkeys("abcd", "plain")
+MIXED = {"a": "shard", "b": "plain", "c": "shard", "d": "plain"}
+HYBRID = {"a": "hybrid", "b": "hybrid", "c": "replicate"}
+
+Layout = Mapping[str, str]
+
+
+def whole(name: str, scale: float = 1.0) -> torch.Tensor:
+    """The whole gradient of a parameter: integers from 1 to 9 of either sign, times `scale`."""
+    generator = torch.Generator().manual_seed(ord(name))
+    sizes = torch.randint(1, 10, SHAPES[name], generator=generator)
+    signs = torch.randint(0, 2, SHAPES[name], generator=generator) * 2 - 1
+    return (sizes * signs).double() * scale
+
+
+def norm(layout: Layout, order: float = 2.0, scale: float = 1.0) -> torch.Tensor:
+    """The norm of all of them together."""
+    every = [whole(name, scale).reshape(-1) for name, how in layout.items() if how != "none"]
+    return torch.linalg.vector_norm(torch.cat(every), order)
+
+
+def within() -> Tolerance:
+    """Sums of fewer than 64 terms, roots and powers of them, in any order."""
+    return rounding(torch.float64, terms=64)
+
+
+def parameters(ctx: Context, layout: Layout, scale: float = 1.0) -> dict[str, nn.Parameter]:
+    """Parameters with their gradients, as this rank has them."""
+    mesh = None
+    if "hybrid" in layout.values():
+        mesh = init_device_mesh("cpu", (2, ctx.world_size // 2))
+    elif {"shard", "replicate"} & {*layout.values()}:
+        mesh = init_device_mesh("cpu", (ctx.world_size,))
+    found = {}
+    for name, how in layout.items():
+        gradient = _laid_out(whole(name, scale), how, mesh)
+        found[name] = nn.Parameter(torch.zeros_like(gradient))
+        if how != "none":
+            found[name].grad = gradient
+    return found
+
+
+def _laid_out(tensor: torch.Tensor, how: str, mesh: DeviceMesh | None) -> torch.Tensor:
+    if mesh is None or how in ("plain", "none"):
+        return tensor
+    divided: Placement = Replicate() if how == "replicate" else Shard(0)
+    placements = [*[Replicate()] * (mesh.ndim - 1), divided]
+    local = tensor
+    if how != "replicate":
+        parts = tensor.chunk(mesh.size(mesh.ndim - 1))
+        rank = mesh.get_local_rank(mesh.ndim - 1)
+        local = parts[rank].clone() if rank < len(parts) else tensor[:0].clone()
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def clip(
+    ctx: Context,
+    layout: Layout,
+    *,
+    max_norm: float = math.inf,
+    order: float = 2.0,
+    scale: float = 1.0,
+    poisoned: int | None = None,
+    poison: float = math.nan,
+    **options: Any,
+) -> dict[str, Any]:
+    """Rank body: the norm that is returned, the whole gradients afterwards, and what was sent.
+
+    Args:
+        poisoned: the rank whose part of "a" holds `poison`.
+    """
+    made = parameters(ctx, layout, scale)
+    if ctx.rank == poisoned:
+        local_part(made["a"])[0] = poison
+    error = ""
+    returned: Any = torch.tensor(0.0)
+    with ctx.recording() as recorder:
+        try:
+            returned = ctx.impl.clip_grad_norm_(made.values(), max_norm, order, **options)
+        except RuntimeError as caught:
+            if not options:
+                raise
+            error = f"{type(caught).__name__}: {caught}"
+    return {
+        "kind": type(returned).__name__,
+        "norm": torch.as_tensor(returned).detach().double().reshape(()),
+        "error": error,
+        "log": recorder.log(),
+        "gradients": {name: gathered(p) for name, p in made.items()},
+    }
+
+
+def local_part(parameter: nn.Parameter) -> torch.Tensor:
+    """This rank's part of a gradient, to be written to."""
+    assert parameter.grad is not None
+    return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+
+
+def gathered(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The whole gradient, put together again."""
+    gradient = parameter.grad
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def local_norms(layout: Layout, size: int, order: float = 2.0) -> list[Named]:
+    """What each rank would get from its own part alone: a wrong norm that has a name."""
+    found = []
+    for rank in range(size):
+        own = []
+        for name, how in layout.items():
+            parts = whole(name).chunk(size) if how == "shard" else [whole(name)] * size
+            if how != "none" and rank < len(parts):
+                own.append(parts[rank].reshape(-1))
+        flat = torch.cat(own) if own else torch.zeros(1, dtype=torch.float64)
+        found.append({"norm": torch.linalg.vector_norm(flat, order)})
+    return found

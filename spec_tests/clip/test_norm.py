@@ -1,0 +1,225 @@
+"""The norm: of the whole gradient, each element counted once, the same number on every rank.
+
+A rank that takes the norm of what it holds gets another number than its peers, scales its part by
+it, and the parts of one tensor no longer fit together. Where it sums over ranks without asking who
+holds copies, replicated parameters count W times. The loss falls all the same. Expected values come
+from the whole gradients in one process. See Pascanu et al. 2013; torchtitan issues 19 and 766.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from spec_tests.clause import MUST, clause
+from spec_tests.clip import layouts
+from spec_tests.clip.layouts import EMPTY_SHARDS, HYBRID, MIXED, PLAIN, SHARDED, clip
+from spec_tests.laws import refusal, traffic
+from spec_tests.rig import judge
+from spec_tests.rig.symptoms import Hint
+
+CLIP = ("clip_grad_norm_",)
+ISSUES = "torchtitan issues 19 and 766; PyTorch's test_fully_shard_clip_grad_norm_"
+
+
+def is_global(ranks, layout, order=2.0, given=""):
+    """Every rank was told the norm of the whole gradient."""
+    __tracebackhide__ = True
+    size = len(ranks)
+    replicated = {name: how for name, how in layout.items() if how in ("plain", "replicate")}
+    hints = [
+        Hint("the norm of the rank's own part", layouts.local_norms(layout, size, order)),
+        Hint("replicated gradients counted once per rank", _counted(layout, replicated, size)),
+    ]
+    judge.tensors(
+        [{"norm": rank["norm"]} for rank in ranks],
+        {"norm": layouts.norm(layout, order)},
+        quantity=f"norm of order {order:g}",
+        within=layouts.within(),
+        hints=hints,
+        given=given or ", ".join(f"{name} {how}" for name, how in layout.items()),
+    )
+
+
+def _counted(layout, replicated, size):
+    copies = layouts.norm(replicated) if replicated else torch.tensor(0.0)
+    return {"norm": (layouts.norm(layout).square() + (size - 1) * copies.square()).sqrt()}
+
+
+@clause("clip.norm.global", MUST, level="course", needs=CLIP, source=ISSUES, worlds=(2, 3))
+def test_the_norm_is_that_of_the_whole_gradient(world):
+    """With sharded gradients every rank MUST get the norm of the whole gradient."""
+    is_global(world.run(clip, SHARDED), SHARDED)
+
+
+@clause(
+    "clip.norm.orders",
+    MUST,
+    level="correct",
+    needs=CLIP,
+    source="torch.nn.utils.clip_grad_norm_, norm_type; torchrec issue 3199",
+    worlds=(2, 3),
+)
+@pytest.mark.parametrize("order", [1.0, 3.0, math.inf])
+def test_every_order_is_combined_as_it_must_be(world, order):
+    """For p = 1, 3 and infinity the parts MUST be combined as that norm demands."""
+    is_global(world.run(clip, SHARDED, order=order), SHARDED, order)
+
+
+@clause(
+    "clip.norm.empty-shards",
+    MUST,
+    level="correct",
+    needs=CLIP,
+    source="torchrec issues 3809 and 3891; pytorch pull request 173238",
+    worlds=(2, 3),
+)
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_a_rank_with_an_empty_shard_takes_part(world, order):
+    """A rank whose shard is empty MUST take part and get the global norm."""
+    is_global(world.run(clip, {"d": "shard"}, order=order), {"d": "shard"}, order)
+
+
+@clause(
+    "clip.norm.replicated-once",
+    MUST,
+    level="course",
+    needs=CLIP,
+    source="torch.nn.utils.clip_grad_norm_ after DistributedDataParallel; pytorch issue 88955",
+    worlds=(2, 3),
+)
+def test_replicated_gradients_count_once(world):
+    """Gradients that all ranks hold MUST count once, not once per rank."""
+    is_global(world.run(clip, PLAIN), PLAIN)
+
+
+@clause(
+    "clip.norm.replicated-axes-once",
+    MUST,
+    level="correct",
+    needs=CLIP,
+    source="hyper-parallel issue 526, VeOmni issue 184: hybrid sharding",
+    worlds=(4,),
+)
+def test_an_axis_of_replicas_counts_once(world):
+    """On a mesh with an axis of replicas each element MUST count once, not once per replica."""
+    is_global(world.run(clip, HYBRID), HYBRID, given="a mesh of 2 replicas of 2 shards")
+
+
+@clause(
+    "clip.norm.mixed",
+    MUST,
+    level="correct",
+    needs=CLIP,
+    source="contract: replicated, sharded and mixed; PyTorch refuses tensors beside DTensors",
+    worlds=(2, 3),
+)
+def test_plain_and_sharded_gradients_count_together_or_are_refused(world):
+    """Plain gradients beside sharded ones MUST count once each, or be refused with an error."""
+    ranks = refusal.answer_or_refusal(world, clip, MIXED)
+
+    if ranks is not None:
+        is_global(ranks, MIXED)
+
+
+@clause(
+    "clip.norm.absent-gradients",
+    MUST,
+    level="correct",
+    needs=CLIP,
+    source="torch.nn.utils.clip_grad_norm_: None is left out",
+)
+def test_a_parameter_without_a_gradient_counts_nothing(world):
+    """A parameter whose gradient is None MUST count nothing and keep None."""
+    layout = {**SHARDED, "d": "none"}
+    ranks = world.run(clip, layout, max_norm=1.0)
+
+    is_global(ranks, layout)
+    judge.equal([rank["gradients"]["d"] for rank in ranks], None, quantity="gradient of 'd'")
+
+
+@clause(
+    "clip.norm.plain-and-equal",
+    MUST,
+    level="correct",
+    needs=CLIP,
+    source="contract: a plain tensor, equal on all ranks; miles_diffusion issue 35",
+    worlds=(2, 3),
+)
+def test_all_ranks_get_the_same_bits_in_a_plain_tensor(world):
+    """The norm MUST be a plain tensor with equal bits on all ranks.
+
+    Ranks that scale by numbers that differ in the last bit drift apart, step by step. And a DTensor
+    whose `.item()` is logged says what one rank holds.
+    """
+    ranks = world.run(clip, SHARDED, scale=1 / 7)
+
+    judge.equal([rank["kind"] for rank in ranks], "Tensor", quantity="type of the norm")
+    judge.same_on_all_ranks([{"norm": rank["norm"]} for rank in ranks], quantity="norm")
+
+
+def any_iterable(ctx):
+    """Norms for a generator, a list and a single tensor."""
+    made = layouts.parameters(ctx, {"a": "shard"})
+    again = [made["a"], (p for p in made.values()), list(made.values())]
+    return {
+        f"norm {number}": torch.as_tensor(ctx.impl.clip_grad_norm_(given, 1e9)).double()
+        for number, given in enumerate(again)
+    } | {"gradient": layouts.gathered(made["a"])}
+
+
+@clause(
+    "clip.norm.any-iterable",
+    MUST,
+    level="correct",
+    needs=CLIP,
+    source="torch.nn.utils.clip_grad_norm_: an iterable of tensors or a single tensor",
+)
+def test_it_takes_a_tensor_or_any_iterable(world):
+    """A tensor, a generator and a list MUST be taken alike: `parameters()` is a generator."""
+    expected = dict.fromkeys((f"norm {n}" for n in range(3)), layouts.norm({"a": "shard"}))
+
+    judge.tensors(
+        world.run(any_iterable),
+        {**expected, "gradient": layouts.whole("a")},
+        quantity="norm or gradient",
+        within=layouts.within(),
+    )
+
+
+@clause(
+    "clip.traffic.one-number",
+    MUST,
+    level="production",
+    needs=CLIP,
+    source="measured: PyTorch sends one scalar for all parameters",
+    worlds=(2, 3),
+)
+def test_one_small_message_is_sent(world):
+    """With sharded gradients one collective MUST do, of a few numbers."""
+    ranks = world.run(clip, EMPTY_SHARDS)
+
+    for rank, seen in enumerate(ranks):
+        sent = seen["log"].collectives()
+        judge.holds(
+            len(sent) == 1 and sent[0].numel <= 8,
+            f"rank {rank}: expected one collective of at most 8 elements, got {len(sent)} of "
+            f"{[event.numel for event in sent]}",
+            likely="one message for each parameter, or whole gradients are gathered",
+        )
+
+
+@clause(
+    "clip.traffic.replicated-sends-nothing",
+    MUST,
+    level="production",
+    needs=CLIP,
+    source="after data parallelism every rank has the whole gradient",
+)
+def test_nothing_is_sent_for_replicated_gradients(world):
+    """Where all gradients are plain nothing MUST be sent: every rank has them all."""
+    ranks = world.run(clip, PLAIN)
+
+    traffic.silent([rank["log"] for rank in ranks], when="for plain gradients")

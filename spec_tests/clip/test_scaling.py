@@ -1,0 +1,163 @@
+"""The scaling: by one factor for all, never above one, and on all ranks alike if it is no number.
+
+See Pascanu et al. 2013, section 3.2, and torch.nn.utils.clip_grad_norm_.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from spec_tests.clause import MUST, clause
+from spec_tests.clip import layouts
+from spec_tests.clip.layouts import EMPTY_SHARDS, PLAIN, SHARDED, clip
+from spec_tests.rig import judge
+from spec_tests.rig.symptoms import Hint
+
+CLIP = ("clip_grad_norm_",)
+TORCH = "torch.nn.utils.clip_grad_norm_"
+
+
+def gradients_are(ranks, layout, factor, within, hints=()):
+    """Every whole gradient is the original times `factor`."""
+    __tracebackhide__ = True
+    judge.tensors(
+        [rank["gradients"] for rank in ranks],
+        {name: layouts.whole(name) * factor for name in layout},
+        quantity=f"gradient times {factor:g}",
+        within=within,
+        hints=hints,
+        given=", ".join(f"{name} {how}" for name, how in layout.items()),
+    )
+
+
+@clause("clip.scaling.factor", MUST, level="course", needs=CLIP, source=TORCH, worlds=(2, 3))
+@pytest.mark.parametrize("layout", [SHARDED, PLAIN], ids=["sharded", "replicated"])
+def test_all_gradients_shrink_by_the_same_factor(world, layout):
+    """Gradients of a larger norm MUST be scaled by max_norm / norm, all by the same factor."""
+    ranks = world.run(clip, layout, max_norm=2.0)
+
+    norm = layouts.norm(layout)
+    within = layouts.within().plus(1e-6 / float(norm), "what keeps torch from dividing by zero")
+    own = layouts.local_norms(layout, world.size)
+    locally = [
+        {name: layouts.whole(name) * 2.0 / float(each["norm"]) for name in layout} for each in own
+    ]
+    twice = {name: layouts.whole(name) * (2.0 / float(norm)) ** 2 for name in layout}
+    gradients_are(
+        ranks,
+        layout,
+        2.0 / float(norm),
+        within,
+        [Hint("scaled by the rank's own norm", locally), Hint("scaled twice", twice)],
+    )
+
+
+@clause("clip.scaling.untouched-below", MUST, level="correct", needs=CLIP, source=TORCH)
+@pytest.mark.parametrize("layout", [EMPTY_SHARDS, PLAIN], ids=["sharded", "replicated"])
+def test_small_gradients_stay_as_they_are(world, layout):
+    """Gradients of a smaller norm MUST keep their bits: nothing is scaled up to `max_norm`."""
+    ranks = world.run(clip, layout, max_norm=1e9)
+
+    gradients_are(ranks, layout, 1.0, None)
+
+
+@clause(
+    "clip.nonfinite.agreed",
+    MUST,
+    level="correct",
+    needs=CLIP,
+    source="Megatron-LM issue 5529; pytorch issue 73405",
+    worlds=(2, 3),
+)
+@pytest.mark.parametrize("poison", [math.nan, math.inf], ids=["nan", "inf"])
+def test_a_norm_that_is_no_number_is_none_on_all_ranks(world, poison):
+    """Where one rank's part is NaN or infinite, the norm MUST be so on all ranks.
+
+    Otherwise one rank skips the step and the others take it.
+    """
+    ranks = world.run(clip, SHARDED, max_norm=1.0, poisoned=1, poison=poison)
+
+    judge.equal(
+        [repr(rank["norm"].item()) for rank in ranks],
+        repr(poison),
+        quantity="norm",
+        given=f"{poison} on rank 1",
+    )
+
+
+@clause(
+    "clip.nonfinite.largest-of-nan",
+    MUST,
+    level="correct",
+    needs=CLIP,
+    source="a maximum over ranks may lose a NaN, a sum does not",
+    worlds=(2, 3),
+)
+@pytest.mark.parametrize("poisoned", [0, 1])
+def test_the_largest_of_nan_is_nan(world, poisoned):
+    """For p = infinity too a NaN on one rank MUST be a NaN on all."""
+    ranks = world.run(clip, SHARDED, order=math.inf, poisoned=poisoned)
+
+    judge.equal(
+        [repr(rank["norm"].item()) for rank in ranks],
+        "nan",
+        quantity="norm",
+        given=f"nan on rank {poisoned}",
+    )
+
+
+@clause(
+    "clip.nonfinite.error-on-all-ranks",
+    MUST,
+    level="correct",
+    needs=CLIP,
+    source=TORCH + ", error_if_nonfinite",
+    worlds=(2, 3),
+)
+def test_asked_to_raise_it_raises_on_all_ranks(world):
+    """With `error_if_nonfinite` all ranks MUST raise, whichever has the NaN."""
+    ranks = world.run(clip, SHARDED, max_norm=1.0, poisoned=1, error_if_nonfinite=True)
+
+    raised = [rank for rank, seen in enumerate(ranks) if seen["error"]]
+    judge.holds(
+        len(raised) == len(ranks),
+        f"expected an error on all {len(ranks)} ranks, got one on ranks {raised}",
+        likely="each rank looks at its own part, or the flag is ignored",
+        given="nan on rank 1",
+    )
+
+
+@clause(
+    "clip.nonfinite.error-scales-nothing",
+    MUST,
+    level="correct",
+    needs=CLIP,
+    source=TORCH + ", error_if_nonfinite",
+)
+def test_where_it_raises_nothing_is_scaled(world):
+    """Where it raises, gradients MUST be as they were: a caller may look at them, or skip."""
+    ranks = world.run(clip, SHARDED, max_norm=1.0, poisoned=1, error_if_nonfinite=True)
+
+    names = [name for name in SHARDED if name != "a"]
+    judge.tensors(
+        [{name: rank["gradients"][name] for name in names} for rank in ranks],
+        {name: layouts.whole(name) for name in names},
+        quantity="gradient from before",
+    )
+
+
+@clause(
+    "clip.nonfinite.finite-is-no-error",
+    MUST,
+    level="correct",
+    needs=CLIP,
+    source=TORCH + ", error_if_nonfinite",
+)
+def test_a_finite_norm_is_no_error(world):
+    """With `error_if_nonfinite` and a finite norm it MUST clip as it does without."""
+    ranks = world.run(clip, PLAIN, max_norm=1e9, error_if_nonfinite=True)
+
+    judge.equal([rank["error"] for rank in ranks], "", quantity="error")
+    gradients_are(ranks, PLAIN, 1.0, None)
