@@ -6,6 +6,7 @@ order to read them. This module satisfies `spec_tests/contract.py` as it stands.
 """
 
 from solution.attention.flash import FlashAttentionTorch, flash_attention
+from solution.attention.triton_launch import FlashAttentionTriton, flash_attention_triton
 from solution.checkpoint import AsyncCheckpointer, load_checkpoint, save_checkpoint
 from solution.data.loader import token_loader
 from solution.models.gpt2 import language_model
@@ -25,6 +26,7 @@ __all__ = [
     "DDPIndividualParameters",
     "FSDPModule",
     "FlashAttentionTorch",
+    "FlashAttentionTriton",
     "FullySharded",
     "MixedPrecisionPolicy",
     "ShardedOptimizer",
@@ -34,6 +36,7 @@ __all__ = [
     "ddp_bucketed",
     "finish_gradient_synchronization",
     "flash_attention",
+    "flash_attention_triton",
     "fsdp",
     "full_optimizer_state",
     "full_parameters",

@@ -1,4 +1,4 @@
-"""The demonstration, `make demo`: GPT-2 learns from real text, four ways, with the same losses.
+"""The demonstration, `make demo`: GPT-2 learns from real text, in several ways, with equal losses.
 
 1. Shards from the sources of Python's standard library, tokenizer included; reused the second time.
 2. One rank: the baseline.
@@ -6,16 +6,20 @@
    summation, and so measures how far rounding alone drives two right runs apart.
 4. Two ranks: our DDP (one reduction per parameter), our bucketed DDP, PyTorch's. Same seed, data
    and global batch.
+5. Two ranks, one of which is killed with SIGKILL in the middle: torchrun starts both anew, and they
+   go on from the last save.
 
-Then a table, and three checks that decide the exit status:
+Then a table, and checks that decide the exit status:
 - losses and gradient norms lie within 10 times the control's distance from the baseline (plus 8
   float32 units in the last place, should the control happen to agree bit for bit);
 - the ranks of each run end with the same weights, bit for bit;
-- the two-rank runs reduce each parameter's bytes once per step, not once per micro-batch.
+- the two-rank runs reduce each parameter's bytes once per step, not once per micro-batch;
+- the run with the kill has every loss, gradient norm and final weight of the same run without,
+  bit for bit.
 
     python -m solution.demo [--steps 30] [--out outputs/demo] [--device auto] [--attention sdpa]
 
-About a minute on two cores. One thread per rank: two ranks on two cores would otherwise fight.
+About a minute and a half on two cores. One thread per rank: two would fight for them.
 """
 
 from __future__ import annotations
@@ -23,10 +27,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +44,9 @@ __all__ = ["main"]
 
 GLOBAL_BATCH, MICRO_BATCH, SEQUENCE_LENGTH = 16, 4, 128
 MARGIN = 10.0  # between two right runs that differ in rounding, the control being one such pair
+VICTIM = 1  # the rank that is killed
+# Before a rank's command: write which process it is, then become it. torchrun makes $$ of $$$$.
+TELL = 'echo $$$$ > "$0.$RANK"; exec "$@"'
 DATA = ["--vocab-size", "2048", "--max-bytes", "2000000", "--shard-tokens", "200000"]
 
 
@@ -49,6 +59,7 @@ class Run:
     num_ranks: int
     flags: tuple[str, ...]
     folder: str  # below the demo's
+    is_killed: bool = False  # once, and started anew
 
     def command(self, shared: Sequence[str], out: Path) -> list[str]:
         """The command line, `torchrun` on a free port of the loopback for several ranks."""
@@ -56,8 +67,15 @@ class Run:
         if self.num_ranks == 1:
             return [sys.executable, "-m", "solution.train_baseline", *flags]
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        ranks = f"--nproc-per-node={self.num_ranks}"
-        return [*torchrun, ranks, "-m", "solution.train_ddp", *flags]
+        torchrun.append(f"--nproc-per-node={self.num_ranks}")
+        if not self.is_killed:
+            return [*torchrun, "-m", "solution.train_ddp", *flags]
+        tell = ["--max-restarts=1", "--no-python", "sh", "-c", TELL, str(out / self.folder / "pid")]
+        return [*torchrun, *tell, sys.executable, "-m", "solution.train_ddp", *flags]
+
+    def pid(self, out: Path) -> str:
+        """Which process the rank to be killed is, of the newest start."""
+        return (out / self.folder / f"pid.{VICTIM}").read_text().strip()
 
     def curve(self, out: Path, key: str = "loss") -> list[float]:
         """`key` of each step."""
@@ -76,13 +94,14 @@ RUNS = [
     Run("ours, ddp", "ddp", 2, ("--wrapper", "ddp"), "runs"),
     Run("ours, bucketed", "ddp_bucketed", 2, ("--wrapper", "ddp_bucketed"), "runs"),
     Run("PyTorch's DDP", "torch", 2, ("--wrapper", "torch"), "runs"),
+    Run("killed, resumed", "ddp_bucketed", 2, ("--wrapper", "ddp_bucketed"), "killed", True),
 ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns 0 if every check holds, 1 if not, 2 if a run failed."""
     parser = argparse.ArgumentParser(
-        prog="python -m solution.demo", description="Train four ways.", allow_abbrev=False
+        prog="python -m solution.demo", description="Train in several ways.", allow_abbrev=False
     )
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps of each run")
     parser.add_argument("--out", type=Path, default=Path("outputs/demo"), help="folder to fill")
@@ -96,9 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if status := _start([sys.executable, "-m", "solution.data.prepare", "--out", str(data), *DATA]):
         return status
     for run in RUNS:
-        command = run.command(_shared_flags(flags, data), flags.out)
-        print(f"\n$ {' '.join(['python', *command[1:]])}", flush=True)
-        if status := _start(command):
+        if status := _train(run, _shared_flags(flags, data), flags):
             return status
     print("\n" + _table(flags.out))
     problems = _check(flags.out)
@@ -126,17 +143,55 @@ def _shared_flags(flags: argparse.Namespace, data: Path) -> list[str]:
     return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
-def _start(command: Sequence[str]) -> int:
+def _train(run: Run, shared: Sequence[str], flags: argparse.Namespace) -> int:
+    """One of the runs, with the kill if that is what it is for."""
+    folder = flags.out / run.folder
+    meanwhile = None
+    if run.is_killed:
+        shutil.rmtree(folder, ignore_errors=True)  # an earlier demo's saves are of a finished run
+        folder.mkdir(parents=True)
+        every = str(max(1, flags.steps // 6))
+        shared = [*shared, "--checkpoint-dir", str(folder / "saved"), "--save-every", every]
+
+        def meanwhile(process: subprocess.Popen[bytes]) -> None:
+            _kill(run, flags.out, max(1, 4 * flags.steps // 7), process)
+
+    command = run.command(shared, flags.out)
+    print(f"\n$ {shlex.join(['python', *command[1:]])}", flush=True)
+    return _start(command, meanwhile)
+
+
+def _start(
+    command: Sequence[str], meanwhile: Callable[[subprocess.Popen[bytes]], None] | None = None
+) -> int:
     """Run `command` to its end with one thread per rank; 2 if it failed, having said why."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # Ranks of a second start must not find the addresses of the first: see solution.resume.
+    settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {**os.environ, **settings}
     # A rank of its own run, whoever started the demo.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
-    status = subprocess.run(command, env=environment, check=False).returncode
-    if status:
-        print(f"error: expected status 0, got {status} from: {' '.join(command)}", file=sys.stderr)
+    with subprocess.Popen(command, env=environment) as process:
+        if meanwhile is not None:
+            meanwhile(process)
+    if process.returncode:
+        said = f"expected status 0, got {process.returncode} from: {shlex.join(command)}"
+        print(f"error: {said}", file=sys.stderr)
         return 2
     return 0
+
+
+def _kill(run: Run, out: Path, after: int, process: subprocess.Popen[bytes]) -> None:
+    """Kill a rank once `after` steps are in the log; leaves word which process that was."""
+    log = out / run.folder / f"{run.name}.jsonl"
+    while not (log.exists() and log.read_bytes().count(b"\n") >= after):
+        if process.poll() is not None:
+            return  # it failed, and has said why
+        time.sleep(0.01)
+    pid = run.pid(out)
+    os.kill(int(pid), signal.SIGKILL)
+    (out / run.folder / "killed").write_text(pid)
+    print(f"killed rank {VICTIM} (process {pid}) after step {after}", flush=True)
 
 
 # --- the table
@@ -205,7 +260,25 @@ def _check(out: Path) -> list[str]:
         problems.append(f"FAILED: expected the loss to fall, got {losses[0]} to {losses[-1]}")
     for run in others:
         problems += _check_ranks(run, run.summaries(out))
+        if run.is_killed:
+            [same] = [other for other in others if other.name == run.name and other is not run]
+            problems += _check_restart(run, same, out)
     return problems
+
+
+def _check_restart(run: Run, same: Run, out: Path) -> list[str]:
+    """Whether a run that was killed and restarted equals one that was not."""
+    if (out / run.folder / "killed").read_text() == run.pid(out):
+        return [f"FAILED: {run.title}: expected another process after the kill, got the same"]
+    differing = [
+        key for key in ("loss", "grad_norm", "lr") if run.curve(out, key) != same.curve(out, key)
+    ]
+    weights = {s["weights_sha256"] for one in (run, same) for s in one.summaries(out)}
+    if differing or len(weights) != 1:
+        said = f"{', '.join(differing) or 'no curve'} differ, weights {weights}"
+        return [f"FAILED: {run.title}: expected the bits of {same.title}, got: {said}"]
+    print(f"{run.title}: every loss, norm and weight equal to those of {same.title}, bit for bit")
+    return []
 
 
 def _check_ranks(run: Run, summaries: list[dict[str, Any]]) -> list[str]:

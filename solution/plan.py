@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from solution import comm
+from solution.attention import unavailable
 from solution.config import ModelConfig
 from solution.data.loader import TokenLoader, token_loader
 from solution.data.prepare import read_meta
@@ -42,9 +43,13 @@ class Plan:
         """Check everything, derive the rest.
 
         Raises:
-            ValueError: data, sizes or vocabulary that do not fit each other.
+            ValueError: data, sizes or vocabulary that do not fit each other, or attention that
+                cannot run here.
             DataExhaustedError: less data than the steps need.
         """
+        reason = unavailable(config.attention, world.device.type)
+        if reason is not None:
+            raise ValueError(f"expected an attention that runs on {world.device.type}: {reason}")
         num_micro_batches = accumulation_steps(
             global_batch_size=config.global_batch_size,
             micro_batch_size=config.micro_batch_size,

@@ -51,7 +51,7 @@ class TrainConfig:
     weight_decay: float = _setting(0.1, "AdamW's decay, on matrices and embeddings only")
     max_norm: float | None = _setting(None, "clip the global gradient norm to this (default: no)")
     precision: str = _setting("fp32", "of the forward: fp32, bf16 or fp16; weights stay fp32")
-    attention: str = _setting("sdpa", "who computes it: plain, tiled or sdpa")
+    attention: str = _setting("sdpa", "who computes it: plain, tiled, triton or sdpa")
     activation_checkpointing: str = _setting(
         "none", "none, full or selective: what the backward computes again"
     )
@@ -74,7 +74,7 @@ class TrainConfig:
 
     models: ClassVar[tuple[str, ...]] = ("gpt2", "llama")
     precisions: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
-    attentions: ClassVar[tuple[str, ...]] = ("plain", "tiled", "sdpa")
+    attentions: ClassVar[tuple[str, ...]] = ("plain", "tiled", "triton", "sdpa")
     checkpointings: ClassVar[tuple[str, ...]] = ("none", "full", "selective")
     devices: ClassVar[tuple[str, ...]] = ("auto", "cpu", "cuda")
     wrappers: ClassVar[tuple[str, ...]] = ("ddp", "ddp_bucketed", "torch")

@@ -4,7 +4,8 @@
 
 A model takes the function as an argument and never asks which one it got. Backends: `plain` (the
 definition, `solution.attention.plain`), `tiled` (O(N) memory in PyTorch operations,
-`solution.attention.tiled`) and `sdpa` (PyTorch's fused kernels).
+`solution.attention.tiled`), `triton` (the same in kernels, `solution.attention.triton_kernels`) and
+`sdpa` (PyTorch's fused kernels). `unavailable` says why one of them cannot run on a device.
 
 Legend: B batch, H heads, G key/value heads, Q queries, K keys, D head dim.
 """
@@ -17,16 +18,21 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from solution.attention.flash import TILED, FlashAttentionTorch, flash_attention
+from solution.attention.flash import TILED, Algorithm, FlashAttentionTorch, flash_attention
 from solution.attention.inputs import as_4d, check, checked_scale, under_autocast
 from solution.attention.plain import plain_attention
+from solution.attention.triton_launch import TRITON, FlashAttentionTriton, flash_attention_triton
+from solution.attention.triton_launch import unavailable as _triton_unavailable
 
 __all__ = [
     "BACKENDS",
     "AttentionFunction",
     "FlashAttentionTorch",
+    "FlashAttentionTriton",
     "attention",
     "flash_attention",
+    "flash_attention_triton",
+    "unavailable",
 ]
 
 
@@ -63,7 +69,8 @@ def attention(
         `[batch, heads, seq_q, head_dim]` in q's dtype; all may be without heads, 3-D.
 
     Raises:
-        ValueError: an unknown backend, or inputs that do not fit each other.
+        ValueError: an unknown backend, one that cannot run here, or inputs that do not fit each
+            other.
     """
     if backend not in BACKENDS:
         raise ValueError(f"expected backend to be one of {sorted(BACKENDS)}, got {backend!r}")
@@ -104,19 +111,23 @@ def _sdpa(
     )
 
 
-def _tiled(
-    q_BHQD: torch.Tensor,
-    k_BGKD: torch.Tensor,
-    v_BGKD: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
-) -> torch.Tensor:
-    return TILED.forward(q_BHQD, k_BGKD, v_BGKD, causal, scale)[0]
+def _flash(algorithm: Algorithm) -> Callable[..., torch.Tensor]:
+    def out_only(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+    ) -> torch.Tensor:
+        return algorithm.forward(q, k, v, causal, scale)[0]
+
+    return out_only
 
 
 BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
     "sdpa": _sdpa,
     "plain": plain_attention,
-    "tiled": _tiled,
+    "tiled": _flash(TILED),
+    "triton": _flash(TRITON),
 }
+
+
+def unavailable(backend: str, device_type: str) -> str | None:
+    """Why `backend` cannot run on tensors of that device, in words; None where it can."""
+    return _triton_unavailable(device_type) if backend == "triton" else None

@@ -45,6 +45,7 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.trainspec.flash_attention_tiled.default,
+    torch.ops.trainspec.flash_attention_triton.default,
 }
 
 

@@ -72,3 +72,14 @@ def without_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+def forget_triton() -> None:
+    """In a fork of the zygote, once TRITON_INTERPRET is set: let Triton be imported anew.
+
+    The zygote has loaded Triton without that variable, and then not even its own library of
+    functions (`tl.zeros`, `tl.cdiv`) can be interpreted. What is compiled of it stays loaded.
+    """
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "triton" and not name.startswith("triton._C"):
+            del sys.modules[name]

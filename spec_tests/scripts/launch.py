@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from spec_tests.rig.zygote import RANK_ENVIRONMENT, start_method
+from spec_tests.rig.zygote import RANK_ENVIRONMENT, forget_triton, start_method
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -147,6 +147,8 @@ def _run(
     for foreign in FOREIGN:
         os.environ.pop(foreign, None)
     os.environ.update(environment)
+    if environment.get("TRITON_INTERPRET"):
+        forget_triton()
     sys.argv = ["-c", *arguments]  # runpy puts the name of a module there
     if "\n" in module:
         exec(compile(module, "<program>", "exec"), {"__name__": "__main__"})

@@ -1,6 +1,7 @@
 """What the reference's attention promises beyond the contract: its class, operators and seam."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 
@@ -129,9 +130,12 @@ print(json.dumps({
 """
 
 
-@pytest.fixture(scope="module", params=["tiled"])
+@pytest.fixture(scope="module", params=["tiled", "triton"])
 def found(request, tmp_path_factory):
-    ended = run(PROGRAM, request.param, folder=tmp_path_factory.mktemp("attention"))
+    if request.param == "triton" and find_spec("triton") is None:
+        pytest.skip("needs Triton, which is not installed")
+    folder = tmp_path_factory.mktemp("attention")
+    ended = run(PROGRAM, request.param, folder=folder, environment={"TRITON_INTERPRET": "1"})
     assert ended.status == 0, ended.err
     return json.loads(ended.out.splitlines()[-1])
 

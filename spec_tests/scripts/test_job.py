@@ -120,6 +120,7 @@ def test_two_ranks_end_with_equal_weights_and_the_baselines_losses(data, tmp_pat
         (("--precision", "fp8"), 2, "precision"),
         (("--model", "bert"), 2, "model"),
         (("--attention", "quick"), 2, "attention"),
+        (("--attention", "triton"), 2, "Triton"),
         (("--model", "llama", "--preset", "tiny"), 2, "preset"),
         (("--eval-every", 0), 2, "eval_every"),
         (("--vocab-size", 32), 2, "vocabulary size 32"),

@@ -1,19 +1,24 @@
 """torchrun's own engine around the reference: a rank killed, a run told to stop, two nodes.
 
-A few pinned kills; fifty drawn at random are a command, `python -m spec_tests.scripts.kills`.
+The commands for several nodes are taken from `solution/README.md` and run. A few pinned kills;
+fifty drawn at random are a command, `python -m spec_tests.scripts.kills`.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
+import subprocess
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from spec_tests.scripts import kills
 from spec_tests.scripts.agents import HAS_PROC, torchrun
 from spec_tests.scripts.kills import FLAGS, MODES, Finding, Kill, Whole
-from spec_tests.scripts.launch import free_port, run_ranks
+from spec_tests.scripts.launch import ROOT, free_port, run, run_ranks
 
 DDP = "solution.train_ddp"
 LATER = 12
@@ -72,12 +77,26 @@ def test_killed_then_told_to_stop_a_run_ends_with_the_same_bits(place, whole):
     assert kills.torn(folder / "saved", is_over=True) == []
 
 
+def page(first_words):
+    """The fenced block of the page on many nodes that begins so."""
+    text = (ROOT / "solution" / "README.md").read_text()
+    [found] = re.findall(rf"```sh\n({re.escape(first_words)}.*?)```", text, flags=re.DOTALL)
+    return found
+
+
+def on_many_nodes():
+    """The command of that page, in words."""
+    return shlex.split(page("export").partition("\n")[2].replace("\\\n", " "))
+
+
 def node(folder, port, number):
     """One of two machines with a rank each, whose agents meet at a port."""
-    options = (
-        *("--nnodes=2", "--nproc-per-node=1", "--max-restarts=1", "--rdzv-backend=c10d"),
-        *(f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=two", "--local-addr=127.0.0.1"),
-    )
+    command, *options = on_many_nodes()
+    assert command == "torchrun"
+    options = [
+        *options[: options.index("-m")],
+        *("--nproc-per-node=1", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"),
+    ]
     return torchrun(options, DDP, (*FLAGS, MODES[0]), folder=folder, name=f"node{number}")
 
 
@@ -97,6 +116,42 @@ def test_two_nodes_end_as_one_does_though_one_of_them_lost_its_rank(place, whole
     assert sorted(rank for found in ranks for rank in found) == [0, 1], "a rank on each node"
     assert starts(*ended) == 2, "both nodes began anew, once"
     assert kills.differences(whole, folder) == []
+
+
+STAND_INS = {
+    "scontrol": "echo node0; echo node1",
+    "srun": 'exec "$@"',
+    "torchrun": 'printf "%s\\n" "$OMP_NUM_THREADS" "$@" > arguments',
+}
+"""What the script for Slurm calls, on a machine that has none of it."""
+
+
+def test_the_script_for_slurm_starts_the_same_command(tmp_path):
+    for name, text in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "node[0-1]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "first-run"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **slurm}
+
+    subprocess.run(
+        ["bash", "-eu", "-c", page("#!/bin/bash")], cwd=tmp_path, env=environment, check=True
+    )
+
+    threads, *arguments = (tmp_path / "arguments").read_text().splitlines()
+    assert threads == "1"
+    assert arguments == on_many_nodes()[1:]
+
+
+def test_the_command_for_many_nodes_is_understood(place, tmp_path):
+    options = get_args_parser().parse_args(on_many_nodes()[1:])
+    flags = options.training_script_args
+    small = ("--sequence-length", 16, "--vocab-size", 64, "--steps", 8, "--data", place / "data")
+
+    ended = run(options.training_script, *flags, *small, "--dry-run", folder=tmp_path)
+
+    assert ended.status == 0, ended.err
+    assert options.nnodes == "2"
+    assert (tmp_path / "outputs").exists() is False
 
 
 # ------------------------------------------------------------------------------ without a process
