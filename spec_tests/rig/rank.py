@@ -40,6 +40,7 @@ import torch.distributed as dist
 from spec_tests.rig import hygiene, wire
 from spec_tests.rig.member import Doing
 from spec_tests.rig.recorder import Recorder, issued_by_all_groups
+from spec_tests.rig.zygote import forget_triton
 from spec_tests.target import Implementation, Target, load
 
 # Longer than any body may take: the parent's clock decides, this one is the last resort.
@@ -153,6 +154,8 @@ def main(config: RankConfig, tasks: Connection, control: Connection) -> None:
     preloaded = "torch.distributed.fsdp" in sys.modules
     output = _redirect_output(config.output_path)
     os.environ.update(config.environment)
+    if os.environ.get("TRITON_INTERPRET"):
+        forget_triton()
     os.environ.update(
         RANK=str(config.rank), LOCAL_RANK=str(config.rank), WORLD_SIZE=str(config.world_size)
     )
