@@ -1,0 +1,260 @@
+"""What the kernels compile to on an H100 or H200, without one: registers, spills, shared memory.
+
+    python -m solution.attention.compile_report [--dtype bfloat16] [--head-dim 128] [--mask causal]
+
+Each row of `solution.attention.tiles.TABLE` is compiled for `sm_90a` as the launcher would compile
+it: rows aligned to 16 bytes, the last stride 1. On Linux Triton brings the assembler (`ptxas`) and
+what reads its result (`cuobjdump`); no GPU is needed. One process per kernel, since a compiler that
+gives up ends its process.
+
+Columns: registers per thread (at most 255), bytes of stack per thread, which are spilled registers,
+shared memory of a program (an H100 has 227 KiB), tensor-core instructions (`wgmma`, or `mma` where
+a tile is small), asynchronous copies, atomics. Counts are of instructions in the program text.
+
+Exit status: 0 if all is well, 1 if a row breaks what `problems` says, 2 if nothing can be compiled
+here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import multiprocessing
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from solution.attention.tiles import DIMS, TABLE, Tiles, choose, delta_queries, padded
+
+__all__ = ["Compiled", "Row", "compiled", "main", "problems", "rows"]
+
+SHARED_BYTES = 232_448  # of one program on compute capability 9.0
+TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+FLOATS = {"lse", "lse2", "dlse", "delta"}  # float32 whatever the inputs are
+# Three TF32 products of tiles 256 wide need more than there is; the smallest tile spills the least.
+SPILLING = {("dkdv", "float32", 256), ("dq", "float32", 256)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel as it is shipped: what it is compiled for."""
+
+    kernel: str
+    dtype: str
+    head_dim: int
+    is_causal: bool
+    group: int = 1
+
+    @property
+    def tiles(self) -> Tiles:
+        """Its tiles; the delta kernel has queries only."""
+        dims = padded(self.head_dim)
+        if self.kernel == "delta":
+            return Tiles(delta_queries(dims), 0, 4, 1)
+        return choose(self.kernel, dims, getattr(torch, self.dtype))
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What came out, as counted in PTX and by `cuobjdump`."""
+
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    num_wgmma: int
+    num_mma: int
+    num_async_copies: int
+    num_atomics: int
+
+
+def rows(*, dtypes: Sequence[str], head_dims: Sequence[int], masks: Sequence[bool]) -> list[Row]:
+    """Every shipped kernel of these dtypes, head dims and masks; delta knows no mask."""
+    kernels = dict.fromkeys(kernel for kernel, _ in TABLE)
+    found = []
+    for dtype in dtypes:
+        for head_dim in head_dims:
+            found += [Row(k, dtype, head_dim, causal) for causal in masks for k in kernels]
+            found += [Row("delta", dtype, head_dim, False)]
+    return found
+
+
+def problems(row: Row, found: Compiled) -> list[str]:
+    """What is not as it should be, in words."""
+    said = []
+    if found.stack_bytes and (row.kernel, row.dtype, padded(row.head_dim)) not in SPILLING:
+        said.append(f"expected no spilled registers, got {found.stack_bytes} bytes per thread")
+    if found.shared_bytes > SHARED_BYTES:
+        said.append(f"expected at most {SHARED_BYTES} bytes shared, got {found.shared_bytes}")
+    if found.num_atomics:
+        said.append(f"expected no atomics, got {found.num_atomics}")
+    if row.kernel != "delta" and not found.num_wgmma + found.num_mma:
+        said.append("expected tensor-core instructions, got none")
+    if row.tiles.num_stages > 1 and not found.num_async_copies:
+        said.append("expected tiles to be fetched ahead, got no asynchronous copies")
+    return said
+
+
+def compiled(row: Row, tiles: Tiles | None = None) -> Compiled:
+    """Compile in a process of its own.
+
+    Raises:
+        RuntimeError: the compiler gave up.
+    """
+    context = multiprocessing.get_context("fork")  # Triton is loaded once, by the parent
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_compile, args=(row, tiles or row.tiles, sender))
+    process.start()
+    sender.close()
+    try:
+        found = receiver.recv()
+    except EOFError:
+        found = "it ended without a word"
+    process.join()
+    if not isinstance(found, Compiled):
+        raise RuntimeError(f"{row}: expected a compiled kernel, got {found}")
+    return found
+
+
+def _compile(row: Row, tiles: Tiles, sender: Connection) -> None:
+    try:
+        sender.send(_counted(_binary(row, tiles)))
+    except Exception as error:  # whatever it is, the parent reports it
+        sender.send(f"{type(error).__name__}: {error}")
+
+
+def _binary(row: Row, tiles: Tiles) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    name = "triton_kernels" if row.kernel == "forward" else "triton_backward"
+    kernel = getattr(importlib.import_module(f"solution.attention.{name}"), f"{row.kernel}_kernel")
+    fixed = {
+        "GROUP": row.group,
+        "HEAD_DIM": row.head_dim,
+        "DIMS": padded(row.head_dim),
+        "TILE_Q": tiles.queries,
+        "TILE_K": tiles.keys,
+        "CAUSAL": row.is_causal,
+        "HAS_DLSE": False,
+    }
+    signature, aligned = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in fixed:
+            signature[name] = "constexpr"
+        elif name in ("scale", "scale_log2"):
+            signature[name] = "fp32"
+        elif name in ("heads", "num_queries", "num_keys"):
+            signature[name] = "i32"
+        else:
+            is_stride = name.endswith(("_batch", "_head", "_row"))
+            element = "fp32" if name in FLOATS else TYPES[row.dtype]
+            signature[name] = "i32" if is_stride else f"*{element}"
+            aligned[(index,)] = [["tt.divisibility", 16]]
+    fixed = {name: value for name, value in fixed.items() if name in kernel.arg_names}
+    source = ASTSource(kernel, signature, fixed, aligned)
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def _counted(binary: Any) -> Compiled:
+    ptx = binary.asm["ptx"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        command = [str(_tool("cuobjdump")), "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage)}
+    return Compiled(
+        registers=numbers["REG"],
+        stack_bytes=numbers["STACK"],
+        shared_bytes=binary.metadata.shared,
+        num_wgmma=ptx.count("wgmma.mma_async"),
+        num_mma=len(re.findall(r"\bmma\.sync", ptx)),
+        num_async_copies=len(re.findall(r"\bcp\.async\.(?:c[ag]|bulk)", ptx)),
+        # An instruction begins its line, after its predicate: a file's name may hold the word, too.
+        num_atomics=len(re.findall(r"^\s*(?:@!?%p\d+\s+)?(?:atom|red)\.", ptx, re.MULTILINE)),
+    )
+
+
+def _tool(name: str) -> Path | None:
+    """One of the programs that Triton brings."""
+    spec = find_spec("triton")
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
+    return path if path.is_file() else None
+
+
+def missing() -> str | None:
+    """Why nothing can be compiled here; None where it can."""
+    if find_spec("triton") is None:
+        return "expected Triton, which is not installed"
+    for name in ("ptxas", "cuobjdump"):
+        if _tool(name) is None:
+            return f"expected {name} beside Triton, which did not bring it"
+    from triton.runtime import JITFunction
+
+    from solution.attention.triton_kernels import forward_kernel
+
+    if not isinstance(forward_kernel, JITFunction):
+        return "expected to compile, got TRITON_INTERPRET in the environment; unset it"
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    parser = argparse.ArgumentParser(description="What the kernels compile to on an H100 or H200.")
+    parser.add_argument("--dtype", nargs="+", choices=TYPES, default=list(TYPES))
+    parser.add_argument("--head-dim", nargs="+", type=int, default=list(DIMS))
+    parser.add_argument("--mask", nargs="+", choices=("full", "causal"), default=["full", "causal"])
+    flags = parser.parse_args(arguments)
+    reason = missing()
+    if reason is not None:
+        sys.stderr.write(f"{reason}\n")
+        return 2
+    masks = [name == "causal" for name in flags.mask]
+    lines, said = [tuple(_HEADER)], []
+    for row in rows(dtypes=flags.dtype, head_dims=flags.head_dim, masks=masks):
+        try:
+            found = compiled(row)
+        except RuntimeError as error:
+            said.append(str(error))
+            continue
+        lines.append(_line(row, found))
+        said += [f"{' '.join(lines[-1][:4])}: {problem}" for problem in problems(row, found)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
+    for line in lines:
+        cells = zip(line, widths, strict=True)
+        sys.stdout.write("  ".join(f"{cell:>{width}}" for cell, width in cells) + "\n")
+    sys.stdout.write("\n".join(said or ["all is well"]) + "\n")
+    return 1 if said else 0
+
+
+_HEADER = (
+    "kernel", "dtype", "D", "mask", "tile", "warps", "stages",
+    "registers", "stack", "shared KiB", "wgmma", "mma", "async", "atomics",
+)  # fmt: skip
+
+
+def _line(row: Row, found: Compiled) -> tuple[str, ...]:
+    tiles = row.tiles
+    cells = (
+        row.kernel, row.dtype, row.head_dim, "causal" if row.is_causal else "full",
+        f"{tiles.queries}x{tiles.keys}", tiles.num_warps, tiles.num_stages,
+        found.registers, found.stack_bytes, f"{found.shared_bytes / 1024:.1f}",
+        found.num_wgmma, found.num_mma, found.num_async_copies, found.num_atomics,
+    )  # fmt: skip
+    return tuple(str(cell) for cell in cells)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

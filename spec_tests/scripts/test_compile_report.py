@@ -1,0 +1,89 @@
+"""`python -m solution.attention.compile_report`: what the shipped kernels compile to on an H100."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from spec_tests.scripts.launch import ROOT, run
+
+# Three kernels as shipped, delta, and one of the other kind: a tile that four warps cannot hold.
+PROGRAM = """
+import json
+
+from solution.attention.compile_report import Row, compiled, main, problems
+from solution.attention.tiles import Tiles
+
+if __name__ == "__main__":
+    status = main(["--dtype", "bfloat16", "--head-dim", "128", "--mask", "causal"])
+    row = Row("forward", "bfloat16", 128, True)
+    found = compiled(row, Tiles(128, 128, 4, 2))
+    said = problems(row, found)
+    print(json.dumps({"status": status, "stack": found.stack_bytes, "problems": said}))
+"""
+
+
+def assembler_is_missing():
+    spec = find_spec("triton")
+    if spec is None or spec.origin is None:
+        return True
+    folder = Path(spec.origin).parent / "backends" / "nvidia" / "bin"
+    return not all((folder / name).is_file() for name in ("ptxas", "cuobjdump"))
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """Lines of the report, and what the program says of itself."""
+    if assembler_is_missing():
+        pytest.skip("needs Triton with its assembler, which is not installed")
+    folder = tmp_path_factory.mktemp("compiled")
+    surroundings = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    surroundings |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(folder / "cache")}
+    # A new interpreter: unlike a fork of the zygote, it may start processes of its own.
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=folder,
+        env=surroundings,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert ended.returncode == 0, ended.stderr
+    *lines, last = ended.stdout.splitlines()
+    return lines, json.loads(last)
+
+
+def test_shipped_kernels_do_not_spill_and_use_the_tensor_cores(report):
+    (header, *lines, verdict), said = report
+    assert (verdict, said["status"]) == ("all is well", 0)
+    names = header.replace("shared KiB", "shared").split()
+    found = {line.split()[0]: dict(zip(names, line.split(), strict=True)) for line in lines}
+    assert found.keys() == {"forward", "dkdv", "dq", "delta"}
+    for kernel, row in found.items():
+        assert int(row["registers"]) <= 255
+        assert float(row["shared"]) <= 227
+        assert (row["stack"], row["atomics"]) == ("0", "0")
+        assert (int(row["wgmma"]) > 0) == (kernel != "delta")
+        assert (int(row["async"]) > 0) == (kernel != "delta")
+
+
+def test_a_tile_that_spills_is_a_problem(report):
+    said = report[1]
+    assert said["stack"] > 0
+    assert said["problems"] == [
+        f"expected no spilled registers, got {said['stack']} bytes per thread"
+    ]
+
+
+def test_what_cannot_be_compiled_here_is_said(tmp_path):
+    module, interpreted = "solution.attention.compile_report", {"TRITON_INTERPRET": "1"}
+    ended = run(module, folder=tmp_path, environment=interpreted)
+
+    assert ended.status == 2
+    is_missing = find_spec("triton") is None
+    assert ("Triton, which is not installed" if is_missing else "TRITON_INTERPRET") in ended.err
