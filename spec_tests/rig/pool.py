@@ -36,7 +36,7 @@ from spec_tests.rig import wire
 from spec_tests.rig.errors import RankDied, RankHung, RankRaised, RankReport
 from spec_tests.rig.liveness import Liveness
 from spec_tests.rig.member import Member
-from spec_tests.rig.zygote import RANK_ENVIRONMENT, start_method, without_main
+from spec_tests.rig.zygote import rank_environment, start_method, without_main
 from spec_tests.target import Target
 
 START_TIMEOUT_S = 60.0
@@ -110,7 +110,7 @@ class Pool:
             scratch=str(scratch),
             target=self.target,
             transport=transport,
-            environment={**RANK_ENVIRONMENT, **environment},
+            environment={**rank_environment(transport), **environment},
         )
         process = context.Process(  # type: ignore[attr-defined]  # both contexts have it
             target=rank_side.main,

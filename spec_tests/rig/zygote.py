@@ -42,6 +42,16 @@ RANK_ENVIRONMENT = {
 }
 
 
+def rank_environment(transport: str) -> dict[str, str]:
+    """What the environment of a rank holds besides its own.
+
+    Triton decides when a kernel is declared, so before the implementation is imported: a rank on
+    CPU interprets kernels, one on a GPU compiles them.
+    """
+    interprets = {} if transport == "cuda" else {"TRITON_INTERPRET": "1"}
+    return {**RANK_ENVIRONMENT, **interprets}
+
+
 def start_zygote() -> None:
     """Begin to preload in the background; call it before the parent imports torch itself."""
     for name, value in RANK_ENVIRONMENT.items():
