@@ -2,8 +2,9 @@
 
 `ddp` is DistributedDataParallel as it comes; `ddp_bucketed` is the same with the bucket size given
 and with gradients as views of the buckets. `fully_shard` is FSDP2 as it comes, `fsdp` the same with
-every Linear and Embedding a unit. `sharded_optimizer` is ZeroRedundancyOptimizer. Known deviations
-are declared in torch.toml.
+every Linear and Embedding a unit. `sharded_optimizer` is ZeroRedundancyOptimizer. `flash_attention`
+is scaled_dot_product_attention with the contract's alignment. Known deviations are declared in
+torch.toml.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,6 +48,81 @@ def ddp_bucketed(
 def no_sync(wrapped: DistributedDataParallel) -> AbstractContextManager[None]:
     """DistributedDataParallel's own context manager."""
     return wrapped.no_sync()
+
+
+def flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """scaled_dot_product_attention, its causal mask aligned bottom-right.
+
+    PyTorch's own `is_causal` is top-left: the same only where seq_q equals seq_k. It does not
+    return the log-sum-exp, which is therefore computed beside it, with all scores in memory. Nor
+    does it refuse all that does not fit: the CPU kernel takes a v of another length than k.
+
+    Raises:
+        ValueError: the tensors do not fit each other.
+    """
+    _check(q, k, v)
+    if q.ndim == 3 and k.ndim == 3:
+        found = flash_attention(
+            *(t.unsqueeze(1) for t in (q, k, v)), causal=causal, scale=scale, return_lse=return_lse
+        )
+        return (found[0].squeeze(1), found[1].squeeze(1)) if return_lse else found.squeeze(1)  # type: ignore[union-attr]  # a tensor without return_lse
+    num_blind = q.shape[-2] - k.shape[-2] if causal or not k.shape[-2] else 0
+    if num_blind > 0:  # rows that see no key: PyTorch's kernels disagree about them
+        seeing = flash_attention(
+            q[..., num_blind:, :], k, v, causal=causal, scale=scale, return_lse=True
+        )
+        out = F.pad(seeing[0], (0, 0, num_blind, 0))
+        return (out, F.pad(seeing[1], (num_blind, 0), value=-torch.inf)) if return_lse else out
+    hidden = None
+    if causal and q.shape[-2] != k.shape[-2]:
+        hidden = ~q.new_ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril(-num_blind)
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=None if hidden is None else ~hidden,
+        is_causal=causal and hidden is None,
+        scale=scale,
+        enable_gqa=q.ndim == 4 and q.shape[1] != k.shape[1],
+    )
+    return (out, _log_sum_exp(q, k, causal=causal, scale=scale)) if return_lse else out
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            raise ValueError(
+                f"expected {name} to be a tensor of floating point, got {tensor!r:.60}"
+            )
+    alike = {name: (t.dtype, t.device, t.ndim) for name, t in (("q", q), ("k", k), ("v", v))}
+    if len({*alike.values()}) > 1:
+        raise ValueError(f"expected q, k and v of one dtype, device and ndim, got {alike}")
+    fits = q.ndim in (3, 4) and q.shape[0] == k.shape[0] and q.shape[-1] == k.shape[-1]
+    heads, kv_heads = (q.shape[1], k.shape[1]) if q.ndim == 4 else (1, 1)
+    if not fits or k.shape != v.shape or (heads % kv_heads if kv_heads else heads):
+        raise ValueError(f"expected q, k and v to fit, got {[tuple(t.shape) for t in (q, k, v)]}")
+
+
+def _log_sum_exp(
+    q: torch.Tensor, k: torch.Tensor, *, causal: bool, scale: float | None
+) -> torch.Tensor:
+    """[batch, heads, seq_q] of the scores that each query sees; every query sees one."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    group = q.shape[1] // k.shape[1] if k.shape[1] else 1
+    keys = k.to(wide).repeat_interleave(group, dim=1).transpose(-1, -2)
+    scores = q.to(wide) @ keys * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        seen = torch.ones_like(scores, dtype=torch.bool).tril(k.shape[-2] - q.shape[-2])
+        scores = scores.masked_fill(~seen, -torch.inf)
+    return scores.logsumexp(dim=-1)
 
 
 def fully_shard(
@@ -92,6 +169,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "ddp",
     "ddp_bucketed",
+    "flash_attention",
     "fsdp",
     "full_parameters",
     "fully_shard",
