@@ -17,6 +17,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from spec_tests.impostors import (
+    attention_benign,
+    attention_calls,
+    attention_gradients,
+    attention_masks,
+    attention_shapes,
+    attention_values,
     checkpoint_benign,
     checkpoint_content,
     checkpoint_disk,
@@ -76,6 +82,11 @@ CATALOGUE: dict[str, Impostor] = {
         data_order,
         data_files,
         data_state,
+        attention_values,
+        attention_masks,
+        attention_shapes,
+        attention_gradients,
+        attention_calls,
         ddp_values,
         ddp_windows,
         ddp_corners,
@@ -94,6 +105,7 @@ CATALOGUE: dict[str, Impostor] = {
         fsdp_rows,
         fsdp_values,
         fsdp_windows,
+        attention_benign,
         ddp_benign,
         fsdp_benign,
         zero1_benign,

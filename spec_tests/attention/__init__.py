@@ -1,0 +1,1 @@
+"""Chapter attention: exact attention in O(N) memory, forward and backward."""

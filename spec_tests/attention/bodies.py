@@ -1,0 +1,126 @@
+"""What a rank does in this chapter: call the function under test, observe, judge nothing.
+
+A rank on CPU interprets Triton kernels (the pool sets TRITON_INTERPRET before the implementation is
+imported); a rank on a GPU compiles them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import unittest
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from spec_tests.attention import interpreter
+from spec_tests.attention.problem import Answer, Inputs, Problem, inputs
+from spec_tests.rig.rank import Context
+from spec_tests.rig.runner import NOT_HERE
+from spec_tests.rig.world import World
+
+ATTENTION = ("flash_attention", "flash_attention_triton")
+KERNELS = ("flash_attention_triton",)
+TILED = ("flash_attention",)
+CONTRACT = "contract: flash_attention"
+# Interpreted kernels compute all the time, so nothing of this is a hang; a GPU may compile first.
+TIMEOUT_S = 100.0
+
+
+def observe(world: World, subject: str, body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What the one rank saw. "Not here" where this machine cannot run the subject.
+
+    Raises:
+        SkipTest: Triton, or arithmetic in the dtype, is missing.
+    """
+    problems = [arg for arg in args if isinstance(arg, Problem)]
+    require_here(world, subject, *(problem.dtype for problem in problems))
+    return world.run(body, subject, *args, timeout_s=TIMEOUT_S, **kwargs)[0]
+
+
+def require_here(world: World, subject: str, *dtypes: str) -> None:
+    """Skip with the reason where the subject cannot be observed on this machine."""
+    if subject not in KERNELS:
+        return
+    if importlib.util.find_spec("triton") is None:
+        raise unittest.SkipTest(f"{NOT_HERE}needs Triton, which is not installed")
+    if world.transport != "cuda" and "bfloat16" in dtypes:
+        raise unittest.SkipTest(
+            f"{NOT_HERE}needs a CUDA device: Triton's interpreter has no bfloat16 arithmetic"
+        )
+
+
+def call(ctx: Context, subject: str, *args: Any, **kwargs: Any) -> Any:
+    """The function under test."""
+    if subject in KERNELS and ctx.device.type == "cpu":
+        interpreter.mend()
+    return getattr(ctx.impl, subject)(*args, **kwargs)
+
+
+def arguments(problem: Problem) -> dict[str, Any]:
+    """Keyword arguments; a scale only where one is asked for, so that the default is used too."""
+    given: dict[str, Any] = {"causal": problem.causal}
+    return given if problem.scale is None else {**given, "scale": problem.scale}
+
+
+def forward(ctx: Context, subject: str, problem: Problem, *, lse: bool = False) -> Answer:
+    """O, and L where it is asked for, without gradients."""
+    x = inputs(problem).to(ctx.device)
+    with torch.no_grad():
+        found = call(ctx, subject, x.q, x.k, x.v, return_lse=lse, **arguments(problem))
+    out, statistics = found if lse else (found, None)
+    return {"O": out} if statistics is None else {"O": out, "L": statistics}
+
+
+def gradients(ctx: Context, subject: str, problem: Problem) -> Answer:
+    """O, dQ, dK and dV; with a gradient into L where the problem has one and L takes it."""
+    return differentiate(ctx, subject, problem, inputs(problem).to(ctx.device))
+
+
+def differentiate(ctx: Context, subject: str, problem: Problem, x: Inputs) -> Answer:
+    """Forward and backward over tensors that are already there."""
+    outputs, upstream = [], [x.do]
+    if problem.lse_gradient:
+        out, lse = call(ctx, subject, x.q, x.k, x.v, return_lse=True, **arguments(problem))
+        outputs.append(out)
+        if lse.requires_grad:
+            outputs.append(lse)
+            upstream.append(x.dl)
+    else:
+        outputs.append(call(ctx, subject, x.q, x.k, x.v, **arguments(problem)))
+    found = torch.autograd.grad(outputs, (x.q, x.k, x.v), upstream)
+    return {"O": outputs[0], **dict(zip(("dQ", "dK", "dV"), found, strict=True))}
+
+
+def everything(ctx: Context, subject: str, problem: Problem) -> Answer:
+    """O, L, dQ, dK and dV."""
+    return {
+        **gradients(ctx, subject, problem),
+        "L": forward(ctx, subject, problem, lse=True)["L"],
+    }
+
+
+def peak_bytes(ctx: Context, work: Callable[[], Any]) -> tuple[int, int]:
+    """Bytes above those at the start: the most at any time within `work`, and those left after it.
+
+    On CPU as the allocator reports them to the profiler, so from Python, from operators and from
+    within kernels alike. What `work` returns is alive at its end.
+    """
+    if ctx.device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        begun = torch.cuda.memory_allocated()
+        result = work()
+        torch.cuda.synchronize()
+        left = torch.cuda.memory_allocated() - begun
+        del result
+        return torch.cuda.max_memory_allocated() - begun, left
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        result = work()
+    del result
+    events = [e for e in profile.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]  # set once it has ended
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak, live

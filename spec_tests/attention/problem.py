@@ -1,0 +1,190 @@
+"""A problem of attention, its inputs, and its two answers: the definition, and a plain attempt.
+
+Legend: B batch, H query heads, G key/value heads, Q queries, K keys, D head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+Answer = dict[str, torch.Tensor]
+"""By name: O, L (the log-sum-exp of each row), dQ, dK, dV."""
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Shapes, mask, scale, dtype and data of one call; `repr` is what a failure prints.
+
+    Attributes:
+        batch, heads, kv_heads, seq_q, seq_k, head_dim: sizes; None means "as q has".
+        causal, scale: as in the contract.
+        dtype: name of the inputs' dtype.
+        data: a key of `DATA`, the distribution of the inputs.
+        upstream: factor of dO.
+        lse_gradient: whether the log-sum-exp has a gradient of its own.
+    """
+
+    seq_q: int = 70
+    seq_k: int | None = None
+    head_dim: int = 16
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int | None = None
+    causal: bool = False
+    scale: float | None = None
+    dtype: str = "float32"
+    data: str = "normal"
+    upstream: float = 1.0
+    lse_gradient: bool = False
+    seed: int = 0
+
+    def __repr__(self) -> str:
+        shown = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default or field.name in ("seq_q", "dtype")
+        ]
+        return f"Problem({', '.join(shown)})"
+
+    def but(self, **changes: object) -> Problem:
+        """The same with some fields changed."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]  # names of fields
+
+    @property
+    def num_keys(self) -> int:
+        """K: keys and values."""
+        return self.seq_q if self.seq_k is None else self.seq_k
+
+    @property
+    def num_kv_heads(self) -> int:
+        """G: heads of keys and values."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """That of q, k, v and the output."""
+        return DTYPES[self.dtype]
+
+    @property
+    def factor(self) -> float:
+        """What the scores are multiplied by."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    def visible(self) -> torch.Tensor:
+        """[Q, K], True where a query sees a key: the last query sees all of them."""
+        seen = torch.ones(self.seq_q, self.num_keys, dtype=torch.bool)
+        return seen.tril(self.num_keys - self.seq_q) if self.causal else seen
+
+
+@dataclass
+class Inputs:
+    """q [B, H, Q, D]; k, v [B, G, K, D]; do [B, H, Q, D]; dl [B, H, Q] in float32 or wider."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    do: torch.Tensor
+    dl: torch.Tensor
+
+    def to(self, device: torch.device) -> Inputs:
+        """On a device, q, k and v ready to receive gradients."""
+        moved = [tensor.to(device) for tensor in (self.q, self.k, self.v, self.do, self.dl)]
+        return Inputs(*(t.requires_grad_(i < 3) for i, t in enumerate(moved)))
+
+
+def _outliers(x: Inputs) -> Inputs:
+    # Real activations have a few channels that are an order of magnitude above the others.
+    x.k[..., 3] *= 30.0
+    x.v[..., 5] *= 30.0
+    return x
+
+
+def _equal_keys(x: Inputs) -> Inputs:
+    x.k[:] = x.k[:, :, :1].clone()
+    return x
+
+
+DATA: dict[str, Callable[[Inputs], Inputs]] = {
+    "normal": lambda x: x,
+    "outliers": _outliers,
+    "ones": lambda x: Inputs(*(torch.ones_like(t) for t in (x.q, x.k, x.v, x.do, x.dl))),
+    "large": lambda x: Inputs(x.q * 40, x.k, x.v, x.do, x.dl),
+    "negative": lambda x: Inputs(6 * x.q.abs(), -6 * x.k.abs(), x.v, x.do, x.dl),
+    "equal-keys": _equal_keys,
+}
+"""Distributions of inputs. Gaussian data alone never moved a faulty rescale that outliers do."""
+
+
+def inputs(problem: Problem) -> Inputs:
+    """The same tensors in every process, contiguous, on CPU."""
+    p = problem
+    generator = torch.Generator().manual_seed(p.seed)
+    wide = torch.float64 if p.dtype == "float64" else torch.float32
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=wide)
+
+    drawn = Inputs(
+        q=normal(p.batch, p.heads, p.seq_q, p.head_dim),
+        k=normal(p.batch, p.num_kv_heads, p.num_keys, p.head_dim),
+        v=normal(p.batch, p.num_kv_heads, p.num_keys, p.head_dim),
+        do=normal(p.batch, p.heads, p.seq_q, p.head_dim),
+        dl=normal(p.batch, p.heads, p.seq_q),
+    )
+    made = DATA[p.data](drawn)
+    q, k, v, do = (t.to(p.torch_dtype) for t in (made.q, made.k, made.v, made.do * p.upstream))
+    return Inputs(q, k, v, do, made.dl)
+
+
+def dense(problem: Problem, x: Inputs, dtype: torch.dtype, *, scale_on_keys: bool) -> Answer:
+    """Attention by its definition in `dtype`, every score in memory, gradients by autograd.
+
+    Rows that see nothing give zeros, -inf and no gradient. With `scale_on_keys` the same in
+    another order of rounding.
+    """
+    device = x.q.device
+    q, k, v = (t.detach().to(dtype).requires_grad_() for t in (x.q, x.k, x.v))
+    seen = problem.visible().to(device)
+    blind = ~seen.any(dim=-1)  # [Q]
+    group = problem.heads // max(1, problem.num_kv_heads)
+    factor = problem.factor
+    keys, values = (t.repeat_interleave(group, dim=1) for t in (k, v))
+    keys = keys * factor if scale_on_keys else keys
+    scores = q @ keys.transpose(-1, -2)
+    scores = scores if scale_on_keys else scores * factor
+    # Softmax of nothing but -inf is NaN, and so is its gradient: such rows see zeros, then vanish.
+    hidden = ~seen & ~blind[:, None]
+    scores = scores.masked_fill(hidden, -torch.inf).masked_fill(blind[:, None], 0.0)
+    out = scores.softmax(dim=-1).masked_fill(blind[:, None], 0.0) @ values
+    lse = scores.logsumexp(dim=-1).masked_fill(blind, -torch.inf)
+    upstream, outputs = [x.do.to(dtype)], [out]
+    if problem.lse_gradient:
+        outputs.append(lse)
+        upstream.append(x.dl.to(dtype))
+    gradients = torch.autograd.grad(outputs, (q, k, v), upstream)
+    answer = {"O": out, "L": lse, **dict(zip(("dQ", "dK", "dV"), gradients, strict=True))}
+    return {name: tensor.detach() for name, tensor in answer.items()}
+
+
+@functools.lru_cache(maxsize=64)
+def reference(problem: Problem) -> Answer:
+    """The definition in float64, on the inputs as they were rounded."""
+    return dense(problem, inputs(problem), torch.float64, scale_on_keys=False)
+
+
+@functools.lru_cache(maxsize=64)
+def baseline(problem: Problem) -> Answer:
+    """A plain attempt in the inputs' own dtype: how far honest rounding goes."""
+    return dense(problem, inputs(problem), problem.torch_dtype, scale_on_keys=True)

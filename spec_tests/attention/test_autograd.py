@@ -1,0 +1,176 @@
+"""Attention as one node of autograd: derivatives that it has, that it refuses, and that stay.
+
+A node whose backward is written by hand can lie in ways that one of PyTorch's own cannot: saved
+tensors that changed since, a second derivative that treats the log-sum-exp as a constant, buffers
+that were never filled.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spec_tests.attention import rules
+from spec_tests.attention.bodies import ATTENTION, CONTRACT, arguments, call, observe
+from spec_tests.attention.problem import Problem, inputs
+from spec_tests.attention.test_forward import is_tf32
+from spec_tests.attention.test_layout import ALL, answer
+from spec_tests.clause import MUST, clause
+from spec_tests.rig import judge
+
+
+def second(ctx, subject, problem):
+    """The gradient of <dQ, dQ>, or None where the implementation refused."""
+    x = inputs(problem).to(ctx.device)
+    try:
+        out = call(ctx, subject, x.q, x.k, x.v, **arguments(problem))
+        (dq,) = torch.autograd.grad(out, (x.q,), x.do, create_graph=True)
+        found = torch.autograd.grad((dq * dq).sum(), (x.q, x.k, x.v))
+    except Exception as error:
+        return str(error) or type(error).__name__
+    return dict(zip(rules.GRADIENTS, found, strict=True))
+
+
+def _second_reference(problem: Problem) -> dict[str, torch.Tensor]:
+    x = inputs(problem)
+    q, k, v = (t.double().requires_grad_() for t in (x.q, x.k, x.v))
+    out = (q @ k.mT * problem.factor).softmax(-1) @ v
+    (dq,) = torch.autograd.grad(out, (q,), x.do.double(), create_graph=True)
+    found = torch.autograd.grad((dq * dq).sum(), (q, k, v))
+    return dict(zip(rules.GRADIENTS, found, strict=True))
+
+
+@clause(
+    "attention.autograd.second-derivatives",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source=CONTRACT + ": first derivatives only; PyTorch issue 116348",
+)
+def test_a_second_derivative_is_right_or_refused(world, subject):
+    """A second derivative MUST be right or an error, never a number that looks like one.
+
+    A backward of differentiable operations gives one: wrong by half, since what the forward saved
+    is a constant to it.
+    """
+    problem = Problem(seq_q=20, batch=1)
+    seen = observe(world, subject, second, problem)
+
+    if isinstance(seen, str):
+        return
+    for name, wanted in _second_reference(problem).items():
+        error = float((seen[name].double() - wanted).norm() / wanted.norm())
+        judge.holds(
+            error < 1e-2,
+            f"{name}: expected the second derivative or an error, got one off by {error:.2f}",
+            likely="the backward is differentiated with what the forward saved held constant",
+            given=repr(problem),
+        )
+
+
+def changed(ctx, subject, problem, name):
+    """Gradients after a tensor was changed between forward and backward, or what was raised."""
+    x = inputs(problem).to(ctx.device)
+    out = call(ctx, subject, x.q, x.k, x.v, **arguments(problem))
+    with torch.no_grad():
+        {"q": x.q, "k": x.k, "v": x.v, "O": out}[name].mul_(3.0)
+    try:
+        found = torch.autograd.grad(out, (x.q, x.k, x.v), x.do)
+    except RuntimeError as error:
+        return str(error)
+    return dict(zip(rules.GRADIENTS, found, strict=True))
+
+
+@clause(
+    "attention.autograd.changes-are-noticed",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source="torch.autograd.Function: save_for_backward, version counters",
+)
+@pytest.mark.parametrize("name", ["q", "k", "v", "O"])
+def test_a_tensor_changed_before_the_backward_is_noticed(world, subject, name):
+    """After q, k, v or O was changed in place, the backward MUST raise or be right all the same."""
+    problem = Problem(seq_q=40)
+    seen = observe(world, subject, changed, problem, name)
+
+    if not isinstance(seen, str):
+        rules.close(seen, problem, names=rules.GRADIENTS, tf32=is_tf32(world))
+
+
+def after_dirt(ctx, subject, problem):
+    """The answer where freed memory of the sizes that are needed is full of NaN."""
+    x = inputs(problem)
+    for like in (x.q, x.k, x.q[..., 0]):
+        dirt = [torch.full_like(like, torch.nan, device=ctx.device) for _ in range(8)]
+        del dirt
+    return answer(ctx, subject, problem, inputs(problem))
+
+
+@clause(
+    "attention.autograd.fills-its-buffers",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source="flash-attn issue 2324: empty_like, and rows that no program wrote",
+)
+def test_no_element_is_left_as_the_allocator_gave_it(world, subject):
+    """Every element MUST be written: memory that was full of NaN changes nothing.
+
+    Fresh pages are zero, which is what rows that see nothing should be; a cached block is not.
+    """
+    problem = Problem(seq_q=70, seq_k=40, causal=True)
+    seen = observe(world, subject, after_dirt, problem)
+
+    rules.close(seen, problem, names=ALL, tf32=is_tf32(world))
+
+
+def repeated(ctx, subject, problem, times):
+    """The answers of that many calls."""
+    return [answer(ctx, subject, problem, inputs(problem)) for _ in range(times)]
+
+
+@clause(
+    "attention.autograd.repeatable",
+    MUST,
+    level="production",
+    judges=ATTENTION,
+    worlds=(1,),
+    source="flash-attn tests, deterministic backward: dQ by atomics is not",
+)
+def test_equal_inputs_give_equal_bits(world, subject):
+    """Equal inputs MUST give equal bits of O, L, dQ, dK and dV, every time."""
+    is_parallel = world.transport == "cuda"  # where there is something to race
+    problem = Problem(seq_q=500 if is_parallel else 70, heads=8 if is_parallel else 1, causal=True)
+    times = 50 if is_parallel else 3
+    first, *others = observe(world, subject, repeated, problem, times)
+
+    judge.tensors(others, first, quantity="answer of the first call", given=repr(problem))
+
+
+def in_batch_and_alone(ctx, subject, problem, at):
+    """The answer of one sequence out of the batch, and of a call on it alone."""
+    x = inputs(problem)
+    whole = answer(ctx, subject, problem, x)
+    x.q, x.k, x.v, x.do = (t[at : at + 1].clone() for t in (x.q, x.k, x.v, x.do))
+    alone = answer(ctx, subject, problem.but(batch=1), x)
+    return {name: t[at : at + 1] for name, t in whole.items()}, alone
+
+
+@clause(
+    "attention.autograd.batch-invariant",
+    MUST,
+    level="production",
+    judges=ATTENTION,
+    worlds=(1,),
+    source="evaluation one by one and in batches must agree; tiles that depend on the batch",
+)
+def test_a_sequence_does_not_feel_its_batch(world, subject):
+    """A sequence MUST have the same bits in a batch of three as alone."""
+    problem = Problem(seq_q=70, batch=3, heads=1, causal=True)
+    inside, alone = observe(world, subject, in_batch_and_alone, problem, 1)
+
+    judge.tensors([inside], alone, quantity="answer of the sequence alone", given=repr(problem))

@@ -1,0 +1,162 @@
+"""The output and the log-sum-exp of each row, against the definition in float64.
+
+A kernel that is wrong in one tile, one dtype or one sign of the scale still gives plausible
+numbers, and a tolerance of 1e-2 on one shape accepts most of them. Here every value is held to its
+own rounding (see `rules`), on data that moves the running maximum, and with scales and signs that
+Gaussian inputs never bring.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from spec_tests.attention import bodies, rules
+from spec_tests.attention.bodies import ATTENTION, CONTRACT, observe
+from spec_tests.attention.problem import Problem
+from spec_tests.clause import MUST, clause
+
+MASKS = ("full", "causal")
+# Lengths that no tile divides, several tiles of 16, 32 or 64. One head: tiles are what counts.
+RAGGED = Problem(seq_q=70, seq_k=90, head_dim=24, heads=1)
+
+
+def is_tf32(world):
+    """A GPU may form float32 products of eleven bits; level production asks for honest ones."""
+    return world.transport == "cuda"
+
+
+@clause(
+    "attention.forward.values",
+    MUST,
+    level="course",
+    judges=ATTENTION,
+    worlds=(1,),
+    source="CS336 assignment 2, FlashAttention-2 forward; Dao 2023, section 3.1",
+)
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_output_is_softmax_of_scaled_scores_times_values(world, subject, mask):
+    """The output MUST be softmax(q k^T scale) v, to the rounding of float32."""
+    problem = Problem(seq_q=128, head_dim=32, batch=2, causal=mask == "causal")
+    seen = observe(world, subject, bodies.forward, problem)
+
+    rules.close(seen, problem, tf32=is_tf32(world))
+
+
+@clause(
+    "attention.forward.half-precision",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source="flash-attn tests: errors relative to a plain attempt; norms in place of maxima",
+)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_half_precision_is_as_good_as_its_rounding(world, subject, dtype, mask):
+    """In float16 and bfloat16 the output MUST be within one rounding of the definition, in norm.
+
+    And no further than 1.25 times a plain attempt in that dtype: the sums are float32. A result in
+    another dtype than q's is none.
+    """
+    problem = RAGGED.but(dtype=dtype, causal=mask == "causal")
+    seen = observe(world, subject, bodies.forward, problem)
+
+    rules.close(seen, problem)
+
+
+@clause(
+    "attention.forward.lse",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source=CONTRACT + "; PyTorch issue 181645, a base-2 logarithm",
+)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_log_sum_exp_is_natural_and_float32(world, subject, dtype, mask):
+    """The log-sum-exp MUST be natural, float32, [batch, heads, seq_q], to 4e-6 in every dtype.
+
+    Ring attention and split keys merge results by it. Statistics are float32 whatever the inputs
+    are: a scale that is multiplied into K in its own dtype shows here, and nowhere else.
+    """
+    problem = RAGGED.but(dtype=dtype, causal=mask == "causal")
+    seen = observe(world, subject, bodies.forward, problem, lse=True)
+
+    rules.close(seen, problem, names=("L",), tf32=is_tf32(world))
+
+
+@clause(
+    "attention.forward.large-logits",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source="flash-attn tests, overflow; softmax without a maximum",
+)
+@pytest.mark.parametrize("data", ["large", "negative", "outliers"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_large_logits_of_either_sign_are_exact(world, subject, data, mask):
+    """Logits of hundreds, of either sign, MUST give the definition's values.
+
+    Logits that are all negative find a running maximum that begins at zero; channels thirty times
+    the others move it late.
+    """
+    problem = RAGGED.but(data=data, causal=mask == "causal")
+    seen = observe(world, subject, bodies.forward, problem, lse=True)
+
+    rules.close(seen, problem, names=("O", "L"), tf32=is_tf32(world))
+
+
+@clause(
+    "attention.forward.scale",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source=CONTRACT + ": scale; the Triton tutorial multiplies the maximum by it",
+)
+@pytest.mark.parametrize("scale", [0.0, 0.3, -0.3, 1.0])
+def test_any_scale_is_honoured(world, subject, scale):
+    """Any scale MUST be honoured: zero is the mean of v, and negative ones turn the order round."""
+    problem = RAGGED.but(scale=scale)
+    seen = observe(world, subject, bodies.forward, problem, lse=True)
+
+    rules.close(seen, problem, names=("O", "L"), tf32=is_tf32(world))
+
+
+@clause(
+    "attention.forward.negative-scale-wide-logits",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source="Triton tutorial: max(q k) * scale is the smallest score where the scale is negative",
+)
+def test_a_negative_scale_takes_the_maximum_of_the_scores(world, subject):
+    """With a negative scale and logits hundreds apart the output MUST stay finite and right."""
+    problem = RAGGED.but(scale=-2.0, data="large")
+    seen = observe(world, subject, bodies.forward, problem, lse=True)
+
+    rules.close(seen, problem, names=("O", "L"), tf32=is_tf32(world))
+
+
+@clause(
+    "attention.forward.equal-keys",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source="Triton issue 6242, an oracle without arithmetic",
+)
+@pytest.mark.parametrize("data", ["ones", "equal-keys"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_equal_keys_give_the_mean_of_the_values_seen(world, subject, data, mask):
+    """Equal keys MUST give the mean of the values that a query sees, and L = score + ln(count).
+
+    It counts keys: one tile too many, or padding that is not masked, shows in every row.
+    """
+    problem = RAGGED.but(data=data, causal=mask == "causal")
+    seen = observe(world, subject, bodies.forward, problem, lse=True)
+
+    rules.close(seen, problem, names=("O", "L"), tf32=is_tf32(world))

@@ -1,0 +1,284 @@
+"""Layout: where the numbers lie in memory has no effect on what they mean.
+
+Models hand over views: heads as the third dim, slices of one fused projection, a value expanded
+over the batch, a gradient that is a single one with strides of zero. A kernel gets pointers and
+strides of each, and each tensor has its own.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from spec_tests.attention import rules
+from spec_tests.attention.bodies import ATTENTION, CONTRACT, arguments, call, observe
+from spec_tests.attention.problem import Inputs, Problem, dense, inputs
+from spec_tests.attention.test_forward import is_tf32
+from spec_tests.clause import MUST, clause
+from spec_tests.rig import judge
+
+ALL = ("O", "L", *rules.GRADIENTS)
+
+
+def _heads_inside(t: torch.Tensor) -> torch.Tensor:
+    """The same values, stored as [batch, seq, heads, head_dim]."""
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _head_dim_outside(t: torch.Tensor) -> torch.Tensor:
+    """The same values, stored with head_dim first: the last stride is not one."""
+    return t.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
+
+
+def _shifted(t: torch.Tensor) -> torch.Tensor:
+    """The same values, beginning one element into their storage."""
+    storage = t.new_zeros(t.numel() + 1)
+    return storage[1:].view(t.shape).copy_(t)
+
+
+def _amid(t: torch.Tensor, around: float) -> torch.Tensor:
+    """The same values, a window of a storage that holds `around` before and behind each row."""
+    storage = t.new_full((*t.shape[:2], t.shape[2] + 80, t.shape[3] + 8), around)
+    storage[:, :, 8:-72, :-8] = t
+    return storage[:, :, 8:-72, :-8]
+
+
+LAYOUTS = {
+    "heads-inside": lambda x: [_heads_inside(t) for t in x],
+    "only-k": lambda x: [x[0], _heads_inside(x[1]), *x[2:]],
+    "only-v": lambda x: [*x[:2], _heads_inside(x[2]), x[3]],
+    "fused": lambda x: [*torch.stack([_heads_inside(t) for t in x[:3]], dim=2).unbind(2), x[3]],
+    "head-dim-outside": lambda x: [_head_dim_outside(t) for t in x],
+    "one-element-in": lambda x: [_shifted(t) for t in x],
+    "of-do-alone": lambda x: [*x[:3], _heads_inside(x[3])],
+    "head-dim-outside-of-do": lambda x: [*x[:3], _head_dim_outside(x[3])],
+}
+
+
+def answer(ctx, subject, problem, x):
+    """O, L and the gradients of q, k and v as they lie."""
+    leaves = [t.to(ctx.device).requires_grad_() for t in (x.q, x.k, x.v)]
+    out, lse = call(ctx, subject, *leaves, return_lse=True, **arguments(problem))
+    found = torch.autograd.grad(out, leaves, x.do.to(ctx.device))
+    return {"O": out, "L": lse, **dict(zip(rules.GRADIENTS, found, strict=True))}
+
+
+def laid_out(ctx, subject, problem, layout):
+    """The answer with the tensors in that layout."""
+    x = inputs(problem)
+    x.q, x.k, x.v, x.do = LAYOUTS[layout]([x.q, x.k, x.v, x.do])
+    return answer(ctx, subject, problem, x)
+
+
+@clause(
+    "attention.layout.strides",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source="flash-attn issues 355 and 2777; the Triton tutorial asserts that all strides are equal",
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_tensor_has_strides_of_its_own(world, subject, layout):
+    """Any strides of q, k, v and dO, each its own, MUST give the same values.
+
+    dO comes as autograd makes it: transposed after `out.transpose(1, 2)`, which is what models do.
+    """
+    problem = Problem(seq_q=40, batch=2, causal=True)
+    seen = observe(world, subject, laid_out, problem, layout)
+
+    rules.close(seen, problem, names=ALL, tf32=is_tf32(world))
+
+
+def summed(ctx, subject, problem):
+    """The gradients of `out.sum()`: dO is a single one, with strides of zero."""
+    x = inputs(problem)
+    leaves = [t.to(ctx.device).requires_grad_() for t in (x.q, x.k, x.v)]
+    out = call(ctx, subject, *leaves, **arguments(problem))
+    out.sum().backward()
+    return {name: leaf.grad for name, leaf in zip(rules.GRADIENTS, leaves, strict=True)}
+
+
+def expanded(ctx, subject, problem):
+    """The answer where k and v of the first sequence are expanded over the batch."""
+    x = inputs(problem)
+    k, v = (t[:1].clone().to(ctx.device).requires_grad_() for t in (x.k, x.v))
+    q = x.q.to(ctx.device).requires_grad_()
+    out = call(ctx, subject, q, k.expand_as(x.k), v.expand_as(x.v), **arguments(problem))
+    found = torch.autograd.grad(out, (q, k, v), x.do.to(ctx.device))
+    return {"O": out, **dict(zip(rules.GRADIENTS, found, strict=True))}
+
+
+@clause(
+    "attention.layout.strides-of-zero",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source="flash-attn issue 91: out.sum().backward() hands over strides of zero",
+)
+def test_an_expanded_upstream_gradient_is_read_as_one(world, subject):
+    """The gradients of `out.sum()` MUST be right: dO has strides of zero there.
+
+    Values alone, dV above all: with dO of ones dQ and dK are a difference of equal sums.
+    """
+    problem = Problem(seq_q=40, causal=True)
+    seen = observe(world, subject, summed, problem)
+
+    ones = inputs(problem)
+    wanted = _with_upstream_of_ones(problem, ones)
+    rules.near(seen, wanted, given=f"{problem!r}, out.sum()", tf32=is_tf32(world))
+
+
+def _with_upstream_of_ones(problem: Problem, x: Inputs) -> dict[str, torch.Tensor]:
+    x.do = torch.ones_like(x.do)
+    found = dense(problem, x, torch.float64, scale_on_keys=False)
+    return {name: found[name].float() for name in rules.GRADIENTS}
+
+
+@clause(
+    "attention.layout.expanded-keys",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source="one prompt for many continuations; a gradient buffer made like an expanded input",
+)
+def test_keys_expanded_over_the_batch_are_keys(world, subject):
+    """k and v expanded over the batch MUST give the values and gradients of copies."""
+    problem = Problem(seq_q=40, batch=3)
+    seen = observe(world, subject, expanded, problem)
+
+    wanted = _expanded_reference(problem)
+    rules.near(seen, wanted, given=f"{problem!r}, k and v expanded", tf32=is_tf32(world))
+
+
+def _expanded_reference(problem: Problem) -> dict[str, torch.Tensor]:
+    x = inputs(problem)
+    x.k, x.v = (t[:1].expand_as(t).clone() for t in (x.k, x.v))
+    found = dense(problem, x, torch.float64, scale_on_keys=False)
+    for name in ("dK", "dV"):
+        found[name] = found[name].sum(dim=0, keepdim=True)
+    return {name: found[name].float() for name in ("O", *rules.GRADIENTS)}
+
+
+def amid(ctx, subject, problem, around):
+    """The answer where q, k, v and dO are windows of storages full of `around`."""
+    x = inputs(problem)
+    x.q, x.k, x.v, x.do = (_amid(t, around) for t in (x.q, x.k, x.v, x.do))
+    return answer(ctx, subject, problem, x)
+
+
+@clause(
+    "attention.layout.what-lies-around",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source="xformers, test_nans_in_padding; flash-attn issue 443, overflow in padded rows",
+)
+@pytest.mark.parametrize("around", [float("nan"), 1e4])
+def test_what_lies_around_the_tensors_does_not_matter(world, subject, around):
+    """What lies in memory before and behind rows and head dims MUST NOT change a bit of the result.
+
+    The last tile reaches beyond seq_k, seq_q or head_dim: loads without a mask find it, and a
+    weight of zero does not help against NaN.
+    """
+    problem = Problem(seq_q=45, seq_k=50, head_dim=24)
+    clean = observe(world, subject, amid, problem, 0.0)
+    seen = observe(world, subject, amid, problem, around)
+
+    judge.tensors([seen], clean, quantity="value among zeros", given=repr(problem))
+
+
+def kept(ctx, subject, problem):
+    """The inputs after forward and backward."""
+    x = inputs(problem).to(ctx.device)
+    out = call(ctx, subject, x.q, x.k, x.v, **arguments(problem))
+    torch.autograd.grad(out, (x.q, x.k, x.v), x.do)
+    return {"q": x.q.detach(), "k": x.k.detach(), "v": x.v.detach(), "dO": x.do}
+
+
+@clause(
+    "attention.layout.inputs-are-kept",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source="a scale that is multiplied into k in place",
+)
+def test_inputs_are_as_they_were(world, subject):
+    """q, k, v and dO MUST hold the same bits after forward and backward."""
+    problem = Problem(seq_q=40, scale=0.3)
+    seen = observe(world, subject, kept, problem)
+
+    x = inputs(problem)
+    judge.tensors([seen], {"q": x.q, "k": x.k, "v": x.v, "dO": x.do}, quantity="input before")
+
+
+def thrice(ctx, subject, problem):
+    """O and the gradient of x for attention(x, x, x)."""
+    x = inputs(problem).to(ctx.device)
+    out = call(ctx, subject, x.q, x.q, x.q, **arguments(problem))
+    return {"O": out, "dX": torch.autograd.grad(out, (x.q,), x.do)[0]}
+
+
+@clause(
+    "attention.layout.one-tensor-thrice",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source="self-attention without projections",
+)
+def test_one_tensor_may_be_query_key_and_value(world, subject):
+    """attention(x, x, x) MUST give x the sum of the three gradients."""
+    problem = Problem(seq_q=40, causal=True)
+    seen = observe(world, subject, thrice, problem)
+
+    rules.near(
+        seen, _thrice_reference(problem), given=f"{problem!r}, q is k is v", tf32=is_tf32(world)
+    )
+
+
+def _thrice_reference(problem: Problem) -> dict[str, torch.Tensor]:
+    x = inputs(problem)
+    x.k = x.v = x.q
+    found = dense(problem, x, torch.float64, scale_on_keys=False)
+    total = functools.reduce(torch.add, (found[name] for name in rules.GRADIENTS))
+    return {"O": found["O"].float(), "dX": total.float()}
+
+
+def far_apart(ctx, subject, problem, dim):
+    """The answer where one stride of k is so large that offsets exceed 2**31 elements."""
+    x = inputs(problem)
+    reach = 2**31 // (x.k.shape[dim] - 1) + 64
+    strides = list(x.k.stride())
+    strides[dim] = reach
+    # Untouched pages of a fresh allocation cost nothing: gigabytes of addresses, not of memory.
+    storage = torch.empty(2**31 + 2**16, dtype=x.k.dtype, device=ctx.device)
+    x.k = storage.as_strided(x.k.shape, strides).copy_(x.k)
+    return answer(ctx, subject, problem, x)
+
+
+@clause(
+    "attention.layout.offsets-of-64-bits",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source=CONTRACT + ": any strides; PyTorch issue 190857, SageAttention issue 386",
+)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_offsets_may_exceed_two_to_the_31(world, subject, dim):
+    """Offsets of batch, head or row beyond 2**31 elements MUST be right.
+
+    Kernels form them from 32-bit indices; where only batch and head are widened, a cache of one
+    long sequence still wraps round, to other values or to a fault of the process.
+    """
+    problem = Problem(seq_q=20, seq_k=40, batch=3, heads=2, dtype="float16")
+    seen = observe(world, subject, far_apart, problem, dim)
+
+    rules.close(seen, problem, names=ALL)

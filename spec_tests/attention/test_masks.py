@@ -1,0 +1,218 @@
+"""The mask: which key a query sees, where lengths differ, and where it sees none.
+
+Causal is aligned bottom-right: the last query sees all keys, as with a cache of earlier keys.
+PyTorch's own `is_causal` is top-left; on square inputs, which is what most tests use, the two are
+the same. A row that sees nothing is 0/0 in the definition; zeros, -inf and zero gradients are what
+every library came to.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spec_tests.attention import bodies, rules
+from spec_tests.attention.bodies import ATTENTION, CONTRACT, call, observe
+from spec_tests.attention.problem import Problem, inputs
+from spec_tests.attention.test_forward import is_tf32
+from spec_tests.clause import MUST, clause
+from spec_tests.rig import judge
+from spec_tests.rig.tolerance import rounding
+
+# Name to (seq_q, seq_k): shorter, longer, by less and by more than a tile, one query of a decoder.
+LENGTHS = {
+    "more-keys": (50, 83),
+    "one-more-key": (64, 65),
+    "fewer-keys": (83, 50),
+    "decode": (1, 77),
+    "few-keys": (70, 3),
+}
+
+
+@clause(
+    "attention.causal.bottom-right",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source=CONTRACT + "; flash-attn 2.1 changed it; PyTorch issues 103082 and 108108",
+)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_causal_is_aligned_at_the_last_query(world, subject, lengths):
+    """Row i MUST see exactly the keys j <= i + seq_k - seq_q."""
+    seq_q, seq_k = LENGTHS[lengths]
+    problem = Problem(seq_q=seq_q, seq_k=seq_k, causal=True)
+    seen = observe(world, subject, bodies.forward, problem, lse=True)
+
+    rules.close(seen, problem, names=("O", "L"), tf32=is_tf32(world))
+
+
+@clause(
+    "attention.causal.gradients-bottom-right",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source=CONTRACT + "; the Triton tutorial's backward was always causal, issue 5660",
+)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_gradients_follow_the_same_mask(world, subject, lengths):
+    """With a causal mask and unequal lengths the gradients MUST be those of the definition.
+
+    The backward walks down a column of tiles where the forward walks along a row, and so has bounds
+    of its own to get wrong.
+    """
+    seq_q, seq_k = LENGTHS[lengths]
+    problem = Problem(seq_q=seq_q, seq_k=seq_k, causal=True)
+    seen = observe(world, subject, bodies.gradients, problem)
+
+    rules.close(seen, problem, names=("O", *rules.GRADIENTS), tf32=is_tf32(world))
+
+
+def first_row(ctx, subject, problem):
+    """O of the first row, and the value that it must equal."""
+    x = inputs(problem)
+    return bodies.forward(ctx, subject, problem)["O"][:, :, 0], x.v[:, :, 0]
+
+
+@clause(
+    "attention.causal.first-row",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source="one key has weight one",
+)
+def test_the_first_query_of_a_square_sees_its_own_key_alone(world, subject):
+    """With a causal mask and equal lengths, row 0 MUST be v[0], whatever its score is."""
+    problem = Problem(causal=True)
+    out, value = observe(world, subject, first_row, problem)
+
+    # One weight over itself: a product and a quotient.
+    within = rounding(torch.float32, terms=1)
+    if is_tf32(world):
+        within = within.plus(2 * rules.TF32, "weights and values of eleven bits")
+    judge.tensors(
+        [{"O[0]": out}],
+        {"O[0]": value},
+        quantity="value of the only key it sees",
+        within=within,
+        given=repr(problem),
+    )
+
+
+@clause(
+    "attention.blind-rows.zeros",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source=CONTRACT + "; flash-attn README, 2.1; PyTorch issues 41508 and 103963",
+)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_row_that_sees_nothing_is_zero(world, subject, dtype):
+    """A row that sees no key MUST give zeros and -inf: neither NaN nor the mean of v."""
+    problem = Problem(seq_q=83, seq_k=20, causal=True, dtype=dtype)
+    seen = observe(world, subject, bodies.forward, problem, lse=True)
+
+    blind = problem.seq_q - problem.num_keys
+    judge.tensors(
+        [{"O": seen["O"][:, :, :blind], "L": seen["L"][:, :, :blind]}],
+        {
+            "O": torch.zeros(1, 2, blind, problem.head_dim, dtype=problem.torch_dtype),
+            "L": torch.full((1, 2, blind), -torch.inf),
+        },
+        quantity="answer of a row that sees nothing",
+        given=repr(problem),
+    )
+
+
+def blind_gradients(ctx, subject, problem, upstream):
+    """dQ of the rows that see nothing, and dK and dV, with `upstream` as dO of those rows."""
+    x = inputs(problem)
+    blind = problem.seq_q - problem.num_keys
+    x.do[:, :, :blind] = upstream
+    found = bodies.differentiate(ctx, subject, problem, x.to(ctx.device))
+    return {"dQ": found["dQ"][:, :, :blind], "dK": found["dK"], "dV": found["dV"]}
+
+
+@clause(
+    "attention.blind-rows.gradients",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source=CONTRACT + "; exp(s - L) with L = -inf is inf, and inf times zero is NaN",
+)
+def test_a_row_that_sees_nothing_has_no_gradient_and_gives_none(world, subject):
+    """Rows that see no key MUST have a gradient of zero, and theirs MUST not reach k or v."""
+    problem = Problem(seq_q=83, seq_k=20, causal=True)
+    seen = observe(world, subject, blind_gradients, problem, 1.0)
+    again = observe(world, subject, blind_gradients, problem, -1000.0)
+
+    judge.tensors(
+        [seen],
+        {**again, "dQ": torch.zeros_like(again["dQ"])},
+        quantity="gradient",
+        given=repr(problem),
+    )
+
+
+def with_garbage(ctx, subject, problem, first, garbage):
+    """O, L and dQ of the rows that see no key from `first` on, with garbage in those keys."""
+    x = inputs(problem)
+    x.k[:, :, first:], x.v[:, :, first:] = garbage, -garbage
+    x = x.to(ctx.device)
+    out, lse = call(ctx, subject, x.q, x.k, x.v, causal=True, return_lse=True)
+    dq, *_ = torch.autograd.grad(out, (x.q,), x.do)
+    rows = first - (problem.num_keys - problem.seq_q)
+    return {"O": out[:, :, :rows], "L": lse[:, :, :rows], "dQ": dq[:, :, :rows]}
+
+
+@clause(
+    "attention.causal.hidden-keys-do-not-matter",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source="PyTorch issue 101967; a mask that is added to the scores lets large ones through",
+)
+@pytest.mark.parametrize("garbage", [100.0, -1e4])
+def test_what_is_hidden_does_not_matter(world, subject, garbage):
+    """Finite values of keys that a row cannot see MUST not change a bit of it, nor of its gradient.
+
+    The rows of the diagonal's own tiles are among them.
+    """
+    problem = Problem(seq_q=70, seq_k=80, causal=True)
+    clean = observe(world, subject, with_garbage, problem, 45, 0.5)
+    seen = observe(world, subject, with_garbage, problem, 45, garbage)
+
+    judge.tensors([seen], clean, quantity="value before the garbage", given=repr(problem))
+
+
+def prefix(ctx, subject, problem, rows):
+    """O and L of the first `rows` rows, of a whole call and of one on the prefix alone."""
+    x = inputs(problem).to(ctx.device)
+    found = {}
+    for name, stop in (("whole", problem.seq_q), ("alone", rows)):
+        cut = [t[:, :, :stop] for t in (x.q, x.k, x.v)]
+        out, lse = call(ctx, subject, *cut, causal=True, return_lse=True)
+        found[name] = {"O": out[:, :, :rows], "L": lse[:, :, :rows]}
+    return found
+
+
+@clause(
+    "attention.causal.prefix",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source="a decoder that looks ahead in training cannot generate",
+)
+@pytest.mark.parametrize("rows", [1, 32, 45])
+def test_the_future_has_no_effect(world, subject, rows):
+    """With a causal mask the first rows MUST be those of a call on the prefix alone."""
+    problem = Problem(causal=True)
+    seen = observe(world, subject, prefix, problem, rows)
+
+    rules.near(seen["whole"], seen["alone"], given=repr(problem), tf32=is_tf32(world))
