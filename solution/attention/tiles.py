@@ -38,7 +38,7 @@ TABLE: dict[tuple[str, int], tuple[Tiles, Tiles, Tiles]] = {
     ("dkdv", 2): (Tiles(64, 128, 8, 3), Tiles(32, 128, 8, 3), Tiles(64, 32, 8, 2)),
     ("dq", 2): (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 16, 8, 2)),
     ("forward", 4): (Tiles(128, 32, 8, 2), Tiles(128, 32, 8, 2), Tiles(16, 16, 8, 2)),
-    ("dkdv", 4): (Tiles(32, 128, 8, 2), Tiles(16, 32, 8, 2), Tiles(16, 16, 8, 2)),
+    ("dkdv", 4): (Tiles(16, 128, 8, 2), Tiles(16, 16, 4, 2), Tiles(16, 16, 8, 2)),
     ("dq", 4): (Tiles(128, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(16, 16, 8, 2)),
 }
 # In the interpreter each tile costs the same few milliseconds: unequal, so that mixing up the two
