@@ -4,6 +4,7 @@ import json
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 from spec_tests.scripts.launch import run
 
@@ -170,3 +171,12 @@ def test_autocast_makes_all_three_one_dtype_and_gradients_stay_the_callers(found
 def test_every_backend_of_the_seam_computes_the_same(found):
     assert max(found["seam"].values()) < 1e-5, found["seam"]
     assert len(found["seam"]) == 3
+
+
+def test_tuning_without_a_gpu_says_what_it_needs(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, and it would be used for a while")
+    ended = run("solution.attention.tune", folder=tmp_path)
+
+    assert ended.status == 2
+    assert "there is no CUDA device" in ended.err

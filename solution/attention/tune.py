@@ -1,0 +1,158 @@
+"""Which tiles are fastest, measured on the GPU at hand: candidates for `solution.attention.tiles`.
+
+    python -m solution.attention.tune [--head-dim 64 128] [--dtype bfloat16] [--mask causal]
+                                      [--length 4096]
+
+For each kernel, head dim and mask every candidate is first checked against attention in float32
+(a compiler may get one shape of tile wrong and another right), then timed: the median of
+`NUM_TIMES` launches, 16384 tokens and 2048 channels in all. dK/dV and dQ are timed with the delta
+kernel, which both need. The fastest come first; the row of the table bears a star. What wins here
+and does not spill (`solution.attention.compile_report`) belongs into the table.
+
+Exit status: 0, or 1 if the row of the table gives wrong values, 2 without a GPU and Triton.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from solution.attention import tiles
+from solution.attention.tiled import tiled_backward, tiled_forward
+from solution.attention.tiles import Tiles
+from solution.attention.triton_launch import triton_backward, triton_forward, unavailable
+
+__all__ = ["CANDIDATES", "main"]
+
+NUM_TOKENS, NUM_CHANNELS = 16_384, 2048
+NUM_TIMES = 25
+UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-11}  # of float32's TF32 parts
+
+_SIDES = {"forward": ((64, 128), (32, 64, 128)), "dq": ((64, 128), (16, 32, 64, 128))}
+CANDIDATES = {
+    **{
+        kernel: [Tiles(*row) for row in itertools.product(queries, keys, (4, 8), (2, 3, 4))]
+        for kernel, (queries, keys) in _SIDES.items()
+    },
+    "dkdv": [
+        Tiles(*row) for row in itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (2, 3))
+    ],
+}
+
+
+def measured(kernel: str, head_dim: int, dtype: str, *, causal: bool, length: int) -> list[str]:
+    """Lines of the report, the fastest first."""
+    shipped = tiles.choose(kernel, tiles.padded(head_dim), getattr(torch, dtype))
+    small = _inputs((1, 2, 515, head_dim), dtype)  # ragged, so that masks count
+    heads = max(1, NUM_CHANNELS // head_dim)
+    large = _inputs((max(1, NUM_TOKENS // length), heads, length, head_dim), dtype)
+    rows = []
+    for candidate in dict.fromkeys([shipped, *CANDIDATES[kernel]]):
+        star = "*" if candidate == shipped else " "
+        with _instead(kernel, dtype, candidate):
+            try:
+                error = _error(kernel, small, causal=causal) / UNIT[dtype]
+                ms = _milliseconds(lambda: _run(kernel, large, causal=causal))
+            except Exception as problem:  # too much shared memory, or no compiler
+                rows.append((float("inf"), f"{star} {candidate}: {type(problem).__name__}"))
+                continue
+        verdict = f"{ms:8.3f} ms" if error < 1 else "WRONG"
+        rows.append((ms, f"{star} {verdict}  {candidate}  error {error:.2f} units"))
+    return [line for _, line in sorted(rows, key=lambda row: row[0])]
+
+
+def _inputs(shape: tuple[int, ...], dtype: str) -> list[torch.Tensor]:
+    """q, k, v and dO, with one channel far above the others, as real activations have."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    drawn = [torch.randn(shape, device="cuda", generator=generator) for _ in range(4)]
+    drawn[1][..., 3] *= 10
+    return [tensor.to(getattr(torch, dtype)) for tensor in drawn]
+
+
+def _run(kernel: str, given: Sequence[torch.Tensor], *, causal: bool) -> list[torch.Tensor]:
+    """What `kernel` gives; the backward's need a forward, which is made once and kept."""
+    q, k, v, dout = given
+    scale = q.shape[-1] ** -0.5
+    if kernel == "forward":
+        return [triton_forward(q, k, v, causal=causal, scale=scale)[0]]
+    key = (q.data_ptr(), causal)
+    if _FORWARDS.get("key") != key:
+        _FORWARDS.update(key=key, value=tiled_forward(q, k, v, causal=causal, scale=scale))
+    out, lse = _FORWARDS["value"]
+    wants = {"wants_q": kernel == "dq", "wants_kv": kernel == "dkdv"}
+    found = triton_backward(dout, None, q, k, v, out, lse, causal=causal, scale=scale, **wants)
+    return [tensor for tensor in found if tensor.numel()]
+
+
+_FORWARDS: dict[str, Any] = {}
+
+
+def _error(kernel: str, given: Sequence[torch.Tensor], *, causal: bool) -> float:
+    """The relative error, in norm, of what `kernel` gives."""
+    q, k, v, dout = (tensor.double() for tensor in given)
+    scale = q.shape[-1] ** -0.5
+    out, lse = tiled_forward(q, k, v, causal=causal, scale=scale)
+    dq, dk, dv = tiled_backward(dout, None, q, k, v, out, lse, causal=causal, scale=scale)
+    wanted = {"forward": [out], "dkdv": [dk, dv], "dq": [dq]}[kernel]
+    found = _run(kernel, given, causal=causal)
+    pairs = zip(found, wanted, strict=True)
+    return max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
+
+
+def _milliseconds(run: Callable[[], Any]) -> float:
+    for _ in range(3):
+        run()
+    taken = []
+    for _ in range(NUM_TIMES):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        taken.append(start.elapsed_time(end))
+    return statistics.median(taken)
+
+
+@contextmanager
+def _instead(kernel: str, dtype: str, candidate: Tiles) -> Iterator[None]:
+    """That row of the table, for all head dims, until the end of the block."""
+    key = (kernel, getattr(torch, dtype).itemsize)
+    shipped = tiles.TABLE[key]
+    tiles.TABLE[key] = (candidate,) * 3
+    try:
+        yield
+    finally:
+        tiles.TABLE[key] = shipped
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Time tiles on the GPU at hand.")
+    parser.add_argument("--dtype", nargs="+", choices=UNIT, default=["bfloat16"])
+    parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--mask", nargs="+", choices=("full", "causal"), default=["full", "causal"])
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
+    flags = parser.parse_args(arguments)
+    reason = unavailable("cuda") if torch.cuda.is_available() else "there is no CUDA device"
+    if reason is not None:
+        sys.stderr.write(f"expected a GPU and Triton: {reason}\n")
+        return 2
+    is_wrong = False
+    for dtype, head_dim, mask in itertools.product(flags.dtype, flags.head_dim, flags.mask):
+        for kernel in CANDIDATES:
+            sys.stdout.write(f"\n{kernel}, {dtype}, head dim {head_dim}, {mask}\n")
+            lines = measured(kernel, head_dim, dtype, causal=mask == "causal", length=flags.length)
+            sys.stdout.write("\n".join(lines) + "\n")
+            is_wrong |= any(line.startswith("* WRONG") for line in lines)
+    return int(is_wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
