@@ -17,7 +17,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 IMPL ?=
 ARGS ?=
-BENCH ?= rig ddp
+BENCH ?= rig ddp attention
 
 # Two threads per rank on two cores make a small step twenty times slower: one each, always.
 export OMP_NUM_THREADS := 1
