@@ -199,11 +199,17 @@ def _watch(control: Connection, scratch: str) -> None:
             # The parent is gone: nobody will read an answer, or tidy up.
             shutil.rmtree(Path(scratch).parent, ignore_errors=True)
             os._exit(70)
-        frame = sys._current_frames().get(main_thread or 0)
-        stack = "" if frame is None else _stack_of_body(traceback.extract_stack(frame))
+        stack = _stack_now(main_thread or 0)
         with contextlib.suppress(OSError):
             doing = Doing(stack, _last_collectives(), issued_by_all_groups())
             control.send_bytes(wire.dumps(doing))
+
+
+def _stack_now(thread: int) -> str:
+    # In a function of its own: a frame that a waiting watcher went on holding would keep alive
+    # whatever its locals held, and be counted as memory that the body did not free.
+    frame = sys._current_frames().get(thread)
+    return "" if frame is None else _stack_of_body(traceback.extract_stack(frame))
 
 
 def _stack_of_body(stack: traceback.StackSummary) -> str:

@@ -106,40 +106,61 @@ class Log:
 
 
 @dataclass
+class _Entry:
+    """A storage that is alive: how large it was when first seen, and when last looked at."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    before: int
+    size: int
+
+
+@dataclass
 class _StorageLedger:
     """Bytes of the storages that were made since the ledger opened and are still alive.
 
     A storage is new if it first appears as the output of an operator: one that first appears as an
-    input (a parameter, say) was there before, and views of it are not counted either.
+    input (a parameter, say) was there before, and views of it are not counted either. Storages are
+    resized without any operator, so a count looks at each of them; between counts there is a bound.
     """
 
-    live: int = 0
     peak: int = 0
-    _known: set[int] = field(default_factory=set)
+    _bound: int = 0
+    _entries: dict[int, _Entry] = field(default_factory=dict)
 
     def see_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
         """Whatever is unknown now was there before."""
         for tensor in tensors:
-            self._admit(tensor.untyped_storage(), size=0)
+            self._admit(tensor.untyped_storage(), is_new=False)
 
     def see_outputs(self, tensors: Iterable[torch.Tensor]) -> None:
         """Whatever is unknown now is new."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self._admit(storage, size=storage.nbytes())
-        self.peak = max(self.peak, self.live)
+            self._admit(tensor.untyped_storage(), is_new=True)
+        if self._bound > self.peak:
+            self.peak = max(self.peak, self.count())
 
-    def _admit(self, storage: torch.UntypedStorage, size: int) -> None:
-        key = storage._cdata
-        if key in self._known:
-            return
-        self._known.add(key)
-        self.live += size
-        weakref.finalize(storage, self._forget, key, size)
+    def count(self) -> int:
+        """Bytes that are alive now, beyond what was there before."""
+        self._bound = 0
+        for entry in list(self._entries.values()):
+            storage = entry.storage()
+            entry.size = entry.before if storage is None else storage.nbytes()
+            self._bound += entry.size - entry.before
+        return self._bound
 
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
+    def _admit(self, storage: torch.UntypedStorage, *, is_new: bool) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = _Entry(weakref.ref(storage), 0 if is_new else size, 0 if is_new else size)
+            self._entries[key] = entry
+            weakref.finalize(storage, self._forget, key)
+        self._bound += size - entry.size
+        entry.size = size
+
+    def _forget(self, key: int) -> None:
+        entry = self._entries.pop(key)
+        self._bound -= entry.size - entry.before
 
 
 class Recorder(TorchDispatchMode):
@@ -155,11 +176,11 @@ class Recorder(TorchDispatchMode):
     @property
     def live_bytes(self) -> int:
         """Bytes of storages created since the recorder was entered that are still alive."""
-        return self._ledger.live
+        return self._ledger.count()
 
     def forget_peak(self) -> None:
         """Let the peak begin anew at what is alive now."""
-        self._ledger.peak = self._ledger.live
+        self._ledger.peak = self._ledger.count()
 
     def mark(self, label: str) -> None:
         """Write `label` into the stream."""

@@ -288,3 +288,18 @@ def test_a_recorder_may_be_entered_within_another(recorder: Recorder):
     assert inner.live_bytes == recorder.live_bytes == 16
     del kept
     assert inner.live_bytes == recorder.live_bytes == 0
+
+
+def test_a_storage_that_is_resized_counts_as_what_it_is_now():
+    # Sharded weights are freed so: no operator says it, and autograd still holds views.
+    with Recorder() as recorder:
+        weight = torch.ones(100)
+        view = weight[:50]
+        assert recorder.live_bytes == 400
+        weight.untyped_storage().resize_(0)
+        assert recorder.live_bytes == 0
+        weight.untyped_storage().resize_(400)
+        weight.fill_(1.0)
+        assert recorder.live_bytes == 400
+    assert view.shape == (50,)
+    assert recorder.log().peak_bytes == 400

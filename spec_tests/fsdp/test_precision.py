@@ -1,0 +1,341 @@
+"""Precision: compute in few bits, remember in many.
+
+Weights are gathered and computed with in a narrow dtype, gradients added up in one that the policy
+names, and what an optimizer updates keeps its own. Each of the three goes wrong in silence: the
+loss falls, only less. Values are chosen so that one rounding decides, which needs no tolerance.
+See Micikevicius et al. 2018, and `torch.distributed.fsdp.MixedPrecisionPolicy`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from spec_tests.clause import MUST, clause
+from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, shard
+from spec_tests.rig import judge
+from spec_tests.rig.recorder import Kind
+from spec_tests.rig.symptoms import Hint
+
+POLICY = "torch.distributed.fsdp.MixedPrecisionPolicy"
+NEEDS = ("MixedPrecisionPolicy",)
+HALF = torch.bfloat16
+FINE = 2.0**-12
+"""Lost next to 1 in both half precisions, and not in float32."""
+
+
+def in_half(ctx, subject, module, units: Any = "children", **policy):
+    """`module`, sharded, computing in bfloat16."""
+    module = module.to(ctx.device)
+    if subject == "fsdp":
+        return ctx.impl.fsdp(module, compute_dtype=HALF)
+    policy = {"param_dtype": HALF, **policy}
+    return shard(ctx, subject, module, units, mp_policy=ctx.impl.MixedPrecisionPolicy(**policy))
+
+
+def constant(value, rows=4):
+    """A layer without bias whose weights are all `value`."""
+    layer = nn.Linear(4, rows, bias=False)
+    nn.init.constant_(layer.weight, value)
+    return layer
+
+
+def output_of_fine_weights(ctx, subject):
+    """The output of weights that bfloat16 rounds to 1."""
+    model = in_half(ctx, subject, nn.Sequential(constant(1 + FINE)))
+    return {"output": model(torch.ones(1, 4, device=ctx.device)).detach().double()}
+
+
+@clause(
+    "fsdp.precision.computes-in-its-dtype",
+    MUST,
+    level="course",
+    judges=BOTH,
+    source=f"CS336 assignment 2, compute_dtype; {POLICY}, param_dtype",
+)
+def test_a_forward_computes_with_rounded_weights(world, subject):
+    """A forward MUST compute with weights that were rounded to the dtype that was asked for."""
+    ranks = world.run(output_of_fine_weights, subject)
+
+    fine = {"output": torch.full((1, 4), 4 * (1 + FINE), dtype=torch.float64)}
+    judge.tensors(
+        ranks,
+        {"output": torch.full((1, 4), 4.0, dtype=torch.float64)},
+        quantity="output of weights that are 1 in bfloat16",
+        hints=[Hint("the output of the float32 weights: the dtype is ignored", fine)],
+    )
+
+
+def small_updates(ctx, subject):
+    """Full weights after sixteen updates, each of which bfloat16 would round away."""
+    model = in_half(ctx, subject, nn.Sequential(constant(1.0)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=FINE)
+    for _ in range(16):
+        optimizer.zero_grad()
+        model(torch.ones(1, 4, device=ctx.device)).sum().backward()
+        if subject == "fsdp":
+            ctx.impl.finish_gradient_synchronization(model)
+        optimizer.step()
+    full = ctx.impl.full_parameters(model)
+    return {"weight": next(iter(full.values())).detach().clone()}
+
+
+@clause(
+    "fsdp.precision.updates-are-not-lost",
+    MUST,
+    level="course",
+    judges=BOTH,
+    source="Micikevicius et al. 2018, section 3.1; pytorch issue 106395",
+)
+def test_small_updates_are_not_rounded_away(world, subject):
+    """Updates MUST be made to weights of the original dtype, however small they are."""
+    ranks = world.run(small_updates, subject)
+
+    judge.tensors(
+        ranks,
+        {"weight": torch.full((4, 4), 1 - 16 * FINE)},
+        quantity="weight after sixteen updates of 2**-12",
+        hints=[
+            Hint(
+                "nothing moved: master weights in the computing dtype", {"weight": torch.ones(4, 4)}
+            )
+        ],
+    )
+
+
+class Average(nn.Module):
+    """A factor, and a buffer that follows the inputs."""
+
+    average: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(4))
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average.lerp_(x.detach().mean(dim=0).to(self.average.dtype), 0.1)
+        return x * self.factor
+
+
+def kept_dtypes(ctx, subject):
+    """Dtypes of parameters, gradients, optimizer state and buffers around a step."""
+    module = nn.Sequential(constant(1.0), Average())
+    model = in_half(ctx, subject, module)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    model(torch.rand(3, 4, device=ctx.device)).sum().backward()
+    named: dict[str, Any] = dict(module.named_parameters())
+    found = {f"gradient of {n}": p.grad.dtype for n, p in named.items()}
+    optimizer.step()
+    found |= {n: p.dtype for n, p in module.named_parameters()}
+    found |= {f"buffer {n}": b.dtype for n, b in module.named_buffers() if b.is_floating_point()}
+    for number, state in enumerate(optimizer.state.values()):
+        found[f"moment of parameter {number}"] = state["exp_avg"].dtype
+    return {name: str(dtype) for name, dtype in found.items()}
+
+
+@clause(
+    "fsdp.precision.shards-keep-their-dtype",
+    MUST,
+    level="correct",
+    judges=FULLY_SHARD,
+    needs=NEEDS,
+    source=f"{POLICY}; pytorch issue 146114 on buffers",
+)
+def test_what_an_optimizer_sees_keeps_its_dtype(world, subject):
+    """Shards, their gradients, optimizer state and buffers MUST keep the original dtype."""
+    ranks = world.run(kept_dtypes, subject)
+
+    for rank, found in enumerate(ranks):
+        wrong = {name: dtype for name, dtype in found.items() if dtype != "torch.float32"}
+        judge.holds(not wrong, f"rank {rank}: expected torch.float32, got {wrong}")
+
+
+class Tagged(nn.Module):
+    """A parameter whose gradient is whatever number the forward is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(6))
+
+    def forward(self, tag: torch.Tensor) -> torch.Tensor:
+        return (self.weight * tag).sum()
+
+
+def tagged(ctx, subject, tags, reduce_dtype, cells):
+    """The gradient after micro-batches with these numbers, the last of them reduced."""
+    model = in_half(ctx, subject, Tagged(), reduce_dtype=reduce_dtype)
+    for micro, tag in enumerate(tags):
+        model.set_requires_gradient_sync(micro == len(tags) - 1)
+        number = cells[ctx.rank] * tag
+        model(torch.tensor(float(number), device=ctx.device)).backward()
+    gradient = next(iter(model.parameters())).grad
+    return {"gradient": gradient.full_tensor().clone()}
+
+
+@clause(
+    "fsdp.precision.reduces-in-its-dtype",
+    MUST,
+    level="correct",
+    judges=FULLY_SHARD,
+    needs=NEEDS,
+    source=f"{POLICY}, reduce_dtype",
+)
+def test_gradients_are_added_in_the_reduction_dtype(world, subject):
+    """With reduce_dtype float32, gradients MUST be added up over ranks in float32.
+
+    The sum of 256 and 1 is 257, which bfloat16 cannot hold.
+    """
+    ranks = world.run(tagged, subject, (1,), torch.float32, (256, 1))
+
+    judge.tensors(
+        ranks,
+        {"gradient": torch.full((6,), 128.5)},
+        quantity="mean of 256 and 1",
+        hints=[Hint("the sum was rounded to bfloat16", {"gradient": torch.full((6,), 128.0)})],
+    )
+
+
+@clause(
+    "fsdp.precision.accumulates-in-its-dtype",
+    MUST,
+    level="correct",
+    judges=FULLY_SHARD,
+    needs=NEEDS,
+    source="test_fully_shard_pending_grad; DeepSpeed issues 2352 and 2768",
+)
+def test_gradients_wait_in_the_reduction_dtype(world, subject):
+    """With reduce_dtype float32, gradients that wait for their reduction MUST add up in float32.
+
+    256, then 1, then -256: in bfloat16 the 1 is gone.
+    """
+    ranks = world.run(tagged, subject, (256, 1, -256), torch.float32, (1, 1))
+
+    judge.tensors(
+        ranks,
+        {"gradient": torch.ones(6)},
+        quantity="sum of 256, 1 and -256",
+        hints=[Hint("accumulated in bfloat16: the 1 was lost", {"gradient": torch.zeros(6)})],
+    )
+
+
+def sent_dtypes(ctx, subject, reduce_dtype):
+    """Dtypes of what is gathered and of what is reduced in a step."""
+    model = in_half(ctx, subject, nn.Sequential(constant(1.0)), reduce_dtype=reduce_dtype)
+    with ctx.recording() as recorder:
+        model(torch.ones(1, 4, device=ctx.device)).sum().backward()
+    # A gather may be made of broadcasts.
+    kinds = {"gathered": (Kind.GATHER, Kind.BROADCAST), "reduced": (Kind.REDUCTION,)}
+    return {
+        word: sorted({d for e in recorder.log().collectives(*which) for d in e.dtypes})
+        for word, which in kinds.items()
+    }
+
+
+@clause(
+    "fsdp.precision.sends-in-its-dtype",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    needs=NEEDS,
+    source=POLICY,
+)
+@pytest.mark.parametrize("wide", [True, False], ids=["reduce-float32", "reduce-default"])
+def test_weights_and_gradients_travel_in_their_dtypes(world, subject, wide):
+    """Weights MUST travel in param_dtype, gradients in reduce_dtype or else in param_dtype."""
+    ranks = world.run(sent_dtypes, subject, torch.float32 if wide else None)
+
+    reduced = ["float32"] if wide else ["bfloat16"]
+    judge.equal(
+        ranks, {"gathered": ["bfloat16"], "reduced": reduced}, quantity="dtypes of what is sent"
+    )
+
+
+class Spy(nn.Module):
+    """Notes the dtypes that its forward sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.seen: dict[str, str] = {}
+
+    def forward(self, x: torch.Tensor, *, extra: dict[str, torch.Tensor]) -> Any:
+        self.seen = {"weight": str(self.weight.dtype), "x": str(x.dtype)}
+        self.seen |= {name: str(value.dtype) for name, value in extra.items()}
+        return {"y": x * self.weight, "ids": extra["ids"]}
+
+
+class Nest(nn.Module):
+    """A spy in a spy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Spy()
+        self.outer = Spy()
+
+    def forward(self, x: torch.Tensor, *, extra: dict[str, torch.Tensor]) -> Any:
+        return self.inner(self.outer(x, extra=extra)["y"], extra=extra)
+
+
+def seen_dtypes(ctx, subject, options):
+    """What two units see whose policies differ, and what comes out."""
+    policy = ctx.impl.MixedPrecisionPolicy
+    module = Nest().to(ctx.device)
+    ctx.impl.fully_shard(module.inner, mp_policy=policy(param_dtype=torch.float32))
+    ctx.impl.fully_shard(module, mp_policy=policy(param_dtype=HALF, **options))
+    extra = {
+        "ids": torch.arange(4, device=ctx.device),
+        "mask": torch.ones(4, dtype=torch.bool, device=ctx.device),
+        "angles": torch.ones(4, device=ctx.device),
+    }
+    output = module(torch.ones(2, 4, device=ctx.device), extra=extra)
+    found = {f"outer {k}": v for k, v in module.outer.seen.items()}
+    found |= {f"inner {k}": v for k, v in module.inner.seen.items()}
+    return found | {f"output {k}": str(v.dtype) for k, v in output.items()}
+
+
+_SEEN = {
+    "outer weight": "torch.bfloat16",
+    "outer x": "torch.bfloat16",
+    "outer ids": "torch.int64",
+    "outer mask": "torch.bool",
+    "outer angles": "torch.bfloat16",
+    "inner weight": "torch.float32",
+    "inner x": "torch.float32",
+    "inner ids": "torch.int64",
+    "inner mask": "torch.bool",
+    "inner angles": "torch.float32",
+    "output y": "torch.float32",
+    "output ids": "torch.int64",
+}
+_POLICIES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "default": ({}, {}),
+    "inputs-as-they-are": (
+        {"cast_forward_inputs": False},
+        {"outer x": "torch.float32", "outer angles": "torch.float32"},
+    ),
+    "output-dtype": ({"output_dtype": torch.float64}, {"output y": "torch.float64"}),
+}
+
+
+@clause(
+    "fsdp.precision.casts-are-selective",
+    MUST,
+    level="correct",
+    judges=FULLY_SHARD,
+    needs=NEEDS,
+    source=f"{POLICY}; torchtitan issue 2881",
+)
+@pytest.mark.parametrize("policy", _POLICIES)
+def test_each_unit_casts_what_its_own_policy_names(world, subject, policy):
+    """Each unit MUST follow its own policy, and MUST NOT cast what is no floating-point number."""
+    options, differing = _POLICIES[policy]
+    ranks = world.run(seen_dtypes, subject, options)
+
+    wanted = _SEEN | differing
+    for rank, seen in enumerate(ranks):
+        wrong = {name: (seen[name], right) for name, right in wanted.items() if seen[name] != right}
+        judge.holds(not wrong, f"rank {rank}: got and expected {wrong}", given=f"policy {policy}")
