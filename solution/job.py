@@ -1,4 +1,4 @@
-"""One training job, from flags to table: what `train_baseline` and `train_ddp` share.
+"""One training job, from flags to table: what all `train_*` scripts share.
 
 1. Flags (and a TOML file, `--config`) become a `TrainConfig`; unknown keys are errors.
 2. `solution.plan` refuses what can be refused before the first step, in one line, and derives every
@@ -44,6 +44,7 @@ from solution.measure.memory import peak_memory_bytes
 from solution.measure.traffic import Traffic
 from solution.models import families
 from solution.optim import cosine_schedule, decay_groups
+from solution.parallel.fsdp.whole import full_parameters
 from solution.plan import Plan
 from solution.precision import Precision
 from solution.resume import Interrupted, Restarts
@@ -63,26 +64,28 @@ def main(
     *,
     name: str | None,
     description: str,
+    kind: type[TrainConfig] = TrainConfig,
     arguments: Sequence[str] | None = None,
 ) -> int:
     """The command of an entry script.
 
     Args:
         wrap: puts the model into what reduces its gradients.
-        name: of the files written; None takes the wrapper's.
+        name: of the files written; None takes the config's.
         description: for `--help`.
+        kind: of the config; its fields are the flags.
         arguments: instead of the command line's.
 
     Returns:
         The exit status.
     """
-    flags = _parser(description).parse_args(arguments)
+    flags = _parser(description, kind).parse_args(arguments)
     where, plan = "", None
     try:
-        config = _config(flags)
+        config = _config(flags, kind)
         with comm.distributed(device=None if config.device == "auto" else config.device) as world:
             where = f"[rank {world.rank}] " if world.size > 1 else ""
-            plan = Plan.of(config, world, name=name or config.wrapper)
+            plan = Plan.of(config, world, name=name or config.name)
             if world.is_first:
                 say(plan.announcement())
             if not flags.dry_run:
@@ -104,27 +107,27 @@ def main(
         return BAD_INPUT
 
 
-def _parser(description: str) -> argparse.ArgumentParser:
-    """One flag per field of TrainConfig, with its help and default."""
+def _parser(description: str, kind: type[TrainConfig]) -> argparse.ArgumentParser:
+    """One flag per field of the config, with its help and default."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
-    for field in dataclasses.fields(TrainConfig):
+    for field in dataclasses.fields(kind):
         flag = "--" + field.name.replace("_", "-")
         text = f"{field.metadata['help']} (default: {field.default})"
-        kind: Any = argparse.BooleanOptionalAction if isinstance(field.default, bool) else "store"
-        parser.add_argument(flag, action=kind, default=argparse.SUPPRESS, help=text)
+        action: Any = argparse.BooleanOptionalAction if isinstance(field.default, bool) else "store"
+        parser.add_argument(flag, action=action, default=argparse.SUPPRESS, help=text)
     parser.add_argument("--config", type=Path, help="TOML file of these settings; flags win")
     parser.add_argument("--dry-run", action="store_true", help="check, say the numbers, and stop")
     return parser
 
 
-def _config(flags: argparse.Namespace) -> TrainConfig:
+def _config(flags: argparse.Namespace, kind: type[TrainConfig]) -> TrainConfig:
     settings = {k: v for k, v in vars(flags).items() if k not in ("config", "dry_run")}
     if flags.config is not None:
         try:
             settings = tomllib.loads(flags.config.read_text()) | settings
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{flags.config}: expected TOML, got {error}") from None
-    return parse(TrainConfig, settings)
+    return parse(kind, settings)
 
 
 class _Run:
@@ -147,10 +150,10 @@ class _Run:
             attention=config.attention,
             activation_checkpointing=config.activation_checkpointing,
         ).to(self.world.device)
+        model = wrap(module, config, self.world)  # first: it may put shards in place of parameters
         optimizer = torch.optim.AdamW(
             decay_groups(module, weight_decay=config.weight_decay), lr=config.learning_rate
         )
-        model = wrap(module, config, self.world)
         self.out.mkdir(parents=True, exist_ok=True)
         path = self.out / f"{plan.name}.rank{self.world.rank}.json"
         traffic = Traffic()
@@ -268,8 +271,8 @@ class _Run:
                 f"{rate:,.0f} (median step, all ranks), {rate * flops / 1e9:,.1f} GFLOP/s",
             ),
             (
-                "gradients",
-                f"{summary['reductions_per_step']} reductions, "
+                "traffic",
+                f"{summary['reductions_per_step']} collectives, "
                 f"{summary['bytes_per_step']:,} bytes per step",
             ),
             ("peak memory", f"{summary['peak_memory_bytes'] / 2**20:,.0f} MiB per rank"),
@@ -286,8 +289,8 @@ class _Run:
 def _fingerprint(module: nn.Module) -> str:
     """A hash of all parameters, names and bits: equal exactly when the weights are."""
     digest = hashlib.sha256()
-    for name, parameter in module.named_parameters():
-        data = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
+    for name, parameter in full_parameters(module).items():
+        data = parameter.cpu().contiguous().flatten().view(torch.uint8)
         digest.update(name.encode() + data.numpy().tobytes())
     return digest.hexdigest()
 

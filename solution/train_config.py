@@ -22,7 +22,7 @@ from solution.config import (
 __all__ = ["TrainConfig"]
 
 
-def _setting(default: Any, text: str) -> Any:
+def setting(default: Any, text: str) -> Any:
     """A dataclass field whose `text` becomes the help of its command-line flag."""
     return field(default=default, metadata={"help": text})
 
@@ -35,42 +35,42 @@ class TrainConfig:
         ValueError: a value outside its range, with the field, the value and what is allowed.
     """
 
-    model: str = _setting("gpt2", "gpt2 or llama")
-    preset: str | None = _setting(
+    model: str = setting("gpt2", "gpt2 or llama")
+    preset: str | None = setting(
         None, f"size: of gpt2 {', '.join(PRESETS)}; of llama {', '.join(LLAMA_PRESETS)}; the first"
     )
-    data: str = _setting("outputs/data", "folder with *train*.bin token shards")
-    out: str = _setting("outputs/run", "folder for the log (JSONL) and the summaries (JSON)")
-    vocab_size: int | None = _setting(None, "words (default: the data's tokenizer, else 50257)")
-    sequence_length: int | None = _setting(None, "tokens per sequence (default: the preset's)")
-    steps: int = _setting(20, "optimizer steps")
-    global_batch_size: int = _setting(32, "sequences per optimizer step, all ranks together")
-    micro_batch_size: int = _setting(8, "sequences per backward on one rank")
-    learning_rate: float = _setting(3e-4, "peak learning rate; falls as a cosine to a tenth of it")
-    warmup_steps: int = _setting(0, "steps of linear warm-up")
-    weight_decay: float = _setting(0.1, "AdamW's decay, on matrices and embeddings only")
-    max_norm: float | None = _setting(None, "clip the global gradient norm to this (default: no)")
-    precision: str = _setting("fp32", "of the forward: fp32, bf16 or fp16; weights stay fp32")
-    attention: str = _setting("sdpa", "who computes it: plain, tiled, triton or sdpa")
-    activation_checkpointing: str = _setting(
+    data: str = setting("outputs/data", "folder with *train*.bin token shards")
+    out: str = setting("outputs/run", "folder for the log (JSONL) and the summaries (JSON)")
+    vocab_size: int | None = setting(None, "words (default: the data's tokenizer, else 50257)")
+    sequence_length: int | None = setting(None, "tokens per sequence (default: the preset's)")
+    steps: int = setting(20, "optimizer steps")
+    global_batch_size: int = setting(32, "sequences per optimizer step, all ranks together")
+    micro_batch_size: int = setting(8, "sequences per backward on one rank")
+    learning_rate: float = setting(3e-4, "peak learning rate; falls as a cosine to a tenth of it")
+    warmup_steps: int = setting(0, "steps of linear warm-up")
+    weight_decay: float = setting(0.1, "AdamW's decay, on matrices and embeddings only")
+    max_norm: float | None = setting(None, "clip the global gradient norm to this (default: no)")
+    precision: str = setting("fp32", "of the forward: fp32, bf16 or fp16; weights stay fp32")
+    attention: str = setting("sdpa", "who computes it: plain, tiled, triton or sdpa")
+    activation_checkpointing: str = setting(
         "none", "none, full or selective: what the backward computes again"
     )
-    eval_every: int | None = _setting(
+    eval_every: int | None = setting(
         None, "steps between evaluations on the *val*.bin shards; the last step is one, too"
     )
-    eval_batches: int = _setting(8, "micro-batches per rank of one evaluation, at most")
-    seed: int = _setting(42, "of the initial weights, the same on every rank")
-    checkpoint_dir: str | None = _setting(
+    eval_batches: int = setting(8, "micro-batches per rank of one evaluation, at most")
+    seed: int = setting(42, "of the initial weights, the same on every rank")
+    checkpoint_dir: str | None = setting(
         None, "folder to save to, and to go on from where it holds a checkpoint"
     )
-    save_every: int | None = _setting(None, "steps between saves; the last step is one, too")
-    keep: int | None = _setting(None, "checkpoints that stay, the newest (default: all)")
-    async_save: bool = _setting(False, "save in the background, while training goes on")
-    log_every: int = _setting(1, "steps between log lines; the first and the last always appear")
-    tensorboard: bool = _setting(False, "write event files as well, where tensorboard is installed")
-    device: str = _setting("auto", "auto, cpu or cuda")
-    wrapper: str = _setting("ddp_bucketed", "how gradients are reduced (train_ddp only)")
-    bucket_size_mb: float = _setting(25.0, "of ddp_bucketed and torch, in MiB")
+    save_every: int | None = setting(None, "steps between saves; the last step is one, too")
+    keep: int | None = setting(None, "checkpoints that stay, the newest (default: all)")
+    async_save: bool = setting(False, "save in the background, while training goes on")
+    log_every: int = setting(1, "steps between log lines; the first and the last always appear")
+    tensorboard: bool = setting(False, "write event files as well, where tensorboard is installed")
+    device: str = setting("auto", "auto, cpu or cuda")
+    wrapper: str = setting("ddp_bucketed", "how gradients are reduced (train_ddp only)")
+    bucket_size_mb: float = setting(25.0, "of ddp_bucketed and torch, in MiB")
 
     models: ClassVar[tuple[str, ...]] = ("gpt2", "llama")
     precisions: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
@@ -105,6 +105,11 @@ class TrainConfig:
             ("wrapper", self.wrappers),
         ):
             require(name, getattr(self, name), f"among {among}", among.__contains__)
+
+    @property
+    def name(self) -> str:
+        """Of the files that this run writes."""
+        return self.wrapper
 
     @property
     def size(self) -> str:

@@ -1,4 +1,4 @@
-"""`python -m spec_tests.benchmarks NAME [options]`: rig, ddp, checkpoint, attention.
+"""`python -m spec_tests.benchmarks NAME [options]`: rig, ddp, fsdp, checkpoint, attention.
 
 Tables go to `results/`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-BENCHMARKS = ("rig", "ddp", "checkpoint", "attention")
+BENCHMARKS = ("rig", "ddp", "fsdp", "checkpoint", "attention")
 
 
 def main(argv: list[str]) -> int:

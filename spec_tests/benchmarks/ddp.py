@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ import torch
 from torch import nn
 
 from spec_tests.benchmarks import paired
+from spec_tests.benchmarks.rounds import run_round
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
 from spec_tests.target import Implementation, load, parse
@@ -110,7 +110,7 @@ def body(ctx: Context, size: Size, impls: list[str], num_rounds: int) -> dict[st
         arm, memory[label] = _arm(ctx, size, label, loaded)
         arms.append(arm)
     del warm
-    rounds = [_round(ctx, arms, size.steps_per_block, index) for index in range(num_rounds)]
+    rounds = [run_round(ctx, arms, size.steps_per_block, index) for index in range(num_rounds)]
     return {"memory": memory, "rounds": rounds}
 
 
@@ -118,28 +118,6 @@ def arm_labels(impls: list[str]) -> list[str]:
     """Names of the arms, in the order of an even round: equal things far apart."""
     ours = [f"{name} {kind}" for name in impls for kind in ("bucketed", "ddp")]
     return [BASELINE, *ours, VIEWS, AGAIN]
-
-
-def _round(ctx: Context, arms: list[Arm], num_steps: int, index: int) -> dict[str, Any]:
-    seconds, core_seconds = [0.0] * len(arms), [0.0] * len(arms)
-    ctx.barrier()
-    began, busy, own = time.perf_counter(), paired.busy_s(), time.process_time()
-    for number in paired.order(len(arms), index):
-        ctx.barrier()
-        start, core_start = time.perf_counter(), time.process_time()
-        for _ in range(num_steps):
-            arms[number].step()
-        seconds[number] = (time.perf_counter() - start) / num_steps
-        core_seconds[number] = (time.process_time() - core_start) / num_steps
-    ctx.barrier()
-    now = paired.busy_s()
-    return {
-        "seconds": seconds,
-        "core_seconds": core_seconds,
-        "elapsed": time.perf_counter() - began,
-        "own": time.process_time() - own,
-        "busy": None if busy is None or now is None else now - busy,
-    }
 
 
 def _arm(

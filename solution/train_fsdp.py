@@ -1,0 +1,135 @@
+"""Train GPT-2 or Llama fully sharded: every rank keeps a part of each parameter.
+
+    torchrun --standalone --nproc-per-node=2 -m solution.train_fsdp --data outputs/data --steps 20
+    torchrun --standalone --nproc-per-node=2 -m solution.train_fsdp --impl torch ...
+
+`--strategy` says what is divided over the ranks, and how long full weights stay:
+
+    FULL_SHARD       parameters, gradients, optimizer state; gathered for forward and for backward
+    SHARD_GRAD_OP    the same; full weights stay from forward to backward (ZeRO-2)
+    NO_SHARD         nothing: all ranks replicate, the arithmetic of data parallelism
+
+`--impl torch` takes PyTorch's `fully_shard` instead, for comparison: the losses are the same, bit
+for bit. Every block is a unit, and so is the rest. With several micro-batches per step,
+`--reduce-grads` and `--reshard-after-backward` speak about all but the last: whether they reduce
+their gradients, and whether they free the full weights. `--param-dtype bfloat16` computes in it.
+Seed, data and order of sequences are those of `train_baseline`, checkpoints are each other's. Flags
+and files: `solution.job`, or `--help`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed.fsdp as theirs
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from solution import comm, job
+from solution.config import require
+from solution.parallel.fsdp import api as ours
+from solution.train_config import TrainConfig, setting
+
+__all__ = ["FsdpConfig", "main"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpConfig(TrainConfig):
+    """A sharded run."""
+
+    strategy: str = setting("FULL_SHARD", "FULL_SHARD, SHARD_GRAD_OP or NO_SHARD")
+    impl: str = setting("solution", "solution or torch: whose fully_shard")
+    param_dtype: str = setting("float32", "of gathers and compute: float32 or bfloat16")
+    reduce_dtype: str = setting("float32", "of gradients on their way: float32 or bfloat16")
+    reshard_after_backward: bool = setting(True, "free full weights before the last backward, too")
+    reduce_grads: bool = setting(False, "reduce gradients before the last backward, too")
+
+    strategies: ClassVar[tuple[str, ...]] = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+    impls: ClassVar[tuple[str, ...]] = ("solution", "torch")
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, among in (
+            ("strategy", self.strategies),
+            ("impl", self.impls),
+            ("param_dtype", self.dtypes),
+            ("reduce_dtype", self.dtypes),
+        ):
+            require(name, getattr(self, name), f"among {among}", among.__contains__)
+
+    @property
+    def name(self) -> str:
+        """Of the files that this run writes: both implementations' can lie side by side."""
+        return f"fsdp_{self.strategy.lower()}" + ("_torch" if self.impl == "torch" else "")
+
+
+class Accumulating(nn.Module):
+    """A sharded model, ours or PyTorch's, behind the protocol that the trainer knows.
+
+    Attributes:
+        module: the model, sharded in place.
+        process_group: None, all ranks.
+    """
+
+    process_group: comm.Group = None
+
+    def __init__(self, module: nn.Module, config: FsdpConfig) -> None:
+        super().__init__()
+        self.module = module
+        self._sharded: Any = module  # FSDPModule is a mixin, not an nn.Module, for type checkers
+        self._config = config
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's."""
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around the micro-batches before the last."""
+        self._sharded.set_requires_gradient_sync(self._config.reduce_grads)
+        self._sharded.set_reshard_after_backward(self._config.reshard_after_backward)
+        try:
+            yield
+        finally:
+            self._sharded.set_requires_gradient_sync(True)
+            self._sharded.set_reshard_after_backward(True)
+
+
+def sharded(module: nn.Module, config: TrainConfig, world: comm.World) -> nn.Module:
+    """The model, sharded as the config says."""
+    assert isinstance(config, FsdpConfig)
+    implementation: Any = ours if config.impl == "solution" else theirs
+    is_sharding = config.strategy != "NO_SHARD"
+    mesh = init_device_mesh(
+        world.device.type,
+        (world.size,) if is_sharding else (world.size, 1),
+        mesh_dim_names=("shard",) if is_sharding else ("replicate", "shard"),
+    )
+    options = {
+        "mesh": mesh,
+        "reshard_after_forward": False if config.strategy == "SHARD_GRAD_OP" else None,
+        "mp_policy": implementation.MixedPrecisionPolicy(
+            param_dtype=getattr(torch, config.param_dtype),
+            reduce_dtype=getattr(torch, config.reduce_dtype),
+        ),
+    }
+    for block in module.blocks:  # type: ignore[union-attr]  # of both families a ModuleList
+        implementation.fully_shard(block, **options)
+    implementation.fully_shard(module, **options)
+    return Accumulating(module, config)
+
+
+def main() -> int:
+    """The command; returns the exit status."""
+    description = "Train GPT-2 or Llama, sharded over ranks."
+    return job.main(sharded, name=None, description=description, kind=FsdpConfig)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

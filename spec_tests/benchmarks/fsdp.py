@@ -1,0 +1,296 @@
+"""Step time and peak memory of fully sharded data parallelism, beside PyTorch's own.
+
+Per size and setting, ranks with one thread each run the micro-batches of a step and SGD (fp32, 64
+tokens per micro-batch and rank); every block is a unit, and so is the rest. Arms, all in the same
+ranks, each with a model of its own:
+
+    torch          torch.distributed.fsdp.fully_shard
+    NAME           fully_shard of each --impl
+    torch again    the first once more: the A/A arm (see paired.py)
+
+Settings: `raf` is reshard_after_forward; with accumulation only the last micro-batch reduces.
+Memory is what malloc has given out beyond the sharded model: the highest reading whenever a block
+begins or ends, forward and backward; the highest of all ranks. After the warm-up, and before
+anything is timed, all arms must hold the same bits.
+
+Bounds: time against torch .85, peak memory 1.0 times torch's and 2 % for what malloc adds. The exit
+status is 1 when one is missed, when bits differ, or when the A/A arm voids the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from spec_tests.benchmarks import paired
+from spec_tests.benchmarks.ddp import NUM_TOKENS, Block
+from spec_tests.benchmarks.rounds import run_round
+from spec_tests.rig.rank import Context
+from spec_tests.rig.world import Worlds
+from spec_tests.target import Implementation, load, parse
+
+RESULTS = Path(__file__).with_name("results")
+BASELINE, AGAIN = "torch", "torch again"
+TIME_BOUND, MEMORY_BOUND = 0.85, 1.02
+
+
+@dataclass(frozen=True)
+class Case:
+    """One table."""
+
+    size: str
+    width: int
+    num_blocks: int
+    num_steps: int
+    num_rounds: int
+    reshard_after_forward: bool
+    accumulation: int
+
+    @property
+    def name(self) -> str:
+        """As the table's heading shows it."""
+        raf, number = self.reshard_after_forward, self.accumulation
+        return f"{self.size}, raf {raf}, {number} micro-batch{'es' if number > 1 else ''}"
+
+
+CASES = [
+    Case(size, width, num_blocks, max(1, num_steps // accumulation), num_rounds, raf, accumulation)
+    for size, width, num_blocks, num_steps, num_rounds in (
+        ("1M", 128, 8, 32, 100),
+        ("25M", 512, 12, 4, 40),
+    )
+    for raf in (True, False)
+    for accumulation in (1, 4)
+]
+
+
+class Model(nn.Module):
+    """Blocks, each a unit, and a last layer that is the outermost unit's own."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(case.width) for _ in range(case.num_blocks))
+        self.head = nn.Linear(case.width, case.width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, width] to the same."""
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+# ------------------------------------------------------------------------------------- in the ranks
+
+
+class Arm:
+    """A sharded model with its optimizer, ready to step."""
+
+    def __init__(self, ctx: Context, case: Case, impl: Implementation) -> None:
+        torch.manual_seed(0)
+        self.model: Any = Model(case)
+        for block in self.model.blocks:
+            impl.fully_shard(block, reshard_after_forward=case.reshard_after_forward)
+        impl.fully_shard(self.model, reshard_after_forward=case.reshard_after_forward)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        generator = torch.Generator().manual_seed(ctx.rank)
+        self.batches = [
+            torch.randn(NUM_TOKENS, case.width, generator=generator)
+            for _ in range(case.accumulation)
+        ]
+
+    def step(self) -> None:
+        """What is timed."""
+        for batch in self.batches:
+            if len(self.batches) > 1:
+                self.model.set_requires_gradient_sync(batch is self.batches[-1])
+            self.model(batch).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def peak_of_a_step(self) -> int:
+        """Bytes above those before it."""
+        before, readings = paired.allocated_bytes(), [0]
+
+        def read(*_: Any) -> None:
+            readings.append(paired.allocated_bytes() - before)
+
+        handles = []
+        for part in (*self.model.blocks, self.model.head):
+            handles.append(part.register_forward_pre_hook(read))
+            handles.append(part.register_forward_hook(read))
+            handles.append(part.register_full_backward_pre_hook(read))
+            handles.append(part.register_full_backward_hook(read))
+        self.step()
+        for handle in handles:
+            handle.remove()
+        return max(readings)
+
+    def fingerprint(self) -> list[torch.Tensor]:
+        """This rank's shards."""
+        return [p.to_local().detach().clone() for p in self.model.parameters()]
+
+
+def body(ctx: Context, case: Case, impls: list[str], num_rounds: int) -> dict[str, Any]:
+    """Rank body: all arms, all rounds. Times per arm and round, peak bytes, and who differs."""
+    loaded = {name: load(parse(name)) for name in ("torch", *impls)}
+    labels = arm_labels(impls)
+    arms, peaks, bits = [], {}, {}
+    for label in labels:
+        arm = Arm(ctx, case, loaded["torch" if label in (BASELINE, AGAIN) else label])
+        for _ in range(3):
+            arm.step()
+        peaks[label], bits[label] = arm.peak_of_a_step(), arm.fingerprint()
+        arms.append(arm)
+    differing = [
+        label
+        for label in labels
+        if any(not torch.equal(a, b) for a, b in zip(bits[label], bits[BASELINE], strict=True))
+    ]
+    rounds = [run_round(ctx, arms, case.num_steps, index) for index in range(num_rounds)]
+    return {"peaks": peaks, "rounds": rounds, "differing": differing}
+
+
+def arm_labels(impls: list[str]) -> list[str]:
+    """Names of the arms, in the order of an even round: equal things far apart."""
+    return [BASELINE, *impls, AGAIN]
+
+
+# ----------------------------------------------------------------------------------- in the parent
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one case showed."""
+
+    case: str
+    num_ranks: int
+    labels: list[str]
+    ms: dict[str, float]
+    core_ms: dict[str, float]
+    against: dict[str, paired.Ratio]
+    peaks: dict[str, int]
+    num_rounds: int
+    num_dropped: int
+    verdicts: list[str]
+
+
+def summarise(case: Case, impls: list[str], ranks: list[dict[str, Any]]) -> Result:
+    """Times of the kept rounds, their paired ratios, and what they say about the bounds."""
+    labels = arm_labels(impls)
+    times: dict[str, list[float]] = {label: [] for label in labels}
+    cores: dict[str, list[float]] = {label: [] for label in labels}
+    for of_ranks in zip(*(rank["rounds"] for rank in ranks), strict=True):
+        own = sum(part["own"] for part in of_ranks)
+        first = of_ranks[0]
+        if paired.share_of_others(first["busy"], own, first["elapsed"]) > paired.MAX_OTHERS:
+            continue
+        for number, label in enumerate(labels):
+            times[label].append(max(part["seconds"][number] for part in of_ranks))
+            cores[label].append(sum(part["core_seconds"][number] for part in of_ranks))
+    num_kept, num_rounds = len(times[BASELINE]), len(ranks[0]["rounds"])
+    if num_kept < paired.FEWEST_ROUNDS:
+        raise SystemExit(
+            f"{case.name}: {num_kept} of {num_rounds} rounds were quiet enough, expected at least "
+            f"{paired.FEWEST_ROUNDS}; let nothing else run, or give more --rounds"
+        )
+    against = {label: paired.ratio(times[label], times[BASELINE]) for label in labels[1:]}
+    peaks = {label: max(rank["peaks"][label] for rank in ranks) for label in labels}
+    differing = {label for rank in ranks for label in rank["differing"]}
+    return Result(
+        case=case.name,
+        num_ranks=len(ranks),
+        labels=labels,
+        ms={label: 1e3 * statistics.median(times[label]) for label in labels},
+        core_ms={label: 1e3 * statistics.median(cores[label]) for label in labels},
+        against=against,
+        peaks=peaks,
+        num_rounds=num_kept,
+        num_dropped=num_rounds - num_kept,
+        verdicts=_verdicts(impls, against, peaks, differing),
+    )
+
+
+def _verdicts(
+    impls: list[str],
+    against: dict[str, paired.Ratio],
+    peaks: dict[str, int],
+    differing: set[str],
+) -> list[str]:
+    if paired.is_void(against[AGAIN]):
+        low, high = paired.AA_RANGE
+        return [f"void: torch against itself {against[AGAIN].median:.3f}, not in {low}-{high}"]
+    said = []
+    for name in impls:
+        high, share = against[name].high, peaks[name] / max(1, peaks[BASELINE])
+        word = "holds" if high <= TIME_BOUND else "missed"
+        said.append(f"{word}: {name} takes at most {high:.3f} of torch's time, bound {TIME_BOUND}")
+        word = "holds" if share <= MEMORY_BOUND else "missed"
+        said.append(f"{word}: {name} peaks at {share:.3f} of torch's bytes, bound {MEMORY_BOUND}")
+        said.append(f"{'missed' if name in differing else 'holds'}: {name} has torch's bits")
+    return said
+
+
+def render(results: list[Result], environment: dict[str, str]) -> str:
+    """The results as Markdown."""
+    lines = ["# Fully sharded step, paired against torch.distributed.fsdp.fully_shard", ""]
+    lines += [f"- {key}: {value}" for key, value in environment.items()]
+    lines.append(
+        f"- gloo, 1 thread per rank, fp32, {NUM_TOKENS} tokens per micro-batch and rank, SGD, all "
+        "defaults; ratios are paired medians with their 95 % interval"
+    )
+    for result in results:
+        rows = [("arm", "ms", "core ms", "against torch", "peak MiB")]
+        rows += [
+            (
+                label,
+                f"{result.ms[label]:.1f}",
+                f"{result.core_ms[label]:.1f}",
+                str(result.against.get(label, 1)),
+                f"{result.peaks[label] / 2**20:.1f}",
+            )
+            for label in result.labels
+        ]
+        lines += ["", f"## {result.case}, {result.num_ranks} ranks", "", paired.table(rows), ""]
+        lines.append(f"{result.num_rounds} rounds kept, {result.num_dropped} dropped as noisy.")
+        lines += ["", *[f"- {verdict}" for verdict in result.verdicts]]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str]) -> int:
+    """Measure, print, and write `fsdp.md` and `fsdp.json`."""
+    parser = argparse.ArgumentParser(prog="python -m spec_tests.benchmarks fsdp")
+    parser.add_argument("--impl", action="append", help="as for the suite; default: solution")
+    parser.add_argument("--size", choices=["1M", "25M"], help="default: both")
+    parser.add_argument("--ranks", type=int, action="append", help="default: 2 and 4")
+    parser.add_argument("--rounds", type=int, help="default: 100 at 1M, 40 at 25M")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for fsdp.md, fsdp.json")
+    options = parser.parse_args(argv)
+    impls = options.impl or ["solution"]
+    results = []
+    worlds = Worlds()
+    try:
+        for num_ranks in options.ranks or [2, 4]:
+            for case in CASES:
+                if options.size in (None, case.size):
+                    rounds = options.rounds or case.num_rounds
+                    world = worlds.world(num_ranks)
+                    ranks = world.run(body, case, impls, rounds, timeout_s=3600.0)
+                    results.append(summarise(case, impls, list(ranks)))
+                    print(results[-1].case, num_ranks, *results[-1].verdicts, sep="\n  ")
+    finally:
+        worlds.close()
+    environment = paired.environment()
+    text = render(results, environment)
+    print(text)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "fsdp.md").write_text(text)
+    record = {"environment": environment, "results": [asdict(result) for result in results]}
+    (options.out / "fsdp.json").write_text(json.dumps(record, indent=1) + "\n")
+    return int(any(not v.startswith("holds") for result in results for v in result.verdicts))

@@ -1,0 +1,103 @@
+"""`python -m solution.train_fsdp`: strategies, both implementations alike, others' checkpoints."""
+
+import json
+import shutil
+
+import pytest
+
+from spec_tests.scripts.launch import run, run_ranks
+
+BASELINE, DDP, FSDP = (f"solution.train_{name}" for name in ("baseline", "ddp", "fsdp"))
+SMALL = (
+    *("--vocab-size", 64, "--sequence-length", 16, "--device", "cpu"),
+    *("--global-batch-size", 8, "--micro-batch-size", 2, "--steps", 3),
+)
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+
+
+def trained(data, folder, *flags, module=FSDP):
+    """Two ranks' worth of steps."""
+    folder.mkdir(exist_ok=True)
+    flags = (*SMALL, "--data", data, "--out", folder, *flags)
+    ranks = run_ranks(module, *flags, num_ranks=2, folder=folder)
+    assert [rank.status for rank in ranks] == [0, 0], ranks
+    return folder
+
+
+def steps(folder, name):
+    """Loss and gradient norm of each step, to the bit."""
+    lines = map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines())
+    return [(line["loss"], line["grad_norm"]) for line in lines]
+
+
+def weights(folder, name):
+    """Both ranks' fingerprints of the full weights."""
+    found = [json.loads((folder / f"{name}.rank{rank}.json").read_text()) for rank in range(2)]
+    return [one["weights_sha256"] for one in found]
+
+
+@pytest.fixture(scope="module")
+def baseline(data, tmp_path_factory):
+    """Steps of a plain run, with which others are compared."""
+    folder = tmp_path_factory.mktemp("baseline")
+    ended = run(BASELINE, *SMALL, "--data", data, "--out", folder, folder=folder)
+    assert ended.status == 0, ended.err
+    return steps(folder, "baseline")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_changes_nothing_but_rounding(data, baseline, tmp_path, strategy):
+    name = f"fsdp_{strategy.lower()}"
+
+    trained(data, tmp_path, "--strategy", strategy)
+
+    for found, wanted in zip(steps(tmp_path, name), baseline, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5)
+    first, second = weights(tmp_path, name)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--model", "llama", "--param-dtype", "bfloat16"),
+        ("--strategy", "SHARD_GRAD_OP", "--no-reshard-after-backward", "--max-norm", 1),
+        ("--strategy", "NO_SHARD", "--reduce-grads"),
+    ],
+    ids=["bfloat16", "kept", "replicated"],
+)
+def test_both_implementations_give_the_same_bits(data, tmp_path, flags):
+    for impl in ("solution", "torch"):
+        trained(data, tmp_path, "--impl", impl, *flags)
+
+    name = {"--model": "fsdp_full_shard"}.get(flags[0], f"fsdp_{flags[1]}".lower())
+    assert steps(tmp_path, name) == steps(tmp_path, f"{name}_torch")
+    assert weights(tmp_path, name) == weights(tmp_path, f"{name}_torch")
+
+
+@pytest.mark.parametrize("order", [(FSDP, DDP), (DDP, FSDP)], ids=["to-ddp", "from-ddp"])
+def test_a_run_goes_on_from_the_others_checkpoint(data, tmp_path, order):
+    saved = tmp_path / "saved"
+    flags = ("--checkpoint-dir", saved, "--save-every", 2)
+    names = {FSDP: "fsdp_full_shard", DDP: "ddp_bucketed"}
+
+    trained(data, tmp_path / "whole", *flags, module=order[0])
+    shutil.rmtree(saved / "step-00000003")
+    trained(data, tmp_path / "rest", *flags, module=order[1])
+
+    *_, wanted = steps(tmp_path / "whole", names[order[0]])
+    *_, found = steps(tmp_path / "rest", names[order[1]])
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--strategy", "HALF_SHARD"), ("--impl", "other"), ("--param-dtype", "float8")],
+    ids=lambda flags: flags[0][2:],
+)
+def test_an_unknown_word_is_refused_by_name(data, tmp_path, flags):
+    ended = run(FSDP, *SMALL, "--data", data, "--out", tmp_path, *flags, folder=tmp_path)
+
+    assert ended.status == 2
+    assert flags[1] in ended.err
+    assert "Traceback" not in ended.err
