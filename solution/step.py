@@ -88,11 +88,12 @@ class Ranks:
 
     def sum(self, *numbers: float | torch.Tensor, device: torch.device) -> list[float]:
         """Each number summed over the ranks, in float64 (exact for counts below 2^53)."""
+        if self.size == 1:
+            return [float(number) for number in numbers]
         total = torch.stack(
             [torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers]
         )
-        if self.size > 1:
-            comm.sum_over_ranks(total, self.group)
+        comm.sum_over_ranks(total, self.group)
         return [float(number) for number in total.tolist()]
 
 

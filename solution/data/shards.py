@@ -111,13 +111,14 @@ class _MissingShardError(FileNotFoundError, ValueError):
 
 def _check_header(path: Path) -> int:
     """The number of tokens in `path`, once everything about its header and size is right."""
-    if path.is_dir():
-        raise ValueError(f"{path}: expected a token shard, found a directory; name the .bin files")
     if not path.exists():
         raise _MissingShardError(
             f"{path}: expected a token shard, found no such file; "
             "`python -m solution.data.prepare --out DIR` makes some"
         )
+    if not path.is_file():  # to open a pipe waits for whoever writes to it
+        found = "a directory" if path.is_dir() else "a pipe or a device"
+        raise ValueError(f"{path}: expected a token shard, found {found}; name the .bin files")
     size = path.stat().st_size
     head = _read_at(path, 0, HEADER_BYTES)
     if len(head) < HEADER_BYTES:
