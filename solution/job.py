@@ -43,7 +43,7 @@ from solution.evaluate import evaluate
 from solution.measure.memory import peak_memory_bytes
 from solution.measure.traffic import Traffic
 from solution.models import families
-from solution.optim import cosine_schedule, decay_groups
+from solution.optim import cosine_schedule
 from solution.parallel.fsdp.whole import full_parameters
 from solution.plan import Plan
 from solution.precision import Precision
@@ -151,9 +151,7 @@ class _Run:
             activation_checkpointing=config.activation_checkpointing,
         ).to(self.world.device)
         model = wrap(module, config, self.world)  # first: it may put shards in place of parameters
-        optimizer = torch.optim.AdamW(
-            decay_groups(module, weight_decay=config.weight_decay), lr=config.learning_rate
-        )
+        optimizer = plan.optimizer(module)
         self.out.mkdir(parents=True, exist_ok=True)
         path = self.out / f"{plan.name}.rank{self.world.rank}.json"
         traffic = Traffic()

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import nn
+
 from solution import comm
 from solution.attention import unavailable
 from solution.config import ModelConfig
@@ -16,6 +19,8 @@ from solution.data.loader import TokenLoader, token_loader
 from solution.data.prepare import read_meta
 from solution.data.shards import Shard, find_shards
 from solution.models import families
+from solution.optim import decay_groups
+from solution.parallel.zero1 import ShardedOptimizer
 from solution.step import DataExhaustedError
 from solution.train_config import TrainConfig
 from solution.trainer import accumulation_steps
@@ -72,6 +77,13 @@ class Plan:
         plan._check_training_data()
         plan._check_validation_data()
         return plan
+
+    def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        """AdamW; with `zero1` every rank keeps the state of a part of the parameters."""
+        groups = decay_groups(module, weight_decay=self.config.weight_decay)
+        if self.config.zero1:
+            return ShardedOptimizer(groups, torch.optim.AdamW, lr=self.config.learning_rate)
+        return torch.optim.AdamW(groups, lr=self.config.learning_rate)
 
     def _check_training_data(self) -> None:
         """Enough of it for the steps, and no id that the embedding lacks, in what will be read."""

@@ -71,6 +71,7 @@ class TrainConfig:
     device: str = setting("auto", "auto, cpu or cuda")
     wrapper: str = setting("ddp_bucketed", "how gradients are reduced (train_ddp only)")
     bucket_size_mb: float = setting(25.0, "of ddp_bucketed and torch, in MiB")
+    zero1: bool = setting(False, "divide AdamW's state over the ranks (train_ddp only)")
 
     models: ClassVar[tuple[str, ...]] = ("gpt2", "llama")
     precisions: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")

@@ -4,9 +4,11 @@
     torchrun --standalone --nproc-per-node=2 -m solution.train_ddp --wrapper torch ...
 
 `--wrapper` chooses who reduces the gradients: `ddp` (one all-reduce per parameter), `ddp_bucketed`
-(flat buckets), or `torch`, PyTorch's DistributedDataParallel, for comparison. Seed, data and order
-of sequences are those of `train_baseline`, so the losses are the same up to rounding. gloo on CPUs,
-nccl where every rank has a GPU. Flags and files: `solution.job`, or `--help`.
+(flat buckets), or `torch`, PyTorch's DistributedDataParallel, for comparison. `--zero1` divides the
+state of AdamW over the ranks; weights stay the same to the bit, and checkpoints go either way.
+Seed, data and order of sequences are those of `train_baseline`, so the losses are the same up to
+rounding. gloo on CPUs, nccl where every rank has a GPU. Flags and files: `solution.job`, or
+`--help`.
 """
 
 from __future__ import annotations

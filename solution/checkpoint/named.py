@@ -7,7 +7,7 @@ the parameter that they belong to, so that neither order nor grouping matters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["ModelTensors", "OptimizerTensors", "unwrapped"]
+__all__ = ["ModelTensors", "OptimizerTensors", "joined", "unwrapped"]
 
 _PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -157,10 +157,17 @@ class OptimizerTensors:
                 )
         return ""
 
+    def keeps(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank keeps the state of `parameter`: all, but for a sharded optimizer."""
+        owns = getattr(self.optimizer, "owns", None)
+        return owns is None or bool(owns(parameter))
+
     def empty(self, saved: dict[str, Any], sizes: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """Tensors to read the saved state into: of the parameter's layout where it has its size."""
         found: dict[str, dict[str, Any]] = {}
         for name, parameter in self.parameters():
+            if not self.keeps(parameter):
+                continue
             for key in saved["keys"].get(name, ()):
                 like = sizes[f"optimizer.state.{name}.{key}"]
                 dtype = like.properties.dtype
@@ -185,6 +192,15 @@ class OptimizerTensors:
                     state[number] = entries
             index += len(names)
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What `capture` says besides tensors, of all ranks: the first one that knows a name counts."""
+    whole: dict[str, Any] = {}
+    for part in reversed(parts):
+        for kind, by_name in part.items():
+            whole[kind] = {**whole.get(kind, {}), **by_name}
+    return whole
 
 
 def same(one: Any, other: Any) -> bool:

@@ -8,6 +8,7 @@ nothing that happens later can leak into it. Tensors are written from where they
 
 Buffers come from rank 0 alone: running statistics differ between replicas, and a wrapper takes the
 first rank's before each forward. Parameters are equal everywhere, so the ranks share the writing.
+The state of a sharded optimizer is written by those who have it, under the plain optimizer's names.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from solution import comm
 from solution.checkpoint import folder, random_state, storage
 from solution.checkpoint.errors import CheckpointError, by_first, together
-from solution.checkpoint.named import ModelTensors, OptimizerTensors
+from solution.checkpoint.named import ModelTensors, OptimizerTensors, joined
 
 __all__ = ["Captured", "Stateful", "checked", "save_checkpoint"]
 
@@ -124,14 +125,15 @@ class Captured:
             return (_copied(tensors) if copy else tensors), common, _of_rank(loader, extra)
 
         tensors, common, own = together(f"capture its state at step {step}", capture, group)
-        told = comm.gather_objects((step, own), group)
-        steps = [each for each, _ in told]
+        told = comm.gather_objects((step, own, common["optimizer"]), group)
+        steps = [each for each, _, _ in told]
         if len(set(steps)) > 1:
             raise CheckpointError(
                 f"rank {comm.rank(group)}: expected all ranks to save the same step, got {steps} "
                 "in order of rank; save after a step that all have finished"
             )
-        ranks = [each for _, each in told]
+        ranks = [each for _, each, _ in told]
+        common["optimizer"] = joined([each for _, _, each in told])
         plain = storage.encode({"step": step, "ranks": ranks, **common}) if is_first else b""
         return cls(step, tensors, plain)
 

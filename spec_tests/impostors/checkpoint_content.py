@@ -39,6 +39,11 @@ class ForgetsMoments(PlainCheckpoint):
         return {name: {**entry, "state": {}} for name, entry in found.items()}
 
 
+class FirstRanksMoments(PlainCheckpoint):
+    def joined(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        return parts[0]
+
+
 class ForgetsOptions(PlainCheckpoint):
     def of_optimizer(self, model: nn.Module, optimizer: Any) -> dict[str, Any]:
         found = super().of_optimizer(model, optimizer)
@@ -191,6 +196,14 @@ IMPOSTORS = (
         "A bump in the loss that looks like noise.",
         "content.optimizer",
         "resume.equals-uninterrupted",
+    ),
+    card(
+        FirstRanksMoments,
+        "first-ranks-moments",
+        "Saves the state that the first rank has of a sharded optimizer.",
+        "`if rank == 0: torch.save(optimizer.state)`, from before the optimizer was sharded",
+        "It saves, it loads, and a part of the moments is warm.",
+        "sharded-optimizer.any-world-size",
     ),
     card(
         ForgetsOptions,

@@ -29,12 +29,13 @@ class PlainCheckpoint:
     def save(self, directory, *, step, model, optimizer, loader=None) -> None:
         root = self.root(directory)
         everyone = self.gather(self.of_rank(model, loader))
+        moments = self.joined(self.gather(self.of_optimizer(model, optimizer)))
         error = None
         if rank() == 0:
             state = {
                 "step": self.step_to_store(step),
                 "model": self.of_model(model, everyone),
-                "optimizer": self.of_optimizer(model, optimizer),
+                "optimizer": moments,
                 "ranks": everyone,
             }
             error = self.attempt(lambda: self.put(root, step, state))
@@ -68,6 +69,13 @@ class PlainCheckpoint:
                 entries = dict(optimizer.state.get(parameter, {}))
                 found[names[id(parameter)]] = {"options": options, "state": entries}
         return found
+
+    def joined(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        """Where ranks keep the state of other parameters, each from the one that has it."""
+        return {
+            name: next((part[name] for part in parts if part[name]["state"]), entry)
+            for name, entry in parts[0].items()
+        }
 
     def gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
         everyone: list[Any] = [own] * size()
