@@ -141,4 +141,13 @@ IMPOSTORS = (
         "zero1.group.keeps-to-itself",
         outcomes=("failed", "hang", "died"),
     ),
+    card(
+        PlainZero1,
+        "compares-nothing",
+        "Trusts that all ranks were given the same.",
+        "ZeroRedundancyOptimizer does, and so does every exercise.",
+        "Ranks run the same script.",
+        "zero1.refusals.unequal-ranks",
+        outcomes=("failed", "hang", "died"),
+    ),
 )

@@ -1,0 +1,57 @@
+"""Refusals: ranks that were given different things are told so, all of them, before they train.
+
+Every rank decides for itself who owns what. Where one has another model, or another rate, they
+send each other what does not fit, wait for what nobody sends, or train each parameter with the rate
+of whoever owns it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from spec_tests.clause import MUST, clause
+from spec_tests.rig import judge
+
+ZERO = ("sharded_optimizer",)
+
+
+def unequal(ctx, difference):
+    """Construct and step where the last rank differs; the error, or "" if there was none."""
+    is_other = ctx.rank == ctx.world_size - 1
+    torch.manual_seed(7)
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    if is_other and difference == "shape":
+        layers[1] = nn.Linear(4, 5)
+    rate = 0.5 if is_other and difference == "rate" else 0.25
+    parameters = list(nn.ModuleList(layers).parameters())
+    try:
+        optimizer = ctx.impl.sharded_optimizer(parameters, torch.optim.SGD, lr=rate)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@clause(
+    "zero1.refusals.unequal-ranks",
+    MUST,
+    level="production",
+    needs=ZERO,
+    source="DistributedDataParallel verifies parameters across ranks at construction",
+)
+@pytest.mark.parametrize("difference", ["shape", "rate"])
+def test_ranks_with_unequal_parameters_are_told(world, difference):
+    """Where ranks differ in parameters or options, all MUST raise by the first step; none hangs."""
+    errors = world.run(unequal, difference)
+
+    silent = [rank for rank, error in enumerate(errors) if not error]
+    judge.holds(
+        not silent,
+        f"expected an error on all {world.size} ranks, got none on ranks {silent}",
+        likely="nothing is compared: each parameter trains with its owner's idea of it",
+        given=f"the last rank has another {difference}",
+    )
