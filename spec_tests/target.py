@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -131,7 +132,8 @@ class Implementation:
     """The functions of an implementation, by the names of the contract.
 
     Attribute access gives the function, its default (see `contract.DEFAULTS`), or a stand-in that
-    raises NotOfferedError. `offered` names what the implementation itself brings.
+    raises NotOfferedError. `offered` names what the implementation itself brings; `misfits` says
+    which of that cannot be called as the contract calls it, and why.
     """
 
     def __init__(self, name: str, namespace: object) -> None:
@@ -140,6 +142,8 @@ class Implementation:
         self.offered = tuple(
             function for function in FUNCTIONS if callable(getattr(namespace, function, None))
         )
+        reasons = {name: _misfit(name, getattr(namespace, name)) for name in self.offered}
+        self.misfits = {name: reason for name, reason in reasons.items() if reason}
 
     def __getattr__(self, function: str) -> Callable[..., Any]:
         found = getattr(self.namespace, function, None)
@@ -150,6 +154,30 @@ class Implementation:
         if function in FUNCTIONS:
             return _stand_in(self.name, function)
         raise AttributeError(f"{function!r} is no function of the contract")
+
+
+def _misfit(name: str, function: Callable[..., Any]) -> str:
+    """Why `function` cannot take what the contract's callers must pass; empty if it can.
+
+    What the contract gives a default for is passed by some clauses only, and those say so.
+    """
+    promised = inspect.signature(FUNCTIONS[name].__call__)
+    needed = [p for p in promised.parameters.values() if p.default is p.empty and p.name != "self"]
+    try:
+        own = inspect.signature(function)
+    except (TypeError, ValueError):  # built in, or with a signature of its own making
+        return ""
+    args = [None for p in needed if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    kwargs = {p.name: None for p in needed if p.kind is p.KEYWORD_ONLY}
+    try:
+        own.bind(*args, **kwargs)
+    except TypeError as error:
+        names = ", ".join([p.name for p in needed[: len(args)]] + [f"{k}=" for k in kwargs])
+        return (
+            f"expected a function that can be called as {name}({names}), got {name}{own}: {error}; "
+            f"see class {FUNCTIONS[name].__name__} in spec_tests/contract.py"
+        )
+    return ""
 
 
 def _stand_in(name: str, function: str) -> Callable[..., Any]:

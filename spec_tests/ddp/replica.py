@@ -27,11 +27,11 @@ def wrap(
     process_group: ProcessGroup | None = None,
 ) -> nn.Module:
     """Wrap `module` with the function under test; the bucketed one gets small buckets."""
+    # Left out where it is the default: whoever knows no groups fails in the clauses on groups only.
+    group = {} if process_group is None else {"process_group": process_group}
     if subject == "ddp_bucketed":
-        return ctx.impl.ddp_bucketed(
-            module, bucket_size_mb=bucket_size_mb, process_group=process_group
-        )
-    return ctx.impl.ddp(module, process_group=process_group)
+        return ctx.impl.ddp_bucketed(module, bucket_size_mb=bucket_size_mb, **group)
+    return ctx.impl.ddp(module, **group)
 
 
 class Replica:

@@ -2,6 +2,7 @@
 
     RankRaised   a rank raised; the others were released     ordinary Exception, may be shrunk
     NotOffered   the implementation lacks the function       a SkipTest, reported as such
+    Blocked      it has one that cannot be called            ordinary Exception
     RankHung     ranks are blocked and nothing moves         BaseException
     RankDied     a rank exited or was killed                 BaseException
     RigError     the rig or the call itself is at fault      ordinary Exception
@@ -53,6 +54,10 @@ class NotOffered(unittest.SkipTest):
 
     A SkipTest, because pytest and hypothesis both let that one through untouched.
     """
+
+
+class Blocked(Exception):
+    """A function does not fit the contract, so no clause about it was tried."""
 
 
 @dataclass(eq=False)  # exceptions must stay hashable

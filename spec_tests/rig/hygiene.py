@@ -7,6 +7,7 @@ and every difference is reported by name. What cannot be put back makes the pool
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -84,6 +85,32 @@ def _thread_names() -> tuple[str, ...]:
     return tuple(sorted(thread.name for thread in threading.enumerate()))
 
 
+class _OpenFiles:
+    """Paths of this process's open files, each with how often. Linux only; elsewhere always empty.
+
+    Sockets and pipes are not among them: gloo opens its own when a group first talks. What the
+    numbers stand for is looked up anew only when there are others, for a lookup costs 50 us.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: list[str] = []
+        self._paths: dict[str, int] = {}
+
+    def __call__(self) -> dict[str, int]:
+        try:
+            numbers = os.listdir("/proc/self/fd")  # noqa: PTH208 - a third of the time of a Path
+        except OSError:
+            return {}
+        if numbers != self._numbers:
+            self._numbers, self._paths = numbers, {}
+            for number in numbers:
+                with contextlib.suppress(OSError):  # the listing's own is closed by now
+                    path = os.readlink(f"/proc/self/fd/{number}")  # noqa: PTH115 - as above
+                    if path.startswith("/"):
+                        self._paths[path] = self._paths.get(path, 0) + 1
+        return self._paths
+
+
 _PROBES = (
     _Probe("default dtype", torch.get_default_dtype, torch.set_default_dtype),
     _Probe("default device", _default_device, torch.set_default_device),
@@ -118,6 +145,7 @@ _PROBES = (
     _Probe("environment", _environment, _restore_environment),
     _Probe("working directory", os.getcwd, os.chdir),
     _Probe("Python threads", _thread_names, is_harmless=True),
+    _Probe("open files", _OpenFiles(), is_harmless=True),
     _Probe("warning filters", lambda: list(warnings.filters), _restore_filters),
     _Probe(
         "alarm handler",

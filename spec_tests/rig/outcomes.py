@@ -51,7 +51,7 @@ class Outcome(StrEnum):
     HANG = "hang"
     """Ranks were blocked without progress."""
     BLOCKED = "blocked"
-    """Not tried, since the smoke stage failed for this implementation."""
+    """Not tried: a function does not fit the contract, so no call of it would tell anything."""
     ERROR = "error"
     """The rig or the adapter is at fault: nothing is known about the implementation."""
 

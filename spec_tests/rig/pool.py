@@ -77,6 +77,7 @@ class Pool:
         self.target = target
         self.load_error: wire.RemoteError | None = None
         self.offered: tuple[str, ...] = ()
+        self.misfits: dict[str, str] = {}
         self.is_alive = True
         self.was_preloaded = True
         self._serial = 0
@@ -139,7 +140,7 @@ class Pool:
                 [report],
             )
         try:
-            preloaded, error, offered = wire.loads(member.tasks.recv_bytes())
+            preloaded, error, offered, misfits = wire.loads(member.tasks.recv_bytes())
         except EOFError:
             report = RankReport(member.rank, member.how_it_ended(), output=member.output())
             raise RankDied(
@@ -147,7 +148,7 @@ class Pool:
             ) from None
         self.was_preloaded = self.was_preloaded and preloaded
         self.load_error = self.load_error or error
-        self.offered = offered
+        self.offered, self.misfits = offered, misfits
 
     def pids(self) -> list[int]:
         """Process ids of the ranks."""

@@ -176,7 +176,8 @@ def main(config: RankConfig, tasks: Connection, control: Connection) -> None:
     # Later collections then look at what bodies made, not at torch. Without a collection first:
     # that would take longer than all the rest of the start.
     gc.freeze()
-    tasks.send_bytes(wire.dumps((preloaded, load_error, impl.offered if impl else ())))
+    brings = (impl.offered, impl.misfits) if impl is not None else ((), {})
+    tasks.send_bytes(wire.dumps((preloaded, load_error, *brings)))
     _serve(config, tasks, store, impl, output)
 
 

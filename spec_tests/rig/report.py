@@ -219,16 +219,25 @@ def _failure_cards(events: Sequence[Event]) -> list[str]:
 
 
 def render_failures(events: Sequence[Event]) -> str:
-    """What a terminal shows of each failed cell: the first case's message, the others counted."""
-    blocks = []
+    """What a terminal shows of failed cells: the first case in full; what is blocked by cause."""
+    blocks = _blocked(events)
     for cell in cells(events):
-        if cell.outcome in REFUTED | BROKEN:
+        if cell.outcome in (REFUTED | BROKEN) - {Outcome.BLOCKED}:
             first, *others = cell.decisive_cases
             text = f"{cell.outcome}: {first['message'].rstrip()}"
             if others:
                 text += f"\n({len(others)} more: {', '.join(case['case'] for case in others[:6])})"
             blocks.append(text)
     return "\n\n".join(blocks) or "nothing"
+
+
+def _blocked(events: Sequence[Event]) -> list[str]:
+    waiting: dict[tuple[str, ...], list[str]] = {}
+    for cell in (cell for cell in cells(events) if cell.outcome is Outcome.BLOCKED):
+        why = cell.decisive_cases[0]["message"].strip().split("\n")[1:2]
+        waiting.setdefault((cell.implementation, *why), []).append(cell.clause)
+    count = "blocked: {} clauses not tried on {}".format
+    return ["\n".join([count(len(c), n), *why, ", ".join(c)]) for (n, *why), c in waiting.items()]
 
 
 def _not_here(events: Sequence[Event]) -> list[str]:

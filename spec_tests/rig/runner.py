@@ -17,7 +17,7 @@ from typing import Any
 from hypothesis.errors import Flaky
 
 from spec_tests.clause import LEVELS, Clause
-from spec_tests.rig.errors import NotOffered, RankDied, RankHung, RankRaised, RigError
+from spec_tests.rig.errors import Blocked, NotOffered, RankDied, RankHung, RankRaised, RigError
 from spec_tests.rig.judge import Situation, Violation, judging, violated
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.world import World, Worlds
@@ -60,6 +60,8 @@ def outcome_of(error: BaseException | None) -> Outcome:
         return Outcome.PASSED
     if isinstance(error, NotOffered):
         return Outcome.NOT_OFFERED
+    if isinstance(error, Blocked):
+        return Outcome.BLOCKED
     if isinstance(error, RankHung):
         return Outcome.HANG
     if isinstance(error, RankDied):
@@ -90,12 +92,21 @@ def message_of(error: BaseException | None) -> str:
 
 
 def require_offered(world: World, clause: Clause, subject: str | None) -> None:
-    """Raise NotOffered unless the implementation brings what this case needs."""
+    """See that the implementation brings what this case needs, before anything is judged.
+
+    Raises:
+        NotOffered: a function is missing.
+        Blocked: a function does not fit the contract: one fault, not one per clause.
+    """
     offered = world.offered()
     wanted = [*([subject] if subject else []), *clause.needs]
     missing = [function for function in wanted if function not in offered]
     if missing:
         raise NotOffered(f"not offered: {', '.join(missing)}")
+    misfits = world.misfits()
+    reasons = [misfits[function] for function in wanted if function in misfits]
+    if reasons:
+        raise Blocked("\n".join(reasons))
 
 
 def run_case(clause: Clause, target: Target, case: Mapping[str, Any], worlds: Worlds) -> CaseResult:

@@ -9,7 +9,7 @@
 
 The transport is a parameter: "gloo" (live processes on CPU), "cuda" (live processes, a device
 each). A further transport is one more entry of `TRANSPORTS`, whose pools offer `call`, `stop`,
-`kill`, `is_alive`, `offered` and `load_error`.
+`kill`, `is_alive`, `offered`, `misfits` and `load_error`.
 """
 
 from __future__ import annotations
@@ -153,6 +153,14 @@ class World:
             RigError: the implementation does not load; that is not the same as offering nothing.
         """
         return self._loaded_pool().offered
+
+    def misfits(self) -> dict[str, str]:
+        """The functions that cannot be called as the contract calls them, each with the reason.
+
+        Raises:
+            RigError: the implementation does not load.
+        """
+        return self._loaded_pool().misfits
 
     def _loaded_pool(self) -> Pool:
         pool = self.worlds.pool(self.size, self.target, self.transport)

@@ -70,6 +70,14 @@ def test_right_code_of_a_users_own_conforms_from_any_folder(tmp_path: Path):
     assert list((tmp_path / "out").glob("*.xml")), "for those who read JUnit"
 
 
+def test_a_function_that_nobody_can_call_is_one_fault_and_no_verdict(tmp_path: Path):
+    (tmp_path / "mine.py").write_text("def ddp(model, group):\n    return model\n")
+    ended = spec_tests("--impl", str(tmp_path / "mine.py"), *CLAUSES)
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert ended.stdout.count("expected a function that can be called as ddp(module), got") == 1
+    assert "blocked: 2 clauses not tried on " in ended.stdout
+
+
 def test_wrong_code_is_told_what_is_wrong_and_how_to_run_it_again(tmp_path: Path):
     (tmp_path / "mine.py").write_text(WRONG)
     ended = spec_tests("--impl", str(tmp_path / "mine.py"), *CLAUSES)

@@ -206,6 +206,42 @@ def test_an_impostor_that_does_not_exist_is_named_with_those_that_are_near(own: 
     )
 
 
+# ---------------------------------------------------------------- what cannot be called as promised
+
+
+@pytest.mark.parametrize(
+    ("signature", "said"),
+    [
+        ("model", ""),
+        ("module, process_group=None", ""),
+        ("*args, **kwargs", ""),
+        ("", "too many positional arguments"),
+        ("*, module", "too many positional arguments"),
+        ("model, group", "missing a required argument: 'group'"),
+    ],
+)
+def test_a_function_that_cannot_take_what_every_caller_passes_is_a_misfit(
+    own: Worlds, write, signature: str, said: str
+):
+    text = f"def ddp({signature}):\n    return 0\n"
+    misfits = own.world(1, target.parse(write("mine.py", text))).misfits()
+    assert misfits.keys() == ({"ddp"} if said else set())
+    if said:
+        expected = f"expected a function that can be called as ddp(module), got ddp({signature})"
+        assert f"{expected}: {said}; see class Ddp in spec_tests/contract.py" in misfits["ddp"]
+
+
+def test_keywords_of_the_contract_without_default_must_be_there(own: Worlds, write):
+    text = "def ddp_bucketed(module, size_mb):\n    return 0\n"
+    misfits = own.world(1, target.parse(write("mine.py", text))).misfits()
+    assert "called as ddp_bucketed(module, bucket_size_mb=)" in misfits["ddp_bucketed"]
+
+
+@pytest.mark.parametrize("name", ["solution", *target.KNOWN_IMPLEMENTATIONS])
+def test_what_comes_with_the_suite_fits(own: Worlds, name: str):
+    assert own.world(1, target.parse(name)).misfits() == {}
+
+
 # ------------------------------------------------------------------------------ what is not offered
 
 
