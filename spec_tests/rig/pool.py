@@ -73,8 +73,7 @@ class Pool:
         transport: str = "gloo",
         environment: dict[str, str] | None = None,
     ) -> None:
-        self.world_size = world_size
-        self.target = target
+        self.world_size, self.target = world_size, target
         self.load_error: wire.RemoteError | None = None
         self.offered: tuple[str, ...] = ()
         self.misfits: dict[str, str] = {}

@@ -111,7 +111,7 @@ def collected() -> Counter[tuple[str, str]]:
         "sys.exit(pytest.main([*options, *sys.argv[1:]], plugins=[See()]))\n"
     )
     command = [sys.executable, "-c", script, *map(str, ledger.chapter_folders())]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
     rows = [line.split("\t") for line in ended.stdout.splitlines() if line.startswith("@\t")]
     return Counter((id, case) for _, id, case in rows)

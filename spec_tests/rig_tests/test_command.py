@@ -51,7 +51,7 @@ def spec_tests(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess
         env={**kept, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=250,
     )
 
 
@@ -151,7 +151,7 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path):
             assert within(60, lambda: len(list(tmp_path.glob("inside-*"))) == 2), "no ranks"
             # A terminal tells every process of the command, and the ranks must leave it to one.
             os.killpg(command.pid, signal.SIGINT)
-            said, _ = command.communicate(timeout=30)
+            said, _ = command.communicate(timeout=100)
             is_gone = within(10, lambda: not processes_of(command.pid))
         finally:
             left = processes_of(command.pid)

@@ -75,7 +75,7 @@ def test_the_example_is_told_its_three_faults_and_the_transcript_is_real(tmp_pat
         env={**os.environ, "PYTHONPATH": str(REPOSITORY_ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
 

@@ -51,7 +51,7 @@ def report(tmp_path_factory):
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=250,
     )
     assert ended.returncode == 0, ended.stderr
     *lines, last = ended.stdout.splitlines()
