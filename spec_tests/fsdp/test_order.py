@@ -1,0 +1,211 @@
+"""Order: gathers begin before their weights are needed, reductions while backward still runs.
+
+Without it every gather is waited for in full. The order of events on one rank shows it without a
+clock: where in the stream of collectives each layer computes. Level `production`; that a hint
+changes no number belongs to `correct`. See Zhao et al. 2023, section 3.3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from spec_tests.clause import MUST, clause
+from spec_tests.fsdp.sharded import FULLY_SHARD, shard
+from spec_tests.rig import judge
+from spec_tests.rig.recorder import Kind
+
+OVERLAP = "Zhao et al. 2023, section 3.3; test_fully_shard_comm"
+WIDTH, DEPTH = 12, 4
+UNIT = WIDTH * WIDTH
+
+
+class Note(torch.autograd.Function):
+    """The identity, which says when it is passed in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mark: Any, index: int) -> torch.Tensor:
+        ctx.mark, ctx.index = mark, index
+        mark(f"forward {index}")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]  # as documented
+        ctx.mark(f"backward {ctx.index}")
+        return gradient, None, None
+
+
+class Layer(nn.Module):
+    """A layer whose computation begins, forward and backward, with a note."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.index = index
+        self.mark: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noted: torch.Tensor = Note.apply(x, self.mark, self.index)
+        return self.linear(noted)
+
+
+class Chain(nn.Sequential):
+    """Layers in the order in which a step uses them."""
+
+    def forward(
+        self, x: torch.Tensor, order: tuple[int, ...] = tuple(range(DEPTH))
+    ) -> torch.Tensor:
+        for index in order:
+            x = self[index](x)
+        return x
+
+
+def chain(ctx, subject, hints):
+    """Layers as units, with the hints given: index to the indices to be gathered ahead."""
+    torch.manual_seed(7)
+    model: Any = Chain(*[Layer(i) for i in range(DEPTH)]).to(ctx.device)
+    shard(ctx, subject, model, "children", reshard_after_forward=True)
+    for kind, table in hints.items():
+        for index, ahead in table.items():
+            modules = [model[i] for i in ahead]
+            getattr(model[index], f"set_modules_to_{kind}_prefetch")(modules)
+    return model
+
+
+def events(ctx, subject, hints):
+    """Collectives of the second step among the moments at which layers compute."""
+    model = chain(ctx, subject, hints)
+    inputs = torch.ones(2, WIDTH, device=ctx.device, requires_grad=True)
+    for layer in model:
+        layer.mark = lambda label: None
+    model(inputs).sum().backward()
+    with ctx.recording() as recorder:
+        for layer in model:
+            layer.mark = recorder.mark
+        loss = model(inputs).sum()
+        recorder.mark("between")
+        loss.backward()
+    return recorder.log()
+
+
+def _begun(log, label, kinds, since):
+    """Units whose gather or reduction was begun between two marks."""
+    part = log.events[log.position(since) + 1 if since else 0 : log.position(label)]
+    return sum(e.numel for e in part if e.kind in kinds) // UNIT
+
+
+GATHERED = (Kind.GATHER, Kind.BROADCAST)
+
+
+@clause(
+    "fsdp.order.gathers-ahead-in-backward",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source=OVERLAP,
+)
+def test_backward_gathers_the_next_unit_before_it_computes(world, subject):
+    """In backward, a unit MUST be gathered before the one in front of it has computed."""
+    logs = world.run(events, subject, {})
+
+    for rank, log in enumerate(logs):
+        for index in range(DEPTH - 1, 0, -1):
+            begun = _begun(log, f"backward {index}", GATHERED, "between")
+            judge.holds(
+                begun >= DEPTH - index + 1,
+                f"rank {rank}: expected layer {index - 1} to be on its way before the backward of "
+                f"layer {index} is over, got {begun} of {DEPTH} layers begun",
+                likely="each unit is gathered when it is needed, and waited for",
+            )
+
+
+@clause(
+    "fsdp.order.reduces-during-backward",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source=OVERLAP,
+)
+def test_a_unit_is_reduced_while_backward_still_runs(world, subject):
+    """In backward, a unit's reduction MUST begin before the second unit after it has computed."""
+    logs = world.run(events, subject, {})
+
+    for rank, log in enumerate(logs):
+        for index in range(DEPTH - 2):
+            begun = _begun(log, f"backward {index}", (Kind.REDUCTION,), "between")
+            wanted = DEPTH - index - 2
+            judge.holds(
+                begun >= wanted,
+                f"rank {rank}: expected {wanted} layers on their way to be reduced before the "
+                f"backward of layer {index} is over, got {begun}",
+                likely="everything is reduced after backward",
+            )
+
+
+@clause(
+    "fsdp.order.hints-are-followed",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source="FSDPModule.set_modules_to_forward_prefetch, set_modules_to_backward_prefetch",
+)
+def test_hinted_units_are_gathered_ahead(world, subject):
+    """Units named in a hint MUST be gathered before the unit that has the hint computes."""
+    hints = {"forward": {0: [1, 2]}, "backward": {3: [2, 1, 0]}}
+    logs = world.run(events, subject, hints)
+
+    for rank, log in enumerate(logs):
+        ahead = _begun(log, "forward 0", GATHERED, None)
+        behind = _begun(log, "backward 3", GATHERED, "between")
+        judge.holds(
+            ahead >= 3 and behind >= 4,
+            f"rank {rank}: expected 3 layers begun before layer 0 computes and 4 before the "
+            f"backward of layer 3 is over, got {ahead} and {behind}",
+            likely="the hint is stored and never read",
+        )
+
+
+def hinted_training(ctx, subject, hints, order):
+    """Outputs and gradients over steps, layers being used in the given order."""
+    model = chain(ctx, subject, hints)
+    generator = torch.Generator().manual_seed(ctx.rank)
+    found = {}
+    for layer in model:
+        layer.mark = lambda label: None
+    for step, indices in enumerate(order):
+        x = torch.randn(2, WIDTH, generator=generator).to(ctx.device)
+        x = model(x, indices)
+        x.square().mean().backward()
+        found[f"output {step}"] = x.detach()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                found[f"{name} {step}"] = parameter.grad.to_local().clone()
+                parameter.grad = None
+    return found
+
+
+HINTS = {
+    "next": {"forward": {i: [i + 1] for i in range(3)}},
+    "all-at-once": {"forward": {0: [1, 2, 3]}, "backward": {3: [2, 1, 0]}},
+    "wrong-way": {"forward": {2: [0], 3: [1]}, "backward": {1: [3], 0: [2]}},
+}
+
+
+@clause(
+    "fsdp.order.hints-change-no-bit",
+    MUST,
+    level="correct",
+    judges=FULLY_SHARD,
+    source="a hint says when to gather, not what",
+)
+@pytest.mark.parametrize("hints", HINTS)
+def test_no_hint_changes_a_bit(world, subject, hints):
+    """Whatever is hinted, used or not, outputs and gradients MUST have the same bits."""
+    order = [[0, 1, 2, 3], [3, 1, 0, 2], [0, 2], [0, 1, 2, 3]]
+    ranks = world.run(hinted_training, subject, HINTS[hints], order)
+    plain = world.run(hinted_training, subject, {}, order)
+
+    judge.tensors(ranks, plain, quantity="value without hints", given=f"hints {HINTS[hints]}")

@@ -1,0 +1,231 @@
+"""Traffic: how often weights are gathered and gradients reduced, in copies of the model.
+
+Sharding buys memory with bytes: one more copy of the weights per step than replication sends, or
+two. The settings trade the one for the other, and a setting that is ignored shows nowhere else.
+Counted is what is sent, by meaning: a gather may be one operation or a broadcast from each rank.
+Level `production`. See Rajbhandari et al. 2020, section 7, and Zhao et al. 2023, section 3.2.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from spec_tests.clause import MUST, clause
+from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded, units_of
+from spec_tests.laws import agreement, traffic
+from spec_tests.rig import judge
+from spec_tests.rig.recorder import Kind
+from spec_tests.rig.toys import TOYS
+
+STAGES = "Rajbhandari et al. 2020, section 7; test_fully_shard_comm"
+GATHERED = (Kind.GATHER, Kind.BROADCAST)
+
+
+def volume(log, *kinds):
+    """Elements of floating-point numbers that were sent; what else is sent is bookkeeping."""
+    return sum(e.numel for e in log.collectives(*kinds) if e.dtypes[0].startswith("float"))
+
+
+def passes(ctx, subject, toy, seed, reshard_after_forward, keeps=False, flags=(True,), steps=3):
+    """What forward and backward of every micro-batch send, step by step."""
+    sharded = Sharded(ctx, subject, toy, seed, reshard_after_forward=reshard_after_forward)
+    found = []
+    for _ in range(steps):
+        for micro, is_reduced in enumerate(flags):
+            sharded.synchronise(is_reduced)
+            sharded.keep_after_backward(keeps and micro < len(flags) - 1)
+            with ctx.recording() as forward:
+                loss = sharded.loss(micro)
+            with ctx.recording() as backward:
+                loss.backward()
+            found.append({"forward": forward.log(), "backward": backward.log()})
+        with ctx.recording() as update:
+            sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
+        found[-1]["update"] = update.log()
+    return found
+
+
+def _judge_volumes(ranks, wanted, given):
+    """`wanted`: per pass, elements gathered in forward, gathered in backward, and reduced."""
+    for rank, seen in enumerate(ranks):
+        for number, one in enumerate(seen):
+            right = wanted[number % len(wanted)]
+            got = (
+                volume(one["forward"], *GATHERED),
+                volume(one["backward"], *GATHERED),
+                volume(one["backward"], Kind.REDUCTION),
+            )
+            judge.holds(
+                got == right,
+                f"rank {rank}, pass {number}: expected (gathered in forward, gathered in backward, "
+                f"reduced) of {right} elements, got {got}",
+                likely="a setting is not read, or something is gathered or reduced twice",
+                given=given,
+            )
+
+
+def _numel(toy, *names):
+    named = dict(TOYS[toy].build(7).named_parameters())
+    return sum(p.numel() for n, p in named.items() if not names or n in names)
+
+
+@clause(
+    "fsdp.traffic.copies-per-step",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source=STAGES,
+    worlds=(2, 3),
+)
+@pytest.mark.parametrize("setting", [True, False, None])
+def test_a_step_gathers_and_reduces_as_often_as_the_setting_says(world, subject, setting):
+    """A step MUST gather one copy in forward, what was freed in backward, and reduce one copy."""
+    ranks = world.run(passes, subject, "even", 7, setting)
+
+    whole, root = _numel("even"), _numel("even", "gain")
+    again = {True: whole, False: 0, None: whole - root}[setting]
+    _judge_volumes(ranks, [(whole, again, whole)], f"reshard_after_forward={setting}")
+
+
+@clause(
+    "fsdp.traffic.copies-per-window",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source=f"{STAGES}; Efficient DL week 5, the bonuses",
+    worlds=(2,),
+)
+@pytest.mark.parametrize("reduces", ["each", "last"])
+@pytest.mark.parametrize("keeps", [False, True], ids=["freed", "kept"])
+def test_a_window_sends_as_often_as_its_settings_say(world, subject, keeps, reduces):
+    """In a window of micro-batches, kept weights MUST NOT be gathered again, nor sums reduced."""
+    flags = (True, True, True) if reduces == "each" else (False, False, True)
+    ranks = world.run(passes, subject, "even", 7, not keeps, keeps, flags, 2)
+
+    whole = _numel("even")
+    wanted = [
+        (
+            0 if keeps and micro else whole,
+            0 if keeps else whole,
+            whole if is_reduced else 0,
+        )
+        for micro, is_reduced in enumerate(flags)
+    ]
+    _judge_volumes(ranks, wanted, f"weights {'kept' if keeps else 'freed'}, reduced {reduces}")
+
+
+@clause(
+    "fsdp.traffic.frozen-not-reduced",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source="test_fully_shard_frozen: reduce-scatter of trainable elements only",
+)
+def test_frozen_parameters_are_gathered_and_not_reduced(world, subject):
+    """Frozen parameters MUST be gathered with the others, and MUST NOT be reduced."""
+    ranks = world.run(half_frozen, subject, 7)
+
+    whole = _numel("even")
+    trains = _numel("even", "embed.weight", "up.weight", "gain")
+    for rank, seen in enumerate(ranks):
+        judge.holds(
+            seen == (whole, trains),
+            f"rank {rank}: expected {whole} elements gathered and {trains} reduced, got {seen}",
+            likely="zeros are sent for frozen parameters",
+        )
+
+
+def half_frozen(ctx, subject, seed):
+    """What is gathered in forward and reduced in backward with some parameters frozen."""
+    sharded = Sharded(ctx, subject, "even", seed, units="root")
+    for name, parameter in sharded.shards().items():
+        parameter.requires_grad_(name not in ("up.bias", "down.weight"))
+    with ctx.recording() as forward:
+        loss = sharded.loss()
+    with ctx.recording() as backward:
+        loss.backward()
+    gathered = volume(forward.log(), *GATHERED)
+    return gathered, volume(backward.log(), Kind.REDUCTION)
+
+
+@clause(
+    "fsdp.traffic.one-gather-per-unit",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source="test_fully_shard_comm: one collective per group of parameters",
+    worlds=(2, 3),
+)
+def test_the_parameters_of_a_unit_travel_together(world, subject):
+    """A unit MUST be gathered in at most one operation per rank, and reduced in one.
+
+    Small messages cost their latency: eleven parameters in eleven gathers wait eleven times.
+    """
+    ranks = world.run(passes, subject, "ragged", 7, True)
+
+    units = len(units_of(TOYS["ragged"].build(7))) + 1  # and the root
+    for rank, seen in enumerate(ranks):
+        gathers = len(seen[-1]["forward"].collectives(*GATHERED))
+        reductions = len(seen[-1]["backward"].collectives(Kind.REDUCTION))
+        judge.holds(
+            gathers <= units * world.size and reductions <= units,
+            f"rank {rank}: expected at most {units * world.size} operations to gather {units} "
+            f"units, and {units} to reduce them, got {gathers} and {reductions}",
+            likely="parameters are sent one by one",
+        )
+
+
+@clause(
+    "fsdp.traffic.same-on-all-ranks",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source="pytorch issue 174862",
+    worlds=(3,),
+)
+def test_all_ranks_issue_the_same_collectives(world, subject):
+    """All ranks MUST issue the same sequence of collectives, those without rows too."""
+    ranks = world.run(passes, subject, "ragged", 7, True)
+
+    for phase in ("forward", "backward", "update"):
+        agreement.same_collectives([rank[-1][phase] for rank in ranks], given=f"third {phase}")
+
+
+@clause(
+    "fsdp.traffic.update-is-silent",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source="Rajbhandari et al. 2020: each rank updates its own rows",
+)
+def test_an_update_sends_nothing(world, subject):
+    """An optimizer step over shards and its zero_grad MUST send nothing."""
+    ranks = world.run(passes, subject, "even", 7, True)
+
+    traffic.silent([rank[-1]["update"] for rank in ranks], when="in the optimizer step")
+
+
+def gathered_by_hand(ctx, subject, seed):
+    """What a second unshard sends, and a forward after it."""
+    sharded = Sharded(ctx, subject, "even", seed)
+    with ctx.recording() as first:
+        sharded.unshard_all()
+    with ctx.recording() as second:
+        sharded.unshard_all()
+        sharded.loss()
+    return [volume(recorder.log(), *GATHERED) for recorder in (first, second)]
+
+
+@clause(
+    "fsdp.traffic.unsharded-once",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source="FSDPModule.unshard",
+)
+def test_what_is_unsharded_is_not_gathered_again(world, subject):
+    """What was unsharded by hand MUST NOT be gathered again, by hand or by the forward after it."""
+    ranks = world.run(gathered_by_hand, subject, 7)
+
+    judge.equal(ranks, [_numel("even"), 0], quantity="elements gathered first and afterwards")
