@@ -15,6 +15,9 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 def map_tensors(change: Change, values: Any) -> Any:
     """`values` with every tensor replaced by `change(tensor)`; everything else is kept as it is."""
 
+    if isinstance(values, torch.Tensor):
+        return change(values)
+
     def at_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return change(leaf)

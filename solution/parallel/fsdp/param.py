@@ -171,14 +171,9 @@ class ShardedParameter:
         if self.sharded.grad is not None:
             self.sharded.grad._local_tensor.add_(rows)  # type: ignore[attr-defined]  # a DTensor
             return
-        self.sharded.grad = DTensor.from_local(
-            rows.to(self.sharded.dtype),
-            self.sharded.device_mesh,  # type: ignore[attr-defined]  # a DTensor
-            self.sharded.placements,  # type: ignore[attr-defined]  # likewise
-            run_check=False,
-            shape=self.shape,
-            stride=self.sharded.stride(),
-        )
+        # What `from_local` comes to, without working out again what the parameter knows.
+        spec = self.sharded._spec  # type: ignore[attr-defined]  # a DTensor
+        self.sharded.grad = DTensor(rows, spec, requires_grad=False)
 
 
 def _versions(gradient: torch.Tensor) -> tuple[int, int]:
