@@ -161,7 +161,11 @@ def _binary(row: Row, tiles: Tiles) -> Any:
             aligned[(index,)] = [["tt.divisibility", 16]]
     fixed = {name: value for name, value in fixed.items() if name in kernel.arg_names}
     source = ASTSource(kernel, signature, fixed, aligned)
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    options = {
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+        "enable_fp_fusion": True,
+    }
     return compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 

@@ -91,11 +91,11 @@ def tiled_backward(
     """dQ, dK and dV, in the shapes and the dtype of q, k and v; empty where not wanted."""
     q_ZRQD, k_ZKD, v_ZKD = _grouped(q_BHQD, k_BGKD, v_BGKD)
     dout_ZRQD = dout_BHQD.to(q_ZRQD.dtype).reshape(q_ZRQD.shape)
-    delta_ZRQ = torch.einsum("zrqd,zrqd->zrq", dout_ZRQD, out_BHQD.to(q_ZRQD).view(q_ZRQD.shape))
+    delta_ZRQ = torch.einsum("zrqd,zrqd->zrq", dout_ZRQD, out_BHQD.to(q_ZRQD).reshape(q_ZRQD.shape))
     if dlse_BHQ is not None:
         delta_ZRQ = delta_ZRQ - dlse_BHQ.reshape(delta_ZRQ.shape)
     # exp(S - inf) is 0: a row that saw nothing gives and gets nothing.
-    lse_ZRQ = lse_BHQ.masked_fill(lse_BHQ == -torch.inf, torch.inf).view(delta_ZRQ.shape)
+    lse_ZRQ = lse_BHQ.masked_fill(lse_BHQ == -torch.inf, torch.inf).reshape(delta_ZRQ.shape)
     dq_ZRQD = q_ZRQD.new_zeros(q_ZRQD.shape)
     dk_ZKD, dv_ZKD = k_BGKD.new_empty(k_ZKD.shape), v_BGKD.new_empty(v_ZKD.shape)
     num_hidden = k_ZKD.shape[1] - q_ZRQD.shape[2]

@@ -115,6 +115,7 @@ def _statistics(
     dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
 ) -> Tensors2:
     """delta and the LSE in base 2, one number per query each."""
+    out, lse = out.contiguous(), lse.contiguous()  # as they left the forward, in eager mode
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     batch, heads, num_queries, head_dim = out.shape
     tile = delta_queries(padded(head_dim))
@@ -123,7 +124,7 @@ def _statistics(
         dout, out, lse, lse if dlse is None else dlse.contiguous(), delta, lse2,
         *dout.stride()[:3], heads, num_queries,
         HEAD_DIM=head_dim, DIMS=padded(head_dim), TILE_Q=tile, HAS_DLSE=dlse is not None,
-        num_warps=4,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return delta, lse2
 
@@ -143,6 +144,7 @@ def _settings(
         "CAUSAL": causal,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
+        "enable_fp_fusion": True,  # a score is one multiply-add; off by default from Triton 3.10
     }
     return compiled_for, tiles
 
