@@ -6,6 +6,7 @@ imported); a rank on a GPU compiles them.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import unittest
 from collections.abc import Callable
@@ -115,6 +116,7 @@ def peak_bytes(ctx: Context, work: Callable[[], Any]) -> tuple[int, int]:
         left = torch.cuda.memory_allocated() - begun
         del result
         return torch.cuda.max_memory_allocated() - begun, left
+    gc.collect()  # what earlier calls left in cycles must not be freed, and counted, in this one
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         result = work()
     del result
