@@ -18,6 +18,7 @@ On a GPU: `spec_tests.benchmarks.attention_gpu`, which this command runs where t
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import statistics
@@ -87,6 +88,7 @@ def peak_bytes(attention: Attention, length: int, *, causal: bool) -> int:
     """The most that was in use at once during a step, with its four inputs."""
     tensors = inputs(length)
     step(attention, tensors, causal=causal)  # whatever is allocated once and for all
+    gc.collect()  # what a former arm left in cycles must not be freed, and counted, here
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
