@@ -135,8 +135,9 @@ def all_gather_rows(matrix: torch.Tensor, group: Group) -> Handle:
     """
     if size(group) == 1 or _is_gloo(matrix, group):
         return _All([broadcast(row, source, group) for source, row in enumerate(matrix)])
-    own = matrix[rank(group)]
-    work: Handle = dist.all_gather_into_tensor(matrix, own, group=group, async_op=True)
+    # Renamed in torch 2.13. Flat: input and output then share memory in a way that is allowed.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: Handle = gather(matrix.view(-1), matrix[rank(group)], group=group, async_op=True)
     return work
 
 
@@ -149,7 +150,8 @@ def reduce_scatter_sum(matrix: torch.Tensor, group: Group) -> tuple[torch.Tensor
     if size(group) == 1 or _is_gloo(matrix, group):
         return own, all_reduce_sum(matrix, group)
     own = torch.empty_like(own)
-    return own, dist.reduce_scatter_tensor(own, matrix, group=group, async_op=True)
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return own, reduce(own, matrix.view(-1), group=group, async_op=True)
 
 
 def _is_gloo(tensor: torch.Tensor, group: Group) -> bool:
