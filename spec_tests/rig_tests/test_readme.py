@@ -44,6 +44,19 @@ def test_nothing_is_left_to_fill_in():
     assert "@@" not in README.read_text()
 
 
+def test_the_table_of_defects_names_clauses_and_files_that_exist():
+    folder = REPOSITORY_ROOT / "spec_tests"
+    named = set(re.findall(r"`([\w./-]+)`", (folder / "DEFECTS.md").read_text()))
+    known = {clause.id for clause in ledger.load_all()}
+
+    clauses = {name for name in named if re.fullmatch(r"[a-z0-9]+(\.[a-z0-9-]+){2}", name)}
+    files = {name for name in named if name.startswith("scripts/")}
+
+    assert len(clauses) > 30
+    assert clauses <= known, clauses - known
+    assert [name for name in files if not (folder / name).is_file()] == []
+
+
 def test_every_make_target_that_is_named_exists():
     makefile = (REPOSITORY_ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import pytest
 
 from spec_tests.scripts.launch import run, run_ranks, start
+from spec_tests.scripts.tokens import shard
 
 BASELINE, DDP = "solution.train_baseline", "solution.train_ddp"
 SMALL = (
@@ -147,6 +148,17 @@ def test_a_dry_run_says_the_numbers_and_writes_nothing(data, tmp_path):
     for word in ("llama debug", "4 micro-batches x 2 x 1 rank(s)", "128 tokens", "evaluation"):
         assert word in ended.out
     assert not (tmp_path / "absent").exists()
+
+
+def test_only_a_files_own_name_says_which_split_it_belongs_to(tmp_path):
+    folder = tmp_path / "pretraining"  # "train" is in the path of what is validation data
+    folder.mkdir()
+    (folder / "x_val_000000.bin").write_bytes(shard(700, seed=9, vocabulary=64))
+
+    ended = run(BASELINE, *SMALL, "--data", folder, "--dry-run", folder=tmp_path)
+
+    assert ended.status == 2
+    assert "x_val_000000.bin" in ended.err
 
 
 @pytest.mark.skipif(find_spec("tensorboard") is not None, reason="tensorboard is installed here")
