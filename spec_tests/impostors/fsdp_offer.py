@@ -82,7 +82,8 @@ def offer(unit: type[Unit]) -> dict[str, Any]:
     def fully_shard(module, *, mesh=None, reshard_after_forward=None, mp_policy=None):
         if mesh is None:
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        require_shardable(module, mesh)
+        if unit.refuses:
+            require_shardable(module, mesh)
         policy = mp_policy or MixedPrecisionPolicy()
         module._plain_fsdp = unit(module, mesh, reshard_after_forward, policy)
         kind = type(module)

@@ -132,6 +132,27 @@ class DividesByTwoAtLeast(Unit):
         return max(2, self.mesh.size())
 
 
+class GivesWhatIsThere(Unit):
+    """Gives what is registered for its state, full weights too."""
+
+    def before_state_dict(self, *ignored: Any) -> None:
+        pass
+
+
+class LoadsIntoFull(Unit):
+    """Takes a load for one into full weights."""
+
+    def before_load(self, *ignored: Any) -> None:
+        self.unshard()
+        self.register(sharded=False)
+
+
+class RefusesNothing(Unit):
+    """Shards whatever it is given."""
+
+    refuses = False
+
+
 class ReshardsLate(Unit):
     """Leaves full parameters registered until the next forward."""
 
@@ -246,6 +267,30 @@ IMPOSTORS: tuple[Impostor, ...] = (
         "A division factor that was written for several ranks.",
         "Nobody shards over one rank in a test.",
         "fsdp.lifecycle.world-of-one",
+    ),
+    card(
+        GivesWhatIsThere,
+        "gives-what-is-there",
+        "Gives full weights in its state dict where they are unsharded.",
+        "pytorch issues 131965 and 154655.",
+        "Tests save right after a step.",
+        "fsdp.state-dict.sharded-at-any-moment",
+    ),
+    card(
+        LoadsIntoFull,
+        "loads-into-full",
+        "Takes a load for one into full weights.",
+        "A hook that gathers before every access from outside.",
+        "Tests load what a plain model gave.",
+        "fsdp.state-dict.round-trip",
+    ),
+    card(
+        RefusesNothing,
+        "refuses-nothing",
+        "Shards whatever it is given.",
+        "No check at the entrance.",
+        "Tests shard what can be sharded.",
+        "fsdp.refusals.at-once-and-by-name",
     ),
     card(
         ReshardsLate,

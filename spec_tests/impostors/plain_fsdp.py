@@ -61,6 +61,16 @@ class Unit(Storage):
         self.backward_prefetch: list[Unit] | None = None
         self.module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         self.module.register_forward_hook(self.post_forward, always_call=True)
+        self.module.register_state_dict_pre_hook(self.before_state_dict)
+        self.module.register_load_state_dict_pre_hook(self.before_load)
+
+    refuses = True
+
+    def before_state_dict(self, *ignored: Any) -> None:
+        self.reshard()
+
+    def before_load(self, *ignored: Any) -> None:
+        self.reshard()
 
     # --------------------------------------------------------------------------------- forward
 

@@ -1,0 +1,101 @@
+"""The reference's fully_shard beside PyTorch's: ten steps, equal in every bit of loss and norm.
+
+No clause asks for it, since no contract names the order of an addition. It holds because both lay
+gradients out alike, and it is the strongest sign that nothing is done in another way by accident.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from spec_tests.rig.rank import Context
+from spec_tests.rig.world import Worlds
+from spec_tests.target import parse
+
+WIDTH, HEADS, VOCABULARY, LENGTH = 24, 4, 50, 12
+STEPS = 10
+POLICIES: dict[str, dict[str, torch.dtype]] = {
+    "float32": {},
+    "bfloat16-float32": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+}
+
+
+class Block(nn.Module):
+    """A block as Llama has it: norm, attention, norm, gated feed-forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.gate, self.up = (nn.Linear(WIDTH, 2 * WIDTH + 3, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * WIDTH + 3, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        parts = self.qkv(self.norms[0](x)).view(batch, length, 3, HEADS, -1).transpose(1, 3)
+        q, k, v = parts.unbind(dim=2)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(batch, length, WIDTH))
+        h = self.norms[1](x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, norm, head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.RMSNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def trained(ctx: Context, policy: dict[str, torch.dtype], setting: bool | None) -> list[list[str]]:
+    """This rank's losses and the gradient norms, as hexadecimal digits: every bit counts."""
+    torch.manual_seed(7)
+    model: Any = Decoder().to(ctx.device)
+    options = {
+        "reshard_after_forward": setting,
+        "mp_policy": ctx.impl.MixedPrecisionPolicy(**policy),
+    }
+    for block in model.blocks:
+        ctx.impl.fully_shard(block, **options)
+    ctx.impl.fully_shard(model, **options)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(ctx.rank)
+    found = []
+    for _ in range(STEPS):
+        ids = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=generator).to(ctx.device)
+        logits = model(ids[:, :-1])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        # One norm for both, of whole gradients: how a clipping adds up is not compared here.
+        norm = sum(p.grad.full_tensor().double().square().sum() for p in model.parameters())
+        found.append([float(loss).hex(), float(norm).hex()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_losses_and_gradient_norms_are_pytorchs_to_the_bit(worlds: Worlds, policy: str, size: int):
+    setting = {2: None, 3: True, 4: False}[size]
+    ours = worlds.world(size, parse("solution")).run(trained, POLICIES[policy], setting)
+    theirs = worlds.world(size, parse("torch")).run(trained, POLICIES[policy], setting)
+    assert list(ours) == list(theirs)
+    losses = [float.fromhex(loss) for loss, _ in ours[0]]
+    assert len(set(losses)) == STEPS, "it trains, or there would be nothing to compare"
