@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 Functions = dict[str, Any]
@@ -22,6 +23,7 @@ class Impostor:
         functions: makes the contract functions that replace those of the implementation below.
         patches: source patches of the reference, see `patching`.
         outcomes: how a rejection may show; most are plain failures.
+        requires: a module without which there is nothing to judge: "triton".
     """
 
     id: str
@@ -32,6 +34,12 @@ class Impostor:
     functions: Callable[[], Functions] | None = None
     patches: tuple[tuple[str, str, str], ...] = ()
     outcomes: tuple[str, ...] = ("failed",)
+    requires: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        """True if this machine has what it requires."""
+        return not self.requires or find_spec(self.requires) is not None
 
     @property
     def is_benign(self) -> bool:

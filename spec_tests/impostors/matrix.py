@@ -120,7 +120,7 @@ def unrelated_clauses(impostor: Impostor, limit: int | None = None) -> list[Clau
 def must_reject(impostor: Impostor, worlds: Worlds) -> list[str]:
     """Complaints about named clauses that let the impostor pass; empty if all reject it."""
     complaints = []
-    for clause in named_clauses(impostor):
+    for clause in named_clauses(impostor) if impostor.is_here else ():
         finding = probe(clause, impostor, worlds)
         if not finding.is_rejected:
             found = finding.decisive

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.abc
 import importlib.machinery
+import linecache
 import sys
 from collections.abc import Iterator, Sequence
 from types import ModuleType
@@ -34,6 +35,8 @@ class _PatchingLoader(importlib.machinery.SourceFileLoader):
                     f"{self.name}: expected {find!r} once, found it {count} times"
                 )
             text = text.replace(find, replace)
+        # Triton compiles what `inspect` says that the source is, which would be the file's.
+        linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
         return text.encode()
 
     def set_data(self, *args: object, **kwargs: object) -> None:

@@ -1,5 +1,6 @@
 """The suite has teeth and bites nobody else: every impostor, the controls, the patches."""
 
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,6 +105,12 @@ def test_a_patch_changes_the_import_and_no_file(victim: str, tmp_path: Path):
     assert (tmp_path / f"{victim}.py").read_bytes() == before
     sys.modules.pop(victim)
     assert __import__(victim).three == 3, "neither by way of cached bytecode"
+
+
+def test_a_patch_is_what_inspect_shows(victim: str):
+    with patched(((victim, "three = 3", "three = 4"),)):
+        module = __import__(victim)
+    assert "three = 4" in inspect.getsource(module), "Triton compiles this"
 
 
 @pytest.mark.parametrize(("find", "times"), [("four = 4", 0), ("1 +", 1), (" = 1", 2)])
