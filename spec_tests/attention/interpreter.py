@@ -3,13 +3,31 @@
 Private names of `triton.runtime.interpreter`, the same from 3.6 to 3.9, each looked up with care:
 where one is gone, the clauses that need it are "not here", never failed. Nothing is imported before
 a rank calls a kernel.
+
+The interpreter runs one program after the other, so a race gives right values there. What it can
+show is who touches what: every product of tiles, and every address that is loaded and stored.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+METHODS = (
+    "set_grid_idx",
+    "create_dot",
+    "create_masked_load",
+    "create_masked_store",
+    "create_atomic_rmw",
+)
 
 
 @functools.cache
@@ -30,3 +48,123 @@ def mend() -> None:
         return result
 
     module._patch_lang_tensor = patch_and_mend
+
+
+@dataclass
+class Launch:
+    """What the programs of one launch did; plain data that a body may return.
+
+    Attributes:
+        kernel: its name.
+        flops: of all products of tiles, padding and hidden tiles among them.
+        stored: elements that were stored.
+        stored_again: stores and atomics to an address that had one before in this launch.
+        foreign: loads of an address that another program of this launch stored.
+        outside: loads and stores outside of the storages of the kernel's arguments.
+    """
+
+    kernel: str
+    flops: int = 0
+    stored: int = 0
+    stored_again: int = 0
+    foreign: int = 0
+    outside: int = 0
+
+
+@dataclass
+class _Watch:
+    """Of the launch that runs now: extents of its arguments, and who stored where."""
+
+    launches: list[Launch] = field(default_factory=list)
+    extents: list[tuple[int, int]] = field(default_factory=list)
+    writers: dict[int, int] = field(default_factory=dict)
+    loads: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    program: int = -1
+
+    def launch(self, executor: Any, *arguments: Any, **named: Any) -> None:
+        self.launches.append(Launch(executor.fn.__name__))
+        tensors = [a for a in (*arguments, *named.values()) if isinstance(a, torch.Tensor)]
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        self.extents = [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
+        self.writers, self.loads, self.program = {}, [], -1
+
+    def end(self) -> None:
+        if not self.writers:
+            return
+        addresses = np.fromiter(self.writers, dtype=np.uint64)
+        order = np.argsort(addresses)
+        addresses, writers = addresses[order], np.fromiter(self.writers.values(), int)[order]
+        for program, loaded in self.loads:
+            at = np.searchsorted(addresses, loaded).clip(max=len(addresses) - 1)
+            is_foreign = (addresses[at] == loaded) & (writers[at] != program)
+            self.launches[-1].foreign += int(is_foreign.sum())
+
+    def next_program(self, builder: Any, *place: int) -> None:
+        self.program += 1
+
+    def dot(self, builder: Any, a: Any, b: Any, *rest: Any) -> None:
+        self.launches[-1].flops += 2 * a.data.size * b.data.shape[-1]
+
+    def load(self, builder: Any, pointers: Any, mask: Any, *rest: Any) -> None:
+        self.loads.append((self.program, self.touched(pointers, mask)))
+
+    def store(self, builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> None:
+        now = self.launches[-1]
+        for address in self.touched(pointers, mask).tolist():
+            now.stored += 1
+            now.stored_again += address in self.writers
+            self.writers[address] = self.program
+
+    def atomic(self, builder: Any, kind: Any, *what: Any) -> None:
+        self.store(builder, *what)
+
+    def touched(self, pointers: Any, mask: Any) -> np.ndarray:
+        """The addresses that count, noting those outside of all arguments."""
+        addresses = np.broadcast_to(pointers.data, mask.data.shape)[mask.data].astype(np.uint64)
+        is_inside = np.zeros(addresses.shape, dtype=bool)
+        for start, stop in self.extents:
+            is_inside |= (addresses >= start) & (addresses < stop)
+        self.launches[-1].outside += int((~is_inside).sum())
+        return addresses
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[dict[str, Any]] | None]:
+    """Within the block, launches are noted: a list that is filled at its end, or None.
+
+    None: this Triton's interpreter has not the methods that are watched.
+    """
+    module: Any = importlib.import_module("triton.runtime.interpreter")
+    builder = getattr(module, "InterpreterBuilder", None)
+    executor = getattr(module, "GridExecutor", None)
+    if executor is None or not all(hasattr(builder, name) for name in METHODS):
+        yield None
+        return
+    watch = _Watch()
+    found: list[dict[str, Any]] = []
+    hooks: dict[str, Callable[..., None]] = {
+        "set_grid_idx": watch.next_program,
+        "create_dot": watch.dot,
+        "create_masked_load": watch.load,
+        "create_masked_store": watch.store,
+        "create_atomic_rmw": watch.atomic,
+    }
+    with contextlib.ExitStack() as stack:
+        watched_launch = _hooked(executor.__call__, watch.launch, after=watch.end)
+        stack.enter_context(mock.patch.object(executor, "__call__", watched_launch))
+        for name, hook in hooks.items():
+            watched_method = _hooked(getattr(builder, name), hook)
+            stack.enter_context(mock.patch.object(builder, name, watched_method))
+        yield found
+    found.extend(asdict(launch) for launch in watch.launches)
+
+
+def _hooked(method: Any, before: Callable[..., None], *, after: Any = None) -> Callable[..., Any]:
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        result = method(*args, **kwargs)
+        if after is not None:
+            after()
+        return result
+
+    return hooked

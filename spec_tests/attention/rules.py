@@ -15,7 +15,9 @@ alone (M, as the field tests) misses accumulators in bfloat16: those spread a li
 the norm sees them. The floor of M is the rounding of ref + 0.3 - 0.3 in the dtype, twice. In F32, s
 is the largest log-sum-exp, for gradients alone: they are made of exp(score - L), which is off by
 u |L| where the baseline has the softmax itself (PyTorch's kernels were measured at 7 s u). Where
-float32 may mean TF32 (a GPU, below level production), u is that of its eleven bits.
+float32 may mean TF32 (a GPU, below level production), u is that of its eleven bits. In half
+precision, where data is not normal, dP - delta is a difference of large numbers, one of which was
+rounded with O: dQ and dK are then held to four times the baseline (right code: 1.25) and no more.
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ def bounds(
     *,
     largest_lse: float = 0.0,
     tf32: bool = False,
+    gentle: bool = True,
 ) -> list[Bound]:
     """The rules for one tensor. `seen` has the dtype of the inputs, `ref` is float64."""
     if name == "L":
@@ -95,6 +98,8 @@ def bounds(
     stored = ref.to(seen.dtype)
     floor = 2.0 * _largest((stored + 0.3 - 0.3).double() - stored.double())
     factor = 3.0 if name in GRADIENTS else 2.0
+    if name in ("dQ", "dK") and not gentle:
+        return [Bound("rule N2, norm of the error", _norm(error), 4.0 * _norm(own))]
     return [
         Bound("rule N1, norm of the error", _norm(error), unit * _norm(ref)),
         Bound("rule N2, norm of the error", _norm(error), 1.25 * _norm(own)),
@@ -129,7 +134,8 @@ def close(
     largest_lse = _largest(ref["L"][ref["L"].isfinite()])
     for name in names:
         found = formed(name, seen[name], ref[name], problem)
-        for bound in bounds(name, found, ref[name], base[name], largest_lse=largest_lse, tf32=tf32):
+        given: dict[str, Any] = {"largest_lse": largest_lse, "gentle": problem.data == "normal"}
+        for bound in bounds(name, found, ref[name], base[name], tf32=tf32, **given):
             note(bound)
             if not bound.is_kept:
                 raise judge.violated(

@@ -48,11 +48,9 @@ def _amid(t: torch.Tensor, around: float) -> torch.Tensor:
 LAYOUTS = {
     "heads-inside": lambda x: [_heads_inside(t) for t in x],
     "only-k": lambda x: [x[0], _heads_inside(x[1]), *x[2:]],
-    "only-v": lambda x: [*x[:2], _heads_inside(x[2]), x[3]],
     "fused": lambda x: [*torch.stack([_heads_inside(t) for t in x[:3]], dim=2).unbind(2), x[3]],
     "head-dim-outside": lambda x: [_head_dim_outside(t) for t in x],
     "one-element-in": lambda x: [_shifted(t) for t in x],
-    "of-do-alone": lambda x: [*x[:3], _heads_inside(x[3])],
     "head-dim-outside-of-do": lambda x: [*x[:3], _head_dim_outside(x[3])],
 }
 

@@ -183,7 +183,7 @@ def test_what_is_hidden_does_not_matter(world, subject, garbage):
 
     The rows of the diagonal's own tiles are among them.
     """
-    problem = Problem(seq_q=70, seq_k=80, causal=True)
+    problem = Problem(seq_q=70, seq_k=80, heads=1, causal=True)
     clean = observe(world, subject, with_garbage, problem, 45, 0.5)
     seen = observe(world, subject, with_garbage, problem, 45, garbage)
 

@@ -16,23 +16,26 @@ from spec_tests.clause import MUST, clause
 from spec_tests.laws import footprint
 from spec_tests.rig import judge
 
+SMALL_CHANGE = 2**16
 MEMORY = "Dao et al. 2022, theorem 1: O(N) memory beyond inputs and output"
 
 
 def _length(world, subject):
     """Queries and keys: several tiles; interpreted kernels take milliseconds for each."""
-    return 64 if subject in KERNELS and world.transport != "cuda" else 1024
+    return 128 if subject in KERNELS and world.transport != "cuda" else 1024
 
 
 def peaks(ctx, subject, problem):
-    """Peak bytes of a forward and backward, after one that warmed up."""
+    """Peak bytes of a forward and backward, after a small one that warmed up."""
     x = inputs(problem).to(ctx.device)
 
-    def step():
-        out = call(ctx, subject, x.q, x.k, x.v, **arguments(problem))
-        return torch.autograd.grad(out, (x.q, x.k, x.v), x.do)
+    def step(stop=None):
+        q, k, v, do = (t[:, :, :stop] for t in (x.q, x.k, x.v, x.do))
+        return torch.autograd.grad(
+            call(ctx, subject, q, k, v, **arguments(problem)), (x.q, x.k, x.v), do
+        )
 
-    step()
+    step(16)
     return bodies.peak_bytes(ctx, step)[0]
 
 
@@ -48,7 +51,8 @@ def peaks(ctx, subject, problem):
 def test_twice_the_length_takes_twice_the_memory(world, subject, mask):
     """Twice the length MUST NOT take more than 2.5 times the peak memory of a step.
 
-    Scores take four times as much; what is linear twice, beside tiles of a fixed size.
+    Scores take four times as much; what is linear twice, beside tiles of a fixed size. Below the
+    small change an allocator's habits count for more than what is asked of it.
     """
     problem = Problem(seq_q=_length(world, subject), heads=1, causal=mask == "causal")
     once = observe(world, subject, peaks, problem)
@@ -56,7 +60,7 @@ def test_twice_the_length_takes_twice_the_memory(world, subject, mask):
 
     footprint.at_most(
         [twice],
-        {"2.5 times that of half the length": int(2.5 * once)},
+        {"2.5 times that of half the length": int(2.5 * once), "small change": SMALL_CHANGE},
         quantity=f"a peak at {2 * problem.seq_q} keys",
         likely="scores, or a mask of their shape, are materialised somewhere in the step",
         given=repr(problem),
@@ -93,6 +97,7 @@ def test_the_forward_keeps_rows_and_no_matrix(world, subject):
             "output": x.q.nbytes,
             "copies of q, k, v and output": x.q.nbytes + x.k.nbytes + x.v.nbytes + x.q.nbytes,
             "16 numbers per row": 16 * 4 * rows,
+            "small change": SMALL_CHANGE,
         },
         quantity="what a forward leaves",
         likely="the probabilities are kept for the backward",

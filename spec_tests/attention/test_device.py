@@ -1,0 +1,116 @@
+"""On a GPU: every configuration by value, long sequences, large grids, and float32 that is float32.
+
+A compiler makes another kernel for each head dim, dtype and mask, and has made wrong ones (ptxas
+12.8 did, of attention). Gaussian inputs alone never showed it: a gradient was five times off where
+a few channels are large. So each configuration is held to the rules of its dtype on three
+distributions.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from spec_tests.attention import bodies, rules
+from spec_tests.attention.bodies import ATTENTION, CONTRACT, observe
+from spec_tests.attention.problem import Problem
+from spec_tests.attention.test_layout import ALL
+from spec_tests.clause import MUST, clause
+
+CUDA = ("cuda",)
+ELSEWHERE = "seen on a GPU alone; what it judges is judged by value in the interpreter, too"
+# One head dim per row of a table of tiles, and some that are padded.
+HEAD_DIMS = (16, 64, 80, 128, 256)
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@clause(
+    "attention.device.every-configuration",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    transports=CUDA,
+    source="flash-linear-attention issue 1262, TransformerEngine issue 3216: wrong code for a tile",
+    no_impostor=ELSEWHERE,
+)
+@pytest.mark.parametrize("data", ["normal", "outliers", "ones"])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_configuration_has_the_values(world, subject, head_dim, dtype, mask, data):
+    """Every head dim, dtype and mask MUST have the definition's values on three distributions."""
+    problem = Problem(
+        seq_q=300,
+        seq_k=333,
+        head_dim=head_dim,
+        batch=2,
+        heads=4,
+        kv_heads=2,
+        dtype=dtype,
+        causal=mask == "causal",
+        data=data,
+    )
+    seen = observe(world, subject, bodies.everything, problem)
+
+    # Where all is one, dQ and dK are zero but for rounding, and norms of zero allow nothing.
+    names = ("O", "L", "dV") if data == "ones" else ALL
+    rules.close(seen, problem, names=names, tf32=True)
+
+
+@clause(
+    "attention.device.long-sequences",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    transports=CUDA,
+    source="accumulators in bfloat16 grow worse with length; the norm of the error shows it",
+    no_impostor=ELSEWHERE,
+)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_long_sequences_are_as_exact_as_short_ones(world, subject, head_dim, mask):
+    """Over 4096 keys in bfloat16, O, dQ, dK and dV MUST stay within one rounding in norm."""
+    problem = Problem(
+        seq_q=4096, head_dim=head_dim, heads=1, dtype="bfloat16", causal=mask == "causal"
+    )
+    seen = observe(world, subject, bodies.everything, problem)
+
+    rules.close(seen, problem, names=ALL)
+
+
+@clause(
+    "attention.device.float32-is-float32",
+    MUST,
+    level="production",
+    judges=ATTENTION,
+    worlds=(1,),
+    transports=CUDA,
+    source=CONTRACT + "; products of float32 are TF32 on tensor cores unless one says otherwise",
+    no_impostor=ELSEWHERE,
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_float32_has_24_bits(world, subject, head_dim):
+    """In float32 outputs and gradients MUST have its rounding, not that of TF32's eleven bits."""
+    problem = Problem(seq_q=300, head_dim=head_dim, causal=True)
+    seen = observe(world, subject, bodies.everything, problem)
+
+    rules.close(seen, problem, names=ALL)
+
+
+@clause(
+    "attention.device.many-sequences",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    transports=CUDA,
+    source="CUDA: 65 535 blocks on the second and third axis; PyTorch issue 142228",
+    no_impostor=ELSEWHERE,
+)
+def test_more_sequences_than_a_grid_axis_holds(world, subject):
+    """More than 65 535 pairs of sequence and head MUST work like few."""
+    problem = Problem(seq_q=17, head_dim=16, batch=33_000, heads=2, dtype="float16", causal=True)
+    seen = observe(world, subject, bodies.gradients, problem)
+
+    rules.close(seen, problem, names=("O", *rules.GRADIENTS))

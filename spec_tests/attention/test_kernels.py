@@ -1,0 +1,162 @@
+"""Kernels, watched in Triton's interpreter: who writes, who reads, what is computed for nothing.
+
+On a GPU the programs of a launch run at once, in no order. Two that write one element, or one that
+reads what another wrote, give right values in the interpreter and wrong ones at times on a device;
+so addresses are judged, not values. A kernel that is not interpreted is not judged here.
+"""
+
+from __future__ import annotations
+
+import unittest
+
+import pytest
+import torch
+
+from spec_tests.attention import interpreter
+from spec_tests.attention.bodies import KERNELS, arguments, call, observe
+from spec_tests.attention.problem import Problem, inputs
+from spec_tests.clause import MUST, clause
+from spec_tests.rig import judge
+from spec_tests.rig.runner import NOT_HERE
+
+INTERPRETED = ("gloo",)
+# Several tiles that divide no length, and a group of two heads: neighbours to run into.
+RAGGED = Problem(seq_q=70, seq_k=80, head_dim=24, heads=2, kv_heads=1)
+
+
+def launched(ctx, subject, problem):
+    """What each launch of a forward and a backward did, and how many belong to the forward."""
+    x = inputs(problem).to(ctx.device)
+    with interpreter.watched() as launches:
+        out = call(ctx, subject, x.q, x.k, x.v, **arguments(problem))
+    with interpreter.watched() as backward:
+        torch.autograd.grad(out, (x.q, x.k, x.v), x.do)
+    return None if launches is None else (launches, backward)
+
+
+def _launches(world, subject, problem):
+    found = observe(world, subject, launched, problem)
+    if found is None:
+        raise unittest.SkipTest(f"{NOT_HERE}this Triton's interpreter has other methods")
+    if not found[0]:
+        raise unittest.SkipTest(f"{NOT_HERE}no kernel was interpreted")
+    return found
+
+
+def _none(world, subject, problem, what, finding, likely):
+    """No launch may have any of `what`."""
+    for launch in (launch for part in _launches(world, subject, problem) for launch in part):
+        judge.holds(
+            launch[what] == 0,
+            f"kernel {launch['kernel']}: {finding}, got {launch[what]}",
+            likely=likely,
+            given=repr(problem),
+        )
+
+
+@clause(
+    "attention.kernels.one-writer",
+    MUST,
+    level="production",
+    judges=KERNELS,
+    worlds=(1,),
+    transports=INTERPRETED,
+    source="flash-attn, deterministic backward; two programs that store one element race",
+)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_each_element_is_stored_once(world, subject, mask):
+    """Each launch MUST store an element at most once: no race, no atomics, one order of sums."""
+    _none(
+        world,
+        subject,
+        RAGGED.but(causal=mask == "causal"),
+        "stored_again",
+        "expected no element to be stored twice",
+        "a tail that reaches into the next head, or a sum over programs in memory",
+    )
+
+
+@clause(
+    "attention.kernels.reads-nothing-of-others",
+    MUST,
+    level="production",
+    judges=KERNELS,
+    worlds=(1,),
+    transports=INTERPRETED,
+    source="programs of a launch have no order; the interpreter's is an accident",
+)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_no_program_reads_what_another_wrote(world, subject, mask):
+    """Within a launch no program MUST read what another one wrote."""
+    _none(
+        world,
+        subject,
+        RAGGED.but(causal=mask == "causal"),
+        "foreign",
+        "expected no load of an element that another program of the launch stored",
+        "dQ read, added to and stored by each program of keys; or two kernels merged into one",
+    )
+
+
+@clause(
+    "attention.kernels.in-bounds",
+    MUST,
+    level="correct",
+    judges=KERNELS,
+    worlds=(1,),
+    transports=INTERPRETED,
+    source="what lies beyond is another tensor, or a fault of the process",
+)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_no_address_lies_outside_of_the_arguments(world, subject, mask):
+    """Every address that is loaded or stored MUST lie within a tensor that was passed."""
+    _none(
+        world,
+        subject,
+        RAGGED.but(causal=mask == "causal"),
+        "outside",
+        "expected all addresses within the storages of its arguments",
+        "a load without a mask in the last tile",
+    )
+
+
+@clause(
+    "attention.kernels.work",
+    MUST,
+    level="production",
+    judges=KERNELS,
+    worlds=(1,),
+    transports=INTERPRETED,
+    source="Dao 2023: two products forward, five backward, seven where dQ has a pass of its own",
+)
+def test_products_are_those_of_the_algorithm_and_half_with_a_mask(world, subject):
+    """A forward MUST take two products, a backward seven at most, and causal four fifths of that.
+
+    At 256 queries and keys; tiles of 128 compute three quarters of a causal square, smaller ones
+    less. A tenth is left for tiles that reach beyond.
+    """
+    problem = Problem(seq_q=256, heads=1)
+    full = _work(_launches(world, subject, problem))
+    causal = _work(_launches(world, subject, problem.but(causal=True)))
+
+    product = 2 * problem.seq_q * problem.num_keys * problem.head_dim
+    for name, allowed in (("forward", 2.2), ("backward", 7.7)):
+        judge.holds(
+            full[name] <= allowed * product,
+            f"{name}: expected at most {allowed} products of q and k, got {full[name] / product}",
+            likely="scores are computed more often than they are used",
+            given=repr(problem),
+        )
+        judge.holds(
+            causal[name] <= 0.8 * full[name],
+            f"{name}: expected at most 0.8 of the work with a causal mask, got "
+            f"{causal[name] / full[name]:.2f}",
+            likely="tiles above the diagonal are computed and masked",
+            given=repr(problem),
+        )
+
+
+def _work(parts):
+    """FLOPs of the products by pass."""
+    names = ("forward", "backward")
+    return {n: sum(one["flops"] for one in part) for n, part in zip(names, parts, strict=True)}
