@@ -1,0 +1,305 @@
+"""Step time and state memory of sharded optimizers, beside PyTorch's own.
+
+Per model size, two ranks with one thread each step AdamW (fp32, gradients that stay as they are):
+update and exchange, nothing else. Arms, all in the same ranks, each with a model of its own:
+
+    torch          ZeroRedundancyOptimizer() with its defaults: a broadcast for each parameter
+    torch views    ZeroRedundancyOptimizer(parameters_as_bucket_view=True): one for each rank
+    torch again    the first once more: the A/A arm (see paired.py)
+    NAME           sharded_optimizer of each --impl
+
+State is the bytes of all tensors in the state of one rank's optimizer, the largest over ranks. Time
+on the cores (`core ms`), all threads of both ranks, is what noise disturbs least. malloc keeps what
+is freed: by default it returns the temporaries of a step to the system or not, as the heap happens
+to lie, and one and the same arm takes a fifth longer or less from run to run.
+
+Bounds: against torch .9 at 25M and .7 at 1M, against torch views 1.05; state at most half of the
+unsharded optimizer's and one parameter's. The exit status is 1 when one is missed or the A/A arm
+voids the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from spec_tests.benchmarks import paired
+from spec_tests.benchmarks.ddp import Block
+from spec_tests.rig.rank import Context
+from spec_tests.rig.world import Worlds
+from spec_tests.target import Implementation, load, parse
+
+RESULTS = Path(__file__).with_name("results")
+BASELINE, VIEWS, AGAIN = "torch", "torch views", "torch again"
+NUM_RANKS = 2
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Size:
+    """A stack of residual feed-forward blocks, and how much of it to measure."""
+
+    name: str
+    width: int
+    num_blocks: int
+    steps_per_block: int
+    num_rounds: int
+    bounds: dict[str, float]
+
+    def build(self) -> nn.Module:
+        """The model, with a gradient for every parameter."""
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Block(self.width) for _ in range(self.num_blocks)])
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        return model
+
+
+SIZES = {
+    "1M": Size("1M", 128, 8, 8, 120, {BASELINE: 0.7, VIEWS: 1.05}),
+    "25M": Size("25M", 512, 12, 2, 40, {BASELINE: 0.9, VIEWS: 1.05}),
+}
+
+
+# ------------------------------------------------------------------------------------- in the ranks
+
+
+def body(ctx: Context, size: Size, impls: list[str], num_rounds: int) -> dict[str, Any]:
+    """Rank body: all arms, all rounds. Times per arm and round, this rank's and the machine's."""
+    _keep_freed_memory()
+    loaded = {name: load(parse(name)) for name in impls}
+    arms = [_arm(size, label, loaded) for label in arm_labels(impls)]
+    for arm in arms:
+        arm.step()  # state is made, parameters move into flat buffers
+        arm.step()
+    rounds = [_round(ctx, arms, size.steps_per_block, index) for index in range(num_rounds)]
+    return {"state": [_state_bytes(arm) for arm in arms], "rounds": rounds}
+
+
+def _keep_freed_memory() -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
+    if mallopt is not None:
+        for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+            mallopt(option, 2**30)
+
+
+def arm_labels(impls: list[str]) -> list[str]:
+    """Names of the arms, in the order of an even round: equal things far apart."""
+    return [BASELINE, *impls, VIEWS, AGAIN]
+
+
+def _arm(size: Size, label: str, loaded: dict[str, Implementation]) -> torch.optim.Optimizer:
+    parameters = size.build().parameters()
+    if label in (BASELINE, VIEWS, AGAIN):
+        views = label == VIEWS
+        return ZeroRedundancyOptimizer(
+            parameters, torch.optim.AdamW, parameters_as_bucket_view=views, lr=RATE
+        )
+    made: torch.optim.Optimizer = loaded[label].sharded_optimizer(
+        parameters, torch.optim.AdamW, lr=RATE
+    )
+    return made
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    inner = getattr(optimizer, "optim", optimizer)  # PyTorch's keeps it one floor down
+    return sum(
+        value.nbytes
+        for entry in inner.state.values()
+        for value in entry.values()
+        if isinstance(value, torch.Tensor)
+    )
+
+
+def _round(
+    ctx: Context, arms: list[torch.optim.Optimizer], num_steps: int, index: int
+) -> dict[str, Any]:
+    seconds, core_seconds = [0.0] * len(arms), [0.0] * len(arms)
+    ctx.barrier()
+    began, busy, own = time.perf_counter(), paired.busy_s(), time.process_time()
+    for number in paired.order(len(arms), index):
+        ctx.barrier()
+        start, core_start = time.perf_counter(), time.process_time()
+        for _ in range(num_steps):
+            arms[number].step()
+        seconds[number] = (time.perf_counter() - start) / num_steps
+        core_seconds[number] = (time.process_time() - core_start) / num_steps
+    ctx.barrier()
+    now = paired.busy_s()
+    return {
+        "seconds": seconds,
+        "core_seconds": core_seconds,
+        "elapsed": time.perf_counter() - began,
+        "own": time.process_time() - own,
+        "busy": None if busy is None or now is None else now - busy,
+    }
+
+
+# ----------------------------------------------------------------------------------- in the parent
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one size showed."""
+
+    size: str
+    num_parameters: int
+    labels: list[str]
+    ms: dict[str, float]
+    core_ms: dict[str, float]
+    against: dict[str, dict[str, paired.Ratio]]
+    state: dict[str, int]
+    unsharded_state: int
+    num_rounds: int
+    num_dropped: int
+    verdicts: list[str]
+
+
+def summarise(
+    size: Size, impls: list[str], ranks: list[dict[str, Any]], max_others: float
+) -> Result:
+    """Times of the kept rounds, their paired ratios, and what they say about the bounds."""
+    labels = arm_labels(impls)
+    times: dict[str, list[float]] = {label: [] for label in labels}
+    cores: dict[str, list[float]] = {label: [] for label in labels}
+    for of_ranks in zip(*(rank["rounds"] for rank in ranks), strict=True):
+        own = sum(part["own"] for part in of_ranks)
+        others = paired.share_of_others(of_ranks[0]["busy"], own, of_ranks[0]["elapsed"])
+        if others <= max_others:
+            for number, label in enumerate(labels):
+                times[label].append(max(part["seconds"][number] for part in of_ranks))
+                cores[label].append(sum(part["core_seconds"][number] for part in of_ranks))
+    num_rounds, num_kept = len(ranks[0]["rounds"]), len(times[BASELINE])
+    if num_kept < paired.FEWEST_ROUNDS:
+        raise SystemExit(
+            f"{size.name}: {num_kept} of {num_rounds} rounds were quiet enough, expected at least "
+            f"{paired.FEWEST_ROUNDS}; let nothing else run, or give more --rounds"
+        )
+    against = {
+        base: {label: paired.ratio(times[label], times[base]) for label in labels if label != base}
+        for base in (BASELINE, VIEWS)
+    }
+    state = {label: max(rank["state"][n] for rank in ranks) for n, label in enumerate(labels)}
+    sizes = [p.nbytes for p in size.build().parameters()]
+    return Result(
+        size=size.name,
+        num_parameters=sum(sizes) // 4,
+        labels=labels,
+        ms={label: 1e3 * statistics.median(times[label]) for label in labels},
+        core_ms={label: 1e3 * statistics.median(cores[label]) for label in labels},
+        against=against,
+        state=state,
+        unsharded_state=2 * sum(sizes),
+        num_rounds=num_kept,
+        num_dropped=num_rounds - num_kept,
+        verdicts=_verdicts(size, impls, against, state, sizes),
+    )
+
+
+def _verdicts(
+    size: Size,
+    impls: list[str],
+    against: dict[str, dict[str, paired.Ratio]],
+    state: dict[str, int],
+    sizes: list[int],
+) -> list[str]:
+    aa = against[BASELINE][AGAIN]
+    if paired.is_void(aa):
+        low, high = paired.AA_RANGE
+        return [f"void: torch against itself {aa.median:.3f}, expected within {low}-{high}"]
+    said = []
+    for name in impls:
+        for base, bound in size.bounds.items():
+            high = against[base][name].high
+            word = "holds" if high <= bound else "missed"
+            said.append(f"{word}: {name} against {base} at most {high:.3f}, bound {bound}")
+        # Two moments, and a counter of four bytes for each parameter.
+        allowed = 2 * sum(sizes) // NUM_RANKS + 2 * max(sizes) + 4 * len(sizes)
+        word = "holds" if state[name] <= allowed else "missed"
+        said.append(
+            f"{word}: {name} keeps {state[name]:,} bytes of state on a rank, bound {allowed:,}"
+        )
+    return said
+
+
+def render(results: list[Result], environment: dict[str, str]) -> str:
+    """The results as Markdown."""
+    lines = ["# AdamW step of ZeRO-1, paired against PyTorch's ZeroRedundancyOptimizer", ""]
+    lines += [f"- {key}: {value}" for key, value in environment.items()]
+    lines.append(
+        "- 2 ranks on gloo, 1 thread each, fp32, update and exchange only, malloc keeps what is "
+        "freed; ratios are paired medians with their 95 % interval; state is of the rank that has "
+        "most"
+    )
+    for result in results:
+        rows = [
+            (
+                "arm",
+                "ms",
+                "core ms",
+                "against torch",
+                "against torch views",
+                "state MiB",
+                "of unsharded",
+            )
+        ]
+        for label in result.labels:
+            of_torch, of_views = (result.against[base].get(label) for base in (BASELINE, VIEWS))
+            kept = result.state[label]
+            rows.append(
+                (
+                    label,
+                    f"{result.ms[label]:.2f}",
+                    f"{result.core_ms[label]:.2f}",
+                    str(of_torch or "1"),
+                    str(of_views or "1"),
+                    f"{kept / 2**20:.2f}",
+                    f"{kept / result.unsharded_state:.3f}",
+                )
+            )
+        lines += ["", f"## {result.size} ({result.num_parameters:,} parameters)", ""]
+        lines += [paired.table(rows), ""]
+        lines.append(f"{result.num_rounds} rounds kept, {result.num_dropped} dropped as noisy.")
+        lines += ["", *[f"- {verdict}" for verdict in result.verdicts]]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str]) -> int:
+    """Measure, print, and write `zero1.md` and `zero1.json`."""
+    parser = argparse.ArgumentParser(prog="python -m spec_tests.benchmarks zero1")
+    parser.add_argument("--impl", action="append", help="as for the suite; default: solution")
+    parser.add_argument("--size", action="append", choices=list(SIZES), help="default: all")
+    parser.add_argument("--rounds", type=int, help="default: 120 at 1M, 40 at 25M")
+    parser.add_argument("--max-others", type=float, default=paired.MAX_OTHERS)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of zero1.md, zero1.json")
+    options = parser.parse_args(argv)
+    impls = options.impl or ["solution"]
+    results = []
+    worlds = Worlds()
+    try:
+        for name in options.size or list(SIZES):
+            size = SIZES[name]
+            rounds = options.rounds or size.num_rounds
+            ranks = worlds.world(NUM_RANKS).run(body, size, impls, rounds, timeout_s=3600.0)
+            results.append(summarise(size, impls, list(ranks), options.max_others))
+    finally:
+        worlds.close()
+    environment = paired.environment()
+    text = render(results, environment)
+    print(text)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "zero1.md").write_text(text)
+    record = {"environment": environment, "results": [asdict(result) for result in results]}
+    (options.out / "zero1.json").write_text(json.dumps(record, indent=1) + "\n")
+    return int(any(not v.startswith("holds") for result in results for v in result.verdicts))
