@@ -32,12 +32,12 @@ class Agent:
         """Of the agent, not of a rank."""
         return self._started.pid
 
-    def wait(self, timeout_s: float = 90.0) -> Outcome:
+    def wait(self, timeout_s: float = 200.0) -> Outcome:
         """Its end; after `timeout_s` it is killed, and that is an error."""
         return self._started.wait(timeout_s)
 
     def wait_until(
-        self, is_so: Callable[[], object], expected: str, *, timeout_s: float = 60.0
+        self, is_so: Callable[[], object], expected: str, *, timeout_s: float = 150.0
     ) -> None:
         """Returns as soon as `is_so()`; an error if it never is, or the agent ends before."""
         deadline = time.monotonic() + timeout_s

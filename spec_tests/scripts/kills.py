@@ -127,7 +127,7 @@ def disturb(kill: Kill, whole: Whole, pace: Pace, folder: Path, mode: str) -> Fi
             agent.wait_until(lambda: agent.ranks().get(kill.rank, pid) != pid, "a restart")
         except TimeoutError as error:
             complaints.append(str(error))
-        ended = agent.wait(120.0)
+        ended = agent.wait()
         complaints += [f"process {pid} was left" for pid in agent.close()]
     if ended.status:
         complaints.append(f"expected torchrun's status 0, got {ended.status}: {ended.err[-2000:]}")

@@ -56,7 +56,7 @@ class Started:
         self._process.kill()
         self._process.join()
 
-    def wait(self, timeout_s: float = 90.0) -> Outcome:
+    def wait(self, timeout_s: float = 200.0) -> Outcome:
         """Its end; after `timeout_s` it is killed, and that is an error."""
         self._process.join(timeout_s)
         is_late = self._process.is_alive()
