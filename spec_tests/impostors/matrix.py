@@ -63,10 +63,16 @@ class Finding:
 
 
 def probe(clause: Clause, impostor: Impostor, worlds: Worlds) -> Finding:
-    """Run the clause's cases until one of them is decisive."""
+    """Run the clause's cases until one of them is decisive.
+
+    Of a clause that judges a function which the impostor brings, only the cases of what it brings.
+    """
     finding = Finding(clause, impostor)
     target = target_of(impostor)
+    own = brought_by(impostor) & {*clause.judges}
     for case in clause.cases():
+        if own and case["subject"] not in own:
+            continue
         finding.results.append(run_case(clause, target, case, worlds))
         if finding.decisive is not None:
             break
@@ -91,13 +97,23 @@ def named_clauses(impostor: Impostor) -> list[Clause]:
     return [clauses[name] for name in impostor.rejected_by]
 
 
+def brought_by(impostor: Impostor) -> set[str]:
+    """The contract functions that it replaces; none if it patches the reference."""
+    return {*impostor.functions()} if impostor.functions else set()
+
+
+def _observable() -> list[Clause]:
+    """The clauses that ranks on a CPU can observe."""
+    return [clause for clause in load_all() if "gloo" in clause.transports]
+
+
 def owed_by_benign(impostor: Impostor) -> list[Clause]:
     """The clauses that right but unusual code must pass: those about the functions it brings."""
-    brought = impostor.functions() if impostor.functions else {}
+    brought = brought_by(impostor)
     return [
         clause
-        for clause in load_all()
-        if clause.level != "production" and brought.keys() & {*clause.judges, *clause.needs}
+        for clause in _observable()
+        if clause.level != "production" and brought & {*clause.judges, *clause.needs}
     ]
 
 
@@ -110,8 +126,8 @@ def unrelated_clauses(impostor: Impostor, limit: int | None = None) -> list[Clau
     """
     chapter = impostor.id.partition(".")[0]
     related = RELATED.get(chapter, {chapter})
-    brought = impostor.functions().keys() if impostor.functions else set()
-    found = [c for c in load_all() if c.chapter not in related and not brought & {*c.judges}]
+    brought = brought_by(impostor)
+    found = [c for c in _observable() if c.chapter not in related and not brought & {*c.judges}]
     if limit is None:
         return found
     return random.Random(impostor.id).sample(found, min(limit, len(found)))
