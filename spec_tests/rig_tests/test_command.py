@@ -103,12 +103,15 @@ def test_declared_deviations_are_honoured_and_stale_ones_are_loud(tmp_path: Path
     assert "it was so once" in ended.stdout, "and the message says what was declared"
 
 
-SLEEPING = """\
+BUSY = """\
 import os, time
 def ddp(module, *, process_group=None):
     open(f"inside-{os.getpid()}", "w").close()
-    time.sleep(60)
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        pass
 """
+"""Busy and not asleep: a rank that moves is slow and no hang, however late the signal comes."""
 
 
 def processes_of(session: int) -> list[str]:
@@ -137,7 +140,7 @@ def within(timeout_s: float, is_so) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="counts processes under /proc")
 def test_an_interrupted_run_leaves_no_process(tmp_path: Path):
-    (tmp_path / "mine.py").write_text(SLEEPING)
+    (tmp_path / "mine.py").write_text(BUSY)
     with subprocess.Popen(
         [sys.executable, "-m", "spec_tests", "--impl", "mine.py", "--clause", FROZEN],
         cwd=tmp_path,
