@@ -108,12 +108,18 @@ def _observable() -> list[Clause]:
 
 
 def owed_by_benign(impostor: Impostor) -> list[Clause]:
-    """The clauses that right but unusual code must pass: those about the functions it brings."""
+    """The clauses that right but unusual code must pass: those about the functions it brings.
+
+    What saves must know what it saves: a clause on both is owed by whoever brings both.
+    """
     brought = brought_by(impostor)
+    both = {"sharded_optimizer", "save_checkpoint"}
     return [
         clause
         for clause in _observable()
-        if clause.level != "production" and brought & {*clause.judges, *clause.needs}
+        if clause.level != "production"
+        and brought & (used := {*clause.judges, *clause.needs})
+        and (both <= brought or not both <= used)
     ]
 
 

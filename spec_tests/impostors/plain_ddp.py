@@ -186,7 +186,8 @@ def offer(wrapper: type[PlainDdp]) -> dict[str, Any]:
         "ddp": ddp,
         "ddp_bucketed": ddp_bucketed,
         "no_sync": lambda wrapped: wrapped.no_sync(),
-        "finish_gradient_synchronization": lambda wrapped: wrapped.finish(),
+        # What was wrapped by others, say by FSDP, has nothing to finish.
+        "finish_gradient_synchronization": lambda wrapped: getattr(wrapped, "finish", bool)(),
     }
 
 

@@ -38,6 +38,7 @@ whose forward prefetch is left to CUDA streams, so that on a CPU nothing overlap
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
 from functools import partial
@@ -251,20 +252,29 @@ class _AfterBackward(torch.autograd.Function):
         return None, None, *gradients
 
 
+_watching: weakref.WeakSet[Schedule] = weakref.WeakSet()
+
+
 def _watch_optimizers(schedule: Schedule) -> None:
     """Count the steps over each unit's parameters, for as long as the schedule lives."""
-    this = weakref.ref(schedule)
+    _register_once()
+    _watching.add(schedule)
 
-    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        found = this()
-        if found is None:
-            return
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for unit in found.units:
-            unit.num_updates += any(id(p.sharded) in stepped for p in unit.parameters)
 
-    handle = register_optimizer_step_post_hook(after_step)
-    weakref.finalize(schedule, handle.remove).atexit = False
+@functools.cache
+def _register_once() -> None:
+    # Never removed: a hook that goes with its model may go in the middle of a step, by the garbage
+    # collector's hand, while PyTorch is walking through its hooks.
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    schedules = list(_watching)
+    if not schedules:
+        return
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for unit in (unit for schedule in schedules for unit in schedule.units):
+        unit.num_updates += any(id(p.sharded) in stepped for p in unit.parameters)
 
 
 def _is_inside_backward() -> bool:
