@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import statistics
 import time
@@ -282,8 +281,6 @@ def main(argv: list[str]) -> int:
     environment = paired.environment()
     text = render(results, environment)
     print(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "attention.md").write_text(text)
     record = {"environment": environment, "results": [asdict(result) for result in results]}
-    (options.out / "attention.json").write_text(json.dumps(record, indent=1) + "\n")
+    paired.write(options.out, "attention", text, record)
     return int(any(not v.startswith("holds") for result in results for v in result.verdicts))

@@ -20,7 +20,6 @@ Bounds, against flash, from 2048 tokens on: forward at least as fast, backward 0
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -255,8 +254,6 @@ def run(impls: Sequence[str], *, num_rounds: int, out: Path) -> int:
     environment = {**paired.environment(), "device": torch.cuda.get_device_name()}
     text = render(results, list(attentions), environment)
     print(text)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "attention_gpu.md").write_text(text)
     record = {"environment": environment, "results": [asdict(result) for result in results]}
-    (out / "attention_gpu.json").write_text(json.dumps(record, indent=1) + "\n")
+    paired.write(out, "attention_gpu", text, record)
     return int(any(not v.startswith("holds") for result in results for v in result.verdicts))

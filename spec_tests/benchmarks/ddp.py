@@ -21,7 +21,6 @@ memory at most torch's. The exit status is 1 when one is missed or the A/A arm v
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -316,8 +315,6 @@ def main(argv: list[str]) -> int:
     environment = paired.environment()
     text = render(results, environment)
     print(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "ddp.md").write_text(text)
     record = {"environment": environment, "results": [asdict(result) for result in results]}
-    (options.out / "ddp.json").write_text(json.dumps(record, indent=1) + "\n")
+    paired.write(options.out, "ddp", text, record)
     return int(any(not v.startswith("holds") for result in results for v in result.verdicts))

@@ -20,7 +20,6 @@ status is 1 when one is missed, when bits differ, or when the A/A arm voids the 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -289,8 +288,6 @@ def main(argv: list[str]) -> int:
     environment = paired.environment()
     text = render(results, environment)
     print(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "fsdp.md").write_text(text)
     record = {"environment": environment, "results": [asdict(result) for result in results]}
-    (options.out / "fsdp.json").write_text(json.dumps(record, indent=1) + "\n")
+    paired.write(options.out, "fsdp", text, record)
     return int(any(not v.startswith("holds") for result in results for v in result.verdicts))

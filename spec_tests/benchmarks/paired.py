@@ -19,6 +19,7 @@ Pure arithmetic and files under /proc; whom to measure, and how, is the caller's
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 import os
 import platform
@@ -28,6 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -177,3 +179,10 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     ]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
+
+
+def write(folder: Path, name: str, text: str, record: dict[str, Any]) -> None:
+    """Keep what was measured: `NAME.md` to read, `NAME.json` to compute with."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(text)
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -22,9 +22,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import statistics
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +33,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from spec_tests.benchmarks import paired
 from spec_tests.benchmarks.ddp import Block
+from spec_tests.benchmarks.rounds import run_round
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
 from spec_tests.target import Implementation, load, parse
@@ -83,7 +82,7 @@ def body(ctx: Context, size: Size, impls: list[str], num_rounds: int) -> dict[st
     for arm in arms:
         arm.step()  # state is made, parameters move into flat buffers
         arm.step()
-    rounds = [_round(ctx, arms, size.steps_per_block, index) for index in range(num_rounds)]
+    rounds = [run_round(ctx, arms, size.steps_per_block, index) for index in range(num_rounds)]
     return {"state": [_state_bytes(arm) for arm in arms], "rounds": rounds}
 
 
@@ -120,30 +119,6 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
         for value in entry.values()
         if isinstance(value, torch.Tensor)
     )
-
-
-def _round(
-    ctx: Context, arms: list[torch.optim.Optimizer], num_steps: int, index: int
-) -> dict[str, Any]:
-    seconds, core_seconds = [0.0] * len(arms), [0.0] * len(arms)
-    ctx.barrier()
-    began, busy, own = time.perf_counter(), paired.busy_s(), time.process_time()
-    for number in paired.order(len(arms), index):
-        ctx.barrier()
-        start, core_start = time.perf_counter(), time.process_time()
-        for _ in range(num_steps):
-            arms[number].step()
-        seconds[number] = (time.perf_counter() - start) / num_steps
-        core_seconds[number] = (time.process_time() - core_start) / num_steps
-    ctx.barrier()
-    now = paired.busy_s()
-    return {
-        "seconds": seconds,
-        "core_seconds": core_seconds,
-        "elapsed": time.perf_counter() - began,
-        "own": time.process_time() - own,
-        "busy": None if busy is None or now is None else now - busy,
-    }
 
 
 # ----------------------------------------------------------------------------------- in the parent
@@ -298,8 +273,6 @@ def main(argv: list[str]) -> int:
     environment = paired.environment()
     text = render(results, environment)
     print(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "zero1.md").write_text(text)
     record = {"environment": environment, "results": [asdict(result) for result in results]}
-    (options.out / "zero1.json").write_text(json.dumps(record, indent=1) + "\n")
+    paired.write(options.out, "zero1", text, record)
     return int(any(not v.startswith("holds") for result in results for v in result.verdicts))

@@ -152,22 +152,22 @@ def test_a_save_loads_at_any_other_world_size(world, other):
 
 def from_elsewhere(ctx, directory, how):
     """Saved with a relative path, loaded from another working directory or another place."""
-    home = Path(directory).parent
+    base = Path(directory).parent
     if ctx.rank == 0:
-        Path(home, "work", "deeper").mkdir(parents=True)
+        (base / "here" / "deeper").mkdir(parents=True)
     ctx.barrier()
-    os.chdir(f"{home}/work")
+    os.chdir(base / "here")
     trainee = Trainee(ctx)
     trainee.train()
     trainee.save("checkpoints", step=1)
-    saved, place = trainee.state(), f"{home}/work/checkpoints"
-    os.chdir(f"{home}/work/deeper")
+    saved, place = trainee.state(), base / "here" / "checkpoints"
+    os.chdir(base / "here" / "deeper")
     ctx.barrier()
     if how == "moved" and ctx.rank == 0:
-        shutil.move(place, f"{home}/elsewhere")
+        shutil.move(place, base / "elsewhere")
     ctx.barrier()
     fresh = Trainee(ctx, seed=8)
-    reading = fresh.read(f"{home}/elsewhere" if how == "moved" else "../checkpoints")
+    reading = fresh.read(str(base / "elsewhere") if how == "moved" else "../checkpoints")
     os.chdir("/")
     return {"saved": saved, "loaded": reading["state"], "error": reading["error"]}
 
