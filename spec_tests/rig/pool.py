@@ -42,6 +42,8 @@ from spec_tests.target import Target
 START_TIMEOUT_S = 60.0
 # After a rank has raised, its peers are released by the closing sockets; who is not is killed.
 RELEASE_S = 0.5
+# One that wants a processor and gets none cannot say yet that it was released.
+_STARVED_RELEASE_S = 5.0
 _POLL_S = 0.2
 # How many times its time limit a body may take while it visibly computes.
 _PATIENCE = 4
@@ -188,6 +190,7 @@ class Pool:
         deadline = time.monotonic() + timeout_s
         limit_s = _PATIENCE * timeout_s
         patience_ends = time.monotonic() + limit_s
+        starved_until = deadline
         watched = {
             m.rank: Liveness(m.process.pid or -1, grace_s, progress=_progress_of(m))
             for m in self._members
@@ -198,6 +201,7 @@ class Pool:
                 self._receive(key.data, replies)
             if any(reply.error for reply in replies.values()):
                 deadline = min(deadline, time.monotonic() + RELEASE_S)
+                starved_until = min(starved_until, time.monotonic() + _STARVED_RELEASE_S)
             if ready or len(replies) == self.world_size:
                 continue
             silent = [m.rank for m in self._members if m.rank not in replies]
@@ -207,6 +211,8 @@ class Pool:
             now = time.monotonic()
             if now > deadline:
                 has_errors = any(reply.error for reply in replies.values())
+                if now < starved_until and any(watched[rank].is_starved for rank in silent):
+                    continue
                 # Who computes (compiles, interprets) is slow, not hung, for a good while longer.
                 if has_errors or all(watched[rank].is_idle for rank in silent):
                     self._give_up(replies, f"no answer within {timeout_s:g} s")
