@@ -219,3 +219,47 @@ def test_memory_does_not_grow_from_step_to_step(world, subject):
             f"{seen['after step 4']} after step 4",
             likely="something is appended in every step and never taken away",
         )
+
+
+def window(ctx, subject, depth):
+    """Live bytes after two micro-batches that are not reduced, and after one that is."""
+    seen = {}
+    with ctx.recording() as recorder:
+        with torch.device(ctx.device):
+            model = shard(ctx, subject, Tower(depth))
+        x = torch.ones(2, WIDTH, dtype=torch.float64, device=ctx.device)
+        for moment in ("", "unreduced", "unreduced", "reduced"):
+            model.set_requires_gradient_sync(moment != "unreduced")
+            model(x).sum().backward()
+            if not moment:
+                model.zero_grad()
+            gc.collect()
+            seen[moment] = min(_after_a_moment(recorder) for _ in range(4))
+    return seen
+
+
+@clause(
+    "fsdp.footprint.window-costs-one-copy",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source=f"{MEMORY}: unsharded gradients are kept between micro-batches, and freed when reduced",
+    worlds=(2, 4),
+)
+def test_a_window_costs_one_copy_of_the_gradients_and_gives_it_back(world, subject):
+    """Unreduced micro-batches MUST cost one full copy of the gradients; the reduction frees it."""
+    ranks = world.run(window, subject, 6)
+
+    shards = 6 * UNIT // world.size
+    base = {"shards": shards, "slack of half a layer": UNIT // 2}
+    for moment, terms in (
+        ("unreduced", {**base, "full gradients": 6 * UNIT}),
+        ("reduced", {**base, "gradients": shards}),
+    ):
+        footprint.at_most(
+            [rank[moment] for rank in ranks],
+            terms,
+            quantity=f"live bytes after {moment} micro-batches",
+            likely="every micro-batch, or the shard's gradient too, has memory of its own",
+            given=f"six layers of {UNIT} bytes over {world.size} ranks",
+        )

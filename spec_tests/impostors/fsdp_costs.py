@@ -87,6 +87,17 @@ class KeepsHandles(Unit):
         return super().send_gather(whole, own)
 
 
+class KeepsWindow(Unit):
+    """Keeps the unreduced sums of a window until the next window replaces them."""
+
+    kept: Mapping[int, torch.Tensor] = {}
+
+    def reduce(self, pieces: list[Piece]) -> None:
+        waiting = {n: p.pending for n, p in enumerate(pieces) if p.pending is not None}
+        self.kept = {**self.kept, **waiting}
+        super().reduce(pieces)
+
+
 # -------------------------------------------------------------------------------------- precision
 
 
@@ -223,6 +234,22 @@ IMPOSTORS: tuple[Impostor, ...] = (
         "A list of handles that is never cleared.",
         "Ten steps fit into any memory.",
         "fsdp.footprint.no-growth",
+    ),
+    card(
+        Unit,
+        "zeros-while-waiting",
+        "Keeps zeros in `.grad` while the full gradients wait for their reduction.",
+        "Ours, once: what stands for a pending gradient was as large as the shard's own.",
+        "It is freed with the reduction; between steps nothing is left of it.",
+        "fsdp.footprint.window-costs-one-copy",
+    ),
+    card(
+        KeepsWindow,
+        "keeps-window",
+        "Keeps the sums of a window after they were reduced.",
+        "Accumulators that are zeroed for the next window and never freed.",
+        "The numbers are right, and memory does not grow.",
+        "fsdp.footprint.window-costs-one-copy",
     ),
     card(
         IgnoresDtype,

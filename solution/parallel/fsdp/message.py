@@ -29,6 +29,8 @@ class Buffers:
         """At least `num_bytes` on `device`, out of the smallest buffer that is free."""
         fitting = [b for b in self._free if b.device == device and b.numel() >= num_bytes]
         if not fitting:
+            # One that is too small makes room for it: what that could serve, this one can.
+            self._free = sorted(self._free, key=torch.Tensor.numel)[:-1]
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
         found = min(fitting, key=torch.Tensor.numel)
         self._free = [buffer for buffer in self._free if buffer is not found]

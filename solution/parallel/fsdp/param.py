@@ -13,8 +13,9 @@ autograd does not take a gather for a modification.
 
 A local gradient that is not reduced yet is *pending*. It is kept here, as large as the parameter,
 while `sharded.grad` has room for the shard's part only; and yet `zero_grad` must discard it. So
-`sharded.grad` holds a *token* meanwhile: zeros, or the gradient that was there before. Who replaces
-or overwrites the token has cleared the gradient, and what was pending is dropped.
+`sharded.grad` holds a *token* meanwhile: zeros in the memory of one element, or the gradient that
+was there before. Who replaces or zeroes the token has cleared the gradient, and what was pending is
+dropped; anything else that writes to the zeros is an error, since it would be lost.
 
 PyTorch counterpart: `FSDPParam`. There the full tensor stays registered after a forward that keeps
 it, so an optimizer built then trains nothing; and `zero_grad` does not reach what is pending.
@@ -136,12 +137,22 @@ class ShardedParameter:
         else:
             self.pending += gradient
 
+    def resume_gradient(self) -> None:
+        """Let autograd add to what is pending, where it has one dtype with what comes.
+
+        Each gradient is then freed as soon as it is added, not when its unit's backward is over.
+        """
+        assert self.full is not None
+        if self.pending is not None and self.pending.dtype == self.full.dtype:
+            self.full.grad, self.pending = self.pending, None
+
     def hold_pending(self) -> None:
         """Leave a token behind that `zero_grad` removes."""
         if self.pending is None:
             return
         if self.sharded.grad is None:
-            self.sharded.grad = torch.zeros_like(self.sharded)
+            zero = torch.zeros((), dtype=self.local.dtype, device=self.local.device)
+            self.sharded.grad = self._as_gradient(zero.expand(self.local.shape))
             self._is_token_ours = True
         self._token = (self.sharded.grad, _versions(self.sharded.grad))
 
@@ -171,9 +182,12 @@ class ShardedParameter:
         if self.sharded.grad is not None:
             self.sharded.grad._local_tensor.add_(rows)  # type: ignore[attr-defined]  # a DTensor
             return
+        self.sharded.grad = self._as_gradient(rows)
+
+    def _as_gradient(self, rows: torch.Tensor) -> DTensor:
         # What `from_local` comes to, without working out again what the parameter knows.
         spec = self.sharded._spec  # type: ignore[attr-defined]  # a DTensor
-        self.sharded.grad = DTensor(rows, spec, requires_grad=False)
+        return DTensor(rows, spec, requires_grad=False)
 
 
 def _versions(gradient: torch.Tensor) -> tuple[int, int]:

@@ -183,12 +183,13 @@ class Schedule:
             self._is_end_queued = True
             # Runs when this backward has succeeded; an interrupted one leaves the flag up.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
-        if not unit.is_in_backward:
-            unit.is_in_backward = True
-            for parameter in unit.parameters:
-                parameter.drop_cleared()
+        is_new, unit.is_in_backward = not unit.is_in_backward, True
         unit.start_gather()
         unit.finish_gather()
+        if is_new:
+            for parameter in unit.parameters:
+                parameter.drop_cleared()
+                parameter.resume_gradient()
         chosen = [previous] if previous is not None and self.prefetches else []
         for other in unit.prefetch_in_backward or chosen:
             self._start_ahead(other)
