@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -226,7 +227,7 @@ def window(ctx, subject, depth):
     seen = {}
     with ctx.recording() as recorder:
         with torch.device(ctx.device):
-            model = shard(ctx, subject, Tower(depth))
+            model: Any = shard(ctx, subject, Tower(depth))
         x = torch.ones(2, WIDTH, dtype=torch.float64, device=ctx.device)
         for moment in ("", "unreduced", "unreduced", "reduced"):
             model.set_requires_gradient_sync(moment != "unreduced")
