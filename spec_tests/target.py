@@ -7,15 +7,18 @@
     package.module              any importable module
     path/to/mine.py             a file; mine.toml beside it holds declared deviations
     path/to/package             a folder with an __init__.py
+    cs336:path/to/checkout      CS336 assignment 2, by its tests/adapters.py
     impostor:ID                 a deliberate near-miss out of spec_tests/impostors
 
 The parent only ever resolves the words. The code is loaded in the ranks: it may patch torch, exit
 or hang, and it never sees an expected value. A function that an implementation leaves out becomes
-a stand-in that says so when it is called.
+a stand-in that says so when it is called. A course's own layout is brought to the contract by the
+file of its name in spec_tests/impls.
 """
 
 from __future__ import annotations
 
+import dis
 import importlib
 import importlib.util
 import inspect
@@ -31,6 +34,10 @@ from spec_tests.contract import DEFAULTS, FUNCTIONS
 PACKAGE_ROOT = Path(__file__).resolve().parent
 REPOSITORY_ROOT = PACKAGE_ROOT.parent
 KNOWN_IMPLEMENTATIONS = {"torch": PACKAGE_ROOT / "impls" / "torch.py"}
+LAYOUTS = {
+    "cs336": ("tests/adapters.py",),
+}
+"""Layouts of courses that spec_tests/impls knows, each with files by which one is recognised."""
 
 
 class NotOfferedError(NotImplementedError):
@@ -46,12 +53,14 @@ class Target:
         module: name under which it is imported.
         path: file or package folder to load, or None for an importable module.
         impostor: id of the near-miss to build on top of it, if any.
+        layout: the course whose layout `path` has, a key of `LAYOUTS`; None for a plain one.
     """
 
     name: str
     module: str
     path: Path | None = None
     impostor: str | None = None
+    layout: str | None = None
 
     def __repr__(self) -> str:
         # Hypothesis prints it next to the drawn values.
@@ -78,6 +87,9 @@ def parse(spec: str) -> Target:
         return Target(spec, "solution", _solution_folder())
     if spec in KNOWN_IMPLEMENTATIONS:
         return Target(spec, f"trainspec_impl_{spec}", KNOWN_IMPLEMENTATIONS[spec])
+    layout, colon, path = spec.partition(":")
+    if colon and layout in LAYOUTS:
+        return _parse_layout(spec, layout, path)
     if spec.endswith(".py") or "/" in spec or Path(spec).is_dir():
         return _parse_path(spec)
     if spec and all(part.isidentifier() for part in spec.split(".")) and _is_importable(spec):
@@ -85,7 +97,22 @@ def parse(spec: str) -> Target:
     raise ValueError(
         f"--impl {spec!r}: expected 'solution', {', '.join(map(repr, KNOWN_IMPLEMENTATIONS))}, an "
         "importable module, or a path to a file or package; no such module was found. For a file "
-        "give its path with the ending, as in --impl ./mine.py"
+        "give its path with the ending, as in --impl ./mine.py; for a course's layout, "
+        f"{', '.join(f'{layout}:PATH' for layout in LAYOUTS)}"
+    )
+
+
+def _parse_layout(spec: str, layout: str, words: str) -> Target:
+    path = Path(words).expanduser().resolve()
+    if words and path.is_dir():
+        found = [path / name for name in LAYOUTS[layout] if (path / name).is_file()]
+        if found:  # a single file, or the folder in which several lie
+            return Target(spec, layout, found[0] if layout == "effdl" else path, layout=layout)
+    elif path.is_file() and layout == "effdl":
+        return Target(spec, layout, path, layout=layout)
+    raise ValueError(
+        f"--impl {spec!r}: expected {layout}:PATH, a folder that holds "
+        f"{' or '.join(LAYOUTS[layout])}; found none at {path}"
     )
 
 
@@ -115,8 +142,9 @@ def _package(spec: str, folder: Path) -> Target:
 
 
 def _is_importable(name: str) -> bool:
+    # The first part only: to find a.b Python would import a, which is foreign, in this process.
     try:
-        return importlib.util.find_spec(name) is not None
+        return importlib.util.find_spec(name.partition(".")[0]) is not None
     except (ImportError, ValueError):
         return False
 
@@ -140,7 +168,9 @@ class Implementation:
         self.name = name
         self.namespace = namespace
         self.offered = tuple(
-            function for function in FUNCTIONS if callable(getattr(namespace, function, None))
+            function
+            for function in FUNCTIONS
+            if callable(own := getattr(namespace, function, None)) and not is_left_open(own)
         )
         reasons = {name: _misfit(name, getattr(namespace, name)) for name in self.offered}
         self.misfits = {name: reason for name, reason in reasons.items() if reason}
@@ -180,6 +210,20 @@ def _misfit(name: str, function: Callable[..., Any]) -> str:
     return ""
 
 
+def is_left_open(function: object) -> bool:
+    """Whether a function does nothing but raise NotImplementedError: announced, not offered.
+
+    Told from its code, since a refusal is a right answer to some calls: one that refuses them all
+    would pass every clause on refusals.
+    """
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_names != ("NotImplementedError",):
+        return False
+    return not any(
+        step.opname.startswith(("RETURN", "YIELD")) for step in dis.get_instructions(code)
+    )
+
+
 def _stand_in(name: str, function: str) -> Callable[..., Any]:
     def not_offered(*args: object, **kwargs: object) -> Any:
         raise NotOfferedError(f"{name} does not offer {function}()")
@@ -187,8 +231,11 @@ def _stand_in(name: str, function: str) -> Callable[..., Any]:
     return not_offered
 
 
-def load(target: Target) -> Implementation:
+def load(target: Target, *, device: str = "cpu") -> Implementation:
     """Import the implementation. Called in ranks only.
+
+    Args:
+        device: type of the device that the rank computes on; some layouts assume "cuda".
 
     Raises:
         whatever the implementation raises when it is imported.
@@ -198,10 +245,14 @@ def load(target: Target) -> Implementation:
         # Imported here: impostors are made of the contract, and only ranks build them.
         impostors = importlib.import_module("spec_tests.impostors")
         namespace = impostors.build(target.impostor, target)
+    elif target.layout is not None:
+        # Imported here for the same reason: these files are glue around foreign code.
+        adapter = importlib.import_module(f"spec_tests.impls.{target.layout}")
+        namespace = adapter.offer(target.path, device)
     else:
         namespace = import_target(target)
     implementation = Implementation(target.name, namespace)
-    if not implementation.offered:
+    if not any(callable(getattr(namespace, function, None)) for function in FUNCTIONS):
         raise ValueError(
             f"{target.name} offers none of the contract's functions; expected at least one of "
             f"{', '.join(FUNCTIONS)}. See spec_tests/contract.py"

@@ -1,0 +1,69 @@
+"""How a file out of somebody's checkout is imported, in a rank, as if Python had started there."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from spec_tests.target import is_left_open
+
+
+def import_file(root: Path, name: str, *, search: Sequence[str] = ()) -> ModuleType:
+    """Import `a.b` from `root/a/b.py`; its own imports find `root` and the folders of `search`.
+
+    Under its own name and with its packages, since files of a checkout import each other by them;
+    by location, so that a package called `tests` or `data` elsewhere is no clash.
+
+    Raises:
+        whatever the file raises.
+        ImportError: there is no such file, or it is no Python.
+    """
+    for folder in [*search, "."]:
+        if (path := root / folder).is_dir():
+            sys.path.insert(0, str(path.resolve()))
+    package, _, _ = name.rpartition(".")
+    if package:
+        _import_package(root, package)
+    return _execute(name, root.joinpath(*name.split(".")).with_suffix(".py"))
+
+
+def _import_package(root: Path, name: str) -> None:
+    folder = root / name
+    if (folder / "__init__.py").is_file():
+        _execute(name, folder / "__init__.py", [str(folder)])
+    else:
+        sys.modules[name] = package = ModuleType(name)
+        package.__path__ = [str(folder)]
+
+
+def _execute(name: str, file: Path, folders: list[str] | None = None) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot import {file}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def offered(module: ModuleType, *names: str) -> Callable[..., Any] | None:
+    """The first of these functions that the module has and does not leave open."""
+    for name in names:
+        found = getattr(module, name, None)
+        if callable(found) and not is_left_open(found):
+            return found  # type: ignore[no-any-return]  # foreign code
+    return None
+
+
+def refuse_group(name: str, process_group: object) -> None:
+    """Say that a course's function knows no groups.
+
+    Raises:
+        NotImplementedError: a group was asked for.
+    """
+    if process_group is not None:
+        raise NotImplementedError(f"{name} takes no process_group: the exercise asks for none")

@@ -1,0 +1,1 @@
+"""What assignment 1 leaves to assignment 2."""

@@ -1,0 +1,54 @@
+"""FlashAttention-2 over tiles of keys in PyTorch."""
+
+import torch
+
+TILE = 32
+
+
+class FlashAttention(torch.autograd.Function):
+    """[batch, seq, dim]; saves one row statistic, the log-sum-exp [batch, seq_q]."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False):
+        """Online softmax."""
+        out = torch.zeros_like(q)
+        highest = q.new_full(q.shape[:2], -torch.inf)
+        total = q.new_zeros(q.shape[:2])
+        for start in range(0, k.shape[1], TILE):
+            scores = FlashAttention.scores(q, k[:, start : start + TILE], start, is_causal)
+            above = torch.maximum(highest, scores.amax(dim=-1))
+            shrink = (highest - above).exp()
+            weights = (scores - above[..., None]).exp()
+            total = total * shrink + weights.sum(dim=-1)
+            out = out * shrink[..., None] + weights @ v[:, start : start + TILE]
+            highest = above
+        out = out / total[..., None]
+        ctx.save_for_backward(q, k, v, out, highest + total.log())
+        ctx.is_causal = is_causal
+        return out
+
+    @staticmethod
+    def scores(q, k, start, is_causal):
+        """Scaled scores of a tile whose first key has the number `start`."""
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        if is_causal:
+            rows = torch.arange(q.shape[1], device=q.device)[:, None]
+            keys = start + torch.arange(k.shape[1], device=q.device)
+            scores = scores.masked_fill(keys > rows, -torch.inf)
+        return scores
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Recomputes the weights, tile by tile."""
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        delta = (out * grad).sum(dim=-1, keepdim=True)
+        for start in range(0, k.shape[1], TILE):
+            tile = slice(start, start + TILE)
+            scores = FlashAttention.scores(q, k[:, tile], start, ctx.is_causal)
+            weights = (scores - lse[..., None]).exp()
+            ds = weights * (grad @ v[:, tile].transpose(-1, -2) - delta) * q.shape[-1] ** -0.5
+            dq += ds @ k[:, tile]
+            dk[:, tile] = ds.transpose(-1, -2) @ q
+            dv[:, tile] = weights.transpose(-1, -2) @ grad
+        return dq, dk, dv, None

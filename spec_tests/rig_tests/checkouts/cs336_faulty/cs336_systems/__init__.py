@@ -1,0 +1,1 @@
+"""A solution of CS336 assignment 2."""

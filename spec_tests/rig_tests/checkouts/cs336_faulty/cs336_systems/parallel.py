@@ -1,0 +1,51 @@
+"""What passes the course's own tests and is wrong.
+
+- DDP averages what the hook is given, which is the weight: gradients stay local.
+- The optimizer is the plain one: nothing is sharded, and final weights are right all the same.
+- FSDP replicates and all-reduces: right numbers, no shard anywhere.
+"""
+
+import torch.distributed as dist
+from torch import nn
+
+
+class DDP(nn.Module):
+    """Broadcasts weights, then keeps them together instead of the gradients."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+        for parameter in module.parameters():
+            whole = parameter.detach().contiguous()
+            dist.broadcast(whole, src=0)
+            parameter.data.copy_(whole)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.average)
+
+    def average(self, parameter):
+        """The parameter, where its gradient was meant."""
+        dist.all_reduce(parameter.data)
+        parameter.data /= dist.get_world_size()
+
+    def forward(self, *args, **kwargs):
+        """As the module does."""
+        return self.module(*args, **kwargs)
+
+
+class FSDP(nn.Module):
+    """Fully replicated."""
+
+    def __init__(self, module: nn.Module, compute_dtype=None):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        """As the module does."""
+        return self.module(*args, **kwargs)
+
+    def finish(self):
+        """All-reduce everything."""
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
