@@ -9,6 +9,7 @@ from solution.attention.flash import FlashAttentionTorch, flash_attention
 from solution.attention.triton_launch import FlashAttentionTriton, flash_attention_triton
 from solution.checkpoint import AsyncCheckpointer, load_checkpoint, save_checkpoint
 from solution.data.loader import token_loader
+from solution.measure.estimate import memory_estimate
 from solution.models.gpt2 import language_model
 from solution.parallel import finish_gradient_synchronization, no_sync
 from solution.parallel.clip import clip_grad_norm_
@@ -43,6 +44,7 @@ __all__ = [
     "fully_shard",
     "language_model",
     "load_checkpoint",
+    "memory_estimate",
     "no_sync",
     "save_checkpoint",
     "sharded_optimizer",

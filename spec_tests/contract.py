@@ -321,19 +321,109 @@ class LanguageModel(Protocol):
 
 
 class MemoryEstimate(Protocol):
-    """Predicted bytes by term; the measure chapter fixes the keys."""
+    """Bytes of one training step of `model`, by term, predicted.
+
+    The step: ids `[batch, seq]` -> logits -> their mean cross-entropy over all places -> backward
+    -> AdamW, whose state exists already; gradients are None before, and nobody holds the logits
+    after the loss. Tensors count in their own dtype, shared ones once; ids and targets do not.
+
+    Keys, all int: `parameter_bytes`; `gradient_bytes` and `optimizer_bytes` of what is trainable
+    (two moments; a counter per parameter counts or does not); `activation_bytes`, what forward and
+    loss leave for the backward; `peak_bytes`, the most that is alive at any moment of the step, all
+    terms and temporaries together. The model, generators and memory are afterwards as before.
+    ValueError for sizes that are not positive.
+    """
 
     def __call__(
         self, model: nn.Module, *, batch_size: int, sequence_length: int
-    ) -> dict[str, Any]: ...
+    ) -> Mapping[str, Any]: ...
+
+
+class FlopsPerToken(Protocol):
+    """Floating-point operations of a forward and a backward, per token; matrix products only.
+
+    2 per weight and token in a forward, twice that in a backward; attention's two products are
+    counted in full, causal or not. Lookups, norms and biases are none. ids `[1, seq]` are given.
+    """
+
+    def __call__(self, model: nn.Module, *, sequence_length: int) -> int: ...
 
 
 class MeasureThroughput(Protocol):
-    """Steady-state tokens per second of `step`; the measure chapter fixes the keys."""
+    """Steady-state tokens per second of `step`.
+
+    `step()` is called until it takes a steady time, then some more times, each timed by itself with
+    `clock() -> seconds`, the only clock. A step's work on a device is finished inside its time.
+    Calls are bounded, also where nothing is ever steady. What `step` raises goes to the caller.
+
+    Keys: `step_s`, the median; `tokens_per_s` and `steps_per_s`, of that median; `min_s` and
+    `iqr_s` (between the quartiles); `num_warmup_steps`, not timed or not counted, and `num_steps`,
+    at least 5; `is_steady`. ValueError for tokens that are not positive.
+    """
 
     def __call__(
         self, step: Callable[[], Any], *, tokens_per_step: int, clock: Callable[[], float]
-    ) -> dict[str, Any]: ...
+    ) -> Mapping[str, Any]: ...
+
+
+class SweepBatchSizes(Protocol):
+    """Throughput and peak memory by batch size: one row each, in the caller's order.
+
+    `build(batch_size)` returns a `step`, which owns model and optimizer; each is gone, cycles and
+    all, before the next is built. Steps are measured as by `measure_throughput`. Of memory, only
+    `memory.reset_peak()` and `memory.peak_bytes()` are known; a row's peak is of its own steps.
+
+    Keys: `batch_size`, `is_oom`, `tokens_per_s`, `peak_bytes`. Out of memory, a
+    `torch.OutOfMemoryError` in `build` or in a step, makes a row with `is_oom` and None for the
+    rest, and smaller sizes are still tried. Any other error goes to the caller.
+    """
+
+    def __call__(
+        self,
+        build: Callable[[int], Callable[[], Any]],
+        *,
+        batch_sizes: Sequence[int],
+        sequence_length: int,
+        clock: Callable[[], float],
+        memory: Any,
+    ) -> Sequence[Mapping[str, Any]]: ...
+
+
+class ModelFlopsUtilization(Protocol):
+    """The part of a device's peak that the model's own operations use, or None.
+
+    `device_name` is `torch.cuda.get_device_name()`'s. The peak is the vendor's for dense products
+    of that dtype, tensor cores where they take it (float32 is not TF32). None for a device that is
+    not known: never a guess.
+    """
+
+    def __call__(
+        self,
+        *,
+        tokens_per_s: float,
+        flops_per_token: float,
+        device_name: str,
+        dtype: torch.dtype,
+    ) -> float | None: ...
+
+
+class ExtrapolateTraining(Protocol):
+    """What a measured rate of one device would mean for a larger model: a pure function.
+
+    Tokens per second fall as parameters grow; a year has 365 days; a parameter in training takes 16
+    bytes (float32: itself, its gradient, two moments). Keys: `tokens_per_s`, `days` and `years` of
+    one device, `flops` (6 per parameter and token), `num_devices_for_memory`, rounded up.
+    """
+
+    def __call__(
+        self,
+        *,
+        tokens_per_s: float,
+        num_parameters: int,
+        target_parameters: int,
+        target_tokens: int,
+        device_memory_bytes: int,
+    ) -> Mapping[str, Any]: ...
 
 
 class SummarizeTrace(Protocol):
@@ -363,7 +453,11 @@ FUNCTIONS: dict[str, type] = {
     "load_checkpoint": LoadCheckpoint,
     "language_model": LanguageModel,
     "memory_estimate": MemoryEstimate,
+    "flops_per_token": FlopsPerToken,
     "measure_throughput": MeasureThroughput,
+    "sweep_batch_sizes": SweepBatchSizes,
+    "model_flops_utilization": ModelFlopsUtilization,
+    "extrapolate_training": ExtrapolateTraining,
     "summarize_trace": SummarizeTrace,
 }
 """Every name of the contract, in the order of a training step."""

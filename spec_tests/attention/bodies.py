@@ -6,7 +6,6 @@ imported); a rank on a GPU compiles them.
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import unittest
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import torch
 
 from spec_tests.attention import interpreter
 from spec_tests.attention.problem import Answer, Inputs, Problem, inputs
+from spec_tests.laws import footprint
 from spec_tests.rig.rank import Context
 from spec_tests.rig.runner import NOT_HERE
 from spec_tests.rig.world import World
@@ -102,27 +102,5 @@ def everything(ctx: Context, subject: str, problem: Problem) -> Answer:
 
 
 def peak_bytes(ctx: Context, work: Callable[[], Any]) -> tuple[int, int]:
-    """Bytes above those at the start: the most at any time within `work`, and those left after it.
-
-    On CPU as the allocator reports them to the profiler, so from Python, from operators and from
-    within kernels alike. What `work` returns is alive at its end.
-    """
-    if ctx.device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        begun = torch.cuda.memory_allocated()
-        result = work()
-        torch.cuda.synchronize()
-        left = torch.cuda.memory_allocated() - begun
-        del result
-        return torch.cuda.max_memory_allocated() - begun, left
-    gc.collect()  # what earlier calls left in cycles must not be freed, and counted, in this one
-    with torch.autograd.profiler.profile(profile_memory=True) as profile:
-        result = work()
-    del result
-    events = [e for e in profile.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]  # set once it has ended
-    live = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak, live
+    """Bytes above those at the start: the most within `work`, and those left after it."""
+    return footprint.peak_bytes(ctx.device, work)

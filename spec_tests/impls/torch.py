@@ -9,6 +9,7 @@ torch.toml.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -223,3 +224,44 @@ def clip_grad_norm_(
     """torch.nn.utils.clip_grad_norm_, and the value of the DTensor that it may return."""
     norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def memory_estimate(model: nn.Module, *, batch_size: int, sequence_length: int) -> dict[str, int]:
+    """MemTracker under FakeTensorMode, on a step of a fake copy of the model.
+
+    Raises:
+        ValueError: a size that is not positive.
+    """
+    from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+    from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
+
+    if min(batch_size, sequence_length) <= 0:
+        raise ValueError(f"expected positive sizes, got {batch_size} and {sequence_length}")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with FakeCopyMode(mode):
+            twin = copy.deepcopy(model)
+        trained = [p for p in twin.parameters() if p.requires_grad]
+        device = next(twin.parameters()).device
+        ids = torch.zeros(batch_size, sequence_length, dtype=torch.int64, device=device)
+        optimizer = torch.optim.AdamW(trained)
+        for p in twin.parameters():
+            p.grad = torch.empty_like(p) if p.requires_grad else None
+        optimizer.step()
+        optimizer.zero_grad()
+        tracker = MemTracker()
+        tracker.track_external(twin, optimizer)
+        with tracker:
+            loss = F.cross_entropy(twin(ids).flatten(0, -2), ids.flatten())
+            left = tracker.get_tracker_snapshot("current")[device]
+            loss.backward()
+            complete = tracker.get_tracker_snapshot("current")[device]
+            optimizer.step()
+            optimizer.zero_grad()
+        peak = tracker.get_tracker_snapshot("peak")[device]
+    return {
+        "parameter_bytes": left[_MemRefType.PARAM],
+        "gradient_bytes": complete[_MemRefType.GRAD],
+        "optimizer_bytes": left[_MemRefType.OPT],
+        "activation_bytes": left[_MemRefType.ACT] + left[_MemRefType.TEMP],
+        "peak_bytes": peak["Total"],
+    }

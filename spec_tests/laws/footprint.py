@@ -2,9 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
 
 from spec_tests.rig import judge
+
+
+def peak_bytes(device: torch.device, work: Callable[[], Any]) -> tuple[int, int]:
+    """Bytes above those at the start: the most at any time within `work`, and those left after it.
+
+    On CPU as the allocator reports them to the profiler, so from Python, from operators and from
+    within kernels alike. What `work` returns is alive at its end.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        begun = torch.cuda.memory_allocated()
+        result = work()
+        torch.cuda.synchronize()
+        left = torch.cuda.memory_allocated() - begun
+        del result
+        return torch.cuda.max_memory_allocated() - begun, left
+    gc.collect()  # what earlier calls left in cycles must not be freed, and counted, in this one
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        result = work()
+    del result
+    events = [e for e in profile.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]  # set once it has ended
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak, live
 
 
 def at_most(

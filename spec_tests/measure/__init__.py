@@ -1,0 +1,1 @@
+"""Chapter measure: what instruments say is what happened, and no more than they can know."""
