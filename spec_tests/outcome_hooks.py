@@ -6,7 +6,6 @@ own before pytest sees it, and the log's line travels with it, also from an xdis
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Generator
 from datetime import date
@@ -21,7 +20,7 @@ from spec_tests.rig import expectations, report, runner
 from spec_tests.rig.errors import RankDied, RankHung
 from spec_tests.rig.judge import judging
 from spec_tests.rig.outcomes import Outcome
-from spec_tests.run import ACTIVE, RUN, Run, clause_of_item
+from spec_tests.run import ACTIVE, RUN, Run, clause_of_item, is_worker
 
 _EVENT = "trainspec-result"
 
@@ -128,7 +127,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Close the worlds, find stale expectations, write the footer and the report."""
     run = session.config.stash[RUN]
     run.worlds.close()
-    if run.log is None or os.environ.get("PYTEST_XDIST_WORKER"):
+    if run.log is None or is_worker(session.config):
         return
     if not _came_to_its_end(session):
         run.log.close()  # without a footer: no verdict, whatever has been seen so far

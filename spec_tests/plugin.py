@@ -42,7 +42,7 @@ from spec_tests.rig.errors import RankDied, RankHung, RigError
 from spec_tests.rig.eventlog import EventLog
 from spec_tests.rig.strategies import register_profiles
 from spec_tests.rig.world import TRANSPORTS, World, Worlds
-from spec_tests.run import ACTIVE, RUN, Run, clause_of_item
+from spec_tests.run import ACTIVE, RUN, Run, clause_of_item, is_worker
 
 __all__ = [
     "pytest_runtest_logreport",
@@ -213,7 +213,7 @@ def _require_machine(clause: Clause, transport: str) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Open the log, and see that every implementation loads before anything is judged."""
     config, run = session.config, session.config.stash[RUN]
-    if os.environ.get("PYTEST_XDIST_WORKER"):
+    if is_worker(config):
         return
     ACTIVE.run = run
     if config.option.collectonly:

@@ -41,3 +41,11 @@ ACTIVE = _Active()
 def clause_of_item(item: pytest.Item) -> Clause | None:
     """The clause that an item judges, if any."""
     return clause_of(getattr(item, "function", None))
+
+
+def is_worker(config: pytest.Config) -> bool:
+    """True in an xdist worker, which has no part in the log.
+
+    Not by xdist's environment variable: a run that a test starts within a worker inherits that.
+    """
+    return hasattr(config, "workerinput")

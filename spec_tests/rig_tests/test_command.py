@@ -43,12 +43,12 @@ reason = "it was so once"
 def spec_tests(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Run the command; the suite is found however it was started."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    # A run within a run of xdist would take itself for a worker.
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    # As under xdist, whose variables a run within a worker inherits.
+    workers = {"PYTEST_XDIST_WORKER": "gw0", "PYTEST_XDIST_WORKER_COUNT": "2"}
     return subprocess.run(
         [sys.executable, "-m", "spec_tests", *arguments],
         cwd=cwd,
-        env={**kept, "PYTHONPATH": path},
+        env={**os.environ, **workers, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=250,
