@@ -10,6 +10,7 @@ from solution.attention.triton_launch import FlashAttentionTriton, flash_attenti
 from solution.checkpoint import AsyncCheckpointer, load_checkpoint, save_checkpoint
 from solution.data.loader import token_loader
 from solution.measure.estimate import memory_estimate
+from solution.measure.trace import summarize_trace
 from solution.models.gpt2 import language_model
 from solution.parallel import finish_gradient_synchronization, no_sync
 from solution.parallel.clip import clip_grad_norm_
@@ -48,6 +49,7 @@ __all__ = [
     "no_sync",
     "save_checkpoint",
     "sharded_optimizer",
+    "summarize_trace",
     "token_loader",
     "train",
 ]

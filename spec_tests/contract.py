@@ -427,7 +427,31 @@ class ExtrapolateTraining(Protocol):
 
 
 class SummarizeTrace(Protocol):
-    """What a profiler trace says about overlap; the measure chapter fixes the keys."""
+    """What one rank did in each step, from a Chrome trace of torch.profiler (JSON, or gzipped).
+
+    A step is a host annotation (`user_annotation`) `ProfilerStep#N`. It begins there, but not
+    before the one before has ended, and ends there, or with the last kernel launched in it (by
+    correlation with a `cuda_runtime` or `cuda_driver` event) if that is later. Kernels (`kernel`,
+    `gpu_memcpy`, `gpu_memset`) with `nccl` in their name communicate, and annotations `gloo:*`. All
+    other kernels compute. Where there are none, operators (`cpu_op`) named `namespace::name` do, on
+    any thread, but for the time that they spend inside a collective on the same thread;
+    autograd:: and torch:: only call others, c10d:: and _c10d_functional:: are collectives.
+
+    Returns `device` ("cuda" where there are kernels, else "cpu"); `rank`, `world_size` (0 and 1
+    where `distributedInfo` is absent); `steps`, in order, dicts with `step` (N), `optimizer_steps`
+    (annotations `Optimizer.step#*` that begin in it) and the times; `total`, the sums over steps;
+    `collectives`; `peak_memory_bytes`. Times: `duration_us`, `compute_us`, `communication_us`,
+    `overlap_us` (both at once), `exposed_us` (communication alone), `idle_us` (neither), each the
+    length of a union of intervals, in microseconds; and `overlap_fraction` of the communication,
+    None without any. `collectives` is kind to `count` and `bytes`, of all steps: kinds are
+    all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, reduce, gather, scatter, send,
+    recv, barrier; from kernels (`Collective name`), else from operators of c10d, else from the
+    annotations. `bytes` is the larger of what goes in and what comes out on this rank (`In msg
+    nelems`, `Out msg nelems`, `dtype`; `Input Dims`, `Input type`, and for a `TensorList` the type
+    of an annotation of the same dims); None where the trace does not say. `peak_memory_bytes` is
+    the largest `Total Allocated` of `[memory]` with that device's `Device Type`, else None. What is
+    no such trace, is cut off, or holds no step: ValueError, or OSError.
+    """
 
     def __call__(self, path: Path) -> dict[str, Any]: ...
 

@@ -24,6 +24,7 @@ class Impostor:
         patches: source patches of the reference, see `patching`.
         outcomes: how a rejection may show; most are plain failures.
         requires: a module without which there is nothing to judge: "triton".
+        alone: whether it only computes, so that clauses for one rank need no process (`alone`).
     """
 
     id: str
@@ -35,6 +36,7 @@ class Impostor:
     patches: tuple[tuple[str, str, str], ...] = ()
     outcomes: tuple[str, ...] = ("failed",)
     requires: str = ""
+    alone: bool = False
 
     @property
     def is_here(self) -> bool:

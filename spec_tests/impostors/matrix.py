@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from spec_tests.clause import Clause
 from spec_tests.impostors import CATALOGUE, FORCED_FAILURE
+from spec_tests.impostors.alone import Alone
 from spec_tests.impostors.card import Impostor
 from spec_tests.ledger import load_all
 from spec_tests.rig.outcomes import SILENT, Outcome
@@ -70,6 +71,7 @@ def probe(clause: Clause, impostor: Impostor, worlds: Worlds) -> Finding:
     finding = Finding(clause, impostor)
     target = target_of(impostor)
     own = brought_by(impostor) & {*clause.judges}
+    worlds = Alone(impostor, worlds) if impostor.alone else worlds
     for case in clause.cases():
         if own and case["subject"] not in own:
             continue
