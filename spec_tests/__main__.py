@@ -3,12 +3,13 @@
     python -m spec_tests                        judge the reference
     python -m spec_tests --impl mine.py         judge a file, at level `correct`
     python -m spec_tests --impl mine.py --clause 'ddp.gradients.*' --level course
+    python -m spec_tests compare BEFORE AFTER   two reports: what got better, what broke
     python -m spec_tests ledger [--check]       write (or compare) CLAUSES.md
     python -m spec_tests impostors [...]        see that the suite has teeth
 
 Options are those of the pytest plugin (`--impl`, `--clause`, `--level`, `--transport`,
-`--profile`, `--report`); whatever else is given goes to pytest. Runs in any interpreter that has
-the suite and the implementation's dependencies.
+`--profile`, `--report`, `--points`); whatever else is given goes to pytest. Runs in any interpreter
+that has the suite and the implementation's dependencies.
 
 Exit status: 0 every MUST clause at or below the level holds for what the implementation offers, or
 is a declared deviation; 1 one does not; 2 the run itself is broken: wrong usage, nothing ran, an
@@ -28,6 +29,10 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if arguments[:1] == ["ledger"]:
         return _ledger(arguments[1:])
+    if arguments[:1] == ["compare"]:
+        from spec_tests.rig.report.compare import main as compare
+
+        return compare(arguments[1:])
     if arguments[:1] == ["impostors"]:
         # First: it preloads torch for the ranks while this process imports it. Without it every
         # rank imports for itself, a second each.

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from spec_tests.clause import REGISTER, Clause
 from spec_tests.target import PACKAGE_ROOT
@@ -77,6 +78,20 @@ def render(clauses: Sequence[Clause], rejected_by: Mapping[str, Sequence[str]]) 
         for entry in group:
             lines += _entry(entry, rejected_by.get(entry.id, ()))
     return "\n".join(lines).rstrip() + "\n"
+
+
+def told(clause: Clause, stories: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    """What a log says about a clause beside its results.
+
+    Args:
+        stories: of the impostors that it rejects.
+    """
+    return {
+        "sentence": clause.sentence,
+        "source": clause.source,
+        "where": clause.where,
+        "stories": list(stories),
+    }
 
 
 def with_counts(readme: str, clauses: Sequence[Clause], near_misses: int, benign: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 from datetime import date
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -117,6 +118,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             value = cast(dict[str, Any], found)
             ACTIVE.run.results.setdefault(value["implementation"], []).append(value)
             if ACTIVE.run.log is not None:
+                if told := ACTIVE.run.told.get(value["clause"]):
+                    ACTIVE.run.log.tell(value["clause"], **told)
                 ACTIVE.run.log.result(**value)
     if report.failed and not report.user_properties and ACTIVE.run.log is not None:
         ACTIVE.run.log.problem(f"{report.nodeid} failed outside of any clause")
@@ -131,7 +134,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     if not _came_to_its_end(session):
         run.log.close()  # without a footer: no verdict, whatever has been seen so far
-        report.write_report(session.config.getoption("--report"), run.log.path)
+        _write_report(session.config, run.log.path)
         return
     known = {clause.id for clause in ledger.load_all()}
     for name, deviations in run.deviations.items():
@@ -149,7 +152,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     status = run.log.finish()
     if status > int(session.exitstatus):
         session.exitstatus = status
-    report.write_report(session.config.getoption("--report"), run.log.path)
+    _write_report(session.config, run.log.path)
+
+
+def _write_report(config: pytest.Config, log: Path) -> None:
+    if not config.getoption("--report-is-scratch"):
+        report.write_report(config.getoption("--report"), log)
 
 
 def _selects_cases(config: pytest.Config) -> bool:
@@ -174,5 +182,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             terminalreporter.write_line(report.render_failures(run.log.events))
         terminalreporter.section("specification")
         terminalreporter.write_line(report.render_terminal(run.log.events))
+        if points := report.render_points(run.log.events):
+            terminalreporter.section("points")
+            terminalreporter.write_line(points)
         if not config.getoption("--report-is-scratch"):
-            terminalreporter.write_line(f"report: {config.getoption('--report')}/summary.md")
+            terminalreporter.write_line(f"report: {config.getoption('--report')}/index.html")

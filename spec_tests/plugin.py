@@ -5,7 +5,7 @@ conftest.py in a bare checkout. What a clause is judged on comes from its decora
 turns `judges`, `worlds` and `--impl` into pytest parameters and nothing else.
 
 Options: --impl (repeatable), --clause PATTERN (repeatable), --level, --transport, --profile,
---report DIR.
+--report DIR, --points PROFILE.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import unittest
 from collections.abc import Sequence
 from difflib import get_close_matches
+from typing import Any
 
 import pytest
 
@@ -28,8 +29,8 @@ start_zygote()
 import torch
 from hypothesis import settings
 
-from spec_tests import ledger, target
-from spec_tests.clause import LEVELS, Clause, clause_of
+from spec_tests import impostors, ledger, target
+from spec_tests.clause import LEVELS, MUST, Clause, clause_of
 from spec_tests.outcome_hooks import (
     pytest_runtest_logreport,
     pytest_runtest_makereport,
@@ -40,6 +41,7 @@ from spec_tests.outcome_hooks import (
 from spec_tests.rig import expectations, runner
 from spec_tests.rig.errors import RankDied, RankHung, RigError
 from spec_tests.rig.eventlog import EventLog
+from spec_tests.rig.report import points
 from spec_tests.rig.strategies import register_profiles
 from spec_tests.rig.world import TRANSPORTS, World, Worlds
 from spec_tests.run import ACTIVE, RUN, Run, clause_of_item, is_worker
@@ -68,7 +70,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--profile", choices=("quick", "deep"), default="quick", help="hypothesis profile"
     )
-    group.addoption("--report", metavar="DIR", help="write log, summary and JUnit file there")
+    group.addoption("--report", metavar="DIR", help="write log, pages and files for tools there")
+    group.addoption("--points", metavar="PROFILE", help="points as a course gives them, see README")
     # Set by `python -m spec_tests` where no report was asked for: it still needs the log.
     group.addoption("--report-is-scratch", action="store_true", help=argparse.SUPPRESS)
 
@@ -87,12 +90,14 @@ def _make_run(config: pytest.Config) -> Run:
     try:
         targets = [target.parse(spec) for spec in config.getoption("--impl") or ["solution"]]
         deviations = {t.name: _load_deviations(t) for t in targets}
+        asked_points = config.getoption("--points")
+        profile = points.load(asked_points) if asked_points else None
     except (ValueError, OSError) as error:
         raise pytest.UsageError(str(error)) from error
-    asked = config.getoption("--level")
+    asked = config.getoption("--level") or (profile or {}).get("level")
     levels = {t.name: asked or DEFAULT_LEVELS.get(t.name, "correct") for t in targets}
     transport = config.getoption("--transport")
-    return Run(targets, levels, transport, deviations, Worlds(transport))
+    return Run(targets, levels, transport, deviations, Worlds(transport), points=profile)
 
 
 def _load_deviations(which: target.Target) -> list[expectations.Deviation]:
@@ -223,6 +228,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             _require_loads(which, run)
     directory = config.getoption("--report")
     if directory:
+        clauses = ledger.load_all()
+        if not config.getoption("--report-is-scratch"):
+            stories = impostors.stories()
+            run.told = {c.id: ledger.told(c, stories.get(c.id, [])) for c in clauses}
         run.log = EventLog.start(
             os.path.join(directory, "events.jsonl"),  # noqa: PTH118 - EventLog takes a string
             level=config.getoption("--level") or "correct",
@@ -231,8 +240,18 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             transport=run.transport,
             profile=config.getoption("--profile"),
             seed=0,
-            ledger=ledger.fingerprint(ledger.load_all()),
+            ledger=ledger.fingerprint(clauses),
+            **_resolved_points(run, clauses),
         )
+
+
+def _resolved_points(run: Run, clauses: Sequence[Clause]) -> dict[str, Any]:
+    if run.points is None:
+        return {}
+    try:
+        return {"points": points.resolve(run.points, [c.id for c in clauses if c.strength == MUST])}
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
 
 
 def _require_loads(which: target.Target, run: Run) -> None:

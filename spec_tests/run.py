@@ -16,7 +16,11 @@ from spec_tests.target import Target
 
 @dataclass
 class Run:
-    """The implementations, their levels and deviations, the live worlds, and what came out."""
+    """The implementations, their levels and deviations, the live worlds, and what came out.
+
+    `points` is the profile of a course, if one was asked for; `told` is what a report says about
+    each clause.
+    """
 
     targets: list[Target]
     levels: dict[str, str]
@@ -25,6 +29,8 @@ class Run:
     worlds: Worlds
     log: EventLog | None = None
     results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    points: dict[str, Any] | None = None
+    told: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass

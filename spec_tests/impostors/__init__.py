@@ -155,6 +155,17 @@ def rejected_by() -> dict[str, Sequence[str]]:
     return {clause: tuple(ids) for clause, ids in table.items()}
 
 
+def stories() -> dict[str, list[dict[str, str]]]:
+    """Clause id to the cards of the impostors that it rejects, as a report tells them."""
+    table: dict[str, list[dict[str, str]]] = {}
+    for clause, ids in rejected_by().items():
+        cards = (CATALOGUE[id] for id in ids)
+        table[clause] = [
+            {"impostor": c.id, "does": c.does, "seen": c.seen, "unseen": c.unseen} for c in cards
+        ]
+    return table
+
+
 def counts() -> tuple[int, int]:
     """How many near-misses there are, and how many benign variants; controls are neither."""
     benign = sum(impostor.is_benign for impostor in CATALOGUE.values())

@@ -1,8 +1,9 @@
 """The event log: one JSON object per line, the only source of truth about a run.
 
-A log is a header, then results (and problems of the run itself), then a footer:
+A log is a header, then what each clause says, results, problems of the run itself, then a footer:
 
     {"event": "header", "suite": "2026.1", "level": "correct", "implementations": [...], ...}
+    {"event": "clause", "clause": "ddp.gradients.mean", "sentence": "Every rank MUST ...", ...}
     {"event": "result", "clause": "ddp.gradients.mean", "case": "ddp-w2-tied", "outcome": ...}
     {"event": "problem", "message": "mine.toml: entry 2 matched no result ..."}
     {"event": "footer", "counts": {...}, "complete": true, "exit_status": 0}
@@ -63,6 +64,7 @@ SCHEMA: dict[str, dict[str, _Types]] = {
         "level": str,
         "implementations": list,
     },
+    "clause": {"clause": str, "sentence": str, "source": str, "where": str, "stories": list},
     "result": {
         "clause": str,
         "case": str,
@@ -94,6 +96,7 @@ class EventLog:
         """Open the file anew and write the header; `start` is the way in."""
         self.path = path
         self.events: list[Event] = []
+        self._told: set[str] = set()
         path.parent.mkdir(parents=True, exist_ok=True)
         # One run is one log: an older one at this place is replaced, not continued. Append mode,
         # so that nothing which was written is ever written over.
@@ -175,6 +178,12 @@ class EventLog:
                 **more,
             }
         )
+
+    def tell(self, clause: str, **about: Any) -> None:
+        """Append what a clause says, once: a report then needs the log and not the suite."""
+        if clause not in self._told:
+            self._told.add(clause)
+            self._append({"event": "clause", "clause": clause, **about})
 
     def problem(self, message: str) -> Event:
         """Append a defect of the run itself (a stale expectation, a crashed worker): status 2."""

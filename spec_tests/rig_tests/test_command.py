@@ -1,5 +1,6 @@
 """`python -m spec_tests` as its users start it: exit status, messages, files, from anywhere."""
 
+import json
 import os
 import signal
 import subprocess
@@ -166,6 +167,10 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path):
 
 
 BROKEN = {
+    "points of no clause": (
+        ("--points", "{folder}/points.toml", "--report", "{folder}/out"),
+        "no MUST clause matches 'ddp.nothing'",
+    ),
     "unknown clause": (
         ("--clause", "ddp.gradient.meen"),
         "no clause id matches; close to it: ddp.gradients.mean",
@@ -178,11 +183,62 @@ BROKEN = {
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_run_that_cannot_judge_says_why(tmp_path: Path, what: str):
     (tmp_path / "broken.py").write_text("import no_such_module_at_all\n")
+    item = "[[item]]\nname = 'a'\npoints = 1\nclauses = ['ddp.nothing']\n"
+    (tmp_path / "points.toml").write_text("title = 'x'\n" + item)
     arguments, said = BROKEN[what]
     ended = spec_tests(*(word.format(folder=tmp_path) for word in arguments))
     assert ended.returncode == 2
     assert said in ended.stdout + ended.stderr
     assert "INTERNALERROR" not in ended.stdout + ended.stderr
+
+
+POINTS = f"""\
+title = "Two items"
+[[item]]
+name = "Weights"
+points = 2
+clauses = ["{UNTOUCHED}"]
+[[item]]
+name = "Both"
+points = 3
+clauses = ["{FROZEN}", "{UNTOUCHED}"]
+"""
+
+
+def test_a_report_has_its_points_and_compares_with_the_next(tmp_path: Path):
+    (tmp_path / "points.toml").write_text(POINTS)
+    for name, text in (("wrong", WRONG), ("right", RIGHT)):
+        (tmp_path / "mine.py").write_text(text)
+        flags = ("--impl", "mine.py", "--points", "points.toml", "--report", name)
+        ended = spec_tests(*flags, *CLAUSES, cwd=tmp_path)
+        assert ended.returncode == (name == "wrong"), ended.stdout + ended.stderr
+        got = {"wrong": "2 of 5 points, Two items", "right": "5 of 5 points, Two items"}[name]
+        assert f"mine.py: {got}" in ended.stdout
+    graded = json.loads((tmp_path / "wrong" / "results.json").read_text())
+    assert [test["score"] for test in graded["tests"]] == [2, 0]
+    page = (tmp_path / "wrong" / "index.html").read_text()
+    assert "Frozen parameters MUST keep" in page, "the norm"
+    assert "Who had this bug before" in page, "the stories of its impostors"
+    better = spec_tests("compare", "wrong", "right", cwd=tmp_path)
+    assert (better.returncode, f"- {FROZEN} on mine.py: FAIL → pass" in better.stdout) == (0, True)
+    worse = spec_tests("compare", "right", "wrong", cwd=tmp_path)
+    assert (worse.returncode, "likely: summed" in worse.stdout) == (1, True), worse.stdout
+
+
+def test_an_installed_suite_serves_pytest_from_another_folder(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(RIGHT)
+    flags = ["--impl", "mine.py", "--clause", FROZEN, "--report", "out", "-p", "no:cacheprovider"]
+    suite = ["-p", "spec_tests.plugin", "--pyargs", "spec_tests.ddp"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", *suite, *flags],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert read_log(tmp_path / "out" / "events.jsonl")[-1]["counts"]["passed"] == 1
 
 
 # --------------------------------------------------------------------------- without a process

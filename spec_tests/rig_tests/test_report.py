@@ -9,15 +9,7 @@ from spec_tests import clause
 from spec_tests.rig import outcomes
 from spec_tests.rig.eventlog import EventLog
 from spec_tests.rig.junit import render_junit
-from spec_tests.rig.outcomes import (
-    Event,
-    Outcome,
-    cells,
-    compose,
-    count_outcomes,
-    judge_run,
-    verdict,
-)
+from spec_tests.rig.outcomes import Outcome, cells, compose, judge_run, verdict
 from spec_tests.rig.report import (
     INCOMPLETE,
     WORDS,
@@ -27,49 +19,7 @@ from spec_tests.rig.report import (
     render_terminal,
     write_report,
 )
-
-
-def result(
-    outcome: str = "passed",
-    *,
-    clause: str = "ddp.gradients.mean",
-    implementation: str = "solution",
-    case: str = "w2",
-    **more: object,
-) -> Event:
-    return {
-        "event": "result",
-        "clause": clause,
-        "case": case,
-        "node": "",
-        "implementation": implementation,
-        "world_size": 2,
-        "transport": "gloo",
-        "strength": "MUST",
-        "level": "correct",
-        "outcome": outcome,
-        "duration_s": 0.5,
-        "message": "",
-        "margins": [],
-        "rerun": "",
-        **more,
-    }
-
-
-def log(*found: Event, is_finished: bool = True, **head: object) -> list[Event]:
-    first = {"event": "header", "level": "correct", "implementations": ["solution"], **head}
-    events = [first, *found]
-    if is_finished:
-        events.append(
-            {
-                "event": "footer",
-                "counts": count_outcomes(events),
-                "complete": True,
-                "exit_status": judge_run(events).status,
-            }
-        )
-    return events
-
+from spec_tests.rig_tests.logs import log, result
 
 # ------------------------------------------------------------------------------------ composition
 
@@ -184,7 +134,7 @@ def test_a_log_without_footer_has_no_verdict():
 # -------------------------------------------------------------------------------------- renderings
 
 
-def test_the_table_groups_by_chapter_and_counts_cases():
+def test_the_table_groups_by_level_then_chapter_and_counts_cases():
     events = log(
         result(case="w1"),
         result("failed", case="w2"),
@@ -192,17 +142,24 @@ def test_the_table_groups_by_chapter_and_counts_cases():
         result(clause="data.order.no-token-twice"),
         result(clause="ddp.traffic.once", implementation="torch", strength="SHOULD"),
         result(clause="ddp.traffic.once", implementation="torch", case="w4"),
+        result(clause="ddp.traffic.last", level="production"),
+        result(clause="ddp.traffic.first", level="course"),
         implementations=["solution", "torch"],
     )
     lines = render_table(events).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]] == [
-        ["**ddp**", "", "", ""],
-        ["ddp.gradients.mean", "MUST correct", "FAIL 1/2", ""],
-        ["ddp.traffic.once", "SHOULD correct", "", "pass 2"],
-        ["**data**", "", "", ""],
-        ["data.order.no-token-twice", "MUST correct", "pass", ""],
+        ["**course: ddp**", "", "", ""],
+        ["ddp.traffic.first", "MUST", "pass", ""],
+        ["**correct: ddp**", "", "", ""],
+        ["ddp.gradients.mean", "MUST", "FAIL 1/2", ""],
+        ["ddp.traffic.once", "SHOULD", "", "pass 2"],
+        ["**correct: data**", "", "", ""],
+        ["data.order.no-token-twice", "MUST", "pass", ""],
+        ["**production: ddp**", "", "", ""],
+        ["ddp.traffic.last", "MUST", "pass", ""],
     ]
+    assert "course 1/1 · correct 1/2 · production 1/1" in render_terminal(events)
 
 
 def test_the_counts_line_keeps_every_kind_apart():
@@ -296,7 +253,7 @@ def test_a_report_is_written_whole_beside_its_log(tmp_path: Path):
             level="course",
         )
         writer.finish()
-    names = ["events.jsonl", "summary.md", "junit.xml"]
+    names = ["events.jsonl", "summary.md", "report.json", "index.html", "junit.xml", "results.json"]
     assert [path.name for path in write_report(tmp_path, writer.path)] == names
     elsewhere = tmp_path / "deep" / "report"
     write_report(elsewhere, writer.path)

@@ -1,11 +1,11 @@
-"""Renderings of a log: the table clause by implementation, summary.md, junit.xml.
+"""A log as text: the table on the terminal, and summary.md.
 
-Every function here is pure: events in, text out. Only `write_report` touches files, and it puts
-each in place whole.
+Every function here is pure: events in, text out.
 
-- `render_table` groups clauses by chapter (the first word of the id), one column per
-  implementation. It is a Markdown table with aligned columns, so the terminal and a pull request
-  show the same text. Cells are words, never colours: "pass 12", "FAIL 2/12" (2 of 12 cases).
+- `render_table` groups clauses by level and chapter, `course` first: that is what a student owes.
+  One column per implementation. It is a Markdown table with aligned columns, so the terminal and a
+  pull request show the same text. Cells are words, never colours: "pass 12", "FAIL 2/12" (2 of 12
+  cases).
 - `render_counts` is the line under a column: `MUST 38/40 · SHOULD 9/12 · not offered 3`. What is
   not offered or not here is in no denominator, and an expected failure is in no numerator.
 - `render_summary` is the whole page: verdict, machine, counts, table, every failure with its
@@ -16,15 +16,11 @@ each in place whole.
 from __future__ import annotations
 
 import math
-import os
-import shutil
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
-from spec_tests.rig.eventlog import read_log
-from spec_tests.rig.junit import render_junit
 from spec_tests.rig.outcomes import (
     BROKEN,
+    LEVELS,
     REFUTED,
     SILENT,
     STRENGTHS,
@@ -55,6 +51,24 @@ WORDS = {
 """What a cell says. Capitals ask for attention; "expected" is a failure that was declared."""
 
 INCOMPLETE = "INCOMPLETE: the log has no footer, so the run did not reach its end. No verdict."
+
+RUN_KEYS = (
+    "suite",
+    "ledger",
+    "level",
+    "levels",
+    "transport",
+    "profile",
+    "seed",
+    "torch",
+    "python",
+    "hypothesis",
+    "platform",
+    "cores",
+    "started",
+    "command",
+)
+"""What the header says of suite, versions and machine."""
 
 _MAX_MESSAGE_LINES = 40
 _MAX_MARGINS = 5
@@ -89,21 +103,39 @@ def render_cell(cell: Cell | None) -> str:
 
 
 def render_table(events: Sequence[Event]) -> str:
-    """The table clause by implementation, one block per chapter, aligned for a terminal."""
+    """The table clause by implementation, one block per level and chapter, for a terminal."""
     names = implementations(events)
     found = {(cell.clause, cell.implementation): cell for cell in cells(events)}
-    # Insertion order keeps the order of the run; the chapters stay together.
+    # Insertion order keeps the order of the run within a block.
     clauses = {clause: cell for (clause, _), cell in found.items()}
-    chapters: dict[str, list[list[str]]] = {}
+    blocks: dict[tuple[int, str], list[list[str]]] = {}
     for clause, cell in clauses.items():
-        row = [clause, f"{cell.strength} {cell.level}"]
+        row = [clause, str(cell.strength)]
         row += [render_cell(found.get((clause, name))) for name in names]
-        chapters.setdefault(chapter(clause), []).append(row)
-    rows = [["clause", "strength, level", *names]]
-    for title, block in chapters.items():
-        rows.append([f"**{title}**", *[""] * (len(names) + 1)])
-        rows += block
+        blocks.setdefault((LEVELS.index(cell.level), chapter(clause)), []).append(row)
+    rows = [["clause", "strength", *names]]
+    for level, title in sorted(blocks, key=lambda block: block[0]):
+        rows.append([f"**{LEVELS[level]}: {title}**", *[""] * (len(names) + 1)])
+        rows += blocks[level, title]
     return _grid(rows)
+
+
+def count_levels(own: Sequence[Cell]) -> dict[str, tuple[int, int]]:
+    """Level to how many of its MUST clauses passed, and how many were judged; lowest first."""
+    judged = [cell for cell in own if cell.strength == "MUST" and cell.outcome not in SILENT]
+    counted = {}
+    for level in LEVELS:
+        at = [cell.outcome is Outcome.PASSED for cell in judged if cell.level == level]
+        if at:
+            counted[level] = (sum(at), len(at))
+    return counted
+
+
+def render_levels(events: Sequence[Event], implementation: str) -> str:
+    """`course 40/40 · correct 98/102`: how far an implementation has come, in MUST clauses."""
+    own = [cell for cell in cells(events) if cell.implementation == implementation]
+    counted = count_levels(own)
+    return " · ".join(f"{level} {passed}/{of}" for level, (passed, of) in counted.items())
 
 
 def render_counts(events: Sequence[Event], implementation: str) -> str:
@@ -126,53 +158,29 @@ def render_counts(events: Sequence[Event], implementation: str) -> str:
 def render_terminal(events: Sequence[Event]) -> str:
     """What a run prints at its end: table, counts per implementation, verdict with its reasons."""
     lines = [render_table(events), ""]
-    lines += [f"{name}: {render_counts(events, name)}" for name in implementations(events)]
-    return "\n".join([*lines, "", *_verdict_lines(events)])
+    for name in implementations(events):
+        lines += [f"{name}: {render_counts(events, name)}", f"    {render_levels(events, name)}"]
+    return "\n".join([*lines, "", *verdict_lines(events)])
 
 
 def render_summary(events: Sequence[Event]) -> str:
     """The whole page as Markdown."""
     first = header(events)
-    lines = ["# Conformance", "", *_verdict_lines(events), ""]
-    lines += [f"- **{name}**: {render_counts(events, name)}" for name in implementations(events)]
+    lines = ["# Conformance", "", *verdict_lines(events), ""]
+    for name in implementations(events):
+        lines.append(f"- **{name}**: {render_counts(events, name)}")
+        lines += [f"  ({by_level})"] if (by_level := render_levels(events, name)) else []
     lines += ["", render_table(events), ""]
     lines += _failure_cards(events)
     lines += _not_here(events)
     lines += _closest_margins(events)
-    keys: tuple[str, ...] = (
-        "suite",
-        "ledger",
-        "level",
-        "levels",
-        "transport",
-        "profile",
-        "seed",
-        "torch",
-        "python",
-    )
-    keys += ("hypothesis", "platform", "cores", "started", "command")
     lines += ["## The run", ""]
-    lines += [f"- {key}: `{first[key]}`" for key in keys if key in first]
+    lines += [f"- {key}: `{first[key]}`" for key in RUN_KEYS if key in first]
     return "\n".join(lines) + "\n"
 
 
-def write_report(directory: str | Path, log_path: str | Path) -> list[Path]:
-    """Write events.jsonl, summary.md and junit.xml into the directory; returns their paths.
-
-    The log is copied unless it lies there already. A log without footer is written as well, with
-    the stamp INCOMPLETE.
-    """
-    target, log = Path(directory), Path(log_path)
-    target.mkdir(parents=True, exist_ok=True)
-    events = read_log(log)
-    kept = target / "events.jsonl"
-    if not (kept.exists() and kept.samefile(log)):
-        shutil.copyfile(log, kept)
-    pages = {"summary.md": render_summary(events), "junit.xml": render_junit(events)}
-    return [kept, *(_write_whole(target / name, text) for name, text in pages.items())]
-
-
-def _verdict_lines(events: Sequence[Event]) -> list[str]:
+def verdict_lines(events: Sequence[Event]) -> list[str]:
+    """The verdict and its reasons, or that there is none."""
     if not is_complete(events):
         return [INCOMPLETE]
     found = verdict(events)
@@ -291,10 +299,3 @@ def _longest_run(lines: Iterable[str]) -> int:
             run = run + 1 if character == "`" else 0
             longest = max(longest, run)
     return longest
-
-
-def _write_whole(path: Path, text: str) -> Path:
-    """Write beside and rename, so that a reader never sees half a page."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    return beside.replace(path)

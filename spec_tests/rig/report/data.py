@@ -1,0 +1,182 @@
+"""report.json: what a run found, as one JSON object for programs.
+
+The schema is stable: keys may be added, and none is removed, renamed or given another meaning
+without a new number after the slash in `schema`.
+
+    {
+      "schema": "trainspec-report/1",
+      "complete": true,                   false: the run did not reach its end, there is no verdict
+      "verdict": {"status": 1, "text": "does not conform: ...", "reasons": ["failed: ..."]},
+      "run": {"suite": "2026.1", "ledger": "957c44c886b3", "torch": "2.13.0", "command": ..., ...},
+      "problems": ["..."],                what was wrong with the run itself
+      "implementations": [{
+        "name": "mine.py",
+        "level": "correct",               what it is held to
+        "levels": {"course": {"passed": 38, "judged": 40}, ...},   MUST clauses, see `outcomes`
+        "outcomes": {"passed": 120, "failed": 2, ...},             clauses, of every strength
+        "points": null                    or {"title", "points", "of", "items": [{"name", "points",
+      }],                                 "of", "by_hand", "missing": {clause: outcome}}]}
+      "clauses": [{                       in the order of the run; all implementations' together
+        "id": "ddp.gradients.mean", "chapter": "ddp", "strength": "MUST", "level": "course",
+        "sentence": "Every rank MUST ...", "source": "Li et al. 2020, ...",
+        "where": "spec_tests/ddp/test_gradients.py:41",
+        "stories": [{"impostor": "ddp.sum-for-mean", "does": ..., "seen": ..., "unseen": ...}],
+        "cells": {                        implementation to what it came to; absent: not selected
+          "mine.py": {
+            "outcome": "failed",          the worst of its cases; words of `outcomes.Outcome`
+            "text": "FAIL 2/12",          the same for people
+            "cases": [{
+              "case": "ddp-w2-mlp", "outcome": "failed", "world_size": 2, "duration_s": 0.03,
+              "message": "...",           "" where it passed
+              "likely": "summed and ...", the diagnosis out of the message, "" without one
+              "rerun": "python -m ...",   "" where it passed
+              "margins": [{"tolerance": ..., "error": ..., "ratio": ...}]   numbers, or "nan", "inf"
+            }]}}}]
+    }
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spec_tests.rig.eventlog import read_log
+from spec_tests.rig.outcomes import (
+    Cell,
+    Event,
+    Outcome,
+    cells,
+    header,
+    is_complete,
+    level_of,
+    verdict,
+)
+from spec_tests.rig.report.points import score
+from spec_tests.rig.report.text import (
+    INCOMPLETE,
+    RUN_KEYS,
+    chapter,
+    count_levels,
+    implementations,
+    render_cell,
+)
+
+SCHEMA = "trainspec-report/1"
+
+Report = dict[str, Any]
+"""The object above."""
+
+
+def render_json(events: Sequence[Event]) -> str:
+    """The whole file as text."""
+    return json.dumps(as_report(events), indent=1, ensure_ascii=False) + "\n"
+
+
+def as_report(events: Sequence[Event]) -> Report:
+    """The events of a log as the object that the module describes."""
+    first, judged = header(events), verdict(events)
+    found = cells(events)
+    return {
+        "schema": SCHEMA,
+        "complete": is_complete(events),
+        "verdict": {
+            "status": judged.status,
+            "text": str(judged) if is_complete(events) else INCOMPLETE,
+            "reasons": list(judged.reasons),
+        },
+        "run": {key: first[key] for key in RUN_KEYS if key in first},
+        "problems": [event["message"] for event in events if event.get("event") == "problem"],
+        "implementations": [_column(events, name, found) for name in implementations(events)],
+        "clauses": _rows(events, found),
+    }
+
+
+def read_report(path: str | Path) -> Report:
+    """What a report folder, an events.jsonl or a report.json holds.
+
+    Raises:
+        ValueError: It is none of these, or of a schema that this version does not know.
+        OSError: It cannot be read.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / "events.jsonl"
+    if not file.is_file():
+        raise ValueError(
+            f"{path}: expected a folder that --report wrote, its events.jsonl or its report.json; "
+            f"found no file at {file}"
+        )
+    if file.suffix == ".jsonl":
+        return as_report(read_log(file))
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        got = found.get("schema") if isinstance(found, dict) else "no JSON object"
+        raise ValueError(f"{file}: expected a report of schema {SCHEMA!r}, got {got!r}")
+    return found
+
+
+def likely(message: str) -> str:
+    """The diagnosis in a message: what stands after `likely:`, or nothing."""
+    for line in message.splitlines():
+        if line.startswith("likely: "):
+            return line.removeprefix("likely: ").strip()
+    return ""
+
+
+def _column(events: Sequence[Event], name: str, found: Sequence[Cell]) -> dict[str, Any]:
+    own = [cell for cell in found if cell.implementation == name]
+    levels = count_levels(own)
+    counted = {str(o): sum(cell.outcome is o for cell in own) for o in Outcome}
+    return {
+        "name": name,
+        "level": level_of(events, name),
+        "levels": {level: {"passed": n, "judged": of} for level, (n, of) in levels.items()},
+        "outcomes": {outcome: number for outcome, number in counted.items() if number},
+        "points": score(events, name),
+    }
+
+
+def _rows(events: Sequence[Event], found: Sequence[Cell]) -> list[dict[str, Any]]:
+    told = {event["clause"]: event for event in events if event.get("event") == "clause"}
+    rows: dict[str, dict[str, Any]] = {}
+    for cell in found:
+        known: Mapping[str, Any] = told.get(cell.clause, {})
+        row = rows.setdefault(
+            cell.clause,
+            {
+                "id": cell.clause,
+                "chapter": chapter(cell.clause),
+                "strength": cell.strength,
+                "level": cell.level,
+                "sentence": known.get("sentence", ""),
+                "source": known.get("source", ""),
+                "where": known.get("where", ""),
+                "stories": known.get("stories", []),
+                "cells": {},
+            },
+        )
+        row["cells"][cell.implementation] = {
+            "outcome": str(cell.outcome),
+            "text": render_cell(cell),
+            "cases": [_case(case) for case in cell.cases],
+        }
+    return list(rows.values())
+
+
+def _case(case: Event) -> dict[str, Any]:
+    has_passed = case["outcome"] == Outcome.PASSED
+    return {
+        "case": case["case"],
+        "outcome": case["outcome"],
+        "world_size": case["world_size"],
+        "duration_s": case["duration_s"],
+        "message": case["message"],
+        "likely": likely(case["message"]),
+        "rerun": "" if has_passed else case["rerun"],
+        "margins": case["margins"],
+    }

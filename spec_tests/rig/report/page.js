@@ -1,0 +1,59 @@
+// Filters, and rows that open. Without this script every row is open and nothing is lost.
+"use strict";
+document.documentElement.classList.add("js");
+document.addEventListener("DOMContentLoaded", () => {
+  const form = document.querySelector(".filters");
+  const rows = [...document.querySelectorAll("tr.clause")].map((row) => ({
+    row,
+    button: row.querySelector("button"),
+    detail: row.nextElementSibling,
+    text: row.textContent.toLowerCase(),
+    outcomes: row.dataset.outcomes.split(" "),
+  }));
+  const levels = ["course", "correct", "production"];
+
+  function open(entry, isOpen) {
+    entry.button.setAttribute("aria-expanded", isOpen);
+    entry.detail.classList.toggle("open", isOpen);
+  }
+
+  function filter() {
+    const { level, chapter, outcome, words } = form.elements;
+    const limit = levels.indexOf(level.value);
+    const wanted = words.value.toLowerCase().split(/\s+/).filter(Boolean);
+    let shown = 0;
+    for (const { row, detail, text, outcomes } of rows) {
+      const isShown =
+        (limit < 0 || levels.indexOf(row.dataset.level) <= limit) &&
+        (!chapter.value || row.dataset.chapter === chapter.value) &&
+        (!outcome.value || outcomes.includes(outcome.value)) &&
+        wanted.every((word) => text.includes(word));
+      row.hidden = detail.hidden = !isShown;
+      shown += isShown;
+    }
+    for (const body of document.querySelectorAll(".clauses tbody"))
+      body.hidden = !body.querySelector("tr.clause:not([hidden])");
+    form.querySelector("output").textContent = `${shown} of ${rows.length} clauses`;
+  }
+
+  function follow() {
+    const entry = rows.find(({ row }) => "#" + row.id === decodeURIComponent(location.hash));
+    if (!entry) return;
+    open(entry, true);
+    entry.row.scrollIntoView();
+  }
+
+  for (const entry of rows)
+    entry.button.addEventListener("click", () => open(entry, !entry.detail.classList.contains("open")));
+  form.addEventListener("input", filter);
+  form.addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("reset", () => setTimeout(filter));
+  document.querySelector("#expand").addEventListener("click", () => {
+    const shown = rows.filter(({ row }) => !row.hidden);
+    const isOpen = !shown.every(({ detail }) => detail.classList.contains("open"));
+    for (const entry of shown) open(entry, isOpen);
+  });
+  window.addEventListener("hashchange", follow);
+  filter();
+  follow();
+});

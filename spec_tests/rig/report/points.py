@@ -1,0 +1,266 @@
+"""Points, as a course gives them: a profile file says which clauses an item of the course needs.
+
+`--points effdl`, `cs336`, `course` or a file of one's own:
+
+    title = "Efficient DL Systems, week 5"
+    level = "production"                  # what is judged unless --level says otherwise
+
+    [[item]]
+    name = "Forward prefetch"
+    points = 2
+    clauses = ["fsdp.order.gathers-ahead-in-forward", "fsdp.traffic.*"]
+    share = false                         # optional; true: points by the share that passes
+
+    [[item]]
+    name = "Benchmarking script"
+    points = 4
+    by_hand = "a script and its table are read by a person"
+
+A pattern stands for the MUST clauses that it matches: SHOULD and MAY advise and give no points. An
+item has all its points when every one of its clauses passes, and none otherwise: a clause that is
+not offered, declared as a deviation, not here or left out of the run has not passed. `by_hand`
+items have points that no clause can give; they stand in no sum. Nothing that an incomplete log
+says is worth a point.
+
+`resolve` runs at the start of a run, against the clauses that exist, and its outcome goes into the
+log's header: what comes later needs the log alone.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spec_tests.rig.outcomes import (
+    LEVELS,
+    SILENT,
+    Cell,
+    Event,
+    Outcome,
+    cells,
+    header,
+    is_complete,
+    results,
+)
+from spec_tests.rig.report.text import INCOMPLETE, WORDS, implementations
+
+PROFILES = Path(__file__).parent / "profiles"
+
+NOT_RUN = "not run"
+"""What became of a clause that an item needs and the run left out."""
+
+_KEYS = {"name", "points", "clauses", "share", "by_hand"}
+_MAX_OUTPUT_LINES = 60
+
+
+def load(spec: str) -> dict[str, Any]:
+    """The profile of that name or path.
+
+    Raises:
+        ValueError: There is none, or it is not what the module describes.
+    """
+    known = sorted(path.stem for path in PROFILES.glob("*.toml"))
+    path = PROFILES / f"{spec}.toml" if spec in known else Path(spec)
+    if not path.is_file():
+        raise ValueError(f"--points {spec!r}: expected one of {', '.join(known)} or a .toml file")
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"--points {path}: expected TOML, got: {error}") from error
+    faults = _faults(found)
+    if faults:
+        raise ValueError(f"--points {path}: " + "; ".join(faults))
+    return found
+
+
+def _faults(found: Mapping[str, Any]) -> list[str]:
+    faults = [f"unknown key {key!r}" for key in found.keys() - {"title", "source", "level", "item"}]
+    if not isinstance(found.get("title"), str):
+        faults.append("expected a title")
+    if found.get("level", "correct") not in LEVELS:
+        faults.append(f"expected level in {', '.join(LEVELS)}, got {found['level']!r}")
+    items = found.get("item")
+    if not isinstance(items, list) or not items:
+        return [*faults, "expected at least one [[item]]"]
+    for number, item in enumerate(items, start=1):
+        faults += [f"item {number}: unknown key {key!r}" for key in item.keys() - _KEYS]
+        if not isinstance(item.get("name"), str):
+            faults.append(f"item {number}: expected a name")
+        points = item.get("points")
+        if isinstance(points, bool) or not isinstance(points, int | float) or not points >= 0:
+            faults.append(f"item {number}: expected points >= 0, got {points!r}")
+        if bool(item.get("clauses")) == bool(item.get("by_hand")):
+            faults.append(f"item {number}: expected either clauses or by_hand")
+    return faults
+
+
+def resolve(profile: Mapping[str, Any], musts: Sequence[str]) -> dict[str, Any]:
+    """The profile with every pattern replaced by the ids that it stands for.
+
+    Args:
+        musts: ids of all MUST clauses.
+
+    Raises:
+        ValueError: A pattern matches none of them.
+    """
+    items = []
+    for item in profile["item"]:
+        needed: dict[str, None] = {}
+        for pattern in item.get("clauses", ()):
+            matching = [clause for clause in musts if fnmatch.fnmatchcase(clause, pattern)]
+            if not matching:
+                raise ValueError(
+                    f"points for {item['name']!r}: no MUST clause matches {pattern!r}; "
+                    "all ids are in spec_tests/CLAUSES.md"
+                )
+            needed |= dict.fromkeys(matching)
+        items.append({"share": False, "by_hand": "", **item, "clauses": list(needed)})
+    return {"title": profile["title"], "source": profile.get("source", ""), "items": items}
+
+
+def score(events: Sequence[Event], implementation: str) -> dict[str, Any] | None:
+    """The points of one implementation, or None if the run was not asked for any."""
+    profile = header(events).get("points")
+    if profile is None:
+        return None
+    own = {cell.clause: cell for cell in cells(events) if cell.implementation == implementation}
+    items = [_score_item(item, own, is_complete(events)) for item in profile["items"]]
+    judged = [item for item in items if not item["by_hand"]]
+    return {
+        "title": profile["title"],
+        "points": sum(item["points"] for item in judged),
+        "of": sum(item["of"] for item in judged),
+        "items": items,
+    }
+
+
+def _score_item(item: Mapping[str, Any], own: Mapping[str, Cell], ended: bool) -> dict[str, Any]:
+    missing = {}
+    for clause in item["clauses"]:
+        outcome = str(own[clause].outcome) if clause in own else NOT_RUN
+        if outcome != Outcome.PASSED:
+            missing[clause] = outcome
+    share = 1 - len(missing) / len(item["clauses"]) if item["clauses"] else 0.0
+    if not item["share"]:
+        share = float(share == 1)
+    points = item["points"] * share if ended else 0
+    return {
+        "name": item["name"],
+        "points": round(points, 2),
+        "of": item["points"],
+        "by_hand": item["by_hand"],
+        "missing": missing,
+    }
+
+
+def render_points(events: Sequence[Event]) -> str:
+    """The points as text, one line per item; nothing where none were asked for."""
+    blocks = []
+    for name in implementations(events):
+        found = score(events, name)
+        if found is None:
+            return ""
+        lines = [f"{name}: {found['points']:g} of {found['of']:g} points, {found['title']}"]
+        lines += [
+            f"  {item['points']:g} of {item['of']:g}  {item['name']}{_why(item)}"
+            for item in found["items"]
+        ]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _why(item: Mapping[str, Any], limit: int = 3) -> str:
+    if item["by_hand"]:
+        return f" (by hand: {item['by_hand']})"
+    words = [f"{clause} {outcome.replace('_', ' ')}" for clause, outcome in item["missing"].items()]
+    more = f", {len(words) - limit} more" if len(words) > limit else ""
+    return f" (missing: {', '.join(words[:limit])}{more})" if words else ""
+
+
+def render_gradescope(events: Sequence[Event]) -> str:
+    """results.json as Gradescope reads it, for the first implementation.
+
+    With `--points` one test per item. Without, one per MUST clause of the level, a point each.
+    """
+    names = implementations(events)
+    name = names[0] if names else ""
+    found = score(events, name)
+    tests = _one_per_clause(events, name) if found is None else _one_per_item(events, name, found)
+    total = {
+        "output": _overview(events, name),
+        "output_format": "text",
+        "stdout_visibility": "hidden",
+        "execution_time": round(sum(float(e["duration_s"]) for e in results(events, name)), 1),
+        "tests": tests,
+        "extra_data": {"implementation": name, "suite": header(events).get("suite", "")},
+    }
+    if not any("max_score" in test for test in tests):
+        total["score"] = 0  # Gradescope wants a score from somewhere
+    return json.dumps(total, indent=1, ensure_ascii=False) + "\n"
+
+
+def _overview(events: Sequence[Event], name: str) -> str:
+    lines = [] if is_complete(events) else [INCOMPLETE]
+    lines += [e["message"] for e in events if e.get("event") == "problem"]
+    return "\n".join([*lines, f"Judged by trainspec: {name}. Each message ends with its command."])
+
+
+def _one_per_item(
+    events: Sequence[Event], name: str, found: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    own = {cell.clause: cell for cell in cells(events) if cell.implementation == name}
+    tests: list[dict[str, Any]] = []
+    for number, item in enumerate(found["items"], start=1):
+        test = {"number": str(number), "name": item["name"], "visibility": "visible"}
+        if item["by_hand"]:
+            test["output"] = f"{item['of']:g} points, given by hand: {item['by_hand']}"
+        else:
+            full = item["points"] == item["of"]
+            said = [_clause_in_words(clause, own.get(clause)) for clause in item["missing"]]
+            test |= {
+                "score": item["points"],
+                "max_score": item["of"],
+                "status": "passed" if full and not said else "failed",
+                "output": _clip("\n\n".join(said)) or "every clause of this item passes",
+            }
+        tests.append(test)
+    return tests
+
+
+def _one_per_clause(events: Sequence[Event], name: str) -> list[dict[str, Any]]:
+    tests = []
+    for cell in cells(events):
+        if cell.implementation != name or cell.strength != "MUST" or cell.outcome in SILENT:
+            continue
+        has_passed = cell.outcome is Outcome.PASSED and is_complete(events)
+        tests.append(
+            {
+                "name": cell.clause,
+                "score": float(has_passed),
+                "max_score": 1.0,
+                "status": "passed" if has_passed else "failed",
+                "output": _clip(_clause_in_words(cell.clause, cell)),
+                "tags": [cell.level],
+                "visibility": "visible",
+            }
+        )
+    return tests
+
+
+def _clause_in_words(clause: str, cell: Cell | None) -> str:
+    if cell is None:
+        return f"{clause}: {NOT_RUN}"
+    first = cell.decisive_cases[0]
+    return "\n".join(filter(None, [f"{clause}: {WORDS[cell.outcome]}", first["message"].rstrip()]))
+
+
+def _clip(text: str) -> str:
+    lines = text.splitlines()
+    if len(lines) <= _MAX_OUTPUT_LINES:
+        return text
+    more = f"... {len(lines) - _MAX_OUTPUT_LINES} more lines in events.jsonl"
+    return "\n".join([*lines[:_MAX_OUTPUT_LINES], more])

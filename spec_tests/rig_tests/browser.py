@@ -1,0 +1,103 @@
+"""A real browser for pages that we write: Debian's `chromium`, driven through `playwright`.
+
+Both are optional: where one is missing, the tests that use the fixture skip and say which. The
+browser is the system's own and is never downloaded.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FLAGS = [
+    "--no-sandbox",  # the tests may run as root, in a container
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-dev-shm-usage",
+    "--disable-gpu",
+]
+
+# Of every visible piece of text: its contrast with what it stands on, as WCAG 2 defines it.
+_CONTRASTS = """() => {
+  const channel = (c) => (c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+  const parse = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
+  const ground = (node) => {
+    for (; node; node = node.parentElement) {
+      const color = parse(getComputedStyle(node).backgroundColor);
+      if (color.length === 3 || color[3] === 1) return color;
+    }
+    return [255, 255, 255];
+  };
+  const found = new Map();
+  for (const node of document.querySelectorAll("body *")) {
+    if (!node.checkVisibility() || node.closest("svg")) continue;
+    if (![...node.childNodes].some((n) => n.nodeType === 3 && n.data.trim())) continue;
+    const [ink, paper] = [light(parse(getComputedStyle(node).color)), light(ground(node))];
+    const ratio = (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05);
+    const words = `${node.tagName}.${node.className}`;
+    found.set(words, Math.min(found.get(words) ?? 21, ratio));
+  }
+  return Object.fromEntries(found);
+}"""
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """The browser, started once."""
+    path = shutil.which("chromium") or shutil.which("chromium-browser")
+    if find_spec("playwright") is None:
+        pytest.skip("needs the Python package playwright: pip install -e '.[browser]'")
+    if path is None:
+        pytest.skip("needs a system browser: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        # A busy machine may take long to start it; a page that is slow is another question.
+        started = driver.chromium.launch(executable_path=path, args=FLAGS, timeout=120_000)
+        yield started
+        started.close()
+
+
+class Visit:
+    """A page in the browser, and what it complained of or asked for."""
+
+    def __init__(self, browser: Any, file: Path, **settings: Any) -> None:
+        self.page = browser.new_page(**settings)
+        self.page.set_default_timeout(60_000)
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(file.as_uri())
+
+    def faint(self, least: float = 4.5) -> dict[str, float]:
+        """Kinds of text whose contrast is below what WCAG asks at level AA."""
+        found: dict[str, float] = self.page.evaluate(_CONTRASTS)
+        assert len(found) > 5, f"expected a page with text, got {found}"
+        return {what: ratio for what, ratio in found.items() if ratio < least}
+
+    def is_too_wide(self) -> bool:
+        """Whether the page as a whole has to be scrolled sideways."""
+        wider: bool = self.page.evaluate(
+            "document.documentElement.scrollWidth > document.documentElement.clientWidth"
+        )
+        return wider
+
+    def nameless(self) -> list[str]:
+        """Controls that a screen reader cannot name, and figures without words."""
+        found: list[str] = self.page.evaluate("""() => [
+          ...[...document.querySelectorAll("button, select, input, a")].filter((node) =>
+            !(node.textContent.trim() && node.tagName !== "SELECT") && !node.labels?.length &&
+            !node.getAttribute("aria-label")),
+          ...document.querySelectorAll("svg:not([role=img]), [aria-controls]"),
+        ].filter((node) => !node.hasAttribute("aria-controls") ||
+                           !document.getElementById(node.getAttribute("aria-controls")))
+         .map((node) => node.outerHTML.slice(0, 80))""")
+        return found

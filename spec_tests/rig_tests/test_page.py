@@ -1,0 +1,196 @@
+"""The report's page, in a real browser: what it shows, in light and dark, on paper, by keyboard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_tests import impostors, ledger
+from spec_tests.rig.outcomes import Event, Outcome
+from spec_tests.rig.report import data, render_page
+from spec_tests.rig.report.page import page_of
+from spec_tests.rig_tests.browser import Visit, browser
+from spec_tests.rig_tests.logs import log, result
+
+__all__ = ["browser"]
+
+MESSAGE = (
+    "[{id}]  It MUST.\nrank 0, 'first.weight' (5, 6): got 2.000 x the mean\n"
+    "likely: summed and not divided by the world size\n<script>alert(1)</script>\n"
+    "again: python -m spec_tests --impl mine.py --clause {id}"
+)
+NAMES = ["mine.py", "solution", "torch"]
+MEAN = "ddp.gradients.mean"
+
+
+def outcome_of(number: int, name: str) -> Outcome:
+    """Every outcome somewhere in the column of mine.py, passes elsewhere."""
+    others = [outcome for outcome in Outcome if outcome is not Outcome.PASSED]
+    is_odd_one = name == "mine.py" and number % 3 == 0
+    return others[number // 3 % len(others)] if is_odd_one else Outcome.PASSED
+
+
+def every_clause() -> list[Event]:
+    """A log with all clauses on three implementations, and something of every outcome."""
+    stories = impostors.stories()
+    events: list[Event] = []
+    for number, clause in enumerate(ledger.load_all()):
+        told = ledger.told(clause, stories.get(clause.id, []))
+        events.append({"event": "clause", "clause": clause.id, **told})
+        for name in NAMES:
+            outcome = outcome_of(number, name)
+            fields: dict[str, Any] = {"strength": str(clause.strength), "level": clause.level}
+            if clause.id == MEAN and name == "mine.py":
+                outcome = Outcome.FAILED
+            if outcome is not Outcome.PASSED:
+                fields["message"] = MESSAGE.format(id=clause.id)
+                fields["rerun"] = f"python -m spec_tests --impl {name} --clause {clause.id}"
+            ran = {"clause": clause.id, "implementation": name, **fields}
+            events += [result(str(outcome), case="w2", **ran), result(case="w3", **ran)]
+    items = [{"name": "Mean", "points": 2, "clauses": [MEAN], "share": False, "by_hand": ""}]
+    points = {"title": "Week 5", "source": "", "items": items}
+    return log(*events, implementations=NAMES, points=points)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of that log."""
+    path = tmp_path_factory.mktemp("page") / "index.html"
+    path.write_text(render_page(every_clause()), encoding="utf-8")
+    return path
+
+
+def test_the_page_is_one_file_and_quick(file: Path, browser):
+    visit = Visit(browser, file)
+    assert visit.requests == [file.as_uri()], "nothing but the file itself"
+    assert visit.complaints == []
+    assert file.stat().st_size < 3_000_000
+    rows = visit.page.locator("tr.clause")
+    assert rows.count() == len(ledger.load_all())
+    # In milliseconds of the page's own clock; a tenth of it on an idle machine.
+    took = visit.page.evaluate("performance.getEntriesByType('navigation')[0].domComplete")
+    assert took < 20_000
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_can_be_read(file: Path, browser, scheme: str):
+    visit = Visit(browser, file, color_scheme=scheme)
+    visit.page.locator("#expand").click()
+    assert visit.faint() == {}
+    paper = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (paper == "rgb(253, 253, 251)") == (scheme == "light")
+
+
+def test_a_screen_reader_finds_names_and_headings(file: Path, browser):
+    visit = Visit(browser, file)
+    assert visit.nameless() == []
+    assert visit.page.evaluate("document.documentElement.lang") == "en"
+    assert visit.page.locator("main").count() == visit.page.locator("h1").count() == 1
+    assert visit.page.locator("td:empty").count() == 0, "a cell says why it is empty"
+
+
+def test_the_filters_leave_what_was_asked_for(file: Path, browser):
+    page = Visit(browser, file).page
+    shown = page.locator("tr.clause:not([hidden])")
+    total = shown.count()
+    page.get_by_label("Chapter").select_option("ddp")
+    page.get_by_label("Level").select_option("course")
+    ids = shown.evaluate_all("rows => rows.map(row => row.id)")
+    course = [c.id for c in ledger.load_all() if c.chapter == "ddp" and c.level == "course"]
+    assert ids == course
+    assert page.locator("output").inner_text() == f"{len(course)} of {total} clauses"
+    page.get_by_label("Outcome").select_option("failed")
+    failed = shown.evaluate_all("rows => rows.map(row => row.dataset.outcomes)")
+    assert MEAN in shown.evaluate_all("rows => rows.map(row => row.id)")
+    assert all("failed" in outcomes.split() for outcomes in failed)
+    page.get_by_role("button", name="Reset").click()
+    page.wait_for_function(f"document.querySelector('output').textContent.startsWith('{total} ')")
+    page.get_by_label("Words").fill("mean GRADIENTS")
+    assert 0 < shown.count() < total
+    assert page.locator("tbody:not([hidden]) tr.group").count() >= 1
+    assert (
+        page.locator("tbody:not([hidden])").filter(has=shown).count()
+        == page.locator(".clauses tbody:not([hidden])").count()
+    ), "no heading without a row"
+
+
+def test_what_the_course_asks_comes_first(file: Path, browser):
+    page = Visit(browser, file).page
+    levels = page.locator("tr.clause").evaluate_all("rows => rows.map(row => row.dataset.level)")
+    assert levels == sorted(levels, key=["course", "correct", "production"].index)
+
+
+def test_a_row_opens_by_keyboard_and_tells_the_whole_story(file: Path, browser):
+    visit = Visit(browser, file)
+    button = visit.page.get_by_role("button", name=MEAN, exact=True)
+    detail = visit.page.locator(f"[id='about-{MEAN}']")
+    assert not detail.is_visible()
+    button.focus()
+    visit.page.keyboard.press("Enter")
+    assert detail.is_visible()
+    assert button.get_attribute("aria-expanded") == "true"
+    text = detail.inner_text()
+    story = impostors.CATALOGUE["ddp.sum-for-mean"]
+    for said in (
+        "mine.py: FAIL 1/2",
+        "Likely summed and not divided by the world size",
+        "<script>alert(1)</script>",
+        f"python -m spec_tests --impl mine.py --clause {MEAN}",
+        story.does,
+        "Source: ",
+        "spec_tests/ddp/test_gradients.py:",
+    ):
+        assert said in text, f"{said!r} is missing in:\n{text}"
+    visit.page.keyboard.press("Enter")
+    assert not detail.is_visible()
+    assert visit.complaints == [], "markup in a message did nothing"
+
+
+def test_a_link_to_a_clause_opens_it(file: Path, browser):
+    visit = Visit(browser, file)
+    visit.page.goto(f"{file.as_uri()}#{MEAN}")
+    assert visit.page.locator(f"[id='about-{MEAN}']").is_visible()
+
+
+def test_without_its_script_the_page_is_whole(file: Path, browser):
+    visit = Visit(browser, file, java_script_enabled=False)
+    assert visit.page.locator(f"[id='about-{MEAN}']").is_visible()
+    assert not visit.page.locator(".filters").is_visible(), "no control that does nothing"
+
+
+def test_on_paper_failures_are_open_and_filters_gone(file: Path, browser):
+    visit = Visit(browser, file, color_scheme="dark")
+    visit.page.emulate_media(media="print")
+    assert visit.page.locator(f"[id='about-{MEAN}']").is_visible()
+    assert visit.page.locator("tr.detail:not(.alarm)").first.is_hidden()
+    assert not visit.page.locator(".filters").is_visible()
+    assert visit.page.evaluate("getComputedStyle(document.body).color") == "rgb(0, 0, 0)"
+    assert visit.faint() == {}
+
+
+def test_a_narrow_screen_needs_no_sideways_scrolling(file: Path, browser):
+    assert not Visit(browser, file, viewport={"width": 400, "height": 800}).is_too_wide()
+
+
+def test_points_and_verdict_stand_at_the_top(file: Path, browser):
+    page = Visit(browser, file).page
+    assert "no verdict: the run is broken" in page.locator(".verdict").inner_text()
+    assert "Points of mine.py: 0 of 2" in page.locator("main").inner_text()
+    assert "Points of torch: 2 of 2" in page.locator("main").inner_text()
+
+
+# ---------------------------------------------------------------------------- without a browser
+
+
+def test_markup_in_what_an_implementation_says_is_text():
+    page = render_page(log(result("failed", message="<img src=x onerror=alert(1)>", case="<b>")))
+    assert "<img" not in page
+    assert "<b>" not in page
+
+
+def test_an_incomplete_log_is_stamped_on_the_page():
+    page = page_of(data.as_report(log(result(), is_finished=False)))
+    assert "INCOMPLETE" in page
+    assert "conforms" not in page
