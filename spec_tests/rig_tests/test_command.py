@@ -129,6 +129,11 @@ def processes_of(session: int) -> list[str]:
     return found
 
 
+def take_interrupts() -> None:
+    """As at a terminal: what a shell starts in the background ignores them from birth on."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def within(timeout_s: float, is_so) -> bool:
     """Whether it comes true in time."""
     deadline = time.monotonic() + timeout_s
@@ -150,6 +155,7 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path):
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=take_interrupts,
     ) as command:
         try:
             assert within(60, lambda: len(list(tmp_path.glob("inside-*"))) == 2), "no ranks"
