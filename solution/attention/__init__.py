@@ -72,10 +72,10 @@ def attention(
         ValueError: an unknown backend, one that cannot run here, or inputs that do not fit each
             other.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"expected backend to be one of {sorted(BACKENDS)}, got {backend!r}")
     q, k, v = under_autocast(q, k, v)
     check(q, k, v)
+    if backend not in BACKENDS:
+        raise ValueError(f"expected backend to be {_offered(q.device.type)}, got {backend!r}")
     scale = checked_scale(scale, q.shape[-1])
     out = BACKENDS[backend](as_4d(q), as_4d(k), as_4d(v), causal=causal, scale=scale)
     return out.view(q.shape) if q.ndim == 3 else out
@@ -126,6 +126,12 @@ BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
     "tiled": _flash(TILED),
     "triton": _flash(TRITON),
 }
+
+
+def _offered(device_type: str) -> str:
+    """Each backend, and why it cannot run on tensors of that device if it cannot."""
+    reasons = {name: unavailable(name, device_type) for name in sorted(BACKENDS)}
+    return " or ".join(f"{n} (not here: {why})" if why else n for n, why in reasons.items())
 
 
 def unavailable(backend: str, device_type: str) -> str | None:

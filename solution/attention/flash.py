@@ -10,8 +10,9 @@
 
 `flash_attention` adds the checks and the forms of the contract; `FlashAttentionTorch` is the
 autograd function of the exercise around the same operators. The output is contiguous.
-First derivatives only: a second one is refused when it is asked for, since the LSE that the
-backward takes for a constant is none, and a wrong number would come out.
+First derivatives, backward only. A second one is refused when it is asked for, since the LSE that
+the backward takes for a constant is none; so is a tangent of forward mode, which PyTorch drops
+without a word where no input requires a gradient. A wrong number would come out of either.
 
 Legend: B batch, H heads, G key/value heads, Q queries, K keys, D head dim.
 """
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from solution.attention.inputs import as_4d, check, checked_scale, under_autocast
@@ -111,6 +113,16 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensors2) -> None:
 
 def _refuse(ctx: Any, *gradients: Any) -> None:
     raise NotImplementedError(_FIRST_ONLY)
+
+
+def _refuse_tangents(*tensors: torch.Tensor) -> None:
+    if torch.compiler.is_compiling():
+        return  # of forward mode the compiler says itself that it has none
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise NotImplementedError(
+            "flash attention has no forward-mode derivative, expected q, k and v without tangents; "
+            "use attention(..., backend='plain') where they are needed"
+        )
 
 
 _FIRST_ONLY = (
@@ -213,7 +225,7 @@ def flash_attention(
 
     Raises:
         ValueError: inputs that do not fit each other, named with both values.
-        NotImplementedError: in the backward of a backward.
+        NotImplementedError: in the backward of a backward, and in forward mode.
     """
     return call(TILED, q, k, v, causal=causal, scale=scale, return_lse=return_lse)
 
@@ -231,6 +243,7 @@ def call(
     """The algorithm on inputs of either form, once they are checked."""
     q, k, v = under_autocast(q, k, v)
     check(q, k, v)
+    _refuse_tangents(q, k, v)
     scale = checked_scale(scale, q.shape[-1])
     out, lse = algorithm.forward(as_4d(q), as_4d(k), as_4d(v), bool(causal), scale)
     if q.ndim == 3:

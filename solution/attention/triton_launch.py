@@ -220,7 +220,10 @@ def unavailable(device_type: str) -> str | None:
 def _check(q: torch.Tensor) -> None:
     reason = unavailable(q.device.type)
     if reason is not None:
-        raise ValueError(f"expected q where Triton runs: {reason}; backend 'tiled' runs anywhere")
+        raise ValueError(
+            f"expected q where Triton runs, got {q.device}: {reason}; the backends 'plain', 'sdpa' "
+            "and 'tiled' run here"
+        )
     given = str(q.dtype).removeprefix("torch.")
     if q.dtype not in DTYPES:
         raise ValueError(

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from spec_tests.attention import rules
 from spec_tests.attention.bodies import ATTENTION, CONTRACT, arguments, call, observe
+from spec_tests.attention.defined import ALL, is_tf32
 from spec_tests.attention.problem import Problem, inputs
-from spec_tests.attention.test_forward import is_tf32
-from spec_tests.attention.test_layout import ALL, answer
+from spec_tests.attention.test_layout import answer
 from spec_tests.clause import MUST, clause
 from spec_tests.rig import judge
 
@@ -67,6 +68,106 @@ def test_a_second_derivative_is_right_or_refused(world, subject):
             likely="the backward is differentiated with what the forward saved held constant",
             given=repr(problem),
         )
+
+
+def transformed(ctx, subject, problem, transform):
+    """What a transform of torch.func gives, and the same by other means; or the refusal.
+
+    jvp: <dO, the tangent of O> for a tangent of q, and <dQ, that tangent>. vmap: O of two problems
+    at once, and one by one.
+    """
+    x = inputs(problem)
+    q, k, v, do = (t.to(ctx.device) for t in (x.q, x.k, x.v, x.do))
+
+    def attend(q, k, v):
+        return call(ctx, subject, q, k, v, **arguments(problem))
+
+    try:
+        if transform == "jvp":
+            tangent = k[:, :, : problem.seq_q]
+            moved = torch.func.jvp(lambda q: attend(q, k, v), (q,), (tangent,))[1]
+            q.requires_grad_()
+            (dq,) = torch.autograd.grad(attend(q, k, v), (q,), do)
+            return {"O": (moved * do).sum()}, {"O": (dq * tangent).sum()}
+        back = (t.flip(2) for t in (q, k, v))
+        one_by_one = torch.stack([attend(q, k, v), attend(*back)])
+        at_once = torch.vmap(attend)(*(torch.stack([t, t.flip(2)]) for t in (q, k, v)))
+        return {"O": at_once}, {"O": one_by_one}
+    except Exception as error:
+        return str(error) or type(error).__name__
+
+
+@clause(
+    "attention.autograd.transforms",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source="torch.func; of an operator without forward mode PyTorch drops the tangent silently",
+)
+@pytest.mark.parametrize("transform", ["jvp", "vmap"])
+def test_a_transform_is_right_or_refused(world, subject, transform):
+    """Forward mode and vmap MUST be right or an error, never a tangent of zero.
+
+    <dO, J t> is <J' dO, t>: forward and backward mode check each other.
+    """
+    problem = Problem(seq_q=20, seq_k=24)
+    seen = observe(world, subject, transformed, problem, transform)
+
+    if isinstance(seen, str):
+        return
+    found, wanted = seen
+    error = float((found["O"].double() - wanted["O"].double()).norm())
+    size = float(wanted["O"].double().norm())
+    judge.holds(
+        error <= 1e-2 * size,
+        f"{transform}: expected what {'the backward' if transform == 'jvp' else 'a loop'} gives or "
+        f"an error, got {error / size:.2g} of it away",
+        likely="tangents are dropped where the operator calls its kernel",
+        given=repr(problem),
+    )
+
+
+def side_by_side(ctx, subject, problem, way):
+    """The gradients of two calls, both forwards before both backwards; or made again for each."""
+    both = [inputs(problem.but(seed=seed)).to(ctx.device) for seed in (0, 1)]
+
+    def attend(q, k, v):
+        return call(ctx, subject, q, k, v, **arguments(problem))
+
+    outs = [
+        checkpoint(attend, x.q, x.k, x.v, use_reentrant=False)
+        if way == "checkpointed"
+        else attend(x.q, x.k, x.v)
+        for x in both
+    ]
+    found = []
+    for x, out in zip(both, outs, strict=True):
+        of_call = torch.autograd.grad(out, (x.q, x.k, x.v), x.do)
+        found.append({"O": out, **dict(zip(rules.GRADIENTS, of_call, strict=True))})
+    return found
+
+
+@clause(
+    "attention.autograd.calls-are-independent",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source="every model of two layers; torch.utils.checkpoint",
+)
+@pytest.mark.parametrize("way", ["interleaved", "checkpointed"])
+def test_two_calls_do_not_disturb_each_other(world, subject, way):
+    """Gradients MUST be each call's own where a second one comes before the first backward.
+
+    With activation checkpointing each forward runs once more, within the backward.
+    """
+    problem = Problem(seq_q=40, causal=True)
+    seen = observe(world, subject, side_by_side, problem, way)
+
+    for seed, of_call in enumerate(seen):
+        own = problem.but(seed=seed)
+        rules.close(of_call, own, names=("O", *rules.GRADIENTS), tf32=is_tf32(world))
 
 
 def changed(ctx, subject, problem, name):

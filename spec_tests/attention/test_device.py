@@ -9,12 +9,15 @@ distributions.
 from __future__ import annotations
 
 import pytest
+import torch
 
 from spec_tests.attention import bodies, rules
 from spec_tests.attention.bodies import ATTENTION, CONTRACT, observe
-from spec_tests.attention.problem import Problem
-from spec_tests.attention.test_layout import ALL
+from spec_tests.attention.defined import ALL, OUTPUT_AND_GRADIENTS, as_defined
+from spec_tests.attention.problem import Problem, inputs
+from spec_tests.attention.test_layout import answer
 from spec_tests.clause import MUST, clause
+from spec_tests.rig import judge
 
 CUDA = ("cuda",)
 ELSEWHERE = "seen on a GPU alone; what it judges is judged by value in the interpreter, too"
@@ -74,9 +77,7 @@ def test_long_sequences_are_as_exact_as_short_ones(world, subject, head_dim, mas
     problem = Problem(
         seq_q=4096, head_dim=head_dim, heads=1, dtype="bfloat16", causal=mask == "causal"
     )
-    seen = observe(world, subject, bodies.everything, problem)
-
-    rules.close(seen, problem, names=ALL)
+    as_defined(world, subject, problem, *ALL)
 
 
 @clause(
@@ -111,6 +112,39 @@ def test_float32_has_24_bits(world, subject, head_dim):
 def test_more_sequences_than_a_grid_axis_holds(world, subject):
     """More than 65 535 pairs of sequence and head MUST work like few."""
     problem = Problem(seq_q=17, head_dim=16, batch=33_000, heads=2, dtype="float16", causal=True)
-    seen = observe(world, subject, bodies.gradients, problem)
+    as_defined(world, subject, problem, *OUTPUT_AND_GRADIENTS)
 
-    rules.close(seen, problem, names=("O", *rules.GRADIENTS))
+
+def on_side_stream(ctx, subject, problem):
+    """The answer on the current stream, and on another one that made the inputs just before."""
+    x = inputs(problem)
+    first = answer(ctx, subject, problem, x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        late = [torch.full_like(t, torch.nan, device=ctx.device) for t in (x.q, x.k, x.v, x.do)]
+        torch.cuda._sleep(50_000_000)  # a kernel on the wrong stream finds NaN
+        for made, tensor in zip(late, (x.q, x.k, x.v, x.do), strict=True):
+            made.copy_(tensor)
+        x.q, x.k, x.v, x.do = late
+        again = answer(ctx, subject, problem, x)
+    stream.synchronize()
+    return first, again
+
+
+@clause(
+    "attention.device.side-stream",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    transports=CUDA,
+    source="xformers, test_cuda_streams; a launch on the default stream",
+    no_impostor=ELSEWHERE,
+)
+def test_it_runs_on_the_current_stream(world, subject):
+    """On a side stream the answer MUST be the same, to the bit."""
+    problem = Problem(seq_q=300, head_dim=64, dtype="bfloat16", causal=True)
+    first, again = observe(world, subject, on_side_stream, problem)
+
+    judge.tensors([again], first, quantity="answer on the default stream", given=repr(problem))

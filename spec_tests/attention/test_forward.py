@@ -12,17 +12,13 @@ import pytest
 
 from spec_tests.attention import bodies, rules
 from spec_tests.attention.bodies import ATTENTION, CONTRACT, observe
+from spec_tests.attention.defined import ALL, OUTPUT_AND_LSE, as_defined
 from spec_tests.attention.problem import Problem
 from spec_tests.clause import MUST, clause
 
 MASKS = ("full", "causal")
 # Lengths that no tile divides, several tiles of 16, 32 or 64. One head: tiles are what counts.
 RAGGED = Problem(seq_q=70, seq_k=90, head_dim=24, heads=1)
-
-
-def is_tf32(world):
-    """A GPU may form float32 products of eleven bits; level production asks for honest ones."""
-    return world.transport == "cuda"
 
 
 @clause(
@@ -37,9 +33,7 @@ def is_tf32(world):
 def test_the_output_is_softmax_of_scaled_scores_times_values(world, subject, mask):
     """The output MUST be softmax(q k^T scale) v, to the rounding of float32."""
     problem = Problem(seq_q=128, head_dim=32, batch=2, causal=mask == "causal")
-    seen = observe(world, subject, bodies.forward, problem)
-
-    rules.close(seen, problem, tf32=is_tf32(world))
+    as_defined(world, subject, problem, "O")
 
 
 @clause(
@@ -59,9 +53,7 @@ def test_half_precision_is_as_good_as_its_rounding(world, subject, dtype, mask):
     another dtype than q's is none.
     """
     problem = RAGGED.but(dtype=dtype, causal=mask == "causal")
-    seen = observe(world, subject, bodies.forward, problem)
-
-    rules.close(seen, problem)
+    as_defined(world, subject, problem, "O")
 
 
 @clause(
@@ -81,9 +73,7 @@ def test_the_log_sum_exp_is_natural_and_float32(world, subject, dtype, mask):
     are: a scale that is multiplied into K in its own dtype shows here, and nowhere else.
     """
     problem = RAGGED.but(dtype=dtype, causal=mask == "causal")
-    seen = observe(world, subject, bodies.forward, problem, lse=True)
-
-    rules.close(seen, problem, names=("L",), tf32=is_tf32(world))
+    as_defined(world, subject, problem, "L")
 
 
 @clause(
@@ -103,9 +93,7 @@ def test_large_logits_of_either_sign_are_exact(world, subject, data, mask):
     the others move it late.
     """
     problem = RAGGED.but(data=data, causal=mask == "causal")
-    seen = observe(world, subject, bodies.forward, problem, lse=True)
-
-    rules.close(seen, problem, names=("O", "L"), tf32=is_tf32(world))
+    as_defined(world, subject, problem, *OUTPUT_AND_LSE)
 
 
 @clause(
@@ -120,9 +108,7 @@ def test_large_logits_of_either_sign_are_exact(world, subject, data, mask):
 def test_any_scale_is_honoured(world, subject, scale):
     """Any scale MUST be honoured: zero is the mean of v, and negative ones turn the order round."""
     problem = RAGGED.but(scale=scale)
-    seen = observe(world, subject, bodies.forward, problem, lse=True)
-
-    rules.close(seen, problem, names=("O", "L"), tf32=is_tf32(world))
+    as_defined(world, subject, problem, *OUTPUT_AND_LSE)
 
 
 @clause(
@@ -136,9 +122,7 @@ def test_any_scale_is_honoured(world, subject, scale):
 def test_a_negative_scale_takes_the_maximum_of_the_scores(world, subject):
     """With a negative scale and logits hundreds apart the output MUST stay finite and right."""
     problem = RAGGED.but(scale=-2.0, data="large")
-    seen = observe(world, subject, bodies.forward, problem, lse=True)
-
-    rules.close(seen, problem, names=("O", "L"), tf32=is_tf32(world))
+    as_defined(world, subject, problem, *OUTPUT_AND_LSE)
 
 
 @clause(
@@ -157,6 +141,30 @@ def test_equal_keys_give_the_mean_of_the_values_seen(world, subject, data, mask)
     It counts keys: one tile too many, or padding that is not masked, shows in every row.
     """
     problem = RAGGED.but(data=data, causal=mask == "causal")
-    seen = observe(world, subject, bodies.forward, problem, lse=True)
+    as_defined(world, subject, problem, *OUTPUT_AND_LSE)
 
-    rules.close(seen, problem, names=("O", "L"), tf32=is_tf32(world))
+
+def in_float64(ctx, subject, problem):
+    """O, L and gradients; or the refusal."""
+    try:
+        return bodies.everything(ctx, subject, problem)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        return str(error)
+
+
+@clause(
+    "attention.forward.float64",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source=CONTRACT + ": the LSE of float64 is float64; gradcheck needs one",
+)
+@pytest.mark.parametrize("mask", MASKS)
+def test_float64_is_float64_or_refused(world, subject, mask):
+    """In float64 O, L and gradients MUST have its rounding, or be refused."""
+    problem = RAGGED.but(dtype="float64", causal=mask == "causal")
+    seen = observe(world, subject, in_float64, problem)
+
+    if not isinstance(seen, str):
+        rules.close(seen, problem, names=ALL)

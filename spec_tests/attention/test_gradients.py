@@ -12,12 +12,11 @@ import torch
 
 from spec_tests.attention import bodies, rules
 from spec_tests.attention.bodies import ATTENTION, CONTRACT, call, observe
+from spec_tests.attention.defined import GRADIENTS, OUTPUT_AND_GRADIENTS, as_defined, is_tf32
 from spec_tests.attention.problem import Problem, inputs
-from spec_tests.attention.test_forward import MASKS, RAGGED, is_tf32
+from spec_tests.attention.test_forward import MASKS, RAGGED
 from spec_tests.clause import MUST, clause
 from spec_tests.rig import judge
-
-ALL = ("O", *rules.GRADIENTS)
 
 
 @clause(
@@ -32,9 +31,7 @@ ALL = ("O", *rules.GRADIENTS)
 def test_gradients_are_those_of_the_definition(world, subject, mask):
     """dQ, dK and dV MUST be those of softmax(q k^T scale) v, to the rounding of float32."""
     problem = Problem(seq_q=100, head_dim=32, batch=2, causal=mask == "causal")
-    seen = observe(world, subject, bodies.gradients, problem)
-
-    rules.close(seen, problem, names=ALL, tf32=is_tf32(world))
+    as_defined(world, subject, problem, *OUTPUT_AND_GRADIENTS)
 
 
 @clause(
@@ -50,9 +47,7 @@ def test_gradients_are_those_of_the_definition(world, subject, mask):
 def test_half_precision_gradients_are_as_good_as_their_rounding(world, subject, dtype, mask):
     """In float16 and bfloat16 the gradients MUST be within one rounding in norm."""
     problem = RAGGED.but(dtype=dtype, causal=mask == "causal")
-    seen = observe(world, subject, bodies.gradients, problem)
-
-    rules.close(seen, problem, names=rules.GRADIENTS)
+    as_defined(world, subject, problem, *GRADIENTS)
 
 
 @clause(
@@ -70,9 +65,7 @@ def test_sums_over_a_thousand_keys_are_wide(world, subject):
     error, which the field compares, barely moves.
     """
     problem = Problem(seq_q=1024, head_dim=16, batch=1, heads=1, dtype="bfloat16")
-    seen = observe(world, subject, bodies.gradients, problem)
-
-    rules.close(seen, problem, names=ALL)
+    as_defined(world, subject, problem, *OUTPUT_AND_GRADIENTS)
 
 
 @clause(
@@ -87,9 +80,7 @@ def test_sums_over_a_thousand_keys_are_wide(world, subject):
 def test_gradients_know_the_scale(world, subject, scale):
     """With a scale of one's own, dQ and dK MUST be multiplied by it once, and dV not at all."""
     problem = RAGGED.but(scale=scale)
-    seen = observe(world, subject, bodies.gradients, problem)
-
-    rules.close(seen, problem, names=ALL, tf32=is_tf32(world))
+    as_defined(world, subject, problem, *OUTPUT_AND_GRADIENTS)
 
 
 @clause(
@@ -127,9 +118,7 @@ def test_a_scale_of_zero_leaves_only_the_values_to_learn(world, subject):
 def test_gradients_survive_large_logits(world, subject, data, mask):
     """Logits of hundreds, of either sign, MUST give the definition's gradients, all finite."""
     problem = RAGGED.but(data=data, causal=mask == "causal")
-    seen = observe(world, subject, bodies.gradients, problem)
-
-    rules.close(seen, problem, names=rules.GRADIENTS, tf32=is_tf32(world))
+    as_defined(world, subject, problem, *GRADIENTS)
 
 
 @clause(
@@ -148,9 +137,7 @@ def test_gradients_have_the_range_of_their_dtype(world, subject, upstream):
     loses everything below 6e-8.
     """
     problem = RAGGED.but(dtype="bfloat16", upstream=upstream)
-    seen = observe(world, subject, bodies.gradients, problem)
-
-    rules.close(seen, problem, names=rules.GRADIENTS)
+    as_defined(world, subject, problem, *GRADIENTS)
 
 
 @clause(
@@ -165,9 +152,7 @@ def test_gradients_have_the_range_of_their_dtype(world, subject, upstream):
 def test_float32_gradients_have_its_range(world, subject, upstream):
     """In float32 a dO of 1e6 or 1e-6 MUST give gradients as exact as one of 1."""
     problem = RAGGED.but(upstream=upstream)
-    seen = observe(world, subject, bodies.gradients, problem)
-
-    rules.close(seen, problem, names=rules.GRADIENTS, tf32=is_tf32(world))
+    as_defined(world, subject, problem, *GRADIENTS)
 
 
 @clause(
@@ -190,7 +175,7 @@ def test_the_lse_is_differentiable_or_says_that_it_is_not(world, subject, mask):
     seen = observe(world, subject, bodies.gradients, problem)
 
     judged = problem if is_differentiable else problem.but(lse_gradient=False)
-    rules.close(seen, judged, names=rules.GRADIENTS, tf32=is_tf32(world))
+    rules.close(seen, judged, names=GRADIENTS, tf32=is_tf32(world))
 
 
 def lse_requires_grad(ctx, subject, problem):
@@ -226,5 +211,5 @@ def test_gradients_arrive_where_they_are_wanted_and_nowhere_else(world, subject,
     seen = observe(world, subject, wanted_only, problem, names.split("+"))
 
     missing = {name for name, gradient in seen.items() if gradient is None}
-    judge.equal([missing], {*rules.GRADIENTS} - {*names.split("+")}, quantity="names without one")
+    judge.equal([missing], {*GRADIENTS} - {*names.split("+")}, quantity="names without one")
     rules.close(seen, problem, names=names.split("+"), tf32=is_tf32(world))

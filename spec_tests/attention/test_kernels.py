@@ -43,12 +43,30 @@ def _launches(world, subject, problem):
     return found
 
 
-def _none(world, subject, problem, what, finding, likely):
-    """No launch may have any of `what`."""
+# What no launch may do: by the name of its count, in words, and how one comes to it.
+FAULTS = {
+    "stored_again": (
+        "expected no element to be stored twice",
+        "a tail that reaches into the next head, or a sum over programs in memory",
+    ),
+    "foreign": (
+        "expected no load of an element that another program of the launch stored",
+        "dQ read, added to and stored by each program of keys; or two kernels merged into one",
+    ),
+    "outside": (
+        "expected all addresses within the storages of its arguments",
+        "a load without a mask in the last tile",
+    ),
+}
+
+
+def _none(world, subject, mask, what):
+    problem = RAGGED.but(causal=mask == "causal")
+    wanted, likely = FAULTS[what]
     for launch in (launch for part in _launches(world, subject, problem) for launch in part):
         judge.holds(
             launch[what] == 0,
-            f"kernel {launch['kernel']}: {finding}, got {launch[what]}",
+            f"kernel {launch['kernel']}: {wanted}, got {launch[what]}",
             likely=likely,
             given=repr(problem),
         )
@@ -66,14 +84,7 @@ def _none(world, subject, problem, what, finding, likely):
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_each_element_is_stored_once(world, subject, mask):
     """Each launch MUST store an element at most once: no race, no atomics, one order of sums."""
-    _none(
-        world,
-        subject,
-        RAGGED.but(causal=mask == "causal"),
-        "stored_again",
-        "expected no element to be stored twice",
-        "a tail that reaches into the next head, or a sum over programs in memory",
-    )
+    _none(world, subject, mask, "stored_again")
 
 
 @clause(
@@ -88,14 +99,7 @@ def test_each_element_is_stored_once(world, subject, mask):
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_no_program_reads_what_another_wrote(world, subject, mask):
     """Within a launch no program MUST read what another one wrote."""
-    _none(
-        world,
-        subject,
-        RAGGED.but(causal=mask == "causal"),
-        "foreign",
-        "expected no load of an element that another program of the launch stored",
-        "dQ read, added to and stored by each program of keys; or two kernels merged into one",
-    )
+    _none(world, subject, mask, "foreign")
 
 
 @clause(
@@ -110,14 +114,7 @@ def test_no_program_reads_what_another_wrote(world, subject, mask):
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_no_address_lies_outside_of_the_arguments(world, subject, mask):
     """Every address that is loaded or stored MUST lie within a tensor that was passed."""
-    _none(
-        world,
-        subject,
-        RAGGED.but(causal=mask == "causal"),
-        "outside",
-        "expected all addresses within the storages of its arguments",
-        "a load without a mask in the last tile",
-    )
+    _none(world, subject, mask, "outside")
 
 
 @clause(

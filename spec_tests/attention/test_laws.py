@@ -15,8 +15,8 @@ import torch
 
 from spec_tests.attention import bodies, rules
 from spec_tests.attention.bodies import ATTENTION, arguments, call, observe
+from spec_tests.attention.defined import is_tf32
 from spec_tests.attention.problem import Problem, inputs
-from spec_tests.attention.test_forward import is_tf32
 from spec_tests.clause import MUST, clause
 from spec_tests.rig import judge
 

@@ -14,12 +14,10 @@ import torch
 
 from spec_tests.attention import rules
 from spec_tests.attention.bodies import ATTENTION, CONTRACT, arguments, call, observe
+from spec_tests.attention.defined import ALL, is_tf32
 from spec_tests.attention.problem import Inputs, Problem, dense, inputs
-from spec_tests.attention.test_forward import is_tf32
 from spec_tests.clause import MUST, clause
 from spec_tests.rig import judge
-
-ALL = ("O", "L", *rules.GRADIENTS)
 
 
 def _heads_inside(t: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,13 @@ import torch
 
 from spec_tests.attention import bodies, rules
 from spec_tests.attention.bodies import ATTENTION, CONTRACT, call, observe
+from spec_tests.attention.defined import (
+    OUTPUT_AND_GRADIENTS,
+    OUTPUT_AND_LSE,
+    as_defined,
+    is_tf32,
+)
 from spec_tests.attention.problem import Problem, inputs
-from spec_tests.attention.test_forward import is_tf32
 from spec_tests.clause import MUST, clause
 from spec_tests.rig import judge
 from spec_tests.rig.tolerance import rounding
@@ -42,9 +47,7 @@ def test_causal_is_aligned_at_the_last_query(world, subject, lengths):
     """Row i MUST see exactly the keys j <= i + seq_k - seq_q."""
     seq_q, seq_k = LENGTHS[lengths]
     problem = Problem(seq_q=seq_q, seq_k=seq_k, causal=True)
-    seen = observe(world, subject, bodies.forward, problem, lse=True)
-
-    rules.close(seen, problem, names=("O", "L"), tf32=is_tf32(world))
+    as_defined(world, subject, problem, *OUTPUT_AND_LSE)
 
 
 @clause(
@@ -64,9 +67,7 @@ def test_gradients_follow_the_same_mask(world, subject, lengths):
     """
     seq_q, seq_k = LENGTHS[lengths]
     problem = Problem(seq_q=seq_q, seq_k=seq_k, causal=True)
-    seen = observe(world, subject, bodies.gradients, problem)
-
-    rules.close(seen, problem, names=("O", *rules.GRADIENTS), tf32=is_tf32(world))
+    as_defined(world, subject, problem, *OUTPUT_AND_GRADIENTS)
 
 
 def first_row(ctx, subject, problem):

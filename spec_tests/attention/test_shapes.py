@@ -12,13 +12,12 @@ import torch
 
 from spec_tests.attention import bodies, rules
 from spec_tests.attention.bodies import ATTENTION, CONTRACT, call, observe
+from spec_tests.attention.defined import OUTPUT_AND_GRADIENTS, as_defined, is_tf32
 from spec_tests.attention.problem import Problem, inputs
-from spec_tests.attention.test_forward import is_tf32
 from spec_tests.clause import MUST, clause
 from spec_tests.rig import judge
 from spec_tests.rig.tolerance import rounding
 
-ALL = ("O", *rules.GRADIENTS)
 # Around tiles of 16, 32, 64 and 128.
 LENGTHS = {"17-130": (17, 130), "33-31": (33, 31), "129-65": (129, 65), "2-200": (2, 200)}
 
@@ -36,9 +35,7 @@ def test_lengths_need_no_tile_to_divide_them(world, subject, lengths):
     """Any seq_q and seq_k MUST give the definition's output and gradients, not only whole tiles."""
     seq_q, seq_k = LENGTHS[lengths]
     problem = Problem(seq_q=seq_q, seq_k=seq_k)
-    seen = observe(world, subject, bodies.gradients, problem)
-
-    rules.close(seen, problem, names=ALL, tf32=is_tf32(world))
+    as_defined(world, subject, problem, *OUTPUT_AND_GRADIENTS)
 
 
 @clause(
@@ -53,9 +50,7 @@ def test_lengths_need_no_tile_to_divide_them(world, subject, lengths):
 def test_any_head_dim_is_right(world, subject, head_dim):
     """Any head dim MUST give the definition's values, a power of two or not."""
     problem = Problem(seq_q=40, head_dim=head_dim, batch=1)
-    seen = observe(world, subject, bodies.gradients, problem)
-
-    rules.close(seen, problem, names=ALL, tf32=is_tf32(world))
+    as_defined(world, subject, problem, *OUTPUT_AND_GRADIENTS)
 
 
 @clause(
@@ -74,7 +69,7 @@ def test_inputs_without_heads_are_taken(world, subject, mask):
 
     judge.equal([tuple(t.shape) for t in seen.values()], (3, 64, 16), quantity="shape")
     with_heads = {name: t.unsqueeze(1) for name, t in seen.items()}
-    rules.close(with_heads, problem, names=ALL, tf32=is_tf32(world))
+    rules.close(with_heads, problem, names=OUTPUT_AND_GRADIENTS, tf32=is_tf32(world))
 
 
 def flat(ctx, subject, problem):
@@ -103,9 +98,7 @@ def test_query_heads_share_keys_in_neighbouring_groups(world, subject, kv_heads)
     as query heads: those that most tests have.
     """
     problem = Problem(seq_q=20, seq_k=30, heads=4, kv_heads=kv_heads)
-    seen = observe(world, subject, bodies.gradients, problem)
-
-    rules.close(seen, problem, names=ALL, tf32=is_tf32(world))
+    as_defined(world, subject, problem, *OUTPUT_AND_GRADIENTS)
 
 
 @clause(
@@ -120,9 +113,7 @@ def test_query_heads_share_keys_in_neighbouring_groups(world, subject, kv_heads)
 def test_gradients_of_a_group_are_summed_before_they_are_rounded(world, subject, dtype):
     """dK and dV of a group of eight MUST be rounded once, after the sum: within u in norm."""
     problem = Problem(seq_q=33, seq_k=40, heads=8, kv_heads=1, batch=1, dtype=dtype)
-    seen = observe(world, subject, bodies.gradients, problem)
-
-    rules.close(seen, problem, names=("dK", "dV"))
+    as_defined(world, subject, problem, "dK", "dV")
 
 
 @clause(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from spec_tests.impostors.attention_operator import Operator
 from spec_tests.impostors.card import Impostor
 from spec_tests.impostors.plain_attention import PlainAttention, Tensor, offer
 
@@ -102,6 +103,7 @@ def _card(variant: type[PlainAttention], words: str, does: str) -> Impostor:
 
 
 IMPOSTORS = (
+    _card(Operator, "operator", "A pair of custom operators."),
     _card(PlainAttention, "plain", "The base of attention's impostors: the null one."),
     _card(UnevenTiles, "uneven-tiles", "Tiles of 48 rows and 19 keys."),
     _card(LastTileFirst, "last-tile-first", "Visits tiles of keys from the end."),

@@ -74,16 +74,8 @@ class BackwardAlwaysCausal(PlainAttention):
 
 
 class BackwardTopLeft(PlainAttention):
-    def probabilities(
-        self,
-        q: Tensor,
-        k: Tensor,
-        lse: Tensor,
-        rows: range,
-        keys: range,
-        causal: bool,
-        scale: float,
-    ) -> Tensor:
+    def probabilities(self, q: Tensor, k: Tensor, lse: Tensor, *where: Any) -> Tensor:
+        rows, keys, causal, scale = where
         p = super().probabilities(q, k, lse, rows, keys, False, scale)
         return p.masked_fill(~self.visible(rows, keys, 0), 0.0) if causal else p
 
@@ -91,16 +83,8 @@ class BackwardTopLeft(PlainAttention):
 class BackwardUnmasked(PlainAttention):
     """Skips tiles above the diagonal, and masks none on it."""
 
-    def probabilities(
-        self,
-        q: Tensor,
-        k: Tensor,
-        lse: Tensor,
-        rows: range,
-        keys: range,
-        causal: bool,
-        scale: float,
-    ) -> Tensor:
+    def probabilities(self, q: Tensor, k: Tensor, lse: Tensor, *where: Any) -> Tensor:
+        rows, keys, _, scale = where
         return super().probabilities(q, k, lse, rows, keys, False, scale)
 
 
@@ -124,16 +108,8 @@ class AddsLseGradient(PlainAttention):
 class BlindGradientNan(PlainAttention):
     """exp(-inf - (-inf)) in rows that see nothing."""
 
-    def probabilities(
-        self,
-        q: Tensor,
-        k: Tensor,
-        lse: Tensor,
-        rows: range,
-        keys: range,
-        causal: bool,
-        scale: float,
-    ) -> Tensor:
+    def probabilities(self, q: Tensor, k: Tensor, lse: Tensor, *where: Any) -> Tensor:
+        rows, keys, causal, scale = where
         at = slice(rows.start, rows.stop)
         s = self.scores(q[:, :, at], k[:, :, keys.start : keys.stop], scale)
         s = self.masked(s, rows, keys, k.shape[2] - q.shape[2]) if causal else s

@@ -10,6 +10,7 @@ Legend: B batch, H query heads, G key/value heads, Q queries, K keys, D head dim
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -41,8 +42,13 @@ class PlainAttention:
 
     def apply(self, *args: Any) -> tuple[Tensor, Tensor]:
         node = _TiledTwice if self.has_second_derivative else _Tiled
-        found: tuple[Tensor, Tensor] = node.apply(self, *args)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        with self.cast(args[0]):
+            found: tuple[Tensor, Tensor] = node.apply(self, *args)  # type: ignore[no-untyped-call]  # torch leaves it bare
         return found
+
+    def cast(self, q: Tensor) -> contextlib.AbstractContextManager[Any]:
+        """Autocast as the inside sees it: products of wide numbers stay wide."""
+        return torch.autocast(q.device.type, enabled=False)
 
     def returned(self, found: tuple[Any, ...], needed: tuple[bool, ...]) -> list[Any]:
         """What the node hands to autograd of dQ, dK and dV."""
