@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -84,28 +85,29 @@ def registered(variant: type[Operator]) -> Callable[..., Pair]:
         found = backward(do, dl, *saved, ctx.causal, ctx.scale)
         return *how.returned(found, ctx.needs_input_grad[:3]), None, None
 
-    def fake_forward(q: Any, k: Any, v: Any, causal: bool, scale: float) -> Pair:
+    def fake(q: Any, k: Any, v: Any, causal: bool, scale: float) -> Pair:
         return how.fake(q), q.new_empty(q.shape[:3], dtype=how.wide(q.dtype))
 
-    def fake_backward(do: Any, dl: Any, q: Any, k: Any, v: Any, *rest: Any) -> Three:
-        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-    forward.register_fake(fake_forward)
+    forward.register_fake(fake)
     forward.register_autograd(derive, setup_context=keep)
-    backward.register_fake(fake_backward)
+    backward.register_fake(_fake_gradients)
     if how.has_formula:
-        packet = name.partition("::")[2]
-        of = torch.ops.trainspec_impostors
-
-        @register_flop_formula(getattr(of, packet))
-        def count(q: Any, k: Any, *rest: Any, **kwargs: Any) -> int:
-            return 4 * q[0] * q[1] * q[2] * q[3] * k[2]
-
-        @register_flop_formula(getattr(of, f"{packet}_backward"))
-        def count_backward(do: Any, dl: Any, q: Any, k: Any, *rest: Any, **kwargs: Any) -> int:
-            return 10 * q[0] * q[1] * q[2] * q[3] * k[2]
-
+        of, packet = torch.ops.trainspec_impostors, name.partition("::")[2]
+        register_flop_formula(getattr(of, packet))(_count)
+        register_flop_formula(getattr(of, f"{packet}_backward"))(_count_backward)
     return forward
+
+
+def _fake_gradients(do: Any, dl: Any, q: Any, k: Any, v: Any, *rest: Any) -> Three:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _count(q: Any, k: Any, *rest: Any, **kwargs: Any) -> int:
+    return int(4 * math.prod(q) * k[2])
+
+
+def _count_backward(do: Any, dl: Any, q: Any, k: Any, *rest: Any, **kwargs: Any) -> int:
+    return int(10 * math.prod(q) * k[2])
 
 
 class LooksAtValues(Operator):
