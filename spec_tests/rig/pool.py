@@ -199,18 +199,16 @@ class Pool:
             ready = self._selector.select(_POLL_S)
             for key, _ in ready:
                 self._receive(key.data, replies)
-            if any(reply.error for reply in replies.values()):
+            if has_errors := any(reply.error for reply in replies.values()):
                 deadline = min(deadline, time.monotonic() + RELEASE_S)
                 starved_until = min(starved_until, time.monotonic() + _STARVED_RELEASE_S)
             if ready or len(replies) == self.world_size:
                 continue
             silent = [m.rank for m in self._members if m.rank not in replies]
-            blocked = [rank for rank in silent if watched[rank].is_blocked()]
-            if len(blocked) == len(silent):
+            if all([watched[rank].is_blocked() for rank in silent]):  # asks them all
                 self._give_up(replies, f"blocked, nothing moved for {grace_s:g} s")
             now = time.monotonic()
             if now > deadline:
-                has_errors = any(reply.error for reply in replies.values())
                 if now < starved_until and any(watched[rank].is_starved for rank in silent):
                     continue
                 # Who computes (compiles, interprets) is slow, not hung, for a good while longer.
@@ -298,7 +296,7 @@ class Pool:
         self, replies: dict[int, rank_side.Reply], reports: list[RankReport]
     ) -> NoReturn:
         errors = {rank: reply.error for rank, reply in replies.items() if reply.error is not None}
-        primary = min(errors, key=lambda rank: (_is_echo(errors[rank]), errors[rank].raised_ns))
+        primary = min(errors, key=lambda rank: (errors[rank].is_echo, errors[rank].raised_ns))
         error = errors[primary]
         same = [r for r in sorted(errors) if errors[r].is_like(error)]
         headline = f"rank {_and(same)} of {self.world_size} raised {error.kind}: {error.message}"
@@ -343,12 +341,6 @@ class Pool:
 
 def _progress_of(member: Member) -> Callable[[], object]:
     return lambda: member.ask_what_it_does(0.1).issued
-
-
-def _is_echo(error: wire.RemoteError) -> bool:
-    """True for an error that says no more than "another rank has gone away"."""
-    phrases = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    return any(phrase in error.message for phrase in phrases)
 
 
 def _and(ranks: Sequence[int]) -> str:

@@ -104,6 +104,12 @@ class RemoteError:
     raised_ns: int
     notes: tuple[str, ...] = field(default=())
 
+    @property
+    def is_echo(self) -> bool:
+        """True for an error that says no more than "another rank has gone away"."""
+        phrases = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+        return any(phrase in self.message for phrase in phrases)
+
     @classmethod
     def of(cls, error: BaseException, raised_ns: int) -> RemoteError:
         """Describe `error`; frames of the rig itself are left out."""
