@@ -132,7 +132,7 @@ def clause(
     source: str,
     since: str = "2026.1",
     worlds: tuple[int, ...] = (2,),
-    transports: tuple[str, ...] = ("gloo", "cuda"),
+    transports: tuple[str, ...] = ("gloo", "sim", "cuda"),
     no_impostor: str = "",
 ) -> Callable[[_Test], _Test]:
     """Register a test as a clause.

@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -191,8 +191,8 @@ def _redirect_output(path: str) -> int:
     return output
 
 
-def _watch(control: Connection, scratch: str) -> None:
-    main_thread = threading.main_thread().ident
+def _watch(control: Connection, scratch: str, answer: Callable[[], Doing] | None = None) -> None:
+    """Answer who asks what this process does, and end it when its parent has gone."""
     while True:
         try:
             control.recv_bytes()
@@ -200,10 +200,14 @@ def _watch(control: Connection, scratch: str) -> None:
             # The parent is gone: nobody will read an answer, or tidy up.
             shutil.rmtree(Path(scratch).parent, ignore_errors=True)
             os._exit(70)
-        stack = _stack_now(main_thread or 0)
+        doing = (answer or _doing)()
         with contextlib.suppress(OSError):
-            doing = Doing(stack, _last_collectives(), issued_by_all_groups())
             control.send_bytes(wire.dumps(doing))
+
+
+def _doing() -> Doing:
+    stack = _stack_now(threading.main_thread().ident or 0)
+    return Doing(stack, _last_collectives(), issued_by_all_groups())
 
 
 def _stack_now(thread: int) -> str:

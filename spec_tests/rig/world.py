@@ -7,16 +7,16 @@
     ranks = worlds.world(2, target).run(body, 7)
     ranks[0]["grad"], ranks[1]["grad"]
 
-The transport is a parameter: "gloo" (live processes on CPU), "cuda" (live processes, a device
-each). A further transport is one more entry of `TRANSPORTS`, whose pools offer `call`, `stop`,
-`kill`, `is_alive`, `offered`, `misfits` and `load_error`.
+The transport is a parameter: "gloo" (live processes on CPU), "sim" (simulated ranks, `rig.sim`),
+"cuda" (live processes, a device each). A further transport is one more entry of `TRANSPORTS`, whose
+pools offer `call`, `stop`, `kill`, `is_alive`, `offered`, `misfits` and `load_error`.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ import torch
 
 from spec_tests.rig.errors import NotOffered, RankRaised, RigError
 from spec_tests.rig.pool import Pool
+from spec_tests.rig.sim.pool import SimPool
+from spec_tests.rig.sim.schedule import Schedule
 from spec_tests.rig.wire import RemoteError
 from spec_tests.target import Target
 
@@ -32,7 +34,9 @@ _TORCH = str(Path(torch.__file__).parent)
 TIMEOUT_S = 30.0
 GRACE_S = 2.0
 
-TRANSPORTS: dict[str, Callable[..., Pool]] = {"gloo": Pool, "cuda": Pool}
+AnyPool = Pool | SimPool
+
+TRANSPORTS: dict[str, Callable[..., AnyPool]] = {"gloo": Pool, "sim": SimPool, "cuda": Pool}
 
 
 class Ranks(list[Any]):
@@ -51,7 +55,7 @@ class Worlds:
     transport: str = "gloo"
     max_pools: int = 6
     leaks: list[str] = field(default_factory=list)
-    _pools: dict[tuple[Target | None, int, str], Pool] = field(default_factory=dict)
+    _pools: dict[tuple[Target | None, int, str], AnyPool] = field(default_factory=dict)
 
     def world(
         self, size: int, target: Target | None = None, *, transport: str | None = None
@@ -68,7 +72,7 @@ class Worlds:
             raise ValueError(f"unknown transport {chosen!r}; known: {', '.join(TRANSPORTS)}")
         return World(self, size, target, chosen)
 
-    def pool(self, size: int, target: Target | None, transport: str) -> Pool:
+    def pool(self, size: int, target: Target | None, transport: str) -> AnyPool:
         """The live pool for this key, started if need be."""
         key = (target, size, transport)
         pool = self._pools.pop(key, None)
@@ -98,10 +102,21 @@ class World:
     size: int
     target: Target | None
     transport: str
+    schedule: Schedule | None = None
 
     def __repr__(self) -> str:
         # Hypothesis prints it in front of the drawn values.
         return f"{self.size} ranks of {self.target} on {self.transport}"
+
+    def scheduled(self, schedule: Schedule) -> World:
+        """The same simulated world under another schedule.
+
+        Raises:
+            ValueError: live ranks take no orders.
+        """
+        if self.transport != "sim":
+            raise ValueError(f"a schedule is an input of transport sim only, not {self.transport}")
+        return replace(self, schedule=schedule)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         # Hypothesis has a printer of its own, which would take dataclasses apart.
@@ -137,9 +152,10 @@ class World:
         own = per_rank or [()] * self.size
         pool = self._loaded_pool()
         calls = [(*args, *own[rank]) for rank in range(self.size)]
+        extra = {} if self.schedule is None else {"schedule": self.schedule}
         with _translated():
             outcome = pool.call(
-                name, calls, kwargs, seed=seed, timeout_s=timeout_s, grace_s=grace_s
+                name, calls, kwargs, seed=seed, timeout_s=timeout_s, grace_s=grace_s, **extra
             )
         self.worlds.leaks.extend(outcome.leaks)
         ranks = Ranks(outcome.values)
@@ -162,7 +178,7 @@ class World:
         """
         return self._loaded_pool().misfits
 
-    def _loaded_pool(self) -> Pool:
+    def _loaded_pool(self) -> AnyPool:
         pool = self.worlds.pool(self.size, self.target, self.transport)
         if pool.load_error is not None:
             raise RigError(

@@ -71,7 +71,7 @@ def test_a_world_without_ranks_is_refused(worlds: Worlds, size: int):
 
 
 def test_an_unknown_transport_is_refused_with_the_known_ones(worlds: Worlds):
-    with pytest.raises(ValueError, match="unknown transport 'telepathy'; known: gloo, cuda"):
+    with pytest.raises(ValueError, match="unknown transport 'telepathy'; known: gloo, sim, cuda"):
         worlds.world(2, transport="telepathy")
 
 

@@ -1,0 +1,37 @@
+"""What can go wrong in a simulated world, each by its own name."""
+
+from __future__ import annotations
+
+from spec_tests.rig.errors import RankHung
+
+
+class Deadlock(RankHung, Exception):
+    """No rank can go on. Proved, not timed out; cheap, so hypothesis may shrink it."""
+
+
+class SimError(RuntimeError):
+    """A rank did what no correct program does, or what cannot be simulated."""
+
+
+class CollectiveMismatch(SimError):
+    """Two ranks of a group met with different operations."""
+
+
+class BufferInFlight(SimError):
+    """A tensor was written to, or handed out again, between the launch and the wait."""
+
+
+class UnwaitedWork(SimError):
+    """The body has ended and nobody has waited for an operation that it launched."""
+
+
+class NotSimulated(SimError):
+    """What was asked for exists on live ranks only."""
+
+
+class PeerGone(SimError):
+    """Raised in a rank whose peer has failed: an echo, never the cause."""
+
+
+class Abandoned(SimError):
+    """Raised in the ranks of a deadlock, so that they unwind."""

@@ -1,0 +1,188 @@
+"""Where the simulated world hooks into torch, once per process, and whether it can.
+
+1. `distributed_c10d._world`, which holds the groups of a process, becomes one per rank's thread;
+   C++'s registry of groups has a mode for that.
+2. A group that asks for gloo gets torch's fake backend; the group itself is a real one.
+3. The CPU kernels of the `c10d` operators become those of `kernels`.
+
+Nothing of it is public, so `needs` looks for every piece first.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from spec_tests.rig.sim.baton import Baton
+from spec_tests.rig.sim.collectives import Collectives
+from spec_tests.rig.sim.faults import NotSimulated
+from spec_tests.rig.sim.kernels import OPERATORS, Kernels
+
+_c10d: Any = getattr(torch._C, "_distributed_c10d", None)
+
+
+def needs() -> list[str]:
+    """What this torch lacks that the simulated world needs; empty if it can be simulated."""
+    hooks = {
+        "torch.distributed.distributed_c10d._world": hasattr(c10d, "_world"),
+        "..._new_process_group_helper": hasattr(c10d, "_new_process_group_helper"),
+        "..._distributed_c10d._set_thread_isolation_mode": hasattr(
+            _c10d, "_set_thread_isolation_mode"
+        ),
+        "..._distributed_c10d.FakeProcessGroup": hasattr(_c10d, "FakeProcessGroup"),
+        "ProcessGroup.unbox": hasattr(dist.ProcessGroup, "unbox"),
+        "Work.boxed": hasattr(dist.Work, "boxed"),
+        "numpy.random.set_bit_generator": _has_bit_generator(),
+    }
+    operators = {f"c10d::{name}" for name in OPERATORS}
+    found = set(torch._C._dispatch_get_all_op_names()) if _c10d is not None else set()
+    missing = [name for name, is_there in hooks.items() if not is_there]
+    return [*missing, *sorted(operators - found - _OPTIONAL)]
+
+
+# Absent from some of the supported versions; who calls one of them there gets torch's own error.
+_OPTIONAL = {"c10d::monitored_barrier_", "c10d::allgather_coalesced_"}
+
+
+def _has_bit_generator() -> bool:
+    import numpy as np
+
+    return hasattr(np.random, "set_bit_generator")
+
+
+class _RankWorld:
+    """What `distributed_c10d` keeps of the groups of one process."""
+
+    def __init__(self) -> None:
+        self.default_pg: Any = None
+        self.pg_map: dict[Any, Any] = {}
+        self.pg_names: dict[Any, str] = {}
+        self.pg_group_ranks: dict[Any, dict[int, int]] = {}
+        self.pg_backend_config: dict[Any, str] = {}
+        self.group_count = 0
+        self.tags_to_pg: dict[str, list[Any]] = {}
+        self.pg_to_tag: dict[Any, str] = {}
+        self.pg_coalesce_state: dict[Any, list[Any]] = {}
+        self.comms: list[Any] = []
+
+
+class _Worlds:
+    """Stands for `_world`: each rank sees its own."""
+
+    def __init__(self, baton: Callable[[], Baton]) -> None:
+        self.__dict__["_baton"] = baton
+        self.__dict__["_local"] = threading.local()
+
+    def _mine(self) -> _RankWorld:
+        local = self.__dict__["_local"]
+        if not hasattr(local, "world"):
+            if threading.current_thread() is not threading.main_thread():
+                self.__dict__["_baton"]().me()  # raises for a thread that is no rank
+            local.world = _RankWorld()
+        world: _RankWorld = local.world
+        return world
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mine(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._mine(), name, value)
+
+
+class _FakeMeta(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _c10d.FakeProcessGroup)
+
+
+def _create_fake(rank: int, size: int) -> Any:
+    create = getattr(_c10d.FakeProcessGroup, "_create_internal", _c10d.FakeProcessGroup)
+    return create(rank, size)
+
+
+def install(baton: Callable[[], Baton], now: Callable[[], Collectives]) -> list[object]:
+    """Hook in. Keep what it returns: the kernels live as long.
+
+    Raises:
+        NotSimulated: this torch lacks a hook.
+    """
+    missing = needs()
+    if missing:
+        raise NotSimulated(
+            f"torch {torch.__version__} cannot be simulated: it lacks {', '.join(missing)}; judge "
+            "with --transport gloo"
+        )
+    c10d._world = _Worlds(baton)  # type: ignore[assignment]  # stands for it
+    _c10d._set_thread_isolation_mode(True)
+    _stand_in_for_gloo(now)
+    library, kernels = torch.library.Library("c10d", "IMPL"), Kernels(now)
+    present = set(torch._C._dispatch_get_all_op_names())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a kernel is replaced is what is meant
+        for name in OPERATORS:
+            if f"c10d::{name}" in present:
+                library.impl(name, getattr(kernels, name), "CPU", allow_override=True)
+                library.impl(name, _refuse_cuda, "CUDA", allow_override=True)
+    return [library]
+
+
+def _refuse_cuda(*args: Any, **kwargs: Any) -> Any:
+    raise NotSimulated("the simulated world carries CPU tensors only, got a CUDA tensor")
+
+
+def _stand_in_for_gloo(now: Callable[[], Collectives]) -> None:
+    fake = _c10d.FakeProcessGroup
+
+    class ProcessGroupGloo(metaclass=_FakeMeta):
+        """What a group that wants gloo gets while `_new_process_group_helper` makes it."""
+
+        def __new__(cls, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> Any:
+            if not making:
+                raise NotSimulated(
+                    "ProcessGroupGloo was made directly: a simulated rank has groups of "
+                    "torch.distributed only (init_process_group, new_group); judge it with "
+                    "--transport gloo"
+                )
+            return _create_fake(rank, size)
+
+    making: list[int] = []
+    original = c10d._new_process_group_helper
+
+    def make_group(*args: Any, **kwargs: Any) -> Any:
+        making.append(1)
+        try:
+            group, store = original(*args, **kwargs)
+        finally:
+            making.pop()
+        if isinstance(group, dist.ProcessGroup):
+            _disguise(group)
+            me = now().baton.me().index
+            given = args[2] if len(args) > 2 else kwargs["global_ranks_in_group"]
+            now().enter(me, group.group_name, given or range(group.size()))
+        return group, store
+
+    c10d._new_process_group_helper = make_group  # type: ignore[assignment]  # stands for it
+    fake._set_sequence_number_for_group = lambda self: None
+    modules: list[Any] = [c10d, dist, _c10d]
+    for module in modules:
+        if hasattr(module, "ProcessGroupGloo"):
+            module.ProcessGroupGloo = ProcessGroupGloo
+
+    def issued(group: Any) -> int:
+        return now().issued[now().baton.me().index].get(group.group_name, 0)
+
+    dist.ProcessGroup._get_sequence_number_for_group = issued  # type: ignore[attr-defined]  # not in stubs
+
+
+def _disguise(group: Any) -> None:
+    # DDP's logger casts what calls itself gloo to its C++ class, so C++ is told another type.
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    backend = group._get_backend(torch.device("cpu"))
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), kind, backend)
+    group._set_default_backend(kind)

@@ -1,0 +1,255 @@
+"""The kernels of torch's collectives in a simulated world: what each of them means.
+
+Each takes the arguments of the `c10d` operator of its name, says what is sent, what will be
+overwritten and what must be alike on all ranks, and how results follow from what everybody brought.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spec_tests.rig.sim import reduction
+from spec_tests.rig.sim.collectives import Collectives
+from spec_tests.rig.sim.faults import SimError
+from spec_tests.rig.sim.meeting import Combine, Post, Tensors
+
+Add = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+Cut = Callable[[list[Post], int, Add], Tensors]
+
+OPERATORS = (
+    *("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "allgather_"),
+    *("_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
+    *("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+    *("gather_", "scatter_", "alltoall_", "alltoall_base_", "barrier", "monitored_barrier_"),
+    *("send", "recv_", "recv_any_source_"),
+)
+
+
+class Kernels:
+    """One method per operator of OPERATORS; `now` is the world in which they are called."""
+
+    def __init__(self, now: Callable[[], Collectives]) -> None:
+        self._now = now
+
+    # ---------------------------------------------------------------------------- reductions
+
+    def allreduce_(self, tensors: Any, group: Any, operator: Any, *rest: Any) -> Any:
+        """Everybody gets the sum."""
+        if tensors[0].is_sparse:
+            raise SimError("the simulated world does not reduce sparse tensors; use gloo")
+        return tensors, self._all_reduce("all_reduce", tensors, group, operator)
+
+    def allreduce_coalesced_(self, tensors: Any, group: Any, operator: Any, *rest: Any) -> Any:
+        """Likewise, several tensors."""
+        return self._all_reduce("all_reduce_coalesced", tensors, group, operator)
+
+    def _all_reduce(self, name: str, tensors: Tensors, group: Any, operator: Any) -> Any:
+        add, word = self._reduced(operator)
+
+        def combine(posts: list[Post]) -> list[Tensors]:
+            sums = [add([post.inputs[i] for post in posts]) for i in range(len(tensors))]
+            return [sums] * len(posts)
+
+        return self._now().post(group, name, tensors, tensors, combine, unit=tensors, reduce=word)
+
+    def reduce_(self, tensors: Any, group: Any, operator: Any, root: int, *rest: Any) -> Any:
+        """The root gets the sum."""
+        add, word = self._reduced(operator)
+
+        def combine(posts: list[Post]) -> list[Tensors]:
+            total = add(_first_inputs(posts))
+            return [[total] if post.rank == root else () for post in posts]
+
+        mine = tensors if _rank_in(group) == root else ()
+        return self._now().post(
+            group, "reduce", tensors, mine, combine, unit=tensors, reduce=word, root=root
+        )
+
+    def reduce_scatter_(
+        self, outputs: Any, inputs: Any, group: Any, operator: Any, *rest: Any
+    ) -> Any:
+        """Rank i gets the sum of the i-th tensors."""
+
+        def cut(posts: list[Post], rank: int, add: Add) -> Tensors:
+            return [add([post.inputs[rank] for post in posts])]
+
+        name = "reduce_scatter"
+        return outputs, self._scatter_sums(name, outputs, inputs[0], group, operator, cut)
+
+    def _reduce_scatter_base_(
+        self, output: Any, input: Any, group: Any, operator: Any, *rest: Any
+    ) -> Any:
+        """Rank i gets the sum of the i-th parts."""
+        name = "reduce_scatter_single"
+        return output, self._scatter_sums(name, [output], [input], group, operator, _row)
+
+    def reduce_scatter_tensor_coalesced_(
+        self, outputs: Any, inputs: Any, group: Any, operator: Any, *rest: Any
+    ) -> Any:
+        """Likewise, several tensors."""
+        name = "reduce_scatter_single_coalesced"
+        return self._scatter_sums(name, outputs, inputs, group, operator, _row)
+
+    def _scatter_sums(
+        self, name: str, outputs: Tensors, inputs: Tensors, group: Any, operator: Any, cut: Cut
+    ) -> Any:
+        add, word = self._reduced(operator)
+
+        def combine(posts: list[Post]) -> list[Tensors]:
+            return [cut(posts, post.rank, add) for post in posts]
+
+        return self._now().post(group, name, inputs, outputs, combine, unit=inputs, reduce=word)
+
+    def _reduced(self, operator: Any) -> tuple[Add, str]:
+        word = reduction.NAMES[operator.op()]
+        return lambda parts: reduction.reduce(parts, word, self._now().baton.chooser), word
+
+    # ------------------------------------------------------------------------------- copies
+
+    def broadcast_(self, tensors: Any, group: Any, root: int, *rest: Any) -> Any:
+        """Everybody gets what the root has."""
+        is_root = _rank_in(group) == root
+        work = self._now().post(
+            group,
+            "broadcast",
+            tensors if is_root else (),
+            () if is_root else tensors,
+            lambda posts: [() if p.rank == root else posts[root].inputs for p in posts],
+            unit=tensors,
+            root=root,
+        )
+        return tensors, work
+
+    def allgather_(self, outputs: Any, inputs: Any, group: Any, *rest: Any) -> Any:
+        """Everybody gets what each has, one tensor per rank."""
+        return outputs, self._gather("all_gather", outputs[0], inputs, group, _every_input)
+
+    def _allgather_base_(self, output: Any, input: Any, group: Any, *rest: Any) -> Any:
+        """Likewise, into one tensor."""
+        return output, self._gather("all_gather_single", [output], [input], group, _joined)
+
+    def allgather_into_tensor_coalesced_(
+        self, outputs: Any, inputs: Any, group: Any, *rest: Any
+    ) -> Any:
+        """Likewise, several tensors."""
+        return self._gather("all_gather_single_coalesced", outputs, inputs, group, _joined)
+
+    def allgather_coalesced_(self, outputs: Any, inputs: Any, group: Any, *rest: Any) -> Any:
+        """Several tensors, each into one per rank; outputs are listed by rank."""
+        flat = [tensor for tensors in outputs for tensor in tensors]
+
+        def combine(posts: list[Post]) -> list[Tensors]:
+            return [[tensor for post in posts for tensor in post.inputs]] * len(posts)
+
+        return self._gather("all_gather_coalesced", flat, inputs, group, combine)
+
+    def _gather(
+        self, name: str, outputs: Tensors, inputs: Tensors, group: Any, combine: Combine
+    ) -> Any:
+        return self._now().post(group, name, inputs, outputs, combine, unit=inputs)
+
+    def gather_(self, outputs: Any, inputs: Any, group: Any, root: int, *rest: Any) -> Any:
+        """The root gets what each has."""
+        return self._now().post(
+            group,
+            "gather",
+            inputs,
+            outputs[0] if _rank_in(group) == root else (),
+            lambda posts: [_first_inputs(posts) if p.rank == root else () for p in posts],
+            unit=inputs,
+            root=root,
+        )
+
+    def scatter_(self, outputs: Any, inputs: Any, group: Any, root: int, *rest: Any) -> Any:
+        """Rank i gets the root's i-th tensor."""
+        work = self._now().post(
+            group,
+            "scatter",
+            inputs[0] if _rank_in(group) == root else (),
+            outputs,
+            lambda posts: [[posts[root].inputs[p.rank]] for p in posts],
+            unit=outputs,
+            root=root,
+        )
+        return outputs, work
+
+    def alltoall_(self, outputs: Any, inputs: Any, group: Any, *rest: Any) -> Any:
+        """Rank i gets the i-th tensor of each."""
+        work = self._now().post(
+            group,
+            "all_to_all",
+            inputs,
+            outputs,
+            lambda posts: [[post.inputs[p.rank] for post in posts] for p in posts],
+        )
+        return outputs, work
+
+    def alltoall_base_(
+        self, output: Any, input: Any, group: Any, received: Any, sent: Any, *rest: Any
+    ) -> Any:
+        """Rank i gets the i-th part of each; parts are rows, as many as the sizes say."""
+        sizes = (list(received), list(sent))
+        return self._now().post(
+            group, "all_to_all_single", [input], [output], _exchanged, sizes=sizes
+        )
+
+    # ------------------------------------------------------------------- barriers and letters
+
+    def barrier(self, tensor: Any, group: Any, *rest: Any) -> Any:
+        """Everybody has come."""
+        return self._now().post(group, "barrier", (), (), lambda posts: [()] * len(posts))
+
+    def monitored_barrier_(self, tensor: Any, group: Any, *rest: Any) -> None:
+        """Likewise; blocks."""
+        dist.Work.unbox(self.barrier(tensor, group)).wait()  # type: ignore[attr-defined]  # not in stubs
+
+    def send(self, tensors: Any, group: Any, peer: int, tag: int) -> Any:
+        """A tensor to a rank."""
+        return self._now().send(group, tensors, peer, tag)
+
+    def recv_(self, tensors: Any, group: Any, peer: int, tag: int) -> Any:
+        """A tensor from a rank."""
+        return self._now().receive(group, tensors, peer, tag)
+
+    def recv_any_source_(self, tensors: Any, group: Any, tag: int) -> Any:
+        """A tensor from any rank."""
+        return self._now().receive(group, tensors, None, tag)
+
+
+def _rank_in(group: Any) -> int:
+    return int(dist.ProcessGroup.unbox(group).rank())  # type: ignore[attr-defined]  # not in stubs
+
+
+def _first_inputs(posts: list[Post]) -> Tensors:
+    return [post.inputs[0] for post in posts]
+
+
+def _every_input(posts: list[Post]) -> list[Tensors]:
+    return [_first_inputs(posts)] * len(posts)
+
+
+def _joined(posts: list[Post]) -> list[Tensors]:
+    num_tensors = len(posts[0].inputs)
+    whole = [torch.cat([post.inputs[i].reshape(-1) for post in posts]) for i in range(num_tensors)]
+    return [whole] * len(posts)
+
+
+def _row(posts: list[Post], rank: int, add: Add) -> Tensors:
+    num_tensors = len(posts[0].inputs)
+    return [
+        add([post.inputs[i].reshape(-1).chunk(len(posts))[rank] for post in posts])
+        for i in range(num_tensors)
+    ]
+
+
+def _exchanged(posts: list[Post]) -> list[Tensors]:
+    pieces = [_cut(post.inputs[0], post.sizes[1], len(posts)) for post in posts]
+    return [[torch.cat([row[post.rank] for row in pieces])] for post in posts]
+
+
+def _cut(tensor: torch.Tensor, sizes: list[int], num_parts: int) -> Tensors:
+    return tensor.split(sizes or tensor.shape[0] // num_parts)

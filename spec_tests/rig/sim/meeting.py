@@ -1,0 +1,308 @@
+"""Rendezvous: what a rank posts waits until every rank of the group has posted the like.
+
+The n-th collective of a group on one rank meets the n-th on every other. Inputs are copied when
+they are posted and outputs are overwritten with poison; the results are computed when the last rank
+arrives and copied in when the owner waits. So who reads too early computes with NaN, whatever the
+timing, and who writes too early is caught at the wait.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spec_tests.rig.sim.baton import Baton
+from spec_tests.rig.sim.faults import BufferInFlight, CollectiveMismatch, NotSimulated
+
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass
+class Post:
+    """What one rank brings to a meeting.
+
+    Attributes:
+        rank: its number in the group.
+        operation: as a reader knows it, "all_reduce".
+        alike: what must be the same on all ranks, name to value.
+        inputs: copies of what it sends.
+        sizes: for operations whose parts differ between ranks.
+        where: file and line outside of torch.
+    """
+
+    rank: int
+    operation: str
+    alike: dict[str, Any]
+    inputs: list[torch.Tensor]
+    where: str
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    sizes: tuple[list[int], list[int]] = ([], [])
+    results: list[torch.Tensor] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        words = [f"{name} {value}" for name, value in self.alike.items() if value not in (None, ())]
+        return f"{self.operation} ({', '.join(words)})" if words else self.operation
+
+
+Combine = Callable[[list[Post]], list[Tensors]]
+"""From the posts in order of rank to the results of each, in the order of its outputs."""
+
+
+@dataclass
+class Meeting:
+    """One collective of one group, while not everybody has come."""
+
+    number: int
+    size: int
+    posts: dict[int, Post] = field(default_factory=dict)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every rank has posted."""
+        return len(self.posts) == self.size
+
+    def absent(self) -> list[int]:
+        """Ranks of the group that have not come yet."""
+        return [rank for rank in range(self.size) if rank not in self.posts]
+
+
+@dataclass
+class Place:
+    """One process group: its ranks, and the meetings that are not full."""
+
+    name: str
+    ranks: tuple[int, ...]
+    arrived: list[int] = field(default_factory=list)
+    open: dict[int, Meeting] = field(default_factory=dict)
+    letters: dict[tuple[int, int], deque[Letter]] = field(default_factory=dict)
+    empty_handed: list[Letter] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.arrived = [0] * len(self.ranks)
+
+    def __str__(self) -> str:
+        return f"group {self.name} of ranks {list(self.ranks)}"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody waits for anybody."""
+        return not self.open and not any(self.letters.values()) and not self.empty_handed
+
+    def attend(self, post: Post, combine: Combine) -> Meeting:
+        """Bring `post` to this rank's next meeting; whoever comes last computes.
+
+        Raises:
+            CollectiveMismatch: somebody came with something else.
+        """
+        number = self.arrived[post.rank]
+        self.arrived[post.rank] += 1
+        meeting = self.open.setdefault(number, Meeting(number, len(self.ranks)))
+        first = next(iter(meeting.posts.values()), None)
+        if first is not None:
+            self._compare(first, post, number)
+        meeting.posts[post.rank] = post
+        if meeting.is_full:
+            del self.open[number]
+            posts = [meeting.posts[rank] for rank in range(meeting.size)]
+            for each, results in zip(posts, combine(posts), strict=True):
+                each.results = list(results)
+        return meeting
+
+    def _compare(self, first: Post, post: Post, number: int) -> None:
+        if first.operation != post.operation:
+            differs = "another operation"
+        else:
+            names = [name for name in post.alike if first.alike.get(name) != post.alike[name]]
+            if not names:
+                return
+            differs = f"other {names[0]}" if names[0].endswith("s") else f"another {names[0]}"
+        raise CollectiveMismatch(
+            f"rank {self.ranks[post.rank]} came with {differs} to collective #{number} of {self}:\n"
+            f"  rank {self.ranks[first.rank]} posted first: {first}, at {first.where}\n"
+            f"  rank {self.ranks[post.rank]} posted now: {post}, at {post.where}"
+        )
+
+
+@dataclass
+class Letter:
+    """A send, or a receive, and the other half once there is one."""
+
+    owner: int
+    post: Post
+    peer: int | None
+    tag: int
+    other: Letter | None = None
+
+
+class SimWork(dist.Work):
+    """The handle of an operation. `wait` brings the results in."""
+
+    def __init__(
+        self,
+        baton: Baton,
+        post: Post,
+        is_complete: Callable[[], bool],
+        waits_for: Callable[[], str],
+    ) -> None:
+        super().__init__()
+        self.post, self.is_done = post, False
+        self.owner = baton.me().index
+        self._baton, self._is_complete, self._waits_for = baton, is_complete, waits_for
+        self._denials = baton.chooser.delay()
+        self._inputs: list[torch.Tensor] = []
+        self._sent: list[torch.Tensor] = []
+
+    def watch(self, inputs: Tensors, outputs: Tensors) -> None:
+        """Keep an eye on the buffers until the wait; poison what will be overwritten."""
+        self._inputs, self._sent = list(inputs), list(self.post.inputs)
+        self.post.outputs = list(outputs)
+        for tensor in outputs:
+            poison(tensor)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the results are in place; others run meanwhile."""
+        if not self.is_done:
+            self._baton.wait_until(self._is_complete, self._waits_for)
+            self._deliver()
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it is complete; if so, the results are in place."""
+        if self.is_done:
+            return True
+        if self._baton.poll(self._is_complete, self._waits_for):
+            if self._denials <= 0:
+                self._deliver()
+            self._denials -= 1
+        return self.is_done
+
+    def is_success(self) -> bool:
+        """As `is_completed`: here operations do not fail."""
+        return self.is_completed()
+
+    def exception(self) -> None:
+        """None: here operations do not fail."""
+
+    def result(self) -> list[torch.Tensor]:
+        """Not kept: the tensors that were passed in hold the result."""
+        raise NotSimulated("Work.result() is not simulated; use the tensors that were passed in")
+
+    def get_future(self) -> Any:
+        """A future that is complete: C++ waits for it without giving the baton away."""
+        tensors = self.post.outputs or self._inputs
+        self.wait()
+        future: Any = torch.futures.Future()
+        future.set_result(tensors)
+        return future
+
+    def source_rank(self) -> int:
+        """Who sent what was received."""
+        return int(self.post.alike.get("source", -1))
+
+    _source_rank = source_rank
+
+    def overlaps(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` shares memory with an output in flight."""
+        return any(_overlap(tensor, output) for output in self.post.outputs)
+
+    def _deliver(self) -> None:
+        self.is_done = True
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            self._require_untouched()
+            for output, result in zip(self.post.outputs, self.post.results, strict=True):
+                # `.data`: backends write behind autograd's back, so no version may be counted.
+                output.data.copy_(result.view_as(output))
+        # The handle lives on until the body ends; what it held must not.
+        self._inputs, self._sent = [], []
+        self.post.inputs, self.post.outputs, self.post.results = [], [], []
+
+    def _require_untouched(self) -> None:
+        for tensor in self.post.outputs:
+            if not is_poison(tensor):
+                raise self._touched("wrote to a buffer that will receive the result")
+        for tensor, sent in zip(self._inputs, self._sent, strict=True):
+            in_place = any(tensor is output for output in self.post.outputs)
+            if not in_place and not _same_bits(tensor, sent):
+                raise self._touched("changed what it sends")
+
+    def _touched(self, what: str) -> BufferInFlight:
+        return BufferInFlight(
+            f"rank {self.owner} {what} between the launch and the wait of {self.post}, launched at "
+            f"{self.post.where}; the buffers of an operation belong to it until wait() returns"
+        )
+
+
+# ----------------------------------------------------------------------------------- buffers
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Overwrite with what no computation survives: NaN, or the smallest integer."""
+    value = _poison_of(tensor.dtype)
+    if value is not None:
+        tensor.data.fill_(value)
+
+
+def is_poison(tensor: torch.Tensor) -> bool:
+    """Whether nothing has been written to it since."""
+    value = _poison_of(tensor.dtype)
+    if value is None or tensor.numel() == 0:
+        return True
+    data = tensor.data
+    return bool((data == value).all() if value == value else data.isnan().all())
+
+
+def _poison_of(dtype: torch.dtype) -> float | int | None:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    if dtype is torch.bool:
+        return None
+    return torch.iinfo(dtype).min or torch.iinfo(dtype).max
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.numel() == 0 or torch.equal(one.data, other):
+        return True
+    return torch.equal(
+        one.data.contiguous().view(-1).view(torch.uint8),
+        other.contiguous().view(-1).view(torch.uint8),
+    )
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.numel() == 0 or other.numel() == 0:
+        return False
+    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    first, second = _extent(one), _extent(other)
+    return first[0] < second[1] and second[0] < first[1]
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    begin = tensor.data_ptr()
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
+def call_site() -> str:
+    """File and line of the innermost frame that is neither torch's nor the rig's."""
+    frame = sys._getframe(1)
+    found = frame
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "/torch/" not in name and "/rig/sim/" not in name:
+            found = frame
+            break
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+    path = found.f_code.co_filename.split("/")
+    return f"{'/'.join(path[-2:])}:{found.f_lineno}"

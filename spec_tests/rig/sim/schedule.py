@@ -1,0 +1,101 @@
+"""The schedule of a simulated world: which rank runs when, as plain data.
+
+    Schedule()                                the rank that runs goes on until it must wait
+    Schedule("reversed")                      likewise, but the highest rank comes first
+    Schedule("seeded", seed=3)                at every post and wait any rank may come next
+    Schedule("drawn", choices=(0, 2, 1))      likewise, as the numbers say; 0 means "go on"
+
+Two runs of a deterministic body under the same schedule are the same run. A drawn schedule shrinks
+towards the empty one, which is the first of the above.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+POLICIES = ("lowest", "reversed", "seeded", "drawn")
+REDUCE_ORDERS = ("ascending", "ring", "random")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An order of events, and the faults that come with it.
+
+    Attributes:
+        policy: one of POLICIES.
+        seed: of everything that is random here.
+        choices: of the policy "drawn"; each picks one of the ranks that could go on.
+        straggler: a rank that runs only when no other can.
+        late: how often, at most, a finished operation still says that it is not (`is_completed`).
+        reduce_order: in which order contributions are added: by rank, as a ring does (each part of
+            a tensor begins at another rank), or at random. Floats only.
+        unwaited: "error", or "ignore": what it is to leave work behind that nobody waited for.
+    """
+
+    policy: str = "lowest"
+    seed: int = 0
+    choices: tuple[int, ...] = ()
+    straggler: int | None = None
+    late: int = 0
+    reduce_order: str = "ascending"
+    unwaited: str = "error"
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy must be one of {POLICIES}, got {self.policy!r}")
+        if self.reduce_order not in REDUCE_ORDERS:
+            raise ValueError(
+                f"reduce_order must be one of {REDUCE_ORDERS}, got {self.reduce_order!r}"
+            )
+        if self.unwaited not in ("error", "ignore"):
+            raise ValueError(f'unwaited must be "error" or "ignore", got {self.unwaited!r}')
+
+    @property
+    def interrupts(self) -> bool:
+        """Whether a rank that could go on may have to let another one run."""
+        return self.policy in ("seeded", "drawn")
+
+
+@dataclass
+class Chooser:
+    """Takes the decisions of one run."""
+
+    schedule: Schedule
+    _random: random.Random = field(init=False)
+    _next: int = 0
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.schedule.seed)
+
+    def pick(self, current: int | None, ready: Sequence[int]) -> int:
+        """One of `ready` (ascending, not empty); `current` is the rank that has just run."""
+        schedule = self.schedule
+        able = [rank for rank in ready if rank != schedule.straggler] or list(ready)
+        if len(able) == 1:
+            return able[0]
+        if schedule.policy == "reversed":
+            return able[-1]
+        if schedule.policy == "seeded":
+            return self._random.choice(able)
+        if schedule.policy == "drawn":
+            if current in able:
+                able.remove(current)
+                able.insert(0, current)
+            return able[self._take() % len(able)]
+        return able[0]
+
+    def delay(self) -> int:
+        """How many more times a finished operation denies that it is."""
+        return self._random.randint(0, self.schedule.late) if self.schedule.late else 0
+
+    def order(self, size: int) -> list[int]:
+        """Order of `size` addends under the reduce order "random"."""
+        return self._random.sample(range(size), size)
+
+    def _take(self) -> int:
+        choices = self.schedule.choices
+        choice = choices[self._next] if self._next < len(choices) else 0
+        self._next += 1
+        return choice

@@ -1,0 +1,229 @@
+"""The simulated world: what it proves, what it refuses, and that ranks are worlds of their own."""
+
+import os
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from spec_tests.rig.errors import RankDied, RankHung, RankRaised
+from spec_tests.rig.rank import Context
+from spec_tests.rig.sim import Deadlock, Schedule
+from spec_tests.rig.world import World, Worlds
+from spec_tests.rig_tests import bodies
+
+
+def sim(worlds: Worlds, size: int = 2) -> World:
+    return worlds.world(size, transport="sim")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 16])
+def test_ranks_know_who_they_are_and_collectives_add_up(worlds: Worlds, size: int):
+    assert sim(worlds, size).run(bodies.who, "x") == [(rank, size, "x") for rank in range(size)]
+    expected = torch.tensor([1.0, 2.0], dtype=torch.float64) * sum(range(1, size + 1))
+    for total in sim(worlds, size).run(bodies.total, [1.0, 2.0]):
+        assert torch.equal(total, expected)
+
+
+# ---------------------------------------------------------------------------- what it proves
+
+
+def test_a_deadlock_is_told_with_who_waits_where(worlds: Worlds):
+    begun = time.perf_counter()
+    with pytest.raises(Deadlock) as caught:
+        sim(worlds).run(bodies.fail, "leave", 1)
+    assert time.perf_counter() - begun < 5.0  # a grace period would have been two seconds or more
+    text = str(caught.value)
+    assert "rank 0: waits for all_reduce (sizes (4,), dtypes ('float32',)" in text
+    assert "not come: rank 1" in text
+    assert "rank 1: has left the body" in text
+    assert "dist.all_reduce(tensor)" in caught.value.ranks[0].stack
+
+
+def cross(ctx: Context) -> None:
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    for group in groups if ctx.rank == 0 else reversed(groups):
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+def test_two_groups_in_opposite_order_are_a_deadlock(worlds: Worlds):
+    with pytest.raises(Deadlock, match=r"rank 0: waits for .* group 1 .*\n  rank 1: waits for .* 2"):
+        sim(worlds).run(cross)
+
+
+def unlike(ctx: Context, what: str) -> None:
+    tensor = torch.ones(4, dtype=torch.float64)
+    if what == "operation" and ctx.rank == 1:
+        dist.broadcast(tensor, 0)
+    elif what == "sizes" and ctx.rank == 1:
+        dist.all_reduce(tensor[:3])
+    elif what == "dtypes" and ctx.rank == 1:
+        dist.all_reduce(tensor.float())
+    elif what == "reduce operator" and ctx.rank == 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    elif what == "root":
+        dist.broadcast(tensor, ctx.rank)
+    else:
+        dist.all_reduce(tensor)
+
+
+@pytest.mark.parametrize("what", ["operation", "sizes", "dtypes", "reduce operator", "root"])
+def test_a_mismatch_names_both_ranks_and_what_differs(worlds: Worlds, what: str):
+    with pytest.raises(RankRaised, match=f"rank 1 came with (an)?other {what}") as caught:
+        sim(worlds).run(unlike, what)
+    assert caught.value.error.kind == "CollectiveMismatch"
+    assert "rank 0 posted first" in str(caught.value)
+
+
+def misuse(ctx: Context, how: str) -> torch.Tensor:
+    tensor = torch.full((4,), float(ctx.rank + 1))
+    work = dist.all_reduce(tensor, async_op=True)
+    if how == "forget":
+        return tensor
+    if how == "write":
+        tensor.fill_(1.0)
+    if how == "again":
+        dist.all_reduce(tensor[2:])
+    early = tensor.clone() if how == "read" else tensor
+    work.wait()
+    return early
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [("forget", "UnwaitedWork"), ("write", "BufferInFlight"), ("again", "BufferInFlight")],
+)
+def test_a_handle_that_is_misused_is_an_error_with_its_place(worlds: Worlds, how: str, kind: str):
+    with pytest.raises(RankRaised, match=r"test_sim\.py:\d+") as caught:
+        sim(worlds).run(misuse, how)
+    assert caught.value.error.kind == kind
+
+
+def test_who_reads_before_the_wait_reads_poison(worlds: Worlds):
+    assert all(seen.isnan().all() for seen in sim(worlds).run(misuse, "read"))
+    assert all(torch.equal(seen, torch.full((4,), 3.0)) for seen in sim(worlds).run(misuse, ""))
+
+
+def test_a_run_may_allow_work_that_nobody_waits_for(worlds: Worlds):
+    lenient = sim(worlds).scheduled(Schedule(unwaited="ignore"))
+    assert all(seen.isnan().all() for seen in lenient.run(misuse, "forget"))
+
+
+def source_changed(ctx: Context) -> None:
+    mine, both = torch.ones(2), torch.zeros(4)
+    work = dist.all_gather_single(both, mine, async_op=True)
+    mine.zero_()
+    work.wait()
+
+
+def test_what_is_sent_may_not_be_changed_in_flight(worlds: Worlds):
+    if not hasattr(dist, "all_gather_single"):
+        pytest.skip("all_gather_single has another name in this torch")
+    with pytest.raises(RankRaised, match="rank 0 changed what it sends") as caught:
+        sim(worlds).run(source_changed)
+    assert caught.value.error.kind == "BufferInFlight"
+
+
+# ------------------------------------------------------------------- ranks of their own
+
+
+def private(ctx: Context) -> tuple[object, ...]:
+    os.environ["MINE"] = str(ctx.rank)
+    torch.set_default_dtype(torch.float64 if ctx.rank else torch.float32)
+    seen = []
+    for _ in range(3):
+        ctx.barrier()
+        seen.append((float(torch.rand(())), random.random(), float(np.random.rand())))
+    return os.environ["MINE"], os.environ["RANK"], torch.get_default_dtype(), seen
+
+
+@pytest.mark.parametrize("policy", ["lowest", "reversed", "seeded"])
+def test_numbers_and_environment_belong_to_a_rank(worlds: Worlds, policy: str):
+    ranks = sim(worlds).scheduled(Schedule(policy, seed=5)).run(private, seed=3)
+    live = worlds.world(2).run(private, seed=3)
+    # As on live ranks; a dtype of float64 draws other numbers, so the comparison is by rank.
+    assert ranks == live
+    assert any("default dtype" in leak for leak in ranks.leaks)
+
+
+def trace(ctx: Context, path: str) -> list[str]:
+    for step in range(3):
+        with (ctx.scratch / path).open("a") as file:
+            file.write(f"{ctx.rank}{step} ")
+        ctx.barrier()
+    return (ctx.scratch / path).read_text().split()
+
+
+def test_the_schedule_decides_and_repeats_itself(worlds: Worlds):
+    def order(schedule: Schedule, path: str) -> list[str]:
+        return sim(worlds, 3).scheduled(schedule).run(trace, path)[0]
+
+    seeded = [order(Schedule("seeded", seed=seed), f"s{seed}") for seed in range(6)]
+    assert seeded == [order(Schedule("seeded", seed=seed), f"t{seed}") for seed in range(6)]
+    assert len({tuple(each) for each in seeded}) > 1
+    assert order(Schedule(), "lowest")[:3] == ["00", "10", "20"]
+    assert order(Schedule("reversed"), "reversed")[:3] == ["20", "10", "00"]
+    assert order(Schedule("drawn", choices=(2, 0, 1)), "drawn")[:3] == ["20", "10", "00"]
+    assert order(Schedule(straggler=0), "straggler")[:3] == ["10", "20", "00"]
+
+
+# -------------------------------------------------------------------------- what it refuses
+
+
+def thread_of_its_own(ctx: Context) -> str:
+    said = []
+
+    def other() -> None:
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    return said[0]
+
+
+def gloo_by_hand(ctx: Context) -> None:
+    dist.ProcessGroupGloo(dist.HashStore(), ctx.rank, ctx.world_size)
+
+
+def block(ctx: Context) -> None:
+    if ctx.rank == 1:
+        threading.Event().wait()
+    ctx.barrier()
+
+
+def test_a_thread_that_is_no_rank_is_refused_in_plain_words(worlds: Worlds):
+    for said in sim(worlds).run(thread_of_its_own):
+        assert "is not a rank" in said
+        assert "--transport gloo" in said
+
+
+def test_gloo_by_hand_is_refused_in_plain_words(worlds: Worlds):
+    with pytest.raises(RankRaised, match="ProcessGroupGloo was made directly"):
+        sim(worlds).run(gloo_by_hand)
+
+
+def test_who_blocks_outside_of_a_collective_is_named_in_time(worlds: Worlds):
+    with pytest.raises(RankHung, match="rank 1 is blocked outside of a collective") as caught:
+        sim(worlds).run(block, grace_s=0.5)
+    assert not isinstance(caught.value, Deadlock)
+    assert "threading.Event().wait()" in caught.value.ranks[1].stack
+    assert sim(worlds).run(bodies.who) == [(0, 2, ""), (1, 2, "")]
+
+
+def test_the_rank_that_ends_the_process_is_named(worlds: Worlds):
+    with pytest.raises(RankDied, match="rank 1 of 2: exited with 3"):
+        sim(worlds).run(bodies.fail, "os-exit", 1)
+    assert sim(worlds).run(bodies.who) == [(0, 2, ""), (1, 2, "")]
+
+
+def test_a_schedule_is_refused_by_live_ranks(worlds: Worlds):
+    with pytest.raises(ValueError, match="transport sim only"):
+        worlds.world(2).scheduled(Schedule())
