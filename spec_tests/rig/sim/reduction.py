@@ -22,6 +22,8 @@ _OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "BXOR": torch.bitwise_xor,
 }
 
+_OF_BITS = ("BAND", "BOR", "BXOR")
+
 # As torch numbers them; what an operator's kernel gets is the number.
 NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 
@@ -30,11 +32,15 @@ def reduce(contributions: Sequence[torch.Tensor], operator: str, chooser: Choose
     """Combine one tensor per rank, in order of rank, into a new tensor.
 
     Raises:
-        SimError: gloo has no such operator.
+        SimError: gloo has no such operator, or not for this dtype.
     """
-    combine = _OPERATORS.get(operator)
+    if operator == "AVG":
+        return reduce(contributions, "SUM", chooser) / len(contributions)
+    combine, dtype = _OPERATORS.get(operator), contributions[0].dtype
     if combine is None:
         raise SimError(f"gloo does not reduce with {operator}; known: {', '.join(_OPERATORS)}")
+    if operator in _OF_BITS and (dtype.is_floating_point or dtype.is_complex):
+        raise SimError(f"gloo does not reduce {dtype} with {operator}")
     size, order = len(contributions), chooser.schedule.reduce_order
     if size == 1:
         return contributions[0].clone()
