@@ -9,8 +9,9 @@
    as evaluations are.
 5. Every rank writes OUT/NAME.rankR.json: throughput, reductions and bytes, peak memory, fingerprint
    of the final weights. Rank 0 ends with a table.
-
-6. With `--checkpoint-dir` it saves, goes on where it stopped, and stops when it is told to
+6. With `--profile-steps` it records some steps (`solution.measure.recording`): one file per rank,
+   TRACES/SETUP/rankN_trace.json, for `python -m solution.analyze_traces`.
+7. With `--checkpoint-dir` it saves, goes on where it stopped, and stops when it is told to
    (`solution.resume`).
 
 Exit status: 0 done, 1 failed, 2 bad input, 3 out of data, 4 told to stop, and saved. (torchrun
@@ -22,7 +23,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import hashlib
 import json
 import statistics
 import sys
@@ -40,11 +40,12 @@ from solution.checkpoint import CheckpointError
 from solution.config import parse
 from solution.data.shards import write_atomically
 from solution.evaluate import evaluate
+from solution.measure.fingerprint import fingerprint
 from solution.measure.memory import peak_memory_bytes
+from solution.measure.recording import WARM_UP, ShortRunError, memory_history
 from solution.measure.traffic import Traffic
 from solution.models import families
 from solution.optim import cosine_schedule
-from solution.parallel.fsdp.whole import full_parameters
 from solution.plan import Plan
 from solution.precision import Precision
 from solution.resume import Interrupted, Restarts
@@ -97,7 +98,7 @@ def main(
     except Interrupted as error:
         sys.stderr.write(f"{where}{error}\n")
         return INTERRUPTED
-    except (NonFiniteError, CheckpointError) as error:
+    except (NonFiniteError, CheckpointError, ShortRunError) as error:
         _complain(where, error)
         return FAILED
     except (ValueError, OSError) as error:
@@ -176,7 +177,9 @@ class _Run:
                 ),
                 precision=self.precision,
             )
-            times = self._take_steps(model, steps, traffic, restarts, finished)
+            plan.recording.require(config.steps - finished)
+            with memory_history(plan.snapshot):
+                times = self._take_steps(model, steps, traffic, restarts, finished)
         summary = self._summary(module, times, traffic)
         write_atomically(path, json.dumps(summary, indent=2).encode() + b"\n")
         if self.log is not None:
@@ -208,15 +211,19 @@ class _Run:
                 )
             for index in range(finished, config.steps):
                 started = time.perf_counter()
-                with traffic if index == counted else contextlib.nullcontext():
+                with (
+                    self.plan.recording.step(index + 1),
+                    traffic if index == counted else contextlib.nullcontext(),
+                ):
                     self.last = next(steps)
                 times.append(time.perf_counter() - started)
                 val_loss = self._evaluate(model, finished=index + 1)
                 if self.log is not None:
                     self.log.step(self.last, seconds=times[-1], val_loss=val_loss)
                 restarts.after_step(index + 1)
-        # The first step warms up and the counted one is slowed down by being watched.
-        untypical = (0, counted - finished)
+        # The first step warms up; counted and recorded ones are slowed down by being watched.
+        recorded = range(WARM_UP, WARM_UP + config.profile_steps)
+        untypical = (0, counted - finished, *recorded)
         return [s for index, s in enumerate(times) if index not in untypical] or times
 
     def _evaluate(self, model: nn.Module, *, finished: int) -> float | None:
@@ -249,7 +256,7 @@ class _Run:
             "control_bytes_per_step": traffic.num_bytes() - traffic.num_bytes(dtype),
             "peak_memory_bytes": peak_memory_bytes(self.world.device),
             "parameter_bytes": sum(p.numel() * p.element_size() for p in module.parameters()),
-            "weights_sha256": _fingerprint(module),
+            "weights_sha256": fingerprint(module),
             "config": dataclasses.asdict(self.config),
         }
 
@@ -278,19 +285,12 @@ class _Run:
             ("summary", str(path)),
             ("plots", "- (matplotlib is not installed)" if plot is None else str(plot)),
         ]
+        if self.plan.recording.is_written:
+            rows.append(("trace", str(self.plan.recording.path)))
         if self.precision.name == "fp16":
             skipped = sum(line["skipped"] for line in lines)
             rows.insert(3, ("overflows", f"{skipped}, loss scale {self.precision.scale:g}"))
         return table(rows)
-
-
-def _fingerprint(module: nn.Module) -> str:
-    """A hash of all parameters, names and bits: equal exactly when the weights are."""
-    digest = hashlib.sha256()
-    for name, parameter in full_parameters(module).items():
-        data = parameter.cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(name.encode() + data.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _complain(where: str, error: Exception) -> None:

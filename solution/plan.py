@@ -18,6 +18,7 @@ from solution.config import ModelConfig
 from solution.data.loader import TokenLoader, token_loader
 from solution.data.prepare import read_meta
 from solution.data.shards import Shard, find_shards
+from solution.measure.recording import Recording, ShortRunError, require_free
 from solution.models import families
 from solution.optim import decay_groups
 from solution.parallel.zero1 import ShardedOptimizer
@@ -42,6 +43,7 @@ class Plan:
     num_micro_batches: int
     loader: TokenLoader
     val_loader: TokenLoader | None  # None: nothing will be evaluated
+    recording: Recording  # of the steps that a profiler watches; perhaps none
 
     @classmethod
     def of(cls, config: TrainConfig, world: comm.World, *, name: str) -> Plan:
@@ -73,10 +75,18 @@ class Plan:
             num_micro_batches=num_micro_batches,
             loader=_loader(config, world, length, "train"),
             val_loader=_loader(config, world, length, "val") if is_evaluating else None,
+            recording=_recording(config, world, name),
         )
         plan._check_training_data()
         plan._check_validation_data()
         return plan
+
+    @property
+    def snapshot(self) -> Path | None:
+        """Where the history of the GPU's memory goes; None where it is not asked for."""
+        if not self.config.memory_snapshot:
+            return None
+        return self.recording.path.with_name(f"rank{self.world.rank}_snapshot.pickle")
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """AdamW; with `zero1` every rank keeps the state of a part of the parameters."""
@@ -149,3 +159,27 @@ def _loader(config: TrainConfig, world: comm.World, length: int, split: str) -> 
         rank=world.rank,
         world_size=world.size,
     )
+
+
+def _recording(config: TrainConfig, world: comm.World, name: str) -> Recording:
+    """What will be recorded, refused here if it cannot be.
+
+    Raises:
+        ValueError: too few steps, no GPU for a memory snapshot, or an earlier run's files.
+    """
+    folder = Path(config.traces) / {"torch": "ddp_torch"}.get(name, name)
+    if config.memory_snapshot:
+        if world.device.type != "cuda":
+            raise ValueError(
+                f"expected a GPU for memory_snapshot, got {world.device.type}; leave it out, or "
+                "see `python -m solution.memory_analysis`, which predicts"
+            )
+        require_free(folder, "rank*_snapshot.pickle")
+    recording = Recording(
+        folder, rank=world.rank, num_steps=config.profile_steps, device=world.device
+    )
+    try:
+        recording.require(config.steps)
+    except ShortRunError as error:
+        raise ValueError(str(error)) from None
+    return recording

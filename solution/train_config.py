@@ -68,6 +68,9 @@ class TrainConfig:
     async_save: bool = setting(False, "save in the background, while training goes on")
     log_every: int = setting(1, "steps between log lines; the first and the last always appear")
     tensorboard: bool = setting(False, "write event files as well, where tensorboard is installed")
+    profile_steps: int = setting(0, "steps to record with torch.profiler, after 3 of warm-up")
+    traces: str = setting("outputs/traces", "folder for TRACES/SETUP/rankN_trace.json")
+    memory_snapshot: bool = setting(False, "record the GPU's memory for pytorch.org/memory_viz")
     device: str = setting("auto", "auto, cpu or cuda")
     wrapper: str = setting("ddp_bucketed", "how gradients are reduced (train_ddp only)")
     bucket_size_mb: float = setting(25.0, "of ddp_bucketed and torch, in MiB")
@@ -93,7 +96,7 @@ class TrainConfig:
             require_positive(name, 1 if getattr(self, name) is None else getattr(self, name))
         for name in ("learning_rate", "bucket_size_mb", "max_norm"):
             require(name, getattr(self, name), "> 0", lambda value: value is None or value > 0)
-        for name in ("warmup_steps", "weight_decay"):
+        for name in ("warmup_steps", "weight_decay", "profile_steps"):
             require(name, getattr(self, name), ">= 0", lambda value: value >= 0)
         at_most = f"<= steps={self.steps}"
         require("warmup_steps", self.warmup_steps, at_most, lambda value: value <= self.steps)

@@ -36,7 +36,7 @@ from solution.measure.intervals import (
 )
 from solution.measure.trace_file import Span, Trace, TraceError, read_trace
 
-__all__ = ["Lanes", "StepTimes", "step_lanes", "step_times", "summarize", "summarize_trace"]
+__all__ = ["Lanes", "step_lanes", "summarize", "summarize_trace"]
 
 STEP, UPDATE, GLOO = "ProfilerStep#", "Optimizer.step#", "gloo:"
 COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of operators
@@ -51,18 +51,41 @@ class Lanes:
     Attributes:
         rank: whose.
         step: its number, N of ProfilerStep#N.
+        optimizer_steps: updates that begin in it.
         begin, end: of the step.
         compute, communication, overlap, exposed: disjoint intervals, in order.
     """
 
     rank: int
     step: int
+    optimizer_steps: int
     begin: float
     end: float
     compute: Intervals
     communication: Intervals
     overlap: Intervals
     exposed: Intervals
+
+    def times(self) -> dict[str, Any]:
+        """How long what took: the contract's keys of a step."""
+        duration, compute = self.end - self.begin, length(self.compute)
+        communication, exposed = length(self.communication), length(self.exposed)
+        times = dict(
+            zip(
+                TIMES,
+                (
+                    *(duration, compute, communication),
+                    *(length(self.overlap), exposed, duration - compute - exposed),
+                ),
+                strict=True,
+            )
+        )
+        return {
+            "step": self.step,
+            "optimizer_steps": self.optimizer_steps,
+            **times,
+            "overlap_fraction": _fraction(times),
+        }
 
     def from_begin(self) -> dict[str, Any]:
         """All of it as plain numbers for JSON, times counted from the begin of the step."""
@@ -75,30 +98,6 @@ class Lanes:
             "step": self.step,
             "duration_us": self.end - self.begin,
             **lanes,
-        }
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """How long what took in one step, in microseconds."""
-
-    step: int
-    optimizer_steps: int
-    duration_us: float
-    compute_us: float
-    communication_us: float
-    overlap_us: float
-    exposed_us: float
-    idle_us: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """The keys of the contract."""
-        times = {name: getattr(self, name) for name in TIMES}
-        return {
-            "step": self.step,
-            "optimizer_steps": self.optimizer_steps,
-            **times,
-            "overlap_fraction": _fraction(times),
         }
 
 
@@ -125,11 +124,11 @@ def summarize_trace(path: str | PathLike[str]) -> dict[str, Any]:
     return summarize(read_trace(path))
 
 
-def summarize(trace: Trace) -> dict[str, Any]:
-    """`summarize_trace` of a trace that has been read."""
-    steps = [times.as_dict() for times in step_times(trace)]
+def summarize(trace: Trace, lanes: list[Lanes] | None = None) -> dict[str, Any]:
+    """`summarize_trace` of a trace that has been read, and perhaps cut into steps."""
+    lanes = lanes or step_lanes(trace)
+    steps = [step.times() for step in lanes]
     total: dict[str, Any] = {name: sum(step[name] for step in steps) for name in TIMES}
-    windows = _steps(trace)
     used = [u.total_bytes for u in trace.memory if u.device_type == (trace.device == "cuda")]
     return {
         "device": trace.device,
@@ -137,27 +136,9 @@ def summarize(trace: Trace) -> dict[str, Any]:
         "world_size": trace.world_size,
         "steps": steps,
         "total": total | {"overlap_fraction": _fraction(total)},
-        "collectives": collectives_between(trace, windows[0].begin, windows[-1].end),
+        "collectives": collectives_between(trace, lanes[0].begin, lanes[-1].end),
         "peak_memory_bytes": max(used, default=None),
     }
-
-
-def step_times(trace: Trace) -> list[StepTimes]:
-    """The breakdown of every step, in order."""
-    updates = [step.updates for step in _steps(trace)]
-    return [
-        StepTimes(
-            lanes.step,
-            num_updates,
-            lanes.end - lanes.begin,
-            length(lanes.compute),
-            length(lanes.communication),
-            length(lanes.overlap),
-            length(lanes.exposed),
-            lanes.end - lanes.begin - length(lanes.compute) - length(lanes.exposed),
-        )
-        for lanes, num_updates in zip(step_lanes(trace), updates, strict=True)
-    ]
 
 
 def step_lanes(trace: Trace) -> list[Lanes]:
@@ -175,6 +156,7 @@ def _lanes(trace: Trace, step: _Step, compute: Intervals, communication: Interva
     return Lanes(
         trace.rank,
         step.number,
+        step.updates,
         step.begin,
         step.end,
         compute,

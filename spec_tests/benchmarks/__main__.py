@@ -1,6 +1,6 @@
 """`python -m spec_tests.benchmarks NAME [options]`: side by side, tables to `results/`.
 
-NAME: rig, ddp, zero1, fsdp, checkpoint, attention, loader, trainer.
+NAME: rig, ddp, zero1, fsdp, checkpoint, attention, loader, trainer, trace.
 """
 
 from __future__ import annotations
@@ -8,7 +8,10 @@ from __future__ import annotations
 import importlib
 import sys
 
-BENCHMARKS = ("rig", "ddp", "zero1", "fsdp", "checkpoint", "attention", "loader", "trainer")
+BENCHMARKS = (
+    *("rig", "ddp", "zero1", "fsdp", "checkpoint"),
+    *("attention", "loader", "trainer", "trace"),
+)
 
 
 def main(argv: list[str]) -> int:
