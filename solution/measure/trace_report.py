@@ -17,7 +17,7 @@ SHARES = ("compute_us", "exposed_us", "idle_us")
 
 def setup_table(setups: Setups) -> str:
     """One line per rank: what a step takes, its parts, what was hidden, what was sent."""
-    header = (
+    header: tuple[str, ...] = (
         *("setup", "rank", "steps", "step ms", "compute", "exposed", "idle"),
         *("overlapped", "collectives per step", "MB per step", "peak MB"),
     )
@@ -29,8 +29,15 @@ def setup_table(setups: Setups) -> str:
 
 def diff_table(changes: list[Change], first: str, second: str, *, limit: int = 15) -> str:
     """The operators that one setup runs more often than the other."""
-    header = ("operator", f"{first}: per step", f"{second}: per step", "difference", "ms per step")
-    rows = [header] + [
+    header: tuple[str, ...] = (
+        "operator",
+        f"{first}: per step",
+        f"{second}: per step",
+        "difference",
+        "ms per step",
+    )
+    rows = [header]
+    rows += [
         (
             change.name,
             f"{change.first.count:g}",

@@ -63,6 +63,11 @@ def _step(device: str, number: int) -> list[dict[str, Any]]:
     return line.events
 
 
+def _loaded(path: Path) -> Any:
+    with path.open() as file:
+        return json.load(file)
+
+
 def _resident_bytes(key: str) -> int:
     for text in Path("/proc/self/status").read_text().splitlines():
         if text.startswith(key):
@@ -72,13 +77,9 @@ def _resident_bytes(key: str) -> int:
 
 def body(ctx: Context, name: str, path: Path) -> dict[str, Any]:
     """What one arm takes: seconds on the core, and bytes at most beyond those before it."""
-    read = json.load if name == JSON else load(parse(name)).summarize_trace
+    read = _loaded if name == JSON else load(parse(name)).summarize_trace
     before, begun = _resident_bytes("VmRSS"), time.process_time()
-    if name == JSON:
-        with path.open() as file:
-            found = read(file)
-    else:
-        found = read(path)
+    found = read(path)
     taken = time.process_time() - begun
     steps = 0 if name == JSON else len(found["steps"])
     return {"s": taken, "bytes": max(0, _resident_bytes("VmHWM") - before), "steps": steps}
