@@ -90,6 +90,11 @@ class Clause:
         root = Path(__file__).resolve().parent.parent
         return f"{Path(code.co_filename).relative_to(root).as_posix()}:{code.co_firstlineno}"
 
+    def transport_on(self, transport: str) -> str:
+        """Where it is judged in a run on `transport`: there, or where alone it can be observed."""
+        only = self.transports[0] if len(self.transports) == 1 else ""
+        return "sim" if only == "sim" and transport == "gloo" else transport
+
     def _parameters(self) -> Iterator[tuple[str, list[Any], list[str]]]:
         """Name, values and ids of each parametrised argument."""
         for mark in getattr(self.test, "pytestmark", []):

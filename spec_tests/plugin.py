@@ -196,8 +196,9 @@ def world(request: pytest.FixtureRequest, target: target.Target) -> World:
     clause = clause_of(request.function)
     if clause is None:
         raise RigError("the fixture `world` belongs to clauses; a test of the rig takes `worlds`")
-    _require_machine(clause, run.transport)
-    found = run.worlds.world(request.param, target)
+    transport = clause.transport_on(run.transport)
+    _require_machine(clause, transport)
+    found = run.worlds.world(request.param, target, transport=transport)
     runner.require_offered(found, clause, request.node.callspec.params.get("subject"))
     return found
 

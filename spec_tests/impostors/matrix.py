@@ -106,7 +106,9 @@ def brought_by(impostor: Impostor) -> set[str]:
 
 def _observable() -> list[Clause]:
     """The clauses that ranks on a CPU can observe."""
-    return [clause for clause in load_all() if "gloo" in clause.transports]
+    return [
+        clause for clause in load_all() if "gloo" in clause.transports or "sim" in clause.transports
+    ]
 
 
 def owed_by_benign(impostor: Impostor) -> list[Clause]:

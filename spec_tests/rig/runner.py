@@ -116,7 +116,8 @@ def run_case(clause: Clause, target: Target, case: Mapping[str, Any], worlds: Wo
     begun = time.perf_counter()
     with judging(situation(clause, target, case, name)) as here:
         try:
-            world = worlds.world(int(case["world"]), target)
+            transport = clause.transport_on(worlds.transport)
+            world = worlds.world(int(case["world"]), target, transport=transport)
             require_offered(world, clause, case.get("subject"))
             clause.test(**{**case, "world": world})
         except KeyboardInterrupt:

@@ -14,6 +14,8 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
+from spec_tests.rig.sim.schedule import Schedule
+
 _NO_EXPLAIN = tuple(phase for phase in Phase if phase is not Phase.explain)
 
 
@@ -50,4 +52,23 @@ def bucket_sizes_mb() -> st.SearchStrategy[float]:
     return st.sampled_from([1e-6, 5e-5, 1e-4, 3e-4, 1e-3, 25.0])
 
 
-__all__ = ["bucket_sizes_mb", "hypothesis", "register_profiles", "schedules", "seeds"]
+def schedules_of_ranks(max_ranks: int = 3) -> st.SearchStrategy[Schedule]:
+    """Orders of events in a simulated world; the simplest is the one without any fault."""
+    return st.builds(
+        Schedule,
+        policy=st.just("drawn"),
+        seed=st.integers(0, 9),
+        choices=st.lists(st.integers(0, max_ranks - 1), max_size=24).map(tuple),
+        straggler=st.none() | st.integers(0, max_ranks - 1),
+        late=st.integers(0, 3),
+    )
+
+
+__all__ = [
+    "bucket_sizes_mb",
+    "hypothesis",
+    "register_profiles",
+    "schedules",
+    "schedules_of_ranks",
+    "seeds",
+]

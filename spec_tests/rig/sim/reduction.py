@@ -15,8 +15,9 @@ Reduce = Callable[[Sequence[torch.Tensor], str], torch.Tensor]
 _OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "SUM": torch.add,
     "PRODUCT": torch.mul,
-    "MIN": torch.minimum,
-    "MAX": torch.maximum,
+    # As C++ compares: a NaN that comes second gets lost, one that comes first stays.
+    "MIN": lambda a, b: torch.where(b < a, b, a),
+    "MAX": lambda a, b: torch.where(a < b, b, a),
     "BAND": torch.bitwise_and,
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
