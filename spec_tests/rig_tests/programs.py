@@ -2,8 +2,8 @@
 
 A program is plain data, drawn from a seed, the same on all ranks: groups, then statements, each
 with an operation, a dtype, a shape, a group, whether it is asynchronous, and after which one
-it is waited for. Values are small integers, so that sums are exact in every dtype and the comparison is
-bit by bit; a program of real numbers is compared within the rounding of a sum.
+it is waited for. Values are small integers, so that sums are exact in every dtype and the
+comparison is bit by bit; a program of real numbers is compared within the rounding of a sum.
 """
 
 from __future__ import annotations
