@@ -144,8 +144,10 @@ def memory_history(path: Path | None) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.cuda.memory._dump_snapshot(str(path))
-        torch.cuda.memory._record_memory_history(enabled=None)
+        try:
+            torch.cuda.memory._dump_snapshot(str(path))
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def require_free(folder: Path, pattern: str) -> None:

@@ -1,7 +1,8 @@
 """Seconds and memory that the summary of a large trace takes, beside json.load of the same file.
 
-One rank reads a synthetic trace of 100 MB, written as PyTorch writes it, once of a CPU with gloo
-and once of a GPU with nccl. Arms, each in a process of its own, so that peaks are their own:
+One rank reads a synthetic trace of 100 MB, once of a CPU with gloo and once of a GPU with nccl. An
+event is a line: PyTorch indents, so its files of that size hold fewer. Arms, each in a process of
+its own, so that peaks are their own:
 
     json.load    the file as Python objects, and nothing else: where most analyses begin
     NAME         summarize_trace of each --impl
@@ -39,7 +40,7 @@ def write_trace(path: Path, device: str, num_bytes: int) -> int:
         file.write('{\n"schemaVersion": 1,\n"traceEvents": [\n')
         for step in itertools.count():
             events = _step(device, step)
-            text = ",\n".join(json.dumps(event, indent=2) for event in events)
+            text = ",\n".join(json.dumps(event) for event in events)
             file.write(text if step == 0 else ",\n" + text)
             count += len(events)
             if file.tell() >= num_bytes:

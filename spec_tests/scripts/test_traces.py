@@ -120,6 +120,44 @@ def test_what_cannot_be_recorded_is_refused_before_training(data, tmp_path, flag
     assert "step " not in ended.out
 
 
+HISTORY = """
+import contextlib, json
+from pathlib import Path
+from unittest import mock
+import torch
+from solution.measure.recording import memory_history
+
+calls = []
+def noted(name):
+    return lambda *args, **kwargs: calls.append([name, *args, kwargs])
+
+with contextlib.ExitStack() as stack:
+    memory = torch.cuda.memory
+    for where, name, what in (
+        (torch.cuda, "is_available", lambda: True),
+        (memory, "_record_memory_history", noted("record")),
+        (memory, "_dump_snapshot", noted("dump")),
+    ):
+        stack.enter_context(mock.patch.object(where, name, what))
+    with contextlib.suppress(torch.OutOfMemoryError), memory_history(Path("snapshots/x.pickle")):
+        raise torch.OutOfMemoryError("injected")
+print(json.dumps(calls))
+"""
+
+
+def test_a_memory_history_is_bounded_written_and_ended_also_out_of_memory(tmp_path):
+    ended = run(HISTORY, folder=tmp_path)
+
+    assert ended.status == 0, ended.err
+    (begin, options), (dump, path, _), (end, off) = json.loads(ended.out.splitlines()[-1])
+    assert [begin, dump, end] == ["record", "dump", "record"]
+    assert options["stacks"] == "python"
+    assert options["max_entries"] <= 1_000_000
+    assert path == "snapshots/x.pickle"
+    assert off == {"enabled": None}
+    assert (tmp_path / "snapshots").is_dir()
+
+
 # ---------------------------------------------------------------------------------------- analysis
 
 
