@@ -10,6 +10,12 @@ from solution.attention.triton_launch import FlashAttentionTriton, flash_attenti
 from solution.checkpoint import AsyncCheckpointer, load_checkpoint, save_checkpoint
 from solution.data.loader import token_loader
 from solution.measure.estimate import memory_estimate
+from solution.measure.flops import (
+    extrapolate_training,
+    flops_per_token,
+    model_flops_utilization,
+)
+from solution.measure.throughput import measure_throughput, sweep_batch_sizes
 from solution.measure.trace import summarize_trace
 from solution.models.gpt2 import language_model
 from solution.parallel import finish_gradient_synchronization, no_sync
@@ -36,20 +42,25 @@ __all__ = [
     "clip_grad_norm_",
     "ddp",
     "ddp_bucketed",
+    "extrapolate_training",
     "finish_gradient_synchronization",
     "flash_attention",
     "flash_attention_triton",
+    "flops_per_token",
     "fsdp",
     "full_optimizer_state",
     "full_parameters",
     "fully_shard",
     "language_model",
     "load_checkpoint",
+    "measure_throughput",
     "memory_estimate",
+    "model_flops_utilization",
     "no_sync",
     "save_checkpoint",
     "sharded_optimizer",
     "summarize_trace",
+    "sweep_batch_sizes",
     "token_loader",
     "train",
 ]

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from solution.config import require_positive
 from solution.measure.ledger import Ledger, Peak
 
-__all__ = ["Prediction", "memory_estimate", "predict", "training_step"]
+__all__ = ["Prediction", "fake_twin", "memory_estimate", "predict", "training_step"]
 
 PHASES = ("forward", "backward", "update")
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -105,7 +105,7 @@ def predict(
         raise ValueError("expected a model with trainable parameters, got none")
     # Randomness of a fake operator is none, but a generator may advance.
     with torch.random.fork_rng(), FakeTensorMode(allow_non_fake_inputs=True):
-        twin = _fake_twin(model)
+        twin = fake_twin(model)
         device = next(twin.parameters()).device
         ids = torch.zeros(batch_size, sequence_length, dtype=torch.int64, device=device)
         return _booked_step(twin, ids, make_optimizer, keeps_logits, autocast)
@@ -138,12 +138,15 @@ def _loss(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return F.cross_entropy(logits.flatten(0, -2), ids.flatten()), logits
 
 
-def _fake_twin(model: nn.Module) -> nn.Module:
-    """A copy with fake parameters and buffers; those on `meta` are taken to the CPU."""
+def fake_twin(model: nn.Module, *, device: str | None = None) -> nn.Module:
+    """A copy with fake parameters and buffers; those on `meta` are taken to the CPU.
+
+    To be called, and used, under a FakeTensorMode.
+    """
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        device = "cpu" if tensor.is_meta else tensor.device
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        place = device or ("cpu" if tensor.is_meta else tensor.device)
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
         if isinstance(tensor, nn.Parameter):
             fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = fake  # one for all modules that share it

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -264,4 +264,49 @@ def memory_estimate(model: nn.Module, *, batch_size: int, sequence_length: int) 
         "optimizer_bytes": left[_MemRefType.OPT],
         "activation_bytes": left[_MemRefType.ACT] + left[_MemRefType.TEMP],
         "peak_bytes": peak["Total"],
+    }
+
+
+def flops_per_token(model: nn.Module, *, sequence_length: int) -> int:
+    """FlopCounterMode over a forward and a backward on `meta`, where attention is two products."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    twin = copy.deepcopy(model).to("meta")
+    ids = torch.zeros(1, sequence_length, dtype=torch.int64, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        twin(ids).sum().backward()
+    return counter.get_total_flops() // sequence_length
+
+
+def measure_throughput(
+    step: Callable[[], Any], *, tokens_per_step: int, clock: Callable[[], float]
+) -> dict[str, Any]:
+    """torch.utils.benchmark.Timer with the clock given; its fixed warm-up is all there is.
+
+    Raises:
+        ValueError: no tokens.
+    """
+    from torch.utils.benchmark import Measurement, Timer
+
+    if tokens_per_step <= 0:
+        raise ValueError(f"expected tokens_per_step > 0, got {tokens_per_step}")
+    calls = 0
+
+    def counted() -> None:
+        nonlocal calls
+        calls += 1
+        step()
+
+    timer = Timer("step()", globals={"step": counted}, timer=clock)
+    timer.timeit(3)
+    [found] = Measurement.merge([timer.timeit(1) for _ in range(12)])
+    return {
+        "tokens_per_s": tokens_per_step / found.median,
+        "steps_per_s": 1 / found.median,
+        "step_s": found.median,
+        "min_s": min(found.times),
+        "iqr_s": found.iqr,
+        "num_warmup_steps": calls - len(found.times),
+        "num_steps": len(found.times),
+        "is_steady": not found.has_warnings,
     }

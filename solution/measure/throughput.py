@@ -1,0 +1,193 @@
+"""How many tokens a step gets through per second, once it is steady; and for which batch sizes.
+
+    measure_throughput(step, tokens_per_step=8192, clock=time.perf_counter)
+
+1. Warm up: lazy state, caches, compilation and an allocator's growth make first steps slow. Steps
+   are taken until the median of the last three is within 5 % of that of the three before, 50 at
+   most. Medians, so that one slow step neither prolongs the warm-up nor ends it.
+2. Time 20 steps one by one, the device's work finished before each look at the clock.
+3. Report the median and the spread. A mean of a block hides that one step in twenty took four
+   times as long, and carries it into the result.
+
+`sweep_batch_sizes` does that for several batch sizes. A row is the same whatever came before it:
+the last model is gone before the next is built, and peaks are reset. Out of memory makes a row, not
+an end. What makes that hard is that an exception holds the frames it went through, and they hold
+the model: nothing is freed before the `except` block is left.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from solution.config import require_positive
+
+__all__ = ["PeakMemory", "is_out_of_memory", "measure_throughput", "sweep_batch_sizes"]
+
+WINDOW = 3  # steps whose median is compared with that of as many before
+SETTLED = 0.05
+MAX_WARMUP_STEPS = 50
+DRIFT = 0.10  # between the halves of the timed steps, beyond which they were not steady after all
+
+Step = Callable[[], Any]
+Clock = Callable[[], float]
+
+
+class PeakMemory(Protocol):
+    """What a sweep knows of memory."""
+
+    def reset_peak(self) -> None:
+        """Begin anew: the peak is what is in use now."""
+
+    def peak_bytes(self) -> int:
+        """The most in use since then."""
+
+
+def measure_throughput(
+    step: Step, *, tokens_per_step: int, clock: Clock, num_steps: int = 20
+) -> dict[str, Any]:
+    """Steady-state tokens per second of `step`.
+
+    Args:
+        step: one training step; may return before its device has finished.
+        tokens_per_step: that it processes.
+        clock: seconds, from any origin: `time.perf_counter`.
+        num_steps: that are timed after the warm-up.
+
+    Returns:
+        `tokens_per_s` and `steps_per_s` of the median step, `step_s` (that median), `min_s`,
+        `iqr_s` (between the quartiles), `num_warmup_steps`, `num_steps`, `is_steady`.
+
+    Raises:
+        ValueError: a number that is not positive, or a clock that stands still.
+    """
+    require_positive("tokens_per_step", tokens_per_step)
+    require_positive("num_steps", num_steps)
+    warmup: list[float] = []
+    while not _is_settled(warmup) and len(warmup) < MAX_WARMUP_STEPS:
+        warmup.append(_seconds(step, clock))
+    timed = [_seconds(step, clock) for _ in range(num_steps)]
+    median = statistics.median(timed)
+    if not median > 0:
+        raise ValueError(
+            f"expected a clock that advances, got a median step of {median} s; use "
+            "time.perf_counter, or a step that takes longer"
+        )
+    lower, _, upper = (
+        statistics.quantiles(timed, n=4, method="inclusive")
+        if num_steps > 1
+        else (
+            median,
+            median,
+            median,
+        )
+    )
+    return {
+        "tokens_per_s": tokens_per_step / median,
+        "steps_per_s": 1 / median,
+        "step_s": median,
+        "min_s": min(timed),
+        "iqr_s": upper - lower,
+        "num_warmup_steps": len(warmup),
+        "num_steps": num_steps,
+        "is_steady": _is_settled(warmup) and not _drifts(timed),
+    }
+
+
+def _seconds(step: Step, clock: Clock) -> float:
+    _finish_device_work()
+    begun = clock()
+    step()
+    _finish_device_work()
+    return clock() - begun
+
+
+def _finish_device_work() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _is_settled(seconds: Sequence[float]) -> bool:
+    if len(seconds) < 2 * WINDOW:
+        return False
+    last = statistics.median(seconds[-WINDOW:])
+    before = statistics.median(seconds[-2 * WINDOW : -WINDOW])
+    return abs(last - before) <= SETTLED * before
+
+
+def _drifts(seconds: Sequence[float]) -> bool:
+    half = len(seconds) // 2
+    if not half:
+        return False
+    first, last = statistics.median(seconds[:half]), statistics.median(seconds[-half:])
+    return abs(last - first) > DRIFT * first
+
+
+def sweep_batch_sizes(
+    build: Callable[[int], Step],
+    *,
+    batch_sizes: Sequence[int],
+    sequence_length: int,
+    clock: Clock,
+    memory: PeakMemory,
+    num_steps: int = 20,
+) -> list[dict[str, Any]]:
+    """Throughput and peak memory by batch size: one row each, in the order given.
+
+    Args:
+        build: from a batch size to a step that owns its model and optimizer.
+        batch_sizes: sequences per step.
+        sequence_length: tokens per sequence.
+        clock, num_steps: as for `measure_throughput`.
+        memory: whose peak is reported; of the steps, not of the building.
+
+    Returns:
+        Rows of `batch_size`, `is_oom`, `tokens_per_s` and `peak_bytes`; the last two are None where
+        memory did not suffice.
+
+    Raises:
+        ValueError: no batch size, or one that is not positive.
+        Any error but out of memory that `build` or a step raises.
+    """
+    if not batch_sizes:
+        raise ValueError("expected at least one batch size, got none")
+    for size in (*batch_sizes, sequence_length):
+        require_positive("batch_sizes and sequence_length", size)
+
+    def measured(size: int) -> dict[str, Any] | None:
+        try:
+            step = build(size)
+            memory.reset_peak()
+            found = measure_throughput(
+                step, tokens_per_step=size * sequence_length, clock=clock, num_steps=num_steps
+            )
+            return {"tokens_per_s": found["tokens_per_s"], "peak_bytes": memory.peak_bytes()}
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        return None
+
+    rows = []
+    for size in batch_sizes:
+        found = measured(size)
+        _release()  # here, where neither the step nor an exception's frames are alive any more
+        nothing = {"tokens_per_s": None, "peak_bytes": None}
+        rows.append({"batch_size": size, "is_oom": found is None, **(found or nothing)})
+    return rows
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory did not suffice; on the CPU that is a RuntimeError like many others."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        type(error) is RuntimeError and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    )
+
+
+def _release() -> None:
+    gc.collect()  # modules and their hooks are in cycles
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -1,0 +1,203 @@
+"""Sweep: batch sizes one after another, each measured as if it were the only one.
+
+A course's table shows the peak of batch 8 for the sizes 1 and 4, because nobody reset it; 475 MB
+too many from batch 8 on, because the first model lived on; and nothing beyond the first size that
+did not fit. Memory here is the suite's, so every byte of every row is known.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spec_tests.clause import MUST, clause
+from spec_tests.measure.machine import MODEL_BYTES, SAME, SEQUENCE_BYTES, Bench, expected_row
+from spec_tests.rig import judge
+
+SWEEP = ("sweep_batch_sizes",)
+CONTRACT = "contract: sweep_batch_sizes"
+CAPACITY = 20 * MODEL_BYTES
+TOO_LARGE = CAPACITY // SEQUENCE_BYTES + 1
+
+
+def swept(ctx, batch_sizes, capacity=10**9, is_cyclic=False, building=0):
+    """The rows, and what was alive when each model was built."""
+    bench = Bench(capacity, is_cyclic=is_cyclic, building=building)
+    return bench.sweep(ctx, batch_sizes), bench.live_at_build
+
+
+def _rows(found, expected, *, likely, given):
+    judge.equal([len(found)], len(expected), quantity="number of rows", given=given)
+    for seen, row in zip(found, expected, strict=True):
+        exact = {key: seen[key] for key in row if key != "tokens_per_s"}
+        wanted = {key: row[key] for key in exact}
+        judge.holds(
+            exact == wanted, f"rank 0: expected {wanted}, got {exact}", likely=likely, given=given
+        )
+        rate, right = seen["tokens_per_s"], row["tokens_per_s"]
+        is_near = rate is right is None or (
+            None not in (rate, right) and abs(rate - right) <= SAME.bound(torch.tensor(right))
+        )
+        judge.holds(
+            is_near,
+            f"rank 0: expected tokens_per_s {right} for batch {row['batch_size']}, got {rate}",
+            given=given,
+        )
+
+
+@clause(
+    "measure.sweep.rows",
+    MUST,
+    level="course",
+    judges=SWEEP,
+    worlds=(1,),
+    source=CONTRACT,
+)
+def test_there_is_a_row_for_each_size(world, subject):
+    """Each batch size MUST have a row, in the caller's order, with its own rate and peak."""
+    [(rows, _)] = world.run(swept, [1, 4, 8])
+
+    _rows(
+        rows,
+        [expected_row(size) for size in (1, 4, 8)],
+        likely="the peak of another moment, or tokens of another batch",
+        given="batch sizes 1, 4, 8",
+    )
+
+
+@clause(
+    "measure.sweep.resets-peaks",
+    MUST,
+    level="course",
+    judges=SWEEP,
+    worlds=(1,),
+    source="a course's table: the peaks of batches 1 and 4 are that of batch 8",
+)
+def test_a_small_size_after_a_large_one_has_its_own_peak(world, subject):
+    """A row MUST be the same whatever sizes came before it."""
+    [(rows, _)] = world.run(swept, [8, 1, 4])
+
+    _rows(
+        rows,
+        [expected_row(size) for size in (8, 1, 4)],
+        likely="the peak is never reset",
+        given="batch sizes 8, 1, 4",
+    )
+
+
+@clause(
+    "measure.sweep.peaks-of-steps",
+    MUST,
+    level="correct",
+    judges=SWEEP,
+    worlds=(1,),
+    source=CONTRACT + ": a row's peak is of its own steps",
+)
+def test_the_peak_is_that_of_the_steps(world, subject):
+    """What building a model takes for a moment MUST NOT be in a row's peak."""
+    [(rows, _)] = world.run(swept, [1, 4], building=100 * MODEL_BYTES)
+
+    _rows(
+        rows,
+        [expected_row(size) for size in (1, 4)],
+        likely="the peak is reset before the model is built, and not after",
+        given="models that are built with a hundred times their size",
+    )
+
+
+@clause(
+    "measure.sweep.one-model-at-a-time",
+    MUST,
+    level="course",
+    judges=SWEEP,
+    worlds=(1,),
+    source="a course's sweep: a second live model adds 475 MB to every row",
+)
+def test_a_model_is_gone_before_the_next_is_built(world, subject):
+    """Each model MUST be gone before the next one is built."""
+    [(_, live)] = world.run(swept, [1, 4, 8])
+
+    judge.equal(
+        live,
+        0,
+        quantity="bytes alive at a build",
+        given="models that nobody but their step refers to",
+    )
+
+
+@clause(
+    "measure.sweep.frees-cycles",
+    MUST,
+    level="production",
+    judges=SWEEP,
+    worlds=(1,),
+    source="modules and their hooks refer to each other: only the collector frees them",
+)
+def test_a_model_in_a_cycle_is_gone_as_well(world, subject):
+    """A model that refers to itself MUST be gone, too, before the next one is built."""
+    [(_, live)] = world.run(swept, [1, 4, 8], is_cyclic=True)
+
+    judge.equal(live, 0, quantity="bytes alive at a build", given="models in reference cycles")
+
+
+@clause(
+    "measure.sweep.survives-out-of-memory",
+    MUST,
+    level="course",
+    judges=SWEEP,
+    worlds=(1,),
+    source=CONTRACT + "; PyTorch FAQ: my out of memory exception handler can't allocate memory",
+)
+@pytest.mark.parametrize("where", ["step", "build"])
+def test_a_size_that_does_not_fit_is_a_row_and_smaller_ones_follow(world, subject, where):
+    """A size that does not fit MUST be a row that says so; smaller ones after it are measured."""
+    if where == "step":
+        sizes, capacity = (4, TOO_LARGE, 2), CAPACITY
+        expected = [expected_row(size, is_oom=size == TOO_LARGE) for size in sizes]
+    else:
+        sizes, capacity = (4, 3, 2), MODEL_BYTES // 2
+        expected = [expected_row(size, is_oom=True) for size in sizes]
+    [(rows, live)] = world.run(swept, sizes, capacity)
+
+    _rows(
+        rows,
+        expected,
+        likely="the first error ended the sweep, or the model that did not fit is still alive",
+        given=f"batch sizes {sizes}, out of memory in the {where}",
+    )
+    judge.equal(
+        live,
+        0,
+        quantity="bytes alive at a build",
+        given="a traceback refers to frames, and they to the model",
+    )
+
+
+def failing(ctx, kind):
+    """What the caller gets when a step fails for another reason."""
+    errors = {
+        "ValueError": ValueError("from the step"),
+        "RuntimeError": RuntimeError("from the step: the size of a tensor must match"),
+        "KeyError": KeyError("from the step"),
+    }
+    try:
+        Bench(error=errors[kind]).sweep(ctx, [1, 2])
+    except Exception as error:
+        return type(error).__name__, "from the step" in str(error)
+    return "nothing", False
+
+
+@clause(
+    "measure.sweep.other-errors-reach-the-caller",
+    MUST,
+    level="correct",
+    judges=SWEEP,
+    worlds=(1,),
+    source=CONTRACT + "; `except RuntimeError: continue` makes a defect look like a large batch",
+)
+@pytest.mark.parametrize("kind", ["ValueError", "RuntimeError", "KeyError"])
+def test_an_error_that_is_not_of_memory_is_no_row(world, subject, kind):
+    """An error that is not out of memory MUST reach the caller."""
+    ranks = world.run(failing, kind)
+
+    judge.equal(ranks, (kind, True), quantity="error", given=f"the second step raises {kind}")
