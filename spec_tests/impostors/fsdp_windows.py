@@ -208,6 +208,7 @@ IMPOSTORS: tuple[Impostor, ...] = (
         "State that is reset in forward, evaluation or not.",
         "Evaluation comes between steps, mostly.",
         "fsdp.accumulation.evaluation-in-between",
+        "fsdp.programs.any-sequence",
     ),
     card(
         Stale,
@@ -218,6 +219,7 @@ IMPOSTORS: tuple[Impostor, ...] = (
         "fsdp.lifecycle.fresh-after-step",
         "fsdp.lifecycle.fresh-after-evaluation",
         "fsdp.lifecycle.fresh-after-evaluation-of-a-whole-model",
+        "fsdp.programs.any-sequence-with-kept-weights",
     ),
     card(
         WatchesParameters,

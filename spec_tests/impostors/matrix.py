@@ -191,7 +191,8 @@ def main(arguments: Sequence[str]) -> int:
     settings.load_profile("impostors")
     chosen = [i for i in CATALOGUE.values() if fnmatch.fnmatchcase(i.id, options.only)]
     if not chosen:
-        print(f"--only {options.only}: no impostor matches; there are {', '.join(CATALOGUE)}")
+        chapters = sorted({f"{name.partition('.')[0]}.*" for name in CATALOGUE})
+        print(f"--only {options.only}: no impostor matches; try one of {', '.join(chapters)}")
         return 2
     if options.accepted:
         chosen = _sampled(chosen)

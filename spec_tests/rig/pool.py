@@ -205,7 +205,8 @@ class Pool:
             if ready or len(replies) == self.world_size:
                 continue
             silent = [m.rank for m in self._members if m.rank not in replies]
-            if all([watched[rank].is_blocked() for rank in silent]):  # asks them all
+            blocked = [watched[rank].is_blocked() for rank in silent]
+            if all(blocked):
                 self._give_up(replies, f"blocked, nothing moved for {grace_s:g} s")
             now = time.monotonic()
             if now > deadline:

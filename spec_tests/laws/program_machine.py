@@ -1,0 +1,100 @@
+"""A state machine that writes programs: hypothesis draws legal calls and shrinks what fails.
+
+The rule only notes calls; the program runs as a whole when the machine is torn down. One run on the
+ranks is then one example, whichever transport they live on, and a rank that hangs or dies is no
+exception that hypothesis would try to shrink. What is legal needs little state: is there something
+local that was not reduced yet, and has there been a save?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    rule,
+    run_state_machine_as_test,
+)
+
+from spec_tests.laws.programs import RATE, Call, Program
+
+LONGEST = 24
+"""Calls in a program: three that must meet in order rarely do so in a short one."""
+
+ALL_CALLS = frozenset(
+    "micro local discard finish step zero_grad rate evaluate interrupt save load".split()  # noqa: SIM905
+)
+"""What a machine may draw; "discard" is zero_grad in a window."""
+
+
+def any_program(judge: Callable[[Program], None], calls: frozenset[str] = ALL_CALLS) -> None:
+    """Judge programs that hypothesis draws from `calls`, as many as the profile says.
+
+    Args:
+        judge: runs a program on ranks and raises if it does not do what one process does.
+        calls: names of `programs.Trainee`'s methods, and "discard".
+    """
+    __tracebackhide__ = True
+    run_state_machine_as_test(
+        lambda: _Machine(judge, calls),  # type: ignore[arg-type]  # a factory will do
+        settings=settings(stateful_step_count=LONGEST, print_blob=False),
+    )
+
+
+class _Machine(RuleBasedStateMachine):
+    def __init__(self, judge: Callable[[Program], None], calls: frozenset[str]) -> None:
+        super().__init__()
+        self.judge, self.calls = judge, calls
+        # Moments exist from the start: that an empty state replaces them has a clause of its own.
+        self.program: list[Call] = [("micro", 0), ("step",)]
+        self.is_window_open = False  # gradients of single ranks wait for their reduction
+        self.is_saved = False
+        self.is_interrupted = False  # and no forward since
+
+    # One rule for all calls: of several, hypothesis switches some off for a whole program, and
+    # most programs would lack the step that shows what the others did.
+    @rule(choice=st.integers(0, 359), detail=st.integers(0, 9))
+    def call(self, choice: int, detail: int) -> None:
+        """Note a legal call; the smaller the numbers, the simpler it is."""
+        legal = self.legal()
+        name = legal[choice % len(legal)]
+        self.program.append(self.spelled(name, detail))
+        self.is_window_open = name == "local" or (
+            self.is_window_open and name not in ("micro", "discard")
+        )
+        self.is_saved |= name == "save"
+        self.is_interrupted = name == "interrupt" or (
+            self.is_interrupted and name not in ("micro", "local", "evaluate")
+        )
+
+    def legal(self) -> list[str]:
+        """The calls that a right trainer may make now, as often as they are to be drawn."""
+        last = self.program[-1][0]
+        names = ["micro", "micro", "local", "evaluate", "interrupt", "rate"]
+        if self.is_window_open:
+            names += ["micro", "local", "discard"]
+        else:  # a step of unreduced gradients is a mistake of the trainer: replicas then differ
+            names += ["zero_grad", "save"]
+            # What an exception leaves gathered, and a step makes stale, has a clause of its own.
+            names += [] if self.is_interrupted else ["step", "step", "step"]
+            names += ["load"] if self.is_saved else []
+            names += ["finish"] if last == "micro" else []
+        unrepeated = {last} - {"micro", "local", "step"}
+        return [name for name in names if name in self.calls - unrepeated]
+
+    def spelled(self, name: str, detail: int) -> Call:
+        """The call with its arguments."""
+        match name:
+            case "micro" | "local" | "evaluate" | "interrupt":
+                return name, len(self.program)
+            case "zero_grad" | "discard":
+                return "zero_grad", detail % 2 == 0
+            case "rate":
+                return name, detail % 2, RATE + detail // 2 - 2
+            case _:
+                return (name,)
+
+    def teardown(self) -> None:
+        self.judge(tuple(self.program))

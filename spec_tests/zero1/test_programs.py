@@ -1,0 +1,135 @@
+"""Any sequence of training calls with a sharded optimizer: what no single situation would show."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from spec_tests.clause import MUST, clause
+from spec_tests.laws import program_machine, programs
+from spec_tests.rig import judge
+from spec_tests.rig.oracle import Named
+from spec_tests.rig.tolerance import rounding
+from spec_tests.rig.toys import TOYS
+from spec_tests.zero1.runs import SEED, TOY, gradient
+
+# Gradients arrive reduced: there are no windows, and a forward is not the optimizer's.
+CALLS = frozenset({"micro", "step", "zero_grad", "rate", "interrupt", "save", "load"})
+
+
+class Dealt(programs.Trainee):
+    """A toy whose micro-batches deal integers as gradients, the same on all ranks.
+
+    Args:
+        impl: the implementation; the plain optimizer where it is None, which is the oracle.
+    """
+
+    def __init__(self, impl: Any = None) -> None:
+        self.impl = impl
+        self.module = TOYS[TOY].build(SEED)
+        self.parameters = dict(self.module.named_parameters())
+        groups = programs.two_groups(self.parameters.values())
+        options: dict[str, Any] = {"lr": 2.0**programs.RATE, "momentum": programs.MOMENTUM}
+        self.optimizer = (
+            torch.optim.SGD(groups, **options)
+            if impl is None
+            else impl.sharded_optimizer(groups, torch.optim.SGD, **options)
+        )
+
+    def micro(self, number: int) -> None:
+        for index, parameter in enumerate(self.parameters.values()):
+            dealt = gradient(parameter, 1000 * number + index)
+            parameter.grad = dealt if parameter.grad is None else parameter.grad + dealt
+
+    def interrupt(self, number: int) -> None:
+        def closure() -> float:
+            raise programs.PlantedError
+
+        with contextlib.suppress(programs.PlantedError):
+            self.optimizer.step(closure)
+
+    def state(self) -> Any:
+        whole = self.optimizer.state_dict if self.impl is None else self._full_state
+        return self.module.state_dict(), whole()
+
+    def _full_state(self) -> dict[str, Any]:
+        return self.impl.full_optimizer_state(self.optimizer)
+
+    def restore(self, state: Any) -> None:
+        self.module.load_state_dict(state[0])
+        self.optimizer.load_state_dict(state[1])
+
+    def weights(self) -> Named:
+        return {name: p.detach().clone() for name, p in self.parameters.items()}
+
+
+def trained(ctx, program):
+    """What each call of the program let see on this rank."""
+    return programs.run(program, Dealt(ctx.impl))
+
+
+@clause(
+    "zero1.programs.any-sequence",
+    MUST,
+    level="correct",
+    needs=("sharded_optimizer", "full_optimizer_state"),
+    source="contract, ShardedOptimizer; hypothesis, stateful testing",
+    worlds=(2, 3),
+)
+def test_any_sequence_of_calls_does_what_the_plain_optimizer_does(world):
+    """Any sequence of an optimizer's calls MUST do on the ranks what it does in one process.
+
+    Steps, `zero_grad` both ways, a changed learning rate of a group, a closure that raises, the
+    full state saved and loaded.
+    """
+
+    def compare(program):
+        programs.agree(
+            world.run(trained, program),
+            lambda rank: Dealt(),
+            program,
+            # Exact until small and large learning rates meet in one weight.
+            within=rounding(torch.float64, terms=4, depth=len(program) + 2),
+            given=f"toy {TOY!r}, two groups, momentum",
+        )
+
+    program_machine.any_program(compare, CALLS)
+
+
+def back_to_the_start(run):
+    """Weights after a step that follows the load of what was saved before the first step."""
+    run.save()
+    run.micro(0)
+    run.step()
+    run.load()
+    run.zero_grad(True)
+    run.micro(1)
+    return run.step()
+
+
+def rewound(ctx):
+    """The same in a rank."""
+    return back_to_the_start(Dealt(ctx.impl))
+
+
+@clause(
+    "zero1.state.load-replaces",
+    MUST,
+    level="correct",
+    needs=("sharded_optimizer", "full_optimizer_state"),
+    source="found by zero1.programs.any-sequence; torch.optim.Optimizer.load_state_dict",
+    worlds=(2,),
+)
+def test_a_loaded_state_replaces_the_one_before(world):
+    """A load MUST replace the whole state: what the loaded one does not have is gone."""
+    ranks = world.run(rewound)
+
+    judge.tensors(
+        ranks,
+        back_to_the_start(Dealt()),
+        quantity="weight after going back to the start",
+        within=rounding(torch.float64, terms=4, depth=4),
+        given="an empty state is saved, a step taken, the empty state loaded, a step taken",
+    )
