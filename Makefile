@@ -1,7 +1,7 @@
 # make check                      judge solution and torch against the specification
 # make check IMPL=path/to/mine.py judge yours
 # make test                       rig tests, the specification on solution, impostors: everything
-# make demo                       train on real text: baseline, two ranks, two with a kill, side by side
+# make demo                       train on real text in eleven ways; outputs/demo/index.html shows them
 # make lint | bench | clean       what the names say
 #
 # Each works as the first command on a fresh clone with nothing but Python, pip and make: the

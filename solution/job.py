@@ -29,6 +29,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from solution.config import parse
 from solution.data.shards import write_atomically
 from solution.evaluate import evaluate
 from solution.measure.fingerprint import fingerprint
+from solution.measure.holdings import Holdings, watched
 from solution.measure.memory import peak_memory_bytes
 from solution.measure.recording import WARM_UP, ShortRunError, memory_history
 from solution.measure.traffic import Traffic
@@ -155,7 +157,7 @@ class _Run:
         optimizer = plan.optimizer(module)
         self.out.mkdir(parents=True, exist_ok=True)
         path = self.out / f"{plan.name}.rank{self.world.rank}.json"
-        traffic = Traffic()
+        traffic, holdings = Traffic(), Holdings(model, optimizer)
         with Restarts(
             config, self.world, model, optimizer, plan.loader, self.precision
         ) as restarts:
@@ -179,8 +181,8 @@ class _Run:
             )
             plan.recording.require(config.steps - finished)
             with memory_history(plan.snapshot):
-                times = self._take_steps(model, steps, traffic, restarts, finished)
-        summary = self._summary(module, times, traffic)
+                times = self._take_steps(model, steps, restarts, finished, traffic, holdings)
+        summary = self._summary(module, times, traffic) | {"held_bytes": holdings.num_bytes}
         write_atomically(path, json.dumps(summary, indent=2).encode() + b"\n")
         if self.log is not None:
             say(self._table(self.log, summary, path))
@@ -189,9 +191,9 @@ class _Run:
         self,
         model: nn.Module,
         steps: Iterator[StepRecord],
-        traffic: Traffic,
         restarts: Restarts,
         finished: int,
+        *instruments: AbstractContextManager[Any],
     ) -> list[float]:
         """Run all steps; the first rank logs them. Returns the seconds of the typical ones."""
         config = self.config
@@ -213,7 +215,7 @@ class _Run:
                 started = time.perf_counter()
                 with (
                     self.plan.recording.step(index + 1),
-                    traffic if index == counted else contextlib.nullcontext(),
+                    watched(*instruments) if index == counted else contextlib.nullcontext(),
                 ):
                     self.last = next(steps)
                 times.append(time.perf_counter() - started)
@@ -252,6 +254,7 @@ class _Run:
             "tokens_per_s": tokens / statistics.median(times),
             "reductions_per_step": traffic.count(dtype),
             "bytes_per_step": traffic.num_bytes(dtype),
+            "collectives": traffic.by_kind(dtype),
             "control_messages_per_step": traffic.count() - traffic.count(dtype),
             "control_bytes_per_step": traffic.num_bytes() - traffic.num_bytes(dtype),
             "peak_memory_bytes": peak_memory_bytes(self.world.device),

@@ -69,6 +69,15 @@ class Traffic:
         """Their payload, of all dtypes or of one."""
         return sum(collective.num_bytes for collective in self._of(dtype))
 
+    def by_kind(self, dtype: torch.dtype | None = None) -> dict[str, dict[str, int]]:
+        """PyTorch's name of a collective to its `count` and `bytes`, in order of appearance."""
+        found: dict[str, dict[str, int]] = {}
+        for one in self._of(dtype):
+            kind = found.setdefault(one.name, {"count": 0, "bytes": 0})
+            kind["count"] += 1
+            kind["bytes"] += one.num_bytes
+        return found
+
     def _of(self, dtype: torch.dtype | None) -> list[Collective]:
         return [c for c in self.collectives if dtype is None or c.dtype == dtype]
 

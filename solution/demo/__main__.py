@@ -1,0 +1,122 @@
+"""The command; `solution.demo` is its manual."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from solution.config import GPT2Config
+from solution.data.prepare import read_meta
+from solution.data.shards import write_atomically
+from solution.demo import checks, page, results
+from solution.demo.runs import PRESET, RUNS, Run, prepare, train
+from solution.demo.theory import Theory
+
+# A clause or two of each chapter: what a demonstration has time for.
+SHORT_CHECK = [
+    "data.partition.global-order",
+    "attention.forward.values",
+    "models.logits.causal",
+    "ddp.gradients.mean-at-any-seed",
+    "zero1.step.equals-unsharded",
+    "fsdp.backward.mean-gradient",
+    "clip.norm.global",
+    "training.gradient.equals-one-process",
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns 0 if every check holds, 1 if not, 2 if a run failed."""
+    flags = _flags(arguments)
+    started = time.perf_counter()
+    if status := prepare(flags.out):
+        return status
+    chosen = [run for run in RUNS if run.title in flags.runs]
+    for run in chosen:
+        if status := train(run, flags):
+            return status
+    theory = _theory(chosen, flags)
+    found = results.gather(chosen, theory, flags.out)
+    found["conformance"] = _conformance(flags)
+    print("\n" + checks.table(found))
+    found["bounds"], found["problems"] = checks.check(chosen, theory, flags.out)
+    found["seconds"] = round(time.perf_counter() - started, 1)
+    _write(found, flags.out)
+    print("\n".join(found["problems"]) or "all checks hold", f"({found['seconds']:.0f} s)")
+    return 1 if found["problems"] else 0
+
+
+def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m solution.demo", description="Train in several ways.", allow_abbrev=False
+    )
+    titles = [run.title for run in RUNS]
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of each run")
+    parser.add_argument("--out", type=Path, default=Path("outputs/demo"), help="folder to fill")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--attention", default="sdpa", help="who computes it, in all runs alike")
+    parser.add_argument(
+        "--runs", nargs="+", choices=titles, default=titles, metavar="TITLE", help=f"of {titles}"
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        default=Path("outputs/report/report.json"),
+        help="what `make check` wrote; where it is missing, a few clauses are run",
+    )
+    parser.add_argument(
+        "--conformance", action=argparse.BooleanOptionalAction, default=True, help="show it"
+    )
+    flags = parser.parse_args(arguments)
+    if flags.steps < 2:
+        parser.error(f"expected --steps >= 2 to see a loss fall, got {flags.steps}")
+    needed = {RUNS[0].title, RUNS[1].title}
+    if any(run.is_killed and run.title in flags.runs for run in RUNS):
+        needed.add("ours, bucketed")  # what it is compared with
+    flags.runs = needed | set(flags.runs)
+    return flags
+
+
+def _theory(chosen: Sequence[Run], flags: argparse.Namespace) -> Theory:
+    meta = read_meta(flags.out / "data")
+    assert meta is not None  # `prepare` has written it
+    config = GPT2Config.preset(PRESET, vocab_size=meta["vocab_size"])
+    sizes = {run.micro_batch for run in chosen}
+    return Theory.of(config, attention=flags.attention, micro_batches=sizes)
+
+
+def _conformance(flags: argparse.Namespace) -> dict[str, Any] | None:
+    """What the specification says: from its report, else from a few clauses that are run now."""
+    if not flags.conformance:
+        return None
+    if flags.report.is_file() or not find_spec("spec_tests"):
+        return results.conformance(flags.report)
+    own = flags.out / "report"
+    picked = [word for clause in SHORT_CHECK for word in ("--clause", clause)]
+    command = [sys.executable, "-m", "spec_tests", "--impl", "solution", "--impl", "torch"]
+    print("\nno report of `make check`: a few clauses are run now", flush=True)
+    subprocess.run(
+        [*command, *picked, "--report", str(own)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,  # what does not hold is what the table will say
+    )
+    return results.conformance(own / "report.json")
+
+
+def _write(found: dict[str, Any], out: Path) -> None:
+    text = json.dumps(found, indent=1) + "\n"
+    write_atomically(out / "results.json", text.encode())
+    write_atomically(out / "index.html", page.render(found).encode())
+    print(f"page: {out / 'index.html'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

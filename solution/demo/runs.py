@@ -1,0 +1,207 @@
+"""The runs of the demonstration: what to start, the kill, and what each left behind."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from solution.measure.recording import WARM_UP
+
+__all__ = ["RUNS", "Run", "prepare", "start", "train"]
+
+GLOBAL_BATCH, MICRO_BATCH, SEQUENCE_LENGTH = 16, 4, 128
+PRESET = "tiny"
+VICTIM = 1  # the rank that is killed
+# Before a rank's command: write which process it is, then become it. torchrun makes $$ of $$$$.
+TELL = 'echo $$$$ > "$0.$RANK"; exec "$@"'
+DATA = ["--vocab-size", "2048", "--max-bytes", "2000000", "--shard-tokens", "200000"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of the demo.
+
+    Attributes:
+        title: for people.
+        name: of the files it writes.
+        kind: how the work is divided, a key of `theory`.
+        num_ranks: how many processes.
+        flags: of its own.
+        folder: below the demo's.
+        is_killed: once, and started anew.
+        micro_batch: sequences per backward on one rank.
+    """
+
+    title: str
+    name: str
+    kind: str
+    num_ranks: int
+    flags: tuple[str, ...]
+    folder: str = "runs"
+    is_killed: bool = False
+    micro_batch: int = MICRO_BATCH
+
+    @property
+    def script(self) -> str:
+        """The module that trains it."""
+        if self.num_ranks == 1:
+            return "solution.train_baseline"
+        return "solution.train_fsdp" if self.name.startswith("fsdp") else "solution.train_ddp"
+
+    def traces(self, out: Path) -> Path:
+        """Where its recorded step lies."""
+        words = re.sub(r"\W+", "-", self.title.lower())
+        return out / "traces" / words
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Backward passes of one rank per step."""
+        return GLOBAL_BATCH // (self.micro_batch * self.num_ranks)
+
+    def command(self, shared: Sequence[str], out: Path) -> list[str]:
+        """The command line, `torchrun` on a free port of the loopback for several ranks."""
+        flags = [*shared, *self.flags, "--out", str(out / self.folder)]
+        flags += ["--micro-batch-size", str(self.micro_batch)]
+        if self.num_ranks == 1:
+            return [sys.executable, "-m", self.script, *flags]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        torchrun.append(f"--nproc-per-node={self.num_ranks}")
+        if not self.is_killed:
+            return [*torchrun, "-m", self.script, *flags]
+        tell = ["--max-restarts=1", "--no-python", "sh", "-c", TELL, str(out / self.folder / "pid")]
+        return [*torchrun, *tell, sys.executable, "-m", self.script, *flags]
+
+    def pid(self, out: Path) -> str:
+        """Which process the rank to be killed is, of the newest start."""
+        return (out / self.folder / f"pid.{VICTIM}").read_text().strip()
+
+    def was_restarted(self, out: Path) -> bool:
+        """Whether another process took over from the one that was killed."""
+        return (out / self.folder / "killed").read_text() != self.pid(out)
+
+    def lines(self, out: Path) -> list[dict[str, Any]]:
+        """The log, one dict per step."""
+        text = (out / self.folder / f"{self.name}.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def curve(self, out: Path, key: str = "loss") -> list[float]:
+        """`key` of each step."""
+        return [line[key] for line in self.lines(out)]
+
+    def summaries(self, out: Path) -> list[dict[str, Any]]:
+        """What each rank said at the end."""
+        paths = (out / self.folder / f"{self.name}.rank{r}.json" for r in range(self.num_ranks))
+        return [json.loads(path.read_text()) for path in paths]
+
+
+def _sharded(title: str, strategy: str, *flags: str) -> Run:
+    name = f"fsdp_{strategy.lower()}" + ("_torch" if flags else "")
+    kind = name.removesuffix("_torch")
+    return Run(title, name, kind, 2, ("--strategy", strategy, *flags))
+
+
+BUCKETED = ("--wrapper", "ddp_bucketed")
+RUNS = [
+    Run("one rank", "baseline", "alone", 1, ()),
+    Run("control", "baseline", "alone", 1, (), "control", micro_batch=MICRO_BATCH // 2),
+    Run("ours, ddp", "ddp", "ddp", 2, ("--wrapper", "ddp")),
+    Run("ours, bucketed", "ddp_bucketed", "ddp", 2, BUCKETED),
+    Run("PyTorch's DDP", "torch", "ddp", 2, ("--wrapper", "torch")),
+    Run("ours, ZeRO-1", "ddp_bucketed", "zero1", 2, (*BUCKETED, "--zero1"), "zero1"),
+    _sharded("ours, FSDP", "FULL_SHARD"),
+    _sharded("ours, SHARD_GRAD_OP", "SHARD_GRAD_OP"),
+    _sharded("ours, NO_SHARD", "NO_SHARD"),
+    _sharded("PyTorch's FSDP", "FULL_SHARD", "--impl", "torch"),
+    Run("killed, resumed", "ddp_bucketed", "ddp", 2, BUCKETED, "killed", is_killed=True),
+]
+"""The first one is the baseline and the second the control, whatever else is chosen."""
+
+
+def prepare(out: Path) -> int:
+    """Make the shards, unless they are there; returns 2 if that failed."""
+    return start([sys.executable, "-m", "solution.data.prepare", "--out", str(out / "data"), *DATA])
+
+
+def train(run: Run, flags: argparse.Namespace) -> int:
+    """One of the runs, with the kill if that is what it is for; returns 2 if it failed."""
+    folder, shared = flags.out / run.folder, _shared_flags(flags)
+    meanwhile = None
+    if run.is_killed:
+        shutil.rmtree(folder, ignore_errors=True)  # an earlier demo's saves are of a finished run
+        folder.mkdir(parents=True)
+        every = str(max(1, flags.steps // 6))
+        shared += ["--checkpoint-dir", str(folder / "saved"), "--save-every", every]
+
+        def meanwhile(process: subprocess.Popen[bytes]) -> None:
+            _kill(run, flags.out, max(1, 4 * flags.steps // 7), process)
+
+    elif flags.steps > WARM_UP:  # one that is killed would find the traces of its first start
+        shutil.rmtree(run.traces(flags.out), ignore_errors=True)
+        shared += ["--profile-steps", "1", "--traces", str(run.traces(flags.out))]
+    command = run.command(shared, flags.out)
+    print(f"\n$ {shlex.join(['python', *command[1:]])}", flush=True)
+    return start(command, meanwhile)
+
+
+def _shared_flags(flags: argparse.Namespace) -> list[str]:
+    """What all runs have in common; a run's own flags come later, and win."""
+    settings = {
+        "data": flags.out / "data",
+        "preset": PRESET,
+        "sequence-length": SEQUENCE_LENGTH,
+        "global-batch-size": GLOBAL_BATCH,
+        "steps": flags.steps,
+        "warmup-steps": flags.steps // 10,
+        "learning-rate": 1e-3,
+        "max-norm": 1.0,
+        "bucket-size-mb": 1,
+        "log-every": max(1, flags.steps // 3),
+        "device": flags.device,
+        "attention": flags.attention,
+    }
+    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+
+def start(
+    command: Sequence[str], meanwhile: Callable[[subprocess.Popen[bytes]], None] | None = None
+) -> int:
+    """Run `command` to its end with one thread per rank; 2 if it failed, having said why."""
+    # Ranks of a second start must not find the addresses of the first: see solution.resume.
+    settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {**os.environ, **settings}
+    # A rank of its own run, whoever started the demo.
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    with subprocess.Popen(command, env=environment) as process:
+        if meanwhile is not None:
+            meanwhile(process)
+    if process.returncode:
+        said = f"expected status 0, got {process.returncode} from: {shlex.join(command)}"
+        print(f"error: {said}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _kill(run: Run, out: Path, after: int, process: subprocess.Popen[bytes]) -> None:
+    """Kill a rank once `after` steps are in the log; leaves word which process that was."""
+    log = out / run.folder / f"{run.name}.jsonl"
+    while not (log.exists() and log.read_bytes().count(b"\n") >= after):
+        if process.poll() is not None:
+            return  # it failed, and has said why
+        time.sleep(0.01)
+    pid = run.pid(out)
+    os.kill(int(pid), signal.SIGKILL)
+    (out / run.folder / "killed").write_text(pid)
+    print(f"killed rank {VICTIM} (process {pid}) after step {after}", flush=True)
