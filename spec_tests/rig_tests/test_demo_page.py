@@ -107,8 +107,10 @@ def test_the_time_line_shades_what_happened_at_once(file: Path, browser):
     }
     assert len(boxes["overlap"]) == len(boxes["communication"]) == 12
     for begin, width in boxes["overlap"]:
-        inside = [a <= begin + 0.02 and begin + width <= a + w + 0.02 for a, w in boxes["compute"]]
-        assert any(inside), f"the overlap at {begin} lies outside of computation"
+        inside = [
+            a <= begin + 0.02 and begin + width <= a + w + 0.02 for a, w in boxes["communication"]
+        ]
+        assert any(inside), f"the overlap at {begin} lies outside of communication"
 
 
 def test_what_is_wrong_is_said_in_words(tmp_path: Path, browser):

@@ -55,6 +55,12 @@ def test_a_strategy_changes_nothing_but_rounding(data, baseline, tmp_path, strat
         assert found == pytest.approx(wanted, rel=1e-5)
     first, second = weights(tmp_path, name)
     assert first == second
+    told = json.loads((tmp_path / f"{name}.rank0.json").read_text())
+    held, whole = told["held_bytes"], told["parameter_bytes"]
+    share = 1 if strategy == "NO_SHARD" else 0.5
+    for component, copies in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
+        # Rows that do not divide, and AdamW's count of steps, in a model of some kilobytes.
+        assert held[component] == pytest.approx(share * copies * whole, rel=0.05), component
 
 
 @pytest.mark.parametrize(

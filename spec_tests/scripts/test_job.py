@@ -107,6 +107,11 @@ def test_two_ranks_end_with_equal_weights_and_the_baselines_losses(data, tmp_pat
     first, second = (summary(tmp_path, f"ddp_bucketed.rank{rank}") for rank in range(2))
     assert first["weights_sha256"] == second["weights_sha256"]
     assert first["bytes_per_step"] == first["parameter_bytes"]
+    held, whole = first["held_bytes"], first["parameter_bytes"]
+    assert held["parameters"] == held["gradients"] == whole
+    assert 2 * whole < held["optimizer"] < 2.1 * whole, "two moments and a count of steps"
+    assert held["activations"] > 0
+    assert first["collectives"]["allreduce_"]["bytes"] == whole
     assert first["val_loss"] == pytest.approx(summary(tmp_path)["val_loss"], rel=1e-6)
     for ours, theirs in zip(steps(tmp_path, "ddp_bucketed"), steps(tmp_path), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
