@@ -95,7 +95,7 @@ def tiled_backward(
     if dlse_BHQ is not None:
         delta_ZRQ = delta_ZRQ - dlse_BHQ.reshape(delta_ZRQ.shape)
     # exp(S - inf) is 0: a row that saw nothing gives and gets nothing.
-    lse_ZRQ = lse_BHQ.masked_fill(lse_BHQ == -torch.inf, torch.inf).reshape(delta_ZRQ.shape)
+    minus_lse_ZRQ = -lse_BHQ.masked_fill(lse_BHQ == -torch.inf, torch.inf).reshape(delta_ZRQ.shape)
     dq_ZRQD = q_ZRQD.new_zeros(q_ZRQD.shape)
     dk_ZKD, dv_ZKD = k_BGKD.new_empty(k_ZKD.shape), v_BGKD.new_empty(v_ZKD.shape)
     num_hidden = k_ZKD.shape[1] - q_ZRQD.shape[2]
@@ -105,8 +105,9 @@ def tiled_backward(
         first = max(0, keys.start - num_hidden) if causal else 0
         for rows in _tiles(first, q_ZRQD.shape[2]):
             q, dout = _rows(q_ZRQD, rows), _rows(dout_ZRQD, rows)
-            scores = _scores(q, k_ZKD, rows, keys, scale, num_hidden if causal else None)
-            weights = scores.sub_(_rows(lse_ZRQ, rows).unsqueeze(-1)).exp_()
+            minus_lse = _rows(minus_lse_ZRQ, rows).unsqueeze(-1)
+            hidden = num_hidden if causal else None
+            weights = _scores(q, k_ZKD, rows, keys, scale, hidden, plus=minus_lse).exp_()
             delta = _rows(delta_ZRQ, rows).unsqueeze(-1)
             dscores = torch.baddbmm(delta, dout, v.mT, beta=-1).mul_(weights)
             if wants_kv:
@@ -155,9 +156,14 @@ def _scores(
     keys: slice,
     scale: float,
     num_hidden: int | None,
+    plus: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`scale * q k^T` of one tile; with `num_hidden` query i sees the keys up to i + num_hidden."""
-    scores = torch.baddbmm(q.new_zeros(()), q, k_ZKD[:, keys].mT, beta=0, alpha=scale)
+    """`scale * q k^T` of one tile, and `plus` for each row, which costs no pass of its own.
+
+    With `num_hidden` query i sees the keys up to i + num_hidden.
+    """
+    start = q.new_zeros(()) if plus is None else plus
+    scores = torch.baddbmm(start, q, k_ZKD[:, keys].mT, beta=plus is not None, alpha=scale)
     if num_hidden is None or keys.stop <= rows.start + num_hidden + 1:
         return scores
     row = torch.arange(rows.start, rows.stop, device=q.device).unsqueeze(-1)
