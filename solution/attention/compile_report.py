@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -27,7 +28,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ import torch
 
 from solution.attention.tiles import DIMS, TABLE, Tiles, choose, delta_queries, padded
 
-__all__ = ["Compiled", "Row", "compiled", "main", "problems", "rows"]
+__all__ = ["Compiled", "Row", "compiled", "compiled_all", "main", "problems", "rows"]
 
 SHARED_BYTES = 232_448  # of one program on compute capability 9.0
 TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
@@ -98,6 +99,9 @@ def problems(row: Row, found: Compiled) -> list[str]:
         said.append(f"expected no atomics, got {found.num_atomics}")
     if row.kernel != "delta" and not found.num_wgmma + found.num_mma:
         said.append("expected tensor-core instructions, got none")
+    is_half, dims = row.dtype != "float32", padded(row.head_dim)
+    if row.kernel != "delta" and is_half and dims <= 128 and not found.num_wgmma:
+        said.append(f"expected wgmma, Hopper's widest product, got {found.num_mma} mma")
     if row.tiles.num_stages > 1 and not found.num_async_copies:
         said.append("expected tiles to be fetched ahead, got no asynchronous copies")
     return said
@@ -109,18 +113,38 @@ def compiled(row: Row, tiles: Tiles | None = None) -> Compiled:
     Raises:
         RuntimeError: the compiler gave up.
     """
-    context = multiprocessing.get_context("fork")  # Triton is loaded once, by the parent
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_compile, args=(row, tiles or row.tiles, sender))
-    process.start()
-    sender.close()
-    try:
-        found = receiver.recv()
-    except EOFError:
-        found = "it ended without a word"
-    process.join()
+    (found,) = compiled_all([(row, tiles or row.tiles)])
     if not isinstance(found, Compiled):
-        raise RuntimeError(f"{row}: expected a compiled kernel, got {found}")
+        raise RuntimeError(found)
+    return found
+
+
+def compiled_all(jobs: Sequence[tuple[Row, Tiles]]) -> list[Compiled | str]:
+    """Each job's result, or why there is none: a process per job, as many at once as CPUs."""
+    context = multiprocessing.get_context("fork")  # Triton is loaded once, by the parent
+    found: list[Compiled | str] = [f"{row}: never compiled" for row, _ in jobs]
+    waiting = list(enumerate(jobs))
+    running: dict[Any, tuple[int, Any]] = {}  # by the pipe that will bring the result
+    while waiting or running:
+        while waiting and len(running) < (os.cpu_count() or 1):
+            index, job = waiting.pop(0)
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_compile, args=(*job, sender))
+            process.start()
+            sender.close()
+            running[receiver] = index, process
+        pipe: Any
+        for pipe in wait(list(running)):
+            index, process = running.pop(pipe)
+            result: Any
+            try:
+                result = pipe.recv()
+            except EOFError:
+                result = "it ended without a word"
+            process.join()
+            if not isinstance(result, Compiled):
+                result = f"{jobs[index][0]}: expected a compiled kernel, got {result}"
+            found[index] = result
     return found
 
 
@@ -227,11 +251,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     masks = [name == "causal" for name in flags.mask]
     lines, said = [tuple(_HEADER)], []
-    for row in rows(dtypes=flags.dtype, head_dims=flags.head_dim, masks=masks):
-        try:
-            found = compiled(row)
-        except RuntimeError as error:
-            said.append(str(error))
+    shipped = rows(dtypes=flags.dtype, head_dims=flags.head_dim, masks=masks)
+    results = compiled_all([(row, row.tiles) for row in shipped])
+    for row, found in zip(shipped, results, strict=True):
+        if not isinstance(found, Compiled):
+            said.append(found)
             continue
         lines.append(_line(row, found))
         said += [f"{' '.join(lines[-1][:4])}: {problem}" for problem in problems(row, found)]

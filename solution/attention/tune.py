@@ -3,11 +3,12 @@
     python -m solution.attention.tune [--head-dim 64 128] [--dtype bfloat16] [--mask causal]
                                       [--length 4096]
 
-For each kernel, head dim and mask every candidate is first checked against attention in float32
-(a compiler may get one shape of tile wrong and another right), then timed: the median of
-`NUM_TIMES` launches, 16384 tokens and 2048 channels in all. dK/dV and dQ are timed with the delta
-kernel, which both need. The fastest come first; the row of the table bears a star. What wins here
-and does not spill (`solution.attention.compile_report`) belongs into the table.
+For each kernel, head dim and mask all candidates are compiled at once, as
+`solution.attention.compile_report` does, and those that spill or do not fit fall out. The others
+are first checked against attention in float64 (a compiler may get one shape of tile wrong and
+another right), then timed: the median of `NUM_TIMES` launches, 16384 tokens and 2048 channels in
+all. dK/dV and dQ are timed with the delta kernel, which both need. The fastest come first; the row
+of the table bears a star. What wins here belongs into the table.
 
 Exit status: 0, or 1 if the row of the table gives wrong values, 2 without a GPU and Triton.
 """
@@ -24,12 +25,12 @@ from typing import Any
 
 import torch
 
-from solution.attention import tiles
+from solution.attention import compile_report, tiles
 from solution.attention.tiled import tiled_backward, tiled_forward
 from solution.attention.tiles import Tiles
 from solution.attention.triton_launch import triton_backward, triton_forward, unavailable
 
-__all__ = ["CANDIDATES", "main"]
+__all__ = ["CANDIDATES", "fitting", "main"]
 
 NUM_TOKENS, NUM_CHANNELS = 16_384, 2048
 NUM_TIMES = 25
@@ -50,11 +51,13 @@ CANDIDATES = {
 def measured(kernel: str, head_dim: int, dtype: str, *, causal: bool, length: int) -> list[str]:
     """Lines of the report, the fastest first."""
     shipped = tiles.choose(kernel, tiles.padded(head_dim), getattr(torch, dtype))
+    candidates = list(dict.fromkeys([shipped, *CANDIDATES[kernel]]))
+    candidates = fitting(kernel, head_dim, dtype, candidates, causal=causal)
     small = _inputs((1, 2, 515, head_dim), dtype)  # ragged, so that masks count
     heads = max(1, NUM_CHANNELS // head_dim)
     large = _inputs((max(1, NUM_TOKENS // length), heads, length, head_dim), dtype)
     rows = []
-    for candidate in dict.fromkeys([shipped, *CANDIDATES[kernel]]):
+    for candidate in candidates:
         star = "*" if candidate == shipped else " "
         with _instead(kernel, dtype, candidate):
             try:
@@ -66,6 +69,26 @@ def measured(kernel: str, head_dim: int, dtype: str, *, causal: bool, length: in
         verdict = f"{ms:8.3f} ms" if error < 1 else "WRONG"
         rows.append((ms, f"{star} {verdict}  {candidate}  error {error:.2f} units"))
     return [line for _, line in sorted(rows, key=lambda row: row[0])]
+
+
+def fitting(
+    kernel: str, head_dim: int, dtype: str, candidates: Sequence[Tiles], *, causal: bool
+) -> list[Tiles]:
+    """Those that compile without a spilled register and fit into shared memory.
+
+    All of them where this machine has no assembler.
+    """
+    if compile_report.missing() is not None:
+        return list(candidates)
+    row = compile_report.Row(kernel, dtype, head_dim, causal)
+    found = compile_report.compiled_all([(row, candidate) for candidate in candidates])
+    return [
+        candidate
+        for candidate, result in zip(candidates, found, strict=True)
+        if isinstance(result, compile_report.Compiled)
+        and result.stack_bytes == 0
+        and result.shared_bytes <= compile_report.SHARED_BYTES
+    ]
 
 
 def _inputs(shape: tuple[int, ...], dtype: str) -> list[torch.Tensor]:
@@ -150,6 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.write(f"\n{kernel}, {dtype}, head dim {head_dim}, {mask}\n")
             lines = measured(kernel, head_dim, dtype, causal=mask == "causal", length=flags.length)
             sys.stdout.write("\n".join(lines) + "\n")
+            sys.stdout.flush()  # what is done stays, if the time is up
             is_wrong |= any(line.startswith("* WRONG") for line in lines)
     return int(is_wrong)
 

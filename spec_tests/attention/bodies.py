@@ -101,6 +101,14 @@ def everything(ctx: Context, subject: str, problem: Problem) -> Answer:
     }
 
 
+def or_refused(ctx: Context, subject: str, problem: Problem) -> Answer | str:
+    """`everything`, or the words of a refusal."""
+    try:
+        return everything(ctx, subject, problem)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        return str(error) or type(error).__name__
+
+
 def peak_bytes(ctx: Context, work: Callable[[], Any]) -> tuple[int, int]:
     """Bytes above those at the start: the most within `work`, and those left after it."""
     return footprint.peak_bytes(ctx.device, work)

@@ -57,6 +57,7 @@ class Launch:
     Attributes:
         kernel: its name.
         flops: of all products of tiles, padding and hidden tiles among them.
+        loaded: elements that were loaded.
         stored: elements that were stored.
         stored_again: stores and atomics to an address that had one before in this launch.
         foreign: loads of an address that another program of this launch stored.
@@ -65,6 +66,7 @@ class Launch:
 
     kernel: str
     flops: int = 0
+    loaded: int = 0
     stored: int = 0
     stored_again: int = 0
     foreign: int = 0
@@ -106,7 +108,9 @@ class _Watch:
         self.launches[-1].flops += 2 * a.data.size * b.data.shape[-1]
 
     def load(self, builder: Any, pointers: Any, mask: Any, *rest: Any) -> None:
-        self.loads.append((self.program, self.touched(pointers, mask)))
+        addresses = self.touched(pointers, mask)
+        self.launches[-1].loaded += addresses.size
+        self.loads.append((self.program, addresses))
 
     def store(self, builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> None:
         now = self.launches[-1]

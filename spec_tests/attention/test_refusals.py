@@ -37,6 +37,11 @@ BAD = {
     "more-key-heads": ("k", lambda: _with(k=torch.ones(2, 8, 20, 16), v=torch.ones(2, 8, 20, 16))),
     "dims-of-k": ("k", lambda: _with(k=torch.ones(2, 20, 16), v=torch.ones(2, 20, 16))),
     "integers": ("q", lambda: {name: torch.ones(SHAPE, dtype=torch.int64) for name in "qkv"}),
+    "complex-numbers": (
+        "q",
+        lambda: {name: torch.ones(SHAPE, dtype=torch.complex64) for name in "qkv"},
+    ),
+    "two-dims": ("q", lambda: {name: torch.ones(SHAPE[2:]) for name in "qkv"}),
     "a-list": ("q", lambda: _with(q=[[1.0]])),
     "none": ("v", lambda: _with(v=None)),
 }

@@ -12,7 +12,7 @@ import torch
 
 from spec_tests.attention import bodies, rules
 from spec_tests.attention.bodies import ATTENTION, CONTRACT, call, observe
-from spec_tests.attention.defined import OUTPUT_AND_GRADIENTS, as_defined, is_tf32
+from spec_tests.attention.defined import ALL, OUTPUT_AND_GRADIENTS, as_defined, is_tf32
 from spec_tests.attention.problem import Problem, inputs
 from spec_tests.clause import MUST, clause
 from spec_tests.rig import judge
@@ -51,6 +51,23 @@ def test_any_head_dim_is_right(world, subject, head_dim):
     """Any head dim MUST give the definition's values, a power of two or not."""
     problem = Problem(seq_q=40, head_dim=head_dim, batch=1)
     as_defined(world, subject, problem, *OUTPUT_AND_GRADIENTS)
+
+
+@clause(
+    "attention.shapes.large-head-dims",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source=CONTRACT + "; kernels end at 128 or 256, and what lies beyond is another row",
+)
+def test_a_head_dim_beyond_256_is_right_or_refused(world, subject):
+    """A head dim of 320 MUST give the definition's values, or be refused."""
+    problem = Problem(seq_q=20, head_dim=320, heads=1)
+    seen = observe(world, subject, bodies.or_refused, problem)
+
+    if not isinstance(seen, str):
+        rules.close(seen, problem, names=ALL, tf32=is_tf32(world))
 
 
 @clause(

@@ -72,7 +72,22 @@ class FlatOnly(PlainAttention):
         return found.transpose(0, 1)
 
 
+class HeadDimOf256(PlainAttention):
+    """Scores of the first 256 columns: the largest tile there is."""
+
+    def scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        return super().scores(q[..., :256], k[..., :256], scale)
+
+
 IMPOSTORS = (
+    card(
+        HeadDimOf256,
+        "head-dim-of-256",
+        "Leaves columns beyond 256 out of the scores.",
+        "The last branch of a table of tiles, with no error behind it.",
+        "Head dims of 64 and 128.",
+        "attention.shapes.large-head-dims",
+    ),
     card(
         CountsPadding,
         "counts-padding",
