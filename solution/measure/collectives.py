@@ -71,7 +71,7 @@ def _collectives(trace: Trace) -> list[tuple[str, float, int | None]]:
     kernels = [launch.span for launch in trace.kernels if "nccl" in launch.span.name.lower()]
     if kernels:
         return [_of_kernel(span) for span in kernels]
-    noted = [note for note in trace.annotations if note.name.startswith("gloo:")]
+    noted = [note for note in trace.annotations if note.name.startswith(("gloo:", "nccl:"))]
     types = {_dims_key((note.args or {}).get("Input Dims")): _types(note) for note in noted}
     asked = [span for span in trace.operators if span.name.startswith("c10d::")]
     return [
