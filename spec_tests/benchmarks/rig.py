@@ -1,12 +1,15 @@
 """How fast the rig is: calls, hypothesis examples, recovery; beside starting ranks for each test.
 
-Two ranks, one thread each. Every figure is the median of several repetitions with its range; the
-start-per-test column does what course test suites do (spawn the ranks, build the group, run one
-body, join) in the same run.
+Two ranks where nothing else is said, one thread each. Every figure is the median of several
+repetitions with its range; the start-per-test column does what course test suites do (spawn the
+ranks, build the group, run one body, join) in the same run.
 
     calls          round trips of an empty body on live ranks, per second
     examples       hypothesis examples per second: a flat-bucket data-parallel step on the ranks,
                    judged in the parent against a step computed there
+    sim examples   likewise on simulated ranks, 2, 4 and 8 of them
+    deadlock       a rank leaves, its peer waits: from the call to the table, on sim, milliseconds
+    ddp chapter    every clause of the chapter on the reference, on sim, ranks started anew: seconds
     recovery       SIGKILL a rank, notice it, fork a new pool, join a group, all-reduce: seconds
     spawned test   the same all-reduce with ranks spawned for it: seconds
 """
@@ -14,6 +17,7 @@ body, join) in the same run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -30,13 +34,27 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from spec_tests.benchmarks.paired import environment, table
+from spec_tests.ledger import load_all
 from spec_tests.rig.errors import RankDied
+from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.rank import Context
+from spec_tests.rig.runner import run_case
+from spec_tests.rig.sim import Deadlock
 from spec_tests.rig.world import Worlds
 from spec_tests.rig.zygote import RANK_ENVIRONMENT, start_zygote
+from spec_tests.target import parse
 
 RESULTS = Path(__file__).with_name("results")
-BOUNDS = {"calls": 1500.0, "examples": 200.0, "recovery": 0.25}
+BOUNDS = {
+    "calls": 1500.0,
+    "examples": 200.0,
+    "sim 2": 300.0,
+    "sim 4": 150.0,
+    "sim 8": 60.0,
+    "deadlock": 10.0,
+    "ddp on sim": 10.0,
+    "recovery": 0.25,
+}
 
 
 def empty(ctx: Context) -> None:
@@ -73,9 +91,12 @@ def calls_per_second(worlds: Worlds, number: int = 1500) -> float:
     return number / (time.perf_counter() - begun)
 
 
-def examples_per_second(worlds: Worlds, number: int = 200) -> float:
-    """Hypothesis examples whose body runs on the ranks."""
-    world = worlds.world(2)
+def examples_per_second(
+    worlds: Worlds, number: int = 200, *, size: int = 2, transport: str = "gloo"
+) -> float:
+    """Hypothesis examples whose body runs on `size` ranks, a power of two."""
+    world = worlds.world(size, transport=transport)
+    world.run(empty)
     executed = 0
 
     @settings(
@@ -93,13 +114,45 @@ def examples_per_second(worlds: Worlds, number: int = 200) -> float:
         nonlocal executed
         executed += 1
         ranks = world.run(flat_bucket_step, sizes, seed)
-        both = zip(_gradients(sizes, seed), _gradients(sizes, seed + 1), strict=True)
-        expected = torch.cat([(a + b) / 2 for a, b in both])
+        each = [torch.cat(_gradients(sizes, seed + rank)) for rank in range(size)]
+        expected = torch.stack(each).sum(dim=0) / size
         assert all(torch.equal(rank, expected) for rank in ranks)
 
     begun = time.perf_counter()
     step_is_the_mean()
     return executed / (time.perf_counter() - begun)
+
+
+def leave_early(ctx: Context) -> None:
+    """Rank 0 waits for a rank that has left."""
+    if ctx.rank == 0:
+        dist.all_reduce(torch.ones(4))
+
+
+def deadlock_ms(worlds: Worlds) -> float:
+    """From the call to the table of who waits where; the median of twenty."""
+    world = worlds.world(2, transport="sim")
+    taken = []
+    for _ in range(20):
+        begun = time.perf_counter()
+        with contextlib.suppress(Deadlock):
+            world.run(leave_early)
+        taken.append(1e3 * (time.perf_counter() - begun))
+    return statistics.median(taken)
+
+
+def ddp_chapter_s() -> float:
+    """Every case of every clause of the ddp chapter on the reference, ranks started anew."""
+    worlds, target = Worlds("sim"), parse("solution")
+    clauses = [c for c in load_all() if c.chapter == "ddp" and "sim" in c.transports]
+    begun = time.perf_counter()
+    try:
+        results = [run_case(c, target, case, worlds) for c in clauses for case in c.cases()]
+    finally:
+        worlds.close()
+    failed = [f"{r.clause.id} {r.case}" for r in results if r.outcome is not Outcome.PASSED]
+    assert not failed, failed
+    return time.perf_counter() - begun
 
 
 def recovery_s(worlds: Worlds) -> float:
@@ -140,13 +193,18 @@ def _spawned(rank: int, port: int) -> None:
 def measure(repetitions: int) -> dict[str, list[float]]:
     """All figures, the measurements in turn so that a slow moment meets all of them."""
     worlds = Worlds()
-    found: dict[str, list[float]] = {n: [] for n in ("calls", "examples", "recovery", "spawned")}
     measures: dict[str, Callable[[], float]] = {
         "calls": lambda: calls_per_second(worlds),
         "examples": lambda: examples_per_second(worlds),
+        "sim 2": lambda: examples_per_second(worlds, size=2, transport="sim"),
+        "sim 4": lambda: examples_per_second(worlds, size=4, transport="sim"),
+        "sim 8": lambda: examples_per_second(worlds, 100, size=8, transport="sim"),
+        "deadlock": lambda: deadlock_ms(worlds),
+        "ddp on sim": ddp_chapter_s,
         "recovery": lambda: recovery_s(worlds),
         "spawned": spawned_test_s,
     }
+    found: dict[str, list[float]] = {name: [] for name in measures}
     try:
         for _ in range(repetitions):
             for name, run in measures.items():
@@ -162,6 +220,11 @@ def render(found: dict[str, list[float]]) -> str:
     words = {
         "calls": ("empty calls per second", "at least"),
         "examples": ("hypothesis examples per second", "at least"),
+        "sim 2": ("hypothesis examples per second, 2 simulated ranks", "at least"),
+        "sim 4": ("hypothesis examples per second, 4 simulated ranks", "at least"),
+        "sim 8": ("hypothesis examples per second, 8 simulated ranks", "at least"),
+        "deadlock": ("a deadlock of simulated ranks, told after: ms", "at most"),
+        "ddp on sim": ("the whole ddp chapter on simulated ranks: s", "at most"),
         "recovery": ("kill, respawn, first all-reduce: s", "at most"),
         "spawned": ("the same all-reduce in spawned ranks: s", ""),
     }
@@ -192,7 +255,7 @@ def main(argv: list[str]) -> int:
     found = measure(options.repetitions)
     where: dict[str, Any] = environment()
     lines = "\n".join(f"- {key}: {value}" for key, value in where.items())
-    text = f"# The rig, two ranks on gloo\n\n{render(found)}\n\n{lines}\n"
+    text = f"# The rig\n\n{render(found)}\n\n{lines}\n"
     print(text)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "rig.md").write_text(text)
