@@ -19,7 +19,7 @@ from spec_tests.rig.sim import Schedule
 
 DDP = ("ddp", "ddp_bucketed")
 SIM = ("sim",)  # live ranks take no orders
-SEED = 7
+TOY, SEED = "stack", 7  # several buckets, of equal and of unequal size
 
 
 def three_steps(ctx, subject, toy, seed):
@@ -51,9 +51,9 @@ def test_no_order_of_events_changes_the_gradients(world, subject, schedule):
     buffer that is filled again in flight is an error by itself.
     """
     lenient = Schedule(**{**vars(schedule), "unwaited": "ignore"})
-    ranks = world.scheduled(lenient).run(three_steps, subject, "mlp", SEED)
+    ranks = world.scheduled(lenient).run(three_steps, subject, TOY, SEED)
 
-    equivalence.mean_gradients(ranks, "mlp", SEED, micros=(2,), given=str(schedule))
+    equivalence.mean_gradients(ranks, TOY, SEED, micros=(2,), given=str(schedule))
 
 
 @clause(
@@ -70,6 +70,6 @@ def test_every_reduction_is_waited_for(world, subject):
 
     That a later one has completed proves nothing about an earlier one: gloo runs several at once.
     """
-    ranks = world.run(three_steps, subject, "mlp", SEED)
+    ranks = world.run(three_steps, subject, TOY, SEED)
 
-    equivalence.mean_gradients(ranks, "mlp", SEED, micros=(2,))
+    equivalence.mean_gradients(ranks, TOY, SEED, micros=(2,))

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import Phase, given, settings
 
+from spec_tests import target
+from spec_tests.ddp.test_schedules import SEED, TOY, three_steps
+from spec_tests.laws import equivalence
+from spec_tests.rig import strategies
 from spec_tests.rig.errors import RankDied, RankHung, RankRaised
 from spec_tests.rig.rank import Context
 from spec_tests.rig.sim import Deadlock, Schedule
@@ -223,6 +228,22 @@ def test_the_rank_that_ends_the_process_is_named(worlds: Worlds):
     with pytest.raises(RankDied, match="rank 1 of 2: exited with 3"):
         sim(worlds).run(bodies.fail, "os-exit", 1)
     assert sim(worlds).run(bodies.who) == [(0, 2, ""), (1, 2, "")]
+
+
+def test_hypothesis_finds_the_schedule_that_a_bug_needs_and_shrinks_it(worlds: Worlds):
+    # Rightly written without a pinned example: the clause has some.
+    faulty = worlds.world(2, target.parse("impostor:ddp.gathers-by-completion"), transport="sim")
+
+    @settings(max_examples=100, phases=[Phase.generate, Phase.shrink])
+    @given(schedule=strategies.schedules_of_ranks())
+    def gradients_are_the_mean(schedule: Schedule) -> None:
+        ranks = faulty.scheduled(schedule).run(three_steps, "ddp_bucketed", TOY, SEED)
+        equivalence.mean_gradients(ranks, TOY, SEED, micros=(2,))
+
+    with pytest.raises((RankRaised, AssertionError)) as caught:
+        gradients_are_the_mean()
+    (note,) = caught.value.__notes__
+    assert "choices=(),\n        straggler=None,\n        late=1" in note
 
 
 def test_a_schedule_is_refused_by_live_ranks(worlds: Worlds):
