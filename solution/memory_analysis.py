@@ -203,6 +203,8 @@ def _table(found: Prediction, measured: dict[str, int] | None, closed: int | Non
         rows.append(("reserved by the allocator", "", f"{measured['reserved'] / MIB:,.2f}", ""))
     width = max(len(row[0]) for row in rows)
     lines = [f"  {n:<{width}}  {p:>12}  {m:>12}  {e:>9}".rstrip() for n, p, m, e in rows]
+    state = sum(found.terms[term] for term in TERMS[:3])
+    lines.append(f"  parameters, gradients and optimizer together: {state / MIB:,.2f} MiB")
     if closed is not None:
         lines.append(f"  activations in closed form: {closed:,} bytes")
     return "\n".join(lines)
