@@ -34,18 +34,24 @@ def main(arguments: list[str]) -> int:
 
         return compare(arguments[1:])
     if arguments[:1] == ["impostors"]:
-        # First: it preloads torch for the ranks while this process imports it. Without it every
-        # rank imports for itself, a second each.
-        from spec_tests.rig.zygote import start_zygote
-
-        start_zygote()
-        from spec_tests.impostors.matrix import main as matrix
-
-        return matrix(arguments[1:])
+        return _impostors(arguments[1:])
     if arguments[:1] in (["-h"], ["--help"]):
         print(__doc__)
         return 0
     return _judge(arguments)
+
+
+def _impostors(arguments: list[str]) -> int:
+    if arguments == ["--serve"]:
+        # First: it preloads while this process imports. Without it every rank imports for itself,
+        # a second each. All ranks are on a CPU, where kernels are interpreted.
+        from spec_tests.rig.zygote import rank_environment, start_zygote
+
+        os.environ.update(rank_environment("gloo"))
+        start_zygote("spec_tests.impostors.preload")
+    from spec_tests.impostors.command import main as impostors
+
+    return impostors(arguments)
 
 
 def _ledger(arguments: list[str]) -> int:

@@ -65,7 +65,7 @@ from spec_tests.impostors import (
     zero1_updates,
 )
 from spec_tests.impostors.card import Functions, Impostor
-from spec_tests.impostors.patching import patched
+from spec_tests.impostors.patching import forget, patched
 from spec_tests.impostors.plain_ddp import overlay
 from spec_tests.target import Target, import_target
 
@@ -186,6 +186,8 @@ def build(words: str, target: Target) -> Any:
     """The implementation below with the impostor's functions or patches. Called in ranks only."""
     impostor = find(words)
     patches = impostor.patches if impostor.is_here else ()
+    if patches:
+        forget(target.module)
     with patched(patches):
         base = import_target(target)
         for module, _, _ in patches:

@@ -1,26 +1,18 @@
 """Which clauses reject which impostors: the proof that the suite has teeth, and no false alarms.
 
-    python -m spec_tests impostors                      named clauses of every impostor
-    python -m spec_tests impostors --repeat 20          20 times each: a rejection by luck shows
-    python -m spec_tests impostors --accepted           benign ones, and a sample of other chapters
-    python -m spec_tests impostors --full               both, and all of the other chapters: an hour
-    python -m spec_tests impostors --only 'ddp.no-*'    some of them
-
 An impostor is *rejected* by a clause when at least one of the clause's cases fails in a way that
 its card allows. It is *misattributed* when a chapter that it has nothing to do with rejects it.
+`command` says what of this is run, `crew` has it done side by side.
 """
 
 from __future__ import annotations
 
-import argparse
-import fnmatch
+import functools
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from spec_tests.clause import Clause
-from spec_tests.impostors import CATALOGUE, FORCED_FAILURE
 from spec_tests.impostors.alone import Alone
 from spec_tests.impostors.card import Impostor
 from spec_tests.ledger import load_all
@@ -37,9 +29,6 @@ RELATED = {
     "training": {"training"},
     "data": {"data", "training"},
 }
-
-SAMPLE, SAMPLED = 2, 48
-"""`--accepted`: clauses of other chapters that a near-miss is held against, and how many are."""
 
 
 @dataclass
@@ -86,13 +75,19 @@ def target_of(impostor: Impostor) -> Target:
     return parse(f"impostor:{impostor.id}")
 
 
+@functools.cache
+def by_id() -> dict[str, Clause]:
+    """Every clause, in the order of the ledger."""
+    return {clause.id: clause for clause in load_all()}
+
+
 def named_clauses(impostor: Impostor) -> list[Clause]:
     """The clauses that must reject it.
 
     Raises:
         ValueError: the card names a clause that does not exist.
     """
-    clauses = {clause.id: clause for clause in load_all()}
+    clauses = by_id()
     unknown = [name for name in impostor.rejected_by if name not in clauses]
     if unknown:
         raise ValueError(f"impostor {impostor.id} names clauses that do not exist: {unknown}")
@@ -106,9 +101,7 @@ def brought_by(impostor: Impostor) -> set[str]:
 
 def _observable() -> list[Clause]:
     """The clauses that ranks on a CPU can observe."""
-    return [
-        clause for clause in load_all() if "gloo" in clause.transports or "sim" in clause.transports
-    ]
+    return [c for c in by_id().values() if {"gloo", "sim"} & {*c.transports}]
 
 
 def owed_by_benign(impostor: Impostor) -> list[Clause]:
@@ -168,70 +161,4 @@ def must_accept(impostor: Impostor, clauses: Sequence[Clause], worlds: Worlds) -
                 f"{impostor.id} must be accepted by {clause.id}: {found.outcome} ({found.case}): "
                 f"{found.message}"
             )
-    return complaints
-
-
-def main(arguments: Sequence[str]) -> int:
-    """The command; 0 if everything is rejected and accepted as it should be."""
-    from hypothesis import settings
-
-    from spec_tests.rig.strategies import register_profiles
-
-    parser = argparse.ArgumentParser(prog="python -m spec_tests impostors", description=__doc__)
-    parser.add_argument("--repeat", type=int, default=1, help="times that each must be rejected")
-    parser.add_argument("--full", action="store_true", help="other chapters and benign ones too")
-    parser.add_argument(
-        "--accepted",
-        action="store_true",
-        help="only what must be accepted: benign ones by all, some others by a sample of clauses",
-    )
-    parser.add_argument("--only", default="*", help="glob over impostor ids")
-    options = parser.parse_args(arguments)
-    register_profiles()
-    settings.load_profile("impostors")
-    chosen = [i for i in CATALOGUE.values() if fnmatch.fnmatchcase(i.id, options.only)]
-    if not chosen:
-        chapters = sorted({f"{name.partition('.')[0]}.*" for name in CATALOGUE})
-        print(f"--only {options.only}: no impostor matches; try one of {', '.join(chapters)}")
-        return 2
-    if options.accepted:
-        chosen = _sampled(chosen)
-    worlds = Worlds()
-    try:
-        complaints = [line for i in chosen for line in _examine(i, options, worlds)]
-    finally:
-        worlds.close()
-    print("\n".join(["", *complaints]) if complaints else "")
-    rejected = sum(not i.is_benign for i in chosen)
-    print(f"{rejected} impostors, {len(chosen) - rejected} benign: {len(complaints)} complaints")
-    return 1 if complaints else 0
-
-
-def _sampled(impostors: Sequence[Impostor]) -> list[Impostor]:
-    """All benign ones and some of the rest, the same ones each time."""
-    near_misses = [i for i in impostors if not i.is_benign]
-    kept = {i.id for i in random.Random(0).sample(near_misses, min(SAMPLED, len(near_misses)))}
-    return [i for i in impostors if i.is_benign or i.id in kept]
-
-
-def _examine(impostor: Impostor, options: argparse.Namespace, worlds: Worlds) -> list[str]:
-    begun, complaints = time.perf_counter(), []
-    accepted: list[Clause] = []
-    if impostor.is_benign:
-        accepted = owed_by_benign(impostor) if options.full or options.accepted else []
-    elif impostor is not FORCED_FAILURE:
-        if options.full:
-            accepted = unrelated_clauses(impostor)
-        elif options.accepted:
-            accepted = unrelated_clauses(impostor, limit=SAMPLE)
-    if not (impostor.is_benign or options.accepted):
-        for _ in range(options.repeat):
-            complaints += must_reject(impostor, worlds)
-    complaints += must_accept(impostor, accepted, worlds)
-    worlds.drop(target_of(impostor))
-    verdict = "COMPLAINT" if complaints else "ok"
-    names = ", ".join(impostor.rejected_by) or "accepted by all"
-    if options.accepted:
-        names = f"accepted by {len(accepted)} clauses"
-    print(f"{verdict:9} {impostor.id:36} {time.perf_counter() - begun:6.1f} s  {names}", flush=True)
     return complaints

@@ -82,3 +82,9 @@ def patched(patches: Sequence[tuple[str, str, str]]) -> Iterator[None]:
     missed = [name for name, _, _ in patches if name not in sys.modules]
     if missed:
         raise StalePatchError(f"never imported, so never patched: {', '.join(missed)}")
+
+
+def forget(package: str) -> None:
+    """Let `package` be imported anew, so that it can be patched although the zygote has it."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        del sys.modules[name]

@@ -153,8 +153,9 @@ def main(config: RankConfig, tasks: Connection, control: Connection) -> None:
     os.setsid()  # a session of its own: whatever it starts can be ended with it
     preloaded = "torch.distributed.fsdp" in sys.modules
     output = _redirect_output(config.output_path)
+    had_interpreter = bool(os.environ.get("TRITON_INTERPRET"))  # so the zygote had it as well
     os.environ.update(config.environment)
-    if os.environ.get("TRITON_INTERPRET"):
+    if os.environ.get("TRITON_INTERPRET") and not had_interpreter:
         forget_triton()
     os.environ.update(
         RANK=str(config.rank), LOCAL_RANK=str(config.rank), WORLD_SIZE=str(config.world_size)

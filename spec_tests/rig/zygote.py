@@ -52,14 +52,18 @@ def rank_environment(transport: str) -> dict[str, str]:
     return {**RANK_ENVIRONMENT, **interprets}
 
 
-def start_zygote() -> None:
-    """Begin to preload in the background; call it before the parent imports torch itself."""
+def start_zygote(*modules: str) -> None:
+    """Begin to preload in the background; call it before the parent imports torch itself.
+
+    Args:
+        modules: to preload besides, where all ranks of this process will need them.
+    """
     for name, value in RANK_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if start_method() == "forkserver":
         from multiprocessing import forkserver
 
-        get_context("forkserver").set_forkserver_preload(list(PRELOAD))
+        get_context("forkserver").set_forkserver_preload([*PRELOAD, *modules])
         forkserver.ensure_running()
 
 

@@ -1,0 +1,117 @@
+"""See that the suite has teeth, and bites nobody else.
+
+python -m spec_tests impostors                      named clauses of every impostor
+python -m spec_tests impostors --repeat 20          20 times each: a rejection by luck shows
+python -m spec_tests impostors --accepted           benign ones, and a sample of other chapters
+python -m spec_tests impostors --full               both, and all of the other chapters: an hour
+python -m spec_tests impostors --only 'ddp.no-*'    some of them
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import os
+import random
+from collections.abc import Sequence
+
+from spec_tests.impostors import CATALOGUE, FORCED_FAILURE
+from spec_tests.impostors.card import Impostor
+from spec_tests.impostors.crew import Crew, Job, Verdict, serve
+from spec_tests.impostors.matrix import owed_by_benign, unrelated_clauses
+
+SAMPLE, SAMPLED = 2, 48
+"""`--accepted`: clauses of other chapters that a near-miss is held against, and how many are."""
+
+SHARE = 12
+"""Clauses that one job asks about at most, so that the last job is no long one."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command; 0 if everything is rejected and accepted as it should be."""
+    parser = argparse.ArgumentParser(
+        prog="python -m spec_tests impostors",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--repeat", type=int, default=1, help="times that each must be rejected")
+    parser.add_argument("--full", action="store_true", help="other chapters and benign ones too")
+    parser.add_argument(
+        "--accepted",
+        action="store_true",
+        help="only what must be accepted: benign ones by all, some others by a sample of clauses",
+    )
+    parser.add_argument("--only", default="*", help="glob over impostor ids")
+    parser.add_argument(
+        "--side-by-side", type=int, default=os.cpu_count() or 1, help="processes; one per core"
+    )
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)  # see `crew`
+    options = parser.parse_args(arguments)
+    if options.serve:
+        return serve_as_ranks_expect()
+    chosen = [i for i in CATALOGUE.values() if fnmatch.fnmatchcase(i.id, options.only)]
+    if not chosen:
+        chapters = sorted({f"{name.partition('.')[0]}.*" for name in CATALOGUE})
+        print(f"--only {options.only}: no impostor matches; try one of {', '.join(chapters)}")
+        return 2
+    if options.accepted:
+        chosen = _sampled(chosen)
+    with Crew(max(1, min(options.side_by_side, len(chosen)))) as crew:
+        asked = [(card, [crew.submit(job) for job in jobs(card, options)]) for card in chosen]
+        complaints = [
+            line
+            for card, futures in asked
+            for line in _report(card, [future.result() for future in futures], options)
+        ]
+    print("\n".join(["", *complaints]) if complaints else "")
+    rejected = sum(not i.is_benign for i in chosen)
+    print(f"{rejected} impostors, {len(chosen) - rejected} benign: {len(complaints)} complaints")
+    return 1 if complaints else 0
+
+
+def serve_as_ranks_expect() -> int:
+    """Be a process of a crew: judge with the first failure as the end, nothing shrunk."""
+    from hypothesis import settings
+
+    from spec_tests.rig.strategies import register_profiles
+
+    register_profiles()
+    settings.load_profile("impostors")
+    return serve()
+
+
+def _sampled(impostors: Sequence[Impostor]) -> list[Impostor]:
+    """All benign ones and some of the rest, the same ones each time."""
+    near_misses = [i for i in impostors if not i.is_benign]
+    kept = {i.id for i in random.Random(0).sample(near_misses, min(SAMPLED, len(near_misses)))}
+    return [i for i in impostors if i.is_benign or i.id in kept]
+
+
+def jobs(impostor: Impostor, options: argparse.Namespace) -> list[Job]:
+    """What is to be found out about it."""
+    clauses = [clause.id for clause in _owed(impostor, options)]
+    shares = [tuple(clauses[i : i + SHARE]) for i in range(0, len(clauses), SHARE)]
+    repeat = 0 if impostor.is_benign or options.accepted else options.repeat
+    return [
+        Job(impostor.id, repeat if not i else 0, share) for i, share in enumerate(shares or [()])
+    ]
+
+
+def _owed(impostor: Impostor, options: argparse.Namespace):
+    if not (options.full or options.accepted) or impostor is FORCED_FAILURE:
+        return []
+    if impostor.is_benign:
+        return owed_by_benign(impostor)
+    return unrelated_clauses(impostor, limit=None if options.full else SAMPLE)
+
+
+def _report(impostor: Impostor, verdicts: Sequence[Verdict], options: argparse.Namespace):
+    """Print one line; the complaints."""
+    complaints = [line for verdict in verdicts for line in verdict.complaints]
+    word = "COMPLAINT" if complaints else "ok"
+    names = ", ".join(impostor.rejected_by) or "accepted by all"
+    if options.accepted:
+        names = f"accepted by {len(_owed(impostor, options))} clauses"
+    duration_s = sum(verdict.duration_s for verdict in verdicts)
+    print(f"{word:9} {impostor.id:36} {duration_s:6.1f} s  {names}", flush=True)
+    return complaints
