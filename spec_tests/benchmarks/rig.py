@@ -40,6 +40,7 @@ from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.rank import Context
 from spec_tests.rig.runner import run_case
 from spec_tests.rig.sim import Deadlock
+from spec_tests.rig.strategies import register_profiles
 from spec_tests.rig.world import Worlds
 from spec_tests.rig.zygote import RANK_ENVIRONMENT, start_zygote
 from spec_tests.target import parse
@@ -143,6 +144,8 @@ def deadlock_ms(worlds: Worlds) -> float:
 
 def ddp_chapter_s() -> float:
     """Every case of every clause of the ddp chapter on the reference, ranks started anew."""
+    register_profiles()
+    settings.load_profile("quick")
     worlds, target = Worlds("sim"), parse("solution")
     clauses = [c for c in load_all() if c.chapter == "ddp" and "sim" in c.transports]
     begun = time.perf_counter()
