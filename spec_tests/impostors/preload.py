@@ -5,10 +5,13 @@ was four fifths of a rank's start. A fork shares nothing with the next one, so e
 has ranks that no other has touched; one that patches the reference has it forgotten first.
 """
 
+import contextlib
+
 from spec_tests import impostors, ledger
 from spec_tests.target import import_target, parse
 
 __all__ = ["impostors"]
 
 ledger.load_all()
-import_target(parse("solution"))
+with contextlib.suppress(Exception):  # a rank will meet it again, and say so
+    import_target(parse("solution"))

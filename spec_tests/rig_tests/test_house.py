@@ -13,7 +13,6 @@ LONG_FILES: dict[str, str] = {
     "spec_tests/contract.py": "all that an implementer must read stands in one file",
     "spec_tests/ddp/test_accumulation.py": "one concern with many clauses, each with its text",
     "spec_tests/ddp/test_gradients.py": "likewise",
-    "spec_tests/impostors/ddp_values.py": "a catalogue: one class and one card per near-miss",
 }
 """File to the reason why it may be longer than its budget."""
 LONG_FUNCTIONS: dict[str, str] = {}
