@@ -4,7 +4,7 @@
     python -m spec_tests --impl mine.py         judge a file, at level `correct`
     python -m spec_tests --impl mine.py --clause 'ddp.gradients.*' --level course
     python -m spec_tests compare BEFORE AFTER   two reports: what got better, what broke
-    python -m spec_tests ledger [--check]       write (or compare) CLAUSES.md
+    python -m spec_tests ledger [--check]       write (or compare) CLAUSES.md and the museum
     python -m spec_tests impostors [...]        see that the suite has teeth
 
 Options are those of the pytest plugin (`--impl`, `--clause`, `--level`, `--transport`,
@@ -56,14 +56,20 @@ def _impostors(arguments: list[str]) -> int:
 
 def _ledger(arguments: list[str]) -> int:
     from spec_tests import impostors, ledger
+    from spec_tests.impostors import museum
     from spec_tests.target import REPOSITORY_ROOT
 
-    text = ledger.render(ledger.load_all(), impostors.rejected_by())
+    clauses = ledger.load_all()
+    pages = {
+        ledger.PATH: ledger.render(clauses, impostors.rejected_by()),
+        museum.PATH: museum.render(clauses),
+    }
     if arguments == ["--check"]:
-        current = ledger.PATH.read_text() if ledger.PATH.exists() else ""
-        return 0 if current == text else 1
-    ledger.PATH.write_text(text)
-    print(f"wrote {ledger.PATH}")
+        stale = [path for path, text in pages.items() if _text_of(path) != text]
+        return 1 if stale else 0
+    for path, text in pages.items():
+        path.write_text(text)
+        print(f"wrote {path}")
     readme = REPOSITORY_ROOT / "README.md"
     if readme.is_file():
         near_misses, benign = impostors.counts()
@@ -71,6 +77,10 @@ def _ledger(arguments: list[str]) -> int:
         readme.write_text(claims)
         print(f"counted the claims of {readme}")
     return 0
+
+
+def _text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def _judge(arguments: list[str]) -> int:

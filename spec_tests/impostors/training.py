@@ -122,12 +122,14 @@ def _with_torch_ddp(loop: type[PlainTrain]) -> Functions:
     return offer(loop, None) | {"ddp": ddp, "ddp_bucketed": ddp_bucketed}
 
 
-def _patch(words: str, module: str, find: str, replace: str, does: str, clause: str) -> Impostor:
+def _patch(
+    words: str, module: str, find: str, replace: str, does: str, unseen: str, clause: str
+) -> Impostor:
     return Impostor(
         f"training.patched-{words}",
         does,
         "One line of the reference, changed.",
-        "",
+        unseen,
         (clause,),
         patches=((module, find, replace),),
     )
@@ -227,6 +229,7 @@ IMPOSTORS = (
         "scale=self.ranks.size / count",
         "scale=1 / count",
         "The mean over ranks divides a second time.",
+        "Adam does not feel a factor.",
         "training.gradient.equals-one-process",
     ),
     _patch(
@@ -235,6 +238,7 @@ IMPOSTORS = (
         "self._drop_gradients()  # what the caller left behind",
         "pass  # what the caller left behind",
         "Gradients from before enter the first step.",
+        "Tests begin with fresh parameters.",
         "training.gradient.leftovers-do-not-count",
     ),
     _patch(
@@ -243,6 +247,7 @@ IMPOSTORS = (
         "self._set_learning_rate(finished)\n",
         "self._set_learning_rate(finished + 1)\n",
         "Every update uses the rate of the next one.",
+        "The curve of a schedule is shifted by one step.",
         "training.rate.pure-function-of-the-step",
     ),
     _patch(
@@ -251,6 +256,7 @@ IMPOSTORS = (
         "loss = total / count",
         "loss = loss_sum.item() / count",
         "Reports this rank's part of the loss.",
+        "With one rank it is the loss.",
         "training.records.loss",
     ),
     _patch(
@@ -259,6 +265,7 @@ IMPOSTORS = (
         "if global_batch_size % per_pass:",
         "if global_batch_size < per_pass:",
         "Rounds down.",
+        "It trains, with fewer tokens than were asked for.",
         "training.accumulation.refuses-a-remainder",
     ),
 )
