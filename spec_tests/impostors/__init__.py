@@ -90,6 +90,14 @@ FORCED_FAILURE = Impostor(
     functions=_raises_always,
 )
 
+REFERENCE = Impostor(
+    "control.reference",
+    "Nothing is changed.",
+    "A control: the implementation below, as it is.",
+    "",
+    (),
+)
+
 CATALOGUE: dict[str, Impostor] = {
     impostor.id: impostor
     for chapter in (
@@ -151,6 +159,8 @@ def find(words: str) -> Impostor:
     Raises:
         ValueError: naming those that are near.
     """
+    if words == REFERENCE.id:
+        return REFERENCE
     if words not in CATALOGUE:
         from difflib import get_close_matches
 

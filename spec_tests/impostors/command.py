@@ -5,6 +5,7 @@ python -m spec_tests impostors --repeat 20          20 times each: a rejection b
 python -m spec_tests impostors --accepted           benign ones, and a sample of other chapters
 python -m spec_tests impostors --full               both, and all of the other chapters: an hour
 python -m spec_tests impostors --only 'ddp.no-*'    some of them
+python -m spec_tests impostors --margins            and how far errors and noise are from tolerances
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import random
 from collections.abc import Sequence
 
-from spec_tests.impostors import CATALOGUE, FORCED_FAILURE
+from spec_tests.impostors import CATALOGUE, FORCED_FAILURE, REFERENCE
 from spec_tests.impostors.card import Impostor
 from spec_tests.impostors.crew import Crew, Job, Verdict, serve
 from spec_tests.impostors.matrix import owed_by_benign, unrelated_clauses
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         action="store_true",
         help="only what must be accepted: benign ones by all, some others by a sample of clauses",
     )
+    parser.add_argument("--margins", action="store_true", help="of each clause about numbers")
     parser.add_argument("--only", default="*", help="glob over impostor ids")
     parser.add_argument(
         "--side-by-side", type=int, default=os.cpu_count() or 1, help="processes; one per core"
@@ -58,11 +60,13 @@ def main(arguments: Sequence[str]) -> int:
         chosen = _sampled(chosen)
     with Crew(max(1, min(options.side_by_side, len(chosen)))) as crew:
         asked = [(card, [crew.submit(job) for job in jobs(card, options)]) for card in chosen]
-        complaints = [
-            line
-            for card, futures in asked
-            for line in _report(card, [future.result() for future in futures], options)
-        ]
+        complaints, verdicts = [], []
+        for card, futures in asked:
+            found = [future.result() for future in futures]
+            complaints += _report(card, found, options)
+            verdicts += found
+        if options.margins:
+            print("", *margins(verdicts, crew), sep="\n")
     print("\n".join(["", *complaints]) if complaints else "")
     rejected = sum(not i.is_benign for i in chosen)
     print(f"{rejected} impostors, {len(chosen) - rejected} benign: {len(complaints)} complaints")
@@ -115,3 +119,26 @@ def _report(impostor: Impostor, verdicts: Sequence[Verdict], options: argparse.N
     duration_s = sum(verdict.duration_s for verdict in verdicts)
     print(f"{word:9} {impostor.id:36} {duration_s:6.1f} s  {names}", flush=True)
     return complaints
+
+
+def margins(verdicts: Sequence[Verdict], crew: Crew) -> list[str]:
+    """A line per clause that compared numbers: how near right code and near-misses come to it.
+
+    Right code is the reference. A near-miss counts whose error was compared and was too large; one
+    that fails otherwise, by a missing tensor say, has no margin.
+    """
+    nearest: dict[str, tuple[float, str]] = {}
+    for verdict in verdicts:
+        for clause, ratio in verdict.margins.items():
+            if ratio > 1.0:
+                known = (ratio, verdict.impostor)
+                nearest[clause] = min(nearest.get(clause, known), known)
+    clauses = sorted(nearest)
+    shares = [tuple(clauses[i : i + SHARE]) for i in range(0, len(clauses), SHARE)]
+    jobs = [crew.submit(Job(REFERENCE.id, accepted_by=share)) for share in shares]
+    noise = {clause: m for job in jobs for clause, m in job.result().margins.items()}
+    lines = ["error over tolerance: the reference's largest, and the smallest of those rejected"]
+    for clause in clauses:
+        ratio, impostor = nearest[clause]
+        lines.append(f"{noise.get(clause, 0.0):9.2g} {ratio:9.2g}  {clause}  ({impostor})")
+    return lines

@@ -42,27 +42,43 @@ class Job:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came out: complaints about clauses, and how long it took."""
+    """What came out.
+
+    Attributes:
+        complaints: about clauses that should have said otherwise.
+        margins: clause to the largest error that it saw over its tolerance, if it is of numbers.
+        observations: clause to what it found, without numbers.
+    """
 
     impostor: str
     complaints: list[str]
+    margins: dict[str, float]
+    observations: dict[str, str]
     duration_s: float
 
 
 def do(job: Job, worlds: Worlds) -> Verdict:
     """Do a job here and now, in worlds that nobody else uses; they are closed afterwards."""
-    begun, complaints = time.perf_counter(), []
+    begun = time.perf_counter()
+    complaints: list[str] = []
+    findings: list[matrix.Finding] = []
     try:
         impostor, clauses = find(job.impostor), matrix.by_id()
         for _ in range(job.repeat):
-            complaints += matrix.must_reject(impostor, worlds)
-        accepted_by = [clauses[name] for name in job.accepted_by]
-        complaints += matrix.must_accept(impostor, accepted_by, worlds)
+            found = matrix.rejections(impostor, worlds)
+            complaints += matrix.must_reject(found)
+            findings += found
+        found = [matrix.probe(clauses[name], impostor, worlds) for name in job.accepted_by]
+        complaints += matrix.must_accept(found)
+        findings += found
     except Exception as error:  # one bad card is one complaint, and no end of the others
         complaints.append(f"{job.impostor}: {type(error).__name__}: {error}")
     finally:
         worlds.close()
-    return Verdict(job.impostor, complaints, time.perf_counter() - begun)
+    margins = {f.clause.id: f.margin for f in findings if f.margin is not None}
+    observations = {f.clause.id: f.observation for f in findings}
+    duration_s = time.perf_counter() - begun
+    return Verdict(job.impostor, complaints, margins, observations, duration_s)
 
 
 class Crew:

@@ -8,7 +8,9 @@ its card allows. It is *misattributed* when a chapter that it has nothing to do 
 from __future__ import annotations
 
 import functools
+import math
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -50,6 +52,21 @@ class Finding:
         """True if a case failed in one of the ways that the card allows."""
         found = self.decisive
         return found is not None and str(found.outcome) in self.impostor.outcomes
+
+    @property
+    def margin(self) -> float | None:
+        """The largest error over its tolerance; None if no finite error was compared with one."""
+        ratios = [m["ratio"] for r in self.results for m in r.margins if math.isfinite(m["ratio"])]
+        return max(ratios, default=None)
+
+    @property
+    def observation(self) -> str:
+        """The decisive case and what was found in it, without numbers; "" if nothing was."""
+        found = self.decisive
+        if found is None:
+            return ""
+        lines = found.message.splitlines()[1:3]  # the first one is the clause's own sentence
+        return re.sub(r"\d+(\.\d+)?(e[+-]\d+)?", "#", "\n".join([found.case, *lines]))
 
 
 def probe(clause: Clause, impostor: Impostor, worlds: Worlds) -> Finding:
@@ -136,29 +153,31 @@ def unrelated_clauses(impostor: Impostor, limit: int | None = None) -> list[Clau
     return random.Random(impostor.id).sample(found, min(limit, len(found)))
 
 
-def must_reject(impostor: Impostor, worlds: Worlds) -> list[str]:
+def rejections(impostor: Impostor, worlds: Worlds) -> list[Finding]:
+    """What the clauses that it names say of it."""
+    named = named_clauses(impostor) if impostor.is_here else []
+    return [probe(clause, impostor, worlds) for clause in named]
+
+
+def must_reject(findings: Sequence[Finding]) -> list[str]:
     """Complaints about named clauses that let the impostor pass; empty if all reject it."""
     complaints = []
-    for clause in named_clauses(impostor) if impostor.is_here else ():
-        finding = probe(clause, impostor, worlds)
+    for finding in findings:
         if not finding.is_rejected:
-            found = finding.decisive
+            found, card = finding.decisive, finding.impostor
             seen = f"{found.outcome} ({found.case}): {found.message}" if found else "all passed"
             complaints.append(
-                f"{impostor.id} must be rejected by {clause.id} ({', '.join(impostor.outcomes)}): "
+                f"{card.id} must be rejected by {finding.clause.id} ({', '.join(card.outcomes)}): "
                 f"{seen}"
             )
     return complaints
 
 
-def must_accept(impostor: Impostor, clauses: Sequence[Clause], worlds: Worlds) -> list[str]:
+def must_accept(findings: Sequence[Finding]) -> list[str]:
     """Complaints about clauses that reject what they have no reason to reject."""
-    complaints = []
-    for clause in clauses:
-        found = probe(clause, impostor, worlds).decisive
-        if found is not None:
-            complaints.append(
-                f"{impostor.id} must be accepted by {clause.id}: {found.outcome} ({found.case}): "
-                f"{found.message}"
-            )
-    return complaints
+    return [
+        f"{finding.impostor.id} must be accepted by {finding.clause.id}: {found.outcome} "
+        f"({found.case}): {found.message}"
+        for finding in findings
+        if (found := finding.decisive) is not None
+    ]

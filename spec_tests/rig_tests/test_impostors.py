@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spec_tests import impostors, ledger
-from spec_tests.impostors import matrix
+from spec_tests.impostors import duplicates, matrix
 from spec_tests.impostors.card import Impostor
 from spec_tests.impostors.crew import Crew, Job, Verdict
 from spec_tests.impostors.patching import StalePatchError, forget, patched
@@ -57,23 +57,34 @@ def test_every_clause_that_an_impostor_names_rejects_it(verdict_on, impostor: Im
     assert verdict_on(impostor).complaints == []
 
 
+def test_no_two_near_misses_are_near_duplicates(verdict_on):
+    # Those that are written alike at least are seen differently, so that each proves something.
+    alike = [
+        (one, other)
+        for one, other, _ in duplicates.written_alike()
+        if verdict_on(impostors.find(one)).observations
+        == verdict_on(impostors.find(other)).observations
+    ]
+    assert alike == []
+
+
 def test_the_null_impostor_is_accepted_by_a_sample_of_its_chapter(own: Worlds):
     # All of them take minutes: `python -m spec_tests impostors --accepted`, which CI runs.
     owed = [c for c in matrix.owed_by_benign(BENIGN) if c.chapter == "ddp" and c.worlds == (2,)]
     assert len(owed) > 5
-    assert matrix.must_accept(BENIGN, owed[::4], own) == []
+    assert matrix.must_accept([matrix.probe(c, BENIGN, own) for c in owed[::4]]) == []
 
 
 def test_right_code_is_reported_where_it_should_have_been_rejected(own: Worlds):
     accused = Impostor("benign.plain", "", "", "", ("ddp.gradients.mean",))
-    (complaint,) = matrix.must_reject(accused, own)
+    (complaint,) = matrix.must_reject(matrix.rejections(accused, own))
     assert "benign.plain must be rejected by ddp.gradients.mean (failed): all passed" in complaint
 
 
 def test_wrong_code_is_reported_where_it_should_have_been_accepted(own: Worlds):
     accused = impostors.find("ddp.sum-for-mean")
     (clause,) = [c for c in ledger.load_all() if c.id == "ddp.gradients.mean"]
-    (complaint,) = matrix.must_accept(accused, [clause], own)
+    (complaint,) = matrix.must_accept([matrix.probe(clause, accused, own)])
     assert "ddp.sum-for-mean must be accepted by ddp.gradients.mean: failed" in complaint
     assert "likely: summed and not divided by the world size" in complaint
 
@@ -81,7 +92,7 @@ def test_wrong_code_is_reported_where_it_should_have_been_accepted(own: Worlds):
 def test_a_failure_of_another_kind_than_the_card_says_is_no_rejection(own: Worlds):
     accused = impostors.find("ddp.sum-for-mean")
     card = Impostor(accused.id, "", "", "", ("ddp.gradients.mean",), outcomes=("hang",))
-    (complaint,) = matrix.must_reject(card, own)
+    (complaint,) = matrix.must_reject(matrix.rejections(card, own))
     assert "(hang): failed" in complaint
 
 

@@ -1,0 +1,84 @@
+"""The museum is what the cards say, and each card says what a visitor wants to know."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from spec_tests import impostors, ledger
+from spec_tests.impostors import duplicates, museum
+from spec_tests.impostors.card import Impostor
+
+NEAR_MISSES = [card for card in impostors.CATALOGUE.values() if not card.is_benign]
+
+
+def test_the_page_is_fresh():
+    text = museum.render(ledger.load_all())
+    assert museum.PATH.read_text() == text, "run `python -m spec_tests ledger`"
+
+
+def test_every_near_miss_says_what_it_does_where_it_comes_from_and_why_it_is_unseen():
+    mute = [card.id for card in NEAR_MISSES if not (card.does and card.seen)]
+    assert mute == []
+    unseen = [card.id for card in NEAR_MISSES if not card.unseen]
+    assert unseen == [impostors.FORCED_FAILURE.id], "a control is nobody's bug"
+
+
+def test_every_must_clause_without_an_impostor_says_why():
+    found = museum.without(ledger.load_all())
+    assert [clause.id for clause in found if not clause.no_impostor] == []
+    assert all(clause.transports == ("cuda",) for clause in found), "what a CPU shows has one"
+
+
+def test_right_but_unusual_code_of_each_kind_is_among_the_benign():
+    owed = {
+        "benign.after-backward",  # one flat all-reduce after backward
+        "benign.reduce-then-divide",
+        "benign.plain",  # divides, then reduces
+        "benign.zero1-plain",  # a parameter to each rank
+        "benign.zero1-elementwise",
+        "benign.fsdp-piecemeal",  # without fused gathers
+    }
+    assert owed <= {card.id for card in impostors.CATALOGUE.values() if card.is_benign}
+
+
+@pytest.mark.parametrize(
+    ("words", "numbers"),
+    [
+        ("pytorch issue 69031.", ["pytorch/pytorch/issues/69031"]),
+        (
+            "fixed by pytorch issues 69031 and 42793",
+            ["pytorch/pytorch/issues/69031", "pytorch/pytorch/issues/42793"],
+        ),
+        ("llm.c pull request 828: a cast", ["karpathy/llm.c/issues/828"]),
+        ("my-notes issue 3, and step 7", []),
+    ],
+)
+def test_threads_of_known_projects_are_linked_and_no_others(words: str, numbers: list[str]):
+    text = museum.linked(words)
+    assert re.findall(r"\(https://github.com/([^)]*)\)", text) == numbers
+    assert re.sub(r"\[(\d+)\]\([^)]*\)", r"\1", text) == words, "nothing else is changed"
+
+
+def test_a_copy_is_written_alike_and_another_class_is_not():
+    def card(made: type) -> Impostor:
+        return Impostor("ddp.x", "", "", "", ("c",), functions=lambda: {"ddp": made})
+
+    class First(SimpleNamespace):
+        def scale(self, flat):
+            return flat / self.size()
+
+    class Second(SimpleNamespace):
+        def scale(self, flat):
+            return flat / self.size()  # a comment more
+
+    class Third(SimpleNamespace):
+        def finish(self):
+            for handle in self.handles:
+                handle.wait()
+
+    for made in (First, Second, Third):
+        made.__module__ = "spec_tests.impostors.ddp_windows"  # as if it stood with the others
+    first, second, third = [duplicates.tokens_of(card(made)) for made in (First, Second, Third)]
+    assert duplicates.likeness(first, second) >= duplicates.ALIKE
+    assert duplicates.likeness(first, third) < duplicates.ALIKE
