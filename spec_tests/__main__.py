@@ -6,6 +6,7 @@
     python -m spec_tests compare BEFORE AFTER   two reports: what got better, what broke
     python -m spec_tests ledger [--check]       write (or compare) CLAUSES.md and the museum
     python -m spec_tests impostors [...]        see that the suite has teeth
+    python -m spec_tests new ddp DIR            a file to begin with, the algorithm in steps
 
 Options are those of the pytest plugin (`--impl`, `--clause`, `--level`, `--transport`,
 `--profile`, `--report`, `--points`); whatever else is given goes to pytest. Runs in any interpreter
@@ -33,6 +34,10 @@ def main(arguments: list[str]) -> int:
         from spec_tests.rig.report.compare import main as compare
 
         return compare(arguments[1:])
+    if arguments[:1] == ["new"]:
+        from spec_tests.skeletons.__main__ import main as new
+
+        return new(arguments[1:])
     if arguments[:1] == ["impostors"]:
         return _impostors(arguments[1:])
     if arguments[:1] in (["-h"], ["--help"]):

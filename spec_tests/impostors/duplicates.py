@@ -62,7 +62,7 @@ def tokens_of(card: Impostor) -> list[str]:
         word for patch in card.patches for word in re.findall(r"\w+|[^\w\s]", " ".join(patch))
     ]
     for text in dict.fromkeys(_texts(card.functions, set())):
-        tokens += _split(text)
+        tokens += split(text)
     return tokens
 
 
@@ -116,7 +116,7 @@ def _is_own(thing: Any) -> bool:
     return place == "spec_tests.impostors" and not file.startswith(("plain_", "card"))
 
 
-def _split(text: str) -> list[str]:
+def split(text: str) -> list[str]:
     """Tokens without comments, docstrings and layout; without the names that are defined."""
     try:
         tokens = [*tokenize.generate_tokens(io.StringIO(inspect.cleandoc(text)).readline)]

@@ -1,13 +1,11 @@
 """The museum is what the cards say, and each card says what a visitor wants to know."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 
 from spec_tests import impostors, ledger
 from spec_tests.impostors import duplicates, museum
-from spec_tests.impostors.card import Impostor
 
 NEAR_MISSES = [card for card in impostors.CATALOGUE.values() if not card.is_benign]
 
@@ -60,25 +58,20 @@ def test_threads_of_known_projects_are_linked_and_no_others(words: str, numbers:
     assert re.sub(r"\[(\d+)\]\([^)]*\)", r"\1", text) == words, "nothing else is changed"
 
 
-def test_a_copy_is_written_alike_and_another_class_is_not():
-    def card(made: type) -> Impostor:
-        return Impostor("ddp.x", "", "", "", ("c",), functions=lambda: {"ddp": made})
+def test_a_copy_is_written_alike_and_other_words_are_not():
+    body = "    def scale(self, flat):\n        return flat / self.size()"
+    copy = f"class Second(Base):\n{body}  # a comment more\n"
+    other = "class Third(Base):\n    def finish(self):\n        self.handles[0].wait()\n"
+    first = duplicates.split(f"class First(Base):\n{body}\n")
+    assert "First" not in first
+    assert "scale" not in first
+    assert duplicates.likeness(first, duplicates.split(copy)) == 1.0
+    assert duplicates.likeness(first, duplicates.split(other)) < duplicates.ALIKE
 
-    class First(SimpleNamespace):
-        def scale(self, flat):
-            return flat / self.size()
 
-    class Second(SimpleNamespace):
-        def scale(self, flat):
-            return flat / self.size()  # a comment more
-
-    class Third(SimpleNamespace):
-        def finish(self):
-            for handle in self.handles:
-                handle.wait()
-
-    for made in (First, Second, Third):
-        made.__module__ = "spec_tests.impostors.ddp_windows"  # as if it stood with the others
-    first, second, third = [duplicates.tokens_of(card(made)) for made in (First, Second, Third)]
-    assert duplicates.likeness(first, second) >= duplicates.ALIKE
-    assert duplicates.likeness(first, third) < duplicates.ALIKE
+def test_what_a_card_brings_is_found_behind_its_function():
+    sums = duplicates.tokens_of(impostors.find("ddp.sum-for-mean"))
+    assert sums[:6] == ["class", "(", "PlainDdp", ")", ":", "def"]
+    assert "clone" in sums
+    patched = duplicates.tokens_of(impostors.find("training.patched-own-loss"))
+    assert {"loss_sum", "total", "solution"} <= {*patched}

@@ -1,0 +1,182 @@
+"""Learning mode: each skeleton leads through its chapter, fails with words, and can be filled."""
+
+import ast
+import fnmatch
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spec_tests import ledger, skeletons
+from spec_tests.clause import LEVELS, Clause
+from spec_tests.contract import FUNCTIONS
+from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.runner import run_case
+from spec_tests.rig.world import Worlds
+from spec_tests.skeletons.__main__ import main
+from spec_tests.target import REPOSITORY_ROOT, Target, parse
+
+CHAPTERS = {"loader": "data", "trainer": "training"}
+"""Of skeletons that are not called like theirs."""
+
+REFERENCE = """
+
+from spec_tests.target import import_target, parse
+
+_reference = import_target(parse("solution"))
+"""
+
+
+@pytest.fixture
+def own() -> Iterator[Worlds]:
+    worlds = Worlds()
+    yield worlds
+    worlds.close()
+
+
+@pytest.fixture(params=skeletons.SUBJECTS)
+def subject(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def functions_of(text: str) -> list[ast.FunctionDef]:
+    return [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+
+
+def filled(text: str) -> str:
+    """The skeleton with every step done: each function asks the reference's of that name."""
+    lines = text.splitlines()
+    for function in reversed(functions_of(text)):
+        arguments = function.args
+        words = [argument.arg for argument in arguments.args]
+        words += [f"{argument.arg}={argument.arg}" for argument in arguments.kwonlyargs]
+        words += [f"**{arguments.kwarg.arg}"] if arguments.kwarg else []
+        last = function.body[-1]
+        assert isinstance(last, ast.Raise), f"{function.name} has nothing to do"
+        call = f"    return _reference.{function.name}({', '.join(words)})"
+        lines[last.lineno - 1 : last.end_lineno] = [call]
+    return "\n".join(lines) + REFERENCE
+
+
+def clauses_of(subject: str, level: str = LEVELS[-1]) -> list[Clause]:
+    chapter = CHAPTERS.get(subject, subject)
+    return [
+        c
+        for c in ledger.load_all()
+        if c.chapter == chapter
+        and "gloo" in c.transports
+        and LEVELS.index(c.level) <= LEVELS.index(level)
+    ]
+
+
+def first_of_each_task(subject: str, text: str) -> list[Clause]:
+    """The easiest clause of each task that a course or the contract asks for."""
+    found = []
+    for patterns in skeletons.tasks(text):
+        for clause in clauses_of(subject, "correct"):
+            if any(fnmatch.fnmatchcase(clause.id, pattern) for pattern in patterns):
+                found.append(clause)
+                break
+    return found
+
+
+def first_case(clause: Clause, target: Target, worlds: Worlds, *, skip: tuple[str, ...] = ()):
+    """What the first case of what the target offers came to."""
+    offered = worlds.world(clause.worlds[0], target).offered()
+    for case in clause.cases():
+        if case.get("subject", offered[0]) in set(offered) - set(skip):
+            return run_case(clause, target, case, worlds)
+    raise AssertionError(f"{target.name} offers nothing that {clause.id} judges")
+
+
+def test_what_is_written_can_be_loaded_and_names_itself(subject: str, tmp_path: Path, capsys):
+    assert main([subject, str(tmp_path / "mine")]) == 0
+
+    place = tmp_path / "mine" / f"{subject}.py"
+    text = place.read_text()
+    assert "THIS_FILE" not in text
+    assert f"make check IMPL={place}" in text
+    assert {function.name for function in functions_of(text)} <= FUNCTIONS.keys()
+    assert f"python -m spec_tests --impl {place} --clause" in capsys.readouterr().out
+    assert len(text) == len(skeletons.text_of(subject, place)), "and nothing besides"
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys):
+    place = tmp_path / "ddp.py"
+    place.write_text("months of work")
+
+    assert main(["ddp", str(tmp_path)]) == 2
+
+    assert place.read_text() == "months of work"
+    assert f"expected to write {place}, but there is something" in capsys.readouterr().err
+
+
+def test_an_unknown_subject_is_refused_with_those_that_there_are(tmp_path: Path, capsys):
+    with pytest.raises(SystemExit) as refused:
+        main(["pipeline", str(tmp_path)])
+    assert refused.value.code == 2
+    assert "'trainer'" in capsys.readouterr().err
+
+
+def test_the_tasks_lead_through_the_whole_chapter_once(subject: str):
+    text = skeletons.text_of(subject, Path("mine.py"))
+    found = skeletons.tasks(text)
+    chapter = CHAPTERS.get(subject, subject)
+    by_task = {
+        clause.id: [
+            number
+            for number, patterns in enumerate(found, start=1)
+            if any(fnmatch.fnmatchcase(clause.id, pattern) for pattern in patterns)
+        ]
+        for clause in ledger.load_all()
+        if clause.chapter == chapter
+    }
+
+    assert len(found) >= 4
+    assert {name: tasks for name, tasks in by_task.items() if len(tasks) != 1} == {}
+    assert {task for tasks in by_task.values() for task in tasks} == {*range(1, len(found) + 1)}
+
+
+def test_the_first_tasks_are_those_of_a_course(subject: str):
+    text = skeletons.text_of(subject, Path("mine.py"))
+    *_, last = skeletons.tasks(text)
+    course = clauses_of(subject, "course")
+    assert course, "somebody teaches this"
+    late = [c.id for c in course if any(fnmatch.fnmatchcase(c.id, p) for p in last)]
+    assert [name for name in late if "footprint" not in name] == []
+
+
+def test_every_function_names_its_task(subject: str):
+    for function in functions_of(skeletons.text_of(subject, Path("mine.py"))):
+        (raised,) = [node for node in function.body if isinstance(node, ast.Raise)]
+        assert "ToDo('task " in ast.unparse(raised)
+        assert "Task " in (ast.get_docstring(function) or "")
+
+
+def test_a_skeleton_fails_with_the_step_that_is_to_be_done(
+    own: Worlds, subject: str, tmp_path: Path
+):
+    assert main([subject, str(tmp_path)]) == 0
+    target = parse(str(tmp_path / f"{subject}.py"))
+    clause = first_of_each_task(subject, (tmp_path / f"{subject}.py").read_text())[0]
+
+    result = first_case(clause, target, own)
+
+    assert result.outcome is Outcome.FAILED, result.message
+    assert "raised ToDo: task " in result.message
+
+
+def test_a_skeleton_that_is_filled_from_the_reference_passes(
+    own: Worlds, subject: str, tmp_path: Path
+):
+    if not (REPOSITORY_ROOT / "solution").is_dir():
+        pytest.skip("the reference is not beside the suite")
+    place = tmp_path / f"{subject}.py"
+    text = skeletons.text_of(subject, place)
+    place.write_text(filled(text))
+    target = parse(str(place))
+
+    results = [first_case(clause, target, own) for clause in first_of_each_task(subject, text)]
+
+    assert len(results) >= 3
+    assert [r.message for r in results if r.outcome is not Outcome.PASSED] == []
