@@ -1,0 +1,122 @@
+"""What the pages for readers say is so: links, commands, files, examples."""
+
+import fnmatch
+import importlib.util
+import itertools
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from spec_tests import ledger
+from spec_tests.contract import FUNCTIONS
+from spec_tests.impostors import CATALOGUE
+from spec_tests.rig import expectations, judge
+from spec_tests.skeletons import SUBJECTS
+from spec_tests.target import PACKAGE_ROOT, REPOSITORY_ROOT, parse
+
+SUITE = PACKAGE_ROOT
+REFERENCE = REPOSITORY_ROOT / "solution"
+PAGES = [SUITE / "README.md", SUITE / "DISPUTE.md", SUITE / "impostors" / "README.md"]
+PAGES += [REFERENCE / "README.md"] if REFERENCE.is_dir() else []
+SUBCOMMANDS = {"ledger", "impostors", "compare", "new"}
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Lines of sh blocks and words in backquotes that begin with python."""
+    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    lines += re.findall(r"`(python -m [^`]*)`", page.read_text())
+    split = [shlex.split(line, comments=True) for line in lines if line.startswith("python -m ")]
+    return [words[2:] for words in split]
+
+
+@pages
+def test_every_link_to_a_file_leads_somewhere(page: Path):
+    targets = re.findall(r"\]\(([^)#\s]+)\)", page.read_text())
+    local = [target for target in targets if "://" not in target]
+    assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+@pages
+def test_every_command_names_a_module_and_a_subcommand_that_exist(page: Path):
+    for module, *rest in commands(page):
+        assert importlib.util.find_spec(module) is not None, module
+        if module == "spec_tests" and rest and not rest[0].startswith("-"):
+            assert rest[0] in SUBCOMMANDS, rest
+            assert rest[0] != "new" or rest[1] in SUBJECTS
+
+
+@pages
+def test_every_pattern_and_impostor_in_a_command_exists(page: Path):
+    ids = [clause.id for clause in ledger.load_all()]
+    for _, *rest in commands(page):
+        for option, value in itertools.pairwise(rest):
+            if option == "--clause":
+                assert fnmatch.filter(ids, value), value
+            if option == "--only":
+                assert fnmatch.filter(CATALOGUE, value), value
+            if option == "--impl" and value.startswith("impostor:"):
+                assert value.removeprefix("impostor:") in CATALOGUE
+
+
+def test_the_five_lines_are_an_implementation(tmp_path: Path):
+    (text,) = [block for block in blocks(SUITE / "README.md", "python") if "def ddp" in block]
+    assert len([line for line in text.splitlines() if line]) <= 5
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    assert parse(str(file)).path == file
+    defined: dict[str, object] = {}
+    exec(compile(text, "README.md", "exec"), defined)
+    assert FUNCTIONS.keys() & defined.keys() == {"ddp"}
+
+
+def test_the_table_of_a_message_has_the_lines_of_a_message_in_their_order():
+    told = re.findall(r"^\| `(\S+)", (SUITE / "README.md").read_text(), flags=re.MULTILINE)
+    here = judge.Situation("ddp.gradients.mean", "Every rank MUST.", "mine.py", "w2", 2, "run", "L")
+    with judge.judging(here):
+        text = str(judge.violated("rank 1: wrong", likely="so", detail="largest error", given="g"))
+    assert told == [
+        "[ddp.gradients.mean]",
+        "rank",
+        "likely:",
+        "largest",
+        "given:",
+        "again:",
+        "why:",
+    ]
+    assert [line.split()[0] for line in text.splitlines()] == told
+
+
+def test_the_example_of_a_disputed_clause_is_a_valid_deviation(tmp_path: Path):
+    (text,) = blocks(SUITE / "DISPUTE.md", "toml")
+    (tmp_path / "mine.toml").write_text(text)
+    (deviation,) = expectations.load(tmp_path / "mine.toml")
+    assert deviation.clause in {clause.id for clause in ledger.load_all()}
+    assert deviation.reason.startswith("disputed: ")
+
+
+@pytest.mark.skipif(not REFERENCE.is_dir(), reason="the reference is not beside the suite")
+def test_every_file_that_the_reference_s_page_names_exists():
+    text = re.sub(
+        r"\[[^\]]*\]\([^)]*\)", "", (REFERENCE / "README.md").read_text()
+    )  # links are tested
+    known = {path.relative_to(REFERENCE).as_posix() for path in REFERENCE.rglob("*.py")}
+    names = {Path(name).name for name in known}
+    # "triton_*", "train_*.py" stand for several; a name without a folder is of the folder before.
+    named = set(re.findall(r"(?<![\w*/.])((?:\w+/)*\w+\.py)\b", text))
+    assert len(named) > 35
+    assert {name for name in named if name not in known and name not in names} == set()
+
+
+@pytest.mark.skipif(not REFERENCE.is_dir(), reason="the reference is not beside the suite")
+def test_the_reading_order_comes_past_every_folder_of_the_reference():
+    text = (REFERENCE / "README.md").read_text()
+    folders = {path.parent.name for path in REFERENCE.glob("*/__init__.py")}
+    assert {folder for folder in folders if f"{folder}/" not in text} == set()
