@@ -71,7 +71,6 @@ def test_a_copy_is_written_alike_and_other_words_are_not():
 
 def test_what_a_card_brings_is_found_behind_its_function():
     sums = duplicates.tokens_of(impostors.find("ddp.sum-for-mean"))
-    assert sums[:6] == ["class", "(", "PlainDdp", ")", ":", "def"]
-    assert "clone" in sums
+    assert {"class", "PlainDdp", "clone"} <= {*sums}
     patched = duplicates.tokens_of(impostors.find("training.patched-own-loss"))
     assert {"loss_sum", "total", "solution"} <= {*patched}
