@@ -14,7 +14,7 @@ Do one task after the other; the clauses of a task say when it is done:
         python -m spec_tests --impl THIS_FILE --clause 'ddp.no-sync.*' --clause 'ddp.accumulation.*'
     4. Talk to your own group only, survive an exception, whatever the order of events.
         python -m spec_tests --impl THIS_FILE --clause 'ddp.group.*' --clause 'ddp.lifecycle.*'
-        python -m spec_tests --impl THIS_FILE --clause 'ddp.schedule.*'
+        python -m spec_tests --impl THIS_FILE --clause 'ddp.schedule.*' --clause 'ddp.programs.*'
     5. Pack gradients into flat buckets: `ddp_bucketed`.
         python -m spec_tests --impl THIS_FILE --clause 'ddp.buckets.*'
     6. Send while the backward still computes; send every byte once, in one order.

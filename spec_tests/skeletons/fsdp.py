@@ -21,6 +21,7 @@ from the inside out. Do one of them, or both; delete the other.
     5. Accumulate over micro-batches; compute in a narrower dtype than you keep.
         python -m spec_tests --impl THIS_FILE --clause 'fsdp.accumulation.*'
         python -m spec_tests --impl THIS_FILE --clause 'fsdp.precision.*'
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.programs.*'
     6. One message per layer, the next one on its way while this one computes.
         python -m spec_tests --impl THIS_FILE --level production --clause 'fsdp.traffic.*'
         python -m spec_tests --impl THIS_FILE --level production --clause 'fsdp.order.*'

@@ -11,7 +11,7 @@ Do one task after the other; the clauses of a task say when it is done:
     2. Keep the groups of options live: schedulers change them between steps.
         python -m spec_tests --impl THIS_FILE --clause 'zero1.groups.*' --clause 'zero1.group.*'
     3. Divide the state, give it whole for a checkpoint, take it back at any number of ranks.
-        python -m spec_tests --impl THIS_FILE --clause 'zero1.state.*'
+        python -m spec_tests --impl THIS_FILE --clause 'zero1.state.*' --clause 'zero1.programs.*'
     4. Send each value once, in one order; keep a fair share; refuse ranks that differ.
         python -m spec_tests --impl THIS_FILE --level production --clause 'zero1.traffic.*'
         python -m spec_tests --impl THIS_FILE --level production --clause 'zero1.footprint.*'
