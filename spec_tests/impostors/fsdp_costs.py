@@ -87,20 +87,6 @@ class KeepsHandles(Unit):
         return super().send_gather(whole, own)
 
 
-class KeepsWindow(Unit):
-    """Keeps the unreduced sums of a window until the next window replaces them."""
-
-    kept: Mapping[int, torch.Tensor] = {}
-
-    def reduce(self, pieces: list[Piece]) -> None:
-        waiting = {n: p.pending for n, p in enumerate(pieces) if p.pending is not None}
-        self.kept = {**self.kept, **waiting}
-        super().reduce(pieces)
-
-
-# -------------------------------------------------------------------------------------- precision
-
-
 class IgnoresDtype(Unit):
     """Computes in the parameters' own dtype, whatever the policy says."""
 
@@ -241,14 +227,6 @@ IMPOSTORS: tuple[Impostor, ...] = (
         "Keeps zeros in `.grad` while the full gradients wait for their reduction.",
         "Ours, once: what stands for a pending gradient was as large as the shard's own.",
         "It is freed with the reduction; between steps nothing is left of it.",
-        "fsdp.footprint.window-costs-one-copy",
-    ),
-    card(
-        KeepsWindow,
-        "keeps-window",
-        "Keeps the sums of a window after they were reduced.",
-        "Accumulators that are zeroed for the next window and never freed.",
-        "The numbers are right, and memory does not grow.",
         "fsdp.footprint.window-costs-one-copy",
     ),
     card(

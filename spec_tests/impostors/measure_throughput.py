@@ -24,11 +24,6 @@ class Mean(PlainThroughput):
         return statistics.fmean(timed)
 
 
-class Fastest(PlainThroughput):
-    def middle(self, timed: Sequence[float]) -> float:
-        return min(timed)
-
-
 class OwnClock(PlainThroughput):
     def __init__(self, step: Any, tokens: int, clock: Any) -> None:
         super().__init__(step, tokens, time.perf_counter)
@@ -97,14 +92,6 @@ IMPOSTORS = (
         "The mean of the timed steps.",
         COURSE,
         "On a quiet machine mean and median agree.",
-        "throughput.median",
-    ),
-    _rate(
-        Fastest,
-        "fastest-step",
-        "The fastest step.",
-        "timeit's advice, which is about loops without an allocator.",
-        "It repeats well.",
         "throughput.median",
     ),
     _rate(
