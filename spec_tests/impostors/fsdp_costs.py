@@ -87,6 +87,9 @@ class KeepsHandles(Unit):
         return super().send_gather(whole, own)
 
 
+# -------------------------------------------------------------------------------------- precision
+
+
 class IgnoresDtype(Unit):
     """Computes in the parameters' own dtype, whatever the policy says."""
 
