@@ -41,6 +41,14 @@ class OneForAll(PlainZero1):
         self.owners |= dict.fromkeys(parameters, 0)
 
 
+class EightOwners(PlainZero1):
+    """Deals to one machine's worth of ranks."""
+
+    def deal(self, parameters: list[torch.Tensor]) -> None:
+        self.loads = self.loads[:8]
+        super().deal(parameters)
+
+
 class DealsInTurn(PlainZero1):
     """One parameter to each rank in turn."""
 
@@ -261,6 +269,15 @@ IMPOSTORS = (
         "An all-reduce in place of a gather: no owners to keep track of.",
         "The numbers are right.",
         "zero1.traffic.one-copy-per-step",
+        "zero1.traffic.any-world-size",
+    ),
+    card(
+        EightOwners,
+        "eight-owners",
+        "Deals parameters to the first eight ranks only.",
+        "The number of devices of one machine where the number of ranks belongs.",
+        "No test has more than eight ranks.",
+        "zero1.footprint.any-world-size",
     ),
     card(
         PlainZero1,
