@@ -8,7 +8,8 @@
 Warm-up until steady, then the median step with its spread (`solution.measure.throughput`); FLOPs
 per token are the model's own, in closed form; MFU only for devices whose peak is known. A batch
 size that does not fit is a row of its table. On the CPU, where no allocator keeps a peak, memory is
-the prediction of `solution.memory_analysis`. Results also go to OUT/throughput.json.
+the prediction of `solution.memory_analysis`. Results go to OUT/throughput.json, a sweep also to
+OUT/throughput.png if matplotlib is there (extra `plots`).
 
 Exit status: 0 done, 2 bad input, 3 out of memory.
 """
@@ -32,6 +33,7 @@ from solution.data.shards import write_atomically
 from solution.measure.estimate import predict
 from solution.measure.flops import extrapolate_training, model_flops_utilization
 from solution.measure.throughput import is_out_of_memory, measure_throughput, sweep_batch_sizes
+from solution.measure.throughput_plot import can_plot, plot_sweep
 from solution.models import families
 from solution.precision import PRECISIONS
 from solution.train_config import TrainConfig
@@ -116,6 +118,7 @@ class _Run:
         self.num_parameters = families.parameter_count(config)
         self.dtype = PRECISIONS[flags.precision] or torch.float32
         is_gpu = device.type == "cuda"
+        self.peak_kind = "peak" if is_gpu else "predicted peak"
         self.device_name = torch.cuda.get_device_name(device) if is_gpu else "cpu"
         if is_gpu:
             torch.backends.cuda.matmul.allow_tf32 = flags.tf32
@@ -151,12 +154,23 @@ class _Run:
         compared = {name: self.compared(name) for name in flags.attentions or ()}
         rows = self.sweep() if flags.batch_sizes else []
         record = {"found": found, "larger": larger, "attentions": compared, "sweep": rows}
-        flags.out.mkdir(parents=True, exist_ok=True)
         path = flags.out / "throughput.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
         said = "replaced" if path.exists() else "written"
         write_atomically(path, json.dumps(record, indent=2).encode() + b"\n")
         print(f"{said}: {path.resolve()}")
+        if rows:
+            print(self.plot(rows, path.with_suffix(".png")))
         return DONE
+
+    def plot(self, rows: list[dict[str, Any]], path: Path) -> str:
+        """Draw the sweep where that can be done; what was done."""
+        if not can_plot():
+            return "no plot: matplotlib is not installed (python -m pip install 'trainspec[plots]')"
+        said = "replaced" if path.exists() else "written"
+        title = f"{self.flags.model} {self.flags.preset}, {self.length} tokens, {self.device_name}"
+        plot_sweep(rows, path, title=title, peak=self.peak_kind)
+        return f"{said}: {path.resolve()}"
 
     def build(self, batch_size: int, attention: str | None = None) -> Callable[[], None]:
         """A training step that owns its model and optimizer."""
@@ -245,8 +259,7 @@ class _Run:
             memory=_CudaPeak() if self.device.type == "cuda" else _NoPeak(),
             num_steps=self.flags.steps,
         )
-        kind = "peak" if self.device.type == "cuda" else "predicted peak"
-        print(f"  batch      tokens/s  {kind} MiB")
+        print(f"  batch      tokens/s  {self.peak_kind} MiB")
         for row in rows:
             if self.device.type != "cuda":
                 row["peak_bytes"] = self.predicted(row["batch_size"])
@@ -277,8 +290,7 @@ class _CudaPeak:
 class _NoPeak:
     """The CPU's allocator keeps none."""
 
-    def reset_peak(self) -> None:
-        pass
+    def reset_peak(self) -> None: ...
 
     def peak_bytes(self) -> int:
         return 0
