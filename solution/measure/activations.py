@@ -37,7 +37,7 @@ def activation_bytes(config: ModelConfig, *, batch_size: int, sequence_length: i
         ValueError: a size that is not a positive integer.
 
     >>> round(activation_bytes(GPT2Config(), batch_size=8, sequence_length=1024) / 2**20, 2)
-    6232.66
+    6232.6
     """
     tokens = require_positive("batch_size", batch_size) * require_positive(
         "sequence_length", sequence_length

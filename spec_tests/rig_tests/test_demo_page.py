@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 
-from spec_tests.rig_tests.browser import Visit, browser
+from spec_tests.rig_tests.browser import Visit
 from spec_tests.rig_tests.demo_results import KINDS, STEPS, results
 from spec_tests.target import PACKAGE_ROOT, REPOSITORY_ROOT
-
-__all__ = ["browser"]
 
 pytestmark = pytest.mark.skipif(
     not (REPOSITORY_ROOT / "solution" / "demo").is_dir(), reason="no reference beside the suite"
