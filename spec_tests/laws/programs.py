@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -51,8 +52,11 @@ class PlantedError(Exception):
     """What `interrupt` raises."""
 
 
-class Trainee:
+class Trainee(ABC):
     """What a program runs on: calls return what is to be compared, None where that is nothing.
+
+    Besides these, `local(number)`, `finish()` and `evaluate(number)` where programs have such calls. Abstract,
+    for what raises NotImplementedError in a rank counts as not offered, and would be skipped.
 
     Attributes:
         optimizer: with two parameter groups, see `two_groups`.
@@ -62,16 +66,9 @@ class Trainee:
     optimizer: torch.optim.Optimizer
     saved: Any = None
 
+    @abstractmethod
     def micro(self, number: int) -> None:
         """A synchronised micro-batch."""
-        raise NotImplementedError
-
-    def local(self, number: int) -> None:
-        """A micro-batch inside no_sync."""
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        """The end of the synchronisation, once more."""
 
     def step(self) -> Named:
         """Update the weights."""
@@ -86,13 +83,9 @@ class Trainee:
         """Change a learning rate."""
         self.optimizer.param_groups[group]["lr"] = 2.0**exponent
 
-    def evaluate(self, number: int) -> Named:
-        """The output for this rank's part of a batch."""
-        raise NotImplementedError
-
+    @abstractmethod
     def interrupt(self, number: int) -> None:
         """An exception in the middle of the forward, caught by the trainer."""
-        raise NotImplementedError
 
     def save(self) -> None:
         """Keep weights and optimizer."""
@@ -103,17 +96,17 @@ class Trainee:
         self.restore(copy.deepcopy(self.saved))
         return self.weights()
 
+    @abstractmethod
     def state(self) -> Any:
         """Weights and optimizer, as `restore` takes them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def restore(self, state: Any) -> None:
         """Set weights and optimizer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def weights(self) -> Named:
         """Full weights by the plain model's names."""
-        raise NotImplementedError
 
 
 class OneProcess(Trainee):
@@ -135,6 +128,9 @@ class OneProcess(Trainee):
             sum_of_squares(self.module(batch)).backward()
 
     local = micro
+
+    def finish(self) -> None:
+        """Nobody to wait for."""
 
     def evaluate(self, number: int) -> Named:  # noqa: D102
         with torch.no_grad():
