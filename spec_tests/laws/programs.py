@@ -55,8 +55,9 @@ class PlantedError(Exception):
 class Trainee(ABC):
     """What a program runs on: calls return what is to be compared, None where that is nothing.
 
-    Besides these, `local(number)`, `finish()` and `evaluate(number)` where programs have such calls. Abstract,
-    for what raises NotImplementedError in a rank counts as not offered, and would be skipped.
+    Besides these, `local(number)`, `finish()` and `evaluate(number)` where programs have such
+    calls. Abstract, for what raises NotImplementedError in a rank counts as not offered, and would
+    be skipped.
 
     Attributes:
         optimizer: with two parameter groups, see `two_groups`.
