@@ -21,9 +21,8 @@ memory at most torch's. The exit status is 1 when one is missed or the A/A arm v
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ import torch
 from torch import nn
 
 from spec_tests.benchmarks import paired
-from spec_tests.benchmarks.rounds import run_round
+from spec_tests.benchmarks.rounds import Timings, report, run_rounds, section, verdict, voided
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
 from spec_tests.target import Implementation, load, parse
@@ -109,7 +108,7 @@ def body(ctx: Context, size: Size, impls: list[str], num_rounds: int) -> dict[st
         arm, memory[label] = _arm(ctx, size, label, loaded)
         arms.append(arm)
     del warm
-    rounds = [run_round(ctx, arms, size.steps_per_block, index) for index in range(num_rounds)]
+    rounds = run_rounds(ctx, arms, size.steps_per_block, num_rounds)
     return {"memory": memory, "rounds": rounds}
 
 
@@ -190,39 +189,19 @@ class Result:
 def summarise(size: Size, impls: list[str], ranks: list[dict[str, Any]]) -> Result:
     """Times of the kept rounds, their paired ratios, and what they say about the bounds."""
     labels = arm_labels(impls)
-    times: dict[str, list[float]] = {label: [] for label in labels}
-    cores: dict[str, list[float]] = {label: [] for label in labels}
-    num_rounds = len(ranks[0]["rounds"])
-    for index in range(num_rounds):
-        of_ranks = [rank["rounds"][index] for rank in ranks]
-        own = sum(part["own"] for part in of_ranks)
-        others = paired.share_of_others(of_ranks[0]["busy"], own, of_ranks[0]["elapsed"])
-        if others > paired.MAX_OTHERS:
-            continue
-        for number, label in enumerate(labels):
-            times[label].append(max(part["seconds"][number] for part in of_ranks))
-            cores[label].append(sum(part["core_seconds"][number] for part in of_ranks))
-    num_kept = len(times[BASELINE])
-    if num_kept < paired.FEWEST_ROUNDS:
-        raise SystemExit(
-            f"{size.name}: {num_kept} of {num_rounds} rounds were quiet enough, expected at least "
-            f"{paired.FEWEST_ROUNDS}; let nothing else run, or give more --rounds"
-        )
-    against = {
-        base: {label: paired.ratio(times[label], times[base]) for label in labels if label != base}
-        for base in (BASELINE, VIEWS)
-    }
+    timings = Timings.of(size.name, labels, ranks)
+    against = {base: timings.against(base) for base in (BASELINE, VIEWS)}
     memory = ranks[0]["memory"]
     return Result(
         size=size.name,
         num_parameters=size.num_blocks * sum(p.numel() for p in Block(size.width).parameters()),
         labels=labels,
-        ms={label: 1e3 * statistics.median(times[label]) for label in labels},
-        core_ms={label: 1e3 * statistics.median(cores[label]) for label in labels},
+        ms=timings.ms,
+        core_ms=timings.core_ms,
         against=against,
         memory=memory,
-        num_rounds=num_kept,
-        num_dropped=num_rounds - num_kept,
+        num_rounds=timings.num_kept,
+        num_dropped=timings.num_dropped,
         verdicts=_verdicts(size, impls, against, memory),
     )
 
@@ -233,34 +212,24 @@ def _verdicts(
     against: dict[str, dict[str, paired.Ratio]],
     memory: dict[str, dict[str, int]],
 ) -> list[str]:
-    aa = against[BASELINE][AGAIN]
-    if paired.is_void(aa):
-        low, high = paired.AA_RANGE
-        return [f"void: torch against itself {aa.median:.3f}, expected within {low}-{high}"]
-    said = []
-    for name in impls:
+    said = voided(against[BASELINE][AGAIN])
+    for name in impls if not said else ():
         label = f"{name} bucketed"
         for base, bound in size.bounds.items():
             high = against[base][label].high
-            word = "holds" if high <= bound else "missed"
-            said.append(f"{word}: {label} against {base} at most {high:.3f}, bound {bound}")
+            words = f"{label} against {base} at most {high:.3f}, bound {bound}"
+            said.append(verdict(high <= bound, words))
         if not paired.can_count_allocations():
             said.append("holds: gradient memory was not measured, glibc 2.33 or newer tells it")
             continue
         live, allowed = memory[label]["live"], memory[BASELINE]["live"]
-        word = "holds" if live <= allowed else "missed"
-        said.append(f"{word}: {label} keeps {live:,} bytes, torch {allowed:,}")
+        said.append(verdict(live <= allowed, f"{label} keeps {live:,} bytes, torch {allowed:,}"))
     return said
 
 
-def render(results: list[Result], environment: dict[str, str]) -> str:
-    """The results as Markdown."""
-    lines = ["# Data-parallel step, paired against PyTorch's DistributedDataParallel", ""]
-    lines += [f"- {key}: {value}" for key, value in environment.items()]
-    lines.append(
-        f"- 2 ranks on gloo, 1 thread each, fp32, {NUM_TOKENS} tokens per rank, SGD, "
-        f"buckets of {BUCKET_MB} MiB; ratios are paired medians with their 95 % interval"
-    )
+def sections(results: list[Result]) -> list[str]:
+    """The tables as lines of Markdown."""
+    lines = []
     for result in results:
         head = (
             "arm",
@@ -286,11 +255,8 @@ def render(results: list[Result], environment: dict[str, str]) -> str:
                     f"{used['peak'] / 2**20:.1f}",
                 )
             )
-        lines += ["", f"## {result.size} ({result.num_parameters:,} parameters)", ""]
-        lines += [paired.table(rows), ""]
-        lines.append(f"{result.num_rounds} rounds kept, {result.num_dropped} dropped as noisy.")
-        lines += ["", *[f"- {verdict}" for verdict in result.verdicts]]
-    return "\n".join(lines) + "\n"
+        lines += section(f"{result.size} ({result.num_parameters:,} parameters)", rows, result)
+    return lines
 
 
 def main(argv: list[str]) -> int:
@@ -312,9 +278,12 @@ def main(argv: list[str]) -> int:
             results.append(summarise(size, impls, list(ranks)))
     finally:
         worlds.close()
-    environment = paired.environment()
-    text = render(results, environment)
-    print(text)
-    record = {"environment": environment, "results": [asdict(result) for result in results]}
-    paired.write(options.out, "ddp", text, record)
-    return int(any(not v.startswith("holds") for result in results for v in result.verdicts))
+    return report(
+        options.out,
+        "ddp",
+        "Data-parallel step, paired against PyTorch's DistributedDataParallel",
+        f"2 ranks on gloo, 1 thread each, fp32, {NUM_TOKENS} tokens per rank, SGD, "
+        f"buckets of {BUCKET_MB} MiB; ratios are paired medians with their 95 % interval",
+        results,
+        sections(results),
+    )

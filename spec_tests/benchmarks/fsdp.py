@@ -20,8 +20,7 @@ status is 1 when one is missed, when bits differ, or when the A/A arm voids the 
 from __future__ import annotations
 
 import argparse
-import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from torch import nn
 
 from spec_tests.benchmarks import paired
 from spec_tests.benchmarks.ddp import NUM_TOKENS, Block
-from spec_tests.benchmarks.rounds import run_round
+from spec_tests.benchmarks.rounds import Timings, report, run_rounds, section, verdict, voided
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
 from spec_tests.target import Implementation, load, parse
@@ -62,8 +61,8 @@ class Case:
 CASES = [
     Case(size, width, num_blocks, max(1, num_steps // accumulation), num_rounds, raf, accumulation)
     for size, width, num_blocks, num_steps, num_rounds in (
-        ("1M", 128, 8, 32, 100),
-        ("25M", 512, 12, 4, 40),
+        ("1M", 128, 8, 16, 100),
+        ("25M", 512, 12, 2, 40),
     )
     for raf in (True, False)
     for accumulation in (1, 4)
@@ -136,7 +135,9 @@ class Arm:
         return [p.to_local().detach().clone() for p in self.model.parameters()]
 
 
-def body(ctx: Context, case: Case, impls: list[str], num_rounds: int) -> dict[str, Any]:
+def body(
+    ctx: Context, case: Case, impls: list[str], num_rounds: int, seconds: float
+) -> dict[str, Any]:
     """Rank body: all arms, all rounds. Times per arm and round, peak bytes, and who differs."""
     loaded = {name: load(parse(name)) for name in ("torch", *impls)}
     labels = arm_labels(impls)
@@ -152,7 +153,7 @@ def body(ctx: Context, case: Case, impls: list[str], num_rounds: int) -> dict[st
         for label in labels
         if any(not torch.equal(a, b) for a, b in zip(bits[label], bits[BASELINE], strict=True))
     ]
-    rounds = [run_round(ctx, arms, case.num_steps, index) for index in range(num_rounds)]
+    rounds = run_rounds(ctx, arms, case.num_steps, num_rounds, seconds=seconds)
     return {"peaks": peaks, "rounds": rounds, "differing": differing}
 
 
@@ -183,35 +184,20 @@ class Result:
 def summarise(case: Case, impls: list[str], ranks: list[dict[str, Any]]) -> Result:
     """Times of the kept rounds, their paired ratios, and what they say about the bounds."""
     labels = arm_labels(impls)
-    times: dict[str, list[float]] = {label: [] for label in labels}
-    cores: dict[str, list[float]] = {label: [] for label in labels}
-    for of_ranks in zip(*(rank["rounds"] for rank in ranks), strict=True):
-        own = sum(part["own"] for part in of_ranks)
-        first = of_ranks[0]
-        if paired.share_of_others(first["busy"], own, first["elapsed"]) > paired.MAX_OTHERS:
-            continue
-        for number, label in enumerate(labels):
-            times[label].append(max(part["seconds"][number] for part in of_ranks))
-            cores[label].append(sum(part["core_seconds"][number] for part in of_ranks))
-    num_kept, num_rounds = len(times[BASELINE]), len(ranks[0]["rounds"])
-    if num_kept < paired.FEWEST_ROUNDS:
-        raise SystemExit(
-            f"{case.name}: {num_kept} of {num_rounds} rounds were quiet enough, expected at least "
-            f"{paired.FEWEST_ROUNDS}; let nothing else run, or give more --rounds"
-        )
-    against = {label: paired.ratio(times[label], times[BASELINE]) for label in labels[1:]}
+    timings = Timings.of(case.name, labels, ranks)
+    against = timings.against(BASELINE)
     peaks = {label: max(rank["peaks"][label] for rank in ranks) for label in labels}
     differing = {label for rank in ranks for label in rank["differing"]}
     return Result(
         case=case.name,
         num_ranks=len(ranks),
         labels=labels,
-        ms={label: 1e3 * statistics.median(times[label]) for label in labels},
-        core_ms={label: 1e3 * statistics.median(cores[label]) for label in labels},
+        ms=timings.ms,
+        core_ms=timings.core_ms,
         against=against,
         peaks=peaks,
-        num_rounds=num_kept,
-        num_dropped=num_rounds - num_kept,
+        num_rounds=timings.num_kept,
+        num_dropped=timings.num_dropped,
         verdicts=_verdicts(impls, against, peaks, differing),
     )
 
@@ -222,28 +208,20 @@ def _verdicts(
     peaks: dict[str, int],
     differing: set[str],
 ) -> list[str]:
-    if paired.is_void(against[AGAIN]):
-        low, high = paired.AA_RANGE
-        return [f"void: torch against itself {against[AGAIN].median:.3f}, not in {low}-{high}"]
-    said = []
-    for name in impls:
+    said = voided(against[AGAIN])
+    for name in impls if not said else ():
         high, share = against[name].high, peaks[name] / max(1, peaks[BASELINE])
-        word = "holds" if high <= TIME_BOUND else "missed"
-        said.append(f"{word}: {name} takes at most {high:.3f} of torch's time, bound {TIME_BOUND}")
-        word = "holds" if share <= MEMORY_BOUND else "missed"
-        said.append(f"{word}: {name} peaks at {share:.3f} of torch's bytes, bound {MEMORY_BOUND}")
-        said.append(f"{'missed' if name in differing else 'holds'}: {name} has torch's bits")
+        words = f"{name} takes at most {high:.3f} of torch's time, bound {TIME_BOUND}"
+        said.append(verdict(high <= TIME_BOUND, words))
+        words = f"{name} peaks at {share:.3f} of torch's bytes, bound {MEMORY_BOUND}"
+        said.append(verdict(share <= MEMORY_BOUND, words))
+        said.append(verdict(name not in differing, f"{name} has torch's bits"))
     return said
 
 
-def render(results: list[Result], environment: dict[str, str]) -> str:
-    """The results as Markdown."""
-    lines = ["# Fully sharded step, paired against torch.distributed.fsdp.fully_shard", ""]
-    lines += [f"- {key}: {value}" for key, value in environment.items()]
-    lines.append(
-        f"- gloo, 1 thread per rank, fp32, {NUM_TOKENS} tokens per micro-batch and rank, SGD, all "
-        "defaults; ratios are paired medians with their 95 % interval"
-    )
+def sections(results: list[Result]) -> list[str]:
+    """The tables as lines of Markdown."""
+    lines = []
     for result in results:
         rows = [("arm", "ms", "core ms", "against torch", "peak MiB")]
         rows += [
@@ -256,10 +234,8 @@ def render(results: list[Result], environment: dict[str, str]) -> str:
             )
             for label in result.labels
         ]
-        lines += ["", f"## {result.case}, {result.num_ranks} ranks", "", paired.table(rows), ""]
-        lines.append(f"{result.num_rounds} rounds kept, {result.num_dropped} dropped as noisy.")
-        lines += ["", *[f"- {verdict}" for verdict in result.verdicts]]
-    return "\n".join(lines) + "\n"
+        lines += section(f"{result.case}, {result.num_ranks} ranks", rows, result)
+    return lines
 
 
 def main(argv: list[str]) -> int:
@@ -268,7 +244,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--impl", action="append", help="as for the suite; default: solution")
     parser.add_argument("--size", choices=["1M", "25M"], help="default: both")
     parser.add_argument("--ranks", type=int, action="append", help="default: 2 and 4")
-    parser.add_argument("--rounds", type=int, help="default: 100 at 1M, 40 at 25M")
+    parser.add_argument("--rounds", type=int, help="at most; default: 100 at 1M, 40 at 25M")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for the rounds of a table")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for fsdp.md, fsdp.json")
     options = parser.parse_args(argv)
     impls = options.impl or ["solution"]
@@ -280,14 +257,17 @@ def main(argv: list[str]) -> int:
                 if options.size in (None, case.size):
                     rounds = options.rounds or case.num_rounds
                     world = worlds.world(num_ranks)
-                    ranks = world.run(body, case, impls, rounds, timeout_s=3600.0)
+                    ranks = world.run(body, case, impls, rounds, options.seconds, timeout_s=3600.0)
                     results.append(summarise(case, impls, list(ranks)))
                     print(results[-1].case, num_ranks, *results[-1].verdicts, sep="\n  ")
     finally:
         worlds.close()
-    environment = paired.environment()
-    text = render(results, environment)
-    print(text)
-    record = {"environment": environment, "results": [asdict(result) for result in results]}
-    paired.write(options.out, "fsdp", text, record)
-    return int(any(not v.startswith("holds") for result in results for v in result.verdicts))
+    return report(
+        options.out,
+        "fsdp",
+        "Fully sharded step, paired against torch.distributed.fsdp.fully_shard",
+        f"gloo, 1 thread per rank, fp32, {NUM_TOKENS} tokens per micro-batch and rank, SGD, all "
+        "defaults; ratios are paired medians with their 95 % interval",
+        results,
+        sections(results),
+    )

@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from spec_tests.benchmarks import paired
 from spec_tests.benchmarks.ddp import Block
-from spec_tests.benchmarks.rounds import run_round
+from spec_tests.benchmarks.rounds import Timings, report, run_rounds, section, verdict, voided
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
 from spec_tests.target import Implementation, load, parse
@@ -82,7 +81,7 @@ def body(ctx: Context, size: Size, impls: list[str], num_rounds: int) -> dict[st
     for arm in arms:
         arm.step()  # state is made, parameters move into flat buffers
         arm.step()
-    rounds = [run_round(ctx, arms, size.steps_per_block, index) for index in range(num_rounds)]
+    rounds = run_rounds(ctx, arms, size.steps_per_block, num_rounds)
     return {"state": [_state_bytes(arm) for arm in arms], "rounds": rounds}
 
 
@@ -146,38 +145,21 @@ def summarise(
 ) -> Result:
     """Times of the kept rounds, their paired ratios, and what they say about the bounds."""
     labels = arm_labels(impls)
-    times: dict[str, list[float]] = {label: [] for label in labels}
-    cores: dict[str, list[float]] = {label: [] for label in labels}
-    for of_ranks in zip(*(rank["rounds"] for rank in ranks), strict=True):
-        own = sum(part["own"] for part in of_ranks)
-        others = paired.share_of_others(of_ranks[0]["busy"], own, of_ranks[0]["elapsed"])
-        if others <= max_others:
-            for number, label in enumerate(labels):
-                times[label].append(max(part["seconds"][number] for part in of_ranks))
-                cores[label].append(sum(part["core_seconds"][number] for part in of_ranks))
-    num_rounds, num_kept = len(ranks[0]["rounds"]), len(times[BASELINE])
-    if num_kept < paired.FEWEST_ROUNDS:
-        raise SystemExit(
-            f"{size.name}: {num_kept} of {num_rounds} rounds were quiet enough, expected at least "
-            f"{paired.FEWEST_ROUNDS}; let nothing else run, or give more --rounds"
-        )
-    against = {
-        base: {label: paired.ratio(times[label], times[base]) for label in labels if label != base}
-        for base in (BASELINE, VIEWS)
-    }
+    timings = Timings.of(size.name, labels, ranks, max_others=max_others)
+    against = {base: timings.against(base) for base in (BASELINE, VIEWS)}
     state = {label: max(rank["state"][n] for rank in ranks) for n, label in enumerate(labels)}
     sizes = [p.nbytes for p in size.build().parameters()]
     return Result(
         size=size.name,
         num_parameters=sum(sizes) // 4,
         labels=labels,
-        ms={label: 1e3 * statistics.median(times[label]) for label in labels},
-        core_ms={label: 1e3 * statistics.median(cores[label]) for label in labels},
+        ms=timings.ms,
+        core_ms=timings.core_ms,
         against=against,
         state=state,
         unsharded_state=2 * sum(sizes),
-        num_rounds=num_kept,
-        num_dropped=num_rounds - num_kept,
+        num_rounds=timings.num_kept,
+        num_dropped=timings.num_dropped,
         verdicts=_verdicts(size, impls, against, state, sizes),
     )
 
@@ -189,34 +171,22 @@ def _verdicts(
     state: dict[str, int],
     sizes: list[int],
 ) -> list[str]:
-    aa = against[BASELINE][AGAIN]
-    if paired.is_void(aa):
-        low, high = paired.AA_RANGE
-        return [f"void: torch against itself {aa.median:.3f}, expected within {low}-{high}"]
-    said = []
-    for name in impls:
+    said = voided(against[BASELINE][AGAIN])
+    for name in impls if not said else ():
         for base, bound in size.bounds.items():
             high = against[base][name].high
-            word = "holds" if high <= bound else "missed"
-            said.append(f"{word}: {name} against {base} at most {high:.3f}, bound {bound}")
+            words = f"{name} against {base} at most {high:.3f}, bound {bound}"
+            said.append(verdict(high <= bound, words))
         # Two moments, and a counter of four bytes for each parameter.
         allowed = 2 * sum(sizes) // NUM_RANKS + 2 * max(sizes) + 4 * len(sizes)
-        word = "holds" if state[name] <= allowed else "missed"
-        said.append(
-            f"{word}: {name} keeps {state[name]:,} bytes of state on a rank, bound {allowed:,}"
-        )
+        words = f"{name} keeps {state[name]:,} bytes of state on a rank, bound {allowed:,}"
+        said.append(verdict(state[name] <= allowed, words))
     return said
 
 
-def render(results: list[Result], environment: dict[str, str]) -> str:
-    """The results as Markdown."""
-    lines = ["# AdamW step of ZeRO-1, paired against PyTorch's ZeroRedundancyOptimizer", ""]
-    lines += [f"- {key}: {value}" for key, value in environment.items()]
-    lines.append(
-        "- 2 ranks on gloo, 1 thread each, fp32, update and exchange only, malloc keeps what is "
-        "freed; ratios are paired medians with their 95 % interval; state is of the rank that has "
-        "most"
-    )
+def sections(results: list[Result]) -> list[str]:
+    """The tables as lines of Markdown."""
+    lines = []
     for result in results:
         rows = [
             (
@@ -243,11 +213,8 @@ def render(results: list[Result], environment: dict[str, str]) -> str:
                     f"{kept / result.unsharded_state:.3f}",
                 )
             )
-        lines += ["", f"## {result.size} ({result.num_parameters:,} parameters)", ""]
-        lines += [paired.table(rows), ""]
-        lines.append(f"{result.num_rounds} rounds kept, {result.num_dropped} dropped as noisy.")
-        lines += ["", *[f"- {verdict}" for verdict in result.verdicts]]
-    return "\n".join(lines) + "\n"
+        lines += section(f"{result.size} ({result.num_parameters:,} parameters)", rows, result)
+    return lines
 
 
 def main(argv: list[str]) -> int:
@@ -270,9 +237,13 @@ def main(argv: list[str]) -> int:
             results.append(summarise(size, impls, list(ranks), options.max_others))
     finally:
         worlds.close()
-    environment = paired.environment()
-    text = render(results, environment)
-    print(text)
-    record = {"environment": environment, "results": [asdict(result) for result in results]}
-    paired.write(options.out, "zero1", text, record)
-    return int(any(not v.startswith("holds") for result in results for v in result.verdicts))
+    return report(
+        options.out,
+        "zero1",
+        "AdamW step of ZeRO-1, paired against PyTorch's ZeroRedundancyOptimizer",
+        "2 ranks on gloo, 1 thread each, fp32, update and exchange only, malloc keeps what is "
+        "freed; ratios are paired medians with their 95 % interval; state is of the rank that has "
+        "most",
+        results,
+        sections(results),
+    )

@@ -7,6 +7,7 @@ changes no number belongs to `correct`. See Zhao et al. 2023, section 3.3.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -209,3 +210,61 @@ def test_no_hint_changes_a_bit(world, subject, hints):
     plain = world.run(hinted_training, subject, {}, order)
 
     judge.tensors(ranks, plain, quantity="value without hints", given=f"hints {HINTS[hints]}")
+
+
+PATIENCE_S = 20.0
+"""How long a straggler waits to be overtaken. Where nobody moves, it is a hang long before."""
+
+
+def overtaken(ctx, subject, phase):
+    """Whether rank 0 computed the second layer of a pass while rank 1 was still in the first."""
+    torch.manual_seed(7)
+    model: Any = Chain(*[Layer(i) for i in range(DEPTH)]).to(ctx.device)
+    shard(ctx, subject, model, "children", reshard_after_forward=True)
+    order = range(DEPTH) if phase == "forward" else range(DEPTH)[::-1]
+    first, second = (f"{phase} {index}" for index in list(order)[:2])
+    reached = ctx.scratch / f"{subject}-{phase}"
+    reached.unlink(missing_ok=True)
+    ctx.barrier()
+    seen = []
+
+    def straggle(label):
+        if label == second and ctx.rank == 0:
+            reached.touch()
+        if label == first and ctx.rank == 1:
+            until = time.monotonic() + PATIENCE_S
+            while not reached.exists() and time.monotonic() < until:
+                time.sleep(0.01)
+            seen.append(reached.exists())
+
+    inputs = torch.ones(2, WIDTH, device=ctx.device, requires_grad=True)
+    for mark in (lambda label: None, straggle):
+        for layer in model:
+            layer.mark = mark
+        model(inputs).sum().backward()
+    return seen
+
+
+@clause(
+    "fsdp.order.runs-ahead-of-a-straggler",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source=f"{OVERLAP}; Efficient DL week 5, tasks 2 and 3",
+    worlds=(2,),
+)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_rank_held_up_in_a_layer_does_not_hold_up_the_next(world, subject, phase):
+    """While one rank computes a layer, another MUST be able to go on to the next one.
+
+    What is gathered ahead has left already, and a reduction is not waited for where it begins. Who
+    waits at once makes every layer as slow as its slowest rank.
+    """
+    ranks = world.run(overtaken, subject, phase)
+
+    judge.equal(
+        [ranks[1]],
+        [True],
+        quantity="rank 0 went on while rank 1 was held up:",
+        given="if not, a gather or a reduction is waited for where it is launched",
+    )

@@ -297,6 +297,40 @@ def seen_dtypes(ctx, subject, options):
     return found | {f"output {k}": str(v.dtype) for k, v in output.items()}
 
 
+LARGE = 60000.0
+"""Near the largest number of float16, 65504."""
+
+
+def mean_of_large_gradients(ctx, subject):
+    """A mean gradient that float16 holds, out of a sum that it does not."""
+    policy = ctx.impl.MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    model = shard(ctx, subject, constant(0.0).to(ctx.device), (), mp_policy=policy)
+    (LARGE * model(torch.ones(1, 4, device=ctx.device))).sum().backward()
+    gradient: Any = next(iter(model.parameters())).grad
+    return {"gradient": gradient.full_tensor().clone()}
+
+
+@clause(
+    "fsdp.precision.float16-does-not-overflow",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    needs=NEEDS,
+    source="FSDP2 divides by about the root of the number of ranks before it adds up in float16",
+    worlds=(2,),
+)
+def test_a_mean_that_float16_holds_does_not_overflow_on_the_way(world, subject):
+    """In float16, gradients of 60000 on all ranks MUST give 60000: their sum is beyond it."""
+    ranks = world.run(mean_of_large_gradients, subject)
+
+    judge.tensors(
+        ranks,
+        {"gradient": torch.full((4, 4), LARGE)},
+        quantity="mean gradient reduced in float16",
+        hints=[Hint("the sum overflowed", {"gradient": torch.full((4, 4), torch.inf)})],
+    )
+
+
 _SEEN = {
     "outer weight": "torch.bfloat16",
     "outer x": "torch.bfloat16",

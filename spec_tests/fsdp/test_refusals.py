@@ -5,13 +5,17 @@ An error that comes later comes in a collective, on some ranks, while the others
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from spec_tests.clause import MUST, clause
-from spec_tests.fsdp.sharded import FULLY_SHARD
+from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded
+from spec_tests.laws import equivalence
 from spec_tests.rig import judge
 
 PAGE = "torch.distributed.fsdp.fully_shard; test_fully_shard_init"
@@ -82,3 +86,165 @@ def test_what_cannot_be_sharded_is_refused_at_once(world, subject, case):
             + f", got {seen['error'] or 'none'}: {seen['says'][:200]!r}",
             likely="it is found out later, in a collective, on some ranks",
         )
+
+
+class Table(nn.Module):
+    """A layer with a frozen parameter of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.table = nn.Parameter(torch.arange(4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)[:, self.table]
+
+
+def _distributed(ctx):
+    layer = nn.Linear(4, 4)
+    mesh = init_device_mesh(ctx.device.type, (ctx.world_size,))
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(1)]))
+    return layer
+
+
+def _half_on_meta(ctx):
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+
+
+BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
+    # how to build it, options, a word that the error must say
+    "sharded-otherwise": (_distributed, {}, "weight"),
+    "sharded-twice": (lambda ctx: nn.Linear(4, 4), {}, "Linear"),
+    "half-on-meta": (_half_on_meta, {}, "weight"),
+    "integer-dtype": (lambda ctx: nn.Linear(4, 4), {"param_dtype": torch.int32}, "dtype"),
+    "odd-option": (
+        lambda ctx: nn.Linear(4, 4),
+        {"reshard_after_forward": "yes"},
+        "reshard_after_forward",
+    ),
+    "integers": (lambda ctx: Table(), {}, "table"),
+}
+
+
+def tried(ctx, subject, case):
+    """Shard and step; the error, or what the step did."""
+    build, options, _ = BAD[case]
+    torch.manual_seed(7)
+    module = build(ctx)
+    x = torch.ones(2, 4)
+    try:
+        if "param_dtype" in options:
+            options = {"mp_policy": ctx.impl.MixedPrecisionPolicy(**options)}
+        for _ in range(2 if case == "sharded-twice" else 1):
+            ctx.impl.fully_shard(module, **options)
+        output = module(x)
+        output.sum().backward()
+    except Exception as error:
+        return {"error": type(error).__name__, "says": str(error)}
+    return {"error": "", "says": "", "output": output.detach()}
+
+
+@clause(
+    "fsdp.refusals.by-the-first-step",
+    MUST,
+    level="correct",
+    judges=FULLY_SHARD,
+    source=f"{PAGE}: called twice, parameters without values, an option of another type",
+)
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_an_error_on_every_rank_by_the_first_step(world, subject, case):
+    """Bad modules and options MUST be an error that names them, on every rank, by the first step.
+
+    Integers among the parameters may also be right: they are gathered like the others.
+    """
+    ranks = world.run(tried, subject, case)
+
+    word = BAD[case][2]
+    for rank, seen in enumerate(ranks):
+        if case == "integers" and not seen["error"]:
+            torch.manual_seed(7)
+            right = {"output": Table()(torch.ones(2, 4)).detach()}
+            judge.tensors([{"output": seen["output"]}], right, quantity="output")
+            continue
+        judge.holds(
+            bool(seen["error"]) and word in seen["says"],
+            f"rank {rank}, {case}: expected an error that says {word!r}, got "
+            f"{seen['error'] or 'none'}: {seen['says'][:200]!r}",
+            likely="it trains, on something else than was meant",
+        )
+
+
+def unequal(ctx, subject, difference):
+    """Shard and step where the last rank differs; the error, or "" if there was none."""
+    is_other = ctx.rank == ctx.world_size - 1
+    torch.manual_seed(7)
+    layer: Any = nn.Linear(4, 4)
+    if is_other and difference == "shape":
+        layer = nn.Linear(4, 5)
+    if is_other and difference == "scalar":
+        layer.temperature = nn.Parameter(torch.ones(()))
+    try:
+        ctx.impl.fully_shard(layer)
+        layer(torch.ones(2, 4)).sum().backward()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@clause(
+    "fsdp.refusals.unequal-ranks",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source="DistributedDataParallel verifies parameters across ranks at construction",
+)
+@pytest.mark.parametrize("difference", ["shape", "scalar"])
+def test_ranks_with_unequal_modules_are_told(world, subject, difference):
+    """Where ranks differ in their modules, all MUST raise by the first step; none hangs."""
+    errors = world.run(unequal, subject, difference)
+
+    silent = [rank for rank, error in enumerate(errors) if not error]
+    judge.holds(
+        not silent,
+        f"expected an error on all {world.size} ranks, got none on ranks {silent}",
+        likely="nothing is compared: rows go where others are expected",
+        given=f"the last rank has another {difference}",
+    )
+
+
+def without_forward(ctx, subject, seed, how):
+    """The error of a backward that has no forward, and the gradients of the next clean step."""
+    sharded = Sharded(ctx, subject, "stack", seed)
+    if how == "twice":
+        loss = sharded.loss(3)
+        loss.backward()
+    else:
+        with torch.no_grad():
+            loss = sharded.loss(3)
+    said = ""
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        said = str(error)
+    sharded.optimizer.zero_grad()
+    sharded.backward(0)
+    return {"said": said, "gradients": sharded.stepped()}
+
+
+@clause(
+    "fsdp.refusals.backward-without-forward",
+    MUST,
+    level="correct",
+    judges=FULLY_SHARD,
+    source="torch.Tensor.backward: a graph is freed by its backward",
+    worlds=(2,),
+)
+@pytest.mark.parametrize("how", ["twice", "no-grad"])
+def test_a_backward_without_its_forward_is_an_error_and_no_more(world, subject, how):
+    """A backward whose graph is gone or never was MUST raise, and leave the next step right."""
+    ranks = world.run(without_forward, subject, 7, how)
+
+    silent = [rank for rank, seen in enumerate(ranks) if not seen["said"]]
+    judge.holds(not silent, f"expected an error on every rank, got none on ranks {silent}")
+    gradients = [seen["gradients"] for seen in ranks]
+    equivalence.mean_gradients(gradients, "stack", 7, absent_is_zero=True, given=f"after {how}")

@@ -8,7 +8,12 @@ Level `production`. See Rajbhandari et al. 2020, section 7, and Zhao et al. 2023
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from spec_tests.clause import MUST, clause
 from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded, units_of
@@ -229,3 +234,35 @@ def test_what_is_unsharded_is_not_gathered_again(world, subject):
     ranks = world.run(gathered_by_hand, subject, 7)
 
     judge.equal(ranks, [_numel("even"), 0], quantity="elements gathered first and afterwards")
+
+
+def recomputing(ctx, subject):
+    """Elements gathered in forward and in backward where checkpoint() surrounds every unit."""
+    torch.manual_seed(7)
+    layers: Any = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)).to(ctx.device)
+    for layer in layers:
+        ctx.impl.fully_shard(layer, reshard_after_forward=True)
+    x = torch.ones(2, 4, device=ctx.device, requires_grad=True)
+    for _ in range(2):
+        with ctx.recording() as forward:
+            y = x
+            for layer in layers:
+                y = checkpoint(layer, y, use_reentrant=False)
+        with ctx.recording() as backward:
+            y.sum().backward()
+    return volume(forward.log(), *GATHERED), volume(backward.log(), *GATHERED)
+
+
+@clause(
+    "fsdp.traffic.recomputation",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source="a course's scripts: checkpoint() around each unit, ten gathers where seven would do",
+)
+def test_a_unit_that_is_recomputed_is_gathered_once_in_backward(world, subject):
+    """Where checkpoint surrounds a unit, it MUST be gathered once in forward, once in backward."""
+    ranks = world.run(recomputing, subject)
+
+    whole = 3 * (4 * 4 + 4)
+    judge.equal(ranks, (whole, whole), quantity="elements gathered in forward and in backward")

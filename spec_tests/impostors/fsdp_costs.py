@@ -87,13 +87,6 @@ class KeepsHandles(Unit):
         return super().send_gather(whole, own)
 
 
-class PadsToEight(Unit):
-    """Rounds the rows of a rank up to eight."""
-
-    def rows(self, whole: torch.Tensor) -> int:
-        return -(-super().rows(whole) // 8) * 8
-
-
 # -------------------------------------------------------------------------------------- precision
 
 
@@ -238,15 +231,6 @@ IMPOSTORS: tuple[Impostor, ...] = (
         "Ours, once: what stands for a pending gradient was as large as the shard's own.",
         "It is freed with the reduction; between steps nothing is left of it.",
         "fsdp.footprint.window-costs-one-copy",
-    ),
-    card(
-        PadsToEight,
-        "pads-to-eight",
-        "Rounds the rows of a rank up to eight.",
-        "Alignment for each shard, as for each allocation.",
-        "On two ranks, shards are long beside their padding.",
-        "fsdp.traffic.any-world-size",
-        "fsdp.footprint.any-world-size",
     ),
     card(
         IgnoresDtype,

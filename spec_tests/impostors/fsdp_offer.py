@@ -13,7 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from spec_tests.impostors.card import Impostor
 from spec_tests.impostors.plain_fsdp import Unit
-from spec_tests.impostors.plain_fsdp_storage import Done, MixedPrecisionPolicy
+from spec_tests.impostors.plain_fsdp_storage import (
+    Done,
+    MixedPrecisionPolicy,
+    modules_without_units,
+)
 
 
 class FSDPModule:
@@ -48,7 +52,7 @@ class FSDPModule:
         self._plain_fsdp.backward_prefetch = [m._plain_fsdp for m in modules]
 
 
-def require_shardable(module: nn.Module, mesh: Any) -> None:
+def require_shardable(module: nn.Module, mesh: Any, raf: Any, policy: Any) -> None:
     """Raise ValueError where the base cannot shard, by name."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         raise ValueError(f"{type(module).__name__} has no forward: shard what it holds")
@@ -56,6 +60,24 @@ def require_shardable(module: nn.Module, mesh: Any) -> None:
         raise ValueError(f"{type(module).__name__} is sharded already; call fully_shard once")
     if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2:
         raise ValueError(f"mesh: expected a DeviceMesh of one or two dimensions, got {mesh!r}")
+    _require_options(raf, policy)
+    for part in modules_without_units(module):
+        for name, parameter in part.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                raise ValueError(f"{name} is distributed already: shard plain parameters")
+    _require_plain_parameters(module)
+
+
+def _require_options(raf: Any, policy: Any) -> None:
+    if not isinstance(raf, bool | int | None):
+        raise ValueError(f"reshard_after_forward: expected a bool or an int, got {raf!r}")
+    if policy.param_dtype is not None and not policy.param_dtype.is_floating_point:
+        raise ValueError(f"param_dtype: expected a floating-point dtype, got {policy.param_dtype}")
+
+
+def _require_plain_parameters(module: nn.Module) -> None:
+    if len({parameter.is_meta for parameter in module.parameters()}) > 1:
+        raise ValueError("some weights have values and some are on the meta device")
     for name, parameter in module.named_parameters():
         if parameter.dim() == 0:
             raise ValueError(f"{name} is a scalar: give it a dimension, as in torch.ones(1)")
@@ -82,9 +104,9 @@ def offer(unit: type[Unit]) -> dict[str, Any]:
     def fully_shard(module, *, mesh=None, reshard_after_forward=None, mp_policy=None):
         if mesh is None:
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        if unit.refuses:
-            require_shardable(module, mesh)
         policy = mp_policy or MixedPrecisionPolicy()
+        if unit.refuses:
+            require_shardable(module, mesh, reshard_after_forward, policy)
         module._plain_fsdp = unit(module, mesh, reshard_after_forward, policy)
         kind = type(module)
         module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})

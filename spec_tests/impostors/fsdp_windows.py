@@ -236,6 +236,7 @@ IMPOSTORS: tuple[Impostor, ...] = (
         "FSDP2 of torch 2.13; a flag that is reset at the end of backward only.",
         "No test raises in backward.",
         "fsdp.lifecycle.after-exception",
+        "fsdp.refusals.backward-without-forward",
     ),
     card(
         OnePass,
@@ -293,6 +294,7 @@ IMPOSTORS: tuple[Impostor, ...] = (
         "No check at the entrance.",
         "Tests shard what can be sharded.",
         "fsdp.refusals.at-once-and-by-name",
+        "fsdp.refusals.by-the-first-step",
     ),
     card(
         ReshardsLate,

@@ -60,7 +60,7 @@ class Storage:
 
     def managed(self) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
         found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-        for owner in _modules_without_units(self.module):
+        for owner in modules_without_units(self.module):
             for name, parameter in owner._parameters.items():
                 if parameter is None:
                     continue
@@ -225,8 +225,9 @@ class Done:
         pass
 
 
-def _modules_without_units(module: nn.Module) -> Iterator[nn.Module]:
+def modules_without_units(module: nn.Module) -> Iterator[nn.Module]:
+    """`module` and what is in it, but for what is sharded already."""
     yield module
     for child in module.children():
         if not hasattr(child, "_plain_fsdp"):
-            yield from _modules_without_units(child)
+            yield from modules_without_units(child)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -38,6 +39,21 @@ class OwnTokens(PlainTrain):
 class NoCompensation(PlainTrain):
     def scale(self, batch: Batch, tokens: float) -> float:
         return 1 / tokens
+
+
+class CountsByEnvironment(PlainTrain):
+    """Takes the number of ranks from the launcher's variable."""
+
+    def scale(self, batch: Batch, tokens: float) -> float:
+        size = int(os.environ.get("WORLD_SIZE", "1")) if self.is_wrapped() else 1
+        return size / tokens
+
+
+class ViewsTargets(PlainTrain):
+    """Flattens targets with view."""
+
+    def losses(self, batch: Batch) -> torch.Tensor:
+        return super().losses((batch[0], batch[1].view(-1).view_as(batch[1])))
 
 
 class NoDivision(PlainTrain):
@@ -198,6 +214,22 @@ IMPOSTORS = (
         "The others wait for a rank that has gone on.",
         "training.gradient.nothing-to-learn-here",
         outcomes=_HANG,
+    ),
+    card(
+        CountsByEnvironment,
+        "counts-by-environment",
+        "Takes the number of ranks from WORLD_SIZE.",
+        "A course's trainer: os.environ where dist.get_world_size() belongs.",
+        "Under torchrun the two agree.",
+        "training.gradient.world-of-the-group",
+    ),
+    card(
+        ViewsTargets,
+        "views-targets",
+        "Flattens targets with `.view(-1)`.",
+        "A course's trainer.",
+        "Its loader copies before it yields, so its own targets are contiguous.",
+        "training.gradient.slices",
     ),
     card(
         NoZeroGrad,

@@ -7,6 +7,7 @@ import pytest
 from spec_tests.scripts.launch import run
 
 PROGRAM = """
+import collections
 import functools
 import json
 
@@ -21,6 +22,7 @@ from solution.config import GPT2Config, LlamaConfig
 from solution.models import families
 from solution.models.gpt2 import GPT2
 from solution.models.llama import Llama
+from solution.optim import decay_groups
 
 LENGTH = 48  # of the sequences: no other size of these models, so that T x T is recognised
 CONFIGS = {
@@ -56,6 +58,32 @@ class Made(TorchDispatchMode):
             if not ref.expired() and shape[-2:] == (LENGTH, LENGTH)
         }
         return sum(storages.values()), len(squares)
+
+
+class Drawn(TorchDispatchMode):
+    # How often each storage was drawn at random.
+    def __init__(self):
+        super().__init__()
+        self.times = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default):
+            self.times[args[0].untyped_storage()._cdata] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def draws(name):
+    model = families.build(CONFIGS[name])
+    with Drawn() as drawn:
+        model.reset_parameters(torch.Generator().manual_seed(5))
+    return {n: drawn.times[p.untyped_storage()._cdata] for n, p in model.named_parameters()}
+
+
+def decays(name):
+    model = families.build(CONFIGS[name])
+    names = {id(p): n for n, p in model.named_parameters()}
+    groups = decay_groups(model, weight_decay=0.1)
+    return [[names[id(p)], group["weight_decay"]] for group in groups for p in group["params"]]
 
 
 def checkpointing(name, backend, dtype):
@@ -138,6 +166,8 @@ print(json.dumps({
     "meta": {name: meta(name) for name in CONFIGS},
     "counts": {name: counts(config) for name, config in (CONFIGS | presets).items()},
     "causal": {name: causal(name) for name in CONFIGS},
+    "draws": {name: draws(name) for name in CONFIGS},
+    "decays": {name: decays(name) for name in CONFIGS},
 }))
 """
 
@@ -181,3 +211,21 @@ def test_parameters_and_operations_are_counted_exactly(found):
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_a_token_changes_its_own_logits_and_later_ones_only(found, model):
     assert found["causal"][model] == [True, True]
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_initialisation_draws_every_matrix_once_and_nothing_else(found, model):
+    drawn = found["draws"][model]
+    matrices = {name for name in drawn if not name.endswith(("norm.weight", ".bias"))}
+    assert drawn == {name: int(name in matrices) for name in drawn}
+    assert matrices < set(drawn)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_matrices_decay_and_biases_and_norms_do_not(found, model):
+    decayed = dict(found["decays"][model])
+    assert len(decayed) == len(found["decays"][model])
+    assert set(decayed) == set(found["draws"][model])
+    assert decayed == {
+        name: 0.0 if name.endswith(("norm.weight", ".bias")) else 0.1 for name in decayed
+    }

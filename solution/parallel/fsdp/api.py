@@ -78,12 +78,23 @@ def fully_shard(
         NotImplementedError: parameters that are not contiguous, or DTensors.
     """
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-    checks.require_shardable(module, policy, is_sharded=isinstance(module, FSDPModule))
-    found = _own_parameters(module)
-    for name, parameter, _ in found:
-        checks.require_cuttable(name, parameter)
+    checks.require_module(module)
     grid = Grid.of(mesh, device_type=checks.device_type(module))
-    checks.require_same_on_all_ranks(module, found, grid, (reshard_after_forward, policy))
+    found = _own_parameters(module)
+
+    def describe() -> list[str]:
+        is_sharded = isinstance(module, FSDPModule)
+        checks.require_shardable(module, reshard_after_forward, policy, is_sharded=is_sharded)
+        if type(reshard_after_forward) is int:
+            grid.require_part(reshard_after_forward)
+        lines = [f"reshard_after_forward={reshard_after_forward}, {policy}"]
+        for name, parameter, _ in found:
+            checks.require_cuttable(module, name, parameter)
+            described = checks.described_as(module, name, parameter)
+            lines.append(f"{described}, requires_grad={parameter.requires_grad}")
+        return lines
+
+    checks.require_same_on_all_ranks(grid, type(module).__name__, describe)
     _move(module, grid.device)
     unit = Unit(
         module,

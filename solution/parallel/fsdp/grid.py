@@ -9,13 +9,17 @@ PyTorch counterpart: `FSDPMeshInfo` and `HSDPMeshInfo`.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from solution import comm
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -71,17 +75,16 @@ class Grid:
             return torch.device("cpu")
         return torch.device(self.mesh.device_type, torch.accelerator.current_device_index())
 
-    def part(self, num_ranks: int) -> comm.Group:
-        """This rank's group of `num_ranks` neighbours out of those that shard; all ranks call it.
-
-        Raises:
-            ValueError: they are no part of the shard group, or do not divide it.
-        """
+    def require_part(self, num_ranks: int) -> None:
+        """Raises ValueError unless so many are a part of the shard group, and divide it."""
         if not 1 < num_ranks < self.num_ranks or self.num_ranks % num_ranks:
             raise ValueError(
                 f"expected reshard_after_forward as an int to divide the {self.num_ranks} ranks "
                 f"that shard, and to be neither 1 nor all of them, got {num_ranks}"
             )
+
+    def part(self, num_ranks: int) -> comm.Group:
+        """This rank's group of `num_ranks` neighbours among those that shard; all ranks call it."""
         return DeviceMesh(self.mesh.device_type, self.mesh.mesh.view(-1, num_ranks)).get_group(1)
 
     @property
@@ -103,11 +106,18 @@ class Grid:
             comm.sum_over_ranks(row, self.replica_group)
         return row
 
-    def require_agreement(self, checksum: int, *, subject: str) -> None:
-        """Raises ValueError on every rank of the mesh unless all of them have this checksum."""
-        for group in (self.shard_group, self.replica_group):
-            if group is not None and not comm.agree(checksum, group, device=self.device):
-                raise ValueError(
-                    f"expected all ranks to call fully_shard with the same module and options, got "
-                    f"different ones; rank {comm.rank()} has {subject}"
-                )
+    def agrees(self, checksum: int) -> bool:
+        """Whether it is the same on all ranks of the mesh; told to every one of them."""
+        is_same = comm.agree(checksum, self.shard_group, device=self.device)
+        if self.replica_group is None:
+            return is_same
+        # Also when the row disagrees: its columns wait, and are to hear of it.
+        told = checksum if is_same else -1
+        return comm.agree(told, self.replica_group, device=self.device) and is_same
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Every rank's plain `value`, row after row of the mesh; all ranks call it."""
+        row = comm.gather_objects(value, self.shard_group)
+        if self.replica_group is None:
+            return row
+        return list(itertools.chain.from_iterable(comm.gather_objects(row, self.replica_group)))

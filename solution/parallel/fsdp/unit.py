@@ -114,6 +114,7 @@ class Unit:
         is_part = self.state is State.PART
         if not is_part:
             self._gathered = self._versions()
+            self._require_values()
         group = self._part_group if is_part else self.grid.shard_group
         rank, num_ranks = comm.rank(group), comm.size(group)
         with outside_of_autograd():
@@ -177,6 +178,15 @@ class Unit:
                 rows = [full[rows_of(full.shape[0], rank, num_ranks)] for full in fulls]
                 copy(list(zip(layout.pieces(row, rank), rows, strict=True)))
                 self._parts[dtype] = row
+
+    def _require_values(self) -> None:
+        for parameter in self.parameters:
+            if parameter.local.is_meta:
+                raise ValueError(
+                    f"expected {parameter.name!r} of {self.name} to have values by the first "
+                    "forward, got one on the meta device; call to_empty(device=...) on the sharded "
+                    "model, and initialise or load it"
+                )
 
     def _computing_dtype(self, parameter: ShardedParameter) -> torch.dtype:
         return self.policy.param_dtype or parameter.local.dtype

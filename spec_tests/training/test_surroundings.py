@@ -1,0 +1,76 @@
+"""Surroundings: what a loop is given, and what it may not look at.
+
+Batches come as slices of longer rows, and a process group need not be the world that a launcher
+wrote into the environment.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from spec_tests.clause import MUST, clause
+from spec_tests.training.loop import CONTRACT, TRAIN, WRAPPERS, Counted, Job, Trainee
+from spec_tests.training.test_gradient import judged
+
+
+def in_a_lying_environment(ctx, wrapper, job):
+    """Weights of a job whose environment tells of another rank in another world."""
+    trainee = Trainee.of(ctx, wrapper, job.seed)
+    os.environ.update(RANK="3", LOCAL_RANK="3", WORLD_SIZE="5", LOCAL_WORLD_SIZE="5")
+    trainee.train(ctx, job, Counted(job.micro_batches(ctx.rank)))
+    return {"weights": trainee.weights()}
+
+
+@clause(
+    "training.gradient.world-of-the-group",
+    MUST,
+    level="correct",
+    judges=TRAIN,
+    worlds=(2,),
+    source=f"{CONTRACT}; a course's trainer divides by WORLD_SIZE",
+)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_the_process_group_says_how_many_ranks_there_are(world, subject, wrapper):
+    """How many ranks train MUST be read from the process group, not from the environment.
+
+    The two differ in a notebook, under a launcher of one's own, and on a part of the world.
+    """
+    job = Job(2, 2, world.size, steps=2)
+    ranks = world.run(in_a_lying_environment, wrapper, job)
+
+    judged(ranks, job, given="WORLD_SIZE=5 in the environment")
+
+
+def on_slices(ctx, wrapper, job):
+    """Weights of a job whose ids and targets are slices of longer rows."""
+    trainee = Trainee.of(ctx, wrapper, job.seed)
+    batches = ((_sliced(ids), _sliced(targets)) for ids, targets in job.micro_batches(ctx.rank))
+    trainee.train(ctx, job, Counted(batches))
+    return {"weights": trainee.weights()}
+
+
+def _sliced(rows):
+    longer = rows.new_zeros(len(rows), rows.shape[1] + 2)
+    longer[:, 1:-1] = rows
+    return longer[:, 1:-1]
+
+
+@clause(
+    "training.gradient.slices",
+    MUST,
+    level="correct",
+    judges=TRAIN,
+    worlds=(1, 2),
+    source=f"{CONTRACT}; a course's trainer calls .view(-1) on tokens[:, 1:]",
+)
+def test_batches_may_be_slices(world, subject):
+    """Ids and targets that do not lie one after another in memory MUST be trained on alike.
+
+    Inputs and targets of a window are `tokens[:, :-1]` and `tokens[:, 1:]`: neither is contiguous.
+    """
+    job = Job(2, 2, world.size, targets="ragged")
+    ranks = world.run(on_slices, "ddp" if world.size > 1 else "plain", job)
+
+    judged(ranks, job, given="slices of longer rows")
