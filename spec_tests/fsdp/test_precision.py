@@ -254,49 +254,6 @@ def test_weights_and_gradients_travel_in_their_dtypes(world, subject, wide):
     )
 
 
-class Spy(nn.Module):
-    """Notes the dtypes that its forward sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        self.seen: dict[str, str] = {}
-
-    def forward(self, x: torch.Tensor, *, extra: dict[str, torch.Tensor]) -> Any:
-        self.seen = {"weight": str(self.weight.dtype), "x": str(x.dtype)}
-        self.seen |= {name: str(value.dtype) for name, value in extra.items()}
-        return {"y": x * self.weight, "ids": extra["ids"]}
-
-
-class Nest(nn.Module):
-    """A spy in a spy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Spy()
-        self.outer = Spy()
-
-    def forward(self, x: torch.Tensor, *, extra: dict[str, torch.Tensor]) -> Any:
-        return self.inner(self.outer(x, extra=extra)["y"], extra=extra)
-
-
-def seen_dtypes(ctx, subject, options):
-    """What two units see whose policies differ, and what comes out."""
-    policy = ctx.impl.MixedPrecisionPolicy
-    module = Nest().to(ctx.device)
-    ctx.impl.fully_shard(module.inner, mp_policy=policy(param_dtype=torch.float32))
-    ctx.impl.fully_shard(module, mp_policy=policy(param_dtype=HALF, **options))
-    extra = {
-        "ids": torch.arange(4, device=ctx.device),
-        "mask": torch.ones(4, dtype=torch.bool, device=ctx.device),
-        "angles": torch.ones(4, device=ctx.device),
-    }
-    output = module(torch.ones(2, 4, device=ctx.device), extra=extra)
-    found = {f"outer {k}": v for k, v in module.outer.seen.items()}
-    found |= {f"inner {k}": v for k, v in module.inner.seen.items()}
-    return found | {f"output {k}": str(v.dtype) for k, v in output.items()}
-
-
 LARGE = 60000.0
 """Near the largest number of float16, 65504."""
 
@@ -329,47 +286,3 @@ def test_a_mean_that_float16_holds_does_not_overflow_on_the_way(world, subject):
         quantity="mean gradient reduced in float16",
         hints=[Hint("the sum overflowed", {"gradient": torch.full((4, 4), torch.inf)})],
     )
-
-
-_SEEN = {
-    "outer weight": "torch.bfloat16",
-    "outer x": "torch.bfloat16",
-    "outer ids": "torch.int64",
-    "outer mask": "torch.bool",
-    "outer angles": "torch.bfloat16",
-    "inner weight": "torch.float32",
-    "inner x": "torch.float32",
-    "inner ids": "torch.int64",
-    "inner mask": "torch.bool",
-    "inner angles": "torch.float32",
-    "output y": "torch.float32",
-    "output ids": "torch.int64",
-}
-_POLICIES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-    "default": ({}, {}),
-    "inputs-as-they-are": (
-        {"cast_forward_inputs": False},
-        {"outer x": "torch.float32", "outer angles": "torch.float32"},
-    ),
-    "output-dtype": ({"output_dtype": torch.float64}, {"output y": "torch.float64"}),
-}
-
-
-@clause(
-    "fsdp.precision.casts-are-selective",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
-    needs=NEEDS,
-    source=f"{POLICY}; torchtitan issue 2881",
-)
-@pytest.mark.parametrize("policy", _POLICIES)
-def test_each_unit_casts_what_its_own_policy_names(world, subject, policy):
-    """Each unit MUST follow its own policy, and MUST NOT cast what is no floating-point number."""
-    options, differing = _POLICIES[policy]
-    ranks = world.run(seen_dtypes, subject, options)
-
-    wanted = _SEEN | differing
-    for rank, seen in enumerate(ranks):
-        wrong = {name: (seen[name], right) for name, right in wanted.items() if seen[name] != right}
-        judge.holds(not wrong, f"rank {rank}: got and expected {wrong}", given=f"policy {policy}")
