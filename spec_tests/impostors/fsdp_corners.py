@@ -50,6 +50,15 @@ class FreesRecomputed(Unit):
         return output
 
 
+class LeavesGradientsOn(Unit):
+    """Turns recording off for its gather, and then on, whatever it was."""
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        given = super().pre_forward(module, args, kwargs)
+        torch.set_grad_enabled(True)
+        return given
+
+
 IMPOSTORS: tuple[Impostor, ...] = (
     card(
         PadsToEight,
@@ -109,5 +118,13 @@ IMPOSTORS: tuple[Impostor, ...] = (
         "FSDP1 where checkpoint() surrounds the unit: ten gathers where seven would do.",
         "The numbers are right.",
         "fsdp.traffic.recomputation",
+    ),
+    card(
+        LeavesGradientsOn,
+        "leaves-gradients-on",
+        "Turns recording off for its gather, and then on, whatever it was.",
+        "`torch.set_grad_enabled(True)` where the mode of before belongs.",
+        "An evaluation gives the same numbers; it only takes more memory.",
+        "fsdp.refusals.backward-without-forward",
     ),
 )

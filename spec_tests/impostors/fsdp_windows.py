@@ -236,7 +236,6 @@ IMPOSTORS: tuple[Impostor, ...] = (
         "FSDP2 of torch 2.13; a flag that is reset at the end of backward only.",
         "No test raises in backward.",
         "fsdp.lifecycle.after-exception",
-        "fsdp.refusals.backward-without-forward",
     ),
     card(
         OnePass,
