@@ -39,7 +39,7 @@ from spec_tests.outcome_hooks import (
     pytest_terminal_summary,
 )
 from spec_tests.rig import expectations, runner
-from spec_tests.rig.errors import RankDied, RankHung, RigError
+from spec_tests.rig.errors import NOT_HERE, RankDied, RankHung, RigError
 from spec_tests.rig.eventlog import EventLog
 from spec_tests.rig.report import points
 from spec_tests.rig.strategies import register_profiles
@@ -206,11 +206,9 @@ def world(request: pytest.FixtureRequest, target: target.Target) -> World:
 def _require_machine(clause: Clause, transport: str) -> None:
     if transport not in clause.transports:
         needed = " or ".join(clause.transports)
-        raise unittest.SkipTest(
-            f"{runner.NOT_HERE}observed on {needed}, this run is on {transport}"
-        )
+        raise unittest.SkipTest(f"{NOT_HERE}observed on {needed}, this run is on {transport}")
     if transport == "cuda" and not torch.cuda.is_available():
-        raise unittest.SkipTest(f"{runner.NOT_HERE}needs a CUDA device")
+        raise unittest.SkipTest(f"{NOT_HERE}needs a CUDA device")
 
 
 # ----------------------------------------------------------------------------------- session

@@ -8,6 +8,8 @@
     path/to/mine.py             a file; mine.toml beside it holds declared deviations
     path/to/package             a folder with an __init__.py
     cs336:path/to/checkout      CS336 assignment 2, by its tests/adapters.py
+    effdl:path/to/fsdp.py       Efficient DL week 5, one file
+    course:path/to/checkout     the DDP/FSDP course: data/, model/, train/
     impostor:ID                 a deliberate near-miss out of spec_tests/impostors
 
 The parent only ever resolves the words. The code is loaded in the ranks: it may patch torch, exit
@@ -36,6 +38,12 @@ REPOSITORY_ROOT = PACKAGE_ROOT.parent
 KNOWN_IMPLEMENTATIONS = {"torch": PACKAGE_ROOT / "impls" / "torch.py"}
 LAYOUTS = {
     "cs336": ("tests/adapters.py",),
+    "effdl": ("fsdp.py", "homework/fsdp.py", "week05_fsdp/homework/fsdp.py"),
+    "course": (
+        "data/distributed_data_loader.py",
+        "model/my_gpt2.py",
+        "train/distributed_trainer.py",
+    ),
 }
 """Layouts of courses that spec_tests/impls knows, each with files by which one is recognised."""
 
@@ -160,17 +168,21 @@ class Implementation:
     """The functions of an implementation, by the names of the contract.
 
     Attribute access gives the function, its default (see `contract.DEFAULTS`), or a stand-in that
-    raises NotOfferedError. `offered` names what the implementation itself brings; `misfits` says
-    which of that cannot be called as the contract calls it, and why.
+    raises NotOfferedError. `offered` names what the implementation itself brings; what it only
+    works with and did not write, its `BORROWED`, is there and not judged. `misfits` says which of
+    the offered cannot be called as the contract calls it, and why.
     """
 
     def __init__(self, name: str, namespace: object) -> None:
         self.name = name
         self.namespace = namespace
+        borrowed = getattr(namespace, "BORROWED", ())
         self.offered = tuple(
             function
             for function in FUNCTIONS
-            if callable(own := getattr(namespace, function, None)) and not is_left_open(own)
+            if callable(own := getattr(namespace, function, None))
+            and not is_left_open(own)
+            and function not in borrowed
         )
         reasons = {name: _misfit(name, getattr(namespace, name)) for name in self.offered}
         self.misfits = {name: reason for name, reason in reasons.items() if reason}

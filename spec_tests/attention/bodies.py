@@ -16,8 +16,8 @@ import torch
 from spec_tests.attention import interpreter
 from spec_tests.attention.problem import Answer, Inputs, Problem, inputs
 from spec_tests.laws import footprint
+from spec_tests.rig.errors import NOT_HERE
 from spec_tests.rig.rank import Context
-from spec_tests.rig.runner import NOT_HERE
 from spec_tests.rig.world import World
 
 ATTENTION = ("flash_attention", "flash_attention_triton")

@@ -17,7 +17,7 @@ from spec_tests.attention.bodies import KERNELS, arguments, call, observe
 from spec_tests.attention.problem import Problem, inputs
 from spec_tests.clause import MUST, clause
 from spec_tests.rig import judge
-from spec_tests.rig.runner import NOT_HERE
+from spec_tests.rig.errors import NOT_HERE
 
 INTERPRETED = ("gloo",)
 # Several tiles that divide no length, and a group of two heads: neighbours to run into.

@@ -21,7 +21,7 @@ from spec_tests.attention.problem import Problem, inputs
 from spec_tests.attention.test_layout import LAYOUTS
 from spec_tests.clause import MUST, clause
 from spec_tests.rig import judge
-from spec_tests.rig.runner import NOT_HERE
+from spec_tests.rig.errors import NOT_HERE
 
 # Two heads on one key head, lengths that no tile divides.
 GROUPED = Problem(seq_q=20, seq_k=24, kv_heads=1, causal=True)

@@ -33,6 +33,8 @@ def import_file(root: Path, name: str, *, search: Sequence[str] = ()) -> ModuleT
 
 def _import_package(root: Path, name: str) -> None:
     folder = root / name
+    if str(folder) in getattr(sys.modules.get(name), "__path__", ()):
+        return
     if (folder / "__init__.py").is_file():
         _execute(name, folder / "__init__.py", [str(folder)])
     else:

@@ -18,6 +18,9 @@ from dataclasses import dataclass, field
 
 from spec_tests.rig.wire import RemoteError
 
+NOT_HERE = "not here: "
+"""How the reason of a skip begins when this machine lacks something."""
+
 
 @dataclass(frozen=True)
 class RankReport:

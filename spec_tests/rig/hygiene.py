@@ -78,7 +78,7 @@ def _restore_filters(before: list[Any]) -> None:
 
 
 def _group_names() -> tuple[str, ...]:
-    return tuple(dist.distributed_c10d._world.pg_names.values()) if dist.is_initialized() else ()
+    return tuple(dist.distributed_c10d._world.pg_names.values())  # none without a default group
 
 
 def _thread_names() -> tuple[str, ...]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from spec_tests.rig import wire
+
+# What a rank may print within a call before the beginning of it is thrown away.
+_OUTPUT_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -31,13 +35,23 @@ class Member:
     tasks: Connection
     control: Connection
     output_path: Path
+    _dropped_bytes: int = field(default=0)
+
+    def trim_output(self) -> None:
+        """Keep a rank that prints without end from filling the disk; ask several times a second."""
+        with contextlib.suppress(OSError):
+            size = self.output_path.stat().st_size
+            if size > _OUTPUT_BYTES:
+                os.truncate(self.output_path, 0)  # the rank appends: it goes on at the beginning
+                self._dropped_bytes += size
 
     def output(self, limit: int = 16_000) -> str:
         """The tail of what the rank printed; of a crash, the body's own stack alone."""
         with contextlib.suppress(OSError), self.output_path.open("rb") as file:
             file.seek(max(0, self.output_path.stat().st_size - limit))
-            text = file.read().decode(errors="replace")
-            return _without_rig(text)
+            text = _without_rig(file.read().decode(errors="replace"))
+            dropped = self._dropped_bytes
+            return f"({dropped:,} bytes before this were dropped)\n{text}" if dropped else text
         return ""
 
     def ask_what_it_does(self, wait_s: float) -> Doing:

@@ -25,28 +25,26 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from spec_tests.rig import rank as rank_side
-from spec_tests.rig import wire
+from spec_tests.rig import startup, wire
 from spec_tests.rig.errors import RankDied, RankHung, RankRaised, RankReport
 from spec_tests.rig.liveness import Liveness
 from spec_tests.rig.member import Member
-from spec_tests.rig.zygote import rank_environment, start_method, without_main
+from spec_tests.rig.zygote import rank_environment
 from spec_tests.target import Target
 
-START_TIMEOUT_S = 60.0
 # After a rank has raised, its peers are released by the closing sockets; who is not is killed.
 RELEASE_S = 0.5
 # One that wants a processor and gets none cannot say yet that it was released.
 _STARVED_RELEASE_S = 5.0
 _POLL_S = 0.2
 # How many times its time limit a body may take while it visibly computes.
-_PATIENCE = 4
+PATIENCE = 4.0
 
 
 @dataclass(frozen=True)
@@ -79,6 +77,7 @@ class Pool:
         self.load_error: wire.RemoteError | None = None
         self.offered: tuple[str, ...] = ()
         self.misfits: dict[str, str] = {}
+        self.leaks: tuple[str, ...] = ()  # what importing the implementation changed
         self.is_alive = True
         self.was_preloaded = True
         self._serial = 0
@@ -98,58 +97,30 @@ class Pool:
             raise
 
     def _start(self, rank: int, transport: str, environment: dict[str, str]) -> Member:
-        context = get_context(start_method())
-        tasks, their_tasks = context.Pipe()
-        control, their_control = context.Pipe()
         scratch = self._scratch / "shared"
         scratch.mkdir(exist_ok=True)
-        config = rank_side.RankConfig(
-            rank=rank,
-            world_size=self.world_size,
-            store_port=self._store.port,
-            store_prefix="rig",
-            output_path=str(self._scratch / f"rank{rank}.out"),
-            scratch=str(scratch),
-            target=self.target,
-            transport=transport,
-            environment={**rank_environment(transport), **environment},
+        member = startup.start(
+            rank_side.RankConfig(
+                rank=rank,
+                world_size=self.world_size,
+                store_port=self._store.port,
+                store_prefix="rig",
+                output_path=str(self._scratch / f"rank{rank}.out"),
+                scratch=str(scratch),
+                target=self.target,
+                transport=transport,
+                environment={**rank_environment(transport), **environment},
+            )
         )
-        process = context.Process(  # type: ignore[attr-defined]  # both contexts have it
-            target=rank_side.main,
-            args=(config, their_tasks, their_control),
-            name=f"rank{rank}",
-            daemon=True,
-        )
-        with without_main():
-            process.start()
-        their_tasks.close()
-        their_control.close()
-        member = Member(rank, process, tasks, control, Path(config.output_path))
-        self._selector.register(tasks, selectors.EVENT_READ, member)
+        startup.watch(self._selector, member)
         return member
 
     def _greet(self, member: Member) -> None:
-        if not member.tasks.poll(START_TIMEOUT_S):
-            doing = member.ask_what_it_does(0.5)
-            report = RankReport(
-                member.rank, "did not start", stack=doing.stack, output=member.output()
-            )
-            raise RankHung(
-                f"rank {member.rank} did not come up in {START_TIMEOUT_S:.0f} s "
-                "(it imports the implementation at its start)",
-                0,
-                [report],
-            )
-        try:
-            preloaded, error, offered, misfits = wire.loads(member.tasks.recv_bytes())
-        except EOFError:
-            report = RankReport(member.rank, member.how_it_ended(), output=member.output())
-            raise RankDied(
-                f"rank {member.rank} {report.state} while it loaded the implementation", 0, [report]
-            ) from None
-        self.was_preloaded = self.was_preloaded and preloaded
-        self.load_error = self.load_error or error
-        self.offered, self.misfits = offered, misfits
+        greeting = startup.greet(member)
+        self.was_preloaded = self.was_preloaded and greeting.preloaded
+        self.load_error = self.load_error or greeting.error
+        self.offered, self.misfits = greeting.offered, greeting.misfits or {}
+        self.leaks += tuple(f"rank {member.rank}, at import: {each}" for each in greeting.leaks)
 
     def pids(self) -> list[int]:
         """Process ids of the ranks."""
@@ -164,8 +135,12 @@ class Pool:
         seed: int,
         timeout_s: float,
         grace_s: float,
+        patience: float = PATIENCE,
     ) -> Outcome:
         """Run `body` on every rank, `args[rank]` being its positional arguments.
+
+        Args:
+            patience: how many times `timeout_s` a body may take while it visibly computes.
 
         Raises:
             RankRaised, RankHung, RankDied: see `spec_tests.rig.errors`.
@@ -178,17 +153,18 @@ class Pool:
                 )
                 with contextlib.suppress(BrokenPipeError):  # it died idle; the wait will see it
                     member.tasks.send_bytes(wire.dumps(task))
-            replies = self._collect(timeout_s, grace_s)
+            replies = self._collect(min(1.0, patience) * timeout_s, grace_s, patience * timeout_s)
         except BaseException:
             # Replies of an interrupted task must not be taken for those of the next.
             self.kill()
             raise
         return self._conclude(replies)
 
-    def _collect(self, timeout_s: float, grace_s: float) -> dict[int, rank_side.Reply]:
+    def _collect(
+        self, timeout_s: float, grace_s: float, limit_s: float
+    ) -> dict[int, rank_side.Reply]:
         replies: dict[int, rank_side.Reply] = {}
         deadline = time.monotonic() + timeout_s
-        limit_s = _PATIENCE * timeout_s
         patience_ends = time.monotonic() + limit_s
         starved_until = deadline
         watched = {
@@ -204,6 +180,7 @@ class Pool:
                 starved_until = min(starved_until, time.monotonic() + _STARVED_RELEASE_S)
             if ready or len(replies) == self.world_size:
                 continue
+            self._trim_outputs()
             silent = [m.rank for m in self._members if m.rank not in replies]
             blocked = [watched[rank].is_blocked() for rank in silent]
             if all(blocked):
@@ -218,6 +195,10 @@ class Pool:
                 if now > patience_ends:
                     self._give_up(replies, f"still computing after {limit_s:g} s")
         return replies
+
+    def _trim_outputs(self) -> None:
+        for member in self._members:
+            member.trim_output()
 
     def _receive(self, member: Member, replies: dict[int, rank_side.Reply]) -> None:
         try:

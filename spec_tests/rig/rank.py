@@ -3,8 +3,9 @@
 1. Redirect output to a file, so that floods and C++ messages are kept and attached to failures.
 2. Start the watcher thread. It answers "what are you doing?" while the main thread is blocked in
    C++, and ends the process when the parent's end of its pipe closes.
-3. Take a task, join the process group that the task names, run the body, post the outcome.
-4. After a failure, leave the group at once: the peers that wait for this rank are released with
+3. Import the implementation, put back what that changed, and tell the parent how it went.
+4. Take a task, join the process group that the task names, run the body, post the outcome.
+5. After a failure, leave the group at once: the peers that wait for this rank are released with
    a transport error and a traceback of where they were.
 
 A body is named, not sent: `(module, qualified name)`. It is called with a `Context` and the
@@ -37,14 +38,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spec_tests.rig import hygiene, wire
+from spec_tests.rig import hygiene, loading, wire
+from spec_tests.rig.loading import Greeting, load_implementation
 from spec_tests.rig.member import Doing
 from spec_tests.rig.recorder import Recorder, issued_by_all_groups
 from spec_tests.rig.zygote import forget_triton
-from spec_tests.target import Implementation, Target, load
+from spec_tests.target import Implementation, Target
 
 # Longer than any body may take: the parent's clock decides, this one is the last resort.
 GROUP_TIMEOUT_S = 120.0
+# What a body observes is small; more than this is refused before the parent has to hold it as well.
+_MAX_VALUE_BYTES = 64 * 2**20
+
+# Bound before an implementation is imported, which may replace them under their names.
+_init_group, _destroy_group = dist.init_process_group, dist.destroy_process_group
+_new_group, _barrier, _is_initialized = dist.new_group, dist.barrier, dist.is_initialized
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,7 @@ class Context:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        dist.barrier()
+        _barrier()
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Recorder]:
@@ -133,7 +141,7 @@ class Context:
         """
         mine = None
         for ranks in groups:
-            group = dist.new_group(list(ranks))
+            group = _new_group(list(ranks))
             if self.rank in ranks:
                 mine = group
                 self._groups.append(group)
@@ -145,7 +153,7 @@ class Context:
         """Destroy the groups that `split` made."""
         while self._groups:
             with contextlib.suppress(ValueError, AssertionError):  # the body did it already
-                dist.destroy_process_group(self._groups.pop())
+                _destroy_group(self._groups.pop())
 
 
 def main(config: RankConfig, tasks: Connection, control: Connection) -> None:
@@ -168,17 +176,15 @@ def main(config: RankConfig, tasks: Connection, control: Connection) -> None:
     watcher.start()
     store = dist.TCPStore("127.0.0.1", config.store_port, is_master=False)
     impl: Implementation | None = None
-    load_error: wire.RemoteError | None = None
+    greeting = Greeting(preloaded)
     if config.target is not None:
-        try:
-            impl = load(config.target)
-        except BaseException as error:  # an implementation may raise anything, SystemExit too
-            load_error = wire.RemoteError.of(error, time.monotonic_ns())
+        device = "cuda" if config.transport == "cuda" else "cpu"
+        impl, greeting = load_implementation(config.target, device, preloaded=preloaded)
+        _leave()  # the group that it may have joined on that occasion
     # Later collections then look at what bodies made, not at torch. Without a collection first:
     # that would take longer than all the rest of the start.
     gc.freeze()
-    brings = (impl.offered, impl.misfits) if impl is not None else ((), {})
-    tasks.send_bytes(wire.dumps((preloaded, load_error, *brings)))
+    tasks.send_bytes(wire.dumps(greeting))
     _serve(config, tasks, store, impl, output)
 
 
@@ -219,8 +225,9 @@ def _stack_now(thread: int) -> str:
 
 
 def _stack_of_body(stack: traceback.StackSummary) -> str:
-    """The part of the stack that belongs to the body; empty between two tasks."""
-    inside = [i for i, f in enumerate(stack) if f.filename == __file__ and f.name == "_run"]
+    """What belongs to the body, or to the import at the start; empty between two tasks."""
+    own = ((__file__, "_run"), (loading.__file__, "load_implementation"))
+    inside = [i for i, f in enumerate(stack) if (f.filename, f.name) in own]
     return "".join(traceback.format_list(stack[inside[-1] + 1 :])) if inside else ""
 
 
@@ -284,6 +291,11 @@ def _run(config: RankConfig, task: Task, impl: Implementation | None) -> Reply:
         context = Context(config, task, impl)
         value = wire.dumps(body(context, *task.args, **task.kwargs))
         context.close()
+        if len(value) > _MAX_VALUE_BYTES:
+            raise ValueError(
+                f"expected observations of at most {_MAX_VALUE_BYTES >> 20} MB, got "
+                f"{len(value) >> 20} MB: the implementation returned far more than it was given"
+            )
         return Reply(task.serial, value, None, _issued_collectives())
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: the rank lives on
         described = wire.RemoteError.of(error, time.monotonic_ns())
@@ -294,7 +306,7 @@ def _run(config: RankConfig, task: Task, impl: Implementation | None) -> Reply:
 
 def _issued_collectives() -> int:
     """How many collectives this rank has issued on the default group; -1 without a group."""
-    world = dist.group.WORLD if dist.is_initialized() else None
+    world = dist.group.WORLD if _is_initialized() else None
     if world is None:
         return -1
     return int(world._get_sequence_number_for_group())  # type: ignore[attr-defined]  # not in stubs
@@ -313,7 +325,7 @@ def _join(config: RankConfig, store: dist.TCPStore, generation: int) -> None:
     if config.transport == "cuda" and torch.cuda.device_count() >= config.world_size:
         backend = "cpu:gloo,cuda:nccl"
     prefixed = dist.PrefixStore(f"{config.store_prefix}/{generation}", store)
-    dist.init_process_group(
+    _init_group(
         backend,
         store=prefixed,
         rank=config.rank,
@@ -328,7 +340,7 @@ def _join(config: RankConfig, store: dist.TCPStore, generation: int) -> None:
 
 
 def _leave() -> None:
-    if dist.is_initialized():
+    if _is_initialized():
         gc.collect()  # a wrapped model that nobody holds any more still holds the group
         with contextlib.suppress(RuntimeError):  # a broken group may refuse to shut down
-            dist.destroy_process_group()
+            _destroy_group()

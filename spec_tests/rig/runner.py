@@ -17,14 +17,19 @@ from typing import Any
 from hypothesis.errors import Flaky
 
 from spec_tests.clause import LEVELS, Clause
-from spec_tests.rig.errors import Blocked, NotOffered, RankDied, RankHung, RankRaised, RigError
+from spec_tests.rig.errors import (
+    NOT_HERE,
+    Blocked,
+    NotOffered,
+    RankDied,
+    RankHung,
+    RankRaised,
+    RigError,
+)
 from spec_tests.rig.judge import Situation, Violation, judging, violated
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.world import World, Worlds
 from spec_tests.target import Target
-
-NOT_HERE = "not here: "
-"""How the reason of a skip begins when this machine lacks something."""
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,11 @@ def loads(data: bytes) -> Any:
     return pickle.loads(data)
 
 
+# What is kept of an exception: of its words, and of a recursion's frames.
+_MAX_TEXT = 20_000
+_MAX_FRAMES = 200
+
+
 @dataclass(frozen=True)
 class Frame:
     """One line of a remote traceback."""
@@ -121,11 +126,11 @@ class RemoteError:
         return cls(
             kind=type(error).__name__,
             bases=tuple(base.__name__ for base in type(error).__mro__),
-            message=_text_of(error),
-            frames=tuple(entries),
-            text="".join(traceback.format_exception(error)),
+            message=_shortened(_text_of(error)),
+            frames=tuple(entries[-_MAX_FRAMES:]),
+            text=_shortened("".join(traceback.format_exception(error))),
             raised_ns=raised_ns,
-            notes=tuple(getattr(error, "__notes__", ())),
+            notes=tuple(_shortened(str(note)) for note in getattr(error, "__notes__", ())),
         )
 
     def is_a(self, name: str) -> bool:
@@ -149,6 +154,14 @@ def _text_of(error: BaseException) -> str:
         return str(error)
     except Exception as second:  # an exception of foreign code may be unable to describe itself
         return f"(no message: its __str__ raised {type(second).__name__})"
+
+
+def _shortened(text: str) -> str:
+    """Both ends of a text: an exception of foreign code may hold gigabytes."""
+    if len(text) <= _MAX_TEXT:
+        return text
+    kept = _MAX_TEXT // 2
+    return f"{text[:kept]}\n... ({len(text) - 2 * kept} characters left out)\n{text[-kept:]}"
 
 
 def _frame_at(where: Frame) -> types.FrameType:

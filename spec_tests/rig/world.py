@@ -15,6 +15,8 @@ pools offer `call`, `stop`, `kill`, `is_alive`, `offered`, `misfits` and `load_e
 from __future__ import annotations
 
 import contextlib
+import unittest
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,8 +24,8 @@ from typing import Any
 
 import torch
 
-from spec_tests.rig.errors import NotOffered, RankRaised, RigError
-from spec_tests.rig.pool import Pool
+from spec_tests.rig.errors import NOT_HERE, NotOffered, RankDied, RankHung, RankRaised, RigError
+from spec_tests.rig.pool import PATIENCE, Pool
 from spec_tests.rig.sim.pool import SimPool
 from spec_tests.rig.sim.schedule import Schedule
 from spec_tests.rig.wire import RemoteError
@@ -33,6 +35,11 @@ _TORCH = str(Path(torch.__file__).parent)
 
 TIMEOUT_S = 30.0
 GRACE_S = 2.0
+# An implementation that does not load is tried again once: the machine may have been at fault.
+_STARTS = 2
+# How often patience with one that computes without end is halved: 120 s for the first call, which
+# may be compiling, 4 s from the sixth on. Otherwise a run over it would take hours.
+_HALVINGS = 5
 
 AnyPool = Pool | SimPool
 
@@ -56,6 +63,10 @@ class Worlds:
     max_pools: int = 6
     leaks: list[str] = field(default_factory=list)
     _pools: dict[tuple[Target | None, int, str], AnyPool] = field(default_factory=dict)
+    _failed: dict[tuple[Target | None, int, str], list[RankDied | RankHung]] = field(
+        default_factory=dict
+    )
+    _endless: Counter[Target | None] = field(default_factory=Counter)
 
     def world(
         self, size: int, target: Target | None = None, *, transport: str | None = None
@@ -73,15 +84,41 @@ class Worlds:
         return World(self, size, target, chosen)
 
     def pool(self, size: int, target: Target | None, transport: str) -> AnyPool:
-        """The live pool for this key, started if need be."""
+        """The live pool for this key, started if need be.
+
+        Raises:
+            RankDied, RankHung: a rank exits or hangs while it imports the implementation.
+        """
         key = (target, size, transport)
         pool = self._pools.pop(key, None)
         if pool is None or not pool.is_alive:
             while len(self._pools) >= self.max_pools:
                 self._pools.pop(next(iter(self._pools))).stop()
-            pool = TRANSPORTS[transport](size, target=target, transport=transport)
+            pool = self._start(key)
         self._pools[key] = pool  # last in the dict: most recently used
         return pool
+
+    def _start(self, key: tuple[Target | None, int, str]) -> AnyPool:
+        target, size, transport = key
+        failures = self._failed.setdefault(key, [])
+        if len(failures) >= _STARTS:
+            raise failures[-1]
+        try:
+            pool = TRANSPORTS[transport](size, target=target, transport=transport)
+        except (RankDied, RankHung) as failure:
+            failures.append(failure)
+            raise
+        if isinstance(pool, Pool):
+            self.leaks.extend(pool.leaks)
+        return pool
+
+    def patience(self, target: Target | None) -> float:
+        """How many times its limit a call may take that visibly computes."""
+        return PATIENCE / 2 ** min(self._endless[target], _HALVINGS)
+
+    def note(self, target: Target | None, failure: RankHung) -> None:
+        """Remember a call that computed without end."""
+        self._endless[target] += "still computing" in failure.headline
 
     def drop(self, target: Target | None) -> None:
         """Stop the pools of one implementation."""
@@ -152,11 +189,17 @@ class World:
         own = per_rank or [()] * self.size
         pool = self._loaded_pool()
         calls = [(*args, *own[rank]) for rank in range(self.size)]
-        extra = {} if self.schedule is None else {"schedule": self.schedule}
-        with _translated():
-            outcome = pool.call(
-                name, calls, kwargs, seed=seed, timeout_s=timeout_s, grace_s=grace_s, **extra
-            )
+        limits: dict[str, Any] = {"timeout_s": timeout_s, "grace_s": grace_s}
+        if isinstance(pool, Pool):
+            limits["patience"] = self.worlds.patience(self.target)
+        if self.schedule is not None:
+            limits["schedule"] = self.schedule
+        with _translated(self.transport):
+            try:
+                outcome = pool.call(name, calls, kwargs, seed=seed, **limits)
+            except RankHung as failure:
+                self.worlds.note(self.target, failure)
+                raise
         self.worlds.leaks.extend(outcome.leaks)
         ranks = Ranks(outcome.values)
         ranks.leaks = outcome.leaks
@@ -179,11 +222,14 @@ class World:
         return self._loaded_pool().misfits
 
     def _loaded_pool(self) -> AnyPool:
-        pool = self.worlds.pool(self.size, self.target, self.transport)
+        name = self.target.name if self.target else "implementation"
+        try:
+            pool = self.worlds.pool(self.size, self.target, self.transport)
+        except (RankDied, RankHung) as failure:
+            raise RigError(f"{name} does not load: {failure}") from None
         if pool.load_error is not None:
             raise RigError(
-                f"{self.target.name if self.target else 'implementation'} does not load: "
-                f"{pool.load_error.kind}: {pool.load_error.message}"
+                f"{name} does not load: {pool.load_error.kind}: {pool.load_error.message}"
             )
         return pool
 
@@ -205,12 +251,26 @@ def _is_own(error: RemoteError) -> bool:
     return not innermost.startswith(_TORCH)
 
 
+# How torch says, in several places, that there is no CUDA.
+_NO_CUDA = (
+    "Torch not compiled with CUDA enabled",
+    "Found no NVIDIA driver",
+    "No CUDA GPUs are available",
+    "requires CUDA support",
+    "has no attribute '_cuda_setDevice'",
+)
+
+
 @contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    """ "Not offered" is an outcome of its own, not a failure."""
+def _translated(transport: str) -> Iterator[None]:
+    """ "Not offered" and "not here" are outcomes of their own, not failures."""
     try:
         yield
     except RankRaised as failure:
+        if transport != "cuda" and any(words in failure.error.message for words in _NO_CUDA):
+            raise unittest.SkipTest(
+                f"{NOT_HERE}needs a CUDA device: {failure.error.message}"
+            ) from None
         if failure.error.is_a("NotImplementedError") and _is_own(failure.error):
             raise NotOffered(failure.error.message or "raised NotImplementedError") from None
         raise

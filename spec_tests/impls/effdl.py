@@ -1,0 +1,198 @@
+"""Efficient DL, week 5: one file `fsdp.py`, brought to the contract.
+
+The file has `fully_shard(module, *, module_fqn, comm_ctx, mesh, reshard_after_forward, mp_policy)`,
+an `FSDPCommContext(device_type)` that all units of a model share, and `FSDPModule` with the
+attributes `reshard_after_backward` and `reduce_grads`. What the adapter adds:
+
+    comm_ctx       one per model: a module that contains units takes them into its own
+    the root       the exercise shards leaves and blocks; units below a module are out of its sight
+                   while it is sharded, so that only what they left is sharded with it
+    setters        set_requires_gradient_sync and set_reshard_after_backward set the attributes
+    inputs         are cast to param_dtype, as the exercise's model does for itself
+    mesh           the whole world, where none is given
+
+The exercise shards dim 0 where it divides, and knows neither `output_dtype` nor other placements:
+NotImplementedError, so "not offered". It assumes CUDA streams; on CPU the file sees streams that
+do nothing in the place of torch.cuda's (see `streams`), and torch itself stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from spec_tests.impls.checkout import import_file, offered
+from spec_tests.impls.streams import give_streams
+
+
+def offer(file: Path, device: str) -> SimpleNamespace:
+    """The contract's functions that this file brings.
+
+    Raises:
+        whatever the file raises when it is imported.
+        ValueError: it lacks a class of the exercise.
+    """
+    module = import_file(file.parent, file.stem)
+    if device == "cpu":
+        give_streams(module)
+    missing = [
+        name
+        for name in ("FSDPCommContext", "FSDPModule", "MixedPrecisionPolicy")
+        if not isinstance(getattr(module, name, None), type)
+    ]
+    if missing:
+        raise ValueError(f"{file.name}: expected the exercise's classes, {missing} are missing")
+    if offered(module, "fully_shard") is None:
+        return SimpleNamespace(fully_shard=_left_open)
+    return SimpleNamespace(
+        fully_shard=_Sharder(module, device), MixedPrecisionPolicy=_policy_of(module)
+    )
+
+
+def _left_open(module: nn.Module) -> nn.Module:
+    raise NotImplementedError
+
+
+class _Policy:
+    """The exercise's policy, and the one decision that it leaves to the model."""
+
+    def __init__(self, theirs: Any, cast_forward_inputs: bool) -> None:
+        self.theirs = theirs
+        self.input_dtype = theirs.param_dtype if cast_forward_inputs else None
+
+
+def _policy_of(module: ModuleType) -> Any:
+    def policy(
+        *,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        output_dtype: torch.dtype | None = None,
+        cast_forward_inputs: bool = True,
+    ) -> _Policy:
+        if output_dtype is not None:
+            raise NotImplementedError("the exercise's MixedPrecisionPolicy has no output_dtype")
+        theirs = module.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        return _Policy(theirs, cast_forward_inputs)
+
+    return policy
+
+
+class _Sharder:
+    """`fully_shard` as the contract calls it."""
+
+    def __init__(self, file: ModuleType, device: str) -> None:
+        self.file = file
+        self.device = device
+
+    def __call__(
+        self,
+        module: nn.Module,
+        *,
+        mesh: DeviceMesh | None = None,
+        reshard_after_forward: bool | int | None = None,
+        mp_policy: Any = None,
+    ) -> nn.Module:
+        if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+            raise NotImplementedError("reshard_after_forward: the exercise takes True or False")
+        mesh = mesh or init_device_mesh(self.device, (dist.get_world_size(),))
+        if mesh.ndim != 1:
+            raise NotImplementedError(f"mesh: the exercise takes one axis, got {mesh}")
+        policy = mp_policy or _Policy(self.file.MixedPrecisionPolicy(), False)
+        context = self.file.FSDPCommContext(mesh.device_type)
+        units = [part for part in module.modules() if isinstance(part, self.file.FSDPModule)]
+        for unit in units:
+            unit.comm_ctx = context  # type: ignore[assignment]  # an attribute of the exercise's
+        with _out_of_sight(module, units):
+            own = dict(module.named_parameters())
+            _require_divisible(own, mesh)
+            if own:
+                if policy.input_dtype is not None:
+                    module.register_forward_pre_hook(_casting_to(policy.input_dtype))
+                self.file.fully_shard(
+                    module,
+                    module_fqn=type(module).__name__,
+                    comm_ctx=context,
+                    mesh=mesh,
+                    reshard_after_forward=reshard_after_forward is not False,
+                    mp_policy=policy.theirs,
+                )
+        self._add_setters(module)
+        return module
+
+    def _add_setters(self, module: nn.Module) -> None:
+        """PyTorch's names for the exercise's attributes, on this unit and those below."""
+        kind = self.file.FSDPModule
+
+        def set_requires_gradient_sync(
+            self: nn.Module, flag: bool, *, recurse: bool = True
+        ) -> None:
+            for unit in _units(self, kind, recurse):
+                unit.reduce_grads = flag
+
+        def set_reshard_after_backward(
+            self: nn.Module, flag: bool, *, recurse: bool = True
+        ) -> None:
+            for unit in _units(self, kind, recurse):
+                unit.reshard_after_backward = flag
+
+        def set_prefetch(self: nn.Module, modules: list[nn.Module]) -> None:
+            raise NotImplementedError("the exercise prefetches by itself, and takes no list")
+
+        setters: dict[str, Any] = {
+            "set_requires_gradient_sync": set_requires_gradient_sync,
+            "set_reshard_after_backward": set_reshard_after_backward,
+            "set_modules_to_forward_prefetch": set_prefetch,
+            "set_modules_to_backward_prefetch": set_prefetch,
+        }
+        for name, function in setters.items():
+            if not hasattr(module, name):
+                object.__setattr__(module, name, MethodType(function, module))
+
+
+def _units(module: nn.Module, kind: type, recurse: bool) -> list[Any]:
+    parts = module.modules() if recurse else [module]
+    return [part for part in parts if isinstance(part, kind)]
+
+
+@contextmanager
+def _out_of_sight(module: nn.Module, units: list[nn.Module]) -> Iterator[None]:
+    """Take the units below `module` out of their parents, and put them back in the same order."""
+    hidden = {id(unit) for unit in units} - {id(module)}
+    parents = [(part, dict(part._modules)) for part in module.modules()]
+    for part, children in parents:
+        part._modules = {n: c for n, c in children.items() if id(c) not in hidden}
+    try:
+        yield
+    finally:
+        for part, children in parents:
+            part._modules = children
+
+
+def _require_divisible(parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
+    for name, parameter in parameters.items():
+        if isinstance(parameter, DTensor) or not parameter.ndim or parameter.shape[0] % mesh.size():
+            raise NotImplementedError(
+                f"parameter {name!r} of shape {tuple(parameter.shape)}: the exercise shards dim 0, "
+                f"where {mesh.size()} ranks divide it"
+            )
+
+
+def _casting_to(dtype: torch.dtype) -> Any:
+    def cast(value: Any) -> Any:
+        is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_floating else value
+
+    def hook(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
+        return tree_map(cast, inputs)
+
+    return hook

@@ -1,0 +1,139 @@
+"""Streams for code that assumes CUDA and runs on a CPU, where everything happens in order.
+
+A stream on a GPU says what may run beside what; on a CPU nothing runs beside anything, so that
+waiting for a stream or an event is always over. `give_streams` puts such streams in the place of
+torch.cuda's *for one module*: its own names are bound to stand-ins, which hand through whatever is
+no stream. torch, and everybody else who uses it, stays as it is. Code that imports torch.cuda
+within a function still meets the real one; that clause then says "not here".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.distributed import device_mesh
+
+
+class Event:
+    """Recorded and over at once."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        """Takes what torch.cuda.Event takes."""
+
+    def record(self, stream: object = None) -> None:
+        """Nothing is pending."""
+
+    def wait(self, stream: object = None) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """It is over."""
+        return True
+
+    synchronize = wait
+
+    def elapsed_time(self, other: object) -> float:
+        """Milliseconds; there is no clock here."""
+        return 0.0
+
+
+class Stream:
+    """Everything that is issued is done."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        """Takes what torch.cuda.Stream takes."""
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """An event that is over."""
+        return event or Event()
+
+    def wait_event(self, event: object) -> None:
+        """Nothing to wait for."""
+
+    def wait_stream(self, stream: object) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """It is idle."""
+        return True
+
+    def synchronize(self) -> None:
+        """It is idle."""
+
+    def __enter__(self) -> Stream:
+        """As the current one."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """As before."""
+
+
+_STREAM = Stream()
+
+
+@contextmanager
+def _stream(stream: object) -> Iterator[None]:
+    yield
+
+
+class Device:
+    """What torch.cuda is to code that asks it for streams; the rest is torch.cuda's own."""
+
+    Stream, Event = Stream, Event
+    stream = staticmethod(_stream)
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever has nothing to do with streams."""
+        return getattr(torch.cuda, name)
+
+    @staticmethod
+    def current_stream(device: object = None) -> Any:
+        """The only one."""
+        return _STREAM
+
+    default_stream = current_stream
+
+    @staticmethod
+    def current_device() -> int:
+        """The only one."""
+        return 0
+
+    @staticmethod
+    def synchronize(device: object = None) -> None:
+        """All is done."""
+
+    set_device = set_stream = synchronize
+
+
+_DEVICE = Device()
+
+
+class _Torch(ModuleType):
+    """torch, but for streams."""
+
+    cuda = cpu = accelerator = _DEVICE
+    Stream, Event = Stream, Event
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def give_streams(module: ModuleType) -> None:
+    """Bind the names of `module` that mean torch's streams to stand-ins."""
+    stand_ins: dict[int, Any] = {
+        id(torch): _Torch("torch"),
+        id(torch.cuda): _DEVICE,
+        id(torch.cpu): _DEVICE,
+        id(torch.Stream): Stream,
+        id(torch.Event): Event,
+        id(device_mesh._get_device_handle): lambda device_type="cpu": _DEVICE,
+    }
+    for name in ("Stream", "Event", "stream", "current_stream", "default_stream", "synchronize"):
+        stand_ins[id(getattr(torch.cuda, name))] = getattr(_DEVICE, name)
+    for name, value in vars(module).items():
+        if id(value) in stand_ins:
+            setattr(module, name, stand_ins[id(value)])

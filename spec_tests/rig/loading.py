@@ -1,0 +1,54 @@
+"""Importing an implementation in a rank, whatever it does on that occasion.
+
+It may raise anything, change global state, replace functions of torch, join a process group. What
+can be put back is put back before the first body runs: a default dtype that one file sets would
+decide about clauses that say nothing of dtypes. The rest is told to the parent, for the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from spec_tests.rig import hygiene, patches, wire
+from spec_tests.target import Implementation, Target, load
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """What a rank says once it has imported the implementation, or could not."""
+
+    preloaded: bool
+    error: wire.RemoteError | None = None
+    offered: tuple[str, ...] = ()
+    misfits: dict[str, str] | None = None
+    leaks: tuple[str, ...] = ()
+
+
+def load_implementation(
+    target: Target, device: str, *, preloaded: bool
+) -> tuple[Implementation | None, Greeting]:
+    """The implementation, None if its import failed, and the rank's first words to the parent."""
+    _spare_the_machine()
+    clean, whole = hygiene.snapshot(), patches.attributes()
+    try:
+        impl = load(target, device=device)
+        error = None
+    except BaseException as caught:  # SystemExit and KeyboardInterrupt too
+        impl, error = None, wire.RemoteError.of(caught, time.monotonic_ns())
+    leaks = [str(leak) for leak in hygiene.restore(clean) if not leak.is_harmless]
+    leaks += [f"replaced {name}" for name in patches.replaced(whole)]
+    if impl is None:
+        return None, Greeting(preloaded, error, leaks=tuple(leaks))
+    return impl, Greeting(preloaded, None, impl.offered, impl.misfits, tuple(leaks))
+
+
+def _spare_the_machine() -> None:
+    """Where memory runs out or a crash leaves its core, foreign code pays and not the suite."""
+    with contextlib.suppress(ImportError, OSError, ValueError):  # not on every platform
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        Path("/proc/self/oom_score_adj").write_text("900")

@@ -1,0 +1,300 @@
+"""An implementation is untrusted code: what it does to itself, it does to itself alone.
+
+Each file here does one thing that would end or mislead a suite that imported it: the outcome is a
+result with a message, the run goes on, and who is judged beside it is judged as ever.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spec_tests import target
+from spec_tests.clause import clause_of
+from spec_tests.ddp import test_gradients
+from spec_tests.rig import member, runner, startup, world
+from spec_tests.rig.errors import RankDied, RankHung, RigError
+from spec_tests.rig.eventlog import read_log
+from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.rank import Context
+from spec_tests.rig.world import Worlds
+
+ROOT = Path(__file__).parents[2]
+RIGHT = """
+from torch.nn.parallel import DistributedDataParallel
+def ddp(module, *, process_group=None):
+    return DistributedDataParallel(module, process_group=process_group)
+"""
+CRASH = "import ctypes; ctypes.string_at(0)"
+MEAN = clause_of(test_gradients.test_every_rank_holds_the_mean_gradient)
+
+
+@pytest.fixture
+def own():
+    """Worlds that nobody else uses."""
+    worlds = Worlds()
+    yield worlds
+    worlds.close()
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> target.Target:
+    """One that is as it should be, for all tests."""
+    path = tmp_path_factory.mktemp("right") / "right.py"
+    path.write_text(RIGHT, encoding="utf-8")
+    return target.parse(str(path))
+
+
+@pytest.fixture(scope="module")
+def beside(right: target.Target):
+    """Worlds in which the right one lives on while others come and go."""
+    worlds = Worlds()
+    yield worlds
+    worlds.close()
+
+
+@pytest.fixture
+def named(tmp_path: Path):
+    """Writes an implementation and names it."""
+
+    def write(text: str, name: str = "mine.py") -> target.Target:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return target.parse(str(path))
+
+    return write
+
+
+def calling(statement: str) -> str:
+    """An implementation whose ddp does this."""
+    return f"import os, sys, time\nimport torch\ndef ddp(module):\n    {statement}\n"
+
+
+def judged(which: target.Target, worlds: Worlds) -> runner.CaseResult:
+    """What the first clause of the ddp chapter says of it."""
+    assert MEAN is not None
+    return runner.run_case(MEAN, which, {"world": 2, "subject": "ddp", "toy": "mlp"}, worlds)
+
+
+# ------------------------------------------------------------------------------- while it is called
+
+
+@pytest.mark.parametrize(
+    ("statement", "outcome", "said"),
+    [
+        ("sys.exit(0)", Outcome.FAILED, "raised SystemExit: 0"),
+        ("os._exit(0)", Outcome.DIED, "exited with 0"),
+        (CRASH, Outcome.DIED, "killed by SIGSEGV"),
+        ("os.kill(os.getpid(), 9)", Outcome.DIED, "killed by SIGKILL"),
+        ("return ddp(module)", Outcome.FAILED, "raised RecursionError"),
+        ("raise KeyboardInterrupt", Outcome.FAILED, "raised KeyboardInterrupt"),
+        ("time.sleep(1000)", Outcome.HANG, "time.sleep(1000)"),
+        ("raise ValueError('x' * 10**8)", Outcome.FAILED, "characters left out"),
+        ("return module.cuda()", Outcome.NOT_HERE, "not here: needs a CUDA device: "),
+        ("return torch.cuda.Stream()", Outcome.NOT_HERE, "not here: needs a CUDA device: "),
+        ("raise NotImplementedError(module)", Outcome.NOT_OFFERED, "not offered: ddp"),
+    ],
+    ids=[
+        *("exits", "ends the process", "crashes", "kills itself", "recurses", "interrupts"),
+        *("sleeps", "long words", "cuda", "streams", "left open"),
+    ],
+)
+def test_what_a_call_does_is_a_result_for_its_clause(
+    beside: Worlds, right, named, statement: str, outcome: Outcome, said: str
+):
+    if outcome is Outcome.NOT_HERE and world.torch.cuda.is_available():
+        pytest.skip("needs a machine without CUDA")
+    which = named(calling(statement))
+    found = judged(which, beside)
+    assert found.outcome == outcome, found.message
+    assert said in found.message
+    assert len(found.message) < 100_000
+    beside.drop(which)
+    assert judged(right, beside).outcome == Outcome.PASSED, "as if nothing had happened beside it"
+
+
+def call_ddp(ctx: Context, argument: object) -> object:
+    return ctx.impl.ddp(argument)
+
+
+def nothing(ctx: Context) -> None:
+    """So that this module is imported before a call whose time is short."""
+
+
+def test_what_computes_without_end_is_a_hang_with_its_stack(own: Worlds, named):
+    endless = named(calling("while True: pass"))
+    own.world(2, endless).run(nothing)
+    with pytest.raises(RankHung) as caught:
+        own.world(2, endless).run(call_ddp, 0, timeout_s=2.0)
+    # On a crowded machine the rank may have no processor to answer with.
+    assert "while True: pass" in str(caught.value) or "did not answer" in str(caught.value)
+
+
+def test_patience_with_what_computes_without_end_wears_out(own: Worlds, right, named):
+    endless = named(calling("while True: pass"))
+    patience = []
+    for _ in range(8):
+        patience.append(own.patience(endless))
+        own.note(endless, RankHung("hang: rank 0 still computing after 120 s", 0))
+        own.note(endless, RankHung("hang: rank 0 blocked, nothing moved for 2 s", 0))
+    assert patience == [4.0, 2.0, 1.0, 0.5, 0.25, 0.125, 0.125, 0.125]
+    assert own.patience(right) == 4.0, "nobody else has used any of it up"
+
+
+def test_a_flood_does_not_fill_the_disk(own: Worlds, named, monkeypatch):
+    monkeypatch.setattr(member, "_OUTPUT_BYTES", 2**14)
+    flood = named(calling("while True: os.write(1, b'on and on\\n' * 2**13)"))
+    own.world(1, flood).run(nothing)
+    with pytest.raises(RankHung) as caught:
+        own.world(1, flood).run(call_ddp, 0, timeout_s=2.0)
+    assert " bytes before this were dropped)" in str(caught.value)
+
+
+def test_a_huge_observation_is_refused_where_it_is_made(own: Worlds, named):
+    huge = named(calling("return torch.zeros(65 * 2**20, dtype=torch.uint8)"))
+    with pytest.raises(Exception, match="expected observations of at most 64 MB, got 65 MB"):
+        own.world(1, huge).run(call_ddp, 0)
+
+
+# ----------------------------------------------------------------------------- while it is imported
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "limit_s"),
+    [
+        ("import os\nos._exit(0)\n", "exited with 0 while it imported the implementation", 60.0),
+        (CRASH, "killed by SIGSEGV while it imported the implementation", 60.0),
+        ("import time\ntime.sleep(99)\n", "time.sleep(99)", 4.0),
+        ("while True:\n    print('x' * 2**16)\n", "the implementation does not end", 1.5),
+    ],
+    ids=["ends the process", "crashes", "sleeps", "floods"],
+)
+def test_what_never_loads_is_said_once_and_not_tried_for_every_clause(
+    own: Worlds, named, monkeypatch, text: str, said: str, limit_s: float
+):
+    monkeypatch.setattr(startup, "START_TIMEOUT_S", limit_s)
+    monkeypatch.setattr(member, "_OUTPUT_BYTES", 2**20)
+    if limit_s < 60.0:
+        monkeypatch.setattr(world, "_STARTS", 1)
+    broken = named(text)
+    with pytest.raises((RankDied, RankHung)) as caught:  # how the command asks, before all clauses
+        own.pool(2, broken, "gloo")
+    assert said in str(caught.value)
+    found = [judged(broken, own) for _ in range(3)]
+    assert [f.outcome for f in found] == [Outcome.ERROR] * 3
+    assert f"{broken.name} does not load: " in found[2].message
+    assert said in found[2].message
+    assert found[2].duration_s < 0.5, "remembered"
+    with pytest.raises(RigError, match="does not load"):
+        own.world(2, broken).offered()
+
+
+MEDDLER = """
+import os, torch, warnings
+import torch.distributed as dist
+torch.set_default_dtype(torch.float16)
+torch.set_grad_enabled(False)
+torch.set_num_threads(7)
+torch.manual_seed(3)
+torch.use_deterministic_algorithms(True)
+os.environ.update(RANK="5", WORLD_SIZE="9", OMP_NUM_THREADS="64")
+os.chdir("/")
+dist.init_process_group = dist.destroy_process_group = lambda *args, **kwargs: None
+dist.is_initialized = lambda: True
+dist.barrier = lambda *args, **kwargs: 1 / 0
+_print = print
+def print(*args): _print("meddled", *args)
+torch.Tensor.norm = lambda *args: 1 / 0
+"""
+
+
+def state(ctx: Context) -> dict[str, object]:
+    """What a body finds."""
+    import torch
+
+    ctx.barrier()
+    return {
+        "dtype": str(torch.get_default_dtype()),
+        "grad": torch.is_grad_enabled(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "environment": [os.environ[name] for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")],
+        "folder": str(Path.cwd()),
+        "drawn": torch.rand(1).item(),
+    }
+
+
+def test_global_state_is_put_back_and_what_was_replaced_is_told(
+    own: Worlds, beside: Worlds, right, named
+):
+    meddler = named(MEDDLER + RIGHT)
+    meddled = own.world(2, meddler).run(state)
+    assert meddled == beside.world(2, right).run(state)
+    assert judged(meddler, own).outcome == Outcome.PASSED
+    said = "\n".join(own.leaks)
+    assert "rank 0, at import: default dtype: torch.float32 -> torch.float16 (restored)" in said
+    assert "rank 1, at import: replaced torch.distributed.init_process_group" in said
+    assert "replaced torch.Tensor.norm" in said
+
+
+def test_a_group_of_its_own_is_left_before_the_rig_makes_one(own: Worlds, named):
+    text = (
+        "import os, tempfile, torch.distributed as dist\n"
+        "place = tempfile.mkdtemp()\n"
+        "dist.init_process_group('gloo', init_method=f'file://{place}/s', rank=0, world_size=1)\n"
+    )
+    assert judged(named(text + RIGHT), own).outcome == Outcome.PASSED
+
+
+@pytest.mark.parametrize("name", ["solution", *target.KNOWN_IMPLEMENTATIONS])
+def test_importing_what_comes_with_the_suite_changes_nothing(own: Worlds, name: str):
+    assert own.pool(1, target.parse(name), "gloo").leaks == ()
+
+
+# ----------------------------------------------------------------------------------- the whole run
+
+
+def test_one_command_survives_all_of_it_and_judges_the_others_as_ever(tmp_path: Path):
+    hostile = (
+        "import os, sys\nimport torch.distributed as dist\n"
+        "dist.all_reduce = None\n"
+        "def ddp(module):\n    os._exit(3)\n"
+        "def ddp_bucketed(module, *, bucket_size_mb):\n    sys.exit(3)\n"
+        f"def sharded_optimizer(params, kind, **options):\n    {CRASH}\n"
+    )
+    (tmp_path / "hostile.py").write_text(hostile)
+    (tmp_path / "right.py").write_text(RIGHT)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "spec_tests"),
+            *("--impl", str(tmp_path / "hostile.py"), "--impl", str(tmp_path / "right.py")),
+            *("--clause", "ddp.gradients.frozen-stay-none", "--clause", "zero1.groups.live"),
+            *("--report", str(tmp_path / "out")),
+        ],
+        cwd=ROOT,
+        env=kept,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    events = read_log(tmp_path / "out" / "events.jsonl")
+    found = {
+        (Path(e["implementation"]).name, e["case"]): e["outcome"]
+        for e in events
+        if e["event"] == "result"
+    }
+    assert found == {
+        ("hostile.py", "ddp-w2"): "died",
+        ("hostile.py", "ddp_bucketed-w2"): "failed",
+        ("hostile.py", "w2"): "died",
+        ("right.py", "ddp-w2"): "passed",
+        ("right.py", "ddp_bucketed-w2"): "not_offered",
+        ("right.py", "w2"): "not_offered",
+    }
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert events[-1]["event"] == "footer"
