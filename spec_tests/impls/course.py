@@ -160,7 +160,7 @@ def _model(module: ModuleType, device: str) -> dict[str, Any]:
     return {"language_model": language_model}
 
 
-def _config(module: ModuleType, sizes: dict[str, int]) -> Any:
+def _config(module: ModuleType, sizes: dict[str, Any]) -> Any:
     """A GPT2Config where the file knows transformers; else an object with its names."""
     if "transformers" in Path(str(module.__file__)).read_text(encoding="utf-8"):
         from transformers import GPT2Config

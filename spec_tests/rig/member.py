@@ -51,7 +51,8 @@ class Member:
             file.seek(max(0, self.output_path.stat().st_size - limit))
             text = _without_rig(file.read().decode(errors="replace"))
             dropped = self._dropped_bytes
-            return f"({dropped:,} bytes before this were dropped)\n{text}" if dropped else text
+            # At the end: a report shows the last lines.
+            return f"{text}\n({dropped:,} bytes before this were dropped)" if dropped else text
         return ""
 
     def ask_what_it_does(self, wait_s: float) -> Doing:

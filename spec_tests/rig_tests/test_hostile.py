@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from spec_tests import target
 from spec_tests.clause import clause_of
@@ -20,6 +21,7 @@ from spec_tests.rig import member, runner, startup, world
 from spec_tests.rig.errors import RankDied, RankHung, RigError
 from spec_tests.rig.eventlog import read_log
 from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.pool import Pool
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
 
@@ -29,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 def ddp(module, *, process_group=None):
     return DistributedDataParallel(module, process_group=process_group)
 """
+UNANSWERED = "(did not answer: "
 CRASH = "import ctypes; ctypes.string_at(0)"
 MEAN = clause_of(test_gradients.test_every_rank_holds_the_mean_gradient)
 
@@ -106,12 +109,13 @@ def judged(which: target.Target, worlds: Worlds) -> runner.CaseResult:
 def test_what_a_call_does_is_a_result_for_its_clause(
     beside: Worlds, right, named, statement: str, outcome: Outcome, said: str
 ):
-    if outcome is Outcome.NOT_HERE and world.torch.cuda.is_available():
+    if outcome is Outcome.NOT_HERE and torch.cuda.is_available():
         pytest.skip("needs a machine without CUDA")
     which = named(calling(statement))
     found = judged(which, beside)
     assert found.outcome == outcome, found.message
-    assert said in found.message
+    # On a crowded machine the rank may have no processor to say in time where it is.
+    assert said in found.message or (outcome is Outcome.HANG and UNANSWERED in found.message)
     assert len(found.message) < 100_000
     beside.drop(which)
     assert judged(right, beside).outcome == Outcome.PASSED, "as if nothing had happened beside it"
@@ -125,13 +129,16 @@ def nothing(ctx: Context) -> None:
     """So that this module is imported before a call whose time is short."""
 
 
-def test_what_computes_without_end_is_a_hang_with_its_stack(own: Worlds, named):
-    endless = named(calling("while True: pass"))
-    own.world(2, endless).run(nothing)
+def test_what_floods_without_end_is_a_hang_with_its_stack_and_spares_the_disk(
+    own: Worlds, named, monkeypatch
+):
+    monkeypatch.setattr(member, "_OUTPUT_BYTES", 2**14)
+    flood = named(calling("while True: os.write(1, b'on and on\\n' * 2**13)"))
+    own.world(1, flood).run(nothing)
     with pytest.raises(RankHung) as caught:
-        own.world(2, endless).run(call_ddp, 0, timeout_s=2.0)
-    # On a crowded machine the rank may have no processor to answer with.
-    assert "while True: pass" in str(caught.value) or "did not answer" in str(caught.value)
+        own.world(1, flood).run(call_ddp, 0, timeout_s=2.0)
+    assert "while True: os.write" in str(caught.value) or UNANSWERED in str(caught.value)
+    assert " bytes before this were dropped)" in str(caught.value)
 
 
 def test_patience_with_what_computes_without_end_wears_out(own: Worlds, right, named):
@@ -143,15 +150,6 @@ def test_patience_with_what_computes_without_end_wears_out(own: Worlds, right, n
         own.note(endless, RankHung("hang: rank 0 blocked, nothing moved for 2 s", 0))
     assert patience == [4.0, 2.0, 1.0, 0.5, 0.25, 0.125, 0.125, 0.125]
     assert own.patience(right) == 4.0, "nobody else has used any of it up"
-
-
-def test_a_flood_does_not_fill_the_disk(own: Worlds, named, monkeypatch):
-    monkeypatch.setattr(member, "_OUTPUT_BYTES", 2**14)
-    flood = named(calling("while True: os.write(1, b'on and on\\n' * 2**13)"))
-    own.world(1, flood).run(nothing)
-    with pytest.raises(RankHung) as caught:
-        own.world(1, flood).run(call_ddp, 0, timeout_s=2.0)
-    assert " bytes before this were dropped)" in str(caught.value)
 
 
 def test_a_huge_observation_is_refused_where_it_is_made(own: Worlds, named):
@@ -168,7 +166,7 @@ def test_a_huge_observation_is_refused_where_it_is_made(own: Worlds, named):
     [
         ("import os\nos._exit(0)\n", "exited with 0 while it imported the implementation", 60.0),
         (CRASH, "killed by SIGSEGV while it imported the implementation", 60.0),
-        ("import time\ntime.sleep(99)\n", "time.sleep(99)", 4.0),
+        ("import time\ntime.sleep(99)\n", "the implementation does not end", 1.5),
         ("while True:\n    print('x' * 2**16)\n", "the implementation does not end", 1.5),
     ],
     ids=["ends the process", "crashes", "sleeps", "floods"],
@@ -180,15 +178,21 @@ def test_what_never_loads_is_said_once_and_not_tried_for_every_clause(
     monkeypatch.setattr(member, "_OUTPUT_BYTES", 2**20)
     if limit_s < 60.0:
         monkeypatch.setattr(world, "_STARTS", 1)
+    started = []
+    start = startup.start
+    monkeypatch.setattr(startup, "start", lambda config: started.append(config) or start(config))
     broken = named(text)
     with pytest.raises((RankDied, RankHung)) as caught:  # how the command asks, before all clauses
         own.pool(2, broken, "gloo")
     assert said in str(caught.value)
-    found = [judged(broken, own) for _ in range(3)]
+    assert started
+    found = [judged(broken, own)]  # another start at most
+    tried = len(started)
+    found += [judged(broken, own) for _ in range(2)]
+    assert len(started) == tried, "remembered"
     assert [f.outcome for f in found] == [Outcome.ERROR] * 3
     assert f"{broken.name} does not load: " in found[2].message
     assert said in found[2].message
-    assert found[2].duration_s < 0.5, "remembered"
     with pytest.raises(RigError, match="does not load"):
         own.world(2, broken).offered()
 
@@ -252,7 +256,9 @@ def test_a_group_of_its_own_is_left_before_the_rig_makes_one(own: Worlds, named)
 
 @pytest.mark.parametrize("name", ["solution", *target.KNOWN_IMPLEMENTATIONS])
 def test_importing_what_comes_with_the_suite_changes_nothing(own: Worlds, name: str):
-    assert own.pool(1, target.parse(name), "gloo").leaks == ()
+    pool = own.pool(1, target.parse(name), "gloo")
+    assert isinstance(pool, Pool)
+    assert pool.leaks == ()
 
 
 # ----------------------------------------------------------------------------------- the whole run
