@@ -22,7 +22,7 @@ from spec_tests.rig.errors import RankDied, RankHung, RigError
 from spec_tests.rig.eventlog import read_log
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.pool import Pool
-from spec_tests.rig.rank import Context
+from spec_tests.rig.rank import Context, RankConfig
 from spec_tests.rig.world import Worlds
 
 ROOT = Path(__file__).parents[2]
@@ -178,9 +178,14 @@ def test_what_never_loads_is_said_once_and_not_tried_for_every_clause(
     monkeypatch.setattr(member, "_OUTPUT_BYTES", 2**20)
     if limit_s < 60.0:
         monkeypatch.setattr(world, "_STARTS", 1)
-    started = []
+    started: list[RankConfig] = []
     start = startup.start
-    monkeypatch.setattr(startup, "start", lambda config: started.append(config) or start(config))
+
+    def counted(config: RankConfig) -> member.Member:
+        started.append(config)
+        return start(config)
+
+    monkeypatch.setattr(startup, "start", counted)
     broken = named(text)
     with pytest.raises((RankDied, RankHung)) as caught:  # how the command asks, before all clauses
         own.pool(2, broken, "gloo")
