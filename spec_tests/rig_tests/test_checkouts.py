@@ -24,14 +24,61 @@ CS336 = [f"cs336:{CHECKOUTS}/cs336_{name}" for name in ("2026", "2025", "faulty"
 EFFDL, COURSE = f"effdl:{CHECKOUTS}/effdl/fsdp.py", f"course:{CHECKOUTS}/course"
 
 
-def judged(folder: Path, implementations: list[str], *clauses: str, level: str = "course"):
-    """The events of one run, and its exit status."""
-    chosen = [word for each in implementations for word in ("--impl", each)]
-    chosen += [word for each in clauses for word in ("--clause", each)]
+# The fewest clauses that show each right one passing and each fault found.
+CLAUSES = (
+    "ddp.construction.forward-is-unchanged",
+    "ddp.gradients.frozen-stay-none",
+    "zero1.state.divided",
+    "zero1.groups.live",
+    "fsdp.backward.mean-gradient",
+    "fsdp.precision.computes-in-its-dtype",
+    "fsdp.footprint.shards-alone-stay",
+    "attention.*.values",
+    "data.partition.*",
+    "models.*",
+    "training.accumulation.fills-the-global-batch",
+    "training.records.*",
+)
+
+
+def broken(source: Path, old: str, new: str) -> str:
+    """A file with one place of it changed."""
+    text = source.read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    return text.replace(old, new)
+
+
+def faulty_effdl(folder: Path) -> str:
+    """The right file with a sum where the mean belongs."""
+    right = ROOT / CHECKOUTS / "effdl" / "fsdp.py"
+    folder.mkdir()
+    summed = broken(right, "op=dist.ReduceOp.AVG", "op=dist.ReduceOp.SUM")
+    (folder / "fsdp.py").write_text(summed, encoding="utf-8")
+    return f"effdl:{folder}"
+
+
+def faulty_course(folder: Path) -> str:
+    """The right parts, where all ranks read the same rows and the number of ranks is forgotten."""
+    shutil.copytree(ROOT / CHECKOUTS / "course", folder)
+    for name, change in {
+        "data/distributed_data_loader.py": ("self.rank * self.local_batch_size", "0"),
+        "train/distributed_trainer.py": ("micro_batch_size * world_size", "micro_batch_size"),
+    }.items():
+        (folder / name).write_text(broken(folder / name, *change), encoding="utf-8")
+    return f"course:{folder}"
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory):
+    """One command for all of them: its events, its exit status, and who the faulty ones are."""
+    folder = tmp_path_factory.mktemp("checkouts")
+    faulty = CS336[2], faulty_effdl(folder / "effdl"), faulty_course(folder / "course")
+    chosen = [word for each in (*CS336[:2], EFFDL, COURSE, *faulty) for word in ("--impl", each)]
+    chosen += [word for each in CLAUSES for word in ("--clause", each)]
     # A run within a run of xdist would take itself for a worker.
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     ended = subprocess.run(
-        [sys.executable, "-m", "spec_tests", *chosen, "--level", level, "--report", str(folder)],
+        [sys.executable, "-m", "spec_tests", *chosen, "--level", "course", "--report", str(folder)],
         cwd=ROOT,
         env=kept,
         capture_output=True,
@@ -39,7 +86,9 @@ def judged(folder: Path, implementations: list[str], *clauses: str, level: str =
         timeout=250,
     )
     assert (folder / "events.jsonl").is_file(), ended.stdout + ended.stderr
-    return read_log(folder / "events.jsonl"), ended.returncode
+    events = read_log(folder / "events.jsonl")
+    assert ended.returncode == judge_run(events).status == 1
+    return events, faulty
 
 
 def outcomes(events, implementation: str) -> dict[str, list[str]]:
@@ -51,43 +100,39 @@ def outcomes(events, implementation: str) -> dict[str, list[str]]:
     return found
 
 
-def messages(events) -> dict[str, str]:
+def messages(events, implementation: str) -> dict[str, str]:
     """Clause to what was said of the last case that failed."""
-    return {e["clause"]: e["message"] for e in events if e.get("outcome") == "failed"}
+    return {
+        e["clause"]: e["message"]
+        for e in events
+        if e.get("implementation") == implementation and e.get("outcome") == "failed"
+    }
 
 
-@pytest.fixture(scope="module")
-def cs336(tmp_path_factory: pytest.TempPathFactory):
-    """What became of the three checkouts of CS336."""
-    return judged(
-        tmp_path_factory.mktemp("cs336"),
-        CS336,
-        "ddp.construction.forward-is-unchanged",
-        "ddp.gradients.frozen-stay-none",
-        "zero1.state.divided",
-        "zero1.groups.live",
-        "fsdp.precision.computes-in-its-dtype",
-        "fsdp.footprint.shards-alone-stay",
-        "attention.*.values",
-    )
+def chapters(clauses: list[str]) -> set[str]:
+    return {clause.partition(".")[0] for clause in clauses}
 
 
-def test_a_right_checkout_of_2026_passes_what_its_course_asks(cs336):
-    events, _ = cs336
-    found = outcomes(events, CS336[0])
-    assert found.keys() == {"passed"}
-    assert len(found["passed"]) == 8
+def test_a_right_checkout_of_cs336_passes_what_its_course_asks(judged):
+    events, _ = judged
+    passed = outcomes(events, CS336[0])["passed"]
+    assert chapters(passed) == {"ddp", "zero1", "fsdp", "attention"}
+    assert outcomes(events, CS336[0]).keys() == {"passed", "not_offered"}
     # What raises NotImplementedError is not offered, and hides nothing beside it.
-    alone = [e for e in events if e.get("implementation") == CS336[0] and e["event"] == "result"]
+    alone = [
+        e
+        for e in events
+        if e.get("implementation") == CS336[0] and e["event"] == "result" and e["clause"] in passed
+    ]
     assert {e["outcome"] for e in alone if "triton" in e["case"]} == {"not_offered"}
     assert {e["outcome"] for e in alone if "ddp_bucketed" in e["case"]} == {"not_offered"}
 
 
-def test_the_hooks_of_2025_are_called_where_a_batch_begins_and_ends(cs336):
-    events, _ = cs336
+def test_the_hooks_of_2025_are_called_where_a_batch_begins_and_ends(judged):
+    events, _ = judged
     found = outcomes(events, CS336[1])
     assert found.keys() == {"passed", "not_offered"}
-    assert {clause.partition(".")[0] for clause in found["passed"]} == {"ddp"}
+    assert chapters(found["passed"]) == {"ddp"}
     cases = {
         e["case"]: e["outcome"]
         for e in events
@@ -96,58 +141,38 @@ def test_the_hooks_of_2025_are_called_where_a_batch_begins_and_ends(cs336):
     assert cases == {"ddp-w2": "passed", "ddp_bucketed-w2": "passed"}
 
 
-def test_what_the_courses_own_tests_let_pass_is_found(cs336):
-    events, status = cs336
-    assert outcomes(events, CS336[2])["failed"] == [
+def test_one_file_of_efficient_dl_runs_where_there_is_no_cuda(judged):
+    found = outcomes(judged[0], EFFDL)
+    assert found.keys() == {"passed", "not_offered"}
+    assert chapters(found["passed"]) == {"fsdp"}
+
+
+def test_the_parts_of_the_ddp_course_are_judged_and_what_is_lent_to_it_is_not(judged):
+    found = outcomes(judged[0], COURSE)
+    assert found.keys() == {"passed", "not_offered"}
+    assert chapters(found["passed"]) == {"data", "models", "training"}
+
+
+def test_what_the_courses_own_tests_let_pass_is_found(judged):
+    events, (cs336, effdl, course) = judged
+    assert outcomes(events, cs336)["failed"] == [
         "ddp.gradients.frozen-stay-none",
         "zero1.state.divided",
         "fsdp.footprint.shards-alone-stay",
         "fsdp.precision.computes-in-its-dtype",
     ]
-    said = messages(events)
+    said = messages(events, cs336)
     assert "local gradient: it was never reduced" in said["ddp.gradients.frozen-stay-none"]
     assert "nothing is divided" in said["zero1.state.divided"]
-    assert status == judge_run(events).status == 1
 
+    assert outcomes(events, effdl)["failed"] == ["fsdp.backward.mean-gradient"]
+    said = messages(events, effdl)
+    assert "summed and not divided" in said["fsdp.backward.mean-gradient"]
 
-def broken(source: Path, old: str, new: str) -> str:
-    """A file with one place of it changed."""
-    text = source.read_text(encoding="utf-8")
-    assert text.count(old) == 1
-    return text.replace(old, new)
-
-
-def test_one_file_of_efficient_dl_runs_without_cuda_and_a_faulty_one_is_found(tmp_path: Path):
-    right = ROOT / CHECKOUTS / "effdl" / "fsdp.py"
-    summed = broken(right, "op=dist.ReduceOp.AVG", "op=dist.ReduceOp.SUM")
-    (tmp_path / "fsdp.py").write_text(summed, encoding="utf-8")
-    faulty = f"effdl:{tmp_path}"
-    clauses = ("fsdp.forward.equals-plain", "fsdp.precision.computes-*", "fsdp.backward.mean-*")
-    events, status = judged(tmp_path / "out", [EFFDL, faulty], *clauses)
-    assert outcomes(events, EFFDL).keys() == {"passed"}
-    assert outcomes(events, faulty)["failed"] == ["fsdp.backward.mean-gradient"]
-    assert "summed and not divided" in messages(events)["fsdp.backward.mean-gradient"]
-    assert status == 1
-
-
-def test_the_parts_of_the_ddp_course_are_judged_and_a_faulty_one_is_found(tmp_path: Path):
-    faulty = shutil.copytree(ROOT / CHECKOUTS / "course", tmp_path / "course")
-    for name, change in {
-        "data/distributed_data_loader.py": ("self.rank * self.local_batch_size", "0"),
-        "train/distributed_trainer.py": ("micro_batch_size * world_size", "micro_batch_size"),
-    }.items():
-        (faulty / name).write_text(broken(faulty / name, *change), encoding="utf-8")
-    named = f"course:{faulty}"
-    clauses = ("data.*", "models.*", "training.accumulation.*", "training.records.*")
-    events, status = judged(tmp_path / "out", [COURSE, named], *clauses)
-    found = outcomes(events, COURSE)
-    assert found.keys() == {"passed"}, "PyTorch's wrapper is lent to it, and not judged"
-    assert len(found["passed"]) == 9
-    assert outcomes(events, named)["failed"] == [
+    assert outcomes(events, course)["failed"] == [
         "data.partition.ranks-differ",
         "training.accumulation.fills-the-global-batch",
     ]
-    assert status == 1
 
 
 # ------------------------------------------------------------------------------------- the words
