@@ -89,21 +89,23 @@ def _usual_suspects(
         return scaled(found, factor)
 
     everyone = range(size)
+
+    def local() -> list[oracle.Gradients]:
+        return [of([rank], micros, size) for rank in everyone]
+
+    def last() -> oracle.Gradients:
+        return of(everyone, micros[-1:], 1.0)
+
+    def last_and_local() -> list[oracle.Gradients]:
+        return [_add(last(), of([rank], micros[:-1], size)) for rank in everyone]
+
     hints = []
     if size > 1:
-        local = [of([rank], micros, size) for rank in everyone]
         hints.append(Hint("the rank's own local gradient: it was never reduced", local))
     if len(micros) > 1:
-        last = of(everyone, micros[-1:], 1.0)
         hints.append(Hint("the last micro-batch alone: the earlier ones were lost", last))
         hints.append(
-            Hint(
-                "the last micro-batch was reduced, the earlier ones stayed local",
-                [
-                    _add(of(everyone, micros[-1:], 1.0), of([rank], micros[:-1], size))
-                    for rank in everyone
-                ],
-            )
+            Hint("the last micro-batch was reduced, the earlier ones stayed local", last_and_local)
         )
     return hints
 

@@ -7,10 +7,12 @@ hold if the micro-batches under no_sync were lost".
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+_Wrong = Mapping[str, torch.Tensor | None] | Sequence[Mapping[str, torch.Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -19,16 +21,17 @@ class Hint:
 
     Attributes:
         means: what it means to find it: "the local gradient: it was never reduced".
-        tensors: name to value, for all ranks or one mapping per rank.
+        tensors: name to value, for all ranks or one mapping per rank; or what computes that, for
+            nearly always nothing is wrong and nobody asks.
     """
 
     means: str
-    tensors: Mapping[str, torch.Tensor | None] | Sequence[Mapping[str, torch.Tensor | None]]
+    tensors: _Wrong | Callable[[], _Wrong]
 
     def value(self, rank: int, name: str) -> torch.Tensor | None:
         """The candidate for one rank and name."""
-        tensors = self.tensors if isinstance(self.tensors, Mapping) else self.tensors[rank]
-        return tensors.get(name)
+        tensors = self.tensors() if callable(self.tensors) else self.tensors
+        return (tensors if isinstance(tensors, Mapping) else tensors[rank]).get(name)
 
 
 @dataclass(frozen=True)

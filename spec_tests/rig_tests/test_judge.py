@@ -133,6 +133,19 @@ def test_hints_may_differ_by_rank():
     assert "likely: its own" in message([MEAN, LOCAL], hints=[hint])
 
 
+def test_a_hint_may_be_computed_only_where_something_is_wrong():
+    def not_yet() -> list[dict[str, torch.Tensor | None]]:
+        asked.append(1)
+        return [{"first.weight": MEAN}, {"first.weight": LOCAL}]
+
+    asked: list[int] = []
+    hint = Hint("its own", not_yet)
+    judge.tensors([{"first.weight": MEAN}], {"first.weight": MEAN}, quantity="x", hints=[hint])
+    assert not asked
+    assert "likely: its own" in message([MEAN, LOCAL], hints=[hint])
+    assert asked
+
+
 # --------------------------------------------------------------------------- how far is too far
 
 

@@ -11,7 +11,16 @@ import torch.distributed as dist
 
 from spec_tests.rig.sim.baton import Baton
 from spec_tests.rig.sim.faults import BufferInFlight, CollectiveMismatch
-from spec_tests.rig.sim.meeting import Combine, Letter, Place, Post, SimWork, Tensors, call_site
+from spec_tests.rig.sim.meeting import (
+    Combine,
+    Letter,
+    Place,
+    Post,
+    SimWork,
+    Tensors,
+    call_site,
+    extent_of,
+)
 
 Many = Sequence[Sequence[torch.Tensor]]
 
@@ -24,6 +33,7 @@ class Collectives:
         self._places: dict[tuple[str, tuple[int, ...]], Place] = {}
         self._here: list[dict[str, Place]] = [{} for _ in baton.ranks]
         self.launched: list[list[SimWork]] = [[] for _ in baton.ranks]
+        self._flying: list[list[SimWork]] = [[] for _ in baton.ranks]
         self.history: list[deque[str]] = [deque(maxlen=6) for _ in baton.ranks]
         self.issued: list[dict[str, int]] = [{} for _ in baton.ranks]
 
@@ -39,8 +49,9 @@ class Collectives:
 
     def begin(self) -> None:
         """A new body: nothing has been launched."""
-        for works, words in zip(self.launched, self.history, strict=True):
-            works.clear()
+        for rank, words in enumerate(self.history):
+            self.launched[rank].clear()
+            self._flying[rank].clear()
             words.clear()
 
     def unwaited(self, rank: int) -> list[str]:
@@ -144,6 +155,7 @@ class Collectives:
         work.watch(inputs, outputs)
         # Kept here: C++ holds a handle, and the Python half must live as long.
         self.launched[me].append(work)
+        self._flying[me].append(work)
         return work.boxed()
 
     def _place(self, me: int, group: Any) -> tuple[Place, int]:
@@ -151,10 +163,12 @@ class Collectives:
         return self._here[me][found.group_name], found.rank()
 
     def _require_free(self, me: int, operation: str, tensors: Tensors) -> None:
-        for work in self.launched[me]:
-            if work.is_done:
-                continue
-            if any(work.overlaps(tensor) for tensor in tensors):
+        flying = self._flying[me] = [work for work in self._flying[me] if not work.is_done]
+        if not flying:
+            return
+        wanted = [extent for tensor in tensors if (extent := extent_of(tensor))]
+        for work in flying:
+            if work.holds_any(wanted):
                 raise BufferInFlight(
                     f"rank {me} hands a buffer to {operation} at {call_site()} that still belongs "
                     f"to {work.post}, launched at {work.post.where} and not waited for"

@@ -158,11 +158,13 @@ class SimWork(dist.Work):
         self._denials = baton.chooser.delay()
         self._inputs: list[torch.Tensor] = []
         self._sent: list[torch.Tensor] = []
+        self._extents: list[Extent] = []
 
     def watch(self, inputs: Tensors, outputs: Tensors) -> None:
         """Keep an eye on the buffers until the wait; poison what will be overwritten."""
         self._inputs, self._sent = list(inputs), list(self.post.inputs)
         self.post.outputs = list(outputs)
+        self._extents = [extent for tensor in outputs if (extent := extent_of(tensor))]
         for tensor in outputs:
             poison(tensor)
 
@@ -212,9 +214,9 @@ class SimWork(dist.Work):
 
     _source_rank = source_rank
 
-    def overlaps(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` shares memory with an output in flight."""
-        return any(_overlap(tensor, output) for output in self.post.outputs)
+    def holds_any(self, wanted: Sequence[Extent]) -> bool:
+        """Whether one of `wanted` shares memory with an output in flight."""
+        return any(_overlap(one, own) for own in self._extents for one in wanted)
 
     def _deliver(self) -> None:
         self.is_done = True
@@ -232,8 +234,11 @@ class SimWork(dist.Work):
             if not is_poison(tensor):
                 raise self._touched("wrote to a buffer that will receive the result")
         for tensor, sent in zip(self._inputs, self._sent, strict=True):
+            if _same_bits(tensor, sent):
+                continue
             # What is sent may lie in what is received: a row of the gathered matrix, say.
-            if not self.overlaps(tensor) and not _same_bits(tensor, sent):
+            extent = extent_of(tensor)
+            if extent is not None and not self.holds_any([extent]):
                 raise self._touched("changed what it sends")
 
     def _touched(self, what: str) -> BufferInFlight:
@@ -279,19 +284,26 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.numel() == 0 or other.numel() == 0:
-        return False
-    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
-        return False
-    first, second = _extent(one), _extent(other)
-    return first[0] < second[1] and second[0] < first[1]
+Extent = tuple[int, int, int]
+"""Of a tensor in memory: its storage, its first byte and the one after its last."""
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+def extent_of(tensor: torch.Tensor) -> Extent | None:
+    """Where its elements lie; None without any."""
+    if tensor.numel() == 0:
+        return None
     begin = tensor.data_ptr()
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (last + 1) * tensor.element_size()
+    if tensor.is_contiguous():
+        length = tensor.numel()
+    else:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        length = 1 + sum((n - 1) * stride for n, stride in steps)
+    end = begin + length * tensor.element_size()
+    return tensor.untyped_storage().data_ptr(), begin, end
+
+
+def _overlap(one: Extent, other: Extent) -> bool:
+    return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
 
 
 def call_site() -> str:
