@@ -22,7 +22,7 @@ PyTorch counterpart: `torch.distributed.fsdp.fully_shard`, with the same names, 
 messages and bits. Where it differs: a copy of the weights is never used after an update;
 `zero_grad` discards pending gradients too; parameters are the shards whenever no module computes;
 forwards run ahead on a CPU as well; after an exception nothing needs to be reset. Left out: CPU
-offload, sharding along other dims, several modules in one unit, parameters that are DTensors.
+offload, other dims, several modules in one unit, DTensors as parameters, setters that tune NCCL.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
 ) -> FSDPModule:
     """Shard what is not sharded yet of `module`, in place; call it bottom-up.
 
@@ -67,6 +68,7 @@ def fully_shard(
             backward. False keeps them. None is False for the outermost module and True for others.
             An int keeps the part of them that its group of so many neighbours needs to gather.
         mp_policy: dtypes; see `MixedPrecisionPolicy`.
+        ignored_params: stay as they are: neither sharded, nor moved, nor reduced.
 
     Returns:
         The module.
@@ -80,7 +82,8 @@ def fully_shard(
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     checks.require_module(module)
     grid = Grid.of(mesh, device_type=checks.device_type(module))
-    found = _own_parameters(module)
+    ignored = ignored_params or set()
+    found = [entry for entry in _own_parameters(module) if entry[1] not in ignored]
 
     def describe() -> list[str]:
         is_sharded = isinstance(module, FSDPModule)
@@ -95,7 +98,7 @@ def fully_shard(
         return lines
 
     checks.require_same_on_all_ranks(grid, type(module).__name__, describe)
-    _move(module, grid.device)
+    _move(module, grid.device, ignored)
     unit = Unit(
         module,
         [ShardedParameter(name, parameter, places, grid) for name, parameter, places in found],
@@ -187,6 +190,35 @@ class FSDPModule:
         return [m._unit for m in modules if isinstance(m, FSDPModule)] if recurse else [self._unit]
 
 
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method of `module` beside `forward` compute with full values too.
+
+    Without it such a method finds the shards. A module that is not sharded is left alone.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(
+            f"expected {type(module).__name__} to have a method {method_name!r}, got {method!r}"
+        )
+    if not isinstance(module, FSDPModule):
+        return
+    unit = module._unit
+
+    def like_forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = unit.before_forward(module, args, kwargs)
+        output = None
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            output = unit.after_forward(module, args, output)
+        return output
+
+    setattr(module, method_name, like_forward)
+
+
 class UnshardHandle:
     """An `unshard(async_op=True)` under way."""
 
@@ -259,8 +291,10 @@ def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter, list[Pla
     return list(found.values())
 
 
-def _move(module: nn.Module, device: torch.device) -> None:
+def _move(module: nn.Module, device: torch.device, ignored: set[nn.Parameter]) -> None:
     """Parameters and buffers to where this rank computes; what has no values yet stays."""
+    kept = {id(parameter) for parameter in ignored}
     for tensor in (*module.parameters(), *module.buffers()):
-        if not tensor.is_meta and tensor.device != device and not isinstance(tensor, DTensor):
+        stays = tensor.is_meta or id(tensor) in kept or isinstance(tensor, DTensor)
+        if not stays and tensor.device != device:
             tensor.data = tensor.data.to(device)

@@ -85,11 +85,11 @@ class Schedule:
         for handle in unit.hooks:
             handle.remove()
         module = unit.module
+        unit.before_forward = partial(self._before_forward, unit)
+        unit.after_forward = partial(self._after_forward, unit)
         unit.hooks = [
-            module.register_forward_pre_hook(
-                partial(self._before_forward, unit), prepend=True, with_kwargs=True
-            ),
-            module.register_forward_hook(partial(self._after_forward, unit), always_call=True),
+            module.register_forward_pre_hook(unit.before_forward, prepend=True, with_kwargs=True),
+            module.register_forward_hook(unit.after_forward, always_call=True),
         ]
 
     # ----------------------------------------------------------------------------------- forward

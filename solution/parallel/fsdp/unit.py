@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -71,7 +71,7 @@ class Unit:
             empty lets the schedule choose.
         is_in_backward: its gradients are being computed.
         was_kept: it was full before the forward that is running.
-        hooks, buffers: the schedule's.
+        hooks, before_forward, after_forward, buffers: the schedule's.
     """
 
     def __init__(
@@ -95,6 +95,8 @@ class Unit:
         self.is_in_backward = False
         self.was_kept = False
         self.hooks: list[RemovableHandle] = []
+        self.before_forward: Callable[..., tuple[Any, Any]]
+        self.after_forward: Callable[..., Any]
         self.buffers = Buffers()
         self.state = State.SHARDED
         self.num_updates = 0  # steps of optimizers that hold parameters of this unit
