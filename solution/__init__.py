@@ -22,8 +22,12 @@ from solution.parallel import finish_gradient_synchronization, no_sync
 from solution.parallel.clip import clip_grad_norm_
 from solution.parallel.ddp import DDPIndividualParameters, ddp
 from solution.parallel.ddp_bucketed import DDPBucketed, ddp_bucketed
-from solution.parallel.fsdp.api import FSDPModule, fully_shard
-from solution.parallel.fsdp.policy import MixedPrecisionPolicy
+from solution.parallel.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from solution.parallel.fsdp.whole import FullySharded, fsdp, full_parameters
 from solution.parallel.zero1 import ShardedOptimizer, full_optimizer_state, sharded_optimizer
 from solution.trainer import accumulation_steps, train
@@ -57,6 +61,7 @@ __all__ = [
     "memory_estimate",
     "model_flops_utilization",
     "no_sync",
+    "register_fsdp_forward_method",
     "save_checkpoint",
     "sharded_optimizer",
     "summarize_trace",

@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from solution import comm, job
 from solution.config import require
-from solution.parallel.fsdp import api as ours
+from solution.parallel import fsdp as ours
 from solution.train_config import TrainConfig, setting
 
 __all__ = ["FsdpConfig", "main"]

@@ -125,6 +125,8 @@ class FullyShard(Protocol):
     alike. After an update the next forward uses current weights; an update is `Optimizer.step`, a
     load function, or an in-place operation under `no_grad` on the Parameter or its local tensor,
     between steps. `zero_grad` clears what waits on this rank for its reduction, too.
+    Level `production` asks for more of PyTorch's: `ignored_params`, a list of modules as one unit,
+    and the setters that `spec_tests/fsdp/test_settings.py` names.
     """
 
     def __call__(
@@ -135,6 +137,12 @@ class FullyShard(Protocol):
         reshard_after_forward: bool | int | None = None,
         mp_policy: Any = None,
     ) -> Any: ...
+
+
+class RegisterForwardMethod(Protocol):
+    """Lets a method of a sharded module beside `forward` compute with full weights, too."""
+
+    def __call__(self, module: nn.Module, method_name: str) -> None: ...
 
 
 class MixedPrecisionPolicy(Protocol):
@@ -465,6 +473,7 @@ FUNCTIONS: dict[str, type] = {
     "full_optimizer_state": FullOptimizerState,
     "fully_shard": FullyShard,
     "MixedPrecisionPolicy": MixedPrecisionPolicy,
+    "register_fsdp_forward_method": RegisterForwardMethod,
     "fsdp": Fsdp,
     "full_parameters": FullParameters,
     "clip_grad_norm_": ClipGradNorm,

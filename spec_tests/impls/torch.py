@@ -21,7 +21,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    register_fsdp_forward_method,
+)
 from torch.distributed.fsdp import fully_shard as fully_shard_in_place
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
@@ -132,13 +136,15 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    **options: Any,
 ) -> nn.Module:
-    """FSDP2."""
+    """FSDP2, with whatever other options it has."""
     fully_shard_in_place(
         module,
         mesh=mesh,
         reshard_after_forward=reshard_after_forward,
         mp_policy=mp_policy or MixedPrecisionPolicy(),
+        **options,
     )
     return module
 
@@ -175,6 +181,7 @@ __all__ = [
     "full_parameters",
     "fully_shard",
     "no_sync",
+    "register_fsdp_forward_method",
 ]
 
 

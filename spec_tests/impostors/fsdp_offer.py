@@ -98,16 +98,31 @@ class WholeModel(nn.Module):
         return self.module(*args, **kwargs)
 
 
+def _register(module: nn.Module, method_name: str) -> None:
+    method = getattr(module, method_name)
+    own: Unit = module._plain_fsdp  # type: ignore[assignment]  # a mark of ours
+
+    def like_forward(*args: Any, **kwargs: Any) -> Any:
+        if own.is_running or not own.registers:
+            return method(*args, **kwargs)
+        args, kwargs = own.pre_forward(module, args, kwargs)
+        return own.post_forward(module, args, method(*args, **kwargs))
+
+    setattr(module, method_name, like_forward)
+
+
 def offer(unit: type[Unit]) -> dict[str, Any]:
     """The contract's functions."""
 
-    def fully_shard(module, *, mesh=None, reshard_after_forward=None, mp_policy=None):
+    def fully_shard(
+        module, *, mesh=None, reshard_after_forward=None, mp_policy=None, ignored_params=()
+    ):
         if mesh is None:
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         policy = mp_policy or MixedPrecisionPolicy()
         if unit.refuses:
             require_shardable(module, mesh, reshard_after_forward, policy)
-        module._plain_fsdp = unit(module, mesh, reshard_after_forward, policy)
+        module._plain_fsdp = unit(module, mesh, reshard_after_forward, policy, ignored_params)
         kind = type(module)
         module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
         return module
@@ -134,6 +149,7 @@ def offer(unit: type[Unit]) -> dict[str, Any]:
 
     return {
         "fully_shard": fully_shard,
+        "register_fsdp_forward_method": _register,
         "fsdp": fsdp,
         "full_parameters": full_parameters,
         "MixedPrecisionPolicy": MixedPrecisionPolicy,

@@ -56,6 +56,7 @@ class Unit(Storage):
         self.is_synchronised = True
         self.in_backward = False
         self.is_root = False
+        self.is_running = False
         self.run: Pass | None = None
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] | None = None
@@ -65,6 +66,7 @@ class Unit(Storage):
         self.module.register_load_state_dict_pre_hook(self.before_load)
 
     refuses = True
+    registers = True  # methods beside forward
 
     def before_state_dict(self, *ignored: Any) -> None:
         self.reshard()
@@ -83,6 +85,7 @@ class Unit(Storage):
         for unit in self.forward_prefetch:
             unit.prefetch()
         self.register(sharded=False)
+        self.is_running = True
         if not torch.is_grad_enabled():
             return args, kwargs
         return self.watch_inputs(args, kwargs)
@@ -126,6 +129,7 @@ class Unit(Storage):
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         assert self.run is not None
+        self.is_running = False
         if torch.is_grad_enabled() and not self.in_backward:
             self.run.order.append(self)
         self.register(sharded=True)

@@ -43,8 +43,11 @@ class Piece:
 class Storage:
     """The parameters below one module that no unit further down has taken."""
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, raf: Any, policy: Any) -> None:
+    def __init__(
+        self, module: nn.Module, mesh: DeviceMesh, raf: Any, policy: Any, ignored: Any = ()
+    ) -> None:
         self.module = module
+        self.ignored = {id(parameter) for parameter in ignored}
         self.mesh = mesh
         self.raf = raf
         self.policy = policy
@@ -62,7 +65,7 @@ class Storage:
         found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for owner in modules_without_units(self.module):
             for name, parameter in owner._parameters.items():
-                if parameter is None:
+                if parameter is None or id(parameter) in self.ignored:
                     continue
                 if hasattr(parameter, "_plain_fsdp_taken"):
                     raise ValueError(f"{name} is shared with a unit further down: tie within one")

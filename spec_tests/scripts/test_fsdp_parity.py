@@ -138,7 +138,7 @@ def through_another_entrance(ctx: Context, package: str) -> list[Any]:
 
 
 def test_other_entrances_and_ignored_parameters_are_pytorchs(worlds: Worlds):
-    packages = ("solution.parallel.fsdp.api", "torch.distributed.fsdp")
+    packages = ("solution.parallel.fsdp", "torch.distributed.fsdp")
     ours, theirs = (
         list(worlds.world(2, parse("solution")).run(through_another_entrance, p)) for p in packages
     )

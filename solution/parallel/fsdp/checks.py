@@ -9,27 +9,50 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from solution.parallel.fsdp.grid import Grid
-from solution.parallel.fsdp.policy import MixedPrecisionPolicy
+from solution.parallel.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 
 
-def require_module(module: object) -> None:
-    """Raises unless it is one: nothing else can be said about it, to this rank or to others."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected an nn.Module to shard, got {type(module).__name__}")
+def as_modules(module: object) -> list[nn.Module]:
+    """The module, or the list without what is inside of another of its modules.
+
+    Raises:
+        TypeError: neither: nothing else can be said about it, to this rank or to others.
+        ValueError: an empty list.
+    """
+    given: list[nn.Module] = []
+    for part in module if isinstance(module, list | tuple) else [module]:
+        if not isinstance(part, nn.Module):
+            raise TypeError(f"expected an nn.Module to shard, got {type(part).__name__}")
+        given.append(part)
+    if not given:
+        raise ValueError("expected a module to shard, or several, got an empty list")
+    inside = {child for part in given for child in part.modules() if child is not part}
+    return [part for part in given if part not in inside]
 
 
-def require_shardable(
-    module: nn.Module, reshard_after_forward: object, policy: object, *, is_sharded: bool
-) -> None:
-    """Raises unless `module` can be a unit, by its kind, with these options."""
-    name = type(module).__name__
+def require_offered(name: str, offload_policy: object, dp_mesh_dims: object) -> None:
+    """Raises for options of PyTorch's that exist here by name only."""
+    if type(offload_policy) is not OffloadPolicy:
+        raise NotImplementedError(
+            f"expected offload_policy of {name} to be OffloadPolicy(), got {offload_policy!r}; "
+            "shards stay on the device that computes: shard over more ranks if they do not fit"
+        )
+    if dp_mesh_dims is not None:
+        raise NotImplementedError(
+            f"expected dp_mesh_dims of {name} to be None, got {dp_mesh_dims!r}; pass the "
+            "data-parallel part of the mesh, as in mesh=mesh['replicate', 'shard']"
+        )
+
+
+def require_options(name: str, reshard_after_forward: object, policy: object) -> None:
+    """Raises unless these are of the types that they should be."""
     if not isinstance(policy, MixedPrecisionPolicy):
         raise ValueError(
             f"expected mp_policy of {name} to be a MixedPrecisionPolicy, got {policy!r}"
@@ -39,6 +62,11 @@ def require_shardable(
             f"expected reshard_after_forward of {name} to be a bool, a number of ranks or None, "
             f"got {reshard_after_forward!r}"
         )
+
+
+def require_shardable(module: nn.Module, *, is_sharded: bool) -> None:
+    """Raises unless `module` can be a unit, by its kind."""
+    name = type(module).__name__
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         raise ValueError(
             f"expected a module with a forward, got the container {name}; shard what is in it"
@@ -48,14 +76,17 @@ def require_shardable(
             f"expected a module that is not sharded yet, got {name}; call fully_shard once on each "
             "module, inner ones first"
         )
-    types = sorted({p.device.type for p in module.parameters() if not p.is_meta})
+
+
+def require_one_device(name: str, parameters: Sequence[nn.Parameter]) -> None:
+    """Raises unless all parameters that have values are where the first one is."""
+    types = sorted({p.device.type for p in parameters if not p.is_meta})
     if len(types) > 1:
         raise ValueError(f"expected {name} on one device, got {types}; move it first")
 
 
-def require_cuttable(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Raises, by name, for a parameter that has no rows to be cut into."""
-    described = described_as(module, name, parameter)
+def require_cuttable(described: str, parameter: nn.Parameter) -> None:
+    """Raises for a parameter that has no rows to be cut into."""
     if isinstance(parameter, DTensor):
         raise NotImplementedError(
             f"expected plain parameters, got the DTensor {described}; call fully_shard on inner "
@@ -65,7 +96,7 @@ def require_cuttable(module: nn.Module, name: str, parameter: nn.Parameter) -> N
     if owner is not None:
         raise ValueError(
             f"expected tied parameters in one unit, got {described}, which a {owner} has taken "
-            "already; shard the smallest module that contains both"
+            "already; shard both in one call, as a list or as the smallest module around them"
         )
     if parameter.ndim == 0:
         raise ValueError(
@@ -82,15 +113,23 @@ def require_cuttable(module: nn.Module, name: str, parameter: nn.Parameter) -> N
         )
 
 
-def described_as(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
+def require_rows(described: str, placement: object) -> None:
+    """Raises unless a `shard_placement_fn` asks for what is done anyway."""
+    if placement is not None and placement != Shard(0):
+        raise NotImplementedError(
+            f"expected shard_placement_fn to say None or Shard(0), got {placement!r} for "
+            f"{described}; parameters are cut along dim 0"
+        )
+
+
+def described_as(module: str, name: str, parameter: nn.Parameter) -> str:
     """As errors call it."""
-    what = f"{parameter.dtype}, shape {tuple(parameter.shape)}"
-    return f"{name!r} of {type(module).__name__} ({what})"
+    return f"{name!r} of {module} ({parameter.dtype}, shape {tuple(parameter.shape)})"
 
 
-def device_type(module: nn.Module) -> str:
-    """Where the module is; for one without values yet, where it is expected to be."""
-    for parameter in module.parameters():
+def device_type(parameters: Sequence[nn.Parameter]) -> str:
+    """Where they are; for those without values yet, where they are expected to be."""
+    for parameter in parameters:
         if not parameter.is_meta:
             return parameter.device.type
     return "cuda" if torch.cuda.is_available() else "cpu"

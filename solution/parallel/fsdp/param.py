@@ -45,6 +45,7 @@ class ShardedParameter:
         sharded: the DTensor Parameter, this rank's rows.
         full: the plain Parameter; None before the first gather, without memory while freed.
         pending: the sum of local gradients since the last reduction, in the full shape.
+        partial: this rank's rows of what was added up over shards, and not yet over replicas.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ShardedParameter:
         )
         self.full: nn.Parameter | None = None
         self.pending: torch.Tensor | None = None
+        self.partial: torch.Tensor | None = None
         self._memory = torch.empty(0)
         self._token: tuple[torch.Tensor, tuple[int, int]] | None = None
         self._is_token_ours = False
@@ -148,7 +150,7 @@ class ShardedParameter:
 
     def hold_pending(self) -> None:
         """Leave a token behind that `zero_grad` removes."""
-        if self.pending is None:
+        if self.pending is None and self.partial is None:
             return
         if self.sharded.grad is None:
             zero = torch.zeros((), dtype=self.local.dtype, device=self.local.device)
@@ -168,6 +170,7 @@ class ShardedParameter:
         """Forget the local gradients and the token."""
         if self.full is not None:
             self.full.grad = None
+        self.partial = None
         self.release_pending()
 
     def release_pending(self) -> None:
@@ -176,6 +179,19 @@ class ShardedParameter:
         if self._token is not None and self._is_token_ours and self.sharded.grad is self._token[0]:
             self.sharded.grad = None
         self._token, self._is_token_ours = None, False
+
+    def add_partial(self, rows: torch.Tensor, *, is_final: bool) -> None:
+        """Add what waits for replicas to `rows`, which are its new place unless this is the end."""
+        if self.partial is not None:
+            rows += self.partial
+        self.partial = None if is_final else rows
+        if not is_final:
+            self.hold_pending()
+
+    def complete_partial(self) -> None:
+        """Let zeros be pending where nothing else is, so that what waits for replicas is sent."""
+        if self.partial is not None and self.pending is None:
+            self.pending = self.partial.new_zeros(self.shape)
 
     def add_gradient(self, rows: torch.Tensor) -> None:
         """Add this rank's `rows` of a mean gradient to the shard's; they are kept, not copied."""

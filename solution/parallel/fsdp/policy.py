@@ -5,7 +5,7 @@
     pending gradient, reduction  reduce_dtype, else the dtype of the backward
     outputs                      output_dtype, else as they come
 
-PyTorch counterpart: the class of the same name and meaning in its `fully_shard`.
+PyTorch counterpart: the classes of the same names and meaning.
 """
 
 from __future__ import annotations
@@ -50,3 +50,8 @@ class MixedPrecisionPolicy:
     def input_dtype(self) -> torch.dtype | None:
         """To which inputs are cast."""
         return self.param_dtype if self.cast_forward_inputs else None
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Where shards are kept: on the device that computes. There is no other policy."""

@@ -38,19 +38,17 @@ whose forward prefetch is left to CUDA streams, so that on a CPU nothing overlap
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from solution.parallel.fsdp import nested
 from solution.parallel.fsdp.message import Buffers
-from solution.parallel.fsdp.unit import Reduction, State, Unit
+from solution.parallel.fsdp.reduction import Reduction
+from solution.parallel.fsdp.unit import State, Unit
 
 
 class Schedule:
@@ -60,12 +58,14 @@ class Schedule:
         root: the outermost unit.
         units: all of them, outermost first.
         prefetches: whether gathers run ahead by themselves.
+        is_last_backward: whether backwards finish what they have started to reduce.
     """
 
     def __init__(self, root: Unit, units: list[Unit]) -> None:
         self.root = root
         self.units = units
         self.prefetches = True
+        self.is_last_backward = True
         self.buffers = Buffers()
         self._reductions: list[Reduction] = []  # under way; at most those of one unit
         self._outermost: Unit | None = None  # whose forward is running
@@ -76,7 +76,6 @@ class Schedule:
         self._is_end_queued = False  # from a backward's first unit to its end
         for unit in units:
             self._take_over(unit)
-        _watch_optimizers(self)
 
     def _take_over(self, unit: Unit) -> None:
         # A unit obeys one schedule: that of the outermost module that was sharded last.
@@ -84,63 +83,80 @@ class Schedule:
         unit.buffers = self.buffers
         for handle in unit.hooks:
             handle.remove()
-        module = unit.module
-        unit.before_forward = partial(self._before_forward, unit)
-        unit.after_forward = partial(self._after_forward, unit)
-        unit.hooks = [
-            module.register_forward_pre_hook(unit.before_forward, prepend=True, with_kwargs=True),
-            module.register_forward_hook(unit.after_forward, always_call=True),
-        ]
+        before, after = partial(self.before_forward, unit), partial(self.after_forward, unit)
+        unit.hooks = []
+        for module in unit.modules:
+            unit.hooks += [
+                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                module.register_forward_hook(after, always_call=True),
+            ]
 
     # ----------------------------------------------------------------------------------- forward
 
-    def _before_forward(
+    def before_forward(
         self, unit: Unit, module: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any]:
-        """Gather, and start what comes next."""
+        """Gather, and start what comes next; gives the inputs to compute with."""
         # Activation checkpointing runs forwards again inside of a backward: no pass of their own.
         is_new = not _is_inside_backward()
+        is_first = not unit.to_run
         if is_new and self._outermost is None:
             self._begin_pass(unit)
         if not unit.is_in_backward:
             unit.drop_outdated()
-        unit.was_kept = unit.state is State.FULL
+        if is_first:
+            unit.was_kept = unit.state is State.FULL
         unit.start_gather()
         unit.finish_gather()
-        if is_new:
+        unit.is_in_forward = True
+        if is_new and is_first:
+            unit.to_run.update(unit.modules)
             self._order.append(unit)
             for other in unit.prefetch_in_forward or self._expected_next():
                 other.drop_outdated()
                 self._start_ahead(other)
         args, kwargs = nested.cast((args, kwargs), unit.policy.input_dtype)
-        return self._watch_inputs(unit, args, kwargs)
+        # In backward the first module to run is the last: when it is done, all of the unit is.
+        return self._watch_inputs(unit, args, kwargs) if is_first else (args, kwargs)
 
-    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+    def after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         """Free; also after an exception, with None for the output."""
         is_new = not _is_inside_backward()
+        unit.is_in_forward = False
         outputs = nested.differentiable(output) if torch.is_grad_enabled() else []
         for tensor in outputs:
             previous = self._latest if is_new else None
             tensor.register_hook(partial(self._before_backward, unit, previous))
         if is_new:
-            self._latest = unit
             unit.register_sharded()
-            # Without a backward to come nothing is kept that was not kept before.
-            if not (self._keeps(unit) and (outputs or unit.was_kept)):
-                kind = type(unit.reshard_after_forward)
-                unit.reshard(keep_part=bool(outputs) and kind is int)
-            if self._outermost is unit:
+            is_outermost = self._outermost is unit
+            unit.to_run.discard(module)
+            if not unit.to_run or is_outermost:
+                self._leave(unit, has_backward=bool(outputs))
+            if is_outermost:
                 self._end_pass()
         return nested.cast(output, unit.policy.output_dtype)
 
+    def _leave(self, unit: Unit, *, has_backward: bool) -> None:
+        """All of its modules have run, or no more of them will."""
+        unit.to_run.clear()
+        self._latest = unit
+        # Without a backward to come nothing is kept that was not kept before.
+        if not (self._keeps(unit) and (has_backward or unit.was_kept)):
+            kind = type(unit.reshard_after_forward)
+            unit.reshard(keep_part=has_backward and kind is int)
+
     def _begin_pass(self, unit: Unit) -> None:
         if self._is_end_queued:
-            self._recover()
+            self.recover()
         self._outermost, self._latest = unit, None
         self._previous_order, self._order = self._order, []
 
     def _end_pass(self) -> None:
         self._outermost = None
+        for unit in self.units:
+            if unit.to_run:
+                self._leave(unit, has_backward=torch.is_grad_enabled())
         self._drop_unused()
 
     def _keeps(self, unit: Unit) -> bool:
@@ -184,15 +200,17 @@ class Schedule:
             # Runs when this backward has succeeded; an interrupted one leaves the flag up.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
         is_new, unit.is_in_backward = not unit.is_in_backward, True
-        unit.start_gather()
-        unit.finish_gather()
+        if unit.unshards_in_backward:
+            unit.start_gather()
+            unit.finish_gather()
         if is_new:
             for parameter in unit.parameters:
                 parameter.drop_cleared()
                 parameter.resume_gradient()
         chosen = [previous] if previous is not None and self.prefetches else []
         for other in unit.prefetch_in_backward or chosen:
-            self._start_ahead(other)
+            if other.unshards_in_backward:
+                self._start_ahead(other)
 
     def _after_backward(self, unit: Unit) -> None:
         unit.is_in_backward = False
@@ -203,7 +221,7 @@ class Schedule:
         self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
-        if not unit.reduces:
+        if not unit.sends:
             for parameter in unit.parameters:
                 parameter.hold_pending()
             return
@@ -221,18 +239,21 @@ class Schedule:
                 for parameter in unit.parameters:
                     parameter.drop_cleared()
             self._after_backward(unit)
-        self._finish_reductions()
+        if self.is_last_backward:
+            self._finish_reductions()
         self._drop_unused()
         self._is_end_queued = False
 
-    def _recover(self) -> None:
+    def recover(self) -> None:
         """After an interrupted backward: peers get their messages, what came is dropped."""
         self._is_end_queued = False
+        self._outermost = None
         for reduction in self._reductions:
             reduction.drop()
         self._reductions.clear()
         for unit in self.units:
             unit.is_in_backward = False
+            unit.to_run.clear()
             unit.reshard()
             for parameter in unit.parameters:
                 parameter.drop_pending()
@@ -251,31 +272,6 @@ class _AfterBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         ctx.schedule._after_backward(ctx.unit)
         return None, None, *gradients
-
-
-_watching: weakref.WeakSet[Schedule] = weakref.WeakSet()
-
-
-def _watch_optimizers(schedule: Schedule) -> None:
-    """Count the steps over each unit's parameters, for as long as the schedule lives."""
-    _register_once()
-    _watching.add(schedule)
-
-
-@functools.cache
-def _register_once() -> None:
-    # Never removed: a hook that goes with its model may go in the middle of a step, by the garbage
-    # collector's hand, while PyTorch is walking through its hooks.
-    register_optimizer_step_post_hook(_after_step)
-
-
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    schedules = list(_watching)
-    if not schedules:
-        return
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for unit in (unit for schedule in schedules for unit in schedule.units):
-        unit.num_updates += any(id(p.sharded) in stepped for p in unit.parameters)
 
 
 def _is_inside_backward() -> bool:

@@ -24,13 +24,15 @@ whatever happened to the shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+import functools
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import Enum, auto
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from solution import comm
@@ -39,6 +41,7 @@ from solution.parallel.fsdp.layout import layout_of, rows_of
 from solution.parallel.fsdp.message import Buffers, Message, copy, outside_of_autograd
 from solution.parallel.fsdp.param import ShardedParameter
 from solution.parallel.fsdp.policy import MixedPrecisionPolicy
+from solution.parallel.fsdp.reduction import Divisors, Reduction
 
 K = TypeVar("K", bound=Hashable)
 
@@ -62,41 +65,48 @@ class Unit:
     """What is gathered and reduced together.
 
     Attributes:
-        name: of the module, in the outermost sharded one.
+        modules: most units have one.
+        name: of the modules, in the outermost sharded one.
         parameters: in the order in which they lie in messages.
         reshard_after_forward: None is True except for the outermost unit; an int is True, too, but
             keeps a part.
-        reshard_after_backward, reduces: see `FSDPModule`.
+        reshard_after_backward, unshards_in_backward, reduces, all_reduces, divide_factor: see the
+            setters of `FSDPModule`.
         prefetch_in_forward, prefetch_in_backward: units whose gather starts with this one's use;
             empty lets the schedule choose.
         is_in_backward: its gradients are being computed.
         was_kept: it was full before the forward that is running.
-        hooks, before_forward, after_forward, buffers: the schedule's.
+        is_in_forward: one of its modules computes.
+        to_run: its modules that have not run yet since the first of them did.
+        hooks, buffers: the schedule's.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: Sequence[nn.Module],
         parameters: list[ShardedParameter],
         grid: Grid,
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | int | None,
     ) -> None:
-        self.name = type(module).__name__
-        self.module = module
+        self.name = ""
+        self.modules = modules
         self.parameters = parameters
         self.grid = grid
         self.policy = policy
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
+        self.unshards_in_backward = True
         self.reduces = True
+        self.all_reduces = True
+        self.divide_factor: float | None = None
         self.prefetch_in_forward: list[Unit] = []
         self.prefetch_in_backward: list[Unit] = []
         self.is_in_backward = False
         self.was_kept = False
         self.hooks: list[RemovableHandle] = []
-        self.before_forward: Callable[..., tuple[Any, Any]]
-        self.after_forward: Callable[..., Any]
+        self.is_in_forward = False
+        self.to_run: set[nn.Module] = set()
         self.buffers = Buffers()
         self.state = State.SHARDED
         self.num_updates = 0  # steps of optimizers that hold parameters of this unit
@@ -106,6 +116,7 @@ class Unit:
         self._part_group = None
         if type(reshard_after_forward) is int:
             self._part_group = grid.part(reshard_after_forward)
+        _watch_optimizers(self)
 
     # ------------------------------------------------------------------------------------ gather
 
@@ -198,12 +209,24 @@ class Unit:
 
     # -------------------------------------------------------------------------------- gradients
 
+    @property
+    def sends(self) -> bool:
+        """Whether a backward's gradients leave it; where rows are whole, for replicas only."""
+        return self.reduces and not (self.leaves_replicas and self.grid.num_ranks == 1)
+
+    @property
+    def leaves_replicas(self) -> bool:
+        """Whether replicas are not averaged yet."""
+        return not self.all_reduces and self.grid.replica_group is not None
+
     def take_gradients(self) -> None:
         """Make what a backward left on the full tensors pending."""
         with outside_of_autograd():
             for parameter in self.parameters:
                 # What is sent at once is cast on its way into the message.
-                parameter.take_gradient(None if self.reduces else self.policy.reduce_dtype)
+                parameter.take_gradient(None if self.sends else self.policy.reduce_dtype)
+                if not self.leaves_replicas:
+                    parameter.complete_partial()
 
     def start_reduction(self) -> list[Reduction]:
         """Send what is pending; each is waited for by its `finish`."""
@@ -223,68 +246,13 @@ class Unit:
         copy([(places, rows) for rows, places in message.layout.pairs(gradients, message.matrix)])
         for parameter in parameters:
             parameter.release_pending()
-        before = Divisors.of(dtype, self.grid).before
-        if before > 1:
-            message.matrix.div_(before)
-        return Reduction(self, message, *self.grid.start_sum(message.matrix))
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """Gradients on their way to become means; in the network until `finish`.
-
-    Attributes:
-        own: `[m]`, the sum of this rank's row when `handle` is done.
-    """
-
-    unit: Unit
-    message: Message
-    own: torch.Tensor
-    handle: comm.Handle
-
-    def finish(self) -> None:
-        """Wait for the means and add them to the gradients of the shards."""
-        unit, parameters = self.unit, self.message.parameters
-        divisors = Divisors.of(self.own.dtype, unit.grid)
-        with outside_of_autograd():
-            self.handle.wait()
-            mean = self.own / divisors.between  # in memory of its own: the message is used again
-            unit.buffers.give(self.message.buffer)
-            mean = unit.grid.sum_over_replicas(mean)
-            if divisors.after != 1:
-                mean.div_(divisors.after)
-            mean = mean.to(parameters[0].local.dtype)
-            pieces = self.message.layout.pieces(mean, unit.grid.rank)
-            for parameter, rows in zip(parameters, pieces, strict=True):
-                parameter.add_gradient(rows)
-
-    def drop(self) -> None:
-        """Wait, and forget what came."""
-        self.handle.wait()
-        self.unit.buffers.give(self.message.buffer)
-
-
-@dataclass(frozen=True)
-class Divisors:
-    """How a sum becomes a mean: by what it is divided before, between and after its two stages.
-
-    PyTorch's FSDP divides after each stage, and so has these bits. In float16 a sum of W gradients
-    would overflow where the mean does not: there the power of two that is at least W goes first,
-    which changes no bit of what neither overflows nor underflows.
-    """
-
-    before: float
-    between: float
-    after: float
-
-    @classmethod
-    def of(cls, dtype: torch.dtype, grid: Grid) -> Divisors:
-        """For gradients that are reduced in `dtype`."""
-        first, second = grid.stages
-        if dtype is not torch.float16:
-            return cls(1.0, first, second)
-        power = 2.0 ** (first * second - 1).bit_length()
-        return cls(power, 1.0, first * second / power)
+        divisors = Divisors.of(dtype, self.grid, self.divide_factor)
+        if divisors.before > 1:
+            message.matrix.div_(divisors.before)
+        own, handle = self.grid.start_sum(message.matrix)
+        return Reduction(
+            self.grid, self.buffers, message, own, handle, divisors, is_partial=self.leaves_replicas
+        )
 
 
 def _grouped(
@@ -294,3 +262,28 @@ def _grouped(
     for parameter in parameters:
         groups.setdefault(key(parameter), []).append(parameter)
     return list(groups.items())
+
+
+_watching: weakref.WeakSet[Unit] = weakref.WeakSet()
+
+
+def _watch_optimizers(unit: Unit) -> None:
+    """Count the steps over its parameters, for as long as it lives."""
+    _register_once()
+    _watching.add(unit)
+
+
+@functools.cache
+def _register_once() -> None:
+    # Never removed: a hook that goes with its model may go in the middle of a step, by the garbage
+    # collector's hand, while PyTorch is walking through its hooks.
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    units = list(_watching)
+    if not units:
+        return
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for unit in units:
+        unit.num_updates += any(id(p.sharded) in stepped for p in unit.parameters)

@@ -19,7 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from solution import comm
-from solution.parallel.fsdp.api import FSDPModule, fully_shard
+from solution.parallel.fsdp.api import fully_shard
+from solution.parallel.fsdp.module import FSDPModule
 from solution.parallel.fsdp.policy import MixedPrecisionPolicy
 
 

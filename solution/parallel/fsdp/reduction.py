@@ -1,0 +1,88 @@
+"""A reduction: gradients of one message on their way to become means, in one stage or in two.
+
+On a 1-D mesh a reduce-scatter gives each rank the sum of its rows. On a 2-D mesh replicas add up
+those sums in a second stage, which may be left to a later micro-batch.
+
+PyTorch counterpart: `foreach_reduce`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from solution import comm
+from solution.parallel.fsdp.grid import Grid
+from solution.parallel.fsdp.message import Buffers, Message, outside_of_autograd
+from solution.parallel.fsdp.param import ShardedParameter
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Gradients on their way to become means; in the network until `finish`.
+
+    Attributes:
+        buffers: that take the message's memory back.
+        own: `[m]`, the sum of this rank's row when `handle` is done.
+        is_partial: replicas are averaged another time.
+    """
+
+    grid: Grid
+    buffers: Buffers
+    message: Message
+    own: torch.Tensor
+    handle: comm.Handle
+    divisors: Divisors
+    is_partial: bool
+
+    def finish(self) -> None:
+        """Wait for the means and add them to the gradients of the shards."""
+        divisors = self.divisors
+        with outside_of_autograd():
+            self.handle.wait()
+            mean = self.own / divisors.between  # in memory of its own: the message is used again
+            self.buffers.give(self.message.buffer)
+            for parameter, rows in self._rows(mean):
+                parameter.add_partial(rows, is_final=not self.is_partial)
+            if self.is_partial:
+                return
+            mean = self.grid.sum_over_replicas(mean)
+            if divisors.after != 1:
+                mean.div_(divisors.after)
+            mean = mean.to(self.message.parameters[0].local.dtype)
+            for parameter, rows in self._rows(mean):
+                parameter.add_gradient(rows)
+
+    def _rows(self, row: torch.Tensor) -> Iterable[tuple[ShardedParameter, torch.Tensor]]:
+        pieces = self.message.layout.pieces(row, self.grid.rank)
+        return zip(self.message.parameters, pieces, strict=True)
+
+    def drop(self) -> None:
+        """Wait, and forget what came."""
+        self.handle.wait()
+        self.buffers.give(self.message.buffer)
+
+
+@dataclass(frozen=True)
+class Divisors:
+    """How a sum becomes a mean: by what it is divided before, between and after its two stages.
+
+    PyTorch's FSDP divides after each stage, and so has these bits. In float16 a sum of W gradients
+    would overflow where the mean does not: there the power of two that is at least W goes first,
+    which changes no bit of what neither overflows nor underflows.
+    """
+
+    before: float
+    between: float
+    after: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, grid: Grid, factor: float | None) -> Divisors:
+        """For gradients that are reduced in `dtype`, and divided by `factor` if there is one."""
+        first, second = grid.stages
+        if dtype is torch.float16:
+            power = 2.0 ** (first * second - 1).bit_length()
+            return cls(power, 1.0, (factor or first * second) / power)
+        return cls(1.0, first, second) if factor is None else cls(1.0, 1.0, factor)

@@ -1,0 +1,223 @@
+"""Entrances and exemptions: methods beside `forward`, and parameters that stay whole.
+
+Encoders, heads and chunked losses are called by methods of their own. No hook of a module sees such
+a call, so it must be registered; what is not registered finds shards, and must not compute with a
+shard as if it were the weight. And a parameter that is left out is left out of everything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from spec_tests.clause import MUST, clause
+from spec_tests.fsdp.sharded import FULLY_SHARD
+from spec_tests.fsdp.test_traffic import GATHERED, volume
+from spec_tests.rig import judge
+from spec_tests.rig.recorder import Kind
+from spec_tests.rig.symptoms import Hint
+from spec_tests.rig.toys import sum_of_squares
+
+METHODS = "torch.distributed.fsdp.register_fsdp_forward_method; its test"
+IGNORED = "torch.distributed.fsdp.fully_shard, ignored_params; test_fully_shard_ignore_params"
+
+
+class Encoder(nn.Module):
+    """Two layers and a table, with a method that a forward calls, and methods that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.layer = nn.Linear(6, 4)
+        self.table = nn.Parameter(torch.empty(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encode(x) @ self.table
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, 6] to [n, 4]."""
+        return self.layer(self.inner(x).abs())
+
+    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        """[n] to [n, 4]."""
+        return F.embedding(ids, self.table)
+
+    def level(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the table; x only says where."""
+        return self.table.sum()
+
+
+def encoder() -> Encoder:
+    """In float64, of small integers that are not zero."""
+    module = Encoder().to(torch.float64)
+    for number, parameter in enumerate(module.parameters()):
+        values = torch.arange(parameter.numel()).add(number).remainder(5) - 2.5
+        parameter.data.copy_((2 * values).view(parameter.shape))
+    return module
+
+
+def batch(rank: int) -> torch.Tensor:
+    """Inputs `[3, 6]` of integers."""
+    return torch.arange(18, dtype=torch.float64).view(3, 6).add(rank).remainder(7) - 3
+
+
+def _gradients(size, names, call=lambda module, x: module(x)):
+    """Mean over ranks of the local gradients times their number, and each rank's own."""
+    own = []
+    for rank in range(size):
+        module = encoder()
+        (size * sum_of_squares(call(module, batch(rank)))).backward()
+        own.append({name: module.get_parameter(name).grad for name in names})
+    return {name: sum(one[name] for one in own) / size for name in names}, own
+
+
+def entered(ctx, subject, entrance, setting):
+    """Outputs, gradients and kinds of parameters of a step through one entrance."""
+    module: Any = encoder().to(ctx.device)
+    for part in (module.inner, module):
+        ctx.impl.fully_shard(part, reshard_after_forward=setting)
+    ctx.impl.register_fsdp_forward_method(module, "encode")
+    call = module.encode if entrance == "method" else module
+    output = call(batch(ctx.rank).to(ctx.device))
+    kinds = sorted({type(p).__name__ for p in module.parameters()}) if setting else ["DTensor"]
+    (ctx.world_size * sum_of_squares(output)).backward()
+    reached = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    gradients = {name: gradient.full_tensor() for name, gradient in reached.items()}
+    return {"output": {"output": output.detach()}, "gradients": gradients, "kinds": kinds}
+
+
+@clause(
+    "fsdp.lifecycle.registered-method",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    needs=("register_fsdp_forward_method",),
+    source=METHODS,
+)
+@pytest.mark.parametrize("setting", [True, None], ids=["freed", "default"])
+@pytest.mark.parametrize("entrance", ["method", "forward-calls-method"])
+def test_a_registered_method_is_like_forward(world, subject, entrance, setting):
+    """A registered method MUST compute with full weights, and get mean gradients, as `forward`.
+
+    Also where `forward` calls it and computes on: the method is then no end of anything.
+    """
+    ranks = world.run(entered, subject, entrance, setting)
+
+    def call(module, x):
+        return module.encode(x) if entrance == "method" else module(x)
+
+    names = [n for n, _ in encoder().named_parameters() if n != "table" or entrance != "method"]
+    mean, _ = _gradients(world.size, names, call)
+    outputs = [{"output": call(encoder(), batch(rank)).detach()} for rank in range(world.size)]
+    judge.tensors([rank["output"] for rank in ranks], outputs, quantity="output")
+    judge.tensors([rank["gradients"] for rank in ranks], mean, quantity="mean gradient")
+    judge.equal([rank["kinds"] for rank in ranks], ["DTensor"], quantity="kind after the call")
+
+
+CALLS: dict[str, Any] = {
+    "linear": lambda module, rank: module.encode(batch(rank)),
+    "embedding": lambda module, rank: module.look_up(torch.tensor([0, 1])),
+    "sum": lambda module, rank: module.level(batch(rank)),
+}
+
+
+def unregistered(ctx, subject, case):
+    """What a method gives that nobody has registered; None where it raises."""
+    module: Any = encoder().to(ctx.device)
+    for part in (module.inner, module):
+        ctx.impl.fully_shard(part, reshard_after_forward=True)
+    module(batch(ctx.rank).to(ctx.device)).sum().backward()  # as in the middle of a training
+    try:
+        found = CALLS[case](module, ctx.rank)
+        return {"found": (found.full_tensor() if hasattr(found, "full_tensor") else found).detach()}
+    except Exception:
+        return {"found": None}
+
+
+@clause(
+    "fsdp.refusals.unregistered-method",
+    MUST,
+    level="correct",
+    judges=FULLY_SHARD,
+    source=f"{METHODS}: a DTensor does not mix with plain tensors",
+)
+@pytest.mark.parametrize("case", CALLS)
+def test_a_method_that_is_not_registered_does_not_compute_on_a_shard(world, subject, case):
+    """A method that is not registered MUST raise or use full weights, never the rows of a shard."""
+    ranks = world.run(unregistered, subject, case)
+
+    for rank, seen in enumerate(ranks):
+        if seen["found"] is not None:
+            right = {"found": CALLS[case](encoder(), rank).detach()}
+            judge.tensors([seen], [right], quantity=f"what the method gives on rank {rank}")
+
+
+def ignoring(ctx, subject):
+    """A step with one parameter left out: what it is, its gradient, and what was sent."""
+    module: Any = encoder().to(ctx.device)
+    held = module.table
+    values = held.detach().clone()
+    ctx.impl.fully_shard(module.inner, reshard_after_forward=True)
+    ctx.impl.fully_shard(module, reshard_after_forward=True, ignored_params={held})
+    seen = [module.table is held, type(held).__name__, tuple(held.shape), torch.equal(held, values)]
+    with ctx.recording() as forward:
+        loss = ctx.world_size * sum_of_squares(module(batch(ctx.rank).to(ctx.device)))
+    with ctx.recording() as backward:
+        loss.backward()
+    sent = [volume(forward.log(), *GATHERED), volume(backward.log(), Kind.REDUCTION)]
+    others = {n: p.grad.full_tensor() for n, p in module.named_parameters() if p is not held}
+    return {"seen": seen, "own": {"table": held.grad}, "others": others, "sent": sent}
+
+
+@clause(
+    "fsdp.init.ignored-parameters",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source=IGNORED,
+)
+def test_an_ignored_parameter_stays_what_it_is(world, subject):
+    """An ignored parameter MUST stay the object it was: plain, whole, with its values."""
+    ranks = world.run(ignoring, subject)
+
+    judge.equal(
+        [rank["seen"] for rank in ranks],
+        [True, "Parameter", (4, 4), True],
+        quantity="(same object, its type, its shape, same values)",
+    )
+
+
+@clause(
+    "fsdp.traffic.ignored-parameters",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source=IGNORED,
+)
+def test_an_ignored_parameter_is_neither_gathered_nor_reduced(world, subject):
+    """An ignored parameter MUST NOT be sent: its gradient is this rank's, the others' the mean."""
+    ranks = world.run(ignoring, subject)
+
+    names = [name for name, _ in encoder().named_parameters()]
+    mean, own = _gradients(world.size, names)
+    judge.tensors(
+        [rank["own"] for rank in ranks],
+        [{"table": gradients["table"]} for gradients in own],
+        quantity="this rank's own gradient",
+        hints=[
+            Hint("the mean over ranks: it was reduced", [{"table": mean["table"]}] * world.size)
+        ],
+    )
+    judge.tensors(
+        [rank["others"] for rank in ranks],
+        {name: mean[name] for name in names if name != "table"},
+        quantity="mean gradient",
+    )
+    count = sum(p.numel() for n, p in encoder().named_parameters() if n != "table")
+    judge.equal(
+        [rank["sent"] for rank in ranks], [count, count], quantity="elements gathered and reduced"
+    )
