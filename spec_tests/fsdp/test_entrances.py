@@ -67,7 +67,7 @@ def batch(rank: int) -> torch.Tensor:
 
 def _gradients(size, names, call=lambda module, x: module(x)):
     """Mean over ranks of the local gradients times their number, and each rank's own."""
-    own = []
+    own: list[dict[str, Any]] = []
     for rank in range(size):
         module = encoder()
         (size * sum_of_squares(call(module, batch(rank)))).backward()
