@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import math
 import os
 import random
 from collections.abc import Sequence
@@ -66,7 +67,9 @@ def main(arguments: Sequence[str]) -> int:
             complaints += _report(card, found, options)
             verdicts += found
         if options.margins:
-            print("", *margins(verdicts, crew), sep="\n")
+            lines, others = margins(verdicts, crew)
+            complaints += others
+            print("", *lines, sep="\n")
     print("\n".join(["", *complaints]) if complaints else "")
     rejected = sum(not i.is_benign for i in chosen)
     print(f"{rejected} impostors, {len(chosen) - rejected} benign: {len(complaints)} complaints")
@@ -121,11 +124,11 @@ def _report(impostor: Impostor, verdicts: Sequence[Verdict], options: argparse.N
     return complaints
 
 
-def margins(verdicts: Sequence[Verdict], crew: Crew) -> list[str]:
-    """A line per clause that compared numbers: how near right code and near-misses come to it.
+def margins(verdicts: Sequence[Verdict], crew: Crew) -> tuple[list[str], list[str]]:
+    """A line per clause that compared numbers, the narrowest first; and complaints.
 
-    Right code is the reference. A near-miss counts whose error was compared and was too large; one
-    that fails otherwise, by a missing tensor say, has no margin.
+    Right code is the reference. A near-miss counts in the first case where its error was compared
+    and was too large; one that fails otherwise, by a missing tensor say, has no margin.
     """
     nearest: dict[str, tuple[float, str]] = {}
     for verdict in verdicts:
@@ -133,12 +136,26 @@ def margins(verdicts: Sequence[Verdict], crew: Crew) -> list[str]:
             if ratio > 1.0:
                 known = (ratio, verdict.impostor)
                 nearest[clause] = min(nearest.get(clause, known), known)
-    clauses = sorted(nearest)
-    shares = [tuple(clauses[i : i + SHARE]) for i in range(0, len(clauses), SHARE)]
+    asked = sorted({clause for verdict in verdicts for clause in verdict.observations})
+    shares = [tuple(asked[i : i + SHARE]) for i in range(0, len(asked), SHARE)]
     jobs = [crew.submit(Job(REFERENCE.id, accepted_by=share)) for share in shares]
-    noise = {clause: m for job in jobs for clause, m in job.result().margins.items()}
-    lines = ["error over tolerance: the reference's largest, and the smallest of those rejected"]
-    for clause in clauses:
-        ratio, impostor = nearest[clause]
-        lines.append(f"{noise.get(clause, 0.0):9.2g} {ratio:9.2g}  {clause}  ({impostor})")
-    return lines
+    found = [job.result() for job in jobs]
+    noise = {clause: m for verdict in found for clause, m in verdict.margins.items()}
+    lines = ["error over tolerance, where 1 is allowed; the narrowest first"]
+    lines += [f"{'right code':>10} {'near-miss':>10}  clause (the near-miss that comes nearest)"]
+    numeric = noise.keys() | nearest.keys()
+    for clause in sorted(numeric, key=lambda c: (_room(c, noise, nearest), c)):
+        right = f"{noise[clause]:.3g}" if clause in noise else "-"
+        ratio, impostor = nearest.get(clause, (math.nan, "none was compared"))
+        wrong = "-" if math.isnan(ratio) else f"{ratio:.3g}"
+        lines.append(f"{right:>10} {wrong:>10}  {clause} ({impostor})")
+    exact = len(asked) - len(numeric)
+    lines.append(f"{exact} other clauses have no tolerance: they ask for bits, counts or orders")
+    return lines, [line for verdict in found for line in verdict.complaints]
+
+
+def _room(clause: str, noise: dict[str, float], nearest: dict[str, tuple[float, str]]) -> float:
+    """By what factor the tolerance could move before it would be wrong."""
+    above = nearest[clause][0] if clause in nearest else math.inf
+    below = 1.0 / noise[clause] if noise.get(clause) else math.inf
+    return min(above, below)

@@ -5,12 +5,13 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from spec_tests import impostors, ledger
-from spec_tests.impostors import duplicates, matrix
+from spec_tests.impostors import command, duplicates, matrix
 from spec_tests.impostors.card import Impostor
 from spec_tests.impostors.crew import Crew, Job, Verdict
 from spec_tests.impostors.patching import StalePatchError, forget, patched
@@ -122,6 +123,40 @@ def test_a_crew_reports_what_is_wrong_and_goes_on(crew: Crew):
     (complaint,) = accused.complaints
     assert f"ddp.sum-for-mean must be accepted by {wrong}: failed" in complaint
     assert (free.impostor, free.complaints) == ("benign.plain", [])
+
+
+def test_margins_begin_with_the_clause_whose_tolerance_has_the_least_room():
+    said = {
+        "ddp.one": (
+            {"ddp.wide": 1e9, "ddp.tight": 1.4, "ddp.missed": 0.9},
+            ["ddp.noisy", "ddp.exact"],
+        ),
+        "ddp.two": ({"ddp.wide": 1e7}, []),
+        "control.reference": ({"ddp.wide": 0.1, "ddp.noisy": 0.8, "ddp.missed": 0.5}, []),
+    }
+    verdicts = {
+        name: Verdict(name, [], numbers, dict.fromkeys([*numbers, *exact], ""), 0.0)
+        for name, (numbers, exact) in said.items()
+    }
+    verdicts["control.reference"].complaints.append("control.reference must be accepted")
+
+    class Told:
+        def submit(self, job: Job) -> Future[Verdict]:
+            assert {*job.accepted_by} == {*verdicts["ddp.one"].observations}
+            done: Future[Verdict] = Future()
+            done.set_result(verdicts[job.impostor])
+            return done
+
+    near_misses = [verdicts["ddp.one"], verdicts["ddp.two"]]
+    lines, complaints = command.margins(near_misses, Told())  # type: ignore[arg-type]  # a crew
+    assert [line.split() for line in lines[2:-1]] == [
+        ["0.8", "-", "ddp.noisy", "(none", "was", "compared)"],
+        ["-", "1.4", "ddp.tight", "(ddp.one)"],
+        ["0.5", "-", "ddp.missed", "(none", "was", "compared)"],
+        ["0.1", "1e+07", "ddp.wide", "(ddp.two)"],
+    ]
+    assert lines[-1].startswith("1 other clauses have no tolerance")
+    assert complaints == ["control.reference must be accepted"]
 
 
 def test_a_process_that_ends_is_an_error_that_names_the_impostor(monkeypatch):
