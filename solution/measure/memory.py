@@ -1,8 +1,7 @@
 """How much memory a rank has used at most.
 
 On a GPU: the peak of what PyTorch allocated (not what it reserved, and not what is allocated now).
-On
-the CPU: the peak resident set of this process, interpreter and libraries included.
+On the CPU: the peak resident set of this process, interpreter and libraries included.
 """
 
 from __future__ import annotations

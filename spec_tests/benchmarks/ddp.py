@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from spec_tests.benchmarks import paired
-from spec_tests.benchmarks.rounds import Timings, report, run_rounds, section, verdict, voided
+from spec_tests.benchmarks.rounds import Timings, report, run_rounds, section, verdict
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
 from spec_tests.target import Implementation, load, parse
@@ -189,7 +189,7 @@ class Result:
 def summarise(size: Size, impls: list[str], ranks: list[dict[str, Any]]) -> Result:
     """Times of the kept rounds, their paired ratios, and what they say about the bounds."""
     labels = arm_labels(impls)
-    timings = Timings.of(size.name, labels, ranks)
+    timings = Timings.of(labels, ranks)
     against = {base: timings.against(base) for base in (BASELINE, VIEWS)}
     memory = ranks[0]["memory"]
     return Result(
@@ -202,7 +202,7 @@ def summarise(size: Size, impls: list[str], ranks: list[dict[str, Any]]) -> Resu
         memory=memory,
         num_rounds=timings.num_kept,
         num_dropped=timings.num_dropped,
-        verdicts=_verdicts(size, impls, against, memory),
+        verdicts=timings.voids(BASELINE, AGAIN) or _verdicts(size, impls, against, memory),
     )
 
 
@@ -212,8 +212,8 @@ def _verdicts(
     against: dict[str, dict[str, paired.Ratio]],
     memory: dict[str, dict[str, int]],
 ) -> list[str]:
-    said = voided(against[BASELINE][AGAIN])
-    for name in impls if not said else ():
+    said: list[str] = []
+    for name in impls:
         label = f"{name} bucketed"
         for base, bound in size.bounds.items():
             high = against[base][label].high

@@ -87,7 +87,6 @@ class Timings:
     @classmethod
     def of(
         cls,
-        subject: str,
         labels: Sequence[str],
         ranks: Sequence[dict[str, Any]],
         *,
@@ -95,25 +94,30 @@ class Timings:
     ) -> Timings:
         """Out of what `run_rounds` gave on each rank, under "rounds".
 
-        Raises:
-            SystemExit: too few rounds were quiet.
+        Where too few rounds were quiet all are taken, to be shown; `voids` then says so.
         """
         seconds: dict[str, list[float]] = {label: [] for label in labels}
         cores: dict[str, list[float]] = {label: [] for label in labels}
-        for of_ranks in zip(*(rank["rounds"] for rank in ranks), strict=True):
-            own, first = sum(part["own"] for part in of_ranks), of_ranks[0]
-            if paired.share_of_others(first["busy"], own, first["elapsed"]) > max_others:
-                continue
+        rounds = list(zip(*(rank["rounds"] for rank in ranks), strict=True))
+        quiet = [of_ranks for of_ranks in rounds if _share_of_others(of_ranks) <= max_others]
+        for of_ranks in quiet if len(quiet) >= paired.FEWEST_ROUNDS else rounds:
             for number, label in enumerate(labels):
                 seconds[label].append(max(part["seconds"][number] for part in of_ranks))
                 cores[label].append(sum(part["core_seconds"][number] for part in of_ranks))
-        num_rounds, num_kept = len(ranks[0]["rounds"]), len(seconds[labels[0]])
-        if num_kept < paired.FEWEST_ROUNDS:
-            raise SystemExit(
-                f"{subject}: {num_kept} of {num_rounds} rounds were quiet enough, expected at "
-                f"least {paired.FEWEST_ROUNDS}; let nothing else run, or give more --rounds"
-            )
-        return cls(seconds, cores, num_kept, num_rounds - num_kept)
+        return cls(seconds, cores, len(quiet), len(rounds) - len(quiet))
+
+    def voids(self, base: str, again: str) -> list[str]:
+        """Why no bound can be judged by these; `again` is `base` once more."""
+        if self.num_kept < paired.FEWEST_ROUNDS:
+            return [
+                f"void: {self.num_kept} of {self.num_kept + self.num_dropped} rounds were quiet "
+                f"enough, expected at least {paired.FEWEST_ROUNDS}; let nothing else run"
+            ]
+        aa = paired.ratio(self.seconds[again], self.seconds[base])
+        if not paired.is_void(aa):
+            return []
+        low, high = paired.AA_RANGE
+        return [f"void: {base} against itself {aa.median:.3f}, expected within {low}-{high}"]
 
     @property
     def ms(self) -> dict[str, float]:
@@ -134,15 +138,13 @@ class Timings:
         }
 
 
+def _share_of_others(of_ranks: Sequence[dict[str, Any]]) -> float:
+    """Part of the cores that other processes used in a round."""
+    own, first = sum(part["own"] for part in of_ranks), of_ranks[0]
+    return paired.share_of_others(first["busy"], own, first["elapsed"])
+
+
 # ----------------------------------------------------------------------------------- a page of it
-
-
-def voided(aa: paired.Ratio) -> list[str]:
-    """What is to be said instead of verdicts where equal things did not come out equal."""
-    if not paired.is_void(aa):
-        return []
-    low, high = paired.AA_RANGE
-    return [f"void: torch against itself {aa.median:.3f}, expected within {low}-{high}"]
 
 
 def verdict(holds: bool, words: str) -> str:

@@ -32,7 +32,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from spec_tests.benchmarks import paired
 from spec_tests.benchmarks.ddp import Block
-from spec_tests.benchmarks.rounds import Timings, report, run_rounds, section, verdict, voided
+from spec_tests.benchmarks.rounds import Timings, report, run_rounds, section, verdict
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
 from spec_tests.target import Implementation, load, parse
@@ -145,7 +145,7 @@ def summarise(
 ) -> Result:
     """Times of the kept rounds, their paired ratios, and what they say about the bounds."""
     labels = arm_labels(impls)
-    timings = Timings.of(size.name, labels, ranks, max_others=max_others)
+    timings = Timings.of(labels, ranks, max_others=max_others)
     against = {base: timings.against(base) for base in (BASELINE, VIEWS)}
     state = {label: max(rank["state"][n] for rank in ranks) for n, label in enumerate(labels)}
     sizes = [p.nbytes for p in size.build().parameters()]
@@ -160,7 +160,7 @@ def summarise(
         unsharded_state=2 * sum(sizes),
         num_rounds=timings.num_kept,
         num_dropped=timings.num_dropped,
-        verdicts=_verdicts(size, impls, against, state, sizes),
+        verdicts=timings.voids(BASELINE, AGAIN) or _verdicts(size, impls, against, state, sizes),
     )
 
 
@@ -171,8 +171,8 @@ def _verdicts(
     state: dict[str, int],
     sizes: list[int],
 ) -> list[str]:
-    said = voided(against[BASELINE][AGAIN])
-    for name in impls if not said else ():
+    said: list[str] = []
+    for name in impls:
         for base, bound in size.bounds.items():
             high = against[base][name].high
             words = f"{name} against {base} at most {high:.3f}, bound {bound}"
