@@ -60,12 +60,16 @@ def shard(
     units: str | Sequence[str] = "children",
     **options: Any,
 ) -> nn.Module:
-    """Shard `module` with the function under test; `fully_shard` bottom-up with the options."""
+    """Shard `module` with the function under test; `fully_shard` bottom-up with the options.
+
+    A name like "first+second" shards both in one call.
+    """
     if subject == "fsdp":
         return ctx.impl.fsdp(module, **options)
     names = units_of(module, units) if isinstance(units, str) else units
     for name in names:
-        ctx.impl.fully_shard(module.get_submodule(name), **options)
+        parts = [module.get_submodule(part) for part in name.split("+")]
+        ctx.impl.fully_shard(parts if len(parts) > 1 else parts[0], **options)
     ctx.impl.fully_shard(module, **options)
     return module
 

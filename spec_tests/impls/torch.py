@@ -131,13 +131,13 @@ def _log_sum_exp(
 
 
 def fully_shard(
-    module: nn.Module,
+    module: Any,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     **options: Any,
-) -> nn.Module:
+) -> Any:
     """FSDP2, with whatever other options it has."""
     fully_shard_in_place(
         module,

@@ -45,6 +45,20 @@ class FSDPModule:
         for unit in self._units(recurse):
             unit.reshard_after_backward = flag
 
+    def set_requires_all_reduce(self, flag: bool, *, recurse: bool = True) -> None:
+        for unit in self._units(recurse):
+            unit.all_reduces = flag
+
+    def set_is_last_backward(self, flag: bool) -> None:
+        for unit in self._units():
+            unit.is_last_backward = flag
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        self._plain_fsdp.factor = factor
+
+    def set_unshard_in_backward(self, flag: bool) -> None:
+        """The base gathers whatever a backward may need."""
+
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
         self._plain_fsdp.forward_prefetch = [m._plain_fsdp for m in modules]
 
@@ -111,12 +125,31 @@ def _register(module: nn.Module, method_name: str) -> None:
     setattr(module, method_name, like_forward)
 
 
+@torch.no_grad()
+def _full_parameters(model: Any) -> dict[str, torch.Tensor]:
+    model = getattr(model, "module", model)
+    return {
+        name: p.full_tensor() if isinstance(p, DTensor) else p.detach().clone()
+        for name, p in model.named_parameters()
+    }
+
+
 def offer(unit: type[Unit]) -> dict[str, Any]:
     """The contract's functions."""
 
     def fully_shard(
-        module, *, mesh=None, reshard_after_forward=None, mp_policy=None, ignored_params=()
+        module,
+        *,
+        mesh=None,
+        reshard_after_forward=None,
+        mp_policy=None,
+        ignored_params=(),
+        **options,
     ):
+        if isinstance(module, list):
+            for part in module:
+                fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward)
+            return module
         if mesh is None:
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         policy = mp_policy or MixedPrecisionPolicy()
@@ -139,19 +172,11 @@ def offer(unit: type[Unit]) -> dict[str, Any]:
             fully_shard(module, mp_policy=policy)
         return WholeModel(module)
 
-    @torch.no_grad()
-    def full_parameters(model):
-        model = getattr(model, "module", model)
-        return {
-            name: p.full_tensor() if isinstance(p, DTensor) else p.detach().clone()
-            for name, p in model.named_parameters()
-        }
-
     return {
         "fully_shard": fully_shard,
         "register_fsdp_forward_method": _register,
         "fsdp": fsdp,
-        "full_parameters": full_parameters,
+        "full_parameters": _full_parameters,
         "MixedPrecisionPolicy": MixedPrecisionPolicy,
     }
 

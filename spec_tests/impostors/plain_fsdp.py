@@ -54,6 +54,9 @@ class Unit(Storage):
         super().__init__(*args)
         self.reshard_after_backward = True
         self.is_synchronised = True
+        self.all_reduces = True
+        self.is_last_backward = True
+        self.factor: float | None = None
         self.in_backward = False
         self.is_root = False
         self.is_running = False
@@ -238,7 +241,7 @@ class Unit(Storage):
             own = self.send_reduction(flat)
         if self.replicas is not None:
             dist.all_reduce(own, group=self.replicas)
-        return own / self.divisor()
+        return own / (self.factor or self.divisor())
 
     def send_reduction(self, flat: torch.Tensor) -> torch.Tensor:
         own = flat.new_empty(flat.numel() // self.size())

@@ -1,0 +1,300 @@
+"""Settings that trade one thing for another, as PyTorch's FSDPModule has them.
+
+Each is a promise about what is sent, kept or divided, and a promise that gradients stay right. A
+setter that is taken and ignored shows nowhere but here. Level `production`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from spec_tests.clause import MUST, clause
+from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded
+from spec_tests.fsdp.test_traffic import GATHERED, volume
+from spec_tests.laws import equivalence
+from spec_tests.rig import judge
+from spec_tests.rig.recorder import Kind
+from spec_tests.rig.toys import TOYS, sum_of_squares
+
+
+def numel(toy, *names):
+    """Elements of a toy's parameters, of all or of those below `names`."""
+    named = dict(TOYS[toy].build(7).named_parameters())
+    return sum(p.numel() for n, p in named.items() if not names or n.startswith(names))
+
+
+def in_a_window(ctx, subject, seed):
+    """Gradients of three micro-batches, all reduced, of which the third is the last."""
+    sharded = Sharded(ctx, subject, "stack", seed)
+    module: Any = sharded.module
+    for micro in range(3):
+        module.set_is_last_backward(micro == 2)
+        sharded.backward(micro)
+    return sharded.stepped()
+
+
+@clause(
+    "fsdp.accumulation.last-backward",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source="FSDPModule.set_is_last_backward",
+)
+def test_reductions_that_need_not_be_finished_are_by_the_last_backward(world, subject):
+    """After the last backward of a window, gradients MUST be the mean over all of it."""
+    ranks = world.run(in_a_window, subject, 7)
+
+    equivalence.mean_gradients(ranks, "stack", 7, micros=(0, 1, 2), absent_is_zero=True)
+
+
+def over_replicas(ctx, subject, seed, is_cleared):
+    """Two micro-batches on a mesh of two dimensions, replicas averaged with the second."""
+    names = ("replicate", "shard")
+    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=names)
+    sharded = Sharded(ctx, subject, "even", seed, mesh=mesh)
+    module: Any = sharded.module
+    sent = []
+    for micro in range(2):
+        module.set_requires_all_reduce(micro == 1)
+        loss = sharded.loss(micro)
+        with ctx.recording() as backward:
+            loss.backward()
+        sent.append(volume(backward.log(), Kind.REDUCTION))
+        if is_cleared and micro == 0:
+            sharded.optimizer.zero_grad()
+    return {"gradients": sharded.stepped(), "sent": sent}
+
+
+@clause(
+    "fsdp.accumulation.all-reduce-at-the-last",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source="FSDPModule.set_requires_all_reduce; test_fully_shard_training, HSDP",
+    worlds=(4,),
+)
+@pytest.mark.parametrize("is_cleared", [False, True], ids=["kept", "cleared"])
+def test_replicas_are_averaged_once_per_window(world, subject, is_cleared):
+    """Without all-reduce, a micro-batch MUST be added up over shards, and averaged with the last.
+
+    What waits for replicas waits like any other gradient: `zero_grad` discards it.
+    """
+    ranks = world.run(over_replicas, subject, 7, is_cleared)
+
+    micros = (1,) if is_cleared else (0, 1)
+    equivalence.mean_gradients([rank["gradients"] for rank in ranks], "even", 7, micros=micros)
+    whole = numel("even")
+    judge.equal(
+        [rank["sent"] for rank in ranks],
+        [whole, whole + whole // 2],
+        quantity="elements reduced in each backward",
+    )
+
+
+def divided(ctx, subject, seed, factor):
+    """Gradients of a step whose sums are divided by `factor`."""
+    sharded = Sharded(ctx, subject, "stack", seed)
+    for part in sharded.module.modules():
+        setter: Any = getattr(part, "set_gradient_divide_factor", None)
+        if setter is not None:
+            setter(factor)
+    sharded.backward()
+    return sharded.stepped()
+
+
+@clause(
+    "fsdp.backward.divide-factor",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source="FSDPModule.set_gradient_divide_factor",
+)
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+def test_sums_are_divided_by_the_factor(world, subject, factor):
+    """With a divide factor, gradients MUST be the sum over ranks divided by it alone."""
+    ranks = world.run(divided, subject, 7, factor)
+
+    mean = equivalence.full_batch_gradients("stack", 7, ranks=range(world.size), micros=(0,))
+    wanted = equivalence.scaled(mean, world.size / factor)
+    wanted = {n: torch.zeros_like(ranks[0][n]) if g is None else g for n, g in wanted.items()}
+    judge.tensors(ranks, wanted, quantity=f"sum over ranks / {factor}")
+
+
+def without_weights(ctx, subject, seed):
+    """What a backward gathers where an embedding is told that it needs none, and gradients."""
+    sharded = Sharded(ctx, subject, "even", seed, reshard_after_forward=True)
+    embed: Any = sharded.module.embed
+    embed.set_unshard_in_backward(False)
+    sharded.backward(1)
+    loss = sharded.loss(0)
+    with ctx.recording() as backward:
+        loss.backward()
+    return {"gathered": volume(backward.log(), *GATHERED), "gradients": sharded.stepped()}
+
+
+@clause(
+    "fsdp.traffic.not-unsharded-in-backward",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source="FSDPModule.set_unshard_in_backward",
+)
+def test_a_unit_that_needs_no_weights_in_backward_is_not_gathered_there(world, subject):
+    """A unit that is not to be unsharded in backward MUST NOT be gathered there; nor lose anything.
+
+    The gradient of an embedding needs the rows' numbers, and no weight.
+    """
+    ranks = world.run(without_weights, subject, 7)
+
+    judge.equal(
+        [rank["gathered"] for rank in ranks],
+        numel("even") - numel("even", "embed"),
+        quantity="elements gathered in backward",
+    )
+    gradients = [rank["gradients"] for rank in ranks]
+    equivalence.mean_gradients(gradients, "even", 7, micros=(0, 1))
+
+
+def in_one_call(ctx, subject, seed):
+    """Operations and elements of the passes of a second step, where two layers are one unit."""
+    sharded = Sharded(ctx, subject, "even", seed, units=("up+down",), reshard_after_forward=True)
+    sharded.backward(1)
+    with ctx.recording() as forward:
+        loss = sharded.loss(0)
+    with ctx.recording() as backward:
+        loss.backward()
+    return [
+        [len(log.collectives(*kinds)), volume(log, *kinds)]
+        for log, kinds in (
+            (forward.log(), GATHERED),
+            (backward.log(), GATHERED),
+            (backward.log(), (Kind.REDUCTION,)),
+        )
+    ]
+
+
+@clause(
+    "fsdp.traffic.list-is-one-unit",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source="torch.distributed.fsdp.fully_shard: a list of modules, grouped for communication",
+)
+def test_modules_of_one_call_travel_together(world, subject):
+    """Modules that are sharded as a list MUST be gathered once per pass, and reduced in one."""
+    ranks = world.run(in_one_call, subject, 7)
+
+    whole = numel("even")
+    for rank, seen in enumerate(ranks):
+        for phase, (operations, elements), most in zip(
+            ("gathers in forward", "gathers in backward", "reductions"),
+            seen,
+            (2 * world.size, 2 * world.size, 2),
+            strict=True,
+        ):
+            judge.holds(
+                operations <= most and elements == whole,
+                f"rank {rank}, {phase}: expected two units in at most {most} operations of "
+                f"{whole} elements in all, got {operations} of {elements}",
+                likely="each module of the list is a unit, or is freed before the next one runs",
+            )
+
+
+class Apart(nn.Module):
+    """A body whose forward leaves the head to its caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def apart():
+    """In float64, of small integers."""
+    module = Apart().to(torch.float64)
+    for parameter in module.parameters():
+        values = torch.arange(parameter.numel()).remainder(5) - 2
+        parameter.data.copy_(values.view(parameter.shape))
+    return module
+
+
+def _chunked(module, rank):
+    rows = module(TOYS["mlp"].batch(7, rank=rank))
+    return sum(sum_of_squares(module.head(chunk)) for chunk in rows.split(2))
+
+
+def in_a_list(ctx, subject, how):
+    """Gradients where a tie runs through a list, or part of it is called by itself."""
+    if how == "tied":
+        sharded = Sharded(ctx, subject, "tied", 7, units=("encode+decode",))
+        sharded.backward(1)
+        sharded.backward(0)
+        return sharded.stepped()
+    module: Any = apart().to(ctx.device)
+    ctx.impl.fully_shard([module.body, module.head], reshard_after_forward=True)
+    ctx.impl.fully_shard(module)
+    for _ in range(2):
+        (ctx.world_size * _chunked(module, ctx.rank)).backward()
+    return {n: p.grad.full_tensor() for n, p in module.named_parameters()}
+
+
+@clause(
+    "fsdp.backward.list-of-modules",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source="torch.distributed.fsdp.fully_shard: fully_shard([norm, head]), tied or in chunks",
+)
+@pytest.mark.parametrize("how", ["tied", "apart"])
+def test_modules_of_one_call_have_mean_gradients(world, subject, how):
+    """Modules that are sharded as a list MUST get mean gradients, tied or called one by one."""
+    ranks = world.run(in_a_list, subject, how)
+
+    if how == "tied":
+        equivalence.mean_gradients(ranks, "tied", 7, micros=(0, 1))
+        return
+    plain = apart()
+    for rank in range(world.size):
+        (2 * _chunked(plain, rank)).backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    judge.tensors(ranks, wanted, quantity="mean gradient of two backwards")
+
+
+def along_columns(ctx, subject):
+    """What comes of a weight that is to be cut along its second dim."""
+    layer: Any = nn.Linear(4, 6, bias=False, device=ctx.device)
+    try:
+        ctx.impl.fully_shard(layer, shard_placement_fn=lambda parameter: Shard(1))
+    except (ValueError, NotImplementedError, TypeError) as error:
+        return {"says": str(error), "rows": None}
+    return {"says": "", "rows": tuple(layer.weight.to_local().shape)}
+
+
+@clause(
+    "fsdp.refusals.other-dims",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source="torch.distributed.fsdp.fully_shard, shard_placement_fn",
+)
+def test_another_dim_is_followed_or_refused(world, subject):
+    """A weight that is to be cut along another dim MUST be, or be refused; never cut by rows."""
+    ranks = world.run(along_columns, subject)
+
+    right = (6, 4 // world.size)
+    for rank, seen in enumerate(ranks):
+        judge.holds(
+            seen["rows"] == right or "shard_placement_fn" in seen["says"],
+            f"rank {rank}: expected a local shape of {right}, or an error that says "
+            f"'shard_placement_fn', got {seen['rows'] or seen['says']}",
+            likely="the option is taken and not read",
+        )
