@@ -37,7 +37,7 @@ CLAUSES = (
     "data.partition.*",
     "models.*",
     "training.accumulation.fills-the-global-batch",
-    "training.records.*",
+    "training.gradient.several-steps",
 )
 
 

@@ -107,14 +107,14 @@ def test_another_file_is_no_report(tmp_path: Path, text: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "of", "items"), [("effdl", 13, 7), ("cs336", 60, 16), ("course", 3, 18)]
+    ("name", "of", "items"), [("effdl", 11, 7), ("cs336", 60, 27), ("course", 12, 18)]
 )
 def test_the_profiles_of_the_courses_name_clauses_that_exist(name: str, of: float, items: int):
     clauses = ledger.load_all()
     musts = {clause.id: clause for clause in clauses if clause.strength == "MUST"}
     read = points.load(name)
     found = points.resolve(read, list(musts))
-    judged = [item for item in found["items"] if not item["by_hand"]]
+    judged = [item for item in found["items"] if item["clauses"]]
     assert len(found["items"]) == items
     assert sum(item["points"] for item in judged) == of
     order = ("course", "correct", "production")
@@ -139,6 +139,24 @@ def test_an_item_needs_every_clause_and_a_share_gives_a_share():
     assert (found["points"], found["of"]) == (3.5, 12), "what is graded by hand is in no sum"
     assert found["items"][0]["missing"] == {"ddp.traffic.once": "not_offered"}
     assert found["items"][4]["missing"] == {"zero1.step.closure": "not run"}
+
+
+def test_an_item_is_by_hand_for_those_who_offer_nothing_of_its_clauses():
+    both = {"points": 1, "by_hand": "a script's own run"}
+    items = profile(
+        {"name": "neither", "clauses": ["zero1.step.closure"], **both},
+        {"name": "in part", "clauses": ["zero1.step.closure", "ddp.gradients.mean"], **both},
+        {"name": "passes", "clauses": ["ddp.gradients.mean"], **both},
+        {"name": "left out", "clauses": ["ddp.traffic.once"], **both},
+    )
+    events = log(result(), result("not_offered", clause="zero1.step.closure"), points=items)
+    found = points.score(events, "solution")
+    assert found is not None
+    assert [bool(item["by_hand"]) for item in found["items"]] == [True, False, False, False]
+    assert [item["points"] for item in found["items"]] == [0, 0, 1, 0]
+    assert (found["points"], found["of"]) == (1, 3)
+    assert found["items"][0]["missing"] == {}
+    assert "- of 1  neither (by hand: a script's own run)" in points.render_points(events)
 
 
 @pytest.mark.parametrize("outcome", ["failed", "expected_failure", "not_here", "blocked", "hang"])
@@ -194,7 +212,7 @@ BAD_PROFILES = {
     "no item": ("title = 'x'", "at least one"),
     "typo": ("title='x'\n[[item]]\nname='a'\npoint=1\nclauses=['a.*']", "unknown key 'point'"),
     "negative": ("title='x'\n[[item]]\nname='a'\npoints=-1\nclauses=['a.*']", "points >= 0"),
-    "neither": ("title='x'\n[[item]]\nname='a'\npoints=1", "either clauses or by_hand"),
+    "neither": ("title='x'\n[[item]]\nname='a'\npoints=1", "expected clauses, by_hand or both"),
     "level": (
         "title='x'\nlevel='hard'\n[[item]]\nname='a'\npoints=1\nclauses=['a']",
         "expected level in",

@@ -118,8 +118,11 @@ def test_ranks_train_as_one_process_does(world, subject, wrapper, micro, accumul
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_every_step_starts_without_old_gradients(world, subject, wrapper):
-    """Several steps MUST end where one process ends: no gradient is carried into the next step."""
-    job = Job(2, 2, world.size, steps=4, targets="ragged")
+    """Several steps MUST end where one process ends: no gradient is carried into the next step.
+
+    Every target counts here; what those weigh that are left is `training.gradient.token-weighted`.
+    """
+    job = Job(2, 2, world.size, steps=4)
     ranks = world.run(trained, wrapper_at(world, wrapper), job)
 
     judged(ranks, job)

@@ -19,8 +19,9 @@
 A pattern stands for the MUST clauses that it matches: SHOULD and MAY advise and give no points. An
 item has all its points when every one of its clauses passes, and none otherwise: a clause that is
 not offered, declared as a deviation, not here or left out of the run has not passed. `by_hand`
-items have points that no clause can give; they stand in no sum. Nothing that an incomplete log
-says is worth a point.
+items have points that no clause can give; they stand in no sum. With `clauses` and `by_hand` an
+item is by hand for those who offer nothing of what its clauses judge. Nothing that an incomplete
+log says is worth a point.
 
 `resolve` runs at the start of a run, against the clauses that exist, and its outcome goes into the
 log's header: what comes later needs the log alone.
@@ -93,8 +94,8 @@ def _faults(found: Mapping[str, Any]) -> list[str]:
         points = item.get("points")
         if isinstance(points, bool) or not isinstance(points, int | float) or not points >= 0:
             faults.append(f"item {number}: expected points >= 0, got {points!r}")
-        if bool(item.get("clauses")) == bool(item.get("by_hand")):
-            faults.append(f"item {number}: expected either clauses or by_hand")
+        if not item.get("clauses") and not item.get("by_hand"):
+            faults.append(f"item {number}: expected clauses, by_hand or both")
     return faults
 
 
@@ -144,6 +145,8 @@ def _score_item(item: Mapping[str, Any], own: Mapping[str, Cell], ended: bool) -
         outcome = str(own[clause].outcome) if clause in own else NOT_RUN
         if outcome != Outcome.PASSED:
             missing[clause] = outcome
+    offers_any = any(missing.get(clause) != Outcome.NOT_OFFERED for clause in item["clauses"])
+    by_hand = "" if offers_any else item["by_hand"]
     share = 1 - len(missing) / len(item["clauses"]) if item["clauses"] else 0.0
     if not item["share"]:
         share = float(share == 1)
@@ -152,8 +155,8 @@ def _score_item(item: Mapping[str, Any], own: Mapping[str, Cell], ended: bool) -
         "name": item["name"],
         "points": round(points, 2),
         "of": item["points"],
-        "by_hand": item["by_hand"],
-        "missing": missing,
+        "by_hand": by_hand,
+        "missing": {} if by_hand else missing,
     }
 
 
@@ -166,7 +169,8 @@ def render_points(events: Sequence[Event]) -> str:
             return ""
         lines = [f"{name}: {found['points']:g} of {found['of']:g} points, {found['title']}"]
         lines += [
-            f"  {item['points']:g} of {item['of']:g}  {item['name']}{_why(item)}"
+            f"  {'-' if item['by_hand'] else format(item['points'], 'g')} of {item['of']:g}"
+            f"  {item['name']}{_why(item)}"
             for item in found["items"]
         ]
         blocks.append("\n".join(lines))
