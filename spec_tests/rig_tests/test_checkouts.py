@@ -172,6 +172,7 @@ def test_what_the_courses_own_tests_let_pass_is_found(judged):
     assert outcomes(events, course)["failed"] == [
         "data.partition.ranks-differ",
         "training.accumulation.fills-the-global-batch",
+        "training.gradient.several-steps",
     ]
 
 
