@@ -37,8 +37,13 @@ class Collectives:
         self.history: list[deque[str]] = [deque(maxlen=6) for _ in baton.ranks]
         self.issued: list[dict[str, int]] = [{} for _ in baton.ranks]
 
-    def enter(self, rank: int, name: str, ranks: Sequence[int]) -> None:
-        """Rank `rank` has made the group `name`."""
+    def enter(
+        self, rank: int, name: str, ranks: Sequence[int], *, is_pretended: bool = False
+    ) -> None:
+        """Rank `rank` has made the group `name`; in a pretended one nobody else ever comes."""
+        if is_pretended:
+            self._here[rank][name] = Place(name, tuple(ranks), is_pretended=True)
+            return
         key = (name, tuple(ranks))
         self._here[rank][name] = self._places.setdefault(key, Place(*key))
 
@@ -78,6 +83,10 @@ class Collectives:
         """Launch a collective; the boxed work. `unit` must be alike in numbers and dtypes."""
         me = self.baton.me().index
         place, rank = self._place(me, group)
+        if place.is_pretended:
+            if operation.startswith("all_gather"):
+                _bring_alone(len(place.ranks), operation, inputs, outputs, combine)
+            return self._nothing(me, rank, operation)
         self.baton.pause()
         alike = {
             "sizes": tuple(tensor.numel() for tensor in unit),
@@ -121,6 +130,8 @@ class Collectives:
     ) -> Any:
         me = self.baton.me().index
         place, rank = self._place(me, group)
+        if place.is_pretended:
+            return self._nothing(me, rank, operation)
         self.baton.pause()
         whom = "anybody" if peer is None else f"rank {place.ranks[peer]}"
         alike: dict[str, Any] = {"to" if operation == "send" else "from": whom, "tag": tag}
@@ -141,6 +152,14 @@ class Collectives:
                 inputs,
                 outputs,
             )
+
+    def _nothing(self, me: int, rank: int, operation: str) -> Any:
+        """An operation of a pretended group: complete, and no tensor has changed."""
+        post = Post(rank, operation, {}, [], call_site())
+        work = SimWork(self.baton, post, lambda: True, lambda: operation)
+        work.is_done = True
+        self.launched[me].append(work)
+        return work.boxed()
 
     def _launch(
         self,
@@ -178,6 +197,16 @@ class Collectives:
         counts = self.issued[me]
         counts[place.name] = counts.get(place.name, 0) + 1
         self.history[me].append(f"{post} #{counts[place.name] - 1} of {place.name}")
+
+
+def _bring_alone(
+    size: int, operation: str, inputs: Tensors, outputs: Tensors, combine: Combine
+) -> None:
+    """As torch's fake group does: whoever gathers gets its own from each of the others too."""
+    posts = [Post(rank, operation, {}, list(inputs), "") for rank in range(size)]
+    with torch.no_grad(), torch._C._DisableTorchDispatch():
+        for output, result in zip(outputs, combine(posts)[0], strict=True):
+            output.data.copy_(result.view_as(output))
 
 
 def _deliver(place: Place, letter: Letter) -> None:

@@ -163,7 +163,9 @@ def _stand_in_for_gloo(now: Callable[[], Collectives]) -> None:
             _disguise(group)
             me = now().baton.me().index
             given = args[2] if len(args) > 2 else kwargs["global_ranks_in_group"]
-            now().enter(me, group.group_name, given or range(group.size()))
+            is_pretended = str(args[3] if len(args) > 3 else kwargs["backend"]) == "fake"
+            ranks = given or range(group.size())
+            now().enter(me, group.group_name, ranks, is_pretended=is_pretended)
         return group, store
 
     c10d._new_process_group_helper = make_group  # type: ignore[assignment]  # stands for it

@@ -75,10 +75,14 @@ class Meeting:
 
 @dataclass
 class Place:
-    """One process group: its ranks, and the meetings that are not full."""
+    """One process group: its ranks, and the meetings that are not full.
+
+    A pretended one, of torch's backend "fake", has one rank that is there: it meets nobody.
+    """
 
     name: str
     ranks: tuple[int, ...]
+    is_pretended: bool = False
     arrived: list[int] = field(default_factory=list)
     open: dict[int, Meeting] = field(default_factory=dict)
     letters: dict[tuple[int, int], deque[Letter]] = field(default_factory=dict)
