@@ -17,10 +17,11 @@ import torch
 
 from spec_tests import ledger
 from spec_tests.clause import MUST, Clause
-from spec_tests.rig import expectations, report, runner
+from spec_tests.rig import expectations, replay, report, runner
 from spec_tests.rig.errors import RankDied, RankHung
 from spec_tests.rig.judge import judging
 from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.world import World
 from spec_tests.run import ACTIVE, RUN, Run, clause_of_item, is_worker
 
 _EVENT = "trainspec-result"
@@ -38,6 +39,22 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     here = runner.situation(clause, params["target"], case, item.stash[_CASE])
     item.stash[_SITUATION] = here
     with judging(here):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """What a clause finds on simulated ranks is replayed on live ones, unless it was expected."""
+    clause = clause_of_item(item)
+    arguments = getattr(item, "funcargs", {})
+    world = arguments.get("world")
+    if clause is None or not isinstance(world, World) or world.transport != "sim":
+        return (yield)
+    params = item.callspec.params  # type: ignore[attr-defined]  # a clause is parametrised
+    if _declared(item, clause, params["target"].name):
+        return (yield)
+    case = {name: value for name, value in params.items() if name not in ("target", "world")}
+    with replay.telling(clause, case, world):
         return (yield)
 
 
@@ -92,10 +109,17 @@ def _result(
         "leaks": list(run.worlds.leaks),
     }
     run.worlds.leaks.clear()
-    declared = expectations.find(
-        run.deviations[name], clause.id, item.stash[_CASE], torch_version=torch.__version__
+    return expectations.expect(result, _declared(item, clause, name))
+
+
+def _declared(item: pytest.Item, clause: Clause, name: str) -> expectations.Deviation | None:
+    """The deviation that the implementation `name` has declared for this case, if any."""
+    return expectations.find(
+        item.config.stash[RUN].deviations[name],
+        clause.id,
+        item.stash[_CASE],
+        torch_version=torch.__version__,
     )
-    return expectations.expect(result, declared)
 
 
 def _show(found: pytest.TestReport, clause: Clause, result: dict[str, Any]) -> None:
@@ -176,6 +200,8 @@ def _came_to_its_end(session: pytest.Session) -> bool:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """The table clause by implementation, and the verdict."""
     run = config.stash[RUN]
+    for notice in run.notices:
+        terminalreporter.write_line(f"notice: {notice}")
     if run.log is not None:
         if config.getoption("tbstyle") == "no":
             terminalreporter.section("what does not hold")

@@ -32,6 +32,7 @@ from hypothesis import settings
 from spec_tests import impostors, ledger, target
 from spec_tests.clause import LEVELS, MUST, Clause, clause_of
 from spec_tests.outcome_hooks import (
+    pytest_runtest_call,
     pytest_runtest_logreport,
     pytest_runtest_makereport,
     pytest_runtest_protocol,
@@ -42,11 +43,13 @@ from spec_tests.rig import expectations, runner
 from spec_tests.rig.errors import NOT_HERE, RankDied, RankHung, RigError
 from spec_tests.rig.eventlog import EventLog
 from spec_tests.rig.report import points
+from spec_tests.rig.sim import hooks
 from spec_tests.rig.strategies import register_profiles
 from spec_tests.rig.world import TRANSPORTS, World, Worlds
 from spec_tests.run import ACTIVE, RUN, Run, clause_of_item, is_worker
 
 __all__ = [
+    "pytest_runtest_call",
     "pytest_runtest_logreport",
     "pytest_runtest_makereport",
     "pytest_runtest_protocol",
@@ -97,7 +100,16 @@ def _make_run(config: pytest.Config) -> Run:
     asked = config.getoption("--level") or (profile or {}).get("level")
     levels = {t.name: asked or DEFAULT_LEVELS.get(t.name, "correct") for t in targets}
     transport = config.getoption("--transport")
-    return Run(targets, levels, transport, deviations, Worlds(transport), points=profile)
+    missing = hooks.needs() if transport == "sim" else []
+    if missing:  # every clause that takes live ranks is judged all the same
+        transport = "gloo"
+    run = Run(targets, levels, transport, deviations, Worlds(transport), points=profile)
+    if missing:
+        run.notices.append(
+            f"torch {torch.__version__} cannot be simulated, it lacks {', '.join(missing)}: judged "
+            "on gloo instead of sim"
+        )
+    return run
 
 
 def _load_deviations(which: target.Target) -> list[expectations.Deviation]:
@@ -198,6 +210,7 @@ def world(request: pytest.FixtureRequest, target: target.Target) -> World:
         raise RigError("the fixture `world` belongs to clauses; a test of the rig takes `worlds`")
     transport = clause.transport_on(run.transport)
     _require_machine(clause, transport)
+    runner.require_simulable(transport)
     found = run.worlds.world(request.param, target, transport=transport)
     runner.require_offered(found, clause, request.node.callspec.params.get("subject"))
     return found

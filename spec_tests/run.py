@@ -19,7 +19,7 @@ class Run:
     """The implementations, their levels and deviations, the live worlds, and what came out.
 
     `points` is the profile of a course, if one was asked for; `told` is what a report says about
-    each clause.
+    each clause; `notices` is what differs from what was asked for.
     """
 
     targets: list[Target]
@@ -31,6 +31,7 @@ class Run:
     results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     points: dict[str, Any] | None = None
     told: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -11,9 +11,10 @@ import time
 import traceback
 import unittest
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from hypothesis.errors import Flaky
 
 from spec_tests.clause import LEVELS, Clause
@@ -28,13 +29,20 @@ from spec_tests.rig.errors import (
 )
 from spec_tests.rig.judge import Situation, Violation, judging, violated
 from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.sim import Deadlock, hooks
 from spec_tests.rig.world import World, Worlds
 from spec_tests.target import Target
+
+MODES = {
+    "CollectiveMismatch": "mismatch",
+    "UnwaitedWork": "un-waited",
+    "BufferInFlight": "buffer in flight",
+}
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What one case came to."""
+    """What one case came to; `mode` says how it was noticed, see `mode_of`."""
 
     clause: Clause
     case: str
@@ -42,6 +50,7 @@ class CaseResult:
     message: str
     duration_s: float
     margins: tuple[dict[str, float], ...]
+    mode: str = ""
 
 
 def situation(clause: Clause, target: Target, case: Mapping[str, Any], given: str) -> Situation:
@@ -81,6 +90,17 @@ def outcome_of(error: BaseException | None) -> Outcome:
     return Outcome.ERROR
 
 
+def mode_of(error: BaseException | None) -> str:
+    """How a fault was noticed: "assertion", "deadlock", "mismatch", ...; "" if there is none."""
+    if isinstance(error, RankHung):
+        return "deadlock" if isinstance(error, Deadlock) else "hang"
+    if isinstance(error, RankDied):
+        return "death"
+    if isinstance(error, RankRaised):
+        return MODES.get(error.error.kind, error.error.kind)
+    return "assertion" if isinstance(error, AssertionError) else ""
+
+
 def message_of(error: BaseException | None) -> str:
     """What the log says about an exception: complete where it is a violation, else with a trace."""
     if error is None:
@@ -114,21 +134,46 @@ def require_offered(world: World, clause: Clause, subject: str | None) -> None:
         raise Blocked("\n".join(reasons))
 
 
-def run_case(clause: Clause, target: Target, case: Mapping[str, Any], worlds: Worlds) -> CaseResult:
-    """Judge one case, without pytest."""
+def require_simulable(transport: str) -> None:
+    """See that ranks can be simulated, where they are to be.
+
+    Raises:
+        unittest.SkipTest: this torch lacks a hook; says which.
+    """
+    missing = hooks.needs() if transport == "sim" else []
+    if missing:
+        raise unittest.SkipTest(f"{NOT_HERE}torch {torch.__version__} lacks {', '.join(missing)}")
+
+
+def run_case(
+    clause: Clause,
+    target: Target,
+    case: Mapping[str, Any],
+    worlds: Worlds,
+    *,
+    transport: str | None = None,
+) -> CaseResult:
+    """Judge one case, without pytest.
+
+    Args:
+        transport: where, whatever the clause says; live ranks then ignore schedules.
+    """
     name = clause.label(case)
-    outcome, message = Outcome.PASSED, ""
+    outcome, message, mode = Outcome.PASSED, "", ""
     begun = time.perf_counter()
     with judging(situation(clause, target, case, name)) as here:
         try:
-            transport = clause.transport_on(worlds.transport)
-            world = worlds.world(int(case["world"]), target, transport=transport)
+            chosen = transport or clause.transport_on(worlds.transport)
+            require_simulable(chosen)
+            world = worlds.world(int(case["world"]), target, transport=chosen)
+            if transport is not None:
+                world = replace(world, is_replay=True)
             require_offered(world, clause, case.get("subject"))
             clause.test(**{**case, "world": world})
         except KeyboardInterrupt:
             raise
         except BaseException as caught:  # hangs and deaths are no ordinary exceptions
-            outcome, message = outcome_of(caught), message_of(caught)
+            outcome, message, mode = outcome_of(caught), message_of(caught), mode_of(caught)
     return CaseResult(
         clause,
         name,
@@ -136,4 +181,5 @@ def run_case(clause: Clause, target: Target, case: Mapping[str, Any], worlds: Wo
         message,
         time.perf_counter() - begun,
         tuple(here.margins),
+        mode,
     )

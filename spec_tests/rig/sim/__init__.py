@@ -27,7 +27,9 @@ implementation are shared by all ranks. Threads and processes that an implementa
 itself are not ranks: a collective issued there is refused (`NotSimulated`), and who blocks outside
 of a collective is told by the parent's clock. A future (`get_future`, as the reducer of DDP takes
 it) is complete when it is handed out: correct, but without overlap. MUST clauses are judged on
-gloo as well; `needs()` says which hook a torch lacks, and then there is only gloo.
+gloo as well, and what a clause finds here is replayed there (`rig.replay`): the message says if
+gloo shows it too. `needs()` says which hook a torch lacks; such a run is judged on gloo, with a
+notice, and clauses that need a schedule are "not here".
 
 Files: `schedule` (the input), `baton` (who runs), `private` (what each rank has for itself),
 `meeting` (rendezvous and work), `collectives` (what a run has in flight), `kernels` (what each
