@@ -64,10 +64,21 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
-def trained(ctx: Context, policy: dict[str, torch.dtype], setting: bool | None) -> list[list[str]]:
+def built(name: str) -> tuple[Any, int]:
+    """The model and how many words it knows: the small decoder above, or the reference's Llama."""
+    if name == "decoder":
+        return Decoder(), VOCABULARY
+    config = importlib.import_module("solution.config").LlamaConfig.preset("debug")
+    return importlib.import_module("solution.models.families").build(config), config.vocab_size
+
+
+def trained(
+    ctx: Context, name: str, policy: dict[str, torch.dtype], setting: bool | None
+) -> list[list[str]]:
     """This rank's losses and the gradient norms, as hexadecimal digits: every bit counts."""
     torch.manual_seed(7)
-    model: Any = Decoder().to(ctx.device)
+    model, vocabulary = built(name)
+    model.to(ctx.device)
     options = {
         "reshard_after_forward": setting,
         "mp_policy": ctx.impl.MixedPrecisionPolicy(**policy),
@@ -79,7 +90,7 @@ def trained(ctx: Context, policy: dict[str, torch.dtype], setting: bool | None) 
     generator = torch.Generator().manual_seed(ctx.rank)
     found = []
     for _ in range(STEPS):
-        ids = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=generator).to(ctx.device)
+        ids = torch.randint(vocabulary, (2, LENGTH + 1), generator=generator).to(ctx.device)
         logits = model(ids[:, :-1])
         loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
@@ -93,11 +104,16 @@ def trained(ctx: Context, policy: dict[str, torch.dtype], setting: bool | None) 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_losses_and_gradient_norms_are_pytorchs_to_the_bit(worlds: Worlds, policy: str, size: int):
+@pytest.mark.parametrize("model", ["decoder", pytest.param("llama-debug", marks=pytest.mark.slow)])
+def test_losses_and_gradient_norms_are_pytorchs_to_the_bit(
+    worlds: Worlds, model: str, policy: str, size: int
+):
     setting = {2: None, 3: True, 4: False}[size]
-    ours = worlds.world(size, parse("solution")).run(trained, POLICIES[policy], setting)
-    theirs = worlds.world(size, parse("torch")).run(trained, POLICIES[policy], setting)
-    assert list(ours) == list(theirs)
+    ours, theirs = (
+        list(worlds.world(size, parse(impl)).run(trained, model, POLICIES[policy], setting))
+        for impl in ("solution", "torch")
+    )
+    assert ours == theirs
     losses = [float.fromhex(loss) for loss, _ in ours[0]]
     assert len(set(losses)) == STEPS, "it trains, or there would be nothing to compare"
 
