@@ -53,22 +53,31 @@ def test_reductions_that_need_not_be_finished_are_by_the_last_backward(world, su
     equivalence.mean_gradients(ranks, "stack", 7, micros=(0, 1, 2), absent_is_zero=True)
 
 
-def over_replicas(ctx, subject, seed, is_cleared):
+def over_replicas(ctx, subject, seed, case):
     """Two micro-batches on a mesh of two dimensions, replicas averaged with the second."""
+    toy, units, uses = WINDOWS[case]
     names = ("replicate", "shard")
     mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=names)
-    sharded = Sharded(ctx, subject, "even", seed, mesh=mesh)
+    sharded = Sharded(ctx, subject, toy, seed, units=units, mesh=mesh)
     module: Any = sharded.module
     sent = []
-    for micro in range(2):
+    for micro, flags in enumerate(uses):
         module.set_requires_all_reduce(micro == 1)
-        loss = sharded.loss(micro)
+        loss = sharded.loss(micro, **flags)
         with ctx.recording() as backward:
             loss.backward()
         sent.append(volume(backward.log(), Kind.REDUCTION))
-        if is_cleared and micro == 0:
+        if case == "cleared" and micro == 0:
             sharded.optimizer.zero_grad()
     return {"gradients": sharded.stepped(), "sent": sent}
+
+
+WINDOWS: dict[str, Any] = {
+    # the toy, its units, and how each micro-batch calls it
+    "kept": ("even", "children", ({}, {})),
+    "cleared": ("even", "children", ({}, {})),
+    "unused-in-last": ("branches", "layers", ({"use": "abc"}, {"use": "ab"})),
+}
 
 
 @clause(
@@ -79,22 +88,30 @@ def over_replicas(ctx, subject, seed, is_cleared):
     source="FSDPModule.set_requires_all_reduce; test_fully_shard_training, HSDP",
     worlds=(4,),
 )
-@pytest.mark.parametrize("is_cleared", [False, True], ids=["kept", "cleared"])
-def test_replicas_are_averaged_once_per_window(world, subject, is_cleared):
+@pytest.mark.parametrize("case", WINDOWS)
+def test_replicas_are_averaged_once_per_window(world, subject, case):
     """Without all-reduce, a micro-batch MUST be added up over shards, and averaged with the last.
 
-    What waits for replicas waits like any other gradient: `zero_grad` discards it.
+    What waits for replicas waits like any other gradient: `zero_grad` discards it, and the last
+    micro-batch averages it also where that does not use its layer.
     """
-    ranks = world.run(over_replicas, subject, 7, is_cleared)
+    ranks = world.run(over_replicas, subject, 7, case)
 
-    micros = (1,) if is_cleared else (0, 1)
-    equivalence.mean_gradients([rank["gradients"] for rank in ranks], "even", 7, micros=micros)
-    whole = numel("even")
-    judge.equal(
-        [rank["sent"] for rank in ranks],
-        [whole, whole + whole // 2],
-        quantity="elements reduced in each backward",
+    toy, _, uses = WINDOWS[case]
+    equivalence.mean_gradients(
+        [rank["gradients"] for rank in ranks],
+        toy,
+        7,
+        micros=(1,) if case == "cleared" else (0, 1),
+        flags=lambda rank, micro: uses[micro],
     )
+    whole = numel("even")
+    if toy == "even":
+        judge.equal(
+            [rank["sent"] for rank in ranks],
+            [whole, whole + whole // 2],
+            quantity="elements reduced in each backward",
+        )
 
 
 def divided(ctx, subject, seed, factor):
