@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from spec_tests.rig import rank as rank_side
-from spec_tests.rig import startup, wire
+from spec_tests.rig import received, startup, wire
 from spec_tests.rig.errors import RankDied, RankHung, RankRaised, RankReport
 from spec_tests.rig.liveness import Liveness
 from spec_tests.rig.member import Member
@@ -202,9 +202,11 @@ class Pool:
 
     def _receive(self, member: Member, replies: dict[int, rank_side.Reply]) -> None:
         try:
-            reply: rank_side.Reply = wire.loads(member.tasks.recv_bytes())
+            reply = received.received(member.tasks.recv_bytes(), rank_side.Reply)
         except (EOFError, ConnectionResetError):
             self._raise_died(member, replies)
+        except received.NotPlain as error:
+            raise received.refusal(error, member.rank, self.world_size) from None
         if reply.serial == self._serial:
             replies[member.rank] = reply
 
@@ -272,7 +274,7 @@ class Pool:
         named = [f"rank {rank}: {leak}" for rank, r in enumerate(ordered) for leak in r.leaks]
         if len(set(issued)) > 1:
             named.append(f"ranks issued different numbers of operations: {issued}")
-        return Outcome([wire.loads(reply.value or b"") for reply in ordered], tuple(named))
+        return Outcome(received.values([reply.value for reply in ordered]), tuple(named))
 
     def _raise_error(
         self, replies: dict[int, rank_side.Reply], reports: list[RankReport]

@@ -13,7 +13,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from spec_tests.rig import rank as rank_side
-from spec_tests.rig import wire
+from spec_tests.rig import received
 from spec_tests.rig.errors import RankDied, RankHung, RankReport
 from spec_tests.rig.loading import Greeting
 from spec_tests.rig.member import Member
@@ -54,12 +54,14 @@ def greet(member: Member) -> Greeting:
         if time.monotonic() > patience_ends:
             raise _late(member)
     try:
-        greeting: Greeting = wire.loads(member.tasks.recv_bytes())
+        greeting = received.received(member.tasks.recv_bytes(), Greeting)
     except (EOFError, ConnectionResetError):
         report = RankReport(member.rank, member.how_it_ended(), output=member.output())
         raise RankDied(
             f"rank {member.rank} {report.state} while it imported the implementation", 0, [report]
         ) from None
+    except received.NotPlain as error:
+        return Greeting(preloaded=False, error=received.described(error))
     return greeting
 
 

@@ -75,7 +75,7 @@ def dumps(value: object) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """The inverse of `dumps`."""
+    """The inverse of `dumps`, in a rank. What comes *from* a rank is for `rig.received` to read."""
     return pickle.loads(data)
 
 
@@ -158,6 +158,7 @@ def _text_of(error: BaseException) -> str:
 
 def _shortened(text: str) -> str:
     """Both ends of a text: an exception of foreign code may hold gigabytes."""
+    text = str.__str__(text)  # without the class that foreign code may have given to its words
     if len(text) <= _MAX_TEXT:
         return text
     kept = _MAX_TEXT // 2

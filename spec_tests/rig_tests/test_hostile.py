@@ -276,6 +276,8 @@ def test_one_command_survives_all_of_it_and_judges_the_others_as_ever(tmp_path: 
         "def ddp(module):\n    os._exit(3)\n"
         "def ddp_bucketed(module, *, bucket_size_mb):\n    sys.exit(3)\n"
         f"def sharded_optimizer(params, kind, **options):\n    {CRASH}\n"
+        "class Gone(int):\n    def __reduce__(self): return os._exit, (0,)\n"
+        "def accumulation_steps(**sizes):\n    return Gone(1)\n"
     )
     (tmp_path / "hostile.py").write_text(hostile)
     (tmp_path / "right.py").write_text(RIGHT)
@@ -285,6 +287,7 @@ def test_one_command_survives_all_of_it_and_judges_the_others_as_ever(tmp_path: 
             *(sys.executable, "-m", "spec_tests"),
             *("--impl", str(tmp_path / "hostile.py"), "--impl", str(tmp_path / "right.py")),
             *("--clause", "ddp.gradients.frozen-stay-none", "--clause", "zero1.groups.live"),
+            *("--clause", "training.accumulation.fills-the-global-batch"),
             *("--report", str(tmp_path / "out")),
         ],
         cwd=ROOT,
@@ -303,9 +306,11 @@ def test_one_command_survives_all_of_it_and_judges_the_others_as_ever(tmp_path: 
         ("hostile.py", "ddp-w2"): "died",
         ("hostile.py", "ddp_bucketed-w2"): "failed",
         ("hostile.py", "w2"): "died",
+        ("hostile.py", "accumulation_steps-w1"): "failed",
         ("right.py", "ddp-w2"): "passed",
         ("right.py", "ddp_bucketed-w2"): "not_offered",
         ("right.py", "w2"): "not_offered",
+        ("right.py", "accumulation_steps-w1"): "not_offered",
     }
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert events[-1]["event"] == "footer"

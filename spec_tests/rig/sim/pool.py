@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from spec_tests.rig import rank as live
-from spec_tests.rig import wire
+from spec_tests.rig import received, wire
 from spec_tests.rig.errors import RankDied, RankHung, RankRaised, RankReport, RigError
 from spec_tests.rig.liveness import Liveness
 from spec_tests.rig.member import Member
@@ -111,12 +111,15 @@ class SimPool:
                 f"the simulated world did not come up in {_START_TIMEOUT_S:.0f} s", 0, []
             )
         try:
-            greeting = wire.loads(member.tasks.recv_bytes())
+            greeting = received.received(member.tasks.recv_bytes(), tuple)
         except EOFError:
             report = RankReport(0, member.how_it_ended(), output=member.output())
             raise RankDied(
                 f"the simulated world {report.state} while it started", 0, [report]
             ) from None
+        except received.NotPlain as error:
+            self.load_error = received.described(error)
+            return
         self.was_preloaded, self.load_error, self.offered, self.misfits = greeting
 
     def pids(self) -> list[int]:
@@ -168,9 +171,11 @@ class SimPool:
             if elapsed > _PATIENCE * timeout_s:
                 self._give_up(f"is still computing after {_PATIENCE * timeout_s:g} s")
         try:
-            reply: host.SimReply = wire.loads(member.tasks.recv_bytes())
+            reply = received.received(member.tasks.recv_bytes(), host.SimReply)
         except (EOFError, ConnectionResetError):
             self._raise_died()
+        except received.NotPlain as error:
+            raise received.refusal(error, max(self._running(), 0), self.world_size) from None
         return reply
 
     def _asks(self, wait_s: float) -> host.SimDoing:
@@ -227,7 +232,7 @@ class SimPool:
         issued = [each.collectives for each in replies]
         if len(set(issued)) > 1:
             named.append(f"ranks issued different numbers of operations: {issued}")
-        return Outcome([wire.loads(each.value or b"") for each in replies], tuple(named))
+        return Outcome(received.values([each.value for each in replies]), tuple(named))
 
     def _raise_deadlock(self, reply: host.SimReply) -> NoReturn:
         waits = {row.rank: row for row in reply.blocked}
