@@ -89,13 +89,12 @@ class _Loader:
 
 def _loader(module: ModuleType, device: str) -> dict[str, Any]:
     wanted = {"file_paths", "local_batch_size", "sequence_length"}
-    kinds = [
+    classes = [
         kind
-        for kind in vars(module).values()
-        if isinstance(kind, type)
-        and kind.__module__ == module.__name__
-        and wanted <= inspect.signature(kind).parameters.keys()
+        for kind in dict.fromkeys(v for v in vars(module).values() if isinstance(v, type))
+        if kind.__module__ == module.__name__
     ]
+    kinds = [kind for kind in classes if wanted <= inspect.signature(kind).parameters.keys()]
     if len(kinds) != 1:
         raise ValueError(
             f"data/distributed_data_loader.py: expected one class that takes {sorted(wanted)}, "
@@ -161,8 +160,8 @@ def _model(module: ModuleType, device: str) -> dict[str, Any]:
 
 
 def _config(module: ModuleType, sizes: dict[str, Any]) -> Any:
-    """A GPT2Config where the file knows transformers; else an object with its names."""
-    if "transformers" in Path(str(module.__file__)).read_text(encoding="utf-8"):
+    """A GPT2Config where the file uses something of transformers; else an object with its names."""
+    if any(_is_of_transformers(value) for value in vars(module).values()):
         from transformers import GPT2Config
 
         return GPT2Config(**sizes)
@@ -176,6 +175,11 @@ def _config(module: ModuleType, sizes: dict[str, Any]) -> Any:
         embd_pdrop=0.1,
         attn_pdrop=0.1,
     )
+
+
+def _is_of_transformers(value: object) -> bool:
+    home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
+    return str(home).partition(".")[0] == "transformers"
 
 
 # --------------------------------------------------------------------------------------- trainer

@@ -104,6 +104,10 @@ class _Sharder:
     ) -> nn.Module:
         if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
             raise NotImplementedError("reshard_after_forward: the exercise takes True or False")
+        if isinstance(module, self.file.FSDPModule):
+            raise ValueError(
+                f"{type(module).__name__} is a unit already: fully_shard was called on it twice"
+            )
         mesh = mesh or init_device_mesh(self.device, (dist.get_world_size(),))
         if mesh.ndim != 1:
             raise NotImplementedError(f"mesh: the exercise takes one axis, got {mesh}")
@@ -117,7 +121,8 @@ class _Sharder:
             _require_divisible(own, mesh)
             if own:
                 if policy.input_dtype is not None:
-                    module.register_forward_pre_hook(_casting_to(policy.input_dtype))
+                    cast = _casting_to(policy.input_dtype)
+                    module.register_forward_pre_hook(cast, with_kwargs=True)
                 self.file.fully_shard(
                     module,
                     module_fqn=type(module).__name__,
@@ -192,7 +197,7 @@ def _casting_to(dtype: torch.dtype) -> Any:
         is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.to(dtype) if is_floating else value
 
-    def hook(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-        return tree_map(cast, inputs)
+    def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return tree_map(cast, (inputs, named))
 
     return hook

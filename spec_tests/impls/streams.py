@@ -2,9 +2,10 @@
 
 A stream on a GPU says what may run beside what; on a CPU nothing runs beside anything, so that
 waiting for a stream or an event is always over. `give_streams` puts such streams in the place of
-torch.cuda's *for one module*: its own names are bound to stand-ins, which hand through whatever is
-no stream. torch, and everybody else who uses it, stays as it is. Code that imports torch.cuda
-within a function still meets the real one; that clause then says "not here".
+torch's *for one module*: its own names are bound to stand-ins, which hand through whatever is no
+stream, each to the module of torch that it stands for. torch, and everybody else who uses it, stays
+as it is. Code that imports torch.cuda within a function still meets the real one; that clause then
+says "not here".
 """
 
 from __future__ import annotations
@@ -81,14 +82,21 @@ def _stream(stream: object) -> Iterator[None]:
 
 
 class Device:
-    """What torch.cuda is to code that asks it for streams; the rest is torch.cuda's own."""
+    """What torch.cuda is to code that asks it for streams; the rest is that module's own.
+
+    Args:
+        real: torch.cuda, torch.cpu or torch.accelerator.
+    """
 
     Stream, Event = Stream, Event
     stream = staticmethod(_stream)
 
+    def __init__(self, real: ModuleType) -> None:
+        self._real = real
+
     def __getattr__(self, name: str) -> Any:
         """Whatever has nothing to do with streams."""
-        return getattr(torch.cuda, name)
+        return getattr(self._real, name)
 
     @staticmethod
     def current_stream(device: object = None) -> Any:
@@ -102,20 +110,22 @@ class Device:
         """The only one."""
         return 0
 
+    current_device_index = current_device
+
     @staticmethod
     def synchronize(device: object = None) -> None:
         """All is done."""
 
-    set_device = set_stream = synchronize
+    set_device = set_device_index = set_stream = synchronize
 
 
-_DEVICE = Device()
+_CUDA, _CPU, _ACCELERATOR = (Device(real) for real in (torch.cuda, torch.cpu, torch.accelerator))
 
 
 class _Torch(ModuleType):
     """torch, but for streams."""
 
-    cuda = cpu = accelerator = _DEVICE
+    cuda, cpu, accelerator = _CUDA, _CPU, _ACCELERATOR
     Stream, Event = Stream, Event
 
     def __getattr__(self, name: str) -> Any:
@@ -126,14 +136,15 @@ def give_streams(module: ModuleType) -> None:
     """Bind the names of `module` that mean torch's streams to stand-ins."""
     stand_ins: dict[int, Any] = {
         id(torch): _Torch("torch"),
-        id(torch.cuda): _DEVICE,
-        id(torch.cpu): _DEVICE,
+        **{id(device._real): device for device in (_CUDA, _CPU, _ACCELERATOR)},
         id(torch.Stream): Stream,
         id(torch.Event): Event,
-        id(device_mesh._get_device_handle): lambda device_type="cpu": _DEVICE,
+        id(device_mesh._get_device_handle): lambda device_type="cuda": getattr(
+            _Torch, device_type, None
+        ),
     }
     for name in ("Stream", "Event", "stream", "current_stream", "default_stream", "synchronize"):
-        stand_ins[id(getattr(torch.cuda, name))] = getattr(_DEVICE, name)
+        stand_ins[id(getattr(torch.cuda, name))] = getattr(_CUDA, name)
     for name, value in vars(module).items():
         if id(value) in stand_ins:
             setattr(module, name, stand_ins[id(value)])

@@ -1,0 +1,111 @@
+"""What an adapter of a course does is not charged to whoever wrote the checkout."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from spec_tests import target
+from spec_tests.clause import clause_of
+from spec_tests.fsdp import test_casts, test_refusals
+from spec_tests.impls import course
+from spec_tests.impls.streams import give_streams
+from spec_tests.rig import runner
+from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.world import Worlds
+
+EFFDL = Path(__file__).parent / "checkouts" / "effdl" / "fsdp.py"
+
+
+# ----------------------------------------------------------------------------------- Efficient DL
+
+
+@pytest.mark.parametrize(
+    ("test", "parameters"),
+    [
+        (
+            test_casts.test_each_unit_casts_what_its_own_policy_names,
+            {"policy": ["default", "inputs-as-they-are"]},
+        ),
+        (
+            test_refusals.test_bad_input_is_an_error_on_every_rank_by_the_first_step,
+            {"case": ["sharded-twice"]},
+        ),
+    ],
+    ids=["tensors given by keyword", "sharded twice"],
+)
+def test_a_right_file_of_efficient_dl_passes_beyond_its_course(worlds: Worlds, test, parameters):
+    clause = clause_of(test)
+    assert clause is not None
+    ((name, values),) = parameters.items()
+    for value in values:
+        case = {"world": 2, "subject": "fully_shard", name: value}
+        found = runner.run_case(clause, target.parse(f"effdl:{EFFDL}"), case, worlds)
+        assert found.outcome is Outcome.PASSED, found.message
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu", "accelerator"])
+def test_each_stand_in_for_streams_hands_through_to_its_own_module(device: str):
+    module, real = ModuleType("mine"), getattr(torch, device)
+    module.torch = torch  # type: ignore[attr-defined]  # what a file binds by importing
+    module.device = real  # type: ignore[attr-defined]  # likewise
+    give_streams(module)
+    for given in (getattr(module.torch, device), module.device):
+        assert given.is_available() == real.is_available()
+        assert given.__name__ == f"torch.{device}"
+        assert given.current_stream().query()
+    assert module.torch.accelerator.current_accelerator() == torch.accelerator.current_accelerator()
+    assert getattr(torch, device) is real, "torch itself stays as it is"
+
+
+# ------------------------------------------------------------------------------------- the course
+
+
+class Taking:
+    """A loader as the course writes it."""
+
+    def __init__(self, file_paths, local_batch_size, sequence_length, device, rank=0, world_size=1):
+        self.file_paths = file_paths
+
+
+def test_a_loader_with_a_second_name_is_one_loader():
+    module = ModuleType("data.distributed_data_loader")
+    kind = type("DistributedDataLoader", (Taking,), {"__module__": module.__name__})
+    module.DistributedDataLoader = module.DataLoader = kind  # type: ignore[attr-defined]  # alias
+    made = course._loader(module, "cpu")["token_loader"](["x"], batch_size=1, sequence_length=2)
+    assert made.theirs.file_paths == ["x"]
+    module.Other = type("Other", (kind,), {"__module__": module.__name__})  # type: ignore[attr-defined]  # two
+    with pytest.raises(ValueError, match=r"got \['DistributedDataLoader', 'Other'\]"):
+        course._loader(module, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_used"),
+    [
+        ("# as transformers does it\nimport torch\n", False),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import transformers\n", False),
+        ("import transformers\n", True),
+        ("from transformers import GPT2Config as Config\n", True),
+    ],
+    ids=["a comment", "for types only", "the package", "a class of it"],
+)
+def test_the_config_of_transformers_is_for_files_that_use_it(
+    monkeypatch, tmp_path: Path, text: str, is_used: bool
+):
+    package = ModuleType("transformers")
+    package.GPT2Config = type(  # type: ignore[attr-defined]  # in the place of the real package
+        "GPT2Config", (SimpleNamespace,), {"__module__": "transformers.models.gpt2"}
+    )
+    monkeypatch.setitem(sys.modules, "transformers", package)
+    path = tmp_path / "my_gpt2.py"
+    path.write_text(text + "def MyGPT2LMHeadModel(config):\n    return config\n", encoding="utf-8")
+    module = ModuleType("model.my_gpt2")
+    module.__file__ = str(path)
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), vars(module))
+    config = course._config(module, {"n_layer": 2})
+    assert isinstance(config, package.GPT2Config) == is_used
+    assert config.n_layer == 2
