@@ -6,6 +6,8 @@ python -m spec_tests impostors --accepted           benign ones, and a sample of
 python -m spec_tests impostors --full               both, and all of the other chapters: an hour
 python -m spec_tests impostors --only 'ddp.no-*'    some of them
 python -m spec_tests impostors --margins            and how far errors and noise are from tolerances
+python -m spec_tests impostors --transport sim      on simulated ranks: how each fault is noticed
+python -m spec_tests impostors --transport sim --rate 100    and how often, on sim and on gloo
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ def main(arguments: Sequence[str]) -> int:
         help="only what must be accepted: benign ones by all, some others by a sample of clauses",
     )
     parser.add_argument("--margins", action="store_true", help="of each clause about numbers")
+    parser.add_argument("--transport", choices=("gloo", "sim"), default="gloo", help="of the ranks")
+    parser.add_argument("--rate", type=int, default=0, help="rejections of so many, sim and gloo")
     parser.add_argument("--only", default="*", help="glob over impostor ids")
     parser.add_argument(
         "--side-by-side", type=int, default=os.cpu_count() or 1, help="processes; one per core"
@@ -100,7 +104,8 @@ def jobs(impostor: Impostor, options: argparse.Namespace) -> list[Job]:
     shares = [tuple(clauses[i : i + SHARE]) for i in range(0, len(clauses), SHARE)]
     repeat = 0 if impostor.is_benign or options.accepted else options.repeat
     return [
-        Job(impostor.id, repeat if not i else 0, share) for i, share in enumerate(shares or [()])
+        Job(impostor.id, repeat if not i else 0, share, options.transport, options.rate)
+        for i, share in enumerate(shares or [()])
     ]
 
 
@@ -116,12 +121,24 @@ def _report(impostor: Impostor, verdicts: Sequence[Verdict], options: argparse.N
     """Print one line; the complaints."""
     complaints = [line for verdict in verdicts for line in verdict.complaints]
     word = "COMPLAINT" if complaints else "ok"
-    names = ", ".join(impostor.rejected_by) or "accepted by all"
+    modes = {name: mode for verdict in verdicts for name, mode in verdict.modes.items()}
+    absent = f"not on {options.transport}" if options.repeat and not options.accepted else ""
+    names = ", ".join(_with(name, modes.get(name, absent)) for name in impostor.rejected_by)
+    names = names or "accepted by all"
     if options.accepted:
         names = f"accepted by {len(_owed(impostor, options))} clauses"
     duration_s = sum(verdict.duration_s for verdict in verdicts)
     print(f"{word:9} {impostor.id:36} {duration_s:6.1f} s  {names}", flush=True)
+    for verdict in verdicts:
+        for name, rates in verdict.rates.items():
+            often = ", ".join(f"{rate} of {options.rate} on {t}" for t, rate in rates.items())
+            print(f"{'':10}{name}: rejected {often}", flush=True)
     return complaints
+
+
+def _with(clause: str, mode: str) -> str:
+    """The clause and how it noticed."""
+    return f"{clause} ({mode})" if mode else clause
 
 
 def margins(verdicts: Sequence[Verdict], crew: Crew) -> tuple[list[str], list[str]]:

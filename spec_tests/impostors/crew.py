@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
 from spec_tests.impostors import find, matrix
@@ -33,11 +33,15 @@ class Job:
         impostor: its id.
         repeat: how often each clause that it names must reject it.
         accepted_by: ids of the clauses that must let it pass.
+        transport: where the ranks live.
+        rate: if not 0, how often each case that rejects it on sim is tried, on sim and on gloo.
     """
 
     impostor: str
     repeat: int = 0
     accepted_by: tuple[str, ...] = ()
+    transport: str = "gloo"
+    rate: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Verdict:
         complaints: about clauses that should have said otherwise.
         margins: clause to the largest error that it saw over its tolerance, if it is of numbers.
         observations: clause to what it found, without numbers.
+        modes: clause to how it noticed: "assertion", "deadlock", "mismatch", "un-waited", ...
+        rates: clause to how often it rejected, per transport.
     """
 
     impostor: str
@@ -55,6 +61,8 @@ class Verdict:
     margins: dict[str, float]
     observations: dict[str, str]
     duration_s: float
+    modes: dict[str, str] = field(default_factory=dict)
+    rates: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 def do(job: Job, worlds: Worlds) -> Verdict:
@@ -62,12 +70,15 @@ def do(job: Job, worlds: Worlds) -> Verdict:
     begun = time.perf_counter()
     complaints: list[str] = []
     findings: list[matrix.Finding] = []
+    rates: dict[str, dict[str, int]] = {}
     try:
         impostor, clauses = find(job.impostor), matrix.by_id()
         for _ in range(job.repeat):
             found = matrix.rejections(impostor, worlds)
             complaints += matrix.must_reject(found)
             findings += found
+        if job.rate:
+            rates = {f.clause.id: matrix.rates(f, worlds, job.rate) for f in findings}
         found = [matrix.probe(clauses[name], impostor, worlds) for name in job.accepted_by]
         complaints += matrix.must_accept(found)
         findings += found
@@ -77,8 +88,9 @@ def do(job: Job, worlds: Worlds) -> Verdict:
         worlds.close()
     margins = {f.clause.id: f.margin for f in findings if f.margin is not None}
     observations = {f.clause.id: f.observation for f in findings}
+    modes = {f.clause.id: f.decisive.mode for f in findings if f.decisive is not None}
     duration_s = time.perf_counter() - begun
-    return Verdict(job.impostor, complaints, margins, observations, duration_s)
+    return Verdict(job.impostor, complaints, margins, observations, duration_s, modes, rates)
 
 
 class Crew:
@@ -160,5 +172,5 @@ def serve() -> int:
 def _answer(jobs: TextIO, verdicts: TextIO) -> None:
     for line in jobs:
         asked: dict[str, Any] = json.loads(line)
-        job = Job(asked["impostor"], asked["repeat"], tuple(asked["accepted_by"]))
-        print(json.dumps(asdict(do(job, Worlds()))), file=verdicts, flush=True)
+        job = Job(**{**asked, "accepted_by": tuple(asked["accepted_by"])})
+        print(json.dumps(asdict(do(job, Worlds(job.transport)))), file=verdicts, flush=True)

@@ -30,6 +30,35 @@ class WaitsForLastOnly(PlainDdp):
         pass
 
 
+class ReadsBeforeWait(PlainDdp):
+    """Waits for all reductions once everything is written back."""
+
+    def finish(self) -> None:
+        self.late: list[Any] = []
+        super().finish()
+        for handle in self.late:
+            handle.wait()
+
+    def wait(self, handle: Any) -> None:
+        self.late.append(handle)
+
+
+class ReordersByCompletion(PlainDdp):
+    """The bucket that was done first in this step goes first in the next one."""
+
+    def finish(self) -> None:
+        while self.has_news and self.launched < len(self.buckets):
+            self.launch(self.buckets[self.launched])
+        left, done = list(self.flying), []
+        while left:
+            for each in list(left):
+                if each[2].is_completed():
+                    left.remove(each)
+                    done.append(each[0])
+        self.buckets = done or self.buckets
+        super().finish()
+
+
 class DoubleBuffers(PlainDdp):
     """Two scratch buffers, taken in turns."""
 
@@ -137,6 +166,23 @@ IMPOSTORS = (
         "On one NCCL stream it is so; gloo and several streams promise nothing.",
         "Equal sizes and punctual ranks: what was launched first is done first.",
         WAITS,
+    ),
+    _card(
+        ReadsBeforeWait,
+        "reads-before-wait",
+        "Writes the means back and waits for their reductions afterwards.",
+        "The waits were moved behind the loop, to have them all in one place.",
+        "The message about unused parameters goes last, and what went before it has arrived.",
+        SAME,
+        WAITS,
+    ),
+    _card(
+        ReordersByCompletion,
+        "reorders-by-completion",
+        "Launches buckets in the order in which this rank saw them complete in the step before.",
+        "PyTorch rebuilds its buckets by what the first step saw, and sends rank 0's order to all.",
+        "On one machine all ranks see the same order, nearly always.",
+        SAME,
     ),
     _card(
         DoubleBuffers,

@@ -154,9 +154,26 @@ def unrelated_clauses(impostor: Impostor, limit: int | None = None) -> list[Clau
 
 
 def rejections(impostor: Impostor, worlds: Worlds) -> list[Finding]:
-    """What the clauses that it names say of it."""
+    """What the clauses that it names say of it, as far as they can on the worlds' transport."""
     named = named_clauses(impostor) if impostor.is_here else []
-    return [probe(clause, impostor, worlds) for clause in named]
+    seen = [c for c in named if c.transport_on(worlds.transport) in c.transports]
+    return [probe(clause, impostor, worlds) for clause in seen]
+
+
+def rates(finding: Finding, worlds: Worlds, times: int) -> dict[str, int]:
+    """How often the case that rejects an impostor does so on sim, and on gloo without schedules."""
+    found = finding.decisive
+    if found is None:
+        return {}
+    clause, target = finding.clause, target_of(finding.impostor)
+    (case,) = [case for case in clause.cases() if clause.label(case) == found.case]
+    return {
+        transport: sum(
+            run_case(clause, target, case, worlds, transport=transport).mode != ""
+            for _ in range(times)
+        )
+        for transport in ("sim", "gloo")
+    }
 
 
 def must_reject(findings: Sequence[Finding]) -> list[str]:

@@ -1,0 +1,67 @@
+"""Schedules: in whichever order ranks run and operations complete, the gradients are the same.
+
+Gathers run ahead of the computation and reductions behind it, so several are in flight at any time
+and buffers go from one to the next. Whether each is waited for before its buffer is touched shows
+where completion is an input: the ranks are simulated (`rig.sim`).
+"""
+
+from __future__ import annotations
+
+from hypothesis import example, given
+
+from spec_tests.clause import MUST, clause
+from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded
+from spec_tests.laws import equivalence
+from spec_tests.rig import strategies
+from spec_tests.rig.sim import Schedule
+
+SIM = ("sim",)  # live ranks take no orders
+TOY, SEED = "stack", 7
+
+
+def two_steps(ctx, subject, toy, seed):
+    """Gradients after the second of two steps; what an early one leaves behind would show."""
+    sharded = Sharded(ctx, subject, toy, seed)
+    for micro in range(2):
+        sharded.optimizer.zero_grad()
+        sharded.backward(micro)
+    return sharded.whole_gradients()
+
+
+@clause(
+    "fsdp.schedule.same-gradients",
+    MUST,
+    level="correct",
+    judges=FULLY_SHARD,
+    source="c10d: collectives of a group are ordered by their launch, and nothing else is ordered",
+    worlds=(3,),
+    transports=SIM,
+)
+@given(schedule=strategies.schedules_of_ranks())
+@example(schedule=Schedule("reversed"))
+@example(schedule=Schedule("seeded", seed=1, late=3))
+def test_no_order_of_events_changes_the_gradients(world, subject, schedule):
+    """The gradients MUST be the mean, whatever rank runs when and whatever completes first."""
+    lenient = Schedule(**{**vars(schedule), "unwaited": "ignore"})
+    ranks = world.scheduled(lenient).run(two_steps, subject, TOY, SEED)
+
+    equivalence.mean_gradients(ranks, TOY, SEED, micros=(1,), given=str(schedule))
+
+
+@clause(
+    "fsdp.schedule.waits-for-every-launch",
+    MUST,
+    level="correct",
+    judges=FULLY_SHARD,
+    source="c10d: the tensors of an asynchronous collective may be used once wait() has returned",
+    worlds=(2, 3),
+    transports=SIM,
+)
+def test_every_gather_and_every_reduction_is_waited_for(world, subject):
+    """Every collective that is launched MUST be waited for by the rank that launched it.
+
+    Also a gather that was launched ahead and then not needed: its buffer may be freed in flight.
+    """
+    ranks = world.run(two_steps, subject, TOY, SEED)
+
+    equivalence.mean_gradients(ranks, TOY, SEED, micros=(1,))
