@@ -90,8 +90,14 @@ class RankRaised(_Failure, Exception):
         return "\n".join([self.headline, own, *others])
 
 
+@dataclass(eq=False)
 class RankHung(_Failure, BaseException):
-    """Ranks are blocked without progress, or a body outlived its time limit."""
+    """Ranks are blocked without progress, or a body outlived its time limit.
+
+    `was_computing`: a rank was at work until the end, and used up the patience with such.
+    """
+
+    was_computing: bool = False
 
 
 class RankDied(_Failure, BaseException):

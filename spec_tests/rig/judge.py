@@ -34,6 +34,7 @@ class Situation:
     rerun: str = ""
     source: str = ""
     where: str = ""
+    subject: str = ""  # the functions that are judged
     margins: list[dict[str, float]] = field(default_factory=list)
 
 

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from spec_tests.rig import received
+from spec_tests.rig import received, wire
 
 # What a rank may print within a call before the beginning of it is thrown away.
 _OUTPUT_BYTES = 32 * 2**20
@@ -36,6 +36,15 @@ class Member:
     control: Connection
     output_path: Path
     _dropped_bytes: int = field(default=0)
+
+    def send(self, task: object) -> None:
+        """Hand over a task; with it the rank begins its output anew.
+
+        Raises:
+            BrokenPipeError: the rank has died.
+        """
+        self._dropped_bytes = 0
+        self.tasks.send_bytes(wire.dumps(task))
 
     def trim_output(self) -> None:
         """Keep a rank that prints without end from filling the disk; ask several times a second."""

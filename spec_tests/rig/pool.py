@@ -152,7 +152,7 @@ class Pool:
                     self._serial, self._group, *body, args[member.rank], kwargs, seed
                 )
                 with contextlib.suppress(BrokenPipeError):  # it died idle; the wait will see it
-                    member.tasks.send_bytes(wire.dumps(task))
+                    member.send(task)
             replies = self._collect(min(1.0, patience) * timeout_s, grace_s, patience * timeout_s)
         except BaseException:
             # Replies of an interrupted task must not be taken for those of the next.
@@ -193,7 +193,9 @@ class Pool:
                 if has_errors or all(watched[rank].is_idle for rank in silent):
                     self._give_up(replies, f"no answer within {timeout_s:g} s")
                 if now > patience_ends:
-                    self._give_up(replies, f"still computing after {limit_s:g} s")
+                    self._give_up(
+                        replies, f"still computing after {limit_s:g} s", was_computing=True
+                    )
         return replies
 
     def _trim_outputs(self) -> None:
@@ -210,7 +212,9 @@ class Pool:
         if reply.serial == self._serial:
             replies[member.rank] = reply
 
-    def _give_up(self, replies: dict[int, rank_side.Reply], why: str) -> NoReturn:
+    def _give_up(
+        self, replies: dict[int, rank_side.Reply], why: str, *, was_computing: bool = False
+    ) -> NoReturn:
         """Nobody will answer any more. An error that a rank already posted is the better story."""
         reports = self._report_all(replies)
         self.kill()
@@ -221,7 +225,7 @@ class Pool:
         headline = f"hang: rank {_and(waiting)} {why}"
         if returned:
             headline += f"; rank {_and(returned)} had already left the body"
-        raise RankHung(headline, waiting[0], reports)
+        raise RankHung(headline, waiting[0], reports, was_computing)
 
     def _raise_died(self, dead: Member, replies: dict[int, rank_side.Reply]) -> NoReturn:
         time.sleep(0.02)  # a peer that dies of the same cause, or is released by it, says so now

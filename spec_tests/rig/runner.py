@@ -65,6 +65,7 @@ def situation(clause: Clause, target: Target, case: Mapping[str, Any], given: st
         + (" --level production" if clause.level == LEVELS[-1] else ""),
         source=clause.source,
         where=clause.where,
+        subject=case.get("subject") or ", ".join(clause.needs),
     )
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from spec_tests.rig.errors import NOT_HERE, NotOffered, RankDied, RankHung, RankRaised, RigError
+from spec_tests.rig.judge import SITUATION
 from spec_tests.rig.pool import PATIENCE, Pool
 from spec_tests.rig.sim.pool import SimPool
 from spec_tests.rig.sim.schedule import Schedule
@@ -38,8 +39,8 @@ GRACE_S = 2.0
 REPLAY_TIMEOUT_S = 4.0
 # An implementation that does not load is tried again once: the machine may have been at fault.
 _STARTS = 2
-# How often patience with one that computes without end is halved: 120 s for the first call, which
-# may be compiling, 4 s from the sixth on. Otherwise a run over it would take hours.
+# How often patience with a function that computes without end is halved: 120 s for the first call,
+# which may be compiling, 4 s from the sixth on. Otherwise a run over it would take hours.
 _HALVINGS = 5
 
 AnyPool = Pool | SimPool
@@ -67,7 +68,7 @@ class Worlds:
     _failed: dict[tuple[Target | None, int, str], list[RankDied | RankHung]] = field(
         default_factory=dict
     )
-    _endless: Counter[Target | None] = field(default_factory=Counter)
+    _endless: Counter[tuple[Target | None, str]] = field(default_factory=Counter)
 
     def world(
         self, size: int, target: Target | None = None, *, transport: str | None = None
@@ -103,7 +104,7 @@ class Worlds:
         target, size, transport = key
         failures = self._failed.setdefault(key, [])
         if len(failures) >= _STARTS:
-            raise failures[-1]
+            raise failures[-1].with_traceback(None)  # else that would grow with every clause
         try:
             pool = TRANSPORTS[transport](size, target=target, transport=transport)
         except (RankDied, RankHung) as failure:
@@ -114,12 +115,20 @@ class Worlds:
         return pool
 
     def patience(self, target: Target | None) -> float:
-        """How many times its limit a call may take that visibly computes."""
-        return PATIENCE / 2 ** min(self._endless[target], _HALVINGS)
+        """How many times its limit a call may take that visibly computes.
+
+        Used up by the function that is being judged; by others of the same implementation, never
+        so far that a call would have less than its limit.
+        """
+        own = self._endless[target, SITUATION.get().subject]
+        if own:
+            return PATIENCE / 2 ** min(own, _HALVINGS)
+        others = sum(count for (whose, _), count in self._endless.items() if whose == target)
+        return max(1.0, PATIENCE / 2**others)
 
     def note(self, target: Target | None, failure: RankHung) -> None:
         """Remember a call that computed without end."""
-        self._endless[target] += "still computing" in failure.headline
+        self._endless[target, SITUATION.get().subject] += failure.was_computing
 
     def drop(self, target: Target | None) -> None:
         """Stop the pools of one implementation."""

@@ -1,10 +1,12 @@
 """The command that breaks ranks a hundred times, and the times that the rig promises."""
 
 import os
+from multiprocessing import Pipe, current_process
+from pathlib import Path
 
 import pytest
 
-from spec_tests.rig import liveness, pool, world
+from spec_tests.rig import liveness, member, pool, wire, world
 from spec_tests.rig.world import Worlds
 from spec_tests.rig_tests import faults
 
@@ -81,6 +83,19 @@ def test_the_calling_process_works_and_nobody_watches_the_dead():
         assert own.working
         assert own.cpu_s > 0
     assert not liveness.Liveness(2**22 + 1, window_s=0.0).is_blocked()
+
+
+def test_what_was_dropped_of_one_call_is_not_said_of_the_next(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(member, "_OUTPUT_BYTES", 10)
+    ours, theirs = Pipe()
+    output = tmp_path / "rank0.out"
+    asked = member.Member(0, current_process(), ours, ours, output)
+    output.write_text("eleven words")
+    asked.trim_output()
+    assert asked.output() == "\n(12 bytes before this were dropped)"
+    asked.send("the next task")
+    assert asked.output() == ""
+    assert wire.loads(theirs.recv_bytes()) == "the next task"
 
 
 def test_the_fault_command_plans_every_kind_rank_and_size():

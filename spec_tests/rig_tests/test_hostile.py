@@ -6,6 +6,7 @@ result with a message, the run goes on, and who is judged beside it is judged as
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import torch
 from spec_tests import target
 from spec_tests.clause import clause_of
 from spec_tests.ddp import test_gradients
-from spec_tests.rig import member, runner, startup, world
+from spec_tests.rig import judge, member, runner, startup, world
 from spec_tests.rig.errors import RankDied, RankHung, RigError
 from spec_tests.rig.eventlog import read_log
 from spec_tests.rig.outcomes import Outcome
@@ -141,15 +142,29 @@ def test_what_floods_without_end_is_a_hang_with_its_stack_and_spares_the_disk(
     assert " bytes before this were dropped)" in str(caught.value)
 
 
-def test_patience_with_what_computes_without_end_wears_out(own: Worlds, right, named):
+def test_patience_wears_out_with_the_function_that_computes_without_end(own: Worlds, right, named):
     endless = named(calling("while True: pass"))
-    patience = []
-    for _ in range(8):
-        patience.append(own.patience(endless))
-        own.note(endless, RankHung("hang: rank 0 still computing after 120 s", 0))
-        own.note(endless, RankHung("hang: rank 0 blocked, nothing moved for 2 s", 0))
-    assert patience == [4.0, 2.0, 1.0, 0.5, 0.25, 0.125, 0.125, 0.125]
-    assert own.patience(right) == 4.0, "nobody else has used any of it up"
+    own.world(1, endless).run(nothing)
+    with judge.judging(judge.Situation(subject="ddp")):
+        with pytest.raises(RankHung, match="still computing after 2 s") as caught:
+            own.world(1, endless).run(call_ddp, 0, timeout_s=0.5)
+        patience = []
+        for _ in range(7):
+            patience.append(own.patience(endless))
+            own.note(endless, RankHung("hang: rank 0 blocked, nothing moved for 2 s", 0))
+            own.note(endless, caught.value)
+        assert patience == [2.0, 1.0, 0.5, 0.25, 0.125, 0.125, 0.125]
+        assert own.patience(right) == 4.0, "nobody else has used any of it up"
+    with judge.judging(judge.Situation(subject="sharded_optimizer")):
+        assert own.patience(endless) == 1.0, "another function of it has its limit, and no more"
+
+
+def test_who_is_judged_stands_in_the_situation(right):
+    assert MEAN is not None
+    case = {"world": 2, "subject": "ddp_bucketed"}
+    assert runner.situation(MEAN, right, case, "").subject == "ddp_bucketed"
+    needing = dataclasses.replace(MEAN, judges=(), needs=("train", "ddp"))
+    assert runner.situation(needing, right, {"world": 2}, "").subject == "train, ddp"
 
 
 def test_a_huge_observation_is_refused_where_it_is_made(own: Worlds, named):
@@ -264,6 +279,16 @@ def test_importing_what_comes_with_the_suite_changes_nothing(own: Worlds, name: 
     pool = own.pool(1, target.parse(name), "gloo")
     assert isinstance(pool, Pool)
     assert pool.leaks == ()
+
+
+def test_a_failure_that_is_remembered_does_not_grow_from_clause_to_clause(own: Worlds, right):
+    own._failed[right, 1, "gloo"] = [RankDied("rank 0 exited with 3", 0)] * world._STARTS
+    depths = []
+    for _ in range(3):
+        with pytest.raises(RankDied) as caught:
+            own.pool(1, right, "gloo")
+        depths.append(len(caught.traceback))
+    assert depths == depths[:1] * 3
 
 
 # ----------------------------------------------------------------------------------- the whole run

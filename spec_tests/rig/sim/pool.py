@@ -147,7 +147,7 @@ class SimPool:
         task = host.SimTask(self._serial, *body, pickled, seed, schedule or Schedule())
         try:
             with contextlib.suppress(BrokenPipeError):  # it died idle; the wait will see it
-                self._member.tasks.send_bytes(wire.dumps(task))
+                self._member.send(task)
             reply = self._wait(timeout_s, grace_s)
         except BaseException:
             self.kill()
