@@ -46,6 +46,10 @@ class Encoder(nn.Module):
         """[n] to [n, 4]."""
         return F.embedding(ids, self.table)
 
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, 6] to [n, 4], by way of forward, and on from there."""
+        return self(x) @ self.table
+
     def level(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the table; x only says where."""
         return self.table.sum()
@@ -75,14 +79,31 @@ def _gradients(size, names, call=lambda module, x: module(x)):
     return {name: sum(one[name] for one in own) / size for name in names}, own
 
 
+ENTRANCES: dict[str, Any] = {
+    "method": lambda module: module.encode,
+    "forward-calls-method": lambda module: module,
+    "method-calls-forward": lambda module: module.score,
+}
+
+
+WAYS: dict[str, tuple[str, bool | None]] = {
+    "method": ("method", None),
+    "method-freed": ("method", True),
+    "forward-calls-method": ("forward-calls-method", None),
+    "forward-calls-method-freed": ("forward-calls-method", True),
+    # freed after its forward, a module has no weights that the method could go on with
+    "method-calls-forward": ("method-calls-forward", None),
+}
+
+
 def entered(ctx, subject, entrance, setting):
     """Outputs, gradients and kinds of parameters of a step through one entrance."""
     module: Any = encoder().to(ctx.device)
     for part in (module.inner, module):
         ctx.impl.fully_shard(part, reshard_after_forward=setting)
-    ctx.impl.register_fsdp_forward_method(module, "encode")
-    call = module.encode if entrance == "method" else module
-    output = call(batch(ctx.rank).to(ctx.device))
+    name = "score" if entrance == "method-calls-forward" else "encode"
+    ctx.impl.register_fsdp_forward_method(module, name)
+    output = ENTRANCES[entrance](module)(batch(ctx.rank).to(ctx.device))
     kinds = sorted({type(p).__name__ for p in module.parameters()}) if setting else ["DTensor"]
     (ctx.world_size * sum_of_squares(output)).backward()
     reached = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
@@ -98,17 +119,18 @@ def entered(ctx, subject, entrance, setting):
     needs=("register_fsdp_forward_method",),
     source=METHODS,
 )
-@pytest.mark.parametrize("setting", [True, None], ids=["freed", "default"])
-@pytest.mark.parametrize("entrance", ["method", "forward-calls-method"])
-def test_a_registered_method_is_like_forward(world, subject, entrance, setting):
+@pytest.mark.parametrize("way", WAYS)
+def test_a_registered_method_is_like_forward(world, subject, way):
     """A registered method MUST compute with full weights, and get mean gradients, as `forward`.
 
-    Also where `forward` calls it and computes on: the method is then no end of anything.
+    Also where `forward` calls it and computes on, or it calls `forward` and does: what is called is
+    then no end of anything.
     """
+    entrance, setting = WAYS[way]
     ranks = world.run(entered, subject, entrance, setting)
 
     def call(module, x):
-        return module.encode(x) if entrance == "method" else module(x)
+        return ENTRANCES[entrance](module)(x)
 
     names = [n for n, _ in encoder().named_parameters() if n != "table" or entrance != "method"]
     mean, _ = _gradients(world.size, names, call)

@@ -192,9 +192,10 @@ def collected_in_a_step(ctx, subject, seed):
             sharded = Sharded(ctx, subject, "mlp", seed)
             dropped.append(Sharded(ctx, subject, "mlp", seed + 1))
             sharded.backward()
-            sharded.optimizer.step()
-        except RuntimeError as error:
-            said.append(str(error))
+            try:
+                sharded.optimizer.step()
+            except RuntimeError as error:
+                said.append(str(error))
         finally:
             handle.remove()
     return said

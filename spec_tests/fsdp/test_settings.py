@@ -53,6 +53,33 @@ def test_reductions_that_need_not_be_finished_are_by_the_last_backward(world, su
     equivalence.mean_gradients(ranks, "stack", 7, micros=(0, 1, 2), absent_is_zero=True)
 
 
+def cleared_under_way(ctx, subject, seed):
+    """Gradients of a micro-batch after one whose reductions were not finished, and cleared."""
+    sharded = Sharded(ctx, subject, "stack", seed)
+    module: Any = sharded.module
+    module.set_is_last_backward(False)
+    sharded.backward(0)
+    sharded.optimizer.zero_grad()
+    module.set_is_last_backward(True)
+    sharded.backward(1)
+    return sharded.stepped()
+
+
+@clause(
+    "fsdp.accumulation.clears-what-is-under-way",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source="FSDPModule.set_is_last_backward; torch.optim.Optimizer.zero_grad",
+    worlds=(2,),
+)
+def test_zero_grad_reaches_a_reduction_that_is_not_finished(world, subject):
+    """What zero_grad is called after MUST NOT be in later gradients, finished by then or not."""
+    ranks = world.run(cleared_under_way, subject, 7)
+
+    equivalence.mean_gradients(ranks, "stack", 7, micros=(1,), absent_is_zero=True)
+
+
 def over_replicas(ctx, subject, seed, case):
     """Two micro-batches on a mesh of two dimensions, replicas averaged with the second."""
     toy, units, uses = WINDOWS[case]

@@ -150,11 +150,18 @@ def fully_shard(
 
 
 def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.Module:
-    """FSDP2 on every Linear and Embedding that shares nothing, and on the model."""
+    """FSDP2 on every Linear and Embedding that shares nothing, and on the model.
+
+    Not on what is inside of an `nn.MultiheadAttention`, which does not call it.
+    """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype)
     uses = Counter(id(p) for m in module.modules() for p in m._parameters.values())
+    attentions = [part for part in module.modules() if isinstance(part, nn.MultiheadAttention)]
+    inside = {part for attention in attentions for part in attention.modules()}
     for layer in module.modules():
-        if isinstance(layer, nn.Linear | nn.Embedding) and uses[id(layer.weight)] == 1:
+        if layer in inside or not isinstance(layer, nn.Linear | nn.Embedding):
+            continue
+        if uses[id(layer.weight)] == 1:
             fully_shard(layer, mp_policy=policy)
     return module if isinstance(module, FSDPModule) else fully_shard(module, mp_policy=policy)
 

@@ -10,6 +10,7 @@ from torch import nn
 from spec_tests.impostors.card import Impostor
 from spec_tests.impostors.fsdp_offer import card
 from spec_tests.impostors.plain_fsdp import Unit
+from spec_tests.impostors.plain_fsdp_storage import Piece
 
 
 class RegistersNothing(Unit):
@@ -22,12 +23,41 @@ class FreesUnderItsCaller(Unit):
     """Ends a registered method as it ends a forward, in the middle of a forward as well."""
 
     @property
-    def is_running(self) -> bool:
-        return False
+    def num_running(self) -> int:
+        return 0
 
-    @is_running.setter
-    def is_running(self, value: bool) -> None:
+    @num_running.setter
+    def num_running(self, value: int) -> None:
         pass
+
+
+class EndsWithTheCall(Unit):
+    """Ends with a forward, also with one that a method of the same module has called."""
+
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self.num_running = 1
+        return super().post_forward(module, args, output)
+
+
+class TakesANameOfTheModel(Unit):
+    """Notes its pass in the module under a name that anybody might use."""
+
+    def find_root(self) -> None:
+        super().find_root()
+        object.__setattr__(self.module, "_schedule", self.run)
+
+
+class TellsNobody(Unit):
+    """Assigns gradients and calls no hook."""
+
+    def tell(self, piece: Piece) -> None:
+        pass
+
+
+class ShardsWhatIsNotCalled(Unit):
+    """Takes every Linear for a layer that is called."""
+
+    leaves_attention = False
 
 
 class LocalForShard(Unit):
@@ -100,5 +130,37 @@ IMPOSTORS: tuple[Impostor, ...] = (
         "A loop over all parameters at the end of backward, for those that no hook has reached.",
         "With equal batches on all ranks the mean is each one's own.",
         "fsdp.traffic.ignored-parameters",
+    ),
+    card(
+        EndsWithTheCall,
+        "ends-with-the-call",
+        "Ends with a forward, also with one that a registered method has called.",
+        "Ours, once: a flag where a count belongs.",
+        "Methods are called by forwards, mostly.",
+        "fsdp.lifecycle.registered-method",
+    ),
+    card(
+        TakesANameOfTheModel,
+        "takes-a-name",
+        "Sets `_schedule` in the module, which may have one.",
+        "Ours, once, and each wrapper that keeps its state in `module._state`.",
+        "Toys have no attributes of their own.",
+        "fsdp.init.names-of-the-model",
+    ),
+    card(
+        TellsNobody,
+        "tells-nobody",
+        "Assigns gradients to shards and calls no hook that waits for them.",
+        "Ours, once: autograd calls such hooks for leaves of the graph, which shards are not.",
+        "Optimizers mostly step after the backward.",
+        "fsdp.backward.post-accumulate-hooks",
+    ),
+    card(
+        ShardsWhatIsNotCalled,
+        "shards-what-is-not-called",
+        "Makes a unit of every Linear, also of one whose weight others read.",
+        "nn.MultiheadAttention and its out_proj.",
+        "Course models have attention of their own.",
+        "fsdp.forward.layers-that-are-not-called",
     ),
 )

@@ -117,7 +117,7 @@ def _register(module: nn.Module, method_name: str) -> None:
     own: Unit = module._plain_fsdp  # type: ignore[assignment]  # a mark of ours
 
     def like_forward(*args: Any, **kwargs: Any) -> Any:
-        if own.is_running or not own.registers:
+        if own.num_running or not own.registers:
             return method(*args, **kwargs)
         args, kwargs = own.pre_forward(module, args, kwargs)
         return own.post_forward(module, args, method(*args, **kwargs))
@@ -132,6 +132,17 @@ def _full_parameters(model: Any) -> dict[str, torch.Tensor]:
         name: p.full_tensor() if isinstance(p, DTensor) else p.detach().clone()
         for name, p in model.named_parameters()
     }
+
+
+def _layers(module: nn.Module, *, leaves_attention: bool) -> list[Any]:
+    inside = {
+        part
+        for attention in module.modules()
+        if isinstance(attention, nn.MultiheadAttention) and leaves_attention
+        for part in attention.modules()
+    }
+    layers = [part for part in module.modules() if isinstance(part, nn.Linear | nn.Embedding)]
+    return [layer for layer in layers if layer not in inside]
 
 
 def offer(unit: type[Unit]) -> dict[str, Any]:
@@ -165,8 +176,8 @@ def offer(unit: type[Unit]) -> dict[str, Any]:
         uses = Counter(
             id(p) for m in module.modules() for p in m._parameters.values() if p is not None
         )
-        for layer in module.modules():
-            if isinstance(layer, nn.Linear | nn.Embedding) and uses[id(layer.weight)] == 1:
+        for layer in _layers(module, leaves_attention=unit.leaves_attention):
+            if uses[id(layer.weight)] == 1:
                 fully_shard(layer, mp_policy=policy)
         if not hasattr(module, "_plain_fsdp"):
             fully_shard(module, mp_policy=policy)

@@ -18,6 +18,18 @@ class DropsUntilLast(Unit):
             super().assign(piece, shard)
 
 
+class FinishesLate(Unit):
+    """Keeps what was reduced before the last backward in a list, and adds it in the last one."""
+
+    def assign(self, piece: Piece, shard: torch.Tensor) -> None:
+        if not self.is_last_backward:
+            self.__dict__.setdefault("late", []).append((piece, shard))
+            return
+        for other, earlier in self.__dict__.pop("late", []):
+            super().assign(other, earlier)
+        super().assign(piece, shard)
+
+
 class SkipsReplicas(Unit):
     """Without all-reduce, adds the sums over shards to the gradients, and leaves them there."""
 
@@ -47,6 +59,14 @@ IMPOSTORS: tuple[Impostor, ...] = (
         "A flag that skips the end of a backward, where gradients are put into their places.",
         "Windows in tests are switched by set_requires_gradient_sync.",
         "fsdp.accumulation.last-backward",
+    ),
+    card(
+        FinishesLate,
+        "finishes-late",
+        "Adds what was under way to the gradients of the last backward, cleared or not.",
+        "Ours, once: a reduction in flight is no gradient yet, so zero_grad finds nothing.",
+        "Nobody clears in the middle of a window, but who skips a bad batch.",
+        "fsdp.accumulation.clears-what-is-under-way",
     ),
     card(
         SkipsReplicas,

@@ -59,7 +59,7 @@ class Unit(Storage):
         self.factor: float | None = None
         self.in_backward = False
         self.is_root = False
-        self.is_running = False
+        self.num_running = 0
         self.run: Pass | None = None
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] | None = None
@@ -70,6 +70,7 @@ class Unit(Storage):
 
     refuses = True
     registers = True  # methods beside forward
+    leaves_attention = True  # whose inner layer is not called
 
     def before_state_dict(self, *ignored: Any) -> None:
         self.reshard()
@@ -88,7 +89,7 @@ class Unit(Storage):
         for unit in self.forward_prefetch:
             unit.prefetch()
         self.register(sharded=False)
-        self.is_running = True
+        self.num_running += 1
         if not torch.is_grad_enabled():
             return args, kwargs
         return self.watch_inputs(args, kwargs)
@@ -109,7 +110,7 @@ class Unit(Storage):
         assert self.run is not None
         if self.is_root and self.run.is_callback_queued:
             for unit in self.run.units:
-                unit.in_backward = False
+                unit.in_backward, unit.num_running = False, 0
                 for piece in unit.pieces:
                     if piece.full is not None:
                         piece.full.grad = None
@@ -132,7 +133,10 @@ class Unit(Storage):
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         assert self.run is not None
-        self.is_running = False
+        self.num_running -= 1
+        if self.num_running > 0:
+            return output  # of a forward that a method of the same module has called
+        self.num_running = 0
         if torch.is_grad_enabled() and not self.in_backward:
             self.run.order.append(self)
         self.register(sharded=True)
@@ -264,6 +268,12 @@ class Unit(Storage):
         else:
             gradient: Any = piece.parameter.grad
             gradient._local_tensor.add_(shard)
+        self.tell(piece)
+
+    def tell(self, piece: Piece) -> None:
+        hooks = piece.parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]  # torch's
+        for hook in list((hooks or {}).values()):
+            hook(piece.parameter)
 
     def end_of_backward(self) -> None:
         assert self.run is not None

@@ -7,6 +7,7 @@ wrote into the environment.
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 
@@ -14,12 +15,14 @@ from spec_tests.clause import MUST, clause
 from spec_tests.training.loop import CONTRACT, TRAIN, WRAPPERS, Counted, Job, Trainee
 from spec_tests.training.test_gradient import judged
 
+LIE = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "5"}
+
 
 def in_a_lying_environment(ctx, wrapper, job):
     """Weights of a job whose environment tells of another rank in another world."""
     trainee = Trainee.of(ctx, wrapper, job.seed)
-    os.environ.update(RANK="3", LOCAL_RANK="3", WORLD_SIZE="5", LOCAL_WORLD_SIZE="5")
-    trainee.train(ctx, job, Counted(job.micro_batches(ctx.rank)))
+    with mock.patch.dict(os.environ, LIE):
+        trainee.train(ctx, job, Counted(job.micro_batches(ctx.rank)))
     return {"weights": trainee.weights()}
 
 

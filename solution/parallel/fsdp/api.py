@@ -43,6 +43,7 @@ from solution.parallel.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 from solution.parallel.fsdp.schedule import Schedule
 from solution.parallel.fsdp.unit import Unit
 
+_Found = tuple[str, nn.Parameter, list[Place]]  # name, and where else it is registered
 _CLASSES: dict[type, type] = {}  # a module's class to the one that it has once sharded
 _AS_IT_IS = MixedPrecisionPolicy()
 _WHERE_IT_IS = OffloadPolicy()
@@ -97,7 +98,7 @@ def fully_shard(
     parameters = [parameter for _, parameter, _ in found]
     inside = [p for part in modules for p in part.parameters() if id(p) not in ignored]
     grid = Grid.of(mesh, device_type=checks.device_type(inside))
-    policy = mp_policy or _AS_IT_IS
+    policy = _AS_IT_IS if mp_policy is None else mp_policy
 
     def describe() -> list[str]:
         checks.require_offered(name, offload_policy, dp_mesh_dims)
@@ -141,7 +142,7 @@ def _make_fsdp_module(module: nn.Module, unit: Unit) -> None:
         _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
     module.__class__ = _CLASSES[original]
     # Not through nn.Module: a unit is no part of the model.
-    object.__setattr__(module, "_unit", unit)
+    object.__setattr__(module, "_fsdp_unit", unit)
 
     def show_shards(*_: object) -> None:
         unit.register_sharded()
@@ -158,37 +159,38 @@ def _schedule(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         for name, part in module.named_modules():
             if isinstance(part, FSDPModule):
-                names.setdefault(part._unit, []).append(name or type(part).__mro__[2].__name__)
+                names.setdefault(part._fsdp_unit, []).append(name or type(part).__mro__[2].__name__)
                 sharded.append(part)
     for unit, found in names.items():
         unit.name = ", ".join(found)
-    schedule = Schedule(sharded[0]._unit, list(names))
+    schedule = Schedule(sharded[0]._fsdp_unit, list(names))
     for part in sharded:
-        object.__setattr__(part, "_schedule", schedule)
+        object.__setattr__(part, "_fsdp_schedule", schedule)
 
 
-def _own_parameters(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter, list[Place]]]:
+def _own_parameters(modules: Sequence[nn.Module]) -> list[_Found]:
     """What no inner call has taken, each once with all its places; a child's before its parent's.
 
     The order is PyTorch's: at three ranks and more the last bits of a sum depend on where in a
     message it lies.
     """
-    found: dict[int, tuple[str, nn.Parameter, list[Place]]] = {}
+    found: dict[int, _Found] = {}
     visited: set[nn.Module] = set()
-
-    def visit(part: nn.Module, prefix: str) -> None:
-        visited.add(part)
-        for name, child in part.named_children():
-            if child not in visited and not isinstance(child, FSDPModule):
-                visit(child, f"{prefix}{name}.")
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                entry = found.setdefault(id(parameter), (f"{prefix}{name}", parameter, []))
-                entry[2].append((part, name))
-
     for module in modules:
-        visit(module, "")
+        _visit(module, "", found, visited)
     return list(found.values())
+
+
+def _visit(part: nn.Module, prefix: str, found: dict[int, _Found], visited: set[nn.Module]) -> None:
+    # Not a function in a function: one that calls itself would keep the model until a collection.
+    visited.add(part)
+    for name, child in part.named_children():
+        if child not in visited and not isinstance(child, FSDPModule):
+            _visit(child, f"{prefix}{name}.", found, visited)
+    for name, parameter in part._parameters.items():
+        if parameter is not None:
+            entry = found.setdefault(id(parameter), (f"{prefix}{name}", parameter, []))
+            entry[2].append((part, name))
 
 
 def _move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:

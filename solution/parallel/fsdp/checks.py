@@ -1,5 +1,6 @@
 """What `fully_shard` refuses, before anything is changed, and on every rank alike.
 
+(But for what is no module at all, and a bad mesh: about these a rank cannot even ask the others.)
 What one rank alone would refuse, or shard otherwise, would leave the others waiting in a gather. So
 ranks also compare a checksum of what they were called with, and of their refusals: one collective
 of 16 bytes per call, and the descriptions themselves where checksums differ.
@@ -14,9 +15,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parameter import is_lazy
 
 from solution.parallel.fsdp.grid import Grid
 from solution.parallel.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from solution.parallel.fsdp.unit import Unit
 
 
 def as_modules(module: object) -> list[nn.Module]:
@@ -98,6 +101,10 @@ def require_cuttable(described: str, parameter: nn.Parameter) -> None:
             f"expected tied parameters in one unit, got {described}, which a {owner} has taken "
             "already; shard both in one call, as a list or as the smallest module around them"
         )
+    if is_lazy(parameter):
+        raise ValueError(
+            f"expected parameters with a shape, got the lazy {described}; run one forward first"
+        )
     if parameter.ndim == 0:
         raise ValueError(
             f"expected parameters with a dim to cut, got the scalar {described}; make it a vector"
@@ -113,6 +120,17 @@ def require_cuttable(described: str, parameter: nn.Parameter) -> None:
         )
 
 
+def require_embeddings(unit: Unit) -> None:
+    """Raises for a unit whose backward needs its weights: all but those of embeddings."""
+    for parameter in unit.parameters:
+        for module, _ in parameter.places:
+            if not any(base.__name__.endswith("Embedding") for base in type(module).__mro__):
+                raise ValueError(
+                    f"expected a unit of Embeddings only, whose backward needs no weights, got "
+                    f"{parameter.name!r} of {type(module).__name__} in {unit.name}"
+                )
+
+
 def require_rows(described: str, placement: object) -> None:
     """Raises unless a `shard_placement_fn` asks for what is done anyway."""
     if placement is not None and placement != Shard(0):
@@ -124,7 +142,8 @@ def require_rows(described: str, placement: object) -> None:
 
 def described_as(module: str, name: str, parameter: nn.Parameter) -> str:
     """As errors call it."""
-    return f"{name!r} of {module} ({parameter.dtype}, shape {tuple(parameter.shape)})"
+    shape = "unknown" if is_lazy(parameter) else tuple(parameter.shape)
+    return f"{name!r} of {module} ({parameter.dtype}, shape {shape})"
 
 
 def device_type(parameters: Sequence[nn.Parameter]) -> str:
@@ -144,15 +163,19 @@ def require_same_on_all_ranks(grid: Grid, subject: str, describe: Callable[[], l
     Raises:
         ValueError: says what differs first, and on which rank; or this rank's own error.
     """
-    error, lines = None, []
+    error: Exception | None = None
+    lines: list[str] = []
     try:
         lines = describe()
-    except (ValueError, NotImplementedError) as caught:
+    except Exception as caught:  # also what a caller's own function raises: others wait for us
         error, lines = caught, [f"the refusal {str(caught)!r}"]
     is_same = grid.agrees(zlib.crc32(repr(lines).encode()))
     told = [lines] if is_same else grid.gather_objects(lines)
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # it holds this frame, and so the refused module
     if is_same:
         return
     for said in itertools.zip_longest(*told, fillvalue="nothing more"):

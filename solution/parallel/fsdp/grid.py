@@ -10,10 +10,13 @@ PyTorch counterpart: `FSDPMeshInfo` and `HSDPMeshInfo`.
 from __future__ import annotations
 
 import itertools
+import weakref
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
@@ -47,7 +50,8 @@ class Grid:
         """
         if mesh is None:
             comm.require_group(None, caller="fully_shard")
-            mesh = init_device_mesh(device_type, (comm.size(),))
+            key = (device_type,)
+            mesh = _once(key, lambda: init_device_mesh(device_type, (comm.size(),)))
         if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2):
             raise ValueError(f"expected mesh to be a DeviceMesh of 1 or 2 dims, got {mesh!r}")
         if mesh.get_coordinate() is None:
@@ -85,7 +89,9 @@ class Grid:
 
     def part(self, num_ranks: int) -> comm.Group:
         """This rank's group of `num_ranks` neighbours among those that shard; all ranks call it."""
-        return DeviceMesh(self.mesh.device_type, self.mesh.mesh.view(-1, num_ranks)).get_group(1)
+        kind, ranks = self.mesh.device_type, self.mesh.mesh.view(-1, num_ranks)
+        key = (kind, *ranks.shape, *ranks.flatten().tolist())
+        return _once(key, lambda: DeviceMesh(kind, ranks)).get_group(1)
 
     @property
     def stages(self) -> tuple[int, int]:
@@ -121,3 +127,16 @@ class Grid:
         if self.replica_group is None:
             return row
         return list(itertools.chain.from_iterable(comm.gather_objects(row, self.replica_group)))
+
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, DeviceMesh]]
+_made = weakref.WeakKeyDictionary()
+
+
+def _once(key: Hashable, make: Callable[[], DeviceMesh]) -> DeviceMesh:
+    """A mesh may make process groups: one of each kind, for as long as the default group lives."""
+    assert dist.group.WORLD is not None  # or nobody could have asked for a grid
+    made = _made.setdefault(dist.group.WORLD, {})
+    if key not in made:
+        made[key] = make()
+    return made[key]

@@ -150,8 +150,16 @@ class ShardedParameter:
 
     def hold_pending(self) -> None:
         """Leave a token behind that `zero_grad` removes."""
-        if self.pending is None and self.partial is None:
-            return
+        if self.pending is not None or self.partial is not None:
+            self.leave_token()
+
+    def hold_partial(self, rows: torch.Tensor) -> None:
+        """Keep `rows` until replicas are averaged, too, and leave a token behind."""
+        self.partial = rows
+        self.leave_token()
+
+    def leave_token(self) -> None:
+        """Make `zero_grad` reach what is not a gradient yet."""
         if self.sharded.grad is None:
             zero = torch.zeros((), dtype=self.local.dtype, device=self.local.device)
             self.sharded.grad = self._as_gradient(zero.expand(self.local.shape))
@@ -160,33 +168,34 @@ class ShardedParameter:
 
     def drop_cleared(self) -> None:
         """Forget what is pending if its token was cleared meanwhile."""
-        if self._token is None:
-            return
-        token, versions = self._token
-        if self.sharded.grad is not token or _versions(token) != versions:
+        if self._is_cleared():
             self.drop_pending()
+
+    def _is_cleared(self) -> bool:
+        if self._token is None:
+            return False
+        token, versions = self._token
+        return self.sharded.grad is not token or _versions(token) != versions
 
     def drop_pending(self) -> None:
         """Forget the local gradients and the token."""
         if self.full is not None:
             self.full.grad = None
-        self.partial = None
         self.release_pending()
 
-    def release_pending(self) -> None:
-        """Let go of the local gradients, which are on their way, and of the token."""
-        self.pending = None
+    def release_pending(self) -> torch.Tensor | None:
+        """Let go of what is pending, and of the token; gives what waits for replicas."""
+        partial, self.pending, self.partial = self.partial, None, None
+        self.lift_token()
+        return partial
+
+    def lift_token(self) -> bool:
+        """Take it away, if there is one; whether it was cleared since it was left."""
+        is_cleared = self._is_cleared()
         if self._token is not None and self._is_token_ours and self.sharded.grad is self._token[0]:
             self.sharded.grad = None
         self._token, self._is_token_ours = None, False
-
-    def add_partial(self, rows: torch.Tensor, *, is_final: bool) -> None:
-        """Add what waits for replicas to `rows`, which are its new place unless this is the end."""
-        if self.partial is not None:
-            rows += self.partial
-        self.partial = None if is_final else rows
-        if not is_final:
-            self.hold_pending()
+        return is_cleared
 
     def complete_partial(self) -> None:
         """Let zeros be pending where nothing else is, so that what waits for replicas is sent."""
@@ -197,8 +206,11 @@ class ShardedParameter:
         """Add this rank's `rows` of a mean gradient to the shard's; they are kept, not copied."""
         if self.sharded.grad is not None:
             self.sharded.grad._local_tensor.add_(rows)  # type: ignore[attr-defined]  # a DTensor
-            return
-        self.sharded.grad = self._as_gradient(rows)
+        else:
+            self.sharded.grad = self._as_gradient(rows)
+        hooks = self.sharded._post_accumulate_grad_hooks  # type: ignore[attr-defined]  # torch's
+        for hook in list((hooks or {}).values()):
+            hook(self.sharded)
 
     def _as_gradient(self, rows: torch.Tensor) -> DTensor:
         # What `from_local` comes to, without working out again what the parameter knows.

@@ -8,7 +8,7 @@ PyTorch counterpart: `foreach_reduce`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ class Reduction:
     Attributes:
         buffers: that take the message's memory back.
         own: `[m]`, the sum of this rank's row when `handle` is done.
+        partials: for each parameter, rows of earlier sums that wait for replicas, if any.
         is_partial: replicas are averaged another time.
     """
 
@@ -33,6 +34,7 @@ class Reduction:
     buffers: Buffers
     message: Message
     own: torch.Tensor
+    partials: Sequence[torch.Tensor | None]
     handle: comm.Handle
     divisors: Divisors
     is_partial: bool
@@ -44,16 +46,27 @@ class Reduction:
             self.handle.wait()
             mean = self.own / divisors.between  # in memory of its own: the message is used again
             self.buffers.give(self.message.buffer)
-            for parameter, rows in self._rows(mean):
-                parameter.add_partial(rows, is_final=not self.is_partial)
+            for partial, (_, rows) in zip(self.partials, self._rows(mean), strict=True):
+                if partial is not None:
+                    rows += partial
+            is_cleared = {p: p.lift_token() for p in self.message.parameters}
             if self.is_partial:
+                for parameter, rows in self._rows(mean):
+                    if not is_cleared[parameter]:
+                        parameter.hold_partial(rows)
                 return
             mean = self.grid.sum_over_replicas(mean)
             if divisors.after != 1:
                 mean.div_(divisors.after)
             mean = mean.to(self.message.parameters[0].local.dtype)
             for parameter, rows in self._rows(mean):
-                parameter.add_gradient(rows)
+                if not is_cleared[parameter]:
+                    parameter.add_gradient(rows)
+
+    def let_be_cleared(self) -> None:
+        """From here on, and until it is finished, clearing the gradients clears these as well."""
+        for parameter in self.message.parameters:
+            parameter.leave_token()
 
     def _rows(self, row: torch.Tensor) -> Iterable[tuple[ShardedParameter, torch.Tensor]]:
         pieces = self.message.layout.pieces(row, self.grid.rank)

@@ -27,9 +27,9 @@ values of the unit that computes (and what is kept on purpose), its full gradien
 come next, and the gradients that have just left.
 
 Invariants. Between steps, and outside of forward and backward, `parameters()` are the shards. What
-was gathered before an update is never used after it. An exception in a forward leaves the model
+was gathered before an update is never used after it. An Exception in a forward leaves the model
 sharded; after one in a backward the next forward drops what that backward left behind, on whatever
-ranks it happened.
+ranks it happened. (`recover` is for the rest: module hooks do not run after a KeyboardInterrupt.)
 
 Paper: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 sections 3.2 and 3.3; Rajbhandari et al. 2020, "ZeRO", section 5. PyTorch counterpart: `FSDPState`,
@@ -98,6 +98,7 @@ class Schedule:
     ) -> tuple[Any, Any]:
         """Gather, and start what comes next; gives the inputs to compute with."""
         # Activation checkpointing runs forwards again inside of a backward: no pass of their own.
+        unit.depth += 1
         is_new = not _is_inside_backward()
         is_first = not unit.to_run
         if is_new and self._outermost is None:
@@ -108,7 +109,6 @@ class Schedule:
             unit.was_kept = unit.state is State.FULL
         unit.start_gather()
         unit.finish_gather()
-        unit.is_in_forward = True
         if is_new and is_first:
             unit.to_run.update(unit.modules)
             self._order.append(unit)
@@ -122,12 +122,12 @@ class Schedule:
     def after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         """Free; also after an exception, with None for the output."""
         is_new = not _is_inside_backward()
-        unit.is_in_forward = False
+        unit.depth = max(0, unit.depth - 1)  # a hook of the user's may have raised before ours
         outputs = nested.differentiable(output) if torch.is_grad_enabled() else []
         for tensor in outputs:
             previous = self._latest if is_new else None
             tensor.register_hook(partial(self._before_backward, unit, previous))
-        if is_new:
+        if is_new and not unit.depth:
             unit.register_sharded()
             is_outermost = self._outermost is unit
             unit.to_run.discard(module)
@@ -197,6 +197,7 @@ class Schedule:
     def _before_backward(self, unit: Unit, previous: Unit | None, gradient: torch.Tensor) -> None:
         if not self._is_end_queued:
             self._is_end_queued = True
+            self._finish_reductions()  # of a backward that was not the last
             # Runs when this backward has succeeded; an interrupted one leaves the flag up.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
         is_new, unit.is_in_backward = not unit.is_in_backward, True
@@ -241,6 +242,8 @@ class Schedule:
             self._after_backward(unit)
         if self.is_last_backward:
             self._finish_reductions()
+        for reduction in self._reductions:
+            reduction.let_be_cleared()
         self._drop_unused()
         self._is_end_queued = False
 
@@ -253,6 +256,7 @@ class Schedule:
         self._reductions.clear()
         for unit in self.units:
             unit.is_in_backward = False
+            unit.depth = 0
             unit.to_run.clear()
             unit.reshard()
             for parameter in unit.parameters:

@@ -76,7 +76,7 @@ class Unit:
             empty lets the schedule choose.
         is_in_backward: its gradients are being computed.
         was_kept: it was full before the forward that is running.
-        is_in_forward: one of its modules computes.
+        depth: how many calls of its modules are running, one inside of another.
         to_run: its modules that have not run yet since the first of them did.
         hooks, buffers: the schedule's.
     """
@@ -105,7 +105,7 @@ class Unit:
         self.is_in_backward = False
         self.was_kept = False
         self.hooks: list[RemovableHandle] = []
-        self.is_in_forward = False
+        self.depth = 0
         self.to_run: set[nn.Module] = set()
         self.buffers = Buffers()
         self.state = State.SHARDED
@@ -244,14 +244,20 @@ class Unit:
         dtype, _ = self._dtypes(parameters[0])
         message = Message.of(parameters, dtype, self.grid.num_ranks, self.buffers)
         copy([(places, rows) for rows, places in message.layout.pairs(gradients, message.matrix)])
-        for parameter in parameters:
-            parameter.release_pending()
+        partials = [parameter.release_pending() for parameter in parameters]
         divisors = Divisors.of(dtype, self.grid, self.divide_factor)
         if divisors.before > 1:
             message.matrix.div_(divisors.before)
         own, handle = self.grid.start_sum(message.matrix)
         return Reduction(
-            self.grid, self.buffers, message, own, handle, divisors, is_partial=self.leaves_replicas
+            self.grid,
+            self.buffers,
+            message,
+            own,
+            partials,
+            handle,
+            divisors,
+            is_partial=self.leaves_replicas,
         )
 
 

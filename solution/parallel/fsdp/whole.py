@@ -55,14 +55,24 @@ def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> Full
     """Shard the weights of all Linear and Embedding layers of `module`, and the rest as one unit.
 
     Layers are known by the name of their class or of one it derives from, so also those that an
-    exercise defines itself. Layers that share a parameter stay with the rest.
+    exercise defines itself. Layers that share a parameter stay with the rest, and so do those
+    inside of an `nn.MultiheadAttention`, which reads their weights without calling them. A layer of
+    which something else does so, as in `x @ embedding.weight.T`, needs `fully_shard` around both.
 
     Raises:
         ValueError, NotImplementedError: see `fully_shard`.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype)
     uses = Counter(id(p) for m in module.modules() for p in m._parameters.values())
+    read_from_outside = {
+        part
+        for attention in module.modules()
+        if isinstance(attention, nn.MultiheadAttention)
+        for part in attention.modules()
+    }
     for layer in module.modules():
+        if layer in read_from_outside:
+            continue
         own = [p for p in layer.parameters() if p is not None]
         if layer is not module and _is_layer(layer) and all(uses[id(p)] == 1 for p in own):
             fully_shard(layer, mp_policy=policy)
