@@ -81,7 +81,7 @@ def test_a_micro_batch_that_is_not_reduced_sends_no_gradient(world, subject):
 
     The numbers are right either way: only a look at the traffic tells.
     """
-    ranks = world.run(silent_window, subject, "stack", 7)
+    ranks = world.run(silent_window, subject, "even", 7)
 
     judge.equal(ranks, 0, quantity="number of reductions in two micro-batches")
 

@@ -78,7 +78,7 @@ def test_training_any_model_in_shards_equals_training_on_the_whole(world, subjec
 
 def identities(ctx, subject, seed):
     """Which Parameter objects there are at the start, and whether they are so after each phase."""
-    sharded = Sharded(ctx, subject, "stack", seed)
+    sharded = Sharded(ctx, subject, "even", seed)
     start = sharded.shards()
     held = {id(p) for group in sharded.optimizer.param_groups for p in group["params"]}
     found = {"in the optimizer": sorted(n for n, p in start.items() if id(p) not in held)}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,6 +30,42 @@ def import_file(root: Path, name: str, *, search: Sequence[str] = ()) -> ModuleT
     if package:
         _import_package(root, package)
     return _execute(name, root.joinpath(*name.split(".")).with_suffix(".py"))
+
+
+class _Uninstalled(Distribution):
+    """What pip would know of a package, had it been installed out of its checkout."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def read_text(self, filename: str) -> str | None:
+        """Its name, and a version that nothing depends on."""
+        return f"Name: {self._name}\nVersion: 0\n" if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Any:
+        """Where it would lie, if it had files."""
+        return Path(path)
+
+
+class _Versions(DistributionFinder):
+    """Asked last: packages that read their own version at import need not be installed."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def find_spec(self, *ignored: object) -> None:
+        """Nothing is imported from here."""
+
+    def find_distributions(self, context: Any = None) -> Iterator[Distribution]:
+        """The one that is asked for, if it is one of ours."""
+        for name in self._names:
+            if name == getattr(context, "name", None):
+                yield _Uninstalled(name)
+
+
+def give_versions(*names: str) -> None:
+    """Let `importlib.metadata` know these packages, where it would not."""
+    sys.meta_path.append(_Versions(names))
 
 
 def _import_package(root: Path, name: str) -> None:

@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from spec_tests.impls.checkout import import_file, offered, refuse_group
+from spec_tests.impls.checkout import give_versions, import_file, offered, refuse_group
 
 Hook = Callable[[nn.Module, Optimizer], object]
 
@@ -44,6 +44,7 @@ def offer(checkout: Path, device: str) -> SimpleNamespace:
     Raises:
         whatever tests/adapters.py raises when it is imported.
     """
+    give_versions("cs336-systems", "cs336-basics", "cs336_systems", "cs336_basics")
     hooks = import_file(checkout, "tests.adapters", search=BASICS)
     functions: dict[str, Any] = {}
     finishing: WeakKeyDictionary[nn.Module, Hook] = WeakKeyDictionary()

@@ -11,9 +11,9 @@ attributes `reshard_after_backward` and `reduce_grads`. What the adapter adds:
     inputs         are cast to param_dtype, as the exercise's model does for itself
     mesh           the whole world, where none is given
 
-The exercise shards dim 0 where it divides, and knows neither `output_dtype` nor other placements:
-NotImplementedError, so "not offered". It assumes CUDA streams; on CPU the file sees streams that
-do nothing in the place of torch.cuda's (see `streams`), and torch itself stays as it is.
+The exercise shards dim 0 where it divides, and knows neither weights that modules share nor
+`output_dtype` nor other placements: NotImplementedError, so "not offered". It assumes CUDA
+streams; on CPU the file sees streams that do nothing in the place of torch.cuda's (see `streams`).
 """
 
 from __future__ import annotations
@@ -63,6 +63,14 @@ def _left_open(module: nn.Module) -> nn.Module:
     raise NotImplementedError
 
 
+_PYTORCHS = (
+    "set_is_last_backward",
+    "set_requires_all_reduce",
+    "set_gradient_divide_factor",
+    "set_unshard_in_backward",
+)
+
+
 class _Policy:
     """The exercise's policy, and the one decision that it leaves to the model."""
 
@@ -101,7 +109,11 @@ class _Sharder:
         mesh: DeviceMesh | None = None,
         reshard_after_forward: bool | int | None = None,
         mp_policy: Any = None,
+        **others: Any,
     ) -> nn.Module:
+        if others or not isinstance(module, nn.Module):
+            asked = ", ".join(others) or f"a {type(module).__name__} of modules"
+            raise NotImplementedError(f"{asked}: the exercise takes one module, and no such option")
         if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
             raise NotImplementedError("reshard_after_forward: the exercise takes True or False")
         if isinstance(module, self.file.FSDPModule):
@@ -119,6 +131,7 @@ class _Sharder:
         with _out_of_sight(module, units):
             own = dict(module.named_parameters())
             _require_divisible(own, mesh)
+            _require_untied(module)
             if own:
                 if policy.input_dtype is not None:
                     cast = _casting_to(policy.input_dtype)
@@ -153,11 +166,15 @@ class _Sharder:
         def set_prefetch(self: nn.Module, modules: list[nn.Module]) -> None:
             raise NotImplementedError("the exercise prefetches by itself, and takes no list")
 
+        def set_else(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            raise NotImplementedError("the exercise has no such setter")
+
         setters: dict[str, Any] = {
             "set_requires_gradient_sync": set_requires_gradient_sync,
             "set_reshard_after_backward": set_reshard_after_backward,
             "set_modules_to_forward_prefetch": set_prefetch,
             "set_modules_to_backward_prefetch": set_prefetch,
+            **dict.fromkeys(_PYTORCHS, set_else),
         }
         for name, function in setters.items():
             if not hasattr(module, name):
@@ -189,6 +206,16 @@ def _require_divisible(parameters: dict[str, nn.Parameter], mesh: DeviceMesh) ->
             raise NotImplementedError(
                 f"parameter {name!r} of shape {tuple(parameter.shape)}: the exercise shards dim 0, "
                 f"where {mesh.size()} ranks divide it"
+            )
+
+
+def _require_untied(module: nn.Module) -> None:
+    holders: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        other = holders.setdefault(id(parameter), name)
+        if other != name:
+            raise NotImplementedError(
+                f"{name!r} is {other!r}: the exercise knows no shared weights"
             )
 
 

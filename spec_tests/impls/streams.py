@@ -4,8 +4,8 @@ A stream on a GPU says what may run beside what; on a CPU nothing runs beside an
 waiting for a stream or an event is always over. `give_streams` puts such streams in the place of
 torch's *for one module*: its own names are bound to stand-ins, which hand through whatever is no
 stream, each to the module of torch that it stands for. torch, and everybody else who uses it, stays
-as it is. Code that imports torch.cuda within a function still meets the real one; that clause then
-says "not here".
+as it is, but that a tensor's record_stream takes a stand-in. Code that imports torch.cuda within a
+function still meets the real one; that clause then says "not here".
 """
 
 from __future__ import annotations
@@ -74,6 +74,13 @@ class Stream:
 
 
 _STREAM = Stream()
+_record_stream = torch.Tensor.record_stream
+
+
+def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+    """The memory may be used again once the stream is done, which a stand-in always is."""
+    if not isinstance(stream, Stream):
+        _record_stream(tensor, stream)
 
 
 @contextmanager
@@ -134,6 +141,7 @@ class _Torch(ModuleType):
 
 def give_streams(module: ModuleType) -> None:
     """Bind the names of `module` that mean torch's streams to stand-ins."""
+    torch.Tensor.record_stream = record_stream  # type: ignore[assignment,method-assign]  # in this rank
     stand_ins: dict[int, Any] = {
         id(torch): _Torch("torch"),
         **{id(device._real): device for device in (_CUDA, _CPU, _ACCELERATOR)},

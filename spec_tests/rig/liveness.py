@@ -5,7 +5,8 @@ wanted a processor at every look. Compiling or interpreting code is slow and bur
 so it is never taken for a hang. A rank that starves on a crowded machine wants a processor whenever
 one looks, so it is not either; whereas the event loop of a blocked rank wakes now and then, and on
 such a machine is sometimes seen waiting for its turn. Neither is one that gets on slowly, a
-collective now and a sleep then: what it has issued is compared as well.
+collective now and a sleep then: what it has issued is compared as well. What its processes do, it
+does: torch.compile waits for compilers that a thread of it has started.
 
 Read from /proc; where there is none (macOS), nobody is ever called blocked and the time limit of
 the call decides.
@@ -13,6 +14,7 @@ the call decides.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -32,22 +34,37 @@ _MAX_GAP_S = 0.8
 class _Sample:
     at_s: float
     cpu_s: float
-    working: frozenset[str]  # threads that run or want to, and "child" if there is one
+    working: frozenset[str]  # threads that run or want to, and "child" if a descendant does
 
 
 def _sample(pid: int) -> _Sample | None:
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        states = {
-            task.name: (task / "stat").read_text().rpartition(")")[2].split()[0]
-            for task in Path(f"/proc/{pid}/task").iterdir()
-        }
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ticks = _stat(Path(f"/proc/{pid}"))[1]
+        states = {task.name: _stat(task)[0] for task in Path(f"/proc/{pid}/task").iterdir()}
     except OSError:
         return None
-    cpu_s = sum(map(int, fields[11:15])) / _TICKS_PER_S  # its own, and of children that ended
+    below = _descendants(pid)
     working = {name for name, state in states.items() if state not in "SZ"}
-    return _Sample(time.monotonic(), cpu_s, frozenset(working | ({"child"} if children else set())))
+    working |= {"child" for state, _ in below if state not in "SZ"}
+    cpu_s = (ticks + sum(spent for _, spent in below)) / _TICKS_PER_S
+    return _Sample(time.monotonic(), cpu_s, frozenset(working))
+
+
+def _stat(folder: Path) -> tuple[str, int]:
+    """State, and ticks spent by itself and by children that it has seen end."""
+    fields = (folder / "stat").read_text().rpartition(")")[2].split()
+    return fields[0], sum(map(int, fields[11:15]))
+
+
+def _descendants(pid: int) -> list[tuple[str, int]]:
+    found = []
+    with contextlib.suppress(OSError):  # it ends while one looks
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                with contextlib.suppress(OSError):
+                    found.append(_stat(Path(f"/proc/{child}")))
+                    found += _descendants(int(child))
+    return found
 
 
 def _wanted_more(before: _Sample | None, now: _Sample | None) -> bool:

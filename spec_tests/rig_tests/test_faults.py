@@ -1,6 +1,9 @@
 """The command that breaks ranks a hundred times, and the times that the rig promises."""
 
 import os
+import subprocess
+import sys
+import time
 from multiprocessing import Pipe, current_process
 from pathlib import Path
 
@@ -96,6 +99,40 @@ def test_what_was_dropped_of_one_call_is_not_said_of_the_next(tmp_path: Path, mo
     asked.send("the next task")
     assert asked.output() == ""
     assert wire.loads(theirs.recv_bytes()) == "the next task"
+
+
+STARTS = """
+import subprocess, sys, threading
+children = []
+def start():
+    children.append(subprocess.Popen([sys.executable, "-S", "-c", sys.argv[1]]))
+    print(flush=True)
+    children[0].wait()
+threading.Thread(target=start).start()
+sys.stdin.read()
+children[0].kill()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="read from /proc")
+@pytest.mark.parametrize(
+    ("does", "is_work"), [("while True: pass", True), ("import time; time.sleep(99)", False)]
+)
+def test_a_process_that_a_thread_has_started_works_for_it(does: str, is_work: bool):
+    command = [sys.executable, "-S", "-c", STARTS, does]
+    until = time.monotonic() + 60.0
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as watched:
+        assert watched.stdout is not None
+        watched.stdout.readline()
+        found = None
+        while found != (is_work, is_work) and time.monotonic() < until:  # it takes time to begin
+            first = liveness._sample(watched.pid)
+            time.sleep(0.3)
+            second = liveness._sample(watched.pid)
+            assert first is not None
+            assert second is not None
+            found = "child" in second.working, second.cpu_s > first.cpu_s
+    assert found == (is_work, is_work)
 
 
 def test_the_fault_command_plans_every_kind_rank_and_size():

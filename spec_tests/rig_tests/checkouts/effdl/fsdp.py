@@ -60,11 +60,12 @@ class ShardedParameter:
         self.full.untyped_storage().resize_(0)
         self.module._parameters[self.name] = self.sharded
 
-    def reduce(self):
+    def reduce(self, stream):
         """Hand the mean of the full gradients to the shard."""
         if self.full.grad is None:
             return
         grad, self.full.grad = self.full.grad.to(self.reduce_dtype), None
+        grad.record_stream(stream)
         mine = grad.new_empty(self.sharded.to_local().shape)
         group = self.mesh.get_group()
         dist.reduce_scatter_tensor(mine, grad.contiguous(), op=dist.ReduceOp.AVG, group=group)
@@ -142,7 +143,7 @@ class FSDPModule:
         stream.wait_event(handle.current_stream().record_event())
         with handle.stream(stream):
             for parameter in self.fsdp_params:
-                parameter.reduce()
+                parameter.reduce(stream)
         handle.current_stream().wait_event(stream.record_event())
 
 
