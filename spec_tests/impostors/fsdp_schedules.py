@@ -1,4 +1,4 @@
-"""Near-misses of sharded data parallelism that only another order of events can show."""
+"""Near-misses of sharded data parallelism that touch a buffer while it is in flight."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ IMPOSTORS = (
         "drops-reductions",
         "Launches each reduction and waits for none.",
         "A blocking call was made asynchronous, and its result is a handle now.",
-        "A reduction of a toy over loopback is done before anyone looks.",
+        "Nothing raises: the shard has its shape, and what lay in the buffer is small.",
         "fsdp.schedule.waits-for-every-launch",
     ),
     card(
@@ -51,7 +51,7 @@ IMPOSTORS = (
         "reads-before-wait",
         "Divides and assigns each reduced shard at once and waits at the end of the backward.",
         "All waits in one place, and the division stayed where it was.",
-        "By the time of the division the reduction of a toy has arrived.",
+        "Every handle is waited for, as a review would ask.",
         "fsdp.schedule.same-gradients",
     ),
 )
