@@ -256,7 +256,7 @@ class Apart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 3)
+        self.head = nn.Linear(6, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(x)
@@ -311,6 +311,32 @@ def test_modules_of_one_call_have_mean_gradients(world, subject, how):
         (2 * _chunked(plain, rank)).backward()
     wanted = {name: p.grad for name, p in plain.named_parameters()}
     judge.tensors(ranks, wanted, quantity="mean gradient of two backwards")
+
+
+def in_part(ctx, subject):
+    """Elements gathered by hand after a forward that ran one of two modules."""
+    module: Any = apart().to(ctx.device)
+    ctx.impl.fully_shard([module.body, module.head], reshard_after_forward=True)
+    ctx.impl.fully_shard(module)
+    module(TOYS["mlp"].batch(7, rank=ctx.rank).to(ctx.device))
+    with ctx.recording() as by_hand:
+        module.body.unshard()
+    return volume(by_hand.log(), *GATHERED)
+
+
+@clause(
+    "fsdp.footprint.part-of-a-list",
+    MUST,
+    level="production",
+    judges=FULLY_SHARD,
+    source="torch.distributed.fsdp.fully_shard: a forward may run only some of a list",
+)
+def test_a_list_of_which_a_part_ran_is_freed(world, subject):
+    """After a forward that ran part of a list, the full weights of all of it MUST be gone."""
+    ranks = world.run(in_part, subject)
+
+    whole = sum(p.numel() for p in apart().parameters())
+    judge.equal(ranks, whole, quantity="elements that had to be gathered again")
 
 
 def along_columns(ctx, subject):

@@ -56,6 +56,9 @@ class FSDPModule:
     def set_gradient_divide_factor(self, factor: float) -> None:
         self._plain_fsdp.factor = factor
 
+    def reset_iter_state(self) -> None:
+        """The base recovers by itself."""
+
     def set_unshard_in_backward(self, flag: bool) -> None:
         """The base gathers whatever a backward may need."""
 

@@ -108,6 +108,7 @@ IMPOSTORS: tuple[Impostor, ...] = (
         "The gradients are right, unless the modules are tied.",
         "fsdp.traffic.list-is-one-unit",
         "fsdp.backward.list-of-modules",
+        "fsdp.footprint.part-of-a-list",
     ),
     card(
         Unit,
