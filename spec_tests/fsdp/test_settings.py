@@ -20,7 +20,7 @@ from spec_tests.fsdp.test_traffic import GATHERED, volume
 from spec_tests.laws import equivalence
 from spec_tests.rig import judge
 from spec_tests.rig.recorder import Kind
-from spec_tests.rig.toys import TOYS, sum_of_squares
+from spec_tests.rig.toys import TOYS
 
 
 def numel(toy, *names):
@@ -203,140 +203,6 @@ def test_a_unit_that_needs_no_weights_in_backward_is_not_gathered_there(world, s
     )
     gradients = [rank["gradients"] for rank in ranks]
     equivalence.mean_gradients(gradients, "even", 7, micros=(0, 1))
-
-
-def in_one_call(ctx, subject, seed):
-    """Operations and elements of the passes of a second step, where two layers are one unit."""
-    sharded = Sharded(ctx, subject, "even", seed, units=("up+down",), reshard_after_forward=True)
-    sharded.backward(1)
-    with ctx.recording() as forward:
-        loss = sharded.loss(0)
-    with ctx.recording() as backward:
-        loss.backward()
-    return [
-        [len(log.collectives(*kinds)), volume(log, *kinds)]
-        for log, kinds in (
-            (forward.log(), GATHERED),
-            (backward.log(), GATHERED),
-            (backward.log(), (Kind.REDUCTION,)),
-        )
-    ]
-
-
-@clause(
-    "fsdp.traffic.list-is-one-unit",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
-    source="torch.distributed.fsdp.fully_shard: a list of modules, grouped for communication",
-)
-def test_modules_of_one_call_travel_together(world, subject):
-    """Modules that are sharded as a list MUST be gathered once per pass, and reduced in one."""
-    ranks = world.run(in_one_call, subject, 7)
-
-    whole = numel("even")
-    for rank, seen in enumerate(ranks):
-        for phase, (operations, elements), most in zip(
-            ("gathers in forward", "gathers in backward", "reductions"),
-            seen,
-            (2 * world.size, 2 * world.size, 2),
-            strict=True,
-        ):
-            judge.holds(
-                operations <= most and elements == whole,
-                f"rank {rank}, {phase}: expected two units in at most {most} operations of "
-                f"{whole} elements in all, got {operations} of {elements}",
-                likely="each module of the list is a unit, or is freed before the next one runs",
-            )
-
-
-class Apart(nn.Module):
-    """A body whose forward leaves the head to its caller."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(x)
-
-
-def apart():
-    """In float64, of small integers."""
-    module = Apart().to(torch.float64)
-    for parameter in module.parameters():
-        values = torch.arange(parameter.numel()).remainder(5) - 2
-        parameter.data.copy_(values.view(parameter.shape))
-    return module
-
-
-def _chunked(module, rank):
-    rows = module(TOYS["mlp"].batch(7, rank=rank))
-    return sum(sum_of_squares(module.head(chunk)) for chunk in rows.split(2))
-
-
-def in_a_list(ctx, subject, how):
-    """Gradients where a tie runs through a list, or part of it is called by itself."""
-    if how == "tied":
-        sharded = Sharded(ctx, subject, "tied", 7, units=("encode+decode",))
-        sharded.backward(1)
-        sharded.backward(0)
-        return sharded.stepped()
-    module: Any = apart().to(ctx.device)
-    ctx.impl.fully_shard([module.body, module.head], reshard_after_forward=True)
-    ctx.impl.fully_shard(module)
-    for _ in range(2):
-        (ctx.world_size * _chunked(module, ctx.rank)).backward()
-    return {n: p.grad.full_tensor() for n, p in module.named_parameters()}
-
-
-@clause(
-    "fsdp.backward.list-of-modules",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
-    source="torch.distributed.fsdp.fully_shard: fully_shard([norm, head]), tied or in chunks",
-)
-@pytest.mark.parametrize("how", ["tied", "apart"])
-def test_modules_of_one_call_have_mean_gradients(world, subject, how):
-    """Modules that are sharded as a list MUST get mean gradients, tied or called one by one."""
-    ranks = world.run(in_a_list, subject, how)
-
-    if how == "tied":
-        equivalence.mean_gradients(ranks, "tied", 7, micros=(0, 1))
-        return
-    plain = apart()
-    for rank in range(world.size):
-        (2 * _chunked(plain, rank)).backward()
-    wanted = {name: p.grad for name, p in plain.named_parameters()}
-    judge.tensors(ranks, wanted, quantity="mean gradient of two backwards")
-
-
-def in_part(ctx, subject):
-    """Elements gathered by hand after a forward that ran one of two modules."""
-    module: Any = apart().to(ctx.device)
-    ctx.impl.fully_shard([module.body, module.head], reshard_after_forward=True)
-    ctx.impl.fully_shard(module)
-    module(TOYS["mlp"].batch(7, rank=ctx.rank).to(ctx.device))
-    with ctx.recording() as by_hand:
-        module.body.unshard()
-    return volume(by_hand.log(), *GATHERED)
-
-
-@clause(
-    "fsdp.footprint.part-of-a-list",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
-    source="torch.distributed.fsdp.fully_shard: a forward may run only some of a list",
-)
-def test_a_list_of_which_a_part_ran_is_freed(world, subject):
-    """After a forward that ran part of a list, the full weights of all of it MUST be gone."""
-    ranks = world.run(in_part, subject)
-
-    whole = sum(p.numel() for p in apart().parameters())
-    judge.equal(ranks, whole, quantity="elements that had to be gathered again")
 
 
 def along_columns(ctx, subject):
