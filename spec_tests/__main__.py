@@ -93,12 +93,13 @@ def _judge(arguments: list[str]) -> int:
 
     from spec_tests.ledger import chapter_folders
     from spec_tests.rig.eventlog import read_log
+    from spec_tests.rig.report import forget
 
     with tempfile.TemporaryDirectory(prefix="trainspec-") as scratch:
         asked = _option(arguments, "--report")
         directory = asked or scratch
         log = Path(directory) / "events.jsonl"
-        log.unlink(missing_ok=True)
+        forget(directory)  # of a run that does not even load, nothing older may speak
         own = [] if asked else ["--report", scratch, "--report-is-scratch"]
         impl = [] if _option(arguments, "--impl") else ["--impl", "solution"]
         status = pytest.main([*_PYTEST, *impl, *own, *arguments, *map(str, chapter_folders())])
@@ -132,12 +133,14 @@ _PYTEST = [
 
 
 def _option(arguments: list[str], name: str) -> str | None:
+    """The last value that is given, as pytest takes it: `make` puts the user's behind its own."""
+    found = None
     for position, argument in enumerate(arguments):
         if argument == name and position + 1 < len(arguments):
-            return arguments[position + 1]
+            found = arguments[position + 1]
         if argument.startswith(f"{name}="):
-            return argument.partition("=")[2]
-    return None
+            found = argument.partition("=")[2]
+    return found
 
 
 if __name__ == "__main__":

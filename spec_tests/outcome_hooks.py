@@ -197,9 +197,11 @@ def _came_to_its_end(session: pytest.Session) -> bool:
     return ended and not session.shouldstop and not session.shouldfail
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """The table clause by implementation, and the verdict."""
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    """The table clause by implementation, and the verdict; nothing of a run that never began."""
     run = config.stash[RUN]
+    if exitstatus == pytest.ExitCode.USAGE_ERROR and not run.results:
+        return
     for notice in run.notices:
         terminalreporter.write_line(f"notice: {notice}")
     if run.log is not None:

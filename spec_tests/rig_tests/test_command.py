@@ -63,6 +63,7 @@ def test_right_code_of_a_users_own_conforms_from_any_folder(tmp_path: Path):
     (tmp_path / "test_theirs.py").write_text("def test_fails():\n    assert False\n")
     ended = spec_tests(*("--impl", "mine.py", "--clause", FROZEN, "--report", "out"), cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "(level correct; exit status 0)" in ended.stdout
     events = read_log(tmp_path / "out" / "events.jsonl")
     assert check_log(events) == []
     assert events[-1]["counts"]["passed"] == 1
@@ -174,7 +175,7 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path):
 
 BROKEN = {
     "points of no clause": (
-        ("--points", "{folder}/points.toml", "--report", "{folder}/out"),
+        ("--points", "{folder}/points.toml"),
         "no MUST clause matches 'ddp.nothing'",
     ),
     "unknown clause": (
@@ -191,9 +192,16 @@ def test_a_run_that_cannot_judge_says_why(tmp_path: Path, what: str):
     (tmp_path / "broken.py").write_text("import no_such_module_at_all\n")
     item = "[[item]]\nname = 'a'\npoints = 1\nclauses = ['ddp.nothing']\n"
     (tmp_path / "points.toml").write_text("title = 'x'\n" + item)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "index.html").write_text("conforms")
     arguments, said = BROKEN[what]
-    ended = spec_tests(*(word.format(folder=tmp_path) for word in arguments))
+    # Two reports, as `make check ARGS="--report DIR"` gives: the last one is asked for.
+    reports = ("--report", "{folder}/other", "--report", "{folder}/out")
+    ended = spec_tests(*(word.format(folder=tmp_path) for word in (*reports, *arguments)))
     assert ended.returncode == 2
+    old = tmp_path / "out" / "index.html"
+    assert not old.exists() or "conforms" not in old.read_text(), "that was another run"
+    assert "what does not hold" not in ended.stdout
     assert said in ended.stdout + ended.stderr
     assert "INTERNALERROR" not in ended.stdout + ended.stderr
 
@@ -259,4 +267,5 @@ def test_options_are_found_in_both_spellings():
     assert command._option(["--impl", "a", "--report=b"], "--report") == "b"
     assert command._option(["--impl", "a", "--report", "c"], "--report") == "c"
     assert command._option(["--impl", "a", "--report"], "--report") is None
+    assert command._option(["--report", "c", "--report=d"], "--report") == "d", "as pytest has it"
     assert command._option([], "--report") is None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spec_tests import ledger
-from spec_tests.rig.report import compare, data, points, render_gradescope, render_json
+from spec_tests.rig.report import compare, data, points, render_gradescope, render_json, render_page
 from spec_tests.rig_tests.logs import log, result
 
 MESSAGE = "[a.b]  It MUST.\nrank 0: got 2\nlikely: summed and not divided\nagain: python -m x"
@@ -136,9 +136,26 @@ def test_an_item_needs_every_clause_and_a_share_gives_a_share():
     found = points.score(events, "solution")
     assert found is not None
     assert [item["points"] for item in found["items"]] == [0, 1.5, 2, 0, 0]
-    assert (found["points"], found["of"]) == (3.5, 12), "what is graded by hand is in no sum"
+    assert (found["points"], found["of"]) == (3.5, 11), "by hand and not judged are in no sum"
     assert found["items"][0]["missing"] == {"ddp.traffic.once": "not_offered"}
     assert found["items"][4]["missing"] == {"zero1.step.closure": "not run"}
+    said = points.render_points(events)
+    assert "  by hand, 4  essay (a person reads it)" in said
+    assert "  not judged, 1  left out (missing: zero1.step.closure not run)" in said
+    graded = json.loads(render_gradescope(events))["tests"]
+    assert "max_score" not in graded[4], "Gradescope would add it to the total"
+    assert "not judged, 1</span>" in render_page(events)
+
+
+def test_points_name_the_level_that_their_profile_needs():
+    item = {"name": "one", "points": 2, "clauses": ["ddp.gradients.mean"]}
+    profiles = {level: {**profile(item), "level": level} for level in ("course", "production")}
+    said = {
+        level: points.render_points(log(result(), levels={"solution": "course"}, points=asked))
+        for level, asked in profiles.items()
+    }
+    assert "this profile needs --level production; judged at course" in said["production"]
+    assert "--level" not in said["course"]
 
 
 def test_an_item_is_by_hand_for_those_who_offer_nothing_of_its_clauses():
@@ -154,9 +171,10 @@ def test_an_item_is_by_hand_for_those_who_offer_nothing_of_its_clauses():
     assert found is not None
     assert [bool(item["by_hand"]) for item in found["items"]] == [True, False, False, False]
     assert [item["points"] for item in found["items"]] == [0, 0, 1, 0]
-    assert (found["points"], found["of"]) == (1, 3)
+    assert (found["points"], found["of"]) == (1, 2)
+    assert [item["not_judged"] for item in found["items"]] == [False, False, False, True]
     assert found["items"][0]["missing"] == {}
-    assert "- of 1  neither (by hand: a script's own run)" in points.render_points(events)
+    assert "by hand, 1  neither (a script's own run)" in points.render_points(events)
 
 
 @pytest.mark.parametrize("outcome", ["failed", "expected_failure", "not_here", "blocked", "hang"])

@@ -37,6 +37,7 @@ from spec_tests.rig.report.text import (
 __all__ = [
     "INCOMPLETE",
     "WORDS",
+    "forget",
     "render_counts",
     "render_failures",
     "render_gradescope",
@@ -72,6 +73,12 @@ def write_report(directory: str | Path, log_path: str | Path) -> list[Path]:
         shutil.copyfile(log, kept)
     written = [_write_whole(target / name, make(events)) for name, make in _RENDERINGS.items()]
     return [kept, *written]
+
+
+def forget(directory: str | Path) -> None:
+    """Remove the log of an earlier run and everything that was made of it."""
+    for name in ("events.jsonl", *_RENDERINGS):
+        (Path(directory) / name).unlink(missing_ok=True)
 
 
 def _write_whole(path: Path, text: str) -> Path:

@@ -14,8 +14,8 @@ without a new number after the slash in `schema`.
         "level": "correct",               what it is held to
         "levels": {"course": {"passed": 38, "judged": 40}, ...},   MUST clauses, see `outcomes`
         "outcomes": {"passed": 120, "failed": 2, ...},             clauses, of every strength
-        "points": null                    or {"title", "points", "of", "items": [{"name", "points",
-      }],                                 "of", "by_hand", "missing": {clause: outcome}}]}
+        "points": null                    or {"title", "note", "points", "of", "items": [{"name",
+      }],                  "points", "of", "by_hand", "not_judged", "missing": {clause: outcome}}]}
       "clauses": [{                       in the order of the run; all implementations' together
         "id": "ddp.gradients.mean", "chapter": "ddp", "strength": "MUST", "level": "course",
         "sentence": "Every rank MUST ...", "source": "Li et al. 2020, ...",

@@ -16,6 +16,7 @@ from typing import Any
 
 from spec_tests.rig.outcomes import BROKEN, LEVELS, REFUTED, SILENT, Event, Outcome
 from spec_tests.rig.report.data import Report, as_report
+from spec_tests.rig.report.points import got
 from spec_tests.rig.report.text import WORDS
 
 LEVEL_TITLES = {
@@ -121,19 +122,20 @@ def _points(found: Mapping[str, Any]) -> str:
     rows = []
     for item in points["items"]:
         if item["by_hand"]:
-            kind, got, why = "mute", f"by hand, {item['of']:g}", item["by_hand"]
+            kind, why = "mute", item["by_hand"]
         else:
             kind = "good" if item["points"] == item["of"] else "bad"
-            got = f"{item['points']:g} of {item['of']:g}"
+            kind = "mute" if item["not_judged"] else kind
             why = ", ".join(f"{c}: {o.replace('_', ' ')}" for c, o in item["missing"].items())
             why = why or "nothing"
         rows.append(
-            f"<tr><th scope='row'>{escape(item['name'])}</th><td><span class='mark {kind}'>{got}"
-            f"</span></td><td class='small'>{escape(why)}</td></tr>"
+            f"<tr><th scope='row'>{escape(item['name'])}</th><td><span class='mark {kind}'>"
+            f"{got(item)}</span></td><td class='small'>{escape(why)}</td></tr>"
         )
+    about = "; ".join(filter(None, [points["title"], points["note"]]))
     return (
         f"<h2>Points of {escape(found['name'])}: {points['points']:g} of {points['of']:g}</h2>"
-        f"<p class='small soft'>{escape(points['title'])}</p><div class='wide'>"
+        f"<p class='small soft'>{escape(about)}</p><div class='wide'>"
         "<table class='points'><thead><tr><th scope='col'>item</th><th scope='col'>points</th>"
         f"<th scope='col'>missing</th></tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )

@@ -18,8 +18,9 @@
 
 A pattern stands for the MUST clauses that it matches: SHOULD and MAY advise and give no points. An
 item has all its points when every one of its clauses passes, and none otherwise: a clause that is
-not offered, declared as a deviation, not here or left out of the run has not passed. `by_hand`
-items have points that no clause can give; they stand in no sum. With `clauses` and `by_hand` an
+not offered, declared as a deviation or not here has not passed. An item of which a clause was left
+out of the run is not judged, and `by_hand` items have points that no clause can give; neither
+stands in a sum. With `clauses` and `by_hand` an
 item is by hand for those who offer nothing of what its clauses judge. Nothing that an incomplete
 log says is worth a point.
 
@@ -45,6 +46,7 @@ from spec_tests.rig.outcomes import (
     cells,
     header,
     is_complete,
+    level_of,
     results,
 )
 from spec_tests.rig.report.text import INCOMPLETE, WORDS, implementations
@@ -120,7 +122,12 @@ def resolve(profile: Mapping[str, Any], musts: Sequence[str]) -> dict[str, Any]:
                 )
             needed |= dict.fromkeys(matching)
         items.append({"share": False, "by_hand": "", **item, "clauses": list(needed)})
-    return {"title": profile["title"], "source": profile.get("source", ""), "items": items}
+    return {
+        "title": profile["title"],
+        "source": profile.get("source", ""),
+        "level": profile.get("level", "correct"),
+        "items": items,
+    }
 
 
 def score(events: Sequence[Event], implementation: str) -> dict[str, Any] | None:
@@ -130,13 +137,20 @@ def score(events: Sequence[Event], implementation: str) -> dict[str, Any] | None
         return None
     own = {cell.clause: cell for cell in cells(events) if cell.implementation == implementation}
     items = [_score_item(item, own, is_complete(events)) for item in profile["items"]]
-    judged = [item for item in items if not item["by_hand"]]
+    judged = [item for item in items if not item["by_hand"] and not item["not_judged"]]
     return {
         "title": profile["title"],
+        "note": _note(profile.get("level", "correct"), level_of(events, implementation)),
         "points": sum(item["points"] for item in judged),
         "of": sum(item["of"] for item in judged),
         "items": items,
     }
+
+
+def _note(needed: str, judged: str) -> str:
+    if LEVELS.index(judged) >= LEVELS.index(needed):
+        return ""
+    return f"this profile needs --level {needed}; judged at {judged}"
 
 
 def _score_item(item: Mapping[str, Any], own: Mapping[str, Cell], ended: bool) -> dict[str, Any]:
@@ -151,11 +165,14 @@ def _score_item(item: Mapping[str, Any], own: Mapping[str, Cell], ended: bool) -
     if not item["share"]:
         share = float(share == 1)
     points = item["points"] * share if ended else 0
+    # What an incomplete run did not come to is no choice of its user: it is worth nothing.
+    left_out = ended and not by_hand and NOT_RUN in missing.values()
     return {
         "name": item["name"],
-        "points": round(points, 2),
+        "points": 0 if left_out else round(points, 2),
         "of": item["points"],
         "by_hand": by_hand,
+        "not_judged": left_out,
         "missing": {} if by_hand else missing,
     }
 
@@ -168,18 +185,22 @@ def render_points(events: Sequence[Event]) -> str:
         if found is None:
             return ""
         lines = [f"{name}: {found['points']:g} of {found['of']:g} points, {found['title']}"]
-        lines += [
-            f"  {'-' if item['by_hand'] else format(item['points'], 'g')} of {item['of']:g}"
-            f"  {item['name']}{_why(item)}"
-            for item in found["items"]
-        ]
+        lines += [f"  {found['note']}"] if found["note"] else []
+        lines += [f"  {got(item)}  {item['name']}{_why(item)}" for item in found["items"]]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
 
+def got(item: Mapping[str, Any]) -> str:
+    """What an item came to: `2 of 5`, `by hand, 4` or `not judged, 5`."""
+    if item["by_hand"] or item["not_judged"]:
+        return f"{'by hand' if item['by_hand'] else 'not judged'}, {item['of']:g}"
+    return f"{item['points']:g} of {item['of']:g}"
+
+
 def _why(item: Mapping[str, Any], limit: int = 3) -> str:
     if item["by_hand"]:
-        return f" (by hand: {item['by_hand']})"
+        return f" ({item['by_hand']})"
     words = [f"{clause} {outcome.replace('_', ' ')}" for clause, outcome in item["missing"].items()]
     more = f", {len(words) - limit} more" if len(words) > limit else ""
     return f" (missing: {', '.join(words[:limit])}{more})" if words else ""
@@ -222,6 +243,10 @@ def _one_per_item(
         test = {"number": str(number), "name": item["name"], "visibility": "visible"}
         if item["by_hand"]:
             test["output"] = f"{item['of']:g} points, given by hand: {item['by_hand']}"
+        elif item["not_judged"]:
+            left_out = [clause for clause, why in item["missing"].items() if why == NOT_RUN]
+            test["output"] = f"{got(item)} points: {', '.join(left_out)} left out of the run"
+            test["output"] += f"; {found['note']}" if found["note"] else ""
         else:
             full = item["points"] == item["of"]
             said = [_clause_in_words(clause, own.get(clause)) for clause in item["missing"]]

@@ -184,8 +184,9 @@ def verdict_lines(events: Sequence[Event]) -> list[str]:
     if not is_complete(events):
         return [INCOMPLETE]
     found = verdict(events)
+    levels = dict.fromkeys(level_of(events, name) for name in implementations(events))
     return [
-        f"{found} (exit status {found.status})",
+        f"{found} (level {', '.join(levels)}; exit status {found.status})",
         *map("- {}".format, found.reasons),
     ]
 
