@@ -36,10 +36,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     params = item.callspec.params  # type: ignore[attr-defined]  # a clause is parametrised
     case = {k: v for k, v in params.items() if k != "target"}
     item.stash[_CASE] = clause.label(case)
-    here = runner.situation(clause, params["target"], case, item.stash[_CASE])
+    run = item.config.stash[RUN]
+    label = item.stash[_CASE]
+    here = runner.situation(clause, params["target"], case, label, transport=run.transport)
+    run.running = f"{clause.id} ({label}) on {params['target'].name}"
     item.stash[_SITUATION] = here
     with judging(here):
-        return (yield)
+        found = yield
+    run.running = ""  # not after an interrupt
+    return found
 
 
 @pytest.hookimpl(wrapper=True)
@@ -202,6 +207,8 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
     run = config.stash[RUN]
     if exitstatus == pytest.ExitCode.USAGE_ERROR and not run.results:
         return
+    if exitstatus == pytest.ExitCode.INTERRUPTED and run.running:
+        terminalreporter.write_line(f"interrupted during {run.running}")
     for notice in run.notices:
         terminalreporter.write_line(f"notice: {notice}")
     if run.log is not None:

@@ -269,13 +269,15 @@ def _resolved_points(run: Run, clauses: Sequence[Clause]) -> dict[str, Any]:
 def _require_loads(which: target.Target, run: Run) -> None:
     try:
         error = run.worlds.pool(1, which, run.transport).load_error
-        reason = f"{error.kind}: {error.message}\n{error.text}" if error is not None else ""
+        if error is not None and error.is_a(target.OffersNothingError.__name__):
+            raise pytest.UsageError(f"--impl {which.name}: {error.message}")
+        reason = error.text if error is not None else ""
     except (RankDied, RankHung) as failure:
         reason = str(failure)
     if reason:
         raise pytest.UsageError(
-            f"--impl {which.name}: expected an implementation that loads, but importing it failed. "
-            f"Try `python -c 'import ...'` in the same environment.\n{reason}"
+            f"--impl {which.name}: expected an implementation that loads, but importing it failed\n"
+            f"{reason}"
         )
 
 

@@ -19,7 +19,8 @@ class Run:
     """The implementations, their levels and deviations, the live worlds, and what came out.
 
     `points` is the profile of a course, if one was asked for; `told` is what a report says about
-    each clause; `notices` is what differs from what was asked for.
+    each clause; `notices` is what differs from what was asked for; `running` is
+    the case that runs.
     """
 
     targets: list[Target]
@@ -32,6 +33,7 @@ class Run:
     points: dict[str, Any] | None = None
     told: dict[str, dict[str, Any]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
+    running: str = ""
 
 
 @dataclass

@@ -243,6 +243,10 @@ def _stand_in(name: str, function: str) -> Callable[..., Any]:
     return not_offered
 
 
+class OffersNothingError(ValueError):
+    """An implementation that loads, and has none of the contract's functions."""
+
+
 def load(target: Target, *, device: str = "cpu") -> Implementation:
     """Import the implementation. Called in ranks only.
 
@@ -251,7 +255,7 @@ def load(target: Target, *, device: str = "cpu") -> Implementation:
 
     Raises:
         whatever the implementation raises when it is imported.
-        ValueError: if it has none of the contract's functions.
+        OffersNothingError: if it has none of the contract's functions.
     """
     if target.impostor is not None:
         # Imported here: impostors are made of the contract, and only ranks build them.
@@ -265,7 +269,7 @@ def load(target: Target, *, device: str = "cpu") -> Implementation:
         namespace = import_target(target)
     implementation = Implementation(target.name, namespace)
     if not any(callable(getattr(namespace, function, None)) for function in FUNCTIONS):
-        raise ValueError(
+        raise OffersNothingError(
             f"{target.name} offers none of the contract's functions; expected at least one of "
             f"{', '.join(FUNCTIONS)}. See spec_tests/contract.py"
         )

@@ -84,11 +84,17 @@ def test_each_group_divides_by_its_own_size(world, subject):
         total = _gradients(group)
         expected.append(equivalence.scaled(total, world.size / len(group)))
         whole.append(total)
+    mean = {name: sum(_gradients(group)[name] for group in groups) for name in whole[0]}
+    everyone = equivalence.scaled(mean, float(world.size))
     judge.tensors(
         [rank["gradients"] for rank in ranks],
         expected,
         quantity="mean gradient of its group",
-        hints=[Hint("divided by the size of the world in place of the group", whole)],
+        hints=[
+            Hint("divided by the size of the world in place of the group", whole),
+            Hint("summed over every rank of the world: the group was left aside", everyone),
+            Hint("the mean over every rank of the world: the group was left aside", mean),
+        ],
         given=f"groups {groups}",
     )
 

@@ -13,7 +13,8 @@ left it: that is "not offered". What differs from the contract is when things ar
 The exercise's FSDP shards `Linear` and `Embedding` of the package cs336_basics, which lies in the
 checkout. The suite's toys are made of torch's, so `fsdp` first puts the course's layers in their
 place, around the same Parameter objects. Where the exercise says nothing (process groups, a scale,
-grouped heads) the adapter says NotImplementedError, and the suite "not offered".
+grouped heads, causal masks that are not square) the adapter says NotImplementedError, and the suite
+"not offered".
 """
 
 from __future__ import annotations
@@ -252,6 +253,11 @@ def _attention(getter: Callable[[], Any]) -> Callable[..., Any]:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if scale is not None:
             raise NotImplementedError("the exercise's attention takes no scale")
+        if causal and q.shape[-2] != k.shape[-2]:
+            raise NotImplementedError(
+                "the exercise's attention is causal for as many queries as keys; got "
+                f"{q.shape[-2]} and {k.shape[-2]}"
+            )
         function = getter()
         if q.ndim == 3:
             out = function.apply(q, k, v, causal)

@@ -11,6 +11,7 @@ import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 from spec_tests.rig import hygiene, patches, wire
 from spec_tests.target import Implementation, Target, load
@@ -37,12 +38,26 @@ def load_implementation(
         impl = load(target, device=device)
         error = None
     except BaseException as caught:  # SystemExit and KeyboardInterrupt too
+        begun = None if target.impostor is not None else _theirs(caught.__traceback__)
+        if begun is not None or isinstance(caught, SyntaxError):
+            caught = caught.with_traceback(begun)
         impl, error = None, wire.RemoteError.of(caught, time.monotonic_ns())
     leaks = [str(leak) for leak in hygiene.restore(clean) if not leak.is_harmless]
     leaks += [f"replaced {name}" for name in patches.replaced(whole)]
     if impl is None:
         return None, Greeting(preloaded, error, leaks=tuple(leaks))
     return impl, Greeting(preloaded, None, impl.offered, impl.misfits, tuple(leaks))
+
+
+def _theirs(trace: TracebackType | None) -> TracebackType | None:
+    """From the first frame on that is neither the suite's nor importlib's; None without one."""
+    suite = str(Path(__file__).parents[1])
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith((suite, "<frozen importlib")):
+            return trace
+        trace = trace.tb_next
+    return None
 
 
 def _spare_the_machine() -> None:

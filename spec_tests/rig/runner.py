@@ -7,6 +7,7 @@ verdicts.
 
 from __future__ import annotations
 
+import shlex
 import time
 import traceback
 import unittest
@@ -33,6 +34,8 @@ from spec_tests.rig.sim import Deadlock, hooks
 from spec_tests.rig.world import World, Worlds
 from spec_tests.target import Target
 
+DEFAULT_TRANSPORT = "gloo"
+
 MODES = {
     "CollectiveMismatch": "mismatch",
     "UnwaitedWork": "un-waited",
@@ -53,16 +56,24 @@ class CaseResult:
     mode: str = ""
 
 
-def situation(clause: Clause, target: Target, case: Mapping[str, Any], given: str) -> Situation:
-    """What a violation of `clause` will say about itself."""
+def situation(
+    clause: Clause,
+    target: Target,
+    case: Mapping[str, Any],
+    given: str,
+    *,
+    transport: str = DEFAULT_TRANSPORT,
+) -> Situation:
+    """What a violation of `clause` in a run on `transport` will say about itself."""
     return Situation(
         clause=clause.id,
         sentence=clause.sentence,
         implementation=target.name,
         case=given,
         world_size=int(case["world"]),
-        rerun=f"python -m spec_tests --impl {target.name} --clause {clause.id}"
-        + (" --level production" if clause.level == LEVELS[-1] else ""),
+        rerun=f"python -m spec_tests --impl {shlex.quote(target.name)} --clause {clause.id}"
+        + (" --level production" if clause.level == LEVELS[-1] else "")
+        + (f" --transport {transport}" if transport != DEFAULT_TRANSPORT else ""),
         source=clause.source,
         where=clause.where,
         subject=case.get("subject") or ", ".join(clause.needs),
@@ -162,7 +173,8 @@ def run_case(
     name = clause.label(case)
     outcome, message, mode = Outcome.PASSED, "", ""
     begun = time.perf_counter()
-    with judging(situation(clause, target, case, name)) as here:
+    asked = transport or worlds.transport
+    with judging(situation(clause, target, case, name, transport=asked)) as here:
         try:
             chosen = transport or clause.transport_on(worlds.transport)
             require_simulable(chosen)

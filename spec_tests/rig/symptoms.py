@@ -142,7 +142,7 @@ def _hinted(finding: Finding, hints: Sequence[Hint], close: float) -> Cause | No
         if candidate is None or finding.seen is None or candidate.shape != finding.seen.shape:
             continue
         if float((finding.seen.double() - candidate.double()).abs().max()) <= close:
-            return Cause("exactly a value that has a name", hint.means)
+            return Cause("exactly what one known mistake gives", hint.means)
     return None
 
 
@@ -161,6 +161,8 @@ def _ratio(seen: torch.Tensor, wanted: torch.Tensor, world_size: int) -> Cause |
         -1.0: "the sign is wrong",
     }
     text = next((t for r, t in known.items() if abs(ratio - r) < 1e-6 * abs(r)), "")
+    if not text and ratios.numel() == 1:
+        return None  # one number is some multiple of any other
     return Cause(f"{ratio:.3f} x it in every element", text or "a constant factor too many")
 
 

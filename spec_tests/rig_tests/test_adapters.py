@@ -12,13 +12,24 @@ import torch
 from spec_tests import target
 from spec_tests.clause import clause_of
 from spec_tests.fsdp import test_casts, test_refusals
-from spec_tests.impls import course
+from spec_tests.impls import course, cs336
 from spec_tests.impls.streams import give_streams
 from spec_tests.rig import runner
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.world import Worlds
 
 EFFDL = Path(__file__).parent / "checkouts" / "effdl" / "fsdp.py"
+
+
+# ------------------------------------------------------------------------------------------ CS336
+
+
+def test_the_exercise_of_cs336_has_no_causal_mask_that_is_not_square():
+    attention = cs336._attention(lambda: SimpleNamespace(apply=lambda q, k, v, causal: q))
+    q, k = torch.ones(1, 4, 2), torch.ones(1, 6, 2)
+    with pytest.raises(NotImplementedError, match="as many queries as keys; got 4 and 6"):
+        attention(q, k, k, causal=True)
+    assert attention(q, k, k).shape == attention(q, q, q, causal=True).shape == (1, 4, 2)
 
 
 # ----------------------------------------------------------------------------------- Efficient DL

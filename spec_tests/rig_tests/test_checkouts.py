@@ -17,6 +17,7 @@ import pytest
 from spec_tests import target
 from spec_tests.rig.eventlog import read_log
 from spec_tests.rig.outcomes import cells, judge_run
+from spec_tests.rig.report import points
 
 ROOT = Path(__file__).parents[2]
 CHECKOUTS = "spec_tests/rig_tests/checkouts"
@@ -34,6 +35,7 @@ CLAUSES = (
     "fsdp.precision.computes-in-its-dtype",
     "fsdp.footprint.shards-alone-stay",
     "attention.*.values",
+    "attention.shapes.without-heads",
     "data.partition.*",
     "models.*",
     "training.accumulation.fills-the-global-batch",
@@ -77,8 +79,9 @@ def judged(tmp_path_factory: pytest.TempPathFactory):
     chosen += [word for each in CLAUSES for word in ("--clause", each)]
     # A run within a run of xdist would take itself for a worker.
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    flags = ["--level", "course", "--points", "cs336", "--report", str(folder)]
     ended = subprocess.run(
-        [sys.executable, "-m", "spec_tests", *chosen, "--level", "course", "--report", str(folder)],
+        [sys.executable, "-m", "spec_tests", *chosen, *flags],
         cwd=ROOT,
         env=kept,
         capture_output=True,
@@ -126,6 +129,15 @@ def test_a_right_checkout_of_cs336_passes_what_its_course_asks(judged):
     ]
     assert {e["outcome"] for e in alone if "triton" in e["case"]} == {"not_offered"}
     assert {e["outcome"] for e in alone if "ddp_bucketed" in e["case"]} == {"not_offered"}
+
+
+def test_attention_as_the_exercise_asks_for_it_has_its_points(judged):
+    found = points.score(judged[0], CS336[0])
+    assert found is not None
+    got = {item["name"]: item["points"] for item in found["items"]}
+    assert got["FlashAttention-2, forward"] == 15
+    assert got["FlashAttention-2, backward"] == 5
+    assert found["of"] == 20, "the clauses of other items were not run"
 
 
 def test_the_hooks_of_2025_are_called_where_a_batch_begins_and_ends(judged):

@@ -171,6 +171,7 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path):
     assert is_gone, left
     assert command.returncode == 2, said
     assert "Traceback" not in said
+    assert f"interrupted during {FROZEN} (ddp-w2) on mine.py" in said
 
 
 BROKEN = {

@@ -44,7 +44,7 @@ SYMPTOMS = {
     "reduced twice": ([MEAN, 4 * MEAN], "reduced twice", "got 4.000 x it in every element"),
     "sign": ([MEAN, -MEAN], "the sign is wrong", "got -1.000 x"),
     "odd factor": ([MEAN, 3 * MEAN], "a constant factor", "got 3.000 x"),
-    "local": ([MEAN, LOCAL], "the local gradient: never reduced", "a value that has a name"),
+    "local": ([MEAN, LOCAL], "the local gradient: never reduced", "what one known mistake gives"),
     "zero": ([MEAN, 0 * MEAN], "it was cleared, or never filled in", "zero in every element"),
     "none": ([MEAN, None], "nothing ever arrived there", "got None"),
     "not finite": ([MEAN, with_element(float("nan"))], "poison", "1 values that are not finite"),
@@ -60,6 +60,12 @@ SYMPTOMS = {
     "shape": ([MEAN, MEAN.flatten()], "flattened, padded", "shape (9,) in place of (3, 3)"),
     "nothing known": ([MEAN, MEAN.flip(0).square() + 1], "", "got something else"),
 }
+
+
+def test_a_single_number_is_called_a_multiple_only_by_a_factor_that_means_something():
+    one = torch.ones(1, dtype=torch.float64)
+    assert "got 2.000 x it" in message([one, 2 * one], one)
+    assert "got something else" in message([one, 2.7 * one], one)
 
 
 @pytest.mark.parametrize("symptom", SYMPTOMS)

@@ -14,7 +14,7 @@ from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.runner import run_case
 from spec_tests.rig.world import Worlds
 from spec_tests.skeletons.__main__ import main
-from spec_tests.target import REPOSITORY_ROOT, Target, parse
+from spec_tests.target import REPOSITORY_ROOT, Implementation, Target, import_target, parse
 
 CHAPTERS = {"loader": "data", "trainer": "training"}
 """Of skeletons that are not called like theirs."""
@@ -154,8 +154,23 @@ def test_the_first_tasks_are_those_of_a_course(subject: str):
 def test_every_function_names_its_task(subject: str):
     for function in functions_of(skeletons.text_of(subject, Path("mine.py"))):
         (raised,) = [node for node in function.body if isinstance(node, ast.Raise)]
-        assert ast.unparse(raised)[len("raise ") :].startswith(("ToDo('task ", 'ToDo("task '))
+        kind, _, words = ast.unparse(raised)[len("raise ") :].partition("(")
+        assert kind in ("ToDo", "NotImplementedError")
+        assert words[1:].startswith("task ")
         assert "Task " in (ast.get_docstring(function) or "")
+
+
+@pytest.mark.parametrize(
+    ("subject", "later"), [("ddp", "ddp_bucketed"), ("attention", "flash_attention_triton")]
+)
+def test_what_a_later_task_adds_keeps_no_earlier_one_red(subject: str, later: str, tmp_path: Path):
+    assert main([subject, str(tmp_path)]) == 0
+    which = parse(str(tmp_path / f"{subject}.py"))
+
+    offered = Implementation(which.name, import_target(which)).offered
+
+    assert offered
+    assert later not in offered, "until it is begun it is not offered"
 
 
 def test_a_skeleton_fails_with_the_step_that_is_to_be_done(

@@ -6,14 +6,15 @@ computes the scores a second time from the log-sum-exp, one number per row.
 
 Do one task after the other; the clauses of a task say when it is done:
 
-    1. The forward, in tiles, with the log-sum-exp.
-        python -m spec_tests --impl THIS_FILE --clause 'attention.forward.*'
-    2. Masks: causal, and rows that see nothing.
+    1. The forward, in tiles, with the log-sum-exp and the causal mask.
+        python -m spec_tests --impl THIS_FILE --clause 'attention.forward.[!f]*'
+    2. Every causal mask, and rows that see nothing.
         python -m spec_tests --impl THIS_FILE --clause 'attention.causal.*'
         python -m spec_tests --impl THIS_FILE --clause 'attention.blind-rows.*'
     3. The backward, recomputed.
         python -m spec_tests --impl THIS_FILE --clause 'attention.gradients.*'
         python -m spec_tests --impl THIS_FILE --clause 'attention.autograd.*'
+        python -m spec_tests --impl THIS_FILE --clause 'attention.forward.float64'
     4. Every shape and layout; what cannot be done is refused.
         python -m spec_tests --impl THIS_FILE --clause 'attention.shapes.*'
         python -m spec_tests --impl THIS_FILE --clause 'attention.layout.*'
@@ -56,16 +57,18 @@ def flash_attention(
     Task 1, in an autograd function's forward, for each tile of queries:
       a. Begin with maximum m = -inf, sum l = 0, accumulator o = 0, all in float32 or wider.
       b. For each tile of keys: s = scale q k^T; m' = max(m, rowmax s); p = exp(s - m');
-         l = l exp(m - m') + rowsum p; o = o exp(m - m') + p v; m = m'.
+         l = l exp(m - m') + rowsum p; o = o exp(m - m') + p v; m = m'. The last tile may be short.
       c. o / l is the output, in q's dtype; m + log l is the log-sum-exp. Save q, k, v, o and it.
+      d. Causal: s is -inf but where row i sees key j <= i + seq_k - seq_q, aligned at the bottom
+         right.
     Task 2:
-      a. Row i sees keys j <= i + seq_k - seq_q: aligned at the bottom right.
-      b. A row that sees nothing gives zeros and -inf; beware of exp(-inf - (-inf)).
+      a. A row that sees nothing gives zeros and -inf; beware of exp(-inf - (-inf)). That is also
+         the first tile of a row which sees nothing yet.
     Task 3, in its backward:
       a. d = rowsum(o do), minus the gradient of the log-sum-exp, unless that is marked
          non-differentiable. For each pair of tiles p = exp(s - lse); dv += p^T do;
          ds = p (do v^T - d); dq += scale ds k; dk += scale ds^T q. Sums in float32 or wider.
-    Task 4: query head h reads key head h // (heads // kv_heads); the last tile may be short.
+    Task 4: query head h reads key head h // (heads // kv_heads); inputs may be 3-D.
     """
     raise ToDo("task 1: the forward in tiles, with a running maximum and a running sum")
 
@@ -79,9 +82,11 @@ def flash_attention_triton(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The same as a Triton kernel: one program per tile of queries. Delete it until you want it.
+    """The same as a Triton kernel: one program per tile of queries. Not offered until it is begun.
 
     Task 5: without a GPU, ranks run kernels in Triton's interpreter; declare them at import, and
       let `TRITON_INTERPRET` alone.
     """
-    raise ToDo("task 5: one program per tile of queries, the loop over keys inside of it")
+    raise NotImplementedError(
+        "task 5: one program per tile of queries, the loop over keys inside of it"
+    )

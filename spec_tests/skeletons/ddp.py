@@ -26,7 +26,8 @@ At the first level, what a course asks: `make check IMPL=THIS_FILE ARGS="--level
 the names promise: `make check IMPL=THIS_FILE`. Names and arguments are those of
 spec_tests/contract.py; which clause says what stands in spec_tests/CLAUSES.md. Li et al. 2020,
 "PyTorch Distributed", tells the whole story. Delete a function that you do not want to offer:
-it is then "not offered".
+it is then "not offered", as what raises nothing but NotImplementedError is. Once you begin with
+`ddp_bucketed`, the clauses of tasks 1 to 4 judge it as well.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def finish_gradient_synchronization(wrapped: nn.Module) -> None:
          all-reduce its gradient over the group and divide by the group's size.
       b. A parameter without a gradient on this rank may have one on another: agree on who has one
          before anybody sends, or send zeros. Never send what the others do not expect.
-      c. Nothing is left to do at a second call: remember whether there was a backward since.
+      c. A second call changes nothing: the gradients are means already. Every rank takes part in
+         every collective all the same: where one alone skips it, the others wait for ever.
     Task 6: wait for the handles, then write the means back into `.grad`.
     """
     raise ToDo("task 2: every gradient becomes the mean over the group of the local gradients")
@@ -95,4 +97,6 @@ def ddp_bucketed(
       c. Launch buckets in the order of the plan, also when a later one is ready first: collectives
          are paired by position.
     """
-    raise ToDo("task 5: gradients travel in flat buckets, planned alike on all ranks")
+    raise NotImplementedError(
+        "task 5: gradients travel in flat buckets, planned alike on all ranks"
+    )
