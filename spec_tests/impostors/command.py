@@ -45,6 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         action="store_true",
         help="only what must be accepted: benign ones by all, some others by a sample of clauses",
     )
+    parser.add_argument("--up-to", type=int, default=0, help="ranks in which to accept; 0: all")
     parser.add_argument("--margins", action="store_true", help="of each clause about numbers")
     parser.add_argument("--transport", choices=("gloo", "sim"), default="gloo", help="of the ranks")
     parser.add_argument("--rate", type=int, default=0, help="rejections of so many, sim and gloo")
@@ -104,7 +105,14 @@ def jobs(impostor: Impostor, options: argparse.Namespace) -> list[Job]:
     shares = [tuple(clauses[i : i + SHARE]) for i in range(0, len(clauses), SHARE)]
     repeat = 0 if impostor.is_benign or options.accepted else options.repeat
     return [
-        Job(impostor.id, repeat if not i else 0, share, options.transport, options.rate)
+        Job(
+            impostor.id,
+            repeat if not i else 0,
+            share,
+            options.transport,
+            options.rate,
+            options.up_to,
+        )
         for i, share in enumerate(shares or [()])
     ]
 

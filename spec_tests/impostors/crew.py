@@ -35,6 +35,7 @@ class Job:
         accepted_by: ids of the clauses that must let it pass.
         transport: where the ranks live.
         rate: if not 0, how often each case that rejects it on sim is tried, on sim and on gloo.
+        up_to: if not 0, how many ranks the worlds have at most in which it must be accepted.
     """
 
     impostor: str
@@ -42,6 +43,7 @@ class Job:
     accepted_by: tuple[str, ...] = ()
     transport: str = "gloo"
     rate: int = 0
+    up_to: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,10 @@ def do(job: Job, worlds: Worlds) -> Verdict:
             findings += found
         if job.rate:
             rates = {f.clause.id: matrix.rates(f, worlds, job.rate) for f in findings}
-        found = [matrix.probe(clauses[name], impostor, worlds) for name in job.accepted_by]
+        found = [
+            matrix.probe(clauses[name], impostor, worlds, up_to=job.up_to)
+            for name in job.accepted_by
+        ]
         complaints += matrix.must_accept(found)
         findings += found
     except Exception as error:  # one bad card is one complaint, and no end of the others

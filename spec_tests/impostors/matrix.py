@@ -69,17 +69,19 @@ class Finding:
         return re.sub(r"\d+(\.\d+)?(e[+-]\d+)?", "#", "\n".join([found.case, *lines]))
 
 
-def probe(clause: Clause, impostor: Impostor, worlds: Worlds) -> Finding:
+def probe(clause: Clause, impostor: Impostor, worlds: Worlds, *, up_to: int = 0) -> Finding:
     """Run the clause's cases until one of them is decisive.
 
     Of a clause that judges a function which the impostor brings, only the cases of what it brings.
+    With `up_to`, only worlds of so many ranks, or the clause's smallest.
     """
     finding = Finding(clause, impostor)
     target = target_of(impostor)
     own = brought_by(impostor) & {*clause.judges}
     worlds = Alone(impostor, worlds) if impostor.alone else worlds
+    most = max(up_to, min(clause.worlds)) if up_to else max(clause.worlds)
     for case in clause.cases():
-        if own and case["subject"] not in own:
+        if (own and case["subject"] not in own) or case["world"] > most:
             continue
         finding.results.append(run_case(clause, target, case, worlds))
         if finding.decisive is not None:
