@@ -25,6 +25,7 @@ from the inside out. Do one of them, or both; delete the other.
     6. One message per layer, the next one on its way while this one computes.
         python -m spec_tests --impl THIS_FILE --level production --clause 'fsdp.traffic.*'
         python -m spec_tests --impl THIS_FILE --level production --clause 'fsdp.order.*'
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.schedule.*'
 
 All of it: `make check IMPL=THIS_FILE`; what a course asks: `ARGS="--level course"` besides.
 Names and arguments are those of spec_tests/contract.py. Rajbhandari et al. 2020, "ZeRO",

@@ -15,6 +15,7 @@ Do one task after the other; the clauses of a task say when it is done:
     4. Send each value once, in one order; keep a fair share; refuse ranks that differ.
         python -m spec_tests --impl THIS_FILE --level production --clause 'zero1.traffic.*'
         python -m spec_tests --impl THIS_FILE --level production --clause 'zero1.footprint.*'
+        python -m spec_tests --impl THIS_FILE --clause 'zero1.schedule.*'
         python -m spec_tests --impl THIS_FILE --level production --clause 'zero1.refusals.*'
 
 All of it: `make check IMPL=THIS_FILE`; what a course asks: `ARGS="--level course"` besides.
