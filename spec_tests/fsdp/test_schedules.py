@@ -41,7 +41,7 @@ def two_steps(ctx, subject, toy, seed):
 @example(schedule=Schedule("reversed"))
 @example(schedule=Schedule("seeded", seed=1, late=3))
 def test_no_order_of_events_changes_the_gradients(world, subject, schedule):
-    """The gradients MUST be the mean, whatever rank runs when and whatever completes first."""
+    """Whatever schedule the ranks of a sharded model run by, its gradients MUST be the mean."""
     lenient = Schedule(**{**vars(schedule), "unwaited": "ignore"})
     ranks = world.scheduled(lenient).run(two_steps, subject, TOY, SEED)
 
