@@ -37,6 +37,7 @@ from solution import comm
 __all__ = ["clip_grad_norm_", "scale_to_norm_", "total_norm"]
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
+_ADDED_UP_AT_ONCE = 2**14  # elements
 
 
 def clip_grad_norm_(
@@ -163,11 +164,17 @@ def _local_part(gradients: Sequence[torch.Tensor], order: float) -> torch.Tensor
 
 
 def _norms(gradients: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """The p-norm of each tensor, in float64; summed in float32 where they are narrower."""
+    """Norms, in float64, whose own p-norm is that of all elements; summed in float32 if narrower.
+
+    On a CPU PyTorch adds up all squares of a tensor in a few numbers of float32: of 38 million
+    elements its norm lacks 0.3 %. Of pieces it is right, and takes hardly longer.
+    """
     norms: list[torch.Tensor] = []
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         alike = [gradient for gradient in gradients if gradient.dtype == dtype]
         wide = torch.promote_types(dtype, torch.float32)
+        if alike[0].device.type == "cpu":
+            alike = [piece for g in alike for piece in g.flatten().split(_ADDED_UP_AT_ONCE)]
         norms.extend(torch._foreach_norm(alike, order, dtype=wide))
     return [norm.double() for norm in norms]
 

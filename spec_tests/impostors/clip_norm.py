@@ -108,6 +108,14 @@ class GathersGradients(PlainClip):
         return self.root(self.part(whole))
 
 
+class AddsUpInFloat32(PlainClip):
+    def part(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        if self.order != 2.0 or not gradients:
+            return super().part(gradients)
+        norms = [torch.linalg.vector_norm(self.local(g)) for g in gradients]
+        return torch.stack(norms).double().square().sum()
+
+
 IMPOSTORS = (
     card(
         LocalNorm,
@@ -216,5 +224,13 @@ IMPOSTORS = (
         "`grad.full_tensor()`.",
         "The number is right, once there is memory for it.",
         "clip.traffic.one-number",
+    ),
+    card(
+        AddsUpInFloat32,
+        "adds-up-in-float32",
+        "Takes the norm of each whole tensor in float32.",
+        "torch.nn.utils.clip_grad_norm_ on a CPU.",
+        "Tests have small tensors; a plain run and a data-parallel one are off by the same.",
+        "clip.norm.of-many-elements",
     ),
 )
