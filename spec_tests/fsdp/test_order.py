@@ -212,8 +212,8 @@ def test_no_hint_changes_a_bit(world, subject, hints):
     judge.tensors(ranks, plain, quantity="value without hints", given=f"hints {HINTS[hints]}")
 
 
-PATIENCE_S = 20.0
-"""How long a straggler waits to be overtaken. Where nobody moves, it is a hang long before."""
+PATIENCE_S = 5.0
+"""How long a straggler waits to be overtaken: a layer takes milliseconds."""
 
 
 def overtaken(ctx, subject, phase):
@@ -261,7 +261,8 @@ def test_a_rank_held_up_in_a_layer_does_not_hold_up_the_next(world, subject, pha
     What is gathered ahead has left already, and a reduction is not waited for where it begins. Who
     waits at once makes every layer as slow as its slowest rank.
     """
-    ranks = world.run(overtaken, subject, phase)
+    # A straggler that gives up is a finding; called a hang first on some machines, it would be two.
+    ranks = world.run(overtaken, subject, phase, grace_s=4 * PATIENCE_S, timeout_s=5 * PATIENCE_S)
 
     judge.equal(
         [ranks[1]],

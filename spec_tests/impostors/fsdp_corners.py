@@ -101,7 +101,6 @@ IMPOSTORS: tuple[Impostor, ...] = (
         "A collective without async_op.",
         "Ranks of a test are equally fast.",
         "fsdp.order.runs-ahead-of-a-straggler",
-        outcomes=("failed", "hang"),
     ),
     card(
         Unit,
