@@ -15,6 +15,12 @@ import torch
 Answer = dict[str, torch.Tensor]
 """By name: O, L (the log-sum-exp of each row), dQ, dK, dV."""
 
+WHOLE_TILES = 128
+"""Length of every clause at level `course`: the exercise's own, a whole number of any tile up to it.
+
+That any other length is right as well is asked for at level `correct`.
+"""
+
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,

@@ -13,7 +13,7 @@ import torch
 from spec_tests.attention import bodies, rules
 from spec_tests.attention.bodies import ATTENTION, CONTRACT, call, observe
 from spec_tests.attention.defined import GRADIENTS, OUTPUT_AND_GRADIENTS, as_defined, is_tf32
-from spec_tests.attention.problem import Problem, inputs
+from spec_tests.attention.problem import WHOLE_TILES, Problem, inputs
 from spec_tests.attention.test_forward import MASKS, RAGGED
 from spec_tests.clause import MUST, clause
 from spec_tests.rig import judge
@@ -30,7 +30,7 @@ from spec_tests.rig import judge
 @pytest.mark.parametrize("mask", MASKS)
 def test_gradients_are_those_of_the_definition(world, subject, mask):
     """dQ, dK and dV MUST be those of softmax(q k^T scale) v, to the rounding of float32."""
-    problem = Problem(seq_q=100, head_dim=32, batch=2, causal=mask == "causal")
+    problem = Problem(seq_q=WHOLE_TILES, head_dim=32, batch=2, causal=mask == "causal")
     as_defined(world, subject, problem, *OUTPUT_AND_GRADIENTS)
 
 

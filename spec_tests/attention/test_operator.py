@@ -217,7 +217,7 @@ def test_under_autocast_values_keep_their_rounding(world, subject, inside):
     and it hands over q in float32 beside k and v in half precision, of which the output takes
     autocast's dtype.
     """
-    problem = Problem(seq_q=40, seq_k=56, head_dim=24, heads=1, dtype="float16")
+    problem = Problem(seq_q=40, seq_k=56, head_dim=24, heads=1, dtype="float16", data="negative")
     seen = observe(world, subject, under_autocast, problem, inside)
 
     if isinstance(seen, str):
