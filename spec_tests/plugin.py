@@ -153,7 +153,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.gpu)
         (kept if _is_asked_for(item, clause, patterns, run) else dropped).append(item)
     if patterns and not any(clause_of_item(item) for item in kept):
-        raise pytest.UsageError(_unknown_clause(patterns, run))
+        raise pytest.UsageError(_nothing_to_run(patterns, run))
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
@@ -170,16 +170,25 @@ def _is_asked_for(
     return LEVELS.index(clause.level) <= LEVELS.index(level)
 
 
-def _unknown_clause(patterns: Sequence[str], run: Run) -> str:
-    ids = [clause.id for clause in ledger.load_all()]
+def _nothing_to_run(patterns: Sequence[str], run: Run) -> str:
+    """Why no clause is left: its level, the paths that pytest was given, or a name."""
+    clauses = ledger.load_all()
     asked = ", ".join(patterns)
-    above = [c for c in ids for pattern in patterns if fnmatch.fnmatchcase(c, pattern)]
-    if above:
-        levels = ", ".join(f"{name} at {level}" for name, level in run.levels.items())
-        return (
-            f"--clause {asked}: {', '.join(above)} lie above the level ({levels}) or outside of "
-            "the given paths; add --level production"
+    meant = [c for c in clauses if any(fnmatch.fnmatchcase(c.id, each) for each in patterns)]
+    if meant:
+        highest = max(LEVELS.index(level) for level in run.levels.values())
+        above = {c.level for c in meant if LEVELS.index(c.level) > highest}
+        if not above:
+            return f"--clause {asked}: no such clause is in the given paths"
+        judged = ", ".join(f"{name} at {level}" for name, level in run.levels.items())
+        found = "; ".join(
+            f"level {level}: {', '.join(c.id for c in meant if c.level == level)}"
+            for level in LEVELS
+            if level in above
         )
+        needed = max(above, key=LEVELS.index)
+        return f"--clause {asked} lies above the level ({judged}): {found}; add --level {needed}"
+    ids = [clause.id for clause in clauses]
     near = get_close_matches(patterns[0], ids, n=3, cutoff=0.4)
     hint = f"; close to it: {', '.join(near)}" if near else ""
     return f"--clause {asked}: no clause id matches{hint}. All ids are in spec_tests/CLAUSES.md"

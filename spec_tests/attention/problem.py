@@ -16,7 +16,7 @@ Answer = dict[str, torch.Tensor]
 """By name: O, L (the log-sum-exp of each row), dQ, dK, dV."""
 
 WHOLE_TILES = 128
-"""Length of every clause at level `course`: the exercise's own, a whole number of any tile up to it.
+"""Length in clauses of level `course`: the exercise's own, which any tile up to it divides.
 
 That any other length is right as well is asked for at level `correct`.
 """

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from spec_tests import __main__ as command
+from spec_tests.plugin import _nothing_to_run
 from spec_tests.rig.eventlog import check_log, read_log
+from spec_tests.rig.world import Worlds
+from spec_tests.run import Run
 
 ROOT = Path(__file__).parents[2]
 RIGHT = """\
@@ -205,6 +208,20 @@ def test_a_run_that_cannot_judge_says_why(tmp_path: Path, what: str):
     assert "what does not hold" not in ended.stdout
     assert said in ended.stdout + ended.stderr
     assert "INTERNALERROR" not in ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("level", "pattern", "needed"),
+    [
+        ("course", "attention.forward.lse", "--level correct"),
+        ("course", "attention.operator.compiles", "--level production"),
+        ("correct", "attention.*", "--level production"),
+        ("production", "attention.operator.compiles", "no such clause is in the given paths"),
+    ],
+)
+def test_a_clause_above_the_level_says_which_one_it_has(level: str, pattern: str, needed: str):
+    run = Run([], {"mine.py": level}, "gloo", {}, Worlds())
+    assert _nothing_to_run([pattern], run).endswith(needed)
 
 
 POINTS = f"""\
