@@ -14,7 +14,7 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+PIP := $(PY) -u -m pip --disable-pip-version-check install --progress-bar off $(PIP_ARGS)
 IMPL ?=
 ARGS ?=
 BENCH ?= rig ddp attention
@@ -51,16 +51,28 @@ clean:
 env: $(VENV)/.stamp-test
 env-dev: env $(VENV)/.stamp-dev
 
+# A line for each file that pip fetches, and one for the unpacking: torch alone takes minutes. A pipe
+# would forget pip's exit status, so that travels through it. (awk and sed may wait for a full buffer.)
+STATUS := echo "exit $$?"
+SHOWN := while read -r word rest; do case "$$word $$rest" in \
+    exit*) exit $$rest ;; \
+    *.metadata*) ;; \
+    "Downloading "*|"Using cached "*|"Processing "*.whl*) echo "  $${rest\#\#*/}" ;; \
+    "Installing collected packages: "*) echo "  unpacking $${rest\#*: }" ;; \
+  esac; done >&2
+
 # A stamp is touched last, so an interrupted build is taken up again.
 $(VENV)/.stamp-test: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "expected Python 3.11 or newer, got $$($(PYTHON) --version 2>&1): make PYTHON=python3.12" >&2; exit 1; }
 	@echo "building $(VENV): torch and the test tools, some minutes the first time" >&2
 	@$(PY) -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
-	@$(PIP) -e '.[test,triton]' || \
-	  { echo "notice: Triton did not install here; its clauses will report 'not here'" >&2; $(PIP) -e '.[test]'; }
+	@{ $(PIP) -e '.[test,triton]'; $(STATUS); } | $(SHOWN) || \
+	  { echo "notice: Triton did not install here; its clauses will report 'not here'" >&2; \
+	    { $(PIP) -e '.[test]'; $(STATUS); } | $(SHOWN); }
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-test
-	@$(PIP) -e '.[test,dev]'
+	@echo "adding to $(VENV): what make lint needs" >&2
+	@{ $(PIP) -e '.[test,dev]'; $(STATUS); } | $(SHOWN)
 	@touch $@
