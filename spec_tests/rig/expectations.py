@@ -132,8 +132,10 @@ def expect(result: Event, deviation: Deviation | None) -> Event:
     outcome = Outcome(result["outcome"])
     if outcome is Outcome.PASSED:
         message = (
-            f"expected a failure ({deviation.raises}), got a pass; delete the entry or narrow its "
-            f"`case`: {deviation.where}, {deviation.reason!r}"
+            f"[{result['clause']}]  expected a failure ({deviation.raises}) in case "
+            f"{result['case']!r}, as {deviation.where} declares, got a pass\n"
+            f"declared: {deviation.reason}\n"
+            "do: delete the entry, or narrow its `case` to what still fails"
         )
         return {**result, "outcome": str(Outcome.UNEXPECTED_PASS), "message": message}
     if outcome not in _FAILURES:

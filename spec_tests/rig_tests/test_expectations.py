@@ -100,7 +100,16 @@ def test_a_declared_failure_is_expected_and_says_why():
 def test_every_case_that_an_entry_matches_must_fail():
     found = applied([Deviation(CLAUSE, "known")], result("failed", "w2"), result("passed", "w4"))
     assert outcomes(found) == ["expected_failure", "unexpected_pass"]
-    assert "narrow its `case`" in found.results[1]["message"]
+    said = found.results[1]["message"]
+    assert said.startswith(f"[{CLAUSE}]  expected a failure (failed) in case 'w4'")
+    assert "narrow its `case`" in said
+
+
+def test_an_unexpected_pass_says_where_it_was_declared(tmp_path: Path):
+    file = written(tmp_path, f"[[deviation]]\nclause = '{CLAUSE}'\nreason = 'known'\n")
+    found = applied(load(file), result("passed"))
+    assert f"as {file}, entry 1 declares" in found.results[0]["message"]
+    assert "declared: known" in found.results[0]["message"]
 
 
 def test_a_glob_leaves_the_other_cases_alone():

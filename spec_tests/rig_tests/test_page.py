@@ -22,6 +22,7 @@ MESSAGE = (
 )
 NAMES = ["mine.py", "solution", "torch"]
 MEAN = "ddp.gradients.mean"
+_STORY = ("impostor", "does", "seen", "unseen")
 
 
 def outcome_of(number: int, name: str) -> Outcome:
@@ -188,6 +189,38 @@ def test_markup_in_what_an_implementation_says_is_text():
     page = render_page(log(result("failed", message="<img src=x onerror=alert(1)>", case="<b>")))
     assert "<img" not in page
     assert "<b>" not in page
+
+
+def test_what_stands_in_back_ticks_is_code():
+    said = result("failed", message="likely: `a < b`\n`again` and a lone `")
+    told = {"event": "clause", "clause": said["clause"], "source": "`x`", "where": "x.py:1"}
+    told |= {"sentence": "`x` MUST.", "stories": [dict.fromkeys(_STORY, "`<zeros>`")]}
+    page = render_page(log(told, said))
+    assert page.count("<code>a &lt; b</code>") == 2
+    assert "<code>again</code> and a lone `" in page
+    assert page.count("<code>&lt;zeros&gt;</code>") == 3
+    assert "<p class='norm'><code>x</code> MUST.</p>" in page
+    assert "Source: <code>x</code>" in page
+
+
+def test_the_banner_names_the_levels():
+    events = log(result(), result(implementation="mine.py"), levels={"solution": "production"})
+    assert "(level production, correct)" in render_page(events)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "kind"),
+    [
+        (["passed", "passed"], "good"),
+        (["failed", "failed"], "bad"),
+        (["unexpected_pass", "passed"], "bad"),
+        (["expected_failure", "passed"], "warn"),
+        (["error", "passed"], "warn"),
+    ],
+)
+def test_a_ratio_is_red_where_a_clause_does_not_hold(outcomes: list[str], kind: str):
+    page = render_page(log(*(result(each, clause=f"a.{i}") for i, each in enumerate(outcomes))))
+    assert f"<span class='mark {kind}'>{outcomes.count('passed')} of 2</span>" in page
 
 
 def test_an_incomplete_log_is_stamped_on_the_page():

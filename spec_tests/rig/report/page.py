@@ -16,6 +16,7 @@ from typing import Any
 
 from spec_tests.rig.outcomes import BROKEN, LEVELS, REFUTED, SILENT, Event, Outcome
 from spec_tests.rig.report.data import Report, as_report
+from spec_tests.rig.report.markup import linked, prose
 from spec_tests.rig.report.points import got
 from spec_tests.rig.report.text import WORDS
 
@@ -43,7 +44,7 @@ def page_of(report: Report) -> str:
         f"<header><h1>{escape(title)}</h1>",
         _verdict(report),
         "</header><main>",
-        _overview(report["implementations"]),
+        _overview(report),
         *(_points(found) for found in report["implementations"] if found["points"]),
         "<h2>Clauses</h2>",
         "<p class='small soft'>Each row is one norm. Open it for what was seen, what that usually "
@@ -76,13 +77,17 @@ def _head(title: str) -> list[str]:
 
 def _verdict(report: Report) -> str:
     kind = {0: "good", 1: "bad"}.get(report["verdict"]["status"], "warn")
-    said = [f"<p class='verdict {kind}'><strong>{escape(report['verdict']['text'])}</strong></p>"]
-    said += [f"<p class='bad'>{escape(problem)}</p>" for problem in report["problems"]]
+    levels = dict.fromkeys(found["level"] for found in report["implementations"])
+    held = f" <span>(level {', '.join(levels)})</span>" if report["complete"] and levels else ""
+    text = escape(report["verdict"]["text"])
+    said = [f"<p class='verdict {kind}'><strong>{text}</strong>{held}</p>"]
+    said += [f"<p class='bad'>{prose(problem)}</p>" for problem in report["problems"]]
     return "\n".join(said)
 
 
-def _overview(found: Sequence[Mapping[str, Any]]) -> str:
+def _overview(report: Report) -> str:
     """One row per implementation: how far it has come at each level, then what else there was."""
+    found = report["implementations"]
     levels = [level for level in LEVELS if any(level in one["levels"] for one in found)]
     head = "".join(
         f"<th scope='col' class='number'>{level}<br><span class='small soft'>"
@@ -91,7 +96,9 @@ def _overview(found: Sequence[Mapping[str, Any]]) -> str:
     )
     rows = []
     for one in found:
-        cells = "".join(_ratio(one["levels"].get(level)) for level in levels)
+        cells = "".join(
+            _ratio(one["levels"].get(level), _is_refuted(report, one, level)) for level in levels
+        )
         others = " · ".join(
             f"{WORDS[Outcome(outcome)]} {number}"
             for outcome, number in one["outcomes"].items()
@@ -103,16 +110,28 @@ def _overview(found: Sequence[Mapping[str, Any]]) -> str:
         )
     return (
         "<h2>At a glance</h2><div class='wide'><table><caption class='small soft'>MUST clauses "
-        f"that pass, of those judged</caption><thead><tr><th scope='col'>implementation</th>{head}"
+        "that pass, of those judged; red where one does not hold, amber where the others are "
+        "declared failures or could not be judged</caption>"
+        f"<thead><tr><th scope='col'>implementation</th>{head}"
         "<th scope='col'>held to</th><th scope='col'>besides</th></tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 
-def _ratio(counted: Mapping[str, int] | None) -> str:
+def _is_refuted(report: Report, one: Mapping[str, Any], level: str) -> bool:
+    """Whether a MUST clause of the level does not hold for an implementation."""
+    return any(
+        Outcome(row["cells"][one["name"]]["outcome"]) in REFUTED
+        for row in report["clauses"]
+        if (row["strength"], row["level"]) == ("MUST", level) and one["name"] in row["cells"]
+    )
+
+
+def _ratio(counted: Mapping[str, int] | None, is_refuted: bool) -> str:
     if counted is None:
         return "<td class='number soft'>none</td>"
-    kind = "good" if counted["passed"] == counted["judged"] else "warn"
+    others = "bad" if is_refuted else "warn"
+    kind = "good" if counted["passed"] == counted["judged"] else others
     words = f"{counted['passed']} of {counted['judged']}"
     return f"<td class='number'><span class='mark {kind}'>{words}</span></td>"
 
@@ -130,12 +149,12 @@ def _points(found: Mapping[str, Any]) -> str:
             why = why or "nothing"
         rows.append(
             f"<tr><th scope='row'>{escape(item['name'])}</th><td><span class='mark {kind}'>"
-            f"{got(item)}</span></td><td class='small'>{escape(why)}</td></tr>"
+            f"{got(item)}</span></td><td class='small'>{prose(why)}</td></tr>"
         )
     about = "; ".join(filter(None, [points["title"], points["note"]]))
     return (
         f"<h2>Points of {escape(found['name'])}: {points['points']:g} of {points['of']:g}</h2>"
-        f"<p class='small soft'>{escape(about)}</p><div class='wide'>"
+        f"<p class='small soft'>{linked(about)}</p><div class='wide'>"
         "<table class='points'><thead><tr><th scope='col'>item</th><th scope='col'>points</th>"
         f"<th scope='col'>missing</th></tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
@@ -194,7 +213,7 @@ def _row(row: Mapping[str, Any], names: Sequence[str]) -> str:
     outcomes = " ".join([*sorted(found), *([_ATTENTION] if needs_attention else [])])
     id, detail = escape(row["id"]), f"about-{escape(row['id'])}"
     advice = "" if row["strength"] == "MUST" else f"<span class='advice'>{row['strength']}</span>"
-    norm = f"<p class='norm'>{escape(row['sentence'])}</p>" if row["sentence"] else ""
+    norm = f"<p class='norm'>{prose(row['sentence'])}</p>" if row["sentence"] else ""
     cells = "".join(_cell(row["cells"].get(name)) for name in names)
     alarm = " alarm" if needs_attention else ""
     return (
@@ -227,7 +246,7 @@ def _detail(row: Mapping[str, Any], names: Sequence[str]) -> str:
     failing = REFUTED | BROKEN | {Outcome.EXPECTED_FAILURE}
     has_failed = any(Outcome(cell["outcome"]) in failing for cell in row["cells"].values())
     parts.append(_stories(row["stories"], has_failed=has_failed))
-    about = [f"Source: {_linked(row['source'])}"] if row["source"] else []
+    about = [f"Source: {linked(row['source'])}"] if row["source"] else []
     about += [f"Judged by <code>{escape(row['where'])}</code>"] if row["where"] else []
     about += [f"{row['strength']}, level {row['level']}"]
     parts.append(f"<p class='small soft'>{' · '.join(about)}</p>")
@@ -241,9 +260,9 @@ def _seen(name: str, cell: Mapping[str, Any]) -> str:
     first, *others = [case for case in cell["cases"] if case["outcome"] == cell["outcome"]]
     parts = [f"<h3>{escape(name)}: {escape(cell['text'])}</h3>"]
     if first["likely"]:
-        parts.append(f"<p class='likely'><strong>Likely</strong> {escape(first['likely'])}</p>")
+        parts.append(f"<p class='likely'><strong>Likely</strong> {prose(first['likely'])}</p>")
     if first["message"]:
-        parts.append(f"<pre>{escape(_clip(first['message'].rstrip()))}</pre>")
+        parts.append(f"<pre>{prose(_clip(first['message'].rstrip()))}</pre>")
     if others:
         named = ", ".join(case["case"] for case in others)
         parts.append(f"<p class='small'>The same in: <span class='id'>{escape(named)}</span></p>")
@@ -257,8 +276,8 @@ def _stories(stories: Sequence[Mapping[str, str]], has_failed: bool) -> str:
         return ""
     title = "Who had this bug before" if has_failed else "What this clause catches"
     items = [
-        f"<li><strong>{escape(story['does'])}</strong> {escape(story['seen'])}"
-        + (f" <em>Why tests miss it:</em> {escape(story['unseen'])}" if story["unseen"] else "")
+        f"<li><strong>{prose(story['does'])}</strong> {linked(story['seen'])}"
+        + (f" <em>Why tests miss it:</em> {prose(story['unseen'])}" if story["unseen"] else "")
         + f" <span class='id soft'>impostor:{escape(story['impostor'])}</span></li>"
         for story in stories[:_MAX_STORIES]
     ]
@@ -268,8 +287,12 @@ def _stories(stories: Sequence[Mapping[str, str]], has_failed: bool) -> str:
 
 
 def _run(run: Mapping[str, Any]) -> str:
+    def said(value: Any) -> str:
+        each = value.items() if isinstance(value, dict) else ()
+        return escape(", ".join(f"{name}: {of}" for name, of in each) or str(value))
+
     rows = "".join(
-        f"<tr><th scope='row'>{escape(key)}</th><td><code>{escape(str(value))}</code></td></tr>"
+        f"<tr><th scope='row'>{escape(key)}</th><td><code>{said(value)}</code></td></tr>"
         for key, value in run.items()
     )
     return (
@@ -277,19 +300,6 @@ def _run(run: Mapping[str, Any]) -> str:
         "report.json the same for programs.</p>"
         f"<div class='wide'><table class='small'><tbody>{rows}</tbody></table></div>"
     )
-
-
-def _linked(text: str) -> str:
-    """The text, with bare addresses as links; nothing is fetched unless one is followed."""
-    return " ".join(_link(word) for word in text.split(" "))
-
-
-def _link(word: str) -> str:
-    if not word.startswith("https://"):
-        return escape(word)
-    address = word.rstrip(".,;)")
-    rest = word.removeprefix(address)
-    return f"<a href='{escape(address)}' rel='noreferrer'>{escape(address)}</a>{escape(rest)}"
 
 
 def _clip(text: str) -> str:
