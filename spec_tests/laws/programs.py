@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -189,6 +190,17 @@ def run(program: Program, trainee: Trainee) -> Moments:
     return moments
 
 
+def _run_alone(program: Program, trainee: Trainee) -> Moments:
+    if type(trainee) is not OneProcess:
+        return run(program, trainee)
+    return _run_by_one(program, trainee.toy.name, trainee.seed, trainee.size, trainee.rank)
+
+
+@functools.lru_cache(maxsize=256)  # each function that is judged gets the same programs
+def _run_by_one(program: Program, toy: str, seed: int, size: int, rank: int) -> Moments:
+    return run(program, OneProcess(toy, seed, size=size, rank=rank))
+
+
 def spelled(name: str, *arguments: object) -> str:
     """The call as one would write it."""
     return f"{name}({', '.join(map(str, arguments))})"
@@ -212,7 +224,7 @@ def agree(
         Violation: at the first call that differs, with the program.
     """
     __tracebackhide__ = True
-    expected = [run(program, alone(rank)) for rank in range(len(ranks))]
+    expected = [_run_alone(program, alone(rank)) for rank in range(len(ranks))]
     text = "; ".join(spelled(*call) for call in program)
     before: list[Named] = [{} for _ in ranks]
     for index, (when, _) in enumerate(expected[0]):

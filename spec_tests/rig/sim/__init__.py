@@ -32,9 +32,9 @@ gloo shows it too. `needs()` says which hook a torch lacks; such a run is judged
 notice, and clauses that need a schedule are "not here".
 
 Files: `schedule` (the input), `baton` (who runs), `private` (what each rank has for itself),
-`meeting` (rendezvous and work), `collectives` (what a run has in flight), `kernels` (what each
-operator means), `reduction`, `hooks` (into torch), `store`, `host` (the process), `pool` (its
-parent's side), `faults` (the errors).
+`meeting` (rendezvous and work), `buffers` (those in flight), `collectives` (what a run has under
+way), `kernels` (what each operator means), `reduction`, `hooks` (into torch), `store`, `host` (the
+process), `pool` (its parent's side), `faults` (the errors).
 """
 
 from spec_tests.rig.sim.faults import Deadlock

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from spec_tests.rig.sim.baton import Baton
+from spec_tests.rig.sim.buffers import BehindAutograd, Extent, extent_of
 from spec_tests.rig.sim.faults import BufferInFlight, CollectiveMismatch
 from spec_tests.rig.sim.meeting import (
     Combine,
@@ -19,7 +20,6 @@ from spec_tests.rig.sim.meeting import (
     SimWork,
     Tensors,
     call_site,
-    extent_of,
 )
 
 Many = Sequence[Sequence[torch.Tensor]]
@@ -31,21 +31,25 @@ class Collectives:
     def __init__(self, baton: Baton) -> None:
         self.baton = baton
         self._places: dict[tuple[str, tuple[int, ...]], Place] = {}
-        self._here: list[dict[str, Place]] = [{} for _ in baton.ranks]
+        self._here: list[dict[str, tuple[Place, int]]] = [{} for _ in baton.ranks]
         self.launched: list[list[SimWork]] = [[] for _ in baton.ranks]
         self._flying: list[list[SimWork]] = [[] for _ in baton.ranks]
-        self.history: list[deque[str]] = [deque(maxlen=6) for _ in baton.ranks]
+        self._last: list[deque[tuple[Post, int, str]]] = [deque(maxlen=6) for _ in baton.ranks]
         self.issued: list[dict[str, int]] = [{} for _ in baton.ranks]
 
     def enter(
-        self, rank: int, name: str, ranks: Sequence[int], *, is_pretended: bool = False
+        self, rank: int, name: str, ranks: Sequence[int], own: int, *, is_pretended: bool = False
     ) -> None:
-        """Rank `rank` has made the group `name`; in a pretended one nobody else ever comes."""
+        """Rank `rank` has made the group `name` and is number `own` of it.
+
+        In a pretended one nobody else ever comes.
+        """
         if is_pretended:
-            self._here[rank][name] = Place(name, tuple(ranks), is_pretended=True)
-            return
-        key = (name, tuple(ranks))
-        self._here[rank][name] = self._places.setdefault(key, Place(*key))
+            place = Place(name, tuple(ranks), is_pretended=True)
+        else:
+            key = (name, tuple(ranks))
+            place = self._places.setdefault(key, Place(*key))
+        self._here[rank][name] = place, own
 
     @property
     def is_tidy(self) -> bool:
@@ -54,10 +58,16 @@ class Collectives:
 
     def begin(self) -> None:
         """A new body: nothing has been launched."""
-        for rank, words in enumerate(self.history):
+        for rank, last in enumerate(self._last):
             self.launched[rank].clear()
             self._flying[rank].clear()
-            words.clear()
+            last.clear()
+
+    def history(self, rank: int) -> tuple[str, ...]:
+        """The last operations of a rank, in words."""
+        return tuple(
+            f"{post} #{number} of {name}" for post, number, name in tuple(self._last[rank])
+        )
 
     def unwaited(self, rank: int) -> list[str]:
         """What `rank` has launched and not waited for, in words."""
@@ -89,13 +99,13 @@ class Collectives:
             return self._nothing(me, rank, operation)
         self.baton.pause()
         alike = {
-            "sizes": tuple(tensor.numel() for tensor in unit),
-            "dtypes": tuple(str(tensor.dtype).removeprefix("torch.") for tensor in unit),
+            "sizes": tuple([tensor.numel() for tensor in unit]),
+            "dtypes": tuple([tensor.dtype for tensor in unit]),
             "reduce operator": reduce,
             "root": root if root is None else f"rank {place.ranks[root]}",
         }
-        with torch.no_grad(), torch._C._DisableTorchDispatch():
-            self._require_free(me, operation, [*inputs, *outputs])
+        with BehindAutograd():
+            extents = self._require_free(me, operation, inputs, outputs)
             copies = [tensor.data.clone() for tensor in inputs]
             post = Post(rank, operation, alike, copies, call_site(), sizes=sizes)
             self._note(me, place, post)
@@ -109,7 +119,9 @@ class Collectives:
                     f"not come: rank {absent}"
                 )
 
-            return self._launch(me, post, lambda: meeting.is_full, waits_for, inputs, outputs)
+            return self._launch(
+                me, post, lambda: meeting.is_full, waits_for, inputs, outputs, extents
+            )
 
     def send(self, group: Any, tensors: Tensors, peer: int, tag: int) -> Any:
         """Launch a send. It is complete once it is received, as with large messages."""
@@ -135,8 +147,8 @@ class Collectives:
         self.baton.pause()
         whom = "anybody" if peer is None else f"rank {place.ranks[peer]}"
         alike: dict[str, Any] = {"to" if operation == "send" else "from": whom, "tag": tag}
-        with torch.no_grad(), torch._C._DisableTorchDispatch():
-            self._require_free(me, operation, [*inputs, *outputs])
+        with BehindAutograd():
+            extents = self._require_free(me, operation, inputs, outputs)
             copies = [tensor.data.clone() for tensor in inputs]
             post = Post(rank, operation, alike, copies, call_site())
             post.outputs = list(outputs)
@@ -151,12 +163,13 @@ class Collectives:
                 lambda: f"{post} in {place}, launched at {post.where}",
                 inputs,
                 outputs,
+                extents,
             )
 
     def _nothing(self, me: int, rank: int, operation: str) -> Any:
         """An operation of a pretended group: complete, and no tensor has changed."""
         post = Post(rank, operation, {}, [], call_site())
-        work = SimWork(self.baton, post, lambda: True, lambda: operation)
+        work = SimWork(self.baton, me, post, lambda: True, lambda: operation)
         work.is_done = True
         self.launched[me].append(work)
         return work.boxed()
@@ -169,9 +182,10 @@ class Collectives:
         waits_for: Callable[[], str],
         inputs: Tensors,
         outputs: Tensors,
+        extents: list[Extent],
     ) -> Any:
-        work = SimWork(self.baton, post, is_complete, waits_for)
-        work.watch(inputs, outputs)
+        work = SimWork(self.baton, me, post, is_complete, waits_for)
+        work.watch(inputs, outputs, extents)
         # Kept here: C++ holds a handle, and the Python half must live as long.
         self.launched[me].append(work)
         self._flying[me].append(work)
@@ -179,24 +193,31 @@ class Collectives:
 
     def _place(self, me: int, group: Any) -> tuple[Place, int]:
         found = dist.ProcessGroup.unbox(group)  # type: ignore[attr-defined]  # not in stubs
-        return self._here[me][found.group_name], found.rank()
+        return self._here[me][found.group_name]
 
-    def _require_free(self, me: int, operation: str, tensors: Tensors) -> None:
+    def _require_free(
+        self, me: int, operation: str, inputs: Tensors, outputs: Tensors
+    ) -> list[Extent]:
+        """See that no buffer is in flight; the extents of the outputs."""
+        extents = [extent for tensor in outputs if (extent := extent_of(tensor))]
         flying = self._flying[me] = [work for work in self._flying[me] if not work.is_done]
         if not flying:
-            return
-        wanted = [extent for tensor in tensors if (extent := extent_of(tensor))]
+            return extents
+        wanted = extents
+        if inputs is not outputs:
+            wanted = [*extents, *(extent for tensor in inputs if (extent := extent_of(tensor)))]
         for work in flying:
             if work.holds_any(wanted):
                 raise BufferInFlight(
                     f"rank {me} hands a buffer to {operation} at {call_site()} that still belongs "
                     f"to {work.post}, launched at {work.post.where} and not waited for"
                 )
+        return extents
 
     def _note(self, me: int, place: Place, post: Post) -> None:
         counts = self.issued[me]
-        counts[place.name] = counts.get(place.name, 0) + 1
-        self.history[me].append(f"{post} #{counts[place.name] - 1} of {place.name}")
+        number = counts[place.name] = counts.get(place.name, 0) + 1
+        self._last[me].append((post, number - 1, place.name))
 
 
 def _bring_alone(
@@ -204,7 +225,7 @@ def _bring_alone(
 ) -> None:
     """As torch's fake group does: whoever gathers gets its own from each of the others too."""
     posts = [Post(rank, operation, {}, list(inputs), "") for rank in range(size)]
-    with torch.no_grad(), torch._C._DisableTorchDispatch():
+    with BehindAutograd():
         for output, result in zip(outputs, combine(posts)[0], strict=True):
             output.data.copy_(result.view_as(output))
 

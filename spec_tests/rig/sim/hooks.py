@@ -10,6 +10,7 @@ Nothing of it is public, so `needs` looks for every piece first.
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable
@@ -40,10 +41,16 @@ def needs() -> list[str]:
         "Work.boxed": hasattr(dist.Work, "boxed"),
         "numpy.random.set_bit_generator": _has_bit_generator(),
     }
+    missing = [name for name, is_there in hooks.items() if not is_there]
+    return [*missing, *_missing_operators()]
+
+
+@functools.cache
+def _missing_operators() -> tuple[str, ...]:
+    # Asked before every case, and torch lists some thousands: once.
     operators = {f"c10d::{name}" for name in OPERATORS}
     found = set(torch._C._dispatch_get_all_op_names()) if _c10d is not None else set()
-    missing = [name for name, is_there in hooks.items() if not is_there]
-    return [*missing, *sorted(operators - found - _OPTIONAL)]
+    return tuple(sorted(operators - found - _OPTIONAL))
 
 
 # Absent from some of the supported versions; who calls one of them there gets torch's own error.
@@ -56,10 +63,16 @@ def _has_bit_generator() -> bool:
     return hasattr(np.random, "set_bit_generator")
 
 
-class _RankWorld:
-    """What `distributed_c10d` keeps of the groups of one process."""
+class _Worlds(threading.local):
+    """Stands for `_world`: what `distributed_c10d` keeps of the groups of a process, per rank.
 
-    def __init__(self) -> None:
+    torch asks it some ten times per operation, so nothing stands between.
+    """
+
+    def __init__(self, baton: Callable[[], Baton]) -> None:
+        # Runs in each thread that looks at it for the first time.
+        if threading.current_thread() is not threading.main_thread():
+            baton().me()  # raises for a thread that is no rank
         self.default_pg: Any = None
         self.pg_map: dict[Any, Any] = {}
         self.pg_names: dict[Any, str] = {}
@@ -70,29 +83,6 @@ class _RankWorld:
         self.pg_to_tag: dict[Any, str] = {}
         self.pg_coalesce_state: dict[Any, list[Any]] = {}
         self.comms: list[Any] = []
-
-
-class _Worlds:
-    """Stands for `_world`: each rank sees its own."""
-
-    def __init__(self, baton: Callable[[], Baton]) -> None:
-        self.__dict__["_baton"] = baton
-        self.__dict__["_local"] = threading.local()
-
-    def _mine(self) -> _RankWorld:
-        local = self.__dict__["_local"]
-        if not hasattr(local, "world"):
-            if threading.current_thread() is not threading.main_thread():
-                self.__dict__["_baton"]().me()  # raises for a thread that is no rank
-            local.world = _RankWorld()
-        world: _RankWorld = local.world
-        return world
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._mine(), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._mine(), name, value)
 
 
 class _FakeMeta(type):
@@ -165,7 +155,8 @@ def _stand_in_for_gloo(now: Callable[[], Collectives]) -> None:
             given = args[2] if len(args) > 2 else kwargs["global_ranks_in_group"]
             is_pretended = str(args[3] if len(args) > 3 else kwargs["backend"]) == "fake"
             ranks = given or range(group.size())
-            now().enter(me, group.group_name, ranks, is_pretended=is_pretended)
+            own = group.rank()
+            now().enter(me, group.group_name, ranks, own, is_pretended=is_pretended)
         return group, store
 
     c10d._new_process_group_helper = make_group  # type: ignore[assignment]  # stands for it

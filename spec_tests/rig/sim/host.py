@@ -50,7 +50,7 @@ class SimTask:
 
 @dataclass(frozen=True)
 class SimReply:
-    """What became of a task on all ranks."""
+    """What became of a task on all ranks; if it failed, with the last operations of each."""
 
     serial: int
     replies: tuple[live.Reply, ...]
@@ -110,7 +110,9 @@ class _Host:
 
         blocked = self.baton.run(job, task.schedule)
         answered = [reply for reply in replies if reply is not None]
-        if any(reply.error for reply in answered) or not self.now.is_tidy:
+        has_failed = bool(blocked) or any(reply.error for reply in answered)
+        histories = [self.now.history(i) for i in range(len(replies))] if has_failed else []
+        if has_failed or not self.now.is_tidy:
             self.renew()
         return SimReply(
             task.serial,
@@ -119,7 +121,7 @@ class _Host:
                 for i, r in enumerate(answered)
             ),
             tuple(blocked),
-            tuple(tuple(words) for words in self.now.history),
+            tuple(histories),
         )
 
     def _join(self, rank: int) -> None:
@@ -213,7 +215,7 @@ def _watch(control: Connection, scratch: str, host: _Host) -> None:
         holder = host.baton.holder
         if holder is None:
             return SimDoing("", (), host.baton.steps)
-        history = tuple(host.now.history[holder.index])
+        history = host.now.history(holder.index)
         return SimDoing(stack_of(holder), history, host.baton.steps, holder.index)
 
     live._watch(control, scratch, answer)

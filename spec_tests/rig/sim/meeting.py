@@ -13,12 +13,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from spec_tests.rig.sim.baton import Baton
+from spec_tests.rig.sim.buffers import (
+    BehindAutograd,
+    Extent,
+    extent_of,
+    is_poison,
+    overlap,
+    poison,
+    same_bits,
+)
 from spec_tests.rig.sim.faults import BufferInFlight, CollectiveMismatch, NotSimulated
 
 Tensors = Sequence[torch.Tensor]
@@ -47,7 +56,10 @@ class Post:
     results: list[torch.Tensor] = field(default_factory=list)
 
     def __str__(self) -> str:
-        words = [f"{name} {value}" for name, value in self.alike.items() if value not in (None, ())]
+        given = {name: value for name, value in self.alike.items() if value not in (None, ())}
+        if "dtypes" in given:
+            given["dtypes"] = tuple(str(d).removeprefix("torch.") for d in given["dtypes"])
+        words = [f"{name} {value}" for name, value in given.items()]
         return f"{self.operation} ({', '.join(words)})" if words else self.operation
 
 
@@ -108,9 +120,10 @@ class Place:
         number = self.arrived[post.rank]
         self.arrived[post.rank] += 1
         meeting = self.open.setdefault(number, Meeting(number, len(self.ranks)))
-        first = next(iter(meeting.posts.values()), None)
-        if first is not None:
-            self._compare(first, post, number)
+        for first in meeting.posts.values():
+            if first.operation != post.operation or first.alike != post.alike:
+                self._refuse(first, post, number)
+            break
         meeting.posts[post.rank] = post
         if meeting.is_full:
             del self.open[number]
@@ -119,13 +132,11 @@ class Place:
                 each.results = list(results)
         return meeting
 
-    def _compare(self, first: Post, post: Post, number: int) -> None:
+    def _refuse(self, first: Post, post: Post, number: int) -> NoReturn:
         if first.operation != post.operation:
             differs = "another operation"
         else:
-            names = [name for name in post.alike if first.alike.get(name) != post.alike[name]]
-            if not names:
-                return
+            names = [name for name in post.alike if first.alike[name] != post.alike[name]]
             differs = f"other {names[0]}" if names[0].endswith("s") else f"another {names[0]}"
         raise CollectiveMismatch(
             f"rank {self.ranks[post.rank]} came with {differs} to collective #{number} of {self}:\n"
@@ -151,24 +162,29 @@ class SimWork(dist.Work):
     def __init__(
         self,
         baton: Baton,
+        owner: int,
         post: Post,
         is_complete: Callable[[], bool],
         waits_for: Callable[[], str],
     ) -> None:
         super().__init__()
         self.post, self.is_done = post, False
-        self.owner = baton.me().index
+        self.owner = owner
         self._baton, self._is_complete, self._waits_for = baton, is_complete, waits_for
         self._denials = baton.chooser.delay()
-        self._inputs: list[torch.Tensor] = []
-        self._sent: list[torch.Tensor] = []
+        self._inputs: Tensors = ()
+        self._sent: Tensors = ()
         self._extents: list[Extent] = []
 
-    def watch(self, inputs: Tensors, outputs: Tensors) -> None:
-        """Keep an eye on the buffers until the wait; poison what will be overwritten."""
-        self._inputs, self._sent = list(inputs), list(self.post.inputs)
+    def watch(self, inputs: Tensors, outputs: Tensors, extents: list[Extent]) -> None:
+        """Keep an eye on the buffers until the wait; poison what will be overwritten.
+
+        Args:
+            extents: those of the outputs, without the empty ones.
+        """
+        self._inputs, self._sent = inputs, self.post.inputs
         self.post.outputs = list(outputs)
-        self._extents = [extent for tensor in outputs if (extent := extent_of(tensor))]
+        self._extents = extents
         for tensor in outputs:
             poison(tensor)
 
@@ -220,25 +236,30 @@ class SimWork(dist.Work):
 
     def holds_any(self, wanted: Sequence[Extent]) -> bool:
         """Whether one of `wanted` shares memory with an output in flight."""
-        return any(_overlap(one, own) for own in self._extents for one in wanted)
+        return any(overlap(one, own) for own in self._extents for one in wanted)
 
     def _deliver(self) -> None:
         self.is_done = True
-        with torch.no_grad(), torch._C._DisableTorchDispatch():
+        post = self.post
+        with BehindAutograd():
             self._require_untouched()
-            for output, result in zip(self.post.outputs, self.post.results, strict=True):
+            for output, result in zip(post.outputs, post.results, strict=True):
                 # `.data`: backends write behind autograd's back, so no version may be counted.
-                output.data.copy_(result.view_as(output))
+                output.data.copy_(
+                    result if result.shape == output.shape else result.view_as(output)
+                )
         # The handle lives on until the body ends; what it held must not.
-        self._inputs, self._sent = [], []
-        self.post.inputs, self.post.outputs, self.post.results = [], [], []
+        self._inputs = self._sent = ()
+        post.inputs, post.outputs, post.results = [], [], []
 
     def _require_untouched(self) -> None:
-        for tensor in self.post.outputs:
+        outputs = self.post.outputs
+        for tensor in outputs:
             if not is_poison(tensor):
                 raise self._touched("wrote to a buffer that will receive the result")
         for tensor, sent in zip(self._inputs, self._sent, strict=True):
-            if _same_bits(tensor, sent):
+            # What is reduced in place is its own output.
+            if any(tensor is output for output in outputs) or same_bits(tensor, sent):
                 continue
             # What is sent may lie in what is received: a row of the gathered matrix, say.
             extent = extent_of(tensor)
@@ -250,64 +271,6 @@ class SimWork(dist.Work):
             f"rank {self.owner} {what} between the launch and the wait of {self.post}, launched at "
             f"{self.post.where}; the buffers of an operation belong to it until wait() returns"
         )
-
-
-# ----------------------------------------------------------------------------------- buffers
-
-
-def poison(tensor: torch.Tensor) -> None:
-    """Overwrite with what no computation survives: NaN, or the smallest integer."""
-    value = _poison_of(tensor.dtype)
-    if value is not None:
-        tensor.data.fill_(value)
-
-
-def is_poison(tensor: torch.Tensor) -> bool:
-    """Whether nothing has been written to it since."""
-    value = _poison_of(tensor.dtype)
-    if value is None or tensor.numel() == 0:
-        return True
-    data = tensor.data
-    return bool((data == value).all() if value == value else data.isnan().all())
-
-
-def _poison_of(dtype: torch.dtype) -> float | int | None:
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    if dtype is torch.bool:
-        return None
-    return torch.iinfo(dtype).min or torch.iinfo(dtype).max
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.numel() == 0 or torch.equal(one.data, other):
-        return True
-    return torch.equal(
-        one.data.contiguous().view(-1).view(torch.uint8),
-        other.contiguous().view(-1).view(torch.uint8),
-    )
-
-
-Extent = tuple[int, int, int]
-"""Of a tensor in memory: its storage, its first byte and the one after its last."""
-
-
-def extent_of(tensor: torch.Tensor) -> Extent | None:
-    """Where its elements lie; None without any."""
-    if tensor.numel() == 0:
-        return None
-    begin = tensor.data_ptr()
-    if tensor.is_contiguous():
-        length = tensor.numel()
-    else:
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        length = 1 + sum((n - 1) * stride for n, stride in steps)
-    end = begin + length * tensor.element_size()
-    return tensor.untyped_storage().data_ptr(), begin, end
-
-
-def _overlap(one: Extent, other: Extent) -> bool:
-    return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
 
 
 def call_site() -> str:
