@@ -13,6 +13,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -62,12 +63,12 @@ class Grid:
             return cls(mesh, (Shard(0),), mesh.get_group(0), None)
         return cls(mesh, (Replicate(), Shard(0)), mesh.get_group(1), mesh.get_group(0))
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         """Into how many pieces a parameter is cut."""
         return comm.size(self.shard_group)
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """Which piece this rank keeps."""
         return comm.rank(self.shard_group)
@@ -93,7 +94,7 @@ class Grid:
         key = (kind, *ranks.shape, *ranks.flatten().tolist())
         return _once(key, lambda: DeviceMesh(kind, ranks)).get_group(1)
 
-    @property
+    @cached_property
     def stages(self) -> tuple[int, int]:
         """How many ranks `start_sum` sums over, and how many `sum_over_replicas` after it."""
         shards = self.num_ranks

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
 
 import torch
 
@@ -48,10 +47,10 @@ class Layout:
     """
 
     def __init__(self, shapes: Sequence[torch.Size], num_ranks: int) -> None:
-        self.shapes = shapes
+        self.shapes = tuple(shapes)
         self.num_ranks = num_ranks
         self._sizes = [-(-shape[0] // num_ranks) * shape[1:].numel() for shape in shapes]
-        *self._offsets, self.width = accumulate(self._sizes, initial=0)
+        self.width = sum(self._sizes)
 
     def pieces(self, row: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """Views of one rank's `row` `[m]`: its piece of each tensor, in the piece's shape.
@@ -61,10 +60,10 @@ class Layout:
         [[[0, 1], [2, 3]], [6]]
         """
         found = []
-        for shape, offset in zip(self.shapes, self._offsets, strict=True):
-            rows = rows_of(shape[0], rank, self.num_ranks)
-            piece = torch.Size([rows.stop - rows.start, *shape[1:]])
-            found.append(row[offset : offset + piece.numel()].view(piece))
+        shapes = _shapes_of_pieces(self.shapes, rank, self.num_ranks)
+        for place, shape in zip(row.split(self._sizes), shapes, strict=True):
+            is_short = shape.numel() < place.numel()
+            found.append((place[: shape.numel()] if is_short else place).view(shape))
         return found
 
     def pairs(self, fulls: Sequence[torch.Tensor], matrix: torch.Tensor) -> Pairs:
@@ -77,10 +76,13 @@ class Layout:
         [[0, 1, 2], [3, 4, 0]]
         """
         found: Pairs = []
-        for full, offset, size in zip(fulls, self._offsets, self._sizes, strict=True):
+        split = matrix.split(self._sizes, dim=1)
+        for full, places, size in zip(fulls, split, self._sizes, strict=True):
             if size == 0:
                 continue
-            places = matrix[:, offset : offset + size]
+            if full.numel() == places.numel():  # its rows divide: most do, and one view will do
+                found.append((full.view(places.shape), places))
+                continue
             flat = full.view(-1)
             whole = flat.numel() // size
             found.append((flat[: whole * size].view(whole, size), places[:whole]))
@@ -88,6 +90,17 @@ class Layout:
             if rest.numel():
                 found.append((rest, places[whole, : rest.numel()]))
         return found
+
+
+@lru_cache(maxsize=1024)
+def _shapes_of_pieces(
+    shapes: tuple[torch.Size, ...], rank: int, num_ranks: int
+) -> list[torch.Size]:
+    rows = (rows_of(shape[0], rank, num_ranks) for shape in shapes)
+    return [
+        torch.Size([own.stop - own.start, *shape[1:]])
+        for own, shape in zip(rows, shapes, strict=True)
+    ]
 
 
 @lru_cache(maxsize=1024)

@@ -7,7 +7,7 @@ schedule drops them when the pass ends: between steps a model is its shards.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -74,9 +74,15 @@ class Message:
         return cls(parameters, layout, matrix, buffer)
 
 
-@contextmanager
-def outside_of_autograd() -> Iterator[None]:
+def outside_of_autograd() -> AbstractContextManager[None]:
     """Nothing is recorded, and what is made here serves a training step after an evaluation."""
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return _outside_of_autograd()
+    return nullcontext()  # entered already: most backwards and all inner calls
+
+
+@contextmanager
+def _outside_of_autograd() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
 

@@ -17,6 +17,11 @@ def map_tensors(change: Change, values: Any) -> Any:
 
     if isinstance(values, torch.Tensor):
         return change(values)
+    if type(values) is tuple:  # of arguments, mostly; PyTorch's walk takes longer than a layer
+        found = tuple(map_tensors(change, value) for value in values)
+        return found if any(a is not b for a, b in zip(found, values, strict=True)) else values
+    if values == {}:
+        return values
 
     def at_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

@@ -148,6 +148,12 @@ class ShardedParameter:
         if self.pending is not None and self.pending.dtype == self.full.dtype:
             self.full.grad, self.pending = self.pending, None
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a local gradient, or a partial sum, waits here."""
+        is_left = self.full is not None and self.full.grad is not None
+        return is_left or self.pending is not None or self.partial is not None
+
     def hold_pending(self) -> None:
         """Leave a token behind that `zero_grad` removes."""
         if self.pending is not None or self.partial is not None:

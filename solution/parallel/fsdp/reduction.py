@@ -8,7 +8,7 @@ PyTorch counterpart: `foreach_reduce`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,6 @@ import torch
 from solution import comm
 from solution.parallel.fsdp.grid import Grid
 from solution.parallel.fsdp.message import Buffers, Message, outside_of_autograd
-from solution.parallel.fsdp.param import ShardedParameter
 
 
 @dataclass(frozen=True)
@@ -46,31 +45,31 @@ class Reduction:
             self.handle.wait()
             mean = self.own / divisors.between  # in memory of its own: the message is used again
             self.buffers.give(self.message.buffer)
-            for partial, (_, rows) in zip(self.partials, self._rows(mean), strict=True):
-                if partial is not None:
-                    rows += partial
-            is_cleared = {p: p.lift_token() for p in self.message.parameters}
-            if self.is_partial:
-                for parameter, rows in self._rows(mean):
-                    if not is_cleared[parameter]:
-                        parameter.hold_partial(rows)
-                return
-            mean = self.grid.sum_over_replicas(mean)
-            if divisors.after != 1:
-                mean.div_(divisors.after)
-            mean = mean.to(self.message.parameters[0].local.dtype)
-            for parameter, rows in self._rows(mean):
-                if not is_cleared[parameter]:
-                    parameter.add_gradient(rows)
+            if any(partial is not None for partial in self.partials):
+                for partial, rows in zip(self.partials, self._rows(mean), strict=True):
+                    if partial is not None:
+                        rows += partial
+            if not self.is_partial:
+                mean = self.grid.sum_over_replicas(mean)
+                if divisors.after != 1:
+                    mean.div_(divisors.after)
+                mean = mean.to(self.message.parameters[0].local.dtype)
+            is_cleared = [parameter.lift_token() for parameter in self.message.parameters]
+            for parameter, rows, cleared in zip(
+                self.message.parameters, self._rows(mean), is_cleared, strict=True
+            ):
+                if not cleared:
+                    parameter.hold_partial(rows) if self.is_partial else parameter.add_gradient(
+                        rows
+                    )
 
     def let_be_cleared(self) -> None:
         """From here on, and until it is finished, clearing the gradients clears these as well."""
         for parameter in self.message.parameters:
             parameter.leave_token()
 
-    def _rows(self, row: torch.Tensor) -> Iterable[tuple[ShardedParameter, torch.Tensor]]:
-        pieces = self.message.layout.pieces(row, self.grid.rank)
-        return zip(self.message.parameters, pieces, strict=True)
+    def _rows(self, row: torch.Tensor) -> list[torch.Tensor]:
+        return self.message.layout.pieces(row, self.grid.rank)
 
     def drop(self) -> None:
         """Wait, and forget what came."""

@@ -46,7 +46,7 @@ import torch
 from torch import nn
 
 from solution.parallel.fsdp import nested
-from solution.parallel.fsdp.message import Buffers
+from solution.parallel.fsdp.message import Buffers, outside_of_autograd
 from solution.parallel.fsdp.reduction import Reduction
 from solution.parallel.fsdp.unit import State, Unit
 
@@ -103,18 +103,19 @@ class Schedule:
         is_first = not unit.to_run
         if is_new and self._outermost is None:
             self._begin_pass(unit)
-        if not unit.is_in_backward:
-            unit.drop_outdated()
-        if is_first:
-            unit.was_kept = unit.state is State.FULL
-        unit.start_gather()
-        unit.finish_gather()
-        if is_new and is_first:
-            unit.to_run.update(unit.modules)
-            self._order.append(unit)
-            for other in unit.prefetch_in_forward or self._expected_next():
-                other.drop_outdated()
-                self._start_ahead(other)
+        with outside_of_autograd():
+            if not unit.is_in_backward:
+                unit.drop_outdated()
+            if is_first:
+                unit.was_kept = unit.state is State.FULL
+            unit.start_gather()
+            unit.finish_gather()
+            if is_new and is_first:
+                unit.to_run.update(unit.modules)
+                self._order.append(unit)
+                for other in unit.prefetch_in_forward or self._expected_next():
+                    other.drop_outdated()
+                    self._start_ahead(other)
         args, kwargs = nested.cast((args, kwargs), unit.policy.input_dtype)
         # In backward the first module to run is the last: when it is done, all of the unit is.
         return self._watch_inputs(unit, args, kwargs) if is_first else (args, kwargs)
@@ -239,7 +240,8 @@ class Schedule:
             if not unit.is_in_backward:
                 for parameter in unit.parameters:
                     parameter.drop_cleared()
-            self._after_backward(unit)
+            if unit.is_in_backward or unit.state is not State.SHARDED or unit.has_gradients:
+                self._after_backward(unit)
         if self.is_last_backward:
             self._finish_reductions()
         for reduction in self._reductions:

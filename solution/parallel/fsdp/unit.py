@@ -219,6 +219,11 @@ class Unit:
         """Whether replicas are not averaged yet."""
         return not self.all_reduces and self.grid.replica_group is not None
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients wait to be reduced."""
+        return any(parameter.has_gradient for parameter in self.parameters)
+
     def take_gradients(self) -> None:
         """Make what a backward left on the full tensors pending."""
         with outside_of_autograd():
