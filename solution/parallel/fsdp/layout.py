@@ -66,29 +66,31 @@ class Layout:
             found.append((place[: shape.numel()] if is_short else place).view(shape))
         return found
 
-    def pairs(self, fulls: Sequence[torch.Tensor], matrix: torch.Tensor) -> Pairs:
-        """Views of the (contiguous) full tensors beside those of `matrix` with the same elements.
+    def places(self, matrix: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Views of all ranks' pieces of each tensor, `[W, ...]`."""
+        return matrix.split(self._sizes, dim=1)
+
+    def pairs(self, fulls: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> Pairs:
+        """Views of the (contiguous) full tensors beside those of `places` with the same elements.
 
         >>> full, matrix = torch.arange(5), torch.zeros(2, 3, dtype=torch.int64)
-        >>> for rows, places in Layout([full.shape], num_ranks=2).pairs([full], matrix):
-        ...     _ = places.copy_(rows)
+        >>> layout = Layout([full.shape], num_ranks=2)
+        >>> for rows, row_places in layout.pairs([full], layout.places(matrix)):
+        ...     _ = row_places.copy_(rows)
         >>> matrix.tolist()
         [[0, 1, 2], [3, 4, 0]]
         """
         found: Pairs = []
-        split = matrix.split(self._sizes, dim=1)
-        for full, places, size in zip(fulls, split, self._sizes, strict=True):
-            if size == 0:
-                continue
-            if full.numel() == places.numel():  # its rows divide: most do, and one view will do
-                found.append((full.view(places.shape), places))
+        for full, place, size in zip(fulls, places, self._sizes, strict=True):
+            if full.numel() == place.numel():  # its rows divide: most do, and one view will do
+                found.append((full.view(place.shape), place))
                 continue
             flat = full.view(-1)
             whole = flat.numel() // size
-            found.append((flat[: whole * size].view(whole, size), places[:whole]))
+            found.append((flat[: whole * size].view(whole, size), place[:whole]))
             rest = flat[whole * size :]
             if rest.numel():
-                found.append((rest, places[whole, : rest.numel()]))
+                found.append((rest, place[whole, : rest.numel()]))
         return found
 
 

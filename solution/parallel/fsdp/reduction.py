@@ -44,7 +44,7 @@ class Reduction:
         with outside_of_autograd():
             self.handle.wait()
             mean = self.own / divisors.between  # in memory of its own: the message is used again
-            self.buffers.give(self.message.buffer)
+            self.buffers.give(self.message)
             if any(partial is not None for partial in self.partials):
                 for partial, rows in zip(self.partials, self._rows(mean), strict=True):
                     if partial is not None:
@@ -74,7 +74,7 @@ class Reduction:
     def drop(self) -> None:
         """Wait, and forget what came."""
         self.handle.wait()
-        self.buffers.give(self.message.buffer)
+        self.buffers.give(self.message)
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ class Schedule:
             if unit.state is State.GATHERING:
                 unit.reshard()
         self._ahead.clear()
-        self.buffers.drop()
+        self.buffers.empty()
 
     def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         inputs = nested.differentiable((args, kwargs)) if torch.is_grad_enabled() else []

@@ -129,16 +129,13 @@ class Unit:
             self._gathered = self._versions()
             self._require_values()
         group = self._part_group if is_part else self.grid.shard_group
-        rank, num_ranks = comm.rank(group), comm.size(group)
         with outside_of_autograd():
             for dtype, parameters in _grouped(self.parameters, self._computing_dtype):
-                message = Message.of(parameters, dtype, num_ranks, self.buffers)
-                own = message.matrix[rank]
+                message = self.buffers.take(parameters, dtype, group)
                 if is_part:
-                    own.copy_(self._parts.pop(dtype))
+                    message.matrix[comm.rank(group)].copy_(self._parts.pop(dtype))
                 else:
-                    places = message.layout.pieces(own, rank)
-                    copy(list(zip(places, (p.local for p in parameters), strict=True)))
+                    message.fill_own([p.local for p in parameters])
                 self._under_way.append((message, comm.all_gather_rows(message.matrix, group)))
         self.state = State.GATHERING
 
@@ -148,9 +145,8 @@ class Unit:
             with outside_of_autograd():
                 for message, handle in self._under_way:
                     handle.wait()
-                    fulls = [p.allocate(message.matrix.dtype) for p in message.parameters]
-                    copy(message.layout.pairs(fulls, message.matrix))
-                    self.buffers.give(message.buffer)
+                    message.copy_to([p.allocate(message.matrix.dtype) for p in message.parameters])
+                    self.buffers.give(message)
             self._under_way.clear()
             self.state = State.FULL
         for parameter in self.parameters:
@@ -161,7 +157,7 @@ class Unit:
         self.register_sharded()
         for message, handle in self._under_way:
             handle.wait()
-            self.buffers.give(message.buffer)
+            self.buffers.give(message)
         self._under_way.clear()
         self._parts.clear()
         if keep_part:
@@ -247,8 +243,8 @@ class Unit:
     def _send(self, parameters: list[ShardedParameter]) -> Reduction:
         gradients = [p.pending for p in parameters if p.pending is not None]
         dtype, _ = self._dtypes(parameters[0])
-        message = Message.of(parameters, dtype, self.grid.num_ranks, self.buffers)
-        copy([(places, rows) for rows, places in message.layout.pairs(gradients, message.matrix)])
+        message = self.buffers.take(parameters, dtype, self.grid.shard_group)
+        message.fill(gradients)
         partials = [parameter.release_pending() for parameter in parameters]
         divisors = Divisors.of(dtype, self.grid, self.divide_factor)
         if divisors.before > 1:
