@@ -70,7 +70,7 @@ def faulty_course(folder: Path) -> str:
     return f"course:{folder}"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def judged(tmp_path_factory: pytest.TempPathFactory):
     """One command for all of them: its events, its exit status, and who the faulty ones are."""
     folder = tmp_path_factory.mktemp("checkouts")

@@ -96,7 +96,7 @@ def test_an_id_used_twice_is_refused(register):
 # ---------------------------------------------------------------------------------- what there is
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def collected() -> Counter[tuple[str, str]]:
     """(clause id, case) of every test that pytest collects for the reference."""
     script = (

@@ -36,7 +36,7 @@ def drawn(folder: Path, found: dict[str, Any]) -> Path:
     return folder / "index.html"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page with every part."""
     return drawn(tmp_path_factory.mktemp("demo"), results())

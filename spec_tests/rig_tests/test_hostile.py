@@ -45,7 +45,7 @@ def own():
     worlds.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def right(tmp_path_factory: pytest.TempPathFactory) -> target.Target:
     """One that is as it should be, for all tests."""
     path = tmp_path_factory.mktemp("right") / "right.py"
@@ -53,7 +53,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> target.Target:
     return target.parse(str(path))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def beside(right: target.Target):
     """Worlds in which the right one lives on while others come and go."""
     worlds = Worlds()

@@ -31,14 +31,14 @@ def own() -> Iterator[Worlds]:
     worlds.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def crew() -> Iterator[Crew]:
     """A process per core, each with worlds that nobody else uses."""
     with Crew(os.cpu_count() or 1) as members:
         yield members
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def verdict_on(crew: Crew, request: pytest.FixtureRequest) -> Callable[[Impostor], Verdict]:
     """What came of a near-miss; those that this run will ask for are judged side by side."""
     asked = [getattr(item, "callspec", None) for item in request.session.items]

@@ -54,7 +54,7 @@ def every_clause() -> list[Event]:
     return log(*events, implementations=NAMES, points=points)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of that log."""
     path = tmp_path_factory.mktemp("page") / "index.html"

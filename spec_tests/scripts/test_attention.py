@@ -131,7 +131,7 @@ print(json.dumps({
 """
 
 
-@pytest.fixture(scope="module", params=["tiled", "triton"])
+@pytest.fixture(scope="session", params=["tiled", "triton"])
 def found(request, tmp_path_factory):
     if request.param == "triton" and find_spec("triton") is None:
         pytest.skip("needs Triton, which is not installed")

@@ -35,7 +35,7 @@ def assembler_is_missing():
     return not all((folder / name).is_file() for name in ("ptxas", "cuobjdump"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def report(tmp_path_factory):
     """Lines of the report, and what the program says of itself."""
     if assembler_is_missing():

@@ -83,7 +83,7 @@ print(json.dumps({
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def compared(tmp_path_factory):
     ended = run(PROGRAM, folder=tmp_path_factory.mktemp("conversion"))
     assert ended.status == 0, ended.err

@@ -36,7 +36,7 @@ def weights(folder, name):
     return [one["weights_sha256"] for one in found]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def baseline(data, tmp_path_factory):
     """Steps of a plain run, with which others are compared."""
     folder = tmp_path_factory.mktemp("baseline")

@@ -27,7 +27,7 @@ def summary(folder, name="baseline.rank0"):
     return json.loads((folder / f"{name}.json").read_text())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def baseline(data, tmp_path_factory):
     """The folder of a plain run, with which others are compared."""
     folder = tmp_path_factory.mktemp("baseline")

@@ -172,7 +172,7 @@ print(json.dumps({
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def found(tmp_path_factory):
     ended = run(PROGRAM, folder=tmp_path_factory.mktemp("models"))
     assert ended.status == 0, ended.err

@@ -186,7 +186,7 @@ with comm.distributed(device="cpu", timeout_s=30) as world:
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def found(tmp_path_factory):
     ended = run(PROGRAM, folder=tmp_path_factory.mktemp("precision"))
     assert ended.status == 0, ended.err

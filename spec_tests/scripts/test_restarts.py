@@ -27,7 +27,7 @@ LATER = 12
 with_proc = pytest.mark.skipif(not HAS_PROC, reason="finds the ranks of an agent under /proc")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def place(tmp_path_factory):
     """A folder with data; each run gets one below it."""
     folder = tmp_path_factory.mktemp("restarts")
@@ -35,7 +35,7 @@ def place(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def whole(place):
     """What two ranks leave behind that nobody disturbs, and no agent has started."""
     folder = place / "whole"

@@ -18,7 +18,7 @@ def flags(data, folder, *more):
     return (*SMALL, *STEPS, "--data", data, "--out", folder, "--checkpoint-dir", "saved", *more)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def whole(data, tmp_path_factory):
     """The fingerprint of the weights of a run that was not stopped."""
     folder = tmp_path_factory.mktemp("whole")

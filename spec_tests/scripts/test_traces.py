@@ -28,7 +28,7 @@ def trained(folder, data, module, *flags, num_ranks):
     return ranks[0]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def recorded(data, tmp_path_factory):
     """A folder with the traces of a baseline, of our DDP and of PyTorch's FSDP."""
     folder = tmp_path_factory.mktemp("recorded")
