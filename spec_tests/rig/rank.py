@@ -218,10 +218,14 @@ def _doing() -> Doing:
 
 
 def _stack_now(thread: int) -> str:
-    # In a function of its own: a frame that a waiting watcher went on holding would keep alive
-    # whatever its locals held, and be counted as memory that the body did not free.
+    # Who holds a frame keeps its locals alive, and a body that measures memory counts them: so not
+    # extract_stack, which reads files between one frame and the next.
     frame = sys._current_frames().get(thread)
-    return "" if frame is None else _stack_of_body(traceback.extract_stack(frame))
+    places = []
+    while frame is not None:
+        places.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, None))
+        frame = frame.f_back
+    return _stack_of_body(traceback.StackSummary.from_list(reversed(places)))
 
 
 def _stack_of_body(stack: traceback.StackSummary) -> str:
