@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from spec_tests.clause import MUST, clause
-from spec_tests.fsdp.sharded import FULLY_SHARD
+from spec_tests.fsdp.sharded import FULLY_SHARD, of_integers
 from spec_tests.fsdp.test_traffic import GATHERED, volume
 from spec_tests.rig import judge
 from spec_tests.rig.recorder import Kind
@@ -55,13 +55,9 @@ class Encoder(nn.Module):
         return self.table.sum()
 
 
-def encoder() -> Encoder:
-    """In float64, of small integers that are not zero."""
-    module = Encoder().to(torch.float64)
-    for number, parameter in enumerate(module.parameters()):
-        values = torch.arange(parameter.numel()).add(number).remainder(5) - 2.5
-        parameter.data.copy_((2 * values).view(parameter.shape))
-    return module
+def encoder() -> Any:
+    """Of small integers."""
+    return of_integers(Encoder())
 
 
 def batch(rank: int) -> torch.Tensor:
@@ -98,7 +94,7 @@ WAYS: dict[str, tuple[str, bool | None]] = {
 
 def entered(ctx, subject, entrance, setting):
     """Outputs, gradients and kinds of parameters of a step through one entrance."""
-    module: Any = encoder().to(ctx.device)
+    module = encoder().to(ctx.device)
     for part in (module.inner, module):
         ctx.impl.fully_shard(part, reshard_after_forward=setting)
     name = "score" if entrance == "method-calls-forward" else "encode"
@@ -149,7 +145,7 @@ CALLS: dict[str, Any] = {
 
 def unregistered(ctx, subject, case):
     """What a method gives that nobody has registered; None where it raises."""
-    module: Any = encoder().to(ctx.device)
+    module = encoder().to(ctx.device)
     for part in (module.inner, module):
         ctx.impl.fully_shard(part, reshard_after_forward=True)
     module(batch(ctx.rank).to(ctx.device)).sum().backward()  # as in the middle of a training
@@ -180,7 +176,7 @@ def test_a_method_that_is_not_registered_does_not_compute_on_a_shard(world, subj
 
 def ignoring(ctx, subject):
     """A step with one parameter left out: what it is, its gradient, and what was sent."""
-    module: Any = encoder().to(ctx.device)
+    module = encoder().to(ctx.device)
     held = module.table
     values = held.detach().clone()
     ctx.impl.fully_shard(module.inner, reshard_after_forward=True)

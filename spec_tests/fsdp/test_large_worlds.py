@@ -1,22 +1,17 @@
-"""Large worlds: what one rank of 8 or 64 sends and keeps, counted in a world that is not there.
-
-Two and three ranks do not tell a share from a half, or padding from data. Counts and bytes follow
-from shapes, so PyTorch's fake process group shows them where no such machine is at hand.
-"""
+"""Large worlds: a pass on many ranks gathers what it does on two, and shards are as many parts."""
 
 from __future__ import annotations
 
 import gc
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from spec_tests.clause import MUST, clause
 from spec_tests.fsdp.sharded import FULLY_SHARD, shard
 from spec_tests.fsdp.test_traffic import GATHERED, volume
-from spec_tests.laws import agreement, footprint
+from spec_tests.laws import agreement, footprint, large_worlds
 from spec_tests.rig import judge
 from spec_tests.rig.pretended import pretended
 from spec_tests.rig.recorder import Kind
@@ -51,12 +46,6 @@ def one_rank(ctx, subject, rank, num_ranks):
     return seen
 
 
-def first_and_last(world, subject, num_ranks):
-    """Both ends of the pretended world."""
-    ends = [world.run(one_rank, subject, rank, num_ranks)[0] for rank in (0, num_ranks - 1)]
-    return dict(zip(("first", "last"), ends, strict=True))
-
-
 @clause(
     "fsdp.traffic.any-world-size",
     MUST,
@@ -65,10 +54,10 @@ def first_and_last(world, subject, num_ranks):
     source="Rajbhandari et al. 2020, section 7: volume does not depend on the number of ranks",
     worlds=(1,),
 )
-@pytest.mark.parametrize("num_ranks", [8, 64])
+@large_worlds.SIZES
 def test_a_step_sends_no_more_on_many_ranks(world, subject, num_ranks):
     """On 8 and 64 ranks a step MUST send what it sends on two: per pass one copy of the model."""
-    ends = first_and_last(world, subject, num_ranks)
+    ends = large_worlds.first_and_last(world, num_ranks, one_rank, subject)
 
     whole = DEPTH * UNIT
     for end, seen in ends.items():
@@ -86,7 +75,7 @@ def test_a_step_sends_no_more_on_many_ranks(world, subject, num_ranks):
         )
     for phase in ("forward", "backward", "update"):
         logs = [seen[phase] for seen in ends.values()]
-        agreement.same_collectives(logs, given=f"{phase}, first and last of {num_ranks} ranks")
+        agreement.same_collectives(logs, given=f"{phase}, {large_worlds.both(num_ranks)}")
 
 
 @clause(
@@ -97,10 +86,10 @@ def test_a_step_sends_no_more_on_many_ranks(world, subject, num_ranks):
     source="Rajbhandari et al. 2020, figure 1: memory falls with the number of ranks",
     worlds=(1,),
 )
-@pytest.mark.parametrize("num_ranks", [8, 64])
+@large_worlds.SIZES
 def test_what_stays_is_one_part_in_so_many_ranks(world, subject, num_ranks):
     """Between steps a rank of 8 or 64 MUST hold one part in 8 or 64 of weights and moments."""
-    ends = first_and_last(world, subject, num_ranks)
+    ends = large_worlds.first_and_last(world, num_ranks, one_rank, subject)
 
     shards = 4 * DEPTH * UNIT // num_ranks
     footprint.at_most(
@@ -108,5 +97,5 @@ def test_what_stays_is_one_part_in_so_many_ranks(world, subject, num_ranks):
         {"shards": shards, "moments": 2 * shards, "counters and inputs": 512 * DEPTH},
         quantity="bytes after a step",
         likely="rows are padded to a multiple, or ranks beyond a number share nothing",
-        given=f"first and last of {num_ranks} ranks, {DEPTH} layers of {4 * UNIT} bytes",
+        given=f"{large_worlds.both(num_ranks)}, {DEPTH} layers of {4 * UNIT} bytes",
     )

@@ -6,14 +6,12 @@ chunked loss calls the head by itself, after a forward that ran only the norm. L
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 from spec_tests.clause import MUST, clause
-from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded
+from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded, of_integers
 from spec_tests.fsdp.test_traffic import GATHERED, volume
 from spec_tests.laws import equivalence
 from spec_tests.rig import judge
@@ -78,12 +76,11 @@ class Apart(nn.Module):
         return self.body(x)
 
 
-def apart():
-    """In float64, of small integers."""
-    module = Apart().to(torch.float64)
-    for parameter in module.parameters():
-        values = torch.arange(parameter.numel()).remainder(5) - 2
-        parameter.data.copy_(values.view(parameter.shape))
+def sharded_apart(ctx):
+    """Body and head as one unit."""
+    module = of_integers(Apart()).to(ctx.device)
+    ctx.impl.fully_shard([module.body, module.head], reshard_after_forward=True)
+    ctx.impl.fully_shard(module)
     return module
 
 
@@ -99,9 +96,7 @@ def in_a_list(ctx, subject, how):
         sharded.backward(1)
         sharded.backward(0)
         return sharded.stepped()
-    module: Any = apart().to(ctx.device)
-    ctx.impl.fully_shard([module.body, module.head], reshard_after_forward=True)
-    ctx.impl.fully_shard(module)
+    module = sharded_apart(ctx)
     for _ in range(2):
         (ctx.world_size * _chunked(module, ctx.rank)).backward()
     return {n: p.grad.full_tensor() for n, p in module.named_parameters()}
@@ -122,7 +117,7 @@ def test_modules_of_one_call_have_mean_gradients(world, subject, how):
     if how == "tied":
         equivalence.mean_gradients(ranks, "tied", 7, micros=(0, 1))
         return
-    plain = apart()
+    plain = of_integers(Apart())
     for rank in range(world.size):
         (2 * _chunked(plain, rank)).backward()
     wanted = {name: p.grad for name, p in plain.named_parameters()}
@@ -131,9 +126,7 @@ def test_modules_of_one_call_have_mean_gradients(world, subject, how):
 
 def in_part(ctx, subject):
     """Elements gathered by hand after a forward that ran one of two modules."""
-    module: Any = apart().to(ctx.device)
-    ctx.impl.fully_shard([module.body, module.head], reshard_after_forward=True)
-    ctx.impl.fully_shard(module)
+    module = sharded_apart(ctx)
     module(TOYS["mlp"].batch(7, rank=ctx.rank).to(ctx.device))
     with ctx.recording() as by_hand:
         module.body.unshard()
@@ -151,5 +144,5 @@ def test_a_list_of_which_a_part_ran_is_freed(world, subject):
     """After a forward that ran part of a list, the full weights of all of it MUST be gone."""
     ranks = world.run(in_part, subject)
 
-    whole = sum(p.numel() for p in apart().parameters())
+    whole = sum(p.numel() for p in of_integers(Apart()).parameters())
     judge.equal(ranks, whole, quantity="elements that had to be gathered again")

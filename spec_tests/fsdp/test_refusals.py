@@ -46,23 +46,50 @@ CASES = {
 }
 
 
+def error_of(work, kinds=Exception):
+    """Type and words of the error that `work` raises; "" if it raises none."""
+    try:
+        work()
+    except kinds as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def says(word, error, where, likely):
+    """There must be an error, with that word in it."""
+    __tracebackhide__ = True
+    judge.holds(
+        bool(error) and word in error,
+        f"{where}: expected an error{f' that says {word!r}' if word else ''}, "
+        f"got {error[:200] or 'none'}",
+        likely=likely,
+    )
+
+
+def all_raise(errors, given, likely=""):
+    """No rank may go on in silence."""
+    __tracebackhide__ = True
+    silent = [rank for rank, error in enumerate(errors) if not error]
+    judge.holds(
+        not silent,
+        f"expected an error on all {len(errors)} ranks, got none on ranks {silent}",
+        likely=likely,
+        given=given,
+    )
+
+
 def refused(ctx, subject, case):
-    """What was raised, and whether the module is as it was."""
+    """What was raised."""
     build, _ = CASES[case]
     module = build().to(ctx.device)
-    before = {name: id(p) for name, p in module.named_parameters()}
     options = {}
     if case == "mesh-of-three":
         names = ("a", "b", "c")
         options["mesh"] = init_device_mesh(
             ctx.device.type, (1, 1, ctx.world_size), mesh_dim_names=names
         )
-    try:
-        ctx.impl.fully_shard(module, **options)
-    except (ValueError, NotImplementedError, TypeError) as error:
-        after = {name: id(p) for name, p in module.named_parameters()}
-        return {"error": type(error).__name__, "says": str(error), "intact": after == before}
-    return {"error": "", "says": "", "intact": True}
+    kinds = (ValueError, NotImplementedError, TypeError)
+    return error_of(lambda: ctx.impl.fully_shard(module, **options), kinds)
 
 
 @clause(
@@ -75,17 +102,11 @@ def refused(ctx, subject, case):
 @pytest.mark.parametrize("case", CASES)
 def test_what_cannot_be_sharded_is_refused_at_once(world, subject, case):
     """Scalars, strided parameters, containers and odd meshes MUST be refused when sharding."""
-    ranks = world.run(refused, subject, case)
+    errors = world.run(refused, subject, case)
 
-    word = CASES[case][1]
-    for rank, seen in enumerate(ranks):
-        judge.holds(
-            bool(seen["error"]) and word in seen["says"],
-            f"rank {rank}, {case}: expected an error"
-            + (f" that says {word!r}" if word else "")
-            + f", got {seen['error'] or 'none'}: {seen['says'][:200]!r}",
-            likely="it is found out later, in a collective, on some ranks",
-        )
+    late = "it is found out later, in a collective, on some ranks"
+    for rank, error in enumerate(errors):
+        says(CASES[case][1], error, f"rank {rank}, {case}", likely=late)
 
 
 class Table(nn.Module):
@@ -137,16 +158,19 @@ def tried(ctx, subject, case):
     if case != "half-on-meta":
         module.to(ctx.device)
     x = torch.ones(2, 4, device=ctx.device)
-    try:
+    found = {}
+
+    def step():
+        given = dict(options)
         if "param_dtype" in options:
-            options = {"mp_policy": ctx.impl.MixedPrecisionPolicy(**options)}
+            given = {"mp_policy": ctx.impl.MixedPrecisionPolicy(**options)}
         for _ in range(2 if case == "sharded-twice" else 1):
-            ctx.impl.fully_shard(module, **options)
+            ctx.impl.fully_shard(module, **given)
         output = module(x)
         output.sum().backward()
-    except Exception as error:
-        return {"error": type(error).__name__, "says": str(error)}
-    return {"error": "", "says": "", "output": output.detach()}
+        found["output"] = output.detach()
+
+    return error_of(step), found
 
 
 @clause(
@@ -165,19 +189,14 @@ def test_bad_input_is_an_error_on_every_rank_by_the_first_step(world, subject, c
     """
     ranks = world.run(tried, subject, case)
 
-    word = BAD[case][2]
-    for rank, seen in enumerate(ranks):
-        if case in BUILT_PLAIN and not seen["error"]:
+    astray = "it trains, on something else than was meant"
+    for rank, (error, found) in enumerate(ranks):
+        if case in BUILT_PLAIN and not error:
             torch.manual_seed(7)
             right = {"output": BUILT_PLAIN[case]()(torch.ones(2, 4)).detach()}
-            judge.tensors([{"output": seen["output"]}], right, quantity="output")
-            continue
-        judge.holds(
-            bool(seen["error"]) and word in seen["says"],
-            f"rank {rank}, {case}: expected an error that says {word!r}, got "
-            f"{seen['error'] or 'none'}: {seen['says'][:200]!r}",
-            likely="it trains, on something else than was meant",
-        )
+            judge.tensors([found], right, quantity="output")
+        else:
+            says(BAD[case][2], error, f"rank {rank}, {case}", likely=astray)
 
 
 def unequal(ctx, subject, difference):
@@ -211,12 +230,10 @@ def test_ranks_with_unequal_modules_are_told(world, subject, difference):
     """Where ranks differ in their modules, all MUST raise by the first step; none hangs."""
     errors = world.run(unequal, subject, difference)
 
-    silent = [rank for rank, error in enumerate(errors) if not error]
-    judge.holds(
-        not silent,
-        f"expected an error on all {world.size} ranks, got none on ranks {silent}",
-        likely="nothing is compared: rows go where others are expected",
+    all_raise(
+        errors,
         given=f"the last rank has another {difference}",
+        likely="nothing is compared: rows go where others are expected",
     )
 
 
@@ -229,11 +246,7 @@ def without_forward(ctx, subject, seed, how):
     else:
         with torch.no_grad():
             loss = sharded.loss(3)
-    said = ""
-    try:
-        loss.backward()
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
+    said = error_of(loss.backward)
     sharded.optimizer.zero_grad()
     sharded.backward(0)
     return {"said": said, "gradients": sharded.stepped()}
@@ -252,7 +265,6 @@ def test_a_backward_without_its_forward_is_an_error_and_no_more(world, subject, 
     """A backward whose graph is gone or never was MUST raise, and leave the next step right."""
     ranks = world.run(without_forward, subject, 7, how)
 
-    silent = [rank for rank, seen in enumerate(ranks) if not seen["said"]]
-    judge.holds(not silent, f"expected an error on every rank, got none on ranks {silent}")
+    all_raise([seen["said"] for seen in ranks], given=f"after {how}")
     gradients = [seen["gradients"] for seen in ranks]
     equivalence.mean_gradients(gradients, "stack", 7, absent_is_zero=True, given=f"after {how}")

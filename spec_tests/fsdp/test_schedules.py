@@ -2,20 +2,15 @@
 
 Gathers run ahead of the computation and reductions behind it, so several are in flight at any time
 and buffers go from one to the next. Whether each is waited for before its buffer is touched shows
-where completion is an input: the ranks are simulated (`rig.sim`).
+where completion is an input (`laws.schedules`).
 """
 
 from __future__ import annotations
 
-from hypothesis import example, given
-
 from spec_tests.clause import MUST, clause
 from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded
-from spec_tests.laws import equivalence
-from spec_tests.rig import strategies
-from spec_tests.rig.sim import Schedule
+from spec_tests.laws import equivalence, schedules
 
-SIM = ("sim",)  # live ranks take no orders
 TOY, SEED = "stack", 7
 
 
@@ -33,17 +28,14 @@ def two_steps(ctx, subject, toy, seed):
     MUST,
     level="correct",
     judges=FULLY_SHARD,
-    source="c10d: collectives of a group are ordered by their launch, and nothing else is ordered",
+    source=schedules.LAUNCH_ORDER,
     worlds=(3,),
-    transports=SIM,
+    transports=schedules.SIM,
 )
-@given(schedule=strategies.schedules_of_ranks())
-@example(schedule=Schedule("reversed"))
-@example(schedule=Schedule("seeded", seed=1, late=3))
+@schedules.drawn
 def test_no_order_of_events_changes_the_gradients(world, subject, schedule):
     """Whatever schedule the ranks of a sharded model run by, its gradients MUST be the mean."""
-    lenient = Schedule(**{**vars(schedule), "unwaited": "ignore"})
-    ranks = world.scheduled(lenient).run(two_steps, subject, TOY, SEED)
+    ranks = schedules.run(world, schedule, two_steps, subject, TOY, SEED)
 
     equivalence.mean_gradients(ranks, TOY, SEED, micros=(1,), given=str(schedule))
 
@@ -53,9 +45,9 @@ def test_no_order_of_events_changes_the_gradients(world, subject, schedule):
     MUST,
     level="correct",
     judges=FULLY_SHARD,
-    source="c10d: the tensors of an asynchronous collective may be used once wait() has returned",
+    source=schedules.WAITED_FOR,
     worlds=(2, 3),
-    transports=SIM,
+    transports=schedules.SIM,
 )
 def test_every_gather_and_every_reduction_is_waited_for(world, subject):
     """Every collective that is launched MUST be waited for by the rank that launched it.

@@ -1,17 +1,12 @@
-"""Large worlds: what one rank of 8 or 64 sends and keeps, counted in a world that is not there.
-
-Counts and bytes follow from shapes, so PyTorch's fake process group shows them where no such
-machine is at hand.
-"""
+"""Large worlds: a step on many ranks sends what it does on two; state is one part in so many."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
 from spec_tests.clause import MUST, clause
-from spec_tests.laws import agreement, footprint, traffic
+from spec_tests.laws import agreement, footprint, large_worlds, traffic
 from spec_tests.rig.pretended import pretended
 from spec_tests.zero1.runs import OPTIMIZERS, sharded
 
@@ -35,11 +30,6 @@ def one_rank(ctx, rank, num_ranks):
     return log, sum(t.nbytes for t in kept if isinstance(t, torch.Tensor) and t.dim())
 
 
-def ends_of(world, num_ranks):
-    """The first and the last rank of a pretended world."""
-    return [world.run(one_rank, rank, num_ranks)[0] for rank in (0, num_ranks - 1)]
-
-
 @clause(
     "zero1.traffic.any-world-size",
     MUST,
@@ -48,19 +38,20 @@ def ends_of(world, num_ranks):
     source="Rajbhandari et al. 2020, section 7: volume does not depend on the number of ranks",
     worlds=(1,),
 )
-@pytest.mark.parametrize("num_ranks", [8, 64])
+@large_worlds.SIZES
 def test_a_step_sends_one_copy_on_many_ranks(world, num_ranks):
     """On 8 and 64 ranks a step MUST send one copy of the parameters, and nothing else."""
-    logs = [log for log, _ in ends_of(world, num_ranks)]
+    ends = large_worlds.first_and_last(world, num_ranks, one_rank)
 
+    logs = [log for log, _ in ends.values()]
     # Lengths that the ranks divide, beginnings on cache lines.
     traffic.sent_once(
         logs,
         numel=NUM_LAYERS * LAYER,
         padding=NUM_LAYERS * 16,
-        given=f"first and last of {num_ranks} ranks",
+        given=large_worlds.both(num_ranks),
     )
-    agreement.same_collectives(logs, given=f"first and last of {num_ranks} ranks")
+    agreement.same_collectives(logs, given=large_worlds.both(num_ranks))
 
 
 @clause(
@@ -71,16 +62,18 @@ def test_a_step_sends_one_copy_on_many_ranks(world, num_ranks):
     source="Rajbhandari et al. 2020, figure 1: memory falls with the number of ranks",
     worlds=(1,),
 )
-@pytest.mark.parametrize("num_ranks", [8, 64])
+@large_worlds.SIZES
 def test_a_rank_of_many_keeps_one_part_of_the_state(world, num_ranks):
     """On 8 and 64 ranks a rank MUST keep one part in 8 or 64 of the state, and a parameter's."""
+    ends = large_worlds.first_and_last(world, num_ranks, one_rank)
+
     footprint.at_most(
-        [kept for _, kept in ends_of(world, num_ranks)],
+        [kept for _, kept in ends.values()],
         {
             "share of two moments": 2 * 4 * NUM_LAYERS * LAYER // num_ranks,
             "one parameter's": 2 * 4 * LAYER,
         },
         quantity="state bytes",
         likely="parameters are dealt to a fixed number of ranks",
-        given=f"first and last of {num_ranks} ranks, {NUM_LAYERS} equal layers",
+        given=f"{large_worlds.both(num_ranks)}, {NUM_LAYERS} equal layers",
     )

@@ -1,0 +1,42 @@
+"""Schedules: in whichever order ranks run and operations complete, the answer is the same.
+
+Ranks of a job run at speeds of their own, and a network completes what it likes first. Code that
+takes part of that order for granted (the handle launched last is done last, the same operation is
+done first on all ranks, the buffer is free by now) passes every test on one quiet machine. Here the
+order is an input: the ranks are simulated (`rig.sim`), hypothesis draws who runs next, who
+straggles and how late an operation admits that it is done, and shrinks what fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import example, given
+
+from spec_tests.rig import strategies
+from spec_tests.rig.sim import Schedule
+from spec_tests.rig.world import Ranks, World
+
+SIM = ("sim",)
+"""The transport of such clauses: live ranks take no orders."""
+
+LAUNCH_ORDER = (
+    "c10d: collectives of a group are ordered by their launch, and nothing else is ordered"
+)
+WAITED_FOR = "c10d: the tensors of an asynchronous collective may be used once wait() has returned"
+
+
+def drawn(test: Callable[..., None]) -> Callable[..., None]:
+    """Give a clause its `schedule`: drawn ones, and two that every run tries first."""
+    for pinned in (Schedule("seeded", seed=1, late=3), Schedule("reversed")):
+        test = example(schedule=pinned)(test)
+    return given(schedule=strategies.schedules_of_ranks())(test)
+
+
+def run(
+    world: World, schedule: Schedule, body: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Ranks:
+    """`World.run` by a schedule; that work is left behind unwaited is another clause's matter."""
+    return world.scheduled(replace(schedule, unwaited="ignore")).run(body, *args, **kwargs)
