@@ -2,7 +2,7 @@
 
 The public names in the order of a training step: tokens, model, attention, wrapper, optimizer,
 loop, checkpoint. Each is one function or class of one file; `solution/README.md` says in which
-order to read them. This module satisfies `spec_tests/contract.py` as it stands.
+order to read them. This module satisfies `spec_tests/contract` as it stands.
 """
 
 from solution.attention.flash import FlashAttentionTorch, flash_attention

@@ -203,7 +203,8 @@ def _misfit(name: str, function: Callable[..., Any]) -> str:
 
     What the contract gives a default for is passed by some clauses only, and those say so.
     """
-    promised = inspect.signature(FUNCTIONS[name].__call__)
+    kind = FUNCTIONS[name]
+    promised = inspect.signature(kind.__call__)
     needed = [p for p in promised.parameters.values() if p.default is p.empty and p.name != "self"]
     try:
         own = inspect.signature(function)
@@ -217,7 +218,7 @@ def _misfit(name: str, function: Callable[..., Any]) -> str:
         names = ", ".join([p.name for p in needed[: len(args)]] + [f"{k}=" for k in kwargs])
         return (
             f"expected a function that can be called as {name}({names}), got {name}{own}: {error}; "
-            f"see class {FUNCTIONS[name].__name__} in spec_tests/contract.py"
+            f"see class {kind.__name__} in {kind.__module__.replace('.', '/')}.py"
         )
     return ""
 
@@ -271,7 +272,7 @@ def load(target: Target, *, device: str = "cpu") -> Implementation:
     if not any(callable(getattr(namespace, function, None)) for function in FUNCTIONS):
         raise OffersNothingError(
             f"{target.name} offers none of the contract's functions; expected at least one of "
-            f"{', '.join(FUNCTIONS)}. See spec_tests/contract.py"
+            f"{', '.join(FUNCTIONS)}. See spec_tests/contract"
         )
     return implementation
 

@@ -9,9 +9,9 @@
 
 Each line is a union of intervals: nested operators and concurrent kernels count once. So compute +
 exposed + idle is the step, always. What computes and what communicates is said in
-`spec_tests/contract.py` (`SummarizeTrace`); in short: kernels and nccl kernels on a GPU, operators
-and gloo's annotations on a CPU. The latter are times of the host, with the profiler's own cost in
-them, and the waiting for slower ranks counts as communication on both.
+`spec_tests/contract/measure.py` (`SummarizeTrace`); in short: kernels and nccl kernels on a GPU,
+operators and gloo's annotations on a CPU. The latter are times of the host, with the profiler's own
+cost in them, and the waiting for slower ranks counts as communication on both.
 
 Steps are ProfilerSteps, all of them. Holistic Trace Analysis (package `traceinsight`) leaves the
 last one out and says nothing on traces without kernels.

@@ -10,7 +10,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BUDGETS = {"solution": 300, "spec_tests": 350}
 LONG_FILES: dict[str, str] = {
-    "spec_tests/contract.py": "all that an implementer must read stands in one file",
     "spec_tests/ddp/test_accumulation.py": "one concern with many clauses, each with its text",
     "spec_tests/ddp/test_gradients.py": "likewise",
 }

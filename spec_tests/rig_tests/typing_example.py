@@ -1,6 +1,6 @@
 """A minimal implementation, typed: a type checker holds it against the contract's Protocols.
 
-Nothing runs this file. It shows that the Protocols of `contract.py` accept what a user would write,
+Nothing runs this file. It shows that the contract's Protocols accept what a user would write,
 and `make lint` fails when they no longer do.
 """
 

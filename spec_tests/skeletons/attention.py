@@ -27,7 +27,7 @@ Do one task after the other; the clauses of a task say when it is done:
         python -m spec_tests --impl THIS_FILE --level production --clause 'attention.device.*'
 
 All of it: `make check IMPL=THIS_FILE`; what a course asks: `ARGS="--level course"` besides.
-Names and arguments are those of spec_tests/contract.py. Dao 2023, "FlashAttention-2",
+Names and arguments are those of spec_tests/contract/models.py. Dao 2023, "FlashAttention-2",
 algorithms 1 and 2.
 """
 

@@ -24,10 +24,10 @@ Do one task after the other; the clauses of a task say when it is done:
 
 At the first level, what a course asks: `make check IMPL=THIS_FILE ARGS="--level course"`; what
 the names promise: `make check IMPL=THIS_FILE`. Names and arguments are those of
-spec_tests/contract.py; which clause says what stands in spec_tests/CLAUSES.md. Li et al. 2020,
-"PyTorch Distributed", tells the whole story. Delete a function that you do not want to offer:
-it is then "not offered", as what raises nothing but NotImplementedError is. Once you begin with
-`ddp_bucketed`, the clauses of tasks 1 to 4 judge it as well.
+spec_tests/contract/parallel.py; which clause says what stands in spec_tests/CLAUSES.md. Li et al.
+2020, "PyTorch Distributed", tells the whole story. Delete a function that you do not want to
+offer: it is then "not offered", as what raises nothing but NotImplementedError is. Once you begin
+with `ddp_bucketed`, the clauses of tasks 1 to 4 judge it as well.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Do one task after the other; the clauses of a task say when it is done:
         python -m spec_tests --impl THIS_FILE --level production --clause 'data.resources.*'
 
 All of it: `make check IMPL=THIS_FILE`; what a course asks: `ARGS="--level course"` besides.
-Names and arguments are those of spec_tests/contract.py.
+Names and arguments are those of spec_tests/contract/training.py.
 """
 
 from __future__ import annotations

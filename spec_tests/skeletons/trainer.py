@@ -19,7 +19,7 @@ Do one task after the other; the clauses of a task say when it is done:
         python -m spec_tests --impl THIS_FILE --level production --clause 'training.finite.*'
 
 All of it: `make check IMPL=THIS_FILE`; what a course asks: `ARGS="--level course"` besides.
-Names and arguments are those of spec_tests/contract.py. Clauses that wrap the model need a
+Names and arguments are those of spec_tests/contract/training.py. Clauses that wrap the model need a
 `ddp` in the same file as well: import your own, with `no_sync` and
 `finish_gradient_synchronization`.
 """

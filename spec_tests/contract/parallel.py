@@ -1,0 +1,178 @@
+"""The contract of what many ranks do together: replicas, a divided optimizer, shards, norms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+
+class Ddp(Protocol):
+    """Replicate `module` over the group: each gradient is averaged by itself.
+
+    Returns a module that is called like the original, whose `parameters()` are the original's, and
+    whose `train()` and `eval()` reach it. At construction every rank takes the parameters (frozen
+    ones too) and buffers of the group's first rank. After a backward pass and
+    `finish_gradient_synchronization`, `.grad` of the *original* Parameter objects is the mean over
+    the group of the local gradients; a local gradient is everything accumulated since
+    `zero_grad`. Frozen parameters keep `grad is None`. A parameter unused on all ranks keeps
+    None, or is an error no later than the next forward; unused on some ranks only, it holds
+    the mean with zero for the absent, or is an error. Never a hang. The group decides who talks
+    and by how many one divides. All ranks get the same bits, and equal runs give equal bits.
+    Several forwards may feed one backward; a forward without gradients disturbs nothing. After a
+    caught exception the next step is right, or an error.
+    """
+
+    def __call__(
+        self, module: nn.Module, *, process_group: ProcessGroup | None = None
+    ) -> nn.Module: ...
+
+
+class DdpBucketed(Protocol):
+    """As `ddp`, with the gradients packed into flat buckets of about `bucket_size_mb` MiB."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        *,
+        bucket_size_mb: float,
+        process_group: ProcessGroup | None = None,
+    ) -> nn.Module: ...
+
+
+class FinishGradientSynchronization(Protocol):
+    """Called once after every backward that is outside `no_sync`, before the optimizer.
+
+    Never called inside `no_sync`. Absent means that nothing is left to do after backward. A
+    second call changes nothing.
+    """
+
+    def __call__(self, wrapped: nn.Module) -> None: ...
+
+
+class NoSync(Protocol):
+    """A context manager around forward *and* backward of a micro-batch.
+
+    Inside, `.grad` holds plain local sums and nothing is sent. Other placements (only the forward,
+    only the backward) are unspecified. It nests, and it restores the previous state also when the
+    body raises.
+    """
+
+    def __call__(self, wrapped: nn.Module) -> AbstractContextManager[Any]: ...
+
+
+class ShardedOptimizer(Protocol):
+    """ZeRO-1: a `torch.optim.Optimizer` whose state is divided over the group.
+
+    Gradients arrive already averaged. `step` updates what this rank owns and leaves all ranks with
+    equal parameters; `.state` holds only owned state; `param_groups` are live, so a scheduler's
+    change takes effect at the next step; `zero_grad` clears all gradients. `load_state_dict`, which
+    all ranks call, takes the unsharded optimizer's state dict; `state_dict` gives that, or raises.
+    """
+
+    def __call__(
+        self,
+        params: Iterable[Any],
+        optimizer_cls: type[Optimizer],
+        *,
+        process_group: ProcessGroup | None = None,
+        **kwargs: Any,
+    ) -> Optimizer: ...
+
+
+class FullOptimizerState(Protocol):
+    """On every rank, the state dict that the unsharded optimizer would have."""
+
+    def __call__(self, optimizer: Optimizer) -> dict[str, Any]: ...
+
+
+class FullyShard(Protocol):
+    """FSDP in place, called bottom-up, with meaning and defaults of PyTorch's `fully_shard`.
+
+    `mp_policy` is built from the implementation's own `MixedPrecisionPolicy(param_dtype=,
+    reduce_dtype=, output_dtype=, cast_forward_inputs=)`. Parameters become DTensors sharded on dim
+    0. The module then has `unshard`, `reshard`, `set_requires_gradient_sync`,
+    `set_reshard_after_backward`, `set_modules_to_forward_prefetch` and
+    `set_modules_to_backward_prefetch`. Weights are not synchronised: the caller seeds all ranks
+    alike. After an update the next forward uses current weights; an update is `Optimizer.step`, a
+    load function, or an in-place operation under `no_grad` on the Parameter or its local tensor,
+    between steps. `zero_grad` clears what waits on this rank for its reduction, too.
+    Level `production` asks for more of PyTorch's: `ignored_params`, a list of modules as one unit,
+    and the setters that `spec_tests/fsdp/test_settings.py` names.
+    """
+
+    def __call__(
+        self,
+        module: nn.Module,
+        *,
+        mesh: DeviceMesh | None = None,
+        reshard_after_forward: bool | int | None = None,
+        mp_policy: Any = None,
+    ) -> Any: ...
+
+
+class RegisterForwardMethod(Protocol):
+    """Lets a method of a sharded module beside `forward` compute with full weights, too."""
+
+    def __call__(self, module: nn.Module, method_name: str) -> None: ...
+
+
+class MixedPrecisionPolicy(Protocol):
+    """What `fully_shard` takes as `mp_policy`, with the meaning and defaults of PyTorch's.
+
+    Weights are gathered and computed with in `param_dtype`, gradients reduced in `reduce_dtype`
+    (else in `param_dtype`) and accumulated in it between reductions; floating-point inputs are cast
+    to `param_dtype` unless `cast_forward_inputs` is false, outputs to `output_dtype`. Shards,
+    gradients of shards and buffers keep their own dtype.
+    """
+
+    def __call__(
+        self,
+        *,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        output_dtype: torch.dtype | None = None,
+        cast_forward_inputs: bool = True,
+    ) -> Any: ...
+
+
+class Fsdp(Protocol):
+    """The whole-model wrapper of the CS336 exercise: shards Linear and Embedding weights.
+
+    Returns a module that is called like the original; DTensors are not asked for. An optimizer is
+    built over its `parameters()` afterwards. `finish_gradient_synchronization` is called after
+    every backward, as for `ddp`. With `compute_dtype` the sharded layers compute in it; what an
+    optimizer sees keeps its dtype.
+    """
+
+    def __call__(
+        self, module: nn.Module, *, compute_dtype: torch.dtype | None = None
+    ) -> nn.Module: ...
+
+
+class FullParameters(Protocol):
+    """`{name: full tensor}` on every rank. Absent: `full_tensor()` where a parameter has it."""
+
+    def __call__(self, model: nn.Module) -> Mapping[str, torch.Tensor]: ...
+
+
+class ClipGradNorm(Protocol):
+    """`torch.nn.utils.clip_grad_norm_` for replicated, sharded and mixed parameters.
+
+    Returns the global norm as a plain tensor, equal on all ranks.
+    """
+
+    def __call__(
+        self,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor: ...
