@@ -16,6 +16,7 @@ import torch
 from solution import comm
 from solution.parallel.fsdp.grid import Grid
 from solution.parallel.fsdp.message import Buffers, Message, outside_of_autograd
+from solution.parallel.fsdp.param import ShardedParameter
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,14 @@ class Reduction:
                 if divisors.after != 1:
                     mean.div_(divisors.after)
                 mean = mean.to(self.message.parameters[0].local.dtype)
-            is_cleared = [parameter.lift_token() for parameter in self.message.parameters]
+            parameters, kind = self.message.parameters, ShardedParameter
+            keep = kind.hold_partial if self.is_partial else kind.add_gradient
+            is_cleared = [parameter.lift_token() for parameter in parameters]
             for parameter, rows, cleared in zip(
-                self.message.parameters, self._rows(mean), is_cleared, strict=True
+                parameters, self._rows(mean), is_cleared, strict=True
             ):
                 if not cleared:
-                    parameter.hold_partial(rows) if self.is_partial else parameter.add_gradient(
-                        rows
-                    )
+                    keep(parameter, rows)
 
     def let_be_cleared(self) -> None:
         """From here on, and until it is finished, clearing the gradients clears these as well."""
