@@ -159,10 +159,12 @@ def _is_gloo(tensor: torch.Tensor, group: Group) -> bool:
     return f"{tensor.device.type}:gloo" in config.split(",")
 
 
-def agree(value: int, group: Group, *, device: torch.device | None = None) -> bool:
+def agree(value: int, group: Group) -> bool:
     """Whether `value` (below 2**63) is the same on all ranks of `group`; told to every rank."""
     if size(group) == 1:
         return True
+    # Not where this rank's own tensors lie: that may be what differs between ranks.
+    device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
     # The largest value and the negative of the smallest, in one collective.
     extremes = torch.tensor([value, -value], dtype=torch.int64, device=device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)

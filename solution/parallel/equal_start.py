@@ -50,8 +50,7 @@ def require_same_module(module: nn.Module, options: tuple[object, ...], group: c
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
     ]
     checksum = zlib.crc32(repr((options, described)).encode())
-    device = next((parameter.device for parameter in module.parameters()), None)
-    if not comm.agree(checksum, group, device=device):
+    if not comm.agree(checksum, group):
         raise ValueError(
             "expected the same module on all ranks (names, shapes, dtypes, what is frozen) and the "
             f"same wrapper, got different ones; rank {comm.rank(group)} has {len(described)} "

@@ -108,7 +108,8 @@ def fully_shard(
         checks.require_one_device(name, inside)
         if type(reshard_after_forward) is int:
             grid.require_part(reshard_after_forward)
-        lines = [f"reshard_after_forward={reshard_after_forward}, {policy}"]
+        lines = [f"parameters for {grid.mesh.device_type}"]
+        lines.append(f"reshard_after_forward={reshard_after_forward}, {policy}")
         for where, parameter, _ in found:
             described = checks.described_as(name, where, parameter)
             checks.require_cuttable(described, parameter)

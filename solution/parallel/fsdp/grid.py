@@ -115,12 +115,12 @@ class Grid:
 
     def agrees(self, checksum: int) -> bool:
         """Whether it is the same on all ranks of the mesh; told to every one of them."""
-        is_same = comm.agree(checksum, self.shard_group, device=self.device)
+        is_same = comm.agree(checksum, self.shard_group)
         if self.replica_group is None:
             return is_same
         # Also when the row disagrees: its columns wait, and are to hear of it.
         told = checksum if is_same else -1
-        return comm.agree(told, self.replica_group, device=self.device) and is_same
+        return comm.agree(told, self.replica_group) and is_same
 
     def gather_objects(self, value: T) -> list[T]:
         """Every rank's plain `value`, row after row of the mesh; all ranks call it."""
