@@ -35,6 +35,7 @@ from hypothesis import strategies as st
 
 from spec_tests.benchmarks.paired import environment, table
 from spec_tests.ledger import load_all
+from spec_tests.rig import oracle
 from spec_tests.rig.errors import RankDied
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.rank import Context
@@ -143,9 +144,10 @@ def deadlock_ms(worlds: Worlds) -> float:
 
 
 def ddp_chapter_s() -> float:
-    """Every case of every clause of the ddp chapter on the reference, ranks started anew."""
+    """Every case of every clause of the ddp chapter on the reference, all of it anew."""
     register_profiles()
     settings.load_profile("quick")
+    oracle.forget()
     worlds, target = Worlds("sim"), parse("solution")
     clauses = [c for c in load_all() if c.chapter == "ddp" and "sim" in c.transports]
     begun = time.perf_counter()

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -33,7 +32,7 @@ import torch
 from torch import nn
 
 from spec_tests.rig import judge
-from spec_tests.rig.oracle import Named
+from spec_tests.rig.oracle import Named, once
 from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.tolerance import Tolerance
 from spec_tests.rig.toys import TOYS, sum_of_squares
@@ -193,12 +192,9 @@ def run(program: Program, trainee: Trainee) -> Moments:
 def _run_alone(program: Program, trainee: Trainee) -> Moments:
     if type(trainee) is not OneProcess:
         return run(program, trainee)
-    return _run_by_one(program, trainee.toy.name, trainee.seed, trainee.size, trainee.rank)
-
-
-@functools.lru_cache(maxsize=256)  # each function that is judged gets the same programs
-def _run_by_one(program: Program, toy: str, seed: int, size: int, rank: int) -> Moments:
-    return run(program, OneProcess(toy, seed, size=size, rank=rank))
+    # Each function that is judged gets the same programs.
+    key = ("program", program, trainee.toy, trainee.seed, trainee.size, trainee.rank)
+    return once(key, lambda: run(program, trainee))
 
 
 def spelled(name: str, *arguments: object) -> str:

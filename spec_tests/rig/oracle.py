@@ -25,13 +25,19 @@ _MAX_KEPT = 512
 _kept: dict[Any, Any] = {}
 
 
-def _once(key: Any, compute: Callable[[], dict[str, _T]]) -> dict[str, _T]:
-    """The answer under this key: a dictionary of the caller's own, tensors that nobody changes."""
+def once(key: Any, compute: Callable[[], _T]) -> _T:
+    """The answer under this key, computed if it is not kept. Whoever gets it changes nothing."""
     if key not in _kept:
         while len(_kept) >= _MAX_KEPT:
             del _kept[next(iter(_kept))]
         _kept[key] = compute()
-    return dict(_kept[key])
+    kept: _T = _kept[key]
+    return kept
+
+
+def forget() -> None:
+    """Keep nothing: a benchmark pays for each of its repetitions."""
+    _kept.clear()
 
 
 def parameters(toy: str, seed: int) -> Named:
@@ -60,7 +66,7 @@ def gradients(
             sum_of_squares(module(batch, **flag)).backward()
         return gradients_of(module)
 
-    return _once((TOYS[toy], seed, wire.dumps((inputs, flags))), compute)
+    return dict(once((TOYS[toy], seed, wire.dumps((inputs, flags))), compute))
 
 
 def gradients_of(module: nn.Module) -> Gradients:
@@ -91,7 +97,7 @@ def trained(
             plain.step()
         return {name: p.detach().clone() for name, p in module.named_parameters()}
 
-    return _once((TOYS[toy], seed, optimizer, wire.dumps((inputs, options))), compute)
+    return dict(once((TOYS[toy], seed, optimizer, wire.dumps((inputs, options))), compute))
 
 
 def zeros_for_none(found: Gradients, like: Named) -> Named:

@@ -78,6 +78,29 @@ def test_what_it_returns_is_nobody_elses(monkeypatch):
     assert list(oracle.buffers("scalar", 7)) == ["count"]
 
 
+def test_an_answer_is_kept_for_the_same_question_only(monkeypatch):
+    planted(monkeypatch)
+    first = oracle.gradients("scalar", 7, [column(1)])
+    again = oracle.gradients("scalar", 7, [column(1)])
+    assert again["w"] is first["w"]
+    first.clear()  # the mapping is the caller's
+    assert again.keys() == oracle.gradients("scalar", 7, [column(1)]).keys()
+    others = [
+        oracle.gradients("scalar", 8, [column(1)]),
+        oracle.gradients("scalar", 7, [column(1), column(1)]),
+        oracle.gradients("scalar", 7, [column(1)], [{"factor": 2}]),
+    ]
+    assert all(other["w"] is not again["w"] for other in others)
+    oracle.forget()
+    assert oracle.gradients("scalar", 7, [column(1)])["w"] is not again["w"]
+
+
+def test_training_is_kept_for_the_same_options_only(monkeypatch):
+    planted(monkeypatch)
+    slow, fast = (oracle.trained("scalar", 7, [[column(1)]], lr=lr) for lr in (0.25, 0.5))
+    assert slow["w"].item() != fast["w"].item()
+
+
 def test_gradients_are_copies():
     module = nn.Linear(2, 1)
     module(torch.ones(1, 2)).sum().backward()

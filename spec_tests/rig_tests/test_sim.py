@@ -48,6 +48,9 @@ def test_a_deadlock_is_told_with_who_waits_where(worlds: Worlds):
     assert "not come: rank 1" in text
     assert "rank 1: has left the body" in text
     assert "dist.all_reduce(tensor)" in caught.value.ranks[0].stack
+    assert [len(rank.collectives) for rank in caught.value.ranks] == [2, 1]
+    last = caught.value.ranks[0].collectives[-1]
+    assert last.startswith("all_reduce (sizes (4,), dtypes ('float32',), reduce operator SUM) #")
 
 
 def cross(ctx: Context) -> None:
