@@ -149,14 +149,18 @@ class ShardedParameter:
             self.full.grad, self.pending = self.pending, None
 
     @property
-    def has_gradient(self) -> bool:
-        """Whether a local gradient, or a partial sum, waits here."""
-        is_left = self.full is not None and self.full.grad is not None
-        return is_left or self.pending is not None or self.partial is not None
+    def is_left(self) -> bool:
+        """Whether a backward has left a gradient that is not taken yet."""
+        return self.full is not None and self.full.grad is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a gradient, or a partial sum, is taken and not reduced yet."""
+        return self.pending is not None or self.partial is not None
 
     def hold_pending(self) -> None:
         """Leave a token behind that `zero_grad` removes."""
-        if self.pending is not None or self.partial is not None:
+        if self.is_waiting:
             self.leave_token()
 
     def hold_partial(self, rows: torch.Tensor) -> None:

@@ -217,8 +217,9 @@ class Unit:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether gradients wait to be reduced."""
-        return any(parameter.has_gradient for parameter in self.parameters)
+        """Whether there are gradients to be taken, or to be sent."""
+        sends = self.sends
+        return any(p.is_left or (sends and p.is_waiting) for p in self.parameters)
 
     def take_gradients(self) -> None:
         """Make what a backward left on the full tensors pending."""
