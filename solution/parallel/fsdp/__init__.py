@@ -2,6 +2,7 @@
 
 layout.py    where rows lie in a message          policy.py, nested.py   dtypes, and whose
 grid.py      who shards, who replicates           param.py     shard and full tensor
+message.py   what is sent, its memory and views
 unit.py      gather and reduce, start             reduction.py finish: one mean, or two
 schedule.py  when: hooks, prefetch, end           module.py    what a sharded module can do
 api.py       fully_shard                          checks.py    what is refused
