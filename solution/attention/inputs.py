@@ -90,8 +90,10 @@ def under_autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """q, k and v in autocast's dtype where it is on; float64 and what is no float stay."""
     if not isinstance(q, torch.Tensor):
         return q, k, v
-    kind = q.device.type  # of which `meta`, say, has no autocast, and asking for it is an error
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    kind = q.device.type
+    # `meta` has no autocast, and asking for it is an error; asking whether it has stops torch.compile
+    # of 2.11.
+    if q.is_meta or not torch.is_autocast_enabled(kind):
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)
     tensors = [q, k, v]
