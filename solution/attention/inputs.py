@@ -91,8 +91,8 @@ def under_autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     if not isinstance(q, torch.Tensor):
         return q, k, v
     kind = q.device.type
-    # `meta` has no autocast, and asking for it is an error; asking whether it has stops torch.compile
-    # of 2.11.
+    # `meta` has no autocast, and asking for it is an error. Asking whether it has stops
+    # torch.compile of 2.11.
     if q.is_meta or not torch.is_autocast_enabled(kind):
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)
