@@ -202,7 +202,7 @@ def test_a_tensor_changed_before_the_backward_is_noticed(world, subject, name):
 
 
 def after_dirt(ctx, subject, problem):
-    """The answer where new memory is full of NaN: torch fills its own, freed blocks are the rest."""
+    """The answer where new memory is full of NaN, torch's own and freed blocks."""
     x = inputs(problem)
     for like in (x.q, x.k, x.q[..., 0]):
         dirt = [torch.full_like(like, torch.nan, device=ctx.device) for _ in range(8)]

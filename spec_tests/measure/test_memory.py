@@ -191,7 +191,7 @@ def test_twice_the_batch_takes_twice_the_activations(world, subject, model):
 def test_an_answer_does_not_depend_on_what_was_asked_before(world, subject):
     """A small model's estimate MUST be the same before and after a large one's, and below it.
 
-    Below it, because a peak that was never reset is the same every time, once there was a large one.
+    Below it, because a peak that is never reset is the same every time once there was a large one.
     """
     ranks = world.run(estimated, "tied", "wide", "deep", "tied")
 
