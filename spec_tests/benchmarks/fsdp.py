@@ -264,14 +264,15 @@ def main(argv: list[str]) -> int:
                     ranks = world.run(body, case, impls, rounds, options.seconds, timeout_s=3600.0)
                     results.append(summarise(case, impls, list(ranks)))
                     print(results[-1].case, num_ranks, *results[-1].verdicts, sep="\n  ")
-    finally:
+    finally:  # who interrupts a long run keeps the tables that are done
         worlds.close()
-    return report(
-        options.out,
-        "fsdp",
-        "Fully sharded step, paired against torch.distributed.fsdp.fully_shard",
-        f"gloo, 1 thread per rank, fp32, {NUM_TOKENS} tokens per micro-batch and rank, SGD, all "
-        "defaults; ratios are paired medians with their 95 % interval",
-        results,
-        sections(results),
-    )
+        status = report(
+            options.out,
+            "fsdp",
+            "Fully sharded step, paired against torch.distributed.fsdp.fully_shard",
+            f"gloo, 1 thread per rank, fp32, {NUM_TOKENS} tokens per micro-batch and rank, SGD, "
+            "all defaults; ratios are paired medians with their 95 % interval",
+            results,
+            sections(results),
+        )
+    return status

@@ -58,7 +58,8 @@ class Member:
         """The tail of what the rank printed; of a crash, the body's own stack alone."""
         with contextlib.suppress(OSError), self.output_path.open("rb") as file:
             file.seek(max(0, self.output_path.stat().st_size - limit))
-            text = _without_rig(file.read().decode(errors="replace"))
+            # No more than that: a rank that goes on printing outruns whoever reads to the end.
+            text = _without_rig(file.read(limit).decode(errors="replace"))
             dropped = self._dropped_bytes
             # At the end: a report shows the last lines.
             return f"{text}\n({dropped:,} bytes before this were dropped)" if dropped else text
