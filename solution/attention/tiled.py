@@ -31,13 +31,16 @@ Z = B G is what all products are batched over, rows are R queries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 
 __all__ = ["tiled_backward", "tiled_forward"]
 
-TILE = 256  # queries and keys of one tile: its scores stay in a core's cache
+TILE = 256  # keys of one tile, and queries with `causal`: no key further beyond a query is read
+TILE_FULL = 512  # queries otherwise: fewer tiles, and both of their matrices fit the cache
 
 
 def tiled_forward(
@@ -53,12 +56,17 @@ def tiled_forward(
     out_ZRQD = torch.zeros_like(q_ZRQD, dtype=q_BHQD.dtype, memory_format=torch.contiguous_format)
     lse_ZRQ = q_ZRQD.new_full(q_ZRQD.shape[:3], -torch.inf)
     num_keys, num_hidden = k_ZKD.shape[1], k_ZKD.shape[1] - q_ZRQD.shape[2]
-    for rows in _tiles(0, q_ZRQD.shape[2]):
-        q = _rows(q_ZRQD, rows)
+    tile_q = TILE if causal else TILE_FULL
+    (scores_of,) = _scratch(q_ZRQD, k_ZKD, tile_q, number=1)
+    for rows in _tiles(0, q_ZRQD.shape[2], tile_q):
+        q = _rows(q_ZRQD, rows) * scale
         acc, row_sum = torch.zeros_like(q), q.new_zeros(q.shape[:2])
         row_max = torch.full_like(row_sum, -torch.inf)
-        for keys in _tiles(0, min(num_keys, rows.stop + num_hidden) if causal else num_keys):
-            scores = _scores(q, k_ZKD, rows, keys, scale, num_hidden if causal else None)
+        num_seen = min(num_keys, rows.stop + num_hidden) if causal else num_keys
+        for keys in _tiles(0, num_seen, TILE):
+            scores = scores_of(q, k_ZKD[:, keys])
+            if causal:
+                _hide(scores, rows, keys, num_hidden)
             new_max = torch.maximum(row_max, scores.amax(dim=-1))
             # Nothing but -inf so far: -inf - -inf is NaN, and any finite number in its place right.
             shift = new_max.masked_fill(new_max == -torch.inf, 0.0)
@@ -91,30 +99,38 @@ def tiled_backward(
     """dQ, dK and dV, in the shapes and the dtype of q, k and v; empty where not wanted."""
     q_ZRQD, k_ZKD, v_ZKD = _grouped(q_BHQD, k_BGKD, v_BGKD)
     dout_ZRQD = dout_BHQD.to(q_ZRQD.dtype).reshape(q_ZRQD.shape)
-    delta_ZRQ = torch.einsum("zrqd,zrqd->zrq", dout_ZRQD, out_BHQD.to(q_ZRQD).reshape(q_ZRQD.shape))
+    # For each query, a column each: -delta and -LSE.
+    out_ZRQD = out_BHQD.to(q_ZRQD.dtype).reshape(q_ZRQD.shape)
+    minus_delta_ZRQ1 = -torch.einsum("zrqd,zrqd->zrq", dout_ZRQD, out_ZRQD).unsqueeze(-1)
     if dlse_BHQ is not None:
-        delta_ZRQ = delta_ZRQ - dlse_BHQ.reshape(delta_ZRQ.shape)
+        minus_delta_ZRQ1.add_(dlse_BHQ.reshape(minus_delta_ZRQ1.shape))
     # exp(S - inf) is 0: a row that saw nothing gives and gets nothing.
-    minus_lse_ZRQ = -lse_BHQ.masked_fill(lse_BHQ == -torch.inf, torch.inf).reshape(delta_ZRQ.shape)
+    minus_lse_ZRQ1 = -lse_BHQ.masked_fill(lse_BHQ == -torch.inf, torch.inf)
+    minus_lse_ZRQ1 = minus_lse_ZRQ1.reshape(minus_delta_ZRQ1.shape)
+    tile_q = TILE if causal else TILE_FULL
+    scores_of, dweights_of = _scratch(q_ZRQD, k_ZKD, tile_q, number=2)
     dq_ZRQD = q_ZRQD.new_zeros(q_ZRQD.shape)
     dk_ZKD, dv_ZKD = k_BGKD.new_empty(k_ZKD.shape), v_BGKD.new_empty(v_ZKD.shape)
     num_hidden = k_ZKD.shape[1] - q_ZRQD.shape[2]
-    for keys in _tiles(0, k_ZKD.shape[1]):
-        k, v = k_ZKD[:, keys], v_ZKD[:, keys]
-        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    for keys in _tiles(0, k_ZKD.shape[1], TILE):
+        # One more column each, and the products below are S - LSE and dP - delta with no pass of
+        # their own: (scale q, -LSE) (k, 1) = scale q k - LSE.
+        k, v = F.pad(k_ZKD[:, keys], (0, 1), value=1.0), F.pad(v_ZKD[:, keys], (0, 1), value=1.0)
+        dk, dv = torch.zeros_like(k_ZKD[:, keys]), torch.zeros_like(v_ZKD[:, keys])
         first = max(0, keys.start - num_hidden) if causal else 0
-        for rows in _tiles(first, q_ZRQD.shape[2]):
-            q, dout = _rows(q_ZRQD, rows), _rows(dout_ZRQD, rows)
-            minus_lse = _rows(minus_lse_ZRQ, rows).unsqueeze(-1)
-            hidden = num_hidden if causal else None
-            weights = _scores(q, k_ZKD, rows, keys, scale, hidden, plus=minus_lse).exp_()
-            delta = _rows(delta_ZRQ, rows).unsqueeze(-1)
-            dscores = torch.baddbmm(delta, dout, v.mT, beta=-1).mul_(weights)
+        for rows in _tiles(first, q_ZRQD.shape[2], tile_q):
+            q = torch.cat([_rows(q_ZRQD, rows) * scale, _rows(minus_lse_ZRQ1, rows)], dim=-1)
+            dout = torch.cat([_rows(dout_ZRQD, rows), _rows(minus_delta_ZRQ1, rows)], dim=-1)
+            scores = scores_of(q, k)
+            if causal:
+                _hide(scores, rows, keys, num_hidden)
+            weights = scores.exp_()
+            dscores = dweights_of(dout, v).mul_(weights)
             if wants_kv:
-                dv.baddbmm_(weights.mT, dout)
-                dk.baddbmm_(dscores.mT, q, alpha=scale)
+                dv.baddbmm_(weights.mT, dout[..., :-1])
+                dk.baddbmm_(dscores.mT, q[..., :-1])
             if wants_q:
-                dq = torch.bmm(dscores, k).unflatten(1, (q_ZRQD.shape[1], -1))
+                dq = torch.bmm(dscores, k[..., :-1]).unflatten(1, (q_ZRQD.shape[1], -1))
                 dq_ZRQD[:, :, rows].add_(dq, alpha=scale)
         dk_ZKD[:, keys], dv_ZKD[:, keys] = dk, dv
     if not wants_kv:
@@ -138,10 +154,10 @@ def _grouped(
     )
 
 
-def _tiles(start: int, stop: int) -> Iterator[slice]:
-    """[start, stop) in slices of at most `TILE`."""
-    for first in range(start, stop, TILE):
-        yield slice(first, min(first + TILE, stop))
+def _tiles(start: int, stop: int, size: int) -> Iterator[slice]:
+    """[start, stop) in slices of at most `size`."""
+    for first in range(start, stop, size):
+        yield slice(first, min(first + size, stop))
 
 
 def _rows(tensor_ZRQ: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -149,25 +165,33 @@ def _rows(tensor_ZRQ: torch.Tensor, rows: slice) -> torch.Tensor:
     return tensor_ZRQ[:, :, rows].flatten(1, 2)
 
 
-def _scores(
-    q: torch.Tensor,
-    k_ZKD: torch.Tensor,
-    rows: slice,
-    keys: slice,
-    scale: float,
-    num_hidden: int | None,
-    plus: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`scale * q k^T` of one tile, and `plus` for each row, which costs no pass of its own.
+def _scratch(
+    q_ZRQD: torch.Tensor, k_ZKD: torch.Tensor, tile_q: int, *, number: int
+) -> list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+    """Functions that write `rows keys^T` of a tile, each over what it wrote before.
 
-    With `num_hidden` query i sees the keys up to i + num_hidden.
+    Memory that was used a moment ago is still in the cache; new memory is not, and may have to be
+    fetched from the kernel page by page.
     """
-    start = q.new_zeros(()) if plus is None else plus
-    scores = torch.baddbmm(start, q, k_ZKD[:, keys].mT, beta=plus is not None, alpha=scale)
-    if num_hidden is None or keys.stop <= rows.start + num_hidden + 1:
-        return scores
-    row = torch.arange(rows.start, rows.stop, device=q.device).unsqueeze(-1)
-    column = torch.arange(keys.start, keys.stop, device=q.device)
+    num_rows = q_ZRQD.shape[1] * min(tile_q, q_ZRQD.shape[2])
+    numel = k_ZKD.shape[0] * num_rows * min(TILE, k_ZKD.shape[1])
+
+    def product_into(memory: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        def product(rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+            shape = (rows.shape[0], rows.shape[1], keys.shape[1])
+            tile = memory[: math.prod(shape)].view(shape)
+            return torch.bmm(rows, keys.mT, out=tile)
+
+        return product
+
+    return [product_into(q_ZRQD.new_empty(numel)) for _ in range(number)]
+
+
+def _hide(scores: torch.Tensor, rows: slice, keys: slice, num_hidden: int) -> None:
+    """-inf where query i would see a key after i + `num_hidden`."""
+    if keys.stop <= rows.start + num_hidden + 1:
+        return
+    row = torch.arange(rows.start, rows.stop, device=scores.device).unsqueeze(-1)
+    column = torch.arange(keys.start, keys.stop, device=scores.device)
     of_heads = scores.unflatten(1, (-1, rows.stop - rows.start))  # a view
     of_heads.masked_fill_(column > row + num_hidden, -torch.inf)
-    return scores
