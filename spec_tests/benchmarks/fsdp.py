@@ -61,8 +61,8 @@ class Case:
 CASES = [
     Case(size, width, num_blocks, max(1, num_steps // accumulation), num_rounds, raf, accumulation)
     for size, width, num_blocks, num_steps, num_rounds, accumulations in (
-        ("1M", 128, 8, 16, 100, (1, 4)),
-        ("25M", 512, 12, 2, 40, (1, 4)),
+        ("1M", 128, 8, 4, 400, (1, 4)),
+        ("25M", 512, 12, 1, 80, (1, 4)),
         ("124M", 1024, 14, 1, 12, (1,)),
     )
     for raf in (True, False)
@@ -248,8 +248,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--impl", action="append", help="as for the suite; default: solution")
     parser.add_argument("--size", action="append", choices=list(TIME_BOUNDS), help="default: all")
     parser.add_argument("--ranks", type=int, action="append", help="default: 2 and 4")
-    parser.add_argument("--rounds", type=int, help="at most; default: 100 at 1M, 40, 12 at 124M")
-    parser.add_argument("--seconds", type=float, default=20.0, help="for the rounds of a table")
+    parser.add_argument("--rounds", type=int, help="at most; default: 400 at 1M, 80, 12 at 124M")
+    parser.add_argument("--seconds", type=float, default=30.0, help="for the rounds of a table")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for fsdp.md, fsdp.json")
     options = parser.parse_args(argv)
     impls = options.impl or ["solution"]
