@@ -113,6 +113,14 @@ class StumblesOverLeftovers(PlainCheckpoint):
         super().put(root, step, state)
 
 
+class NewestOrNothing(PlainCheckpoint):
+    """What cannot be read is an error, though an older save lies beside it."""
+
+
+class TrustsTheDisk(PlainCheckpoint):
+    """What can be read is taken for what was written: torch.load looks at no check sum."""
+
+
 class NotStrict(PlainCheckpoint):
     def check(self, module: nn.Module, saved: dict[str, torch.Tensor]) -> None:
         pass
@@ -268,5 +276,21 @@ IMPOSTORS = (
         "torch.load(weights_only=False); the metadata of torch.distributed.checkpoint",
         "One's own files are harmless.",
         "safety.runs-no-code",
+    ),
+    card(
+        NewestOrNothing,
+        "newest-or-nothing",
+        "Gives up where the newest save is damaged.",
+        "the newest by name, and no second try",
+        "It is an error, and somebody can delete the file; at night nobody does.",
+        "damage.older-is-used",
+    ),
+    card(
+        TrustsTheDisk,
+        "trusts-the-disk",
+        "Loads values in which a bit has been flipped.",
+        "torch.load, which ignores the check sums of its own archive",
+        "Disks are right, nearly always.",
+        "damage.flipped-bit-is-noticed",
     ),
 )

@@ -84,6 +84,14 @@ class NeedsEnvironment(PlainLoader):
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
+class SaysNoNumber(PlainLoader):
+    def count_of(self, path: Path) -> int:
+        try:
+            return super().count_of(path)
+        except ValueError:
+            raise ValueError(f"{path.name}: not a token shard, or a damaged one") from None
+
+
 class SkipsBadFiles(PlainLoader):
     def count_of(self, path: Path) -> int:
         with contextlib.suppress(Exception):
@@ -332,5 +340,13 @@ IMPOSTORS = (
         "A pass that is left half-way never closes its file.",
         "Limits are in the thousands.",
         "data.resources.descriptors",
+    ),
+    _card(
+        SaysNoNumber,
+        "data.says-no-number",
+        "Says which file is bad, and not what it found there.",
+        "One message for magic, version and length.",
+        "The file is named.",
+        "data.refusal.says-what-it-found",
     ),
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from spec_tests.impostors.card import Impostor
 from spec_tests.impostors.plain_loader import Batch, PlainLoader, offer
 
@@ -38,6 +40,23 @@ class CountsLate(PlainLoader):
         for index in range(begin, self.num_batches()):
             yield self.batch(index)
             self.yielded = index + 1
+
+
+class OnePlaceForAll(PlainLoader):
+    """An iterator reads on where the loader is, not where it has come to itself."""
+
+    def walk(self, begin: int) -> Iterator[Batch]:
+        while self.yielded < self.num_batches():
+            self.yielded += 1
+            yield self.batch(self.yielded - 1)
+
+
+class KeepsTensor(PlainLoader):
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": torch.tensor(self.yielded)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begin = self.yielded = int(state["batches"])
 
 
 class CountsOwnSequences(PlainLoader):
@@ -220,5 +239,21 @@ IMPOSTORS = (
         "data.state.load-moves-a-used-loader",
         "data.state.at-the-end",
         "data.state.of-a-resumed-pass",
+    ),
+    _card(
+        OnePlaceForAll,
+        "one-place-for-all",
+        "Lets all iterators of a loader read on at one place.",
+        "The position is an attribute of the loader, and `__iter__` returns self.",
+        "Nobody iterates twice at a time, until an evaluation looks at a batch.",
+        "data.partition.independent-passes",
+    ),
+    _card(
+        KeepsTensor,
+        "keeps-tensor",
+        "Has a tensor in its state.",
+        "A counter that was a buffer; JSON and a reader's eye find nothing to read.",
+        "torch.save takes it.",
+        "data.state.is-plain-data",
     ),
 )

@@ -73,6 +73,12 @@ class NormalisesOverBatch(PlainDecoder):
         return x - x.mean(dim=0, keepdim=True)
 
 
+class StaysAtLastPlace(PlainDecoder):
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        last = self.places.num_embeddings - 1
+        return self.tokens(ids) + self.places(torch.arange(ids.shape[1]).clamp(max=last))
+
+
 class DeadParameter(PlainDecoder):
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
@@ -140,6 +146,14 @@ IMPOSTORS = (
         "A head of another task that was left in.",
         "On one process nothing happens.",
         "models.gradients.reach-every-parameter",
+    ),
+    _card(
+        StaysAtLastPlace,
+        "models.stays-at-last-place",
+        "Gives every token beyond the longest sequence the last position.",
+        "A clamp that was put there against an index error.",
+        "Something comes out, and the loss is only a little worse.",
+        "models.refusal.too-long",
     ),
     _card(PlainDecoder, "benign.model-plain", "Untied, one head, no norms.", "", ""),
 )

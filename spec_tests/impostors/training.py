@@ -29,6 +29,14 @@ class Floors(PlainTrain):
         return max(1, whole // (micro * size))
 
 
+class SaysIndivisible(PlainTrain):
+    @staticmethod
+    def accumulation_steps(whole: int, micro: int, size: int) -> int:
+        if whole % (micro * size):
+            raise ValueError("the batch does not divide into micro-batches")
+        return whole // (micro * size)
+
+
 class ForgetsRanks(PlainTrain):
     @staticmethod
     def accumulation_steps(whole: int, micro: int, size: int) -> int:
@@ -155,6 +163,14 @@ IMPOSTORS = (
         "It trains.",
         "training.accumulation.refuses-a-remainder",
         "training.data.refuses-a-remainder",
+    ),
+    card(
+        SaysIndivisible,
+        "says-indivisible",
+        "Refuses a remainder without saying of what.",
+        "assert global_batch % micro_batch == 0, and a word to it.",
+        "It is an error, as it should be.",
+        "training.accumulation.names-the-numbers",
     ),
     card(
         ForgetsRanks,

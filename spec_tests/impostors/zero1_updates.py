@@ -34,6 +34,10 @@ class AveragesWeights(StepsAlone):
             parameter.copy_(whole / self.size())
 
 
+class SendsPieceByPiece(PlainZero1):
+    """Right, and as slow as the number of parameters makes it."""
+
+
 class FillsNone(PlainZero1):
     def update(self, closure: Any) -> Any:
         for parameter in self.owners:
@@ -202,5 +206,13 @@ IMPOSTORS = (
         "Parameters are taken with remove_duplicate=False and dealt by name.",
         "No test model ties anything; a famous one that says so does not.",
         "zero1.step.tied-parameter",
+    ),
+    card(
+        SendsPieceByPiece,
+        "sends-piece-by-piece",
+        "Broadcasts every parameter in a message of its own.",
+        "A loop over parameters; ZeroRedundancyOptimizer's default",
+        "All weights are right, and one machine's latency is small.",
+        "zero1.traffic.few-messages",
     ),
 )
