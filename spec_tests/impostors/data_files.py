@@ -84,14 +84,6 @@ class NeedsEnvironment(PlainLoader):
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-class SaysNoNumber(PlainLoader):
-    def count_of(self, path: Path) -> int:
-        try:
-            return super().count_of(path)
-        except ValueError:
-            raise ValueError(f"{path.name}: not a token shard, or a damaged one") from None
-
-
 class SkipsBadFiles(PlainLoader):
     def count_of(self, path: Path) -> int:
         with contextlib.suppress(Exception):
@@ -146,12 +138,18 @@ class NamesNoFile(PlainLoader):
         try:
             return super().count_of(path)
         except ValueError:
-            raise ValueError("magic number mismatch in the data .bin file") from None
+            raise ValueError(self.words(path)) from None
+
+    def words(self, path: Path) -> str:
+        return "magic number mismatch in the data .bin file"
+
+
+class SaysNoNumber(NamesNoFile):
+    def words(self, path: Path) -> str:
+        return f"{path.name}: not a token shard, or a damaged one"
 
 
 class ReadsWhole(PlainLoader):
-    """Right, and dear: every shard in memory."""
-
     def __init__(self, *args: Any) -> None:
         self.whole: dict[int, np.ndarray] = {}
         super().__init__(*args)
@@ -346,7 +344,7 @@ IMPOSTORS = (
         "data.says-no-number",
         "Says which file is bad, and not what it found there.",
         "One message for magic, version and length.",
-        "The file is named.",
+        "It is named.",
         "data.refusal.says-what-it-found",
     ),
 )
