@@ -301,7 +301,6 @@ def traceless(ctx, subject, seed):
     level="production",
     judges=DDP,
     source="process-global state belongs to the program, not to a wrapper",
-    no_impostor="advises only",
 )
 def test_wrapping_and_training_leave_no_global_state_behind(world, subject):
     """Wrapping and training SHOULD leave no process-global state changed."""

@@ -1,6 +1,6 @@
 """Impostors: deliberate near-misses that the clauses must reject, and variants they must not.
 
-A clause that nothing fails proves nothing. For every MUST clause at least one impostor differs from
+A clause that nothing fails proves nothing. For every clause at least one impostor differs from
 right code by a line or a method, is made of a bug that somebody really had, and must be rejected by
 the clauses that its card names. Benign variants are right but unusual and must be accepted. Two
 controls run each time: the null impostor (nothing is changed, nothing may be rejected) and the

@@ -56,6 +56,14 @@ class RoundsOutput(PlainDdp):
         return output.bfloat16().to(output.dtype)
 
 
+class SetsPrecision(PlainDdp):
+    """Right, and everything else in the process multiplies differently from here on."""
+
+    def start_equal(self) -> None:
+        super().start_equal()
+        torch.set_float32_matmul_precision("high")
+
+
 _CONSTRUCTION = "ddp.construction.parameters-from-first-rank"
 _BUFFERS = "ddp.construction.buffers-from-first-rank"
 
@@ -126,5 +134,13 @@ IMPOSTORS = (
         "Mixed-precision wrappers that cast outputs whatever the policy says.",
         "`allclose` with default tolerances, on outputs near one.",
         "ddp.construction.forward-is-unchanged",
+    ),
+    _card(
+        SetsPrecision,
+        "sets-precision",
+        "Sets the precision of matrix products for the whole process.",
+        '`torch.set_float32_matmul_precision("high")` in a recipe, moved into the wrapper.',
+        "Gradients are right; what was measured before and after cannot be compared.",
+        "ddp.lifecycle.leaves-no-trace",
     ),
 )

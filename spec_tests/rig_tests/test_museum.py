@@ -22,7 +22,7 @@ def test_every_near_miss_says_what_it_does_where_it_comes_from_and_why_it_is_uns
     assert unseen == [impostors.FORCED_FAILURE.id], "a control is nobody's bug"
 
 
-def test_every_must_clause_without_an_impostor_says_why():
+def test_every_clause_without_an_impostor_says_why():
     found = museum.without(ledger.load_all())
     assert [clause.id for clause in found if not clause.no_impostor] == []
     assert all(clause.transports == ("cuda",) for clause in found), "what a CPU shows has one"
