@@ -32,7 +32,7 @@ Z = B G is what all products are batched over, rows are R queries.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -57,14 +57,14 @@ def tiled_forward(
     lse_ZRQ = q_ZRQD.new_full(q_ZRQD.shape[:3], -torch.inf)
     num_keys, num_hidden = k_ZKD.shape[1], k_ZKD.shape[1] - q_ZRQD.shape[2]
     tile_q = TILE if causal else TILE_FULL
-    (scores_of,) = _scratch(q_ZRQD, k_ZKD, tile_q, number=1)
+    scratch = _scratch(q_ZRQD, k_ZKD, tile_q)
     for rows in _tiles(0, q_ZRQD.shape[2], tile_q):
         q = _rows(q_ZRQD, rows) * scale
         acc, row_sum = torch.zeros_like(q), q.new_zeros(q.shape[:2])
         row_max = torch.full_like(row_sum, -torch.inf)
         num_seen = min(num_keys, rows.stop + num_hidden) if causal else num_keys
         for keys in _tiles(0, num_seen, TILE):
-            scores = scores_of(q, k_ZKD[:, keys])
+            scores = _product(q, k_ZKD[:, keys], scratch)
             if causal:
                 _hide(scores, rows, keys, num_hidden)
             new_max = torch.maximum(row_max, scores.amax(dim=-1))
@@ -108,7 +108,7 @@ def tiled_backward(
     minus_lse_ZRQ1 = -lse_BHQ.masked_fill(lse_BHQ == -torch.inf, torch.inf)
     minus_lse_ZRQ1 = minus_lse_ZRQ1.reshape(minus_delta_ZRQ1.shape)
     tile_q = TILE if causal else TILE_FULL
-    scores_of, dweights_of = _scratch(q_ZRQD, k_ZKD, tile_q, number=2)
+    scratch, other_scratch = (_scratch(q_ZRQD, k_ZKD, tile_q) for _ in range(2))
     dq_ZRQD = q_ZRQD.new_zeros(q_ZRQD.shape)
     dk_ZKD, dv_ZKD = k_BGKD.new_empty(k_ZKD.shape), v_BGKD.new_empty(v_ZKD.shape)
     num_hidden = k_ZKD.shape[1] - q_ZRQD.shape[2]
@@ -121,11 +121,11 @@ def tiled_backward(
         for rows in _tiles(first, q_ZRQD.shape[2], tile_q):
             q = torch.cat([_rows(q_ZRQD, rows) * scale, _rows(minus_lse_ZRQ1, rows)], dim=-1)
             dout = torch.cat([_rows(dout_ZRQD, rows), _rows(minus_delta_ZRQ1, rows)], dim=-1)
-            scores = scores_of(q, k)
+            scores = _product(q, k, scratch)
             if causal:
                 _hide(scores, rows, keys, num_hidden)
             weights = scores.exp_()
-            dscores = dweights_of(dout, v).mul_(weights)
+            dscores = _product(dout, v, other_scratch).mul_(weights)
             if wants_kv:
                 dv.baddbmm_(weights.mT, dout[..., :-1])
                 dk.baddbmm_(dscores.mT, q[..., :-1])
@@ -165,26 +165,20 @@ def _rows(tensor_ZRQ: torch.Tensor, rows: slice) -> torch.Tensor:
     return tensor_ZRQ[:, :, rows].flatten(1, 2)
 
 
-def _scratch(
-    q_ZRQD: torch.Tensor, k_ZKD: torch.Tensor, tile_q: int, *, number: int
-) -> list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
-    """Functions that write `rows keys^T` of a tile, each over what it wrote before.
+def _scratch(q_ZRQD: torch.Tensor, k_ZKD: torch.Tensor, tile_q: int) -> torch.Tensor:
+    """Memory for the largest tile."""
+    num_rows = q_ZRQD.shape[1] * min(tile_q, q_ZRQD.shape[2])
+    return q_ZRQD.new_empty(k_ZKD.shape[0] * num_rows * min(TILE, k_ZKD.shape[1]))
+
+
+def _product(rows: torch.Tensor, keys: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """`rows keys^T`, over what was in `scratch` before.
 
     Memory that was used a moment ago is still in the cache; new memory is not, and may have to be
     fetched from the kernel page by page.
     """
-    num_rows = q_ZRQD.shape[1] * min(tile_q, q_ZRQD.shape[2])
-    numel = k_ZKD.shape[0] * num_rows * min(TILE, k_ZKD.shape[1])
-
-    def product_into(memory: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        def product(rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-            shape = (rows.shape[0], rows.shape[1], keys.shape[1])
-            tile = memory[: math.prod(shape)].view(shape)
-            return torch.bmm(rows, keys.mT, out=tile)
-
-        return product
-
-    return [product_into(q_ZRQD.new_empty(numel)) for _ in range(number)]
+    shape = rows.shape[0], rows.shape[1], keys.shape[1]
+    return torch.bmm(rows, keys.mT, out=scratch[: math.prod(shape)].view(shape))
 
 
 def _hide(scores: torch.Tensor, rows: slice, keys: slice, num_hidden: int) -> None:
