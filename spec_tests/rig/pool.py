@@ -17,6 +17,7 @@ One call, as the parent sees it:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import selectors
 import shutil
@@ -38,10 +39,11 @@ from spec_tests.rig.member import Member
 from spec_tests.rig.zygote import rank_environment
 from spec_tests.target import Target
 
-# After a rank has raised, its peers are released by the closing sockets; who is not is killed.
+# A rank that has raised closes its sockets, which releases its peers; who is not is killed.
 RELEASE_S = 0.5
-# One that wants a processor and gets none cannot say yet that it was released.
-_STARVED_RELEASE_S = 5.0
+# That takes longer where what it has made is long in going, or where one wants a processor and gets
+# none.
+_SLOW_RELEASE_S = 5.0
 _POLL_S = 0.2
 # How many times its time limit a body may take while it visibly computes.
 PATIENCE = 4.0
@@ -166,7 +168,7 @@ class Pool:
         replies: dict[int, rank_side.Reply] = {}
         deadline = time.monotonic() + timeout_s
         patience_ends = time.monotonic() + limit_s
-        starved_until = deadline
+        slow_until = deadline
         watched = {
             m.rank: Liveness(m.process.pid or -1, grace_s, progress=_progress_of(m))
             for m in self._members
@@ -175,9 +177,12 @@ class Pool:
             ready = self._selector.select(_POLL_S)
             for key, _ in ready:
                 self._receive(key.data, replies)
-            if has_errors := any(reply.error for reply in replies.values()):
-                deadline = min(deadline, time.monotonic() + RELEASE_S)
-                starved_until = min(starved_until, time.monotonic() + _STARVED_RELEASE_S)
+            errors = [reply for reply in replies.values() if reply.error]
+            if errors:
+                slow_until = min(slow_until, time.monotonic() + _SLOW_RELEASE_S)
+                have_left = all(reply.has_left for reply in errors)
+                released = time.monotonic() + RELEASE_S if have_left else slow_until
+                deadline = min(deadline, released)
             if ready or len(replies) == self.world_size:
                 continue
             self._trim_outputs()
@@ -187,10 +192,10 @@ class Pool:
                 self._give_up(replies, f"blocked, nothing moved for {grace_s:g} s")
             now = time.monotonic()
             if now > deadline:
-                if now < starved_until and any(watched[rank].is_starved for rank in silent):
+                if now < slow_until and any(watched[rank].is_starved for rank in silent):
                     continue
                 # Who computes (compiles, interprets) is slow, not hung, for a good while longer.
-                if has_errors or all(watched[rank].is_idle for rank in silent):
+                if errors or all(watched[rank].is_idle for rank in silent):
                     self._give_up(replies, f"no answer within {timeout_s:g} s")
                 if now > patience_ends:
                     self._give_up(
@@ -209,8 +214,11 @@ class Pool:
             self._raise_died(member, replies)
         except received.NotPlain as error:
             raise received.refusal(error, member.rank, self.world_size) from None
-        if reply.serial == self._serial:
-            replies[member.rank] = reply
+        if reply.serial != self._serial:
+            return  # of an earlier call
+        if reply.has_left:
+            reply = dataclasses.replace(replies[member.rank], has_left=True)
+        replies[member.rank] = reply
 
     def _give_up(
         self, replies: dict[int, rank_side.Reply], why: str, *, was_computing: bool = False

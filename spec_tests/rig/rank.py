@@ -85,7 +85,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a rank answers. `value` is already pickled, so that a bad value is an error there."""
+    """What a rank answers. `value` is already pickled, so that a bad value is an error there.
+
+    Whoever has failed answers twice: at once, and with nothing but `has_left` when it has closed
+    its groups.
+    """
 
     serial: int
     value: bytes | None
@@ -93,6 +97,7 @@ class Reply:
     collectives: int
     keeps_groups: bool = False
     leaks: tuple[hygiene.Leak, ...] = ()
+    has_left: bool = False
 
 
 class Context:
@@ -277,10 +282,13 @@ def _serve(
         leaks = hygiene.restore(clean)
         if leaks:  # what could not be put back is the state from now on
             clean = hygiene.snapshot()
-        tasks.send_bytes(wire.dumps(_with_leaks(reply, leaks)))
+        reply = _with_leaks(reply, leaks)
+        tasks.send_bytes(wire.dumps(reply))
         if reply.error is not None or reply.collectives < 0:
             _leave()  # releases the peers that wait for this rank
             joined = -1
+        if reply.error is not None:
+            tasks.send_bytes(wire.dumps(Reply(task.serial, None, None, -1, has_left=True)))
     _leave()
 
 

@@ -30,6 +30,24 @@ def total(ctx: Context, values: Any) -> torch.Tensor:
     return tensor
 
 
+class _Lingering:
+    """In a cycle, so that it goes when garbage is collected, and takes its time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.me, self.seconds = self, seconds
+
+    def __del__(self) -> None:
+        time.sleep(self.seconds)
+
+
+def fail_and_linger(ctx: Context, seconds: float) -> None:
+    """Rank 0 raises, and what it has made is long in going; the others wait for it."""
+    if ctx.rank == 0:
+        _Lingering(seconds)
+        raise KeyError("planted")
+    dist.barrier()
+
+
 def fail(ctx: Context, how: str, culprit: int) -> float:
     """Rank `culprit` fails in the way called `how`; the others wait for it in an all-reduce."""
     tensor = torch.ones(4)
