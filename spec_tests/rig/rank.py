@@ -20,15 +20,13 @@ import faulthandler
 import functools
 import gc
 import importlib
-import json
 import os
-import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -38,10 +36,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spec_tests.rig import hygiene, loading, wire
+from spec_tests.rig import hygiene, wire
 from spec_tests.rig.loading import Greeting, load_implementation
-from spec_tests.rig.member import Doing
-from spec_tests.rig.recorder import Recorder, issued_by_all_groups
+from spec_tests.rig.recorder import Recorder
+from spec_tests.rig.watcher import watch
 from spec_tests.rig.zygote import forget_triton
 from spec_tests.target import Implementation, Target
 
@@ -176,7 +174,7 @@ def main(config: RankConfig, tasks: Connection, control: Connection) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     watcher = threading.Thread(
-        target=_watch, args=(control, config.scratch), name="watcher", daemon=True
+        target=watch, args=(control, config.scratch), name="watcher", daemon=True
     )
     watcher.start()
     store = dist.TCPStore("127.0.0.1", config.store_port, is_master=False)
@@ -201,62 +199,6 @@ def _redirect_output(path: str) -> int:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - likewise
     faulthandler.enable(sys.stderr)
     return output
-
-
-def _watch(control: Connection, scratch: str, answer: Callable[[], Doing] | None = None) -> None:
-    """Answer who asks what this process does, and end it when its parent has gone."""
-    while True:
-        try:
-            control.recv_bytes()
-        except (EOFError, OSError):
-            # The parent is gone: nobody will read an answer, or tidy up.
-            shutil.rmtree(Path(scratch).parent, ignore_errors=True)
-            os._exit(70)
-        doing = (answer or _doing)()
-        with contextlib.suppress(OSError):
-            control.send_bytes(wire.dumps(doing))
-
-
-def _doing() -> Doing:
-    stack = _stack_now(threading.main_thread().ident or 0)
-    return Doing(stack, _last_collectives(), issued_by_all_groups())
-
-
-def _stack_now(thread: int) -> str:
-    # Who holds a frame keeps its locals alive, and a body that measures memory counts them: so not
-    # extract_stack, which reads files between one frame and the next.
-    frame = sys._current_frames().get(thread)
-    places = []
-    while frame is not None:
-        places.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, None))
-        frame = frame.f_back
-    return _stack_of_body(traceback.StackSummary.from_list(reversed(places)))
-
-
-def _stack_of_body(stack: traceback.StackSummary) -> str:
-    """What belongs to the body, or to the import at the start; empty between two tasks."""
-    own = ((__file__, "_run"), (loading.__file__, "load_implementation"))
-    inside = [i for i, f in enumerate(stack) if (f.filename, f.name) in own]
-    return "".join(traceback.format_list(stack[inside[-1] + 1 :])) if inside else ""
-
-
-def _last_collectives(limit: int = 6) -> tuple[str, ...]:
-    """The newest entries of torch's flight recorder, where this build has one for gloo."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    if dump is None:
-        return ()
-    try:
-        trace = json.loads(dump())
-    except (RuntimeError, ValueError):
-        return ()
-    entries = trace.get("entries", [])
-    # Entries of earlier groups are still there: begin at the last one that was a group's first.
-    starts = [i for i, entry in enumerate(entries) if entry["collective_seq_id"] == 1]
-    return tuple(
-        f"{entry['profiling_name'].removeprefix('gloo:')} #{entry['collective_seq_id']} "
-        f"{entry['input_sizes']}"
-        for entry in entries[starts[-1] if starts else 0 :][-limit:]
-    )
 
 
 def _serve(

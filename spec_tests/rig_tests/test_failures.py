@@ -60,13 +60,6 @@ def test_a_raising_rank_is_named_and_its_peers_are_released(worlds: Worlds, size
     assert worlds.pool(size, None, "gloo").pids() == pids, "an exception costs no rank its life"
 
 
-def test_peers_of_a_rank_that_is_long_in_going_are_released(worlds: Worlds):
-    with pytest.raises(RankRaised, match="rank 0 of 2 raised KeyError") as caught:
-        worlds.world(2).run(bodies.fail_and_linger, 2 * pool.RELEASE_S)
-    assert [report.state for report in caught.value.ranks] == ["raised"] * 2
-    assert_healthy(worlds, 2)
-
-
 def test_the_traceback_ends_at_the_remote_line(worlds: Worlds):
     with pytest.raises(RankRaised) as caught:
         worlds.world(2).run(bodies.fail, "raise", 1)

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from spec_tests.rig import liveness, member, pool, wire, world
+from spec_tests.rig.errors import RankRaised
 from spec_tests.rig.world import Worlds
-from spec_tests.rig_tests import faults
+from spec_tests.rig_tests import bodies, faults
 
 
 def test_the_rigs_own_times_add_up_to_the_promise():
@@ -20,6 +21,13 @@ def test_the_rigs_own_times_add_up_to_the_promise():
     assert longest_raise_s < faults.LIMITS_S["raise"]
     longest_hang_s = world.GRACE_S + 2 * pool._POLL_S + 4 * 0.3
     assert longest_hang_s < faults.LIMITS_S["hang"] < world.TIMEOUT_S
+
+
+def test_peers_of_a_rank_that_is_long_in_going_are_released(worlds: Worlds):
+    with pytest.raises(RankRaised, match="rank 0 of 2 raised KeyError") as caught:
+        worlds.world(2).run(bodies.fail_and_linger, 2 * pool.RELEASE_S)
+    assert [report.state for report in caught.value.ranks] == ["raised"] * 2
+    assert worlds.world(2).run(bodies.who) == [(0, 2, ""), (1, 2, "")]
 
 
 class Looks:

@@ -32,6 +32,7 @@ from spec_tests.rig.sim.collectives import Collectives
 from spec_tests.rig.sim.faults import UnwaitedWork
 from spec_tests.rig.sim.schedule import Schedule
 from spec_tests.rig.sim.store import SimStore
+from spec_tests.rig.watcher import watch
 from spec_tests.rig.zygote import forget_triton
 from spec_tests.target import Implementation, load
 
@@ -218,4 +219,4 @@ def _watch(control: Connection, scratch: str, host: _Host) -> None:
         history = host.now.history(holder.index)
         return SimDoing(stack_of(holder), history, host.baton.steps, holder.index)
 
-    live._watch(control, scratch, answer)
+    watch(control, scratch, answer)

@@ -1,0 +1,81 @@
+"""The watcher of a rank: a thread that tells the parent what the rank is doing.
+
+It answers while the main thread is blocked in C++, and ends the process when the parent is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from spec_tests.rig import loading, wire
+from spec_tests.rig.member import Doing
+from spec_tests.rig.recorder import issued_by_all_groups
+
+_RANK = str(Path(__file__).with_name("rank.py"))
+
+
+def watch(control: Connection, scratch: str, answer: Callable[[], Doing] | None = None) -> None:
+    """Answer who asks what this process does, and end it when its parent has gone."""
+    while True:
+        try:
+            control.recv_bytes()
+        except (EOFError, OSError):
+            # The parent is gone: nobody will read an answer, or tidy up.
+            shutil.rmtree(Path(scratch).parent, ignore_errors=True)
+            os._exit(70)
+        doing = (answer or _doing)()
+        with contextlib.suppress(OSError):
+            control.send_bytes(wire.dumps(doing))
+
+
+def _doing() -> Doing:
+    stack = _stack_now(threading.main_thread().ident or 0)
+    return Doing(stack, _last_collectives(), issued_by_all_groups())
+
+
+def _stack_now(thread: int) -> str:
+    # Who holds a frame keeps its locals alive, and a body that measures memory counts them: so not
+    # extract_stack, which reads files between one frame and the next.
+    frame = sys._current_frames().get(thread)
+    places = []
+    while frame is not None:
+        places.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, None))
+        frame = frame.f_back
+    return _stack_of_body(traceback.StackSummary.from_list(reversed(places)))
+
+
+def _stack_of_body(stack: traceback.StackSummary) -> str:
+    """What belongs to the body, or to the import at the start; empty between two tasks."""
+    own = ((_RANK, "_run"), (loading.__file__, "load_implementation"))
+    inside = [i for i, f in enumerate(stack) if (f.filename, f.name) in own]
+    return "".join(traceback.format_list(stack[inside[-1] + 1 :])) if inside else ""
+
+
+def _last_collectives(limit: int = 6) -> tuple[str, ...]:
+    """The newest entries of torch's flight recorder, where this build has one for gloo."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None:
+        return ()
+    try:
+        trace = json.loads(dump())
+    except (RuntimeError, ValueError):
+        return ()
+    entries = trace.get("entries", [])
+    # Entries of earlier groups are still there: begin at the last one that was a group's first.
+    starts = [i for i, entry in enumerate(entries) if entry["collective_seq_id"] == 1]
+    return tuple(
+        f"{entry['profiling_name'].removeprefix('gloo:')} #{entry['collective_seq_id']} "
+        f"{entry['input_sizes']}"
+        for entry in entries[starts[-1] if starts else 0 :][-limit:]
+    )
