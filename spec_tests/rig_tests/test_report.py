@@ -199,6 +199,16 @@ def test_the_summary_shows_failures_reasons_and_margins():
     assert "- seed: `7`" in page
 
 
+def test_the_line_to_run_it_again_stands_there_once():
+    page = render_summary(
+        log(result("failed", message="2\nagain: pytest -k w2", rerun="pytest -k w2"))
+    )
+    assert page.count("pytest -k w2") == 1
+    cut = "\n".join([*map(str, range(100)), "again: pytest -k w2"])
+    page = render_summary(log(result("failed", message=cut, rerun="pytest -k w2")))
+    assert page.count("again: `pytest -k w2`") == 1
+
+
 def test_a_long_message_is_cut_with_a_word():
     page = render_summary(log(result("failed", message="\n".join(map(str, range(100))))))
     assert "... 60 more lines in events.jsonl" in page

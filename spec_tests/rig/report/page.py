@@ -261,12 +261,13 @@ def _seen(name: str, cell: Mapping[str, Any]) -> str:
     parts = [f"<h3>{escape(name)}: {escape(cell['text'])}</h3>"]
     if first["likely"]:
         parts.append(f"<p class='likely'><strong>Likely</strong> {prose(first['likely'])}</p>")
-    if first["message"]:
-        parts.append(f"<pre>{prose(_clip(first['message'].rstrip()))}</pre>")
+    message = _clip(first["message"].rstrip())
+    if message:
+        parts.append(f"<pre>{prose(message)}</pre>")
     if others:
         named = ", ".join(case["case"] for case in others)
         parts.append(f"<p class='small'>The same in: <span class='id'>{escape(named)}</span></p>")
-    if first["rerun"] and Outcome(cell["outcome"]) not in SILENT:
+    if first["rerun"] not in message and Outcome(cell["outcome"]) not in SILENT:
         parts.append(f"<p class='small'>See it again:</p><pre>{escape(first['rerun'])}</pre>")
     return "\n".join(parts)
 

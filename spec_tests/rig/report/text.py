@@ -218,11 +218,12 @@ def _failure_cards(events: Sequence[Event]) -> list[str]:
         first, *others = cell.decisive_cases
         lines += [f"### {WORDS[cell.outcome]}: {cell.clause} on {cell.implementation}", ""]
         lines += [f"{cell.strength}, level {cell.level}, case `{first['case'] or 'only one'}`", ""]
-        lines += [*_fenced(first["message"]), ""]
+        message = _fenced(first["message"])
+        lines += [*message, ""]
         if others:
             named = ", ".join(f"`{case['case']}`" for case in others)
             lines += [f"{cell.outcome} as well: {named}", ""]
-        if first["rerun"]:
+        if first["rerun"] not in "\n".join(message):  # where the message does not end with it
             lines += [f"again: `{first['rerun']}`", ""]
     return ["## What did not hold", "", *lines] if lines else []
 
