@@ -216,8 +216,9 @@ class Pool:
             raise received.refusal(error, member.rank, self.world_size) from None
         if reply.serial != self._serial:
             return  # of an earlier call
-        if reply.has_left:
-            reply = dataclasses.replace(replies[member.rank], has_left=True)
+        if reply.has_left:  # its second answer
+            first = replies.get(member.rank, reply)
+            reply = dataclasses.replace(first, has_left=True)
         replies[member.rank] = reply
 
     def _give_up(
