@@ -344,7 +344,7 @@ IMPOSTORS = (
         "data.says-no-number",
         "Says which file is bad, and not what it found there.",
         "One message for magic, version and length.",
-        "It is named.",
+        "The file is named.",
         "data.refusal.says-what-it-found",
     ),
 )
