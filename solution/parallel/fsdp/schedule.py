@@ -22,9 +22,10 @@ there, after those of the parameters. A unit whose inputs need no gradient has n
 takes care of it. In forward what comes next is what came next the last time; a forward that goes
 another way is not prefetched from there on.
 
-One message of each kind is under way at a time. So beside the shards there are, at most, the full
-values of the unit that computes (and what is kept on purpose), its full gradients, the values that
-come next, and the gradients that have just left.
+One message of each kind is under way at a time, and so, beside the shards, there are at most the
+full values of the unit that computes, its full gradients, the values that come next, and the
+gradients that have just left. Where a backward finds its values kept, and gives them back, a second
+message of gradients takes their room: small ones spend more time waiting than travelling.
 
 Invariants. Between steps, and outside of forward and backward, `parameters()` are the shards. What
 was gathered before an update is never used after it. An Exception in a forward leaves the model
@@ -40,6 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -57,17 +59,15 @@ class Schedule:
     Attributes:
         root: the outermost unit.
         units: all of them, outermost first.
-        prefetches: whether gathers run ahead by themselves.
         is_last_backward: whether backwards finish what they have started to reduce.
     """
 
     def __init__(self, root: Unit, units: list[Unit]) -> None:
         self.root = root
         self.units = units
-        self.prefetches = True
         self.is_last_backward = True
         self.buffers = Buffers()
-        self._reductions: list[Reduction] = []  # under way; at most those of one unit
+        self._reductions: list[list[Reduction]] = []  # under way, by unit
         self._outermost: Unit | None = None  # whose forward is running
         self._latest: Unit | None = None  # whose forward has ended last
         self._order: list[Unit] = []  # in which forwards began, in this pass
@@ -168,7 +168,7 @@ class Schedule:
 
     def _expected_next(self) -> Iterable[Unit]:
         position = len(self._order)
-        if self.prefetches and self._order == self._previous_order[:position]:
+        if self._order == self._previous_order[:position]:
             return self._previous_order[position : position + 1]
         return ()
 
@@ -209,7 +209,7 @@ class Schedule:
             for parameter in unit.parameters:
                 parameter.drop_cleared()
                 parameter.resume_gradient()
-        chosen = [previous] if previous is not None and self.prefetches else []
+        chosen = [previous] if previous is not None else []
         for other in unit.prefetch_in_backward or chosen:
             if other.unshards_in_backward:
                 self._start_ahead(other)
@@ -228,12 +228,15 @@ class Schedule:
                 parameter.hold_pending()
             return
         if any(parameter.pending is not None for parameter in unit.parameters):
-            self._finish_reductions()
-            self._reductions = unit.start_reduction()
+            # What was kept for this backward, and is given back in it, makes room for a second.
+            self._finish_reductions(but=1 if self._keeps(unit) else 0)
+            self._reductions.append(unit.start_reduction())
 
-    def _finish_reductions(self) -> None:
-        while self._reductions:
-            self._reductions.pop(0).finish()
+    def _finish_reductions(self, *, but: int = 0) -> None:
+        """Of the oldest units first; those of the latest `but` units stay under way."""
+        while len(self._reductions) > but:
+            for reduction in self._reductions.pop(0):
+                reduction.finish()
 
     def _end_of_backward(self) -> None:
         for unit in self.units:
@@ -244,7 +247,7 @@ class Schedule:
                 self._after_backward(unit)
         if self.is_last_backward:
             self._finish_reductions()
-        for reduction in self._reductions:
+        for reduction in chain(*self._reductions):
             reduction.let_be_cleared()
         self._drop_unused()
         self._is_end_queued = False
@@ -253,7 +256,7 @@ class Schedule:
         """After an interrupted backward: peers get their messages, what came is dropped."""
         self._is_end_queued = False
         self._outermost = None
-        for reduction in self._reductions:
+        for reduction in chain(*self._reductions):
             reduction.drop()
         self._reductions.clear()
         for unit in self.units:
