@@ -13,7 +13,6 @@ Invariants.
 1. All ranks of a group issue the same functions in the same order with equal shapes and dtypes.
    Nothing here checks that; `agree` is the tool for whoever needs to be sure.
 2. A group of one rank sends nothing.
-3. The environment is read in `distributed` and nowhere else in the library.
 
 Cost. Over W ranks a sum of n bytes sends 2n(W-1)/W per rank, a broadcast of n bytes at most n.
 
@@ -22,17 +21,14 @@ PyTorch counterpart: `torch.distributed`, which this wraps thinly.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 Group = dist.ProcessGroup | None
+
+_ROWS = 0x726F7773  # the tag of letters that carry rows: nobody else's are taken for them
 
 
 class Handle(Protocol):
@@ -70,7 +66,7 @@ def require_group(group: Group, *, caller: str) -> None:
     if not is_initialized():
         raise RuntimeError(
             f"{caller} expected an initialised process group, got none; run under torchrun inside "
-            "`solution.comm.distributed()`, or call torch.distributed.init_process_group first"
+            "`solution.world.distributed()`, or call torch.distributed.init_process_group first"
         )
     if group is not None and (not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0):
         raise ValueError(
@@ -131,14 +127,35 @@ def broadcast(tensor: torch.Tensor, source: int, group: Group) -> Handle:
 def all_gather_rows(matrix: torch.Tensor, group: Group) -> Handle:
     """Starts filling `matrix` `[W, m]`, whose row of this rank is in place, with all ranks' rows.
 
-    On gloo W broadcasts straight into place take a quarter of the time of its all-gather.
+    On gloo two ranks broadcast their rows straight into place, in a quarter of the time of its
+    all-gather. More ranks send them to each other as letters: gloo hands collectives to two threads
+    per group, which carry two broadcasts at a time, but letters to none.
     """
-    if size(group) == 1 or _is_gloo(matrix, group):
-        return _All([broadcast(row, source, group) for source, row in enumerate(matrix)])
+    num_ranks = size(group)
+    if matrix.numel() == 0 or num_ranks == 1:
+        return _Done()
+    if _is_gloo(matrix, group):
+        if num_ranks == 2 or matrix.device.type != "cpu":  # gloo reads letters from host memory
+            return _All([broadcast(row, source, group) for source, row in enumerate(matrix)])
+        return _send_rows(matrix, group)
     # Renamed in torch 2.13. Flat: input and output then share memory in a way that is allowed.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: Handle = gather(matrix.view(-1), matrix[rank(group)], group=group, async_op=True)
     return work
+
+
+def _send_rows(matrix: torch.Tensor, group: Group) -> Handle:
+    own, num_ranks = rank(group), size(group)
+    # Each begins with its neighbour, so that nobody is sent to by all at once.
+    sources = [(own - step) % num_ranks for step in range(1, num_ranks)]
+    handles: list[Any] = [
+        dist.irecv(matrix[source], group=group, group_src=source, tag=_ROWS) for source in sources
+    ]
+    handles += [
+        dist.isend(matrix[own], group=group, group_dst=target, tag=_ROWS)
+        for target in reversed(sources)
+    ]
+    return _All(handles)
 
 
 def reduce_scatter_sum(matrix: torch.Tensor, group: Group) -> tuple[torch.Tensor, Handle]:
@@ -200,98 +217,3 @@ def barrier(group: Group = None) -> None:
     """Returns when every rank of `group` has called it; at once when nothing is distributed."""
     if size(group) > 1:
         dist.barrier(group)
-
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """This process's place in the run.
-
-    Attributes:
-        rank: 0 .. size - 1, over all machines.
-        size: number of processes.
-        local_rank: rank on this machine.
-        device: where this rank's model and batches live.
-        backend: "nccl" or "gloo".
-    """
-
-    rank: int
-    size: int
-    local_rank: int
-    device: torch.device
-    backend: str
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank does what one rank does for all: log, write, announce."""
-        return self.rank == 0
-
-
-@contextmanager
-def distributed(*, device: str | None = None, timeout_s: float = 600.0) -> Iterator[World]:
-    """Joins the run that torchrun's environment describes, and leaves it however the body ends.
-
-    With one GPU per local rank the backend is nccl, otherwise gloo (with CUDA tensors where ranks
-    share a GPU). Started by plain `python`, it is a run of one rank.
-
-    Args:
-        device: "cpu" or "cuda"; None takes CUDA when there is any.
-        timeout_s: after this long a collective without its peers becomes an error.
-
-    Raises:
-        ValueError: RANK without WORLD_SIZE or the reverse, values that make no sense, or a device
-            that is not there.
-    """
-    if is_initialized():
-        raise RuntimeError(
-            "distributed() expected no process group yet; this process has one already"
-        )
-    world = _world_from_environment(device)
-    if world.device.type == "cuda":
-        torch.cuda.set_device(world.device)
-    # One rank started by hand has no rendezvous to go to: its store lives in this process.
-    store = None if "RANK" in os.environ else dist.HashStore()
-    dist.init_process_group(
-        world.backend,
-        store=store,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=world.device if world.backend == "nccl" else None,
-    )
-    try:
-        yield world
-    finally:
-        dist.destroy_process_group()
-
-
-def _world_from_environment(device: str | None) -> World:
-    if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
-        given, absent = ("RANK", "WORLD_SIZE") if "RANK" in os.environ else ("WORLD_SIZE", "RANK")
-        raise ValueError(
-            f"expected both RANK and WORLD_SIZE, or neither; got {given} without {absent}"
-        )
-    rank_, size_ = _environment_int("RANK", 0), _environment_int("WORLD_SIZE", 1)
-    if not 0 <= rank_ < size_:
-        raise ValueError(f"expected 0 <= RANK < WORLD_SIZE, got RANK={rank_}, WORLD_SIZE={size_}")
-    local_rank = _environment_int("LOCAL_RANK", rank_)
-    local_size = _environment_int("LOCAL_WORLD_SIZE", size_)
-    if device not in (None, "cpu", "cuda"):
-        raise ValueError(f'expected device "cpu", "cuda" or None, got {device!r}')
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError('got device="cuda" but no CUDA device is visible; use device="cpu"')
-    if device == "cpu" or not torch.cuda.is_available():
-        return World(rank_, size_, local_rank, torch.device("cpu"), "gloo")
-    num_devices = torch.cuda.device_count()
-    # nccl refuses two ranks on one GPU; gloo carries CUDA tensors through host memory.
-    backend = "nccl" if local_size <= num_devices and dist.is_nccl_available() else "gloo"
-    return World(rank_, size_, local_rank, torch.device("cuda", local_rank % num_devices), backend)
-
-
-def _environment_int(name: str, default: int) -> int:
-    text = os.environ.get(name)
-    if text is None:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"expected an integer in {name}, got {text!r}") from None

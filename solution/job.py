@@ -36,7 +36,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from solution import comm
 from solution.checkpoint import CheckpointError
 from solution.config import parse
 from solution.data.shards import write_atomically
@@ -54,10 +53,11 @@ from solution.resume import Interrupted, Restarts
 from solution.runlog import RunLog, say, table
 from solution.train_config import TrainConfig
 from solution.trainer import DataExhaustedError, NonFiniteError, StepRecord, training_steps
+from solution.world import World, distributed
 
 __all__ = ["Wrap", "main"]
 
-Wrap = Callable[[nn.Module, TrainConfig, comm.World], nn.Module]
+Wrap = Callable[[nn.Module, TrainConfig, World], nn.Module]
 COUNTED_STEP = 2  # the third: PyTorch's DDP settles its buckets after the first
 DONE, FAILED, BAD_INPUT, OUT_OF_DATA, INTERRUPTED = range(5)
 
@@ -86,7 +86,7 @@ def main(
     where, plan = "", None
     try:
         config = _config(flags, kind)
-        with comm.distributed(device=None if config.device == "auto" else config.device) as world:
+        with distributed(device=None if config.device == "auto" else config.device) as world:
             where = f"[rank {world.rank}] " if world.size > 1 else ""
             plan = Plan.of(config, world, name=name or config.name)
             if world.is_first:

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from solution import comm
 from solution.attention import unavailable
 from solution.config import ModelConfig
 from solution.data.loader import TokenLoader, token_loader
@@ -25,6 +24,7 @@ from solution.parallel.zero1 import ShardedOptimizer
 from solution.step import DataExhaustedError
 from solution.train_config import TrainConfig
 from solution.trainer import accumulation_steps
+from solution.world import World
 
 __all__ = ["Plan"]
 
@@ -37,7 +37,7 @@ class Plan:
 
     name: str
     config: TrainConfig
-    world: comm.World
+    world: World
     model_config: ModelConfig
     sequence_length: int
     num_micro_batches: int
@@ -46,7 +46,7 @@ class Plan:
     recording: Recording  # of the steps that a profiler watches; perhaps none
 
     @classmethod
-    def of(cls, config: TrainConfig, world: comm.World, *, name: str) -> Plan:
+    def of(cls, config: TrainConfig, world: World, *, name: str) -> Plan:
         """Check everything, derive the rest.
 
         Raises:
@@ -151,7 +151,7 @@ class Plan:
         return text
 
 
-def _loader(config: TrainConfig, world: comm.World, length: int, split: str) -> TokenLoader:
+def _loader(config: TrainConfig, world: World, length: int, split: str) -> TokenLoader:
     return token_loader(
         find_shards(config.data, split),
         batch_size=config.micro_batch_size,
@@ -161,7 +161,7 @@ def _loader(config: TrainConfig, world: comm.World, length: int, split: str) -> 
     )
 
 
-def _recording(config: TrainConfig, world: comm.World, name: str) -> Recording:
+def _recording(config: TrainConfig, world: World, name: str) -> Recording:
     """What will be recorded, refused here if it cannot be.
 
     Raises:

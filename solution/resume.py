@@ -39,6 +39,7 @@ from solution.checkpoint import (
 )
 from solution.runlog import say
 from solution.train_config import TrainConfig
+from solution.world import World
 
 __all__ = ["Interrupted", "Restarts"]
 
@@ -59,7 +60,7 @@ class Restarts:
     def __init__(
         self,
         config: TrainConfig,
-        world: comm.World,
+        world: World,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         loader: Stateful,

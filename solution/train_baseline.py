@@ -14,13 +14,14 @@ import sys
 
 from torch import nn
 
-from solution import comm, job
+from solution import job
 from solution.train_config import TrainConfig
+from solution.world import World
 
 __all__ = ["main"]
 
 
-def unwrapped(module: nn.Module, config: TrainConfig, world: comm.World) -> nn.Module:
+def unwrapped(module: nn.Module, config: TrainConfig, world: World) -> nn.Module:
     """The model as it is: nothing to reduce."""
     return module
 

@@ -34,6 +34,7 @@ from solution import comm, job
 from solution.config import require
 from solution.parallel import fsdp as ours
 from solution.train_config import TrainConfig, setting
+from solution.world import World
 
 __all__ = ["FsdpConfig", "main"]
 
@@ -101,7 +102,7 @@ class Accumulating(nn.Module):
             self._sharded.set_reshard_after_backward(True)
 
 
-def sharded(module: nn.Module, config: TrainConfig, world: comm.World) -> nn.Module:
+def sharded(module: nn.Module, config: TrainConfig, world: World) -> nn.Module:
     """The model, sharded as the config says."""
     assert isinstance(config, FsdpConfig)
     implementation: Any = ours if config.impl == "solution" else theirs

@@ -28,6 +28,7 @@ import torch
 from solution import comm
 from solution.console import status_line
 from solution.data.shards import Shard, write_atomically
+from solution.world import distributed
 
 __all__ = ["download", "download_once"]
 
@@ -44,7 +45,7 @@ def download_once(out: Path, *, num_shards: int) -> tuple[dict[str, Any], bool] 
     Raises:
         ValueError, OSError: as `download`, on the first rank; RuntimeError on the others.
     """
-    with comm.distributed(device="cpu", timeout_s=A_DAY_S) as world:
+    with distributed(device="cpu", timeout_s=A_DAY_S) as world:
         result, error = None, None
         if world.is_first:
             try:

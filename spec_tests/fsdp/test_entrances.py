@@ -16,9 +16,8 @@ from torch import nn
 
 from spec_tests.clause import MUST, clause
 from spec_tests.fsdp.sharded import FULLY_SHARD, of_integers
-from spec_tests.fsdp.test_traffic import GATHERED, volume
+from spec_tests.laws import traffic
 from spec_tests.rig import judge
-from spec_tests.rig.recorder import Kind
 from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.toys import sum_of_squares
 
@@ -186,7 +185,7 @@ def ignoring(ctx, subject):
         loss = ctx.world_size * sum_of_squares(module(batch(ctx.rank).to(ctx.device)))
     with ctx.recording() as backward:
         loss.backward()
-    sent = [volume(forward.log(), *GATHERED), volume(backward.log(), Kind.REDUCTION)]
+    sent = [traffic.gathered(forward.log(), ctx.world_size), traffic.reduced(backward.log())]
     others = {n: p.grad.full_tensor() for n, p in module.named_parameters() if p is not held}
     return {"seen": seen, "own": {"table": held.grad}, "others": others, "sent": sent}
 

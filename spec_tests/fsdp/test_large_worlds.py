@@ -10,11 +10,9 @@ from torch import nn
 
 from spec_tests.clause import MUST, clause
 from spec_tests.fsdp.sharded import FULLY_SHARD, shard
-from spec_tests.fsdp.test_traffic import GATHERED, volume
-from spec_tests.laws import agreement, footprint, large_worlds
+from spec_tests.laws import agreement, footprint, large_worlds, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.pretended import pretended
-from spec_tests.rig.recorder import Kind
 
 WIDTH, DEPTH = 64, 4
 UNIT = WIDTH * WIDTH
@@ -62,10 +60,10 @@ def test_a_step_sends_no_more_on_many_ranks(world, subject, num_ranks):
     whole = DEPTH * UNIT
     for end, seen in ends.items():
         got = (
-            volume(seen["forward"], *GATHERED),
-            volume(seen["backward"], *GATHERED),
-            volume(seen["backward"], Kind.REDUCTION),
-            volume(seen["update"]),
+            traffic.gathered(seen["forward"], num_ranks),
+            traffic.gathered(seen["backward"], num_ranks),
+            traffic.reduced(seen["backward"]),
+            traffic.volume(seen["update"]),
         )
         judge.holds(
             got == (whole, whole, whole, 0),

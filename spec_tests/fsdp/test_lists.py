@@ -12,8 +12,7 @@ from torch import nn
 
 from spec_tests.clause import MUST, clause
 from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded, of_integers
-from spec_tests.fsdp.test_traffic import GATHERED, volume
-from spec_tests.laws import equivalence
+from spec_tests.laws import equivalence, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.recorder import Kind
 from spec_tests.rig.toys import TOYS, sum_of_squares
@@ -27,14 +26,12 @@ def in_one_call(ctx, subject, seed):
         loss = sharded.loss(0)
     with ctx.recording() as backward:
         loss.backward()
-    return [
-        [len(log.collectives(*kinds)), volume(log, *kinds)]
-        for log, kinds in (
-            (forward.log(), GATHERED),
-            (backward.log(), GATHERED),
-            (backward.log(), (Kind.REDUCTION,)),
-        )
+    found = [
+        [len(log.collectives(*traffic.GATHERS)), traffic.gathered(log, ctx.world_size)]
+        for log in (forward.log(), backward.log())
     ]
+    reductions = backward.log().collectives(Kind.REDUCTION)
+    return [*found, [len(reductions), traffic.reduced(backward.log())]]
 
 
 @clause(
@@ -130,7 +127,7 @@ def in_part(ctx, subject):
     module(TOYS["mlp"].batch(7, rank=ctx.rank).to(ctx.device))
     with ctx.recording() as by_hand:
         module.body.unshard()
-    return volume(by_hand.log(), *GATHERED)
+    return traffic.gathered(by_hand.log(), ctx.world_size)
 
 
 @clause(

@@ -16,8 +16,9 @@ from torch import nn
 
 from spec_tests.clause import MUST, clause
 from spec_tests.fsdp.sharded import FULLY_SHARD, shard
+from spec_tests.laws import traffic
 from spec_tests.rig import judge
-from spec_tests.rig.recorder import Kind
+from spec_tests.rig.recorder import Log
 
 OVERLAP = "Zhao et al. 2023, section 3.3; test_fully_shard_comm"
 WIDTH, DEPTH = 12, 4
@@ -92,13 +93,10 @@ def events(ctx, subject, hints):
     return recorder.log()
 
 
-def _begun(log, label, kinds, since):
-    """Units whose gather or reduction was begun between two marks."""
+def _before(log, label, since=None):
+    """What was begun between two marks, or from the start."""
     part = log.events[log.position(since) + 1 if since else 0 : log.position(label)]
-    return sum(e.numel for e in part if e.kind in kinds) // UNIT
-
-
-GATHERED = (Kind.GATHER, Kind.BROADCAST)
+    return Log(part, peak_bytes=0)
 
 
 @clause(
@@ -114,7 +112,8 @@ def test_backward_gathers_the_next_unit_before_it_computes(world, subject):
 
     for rank, log in enumerate(logs):
         for index in range(DEPTH - 1, 0, -1):
-            begun = _begun(log, f"backward {index}", GATHERED, "between")
+            before = _before(log, f"backward {index}", "between")
+            begun = traffic.gathered(before, world.size) // UNIT
             judge.holds(
                 begun >= DEPTH - index + 1,
                 f"rank {rank}: expected layer {index - 1} to be on its way before the backward of "
@@ -136,7 +135,7 @@ def test_a_unit_is_reduced_while_backward_still_runs(world, subject):
 
     for rank, log in enumerate(logs):
         for index in range(DEPTH - 2):
-            begun = _begun(log, f"backward {index}", (Kind.REDUCTION,), "between")
+            begun = traffic.reduced(_before(log, f"backward {index}", "between")) // UNIT
             wanted = DEPTH - index - 2
             judge.holds(
                 begun >= wanted,
@@ -159,8 +158,8 @@ def test_hinted_units_are_gathered_ahead(world, subject):
     logs = world.run(events, subject, hints)
 
     for rank, log in enumerate(logs):
-        ahead = _begun(log, "forward 0", GATHERED, None)
-        behind = _begun(log, "backward 3", GATHERED, "between")
+        ahead = traffic.gathered(_before(log, "forward 0"), world.size) // UNIT
+        behind = traffic.gathered(_before(log, "backward 3", "between"), world.size) // UNIT
         judge.holds(
             ahead >= 3 and behind >= 4,
             f"rank {rank}: expected 3 layers begun before layer 0 computes and 4 before the "

@@ -16,6 +16,7 @@ from torch import nn
 
 from spec_tests.clause import MUST, clause
 from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, shard
+from spec_tests.laws import traffic
 from spec_tests.rig import judge
 from spec_tests.rig.recorder import Kind
 from spec_tests.rig.symptoms import Hint
@@ -227,8 +228,7 @@ def sent_dtypes(ctx, subject, reduce_dtype):
     model = in_half(ctx, subject, nn.Sequential(constant(1.0)), reduce_dtype=reduce_dtype)
     with ctx.recording() as recorder:
         model(torch.ones(1, 4, device=ctx.device)).sum().backward()
-    # A gather may be made of broadcasts.
-    kinds = {"gathered": (Kind.GATHER, Kind.BROADCAST), "reduced": (Kind.REDUCTION,)}
+    kinds = {"gathered": traffic.GATHERS, "reduced": (Kind.REDUCTION,)}
     return {
         word: sorted({d for e in recorder.log().collectives(*which) for d in e.dtypes})
         for word, which in kinds.items()

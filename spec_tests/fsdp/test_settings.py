@@ -16,10 +16,8 @@ from torch.distributed.tensor import Shard
 
 from spec_tests.clause import MUST, clause
 from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded
-from spec_tests.fsdp.test_traffic import GATHERED, volume
-from spec_tests.laws import equivalence
+from spec_tests.laws import equivalence, traffic
 from spec_tests.rig import judge
-from spec_tests.rig.recorder import Kind
 from spec_tests.rig.toys import TOYS
 
 
@@ -93,7 +91,7 @@ def over_replicas(ctx, subject, seed, case):
         loss = sharded.loss(micro, **flags)
         with ctx.recording() as backward:
             loss.backward()
-        sent.append(volume(backward.log(), Kind.REDUCTION))
+        sent.append(traffic.reduced(backward.log()))
         if case == "cleared" and micro == 0:
             sharded.optimizer.zero_grad()
     return {"gradients": sharded.stepped(), "sent": sent}
@@ -179,7 +177,8 @@ def without_weights(ctx, subject, seed):
     loss = sharded.loss(0)
     with ctx.recording() as backward:
         loss.backward()
-    return {"gathered": volume(backward.log(), *GATHERED), "gradients": sharded.stepped()}
+    gathered = traffic.gathered(backward.log(), ctx.world_size)
+    return {"gathered": gathered, "gradients": sharded.stepped()}
 
 
 @clause(

@@ -12,6 +12,29 @@ from collections.abc import Sequence
 from spec_tests.rig import judge
 from spec_tests.rig.recorder import Event, Kind, Log
 
+GATHERS = (Kind.GATHER, Kind.BROADCAST, Kind.RECEIVE)
+"""What a gather may be made of: one operation, a broadcast from each rank, a letter from each."""
+
+
+def volume(log: Log, *kinds: Kind) -> int:
+    """Elements of floating-point numbers that were sent; what else is sent is bookkeeping."""
+    return sum(e.numel for e in log.collectives(*kinds) if e.dtypes[0].startswith("float"))
+
+
+def reduced(log: Log) -> int:
+    """Likewise, those that were reduced."""
+    return volume(log, Kind.REDUCTION)
+
+
+def gathered(log: Log, num_ranks: int) -> int:
+    """Likewise, those that a rank has gathered, its own share among them.
+
+    Who gathers by letters receives all but that share, which no letter brings.
+    """
+    letters = volume(log, Kind.RECEIVE)
+    share = letters // (num_ranks - 1) if letters else 0
+    return volume(log, Kind.GATHER, Kind.BROADCAST) + letters + share
+
 
 def silent(logs: Sequence[Log], *, when: str, likely: str = "", given: str = "") -> None:
     """No rank may have sent anything."""

@@ -30,7 +30,9 @@ class Kind(StrEnum):
     REDUCTION = "reduction"  # all-reduce, reduce, reduce-scatter
     GATHER = "gather"  # all-gather, gather
     BROADCAST = "broadcast"  # broadcast, scatter
-    EXCHANGE = "exchange"  # all-to-all, send, receive
+    EXCHANGE = "exchange"  # all-to-all
+    SEND = "send"  # one half of a letter
+    RECEIVE = "receive"  # the other
     BARRIER = "barrier"
 
 
@@ -47,8 +49,8 @@ _KINDS = (
     ("scatter", Kind.BROADCAST),
     ("alltoall", Kind.EXCHANGE),
     ("all_to_all", Kind.EXCHANGE),
-    ("send", Kind.EXCHANGE),
-    ("recv", Kind.EXCHANGE),
+    ("send", Kind.SEND),
+    ("recv", Kind.RECEIVE),
     ("barrier", Kind.BARRIER),
 )
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")

@@ -1,6 +1,7 @@
 """The recorder: every collective by its meaning and size, whoever issued it; bytes that live."""
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from spec_tests.laws import traffic
 from spec_tests.rig.rank import Context
 from spec_tests.rig.recorder import Event, Kind, Log, Recorder
 from spec_tests.rig.world import Worlds
@@ -57,7 +59,7 @@ def all_to_all_single(x):
     dist.all_to_all_single(torch.empty_like(x), x)
 
 
-def send_and_receive(x):
+def letter(x):
     if dist.get_rank() == 0:
         dist.send(x, dst=1)
     else:
@@ -89,7 +91,6 @@ COLLECTIVES = {
         (reduce_scatter, Kind.REDUCTION, N),
         (reduce_scatter_tensor, Kind.REDUCTION, N),
         (all_to_all_single, Kind.EXCHANGE, N),
-        (send_and_receive, Kind.EXCHANGE, N),
         (functional_all_reduce, Kind.REDUCTION, N),
         (functional_all_gather, Kind.GATHER, 2 * N),
         (functional_reduce_scatter, Kind.REDUCTION, N),
@@ -115,6 +116,37 @@ def test_a_collective_is_seen_once_with_its_meaning_and_size(worlds: Worlds, nam
         assert event.dtypes == ("float64",)
         assert log.collectives(kind) == (event,)
         assert log.collectives(*(set(Kind) - {kind})) == ()
+
+
+def send_and_receive(ctx: Context) -> Log:
+    with ctx.recording() as recorder:
+        letter(torch.ones(N))
+    return recorder.log()
+
+
+def test_the_halves_of_a_letter_are_told_apart(worlds: Worlds):
+    sent, received = worlds.world(2).run(send_and_receive)
+    assert [(e.kind, e.numel, e.bytes) for e in sent.collectives()] == [(Kind.SEND, N, 4 * N)]
+    assert [(e.kind, e.numel) for e in received.collectives()] == [(Kind.RECEIVE, N)]
+
+
+def rows_by_letters(ctx: Context) -> Log:
+    """Every rank sends its row of a matrix to the others."""
+    matrix = torch.ones(ctx.world_size, N)
+    others = [rank for rank in range(ctx.world_size) if rank != ctx.rank]
+    with ctx.recording() as recorder:
+        works: list[Any] = [dist.irecv(matrix[other], src=other) for other in others]
+        works += [dist.isend(matrix[ctx.rank], dst=other) for other in others]
+        for work in works:
+            work.wait()
+    return recorder.log()
+
+
+@pytest.mark.parametrize("transport", ["gloo", "sim"])
+def test_a_gather_by_letters_counts_as_a_gather(worlds: Worlds, transport: str):
+    for log in worlds.world(3, transport=transport).run(rows_by_letters):
+        assert traffic.gathered(log, 3) == 3 * N
+        assert len(log.collectives(*traffic.GATHERS)) == 2
 
 
 def test_bytes_follow_the_dtype(worlds: Worlds):
