@@ -155,7 +155,9 @@ def ddp_chapter_s() -> float:
         results = [run_case(c, target, case, worlds) for c in clauses for case in c.cases()]
     finally:
         worlds.close()
-    failed = [f"{r.clause.id} {r.case}" for r in results if r.outcome is not Outcome.PASSED]
+    failed = [
+        f"{r.clause.id} {r.case}: {r.message}" for r in results if r.outcome is not Outcome.PASSED
+    ]
     assert not failed, failed
     return time.perf_counter() - begun
 

@@ -8,8 +8,6 @@ oracle at any world size. See Li et al. 2020, section 3.2.
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from hypothesis import given
@@ -197,7 +195,7 @@ def late_peer(ctx, subject, toy, seed):
     replica = Replica(ctx, subject, toy, seed)
     if ctx.rank == ctx.world_size - 1:
         for parameter in replica.parameters.values():
-            parameter.register_hook(lambda gradient: time.sleep(0.04))
+            parameter.register_hook(lambda gradient: ctx.be_late(0.04))
     replica.backward()
     return replica.gradients()
 

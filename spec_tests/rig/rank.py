@@ -131,6 +131,10 @@ class Context:
         """Wait for all ranks."""
         _barrier()
 
+    def be_late(self, seconds: float) -> None:
+        """Let the other ranks get ahead: by this much; simulated ones as far as they can."""
+        time.sleep(seconds)
+
     @contextlib.contextmanager
     def recording(self) -> Iterator[Recorder]:
         """Record collectives, marks and storage of the body's `with` block."""

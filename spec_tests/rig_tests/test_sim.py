@@ -35,6 +35,27 @@ def test_ranks_know_who_they_are_and_collectives_add_up(worlds: Worlds, size: in
         assert torch.equal(total, expected)
 
 
+def in_order(ctx: Context, late: tuple[int, ...]) -> list[int]:
+    """Who passed this line before me, and I; the late ones first ask for a world of time."""
+    if ctx.rank in late:
+        ctx.be_late(3600.0)
+    trail = ctx.scratch / "trail"
+    with trail.open("a") as file:
+        file.write(f"{ctx.rank} ")
+    passed = [int(rank) for rank in trail.read_text().split()]
+    ctx.barrier()
+    trail.unlink(missing_ok=True)
+    return passed
+
+
+@pytest.mark.parametrize("policy", ["lowest", "reversed", "seeded"])
+def test_who_is_late_lets_the_others_get_ahead_and_takes_no_time(worlds: Worlds, policy: str):
+    world = sim(worlds, 3).scheduled(Schedule(policy))
+    assert set(world.run(in_order, (0,))[0][:2]) == {1, 2}
+    assert world.run(in_order, (1, 2))[0] == [0]
+    assert max(map(len, world.run(in_order, (0, 1, 2)))) == 3
+
+
 # ---------------------------------------------------------------------------- what it proves
 
 

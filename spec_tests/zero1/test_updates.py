@@ -8,8 +8,6 @@ step by step, over several steps: moments begin to matter at the second. See Raj
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -241,7 +239,7 @@ def late(ctx, number_of_steps):
     for number in range(number_of_steps):
         run.deal(number)
         if ctx.rank == number % ctx.world_size:
-            time.sleep(0.05)
+            ctx.be_late(0.05)
         run.optimizer.step()
         run.note(f"after step {number}")
     return run.seen

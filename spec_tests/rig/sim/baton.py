@@ -54,6 +54,7 @@ class Rank:
     is_ready: Callable[[], bool] = lambda: True
     waits_for: Callable[[], str] = lambda: ""
     polls: int = 0
+    is_aside: bool = False
     release: BaseException | None = None  # raised where it waits, so that it unwinds
     thread: threading.Thread | None = None
 
@@ -140,6 +141,19 @@ class Baton:
         """Let another rank run now, if the schedule interrupts."""
         if self.chooser.schedule.interrupts:
             self._give_away(self.me())
+
+    def step_aside(self) -> None:
+        """Let the others run until each of them must wait, or steps aside as well."""
+        me = self.me()
+        others = [rank for rank in self.ranks if rank is not me]
+        me.is_aside = True
+        try:
+            self.wait_until(
+                lambda: not any(not r.is_aside and self._can_go_on(r) for r in others),
+                lambda: "the others to get ahead",
+            )
+        finally:
+            me.is_aside = False
 
     def poll(self, is_ready: Callable[[], bool], waits_for: Callable[[], str]) -> bool:
         """Whether `is_ready`, after others had a chance to make it so."""

@@ -66,6 +66,15 @@ class SimDoing(Doing):
     rank: int = -1
 
 
+class _Context(live.Context):
+    """A simulated rank's: no time passes here, so being late is a matter of order."""
+
+    baton: Baton
+
+    def be_late(self, seconds: float) -> None:
+        self.baton.step_aside()
+
+
 @dataclass
 class _Host:
     """The ranks of this process and the groups that they have."""
@@ -146,7 +155,8 @@ class _Host:
                 rank, self.config.world_size, 0, "", "", self.config.scratch, None, "sim"
             )
             told = live.Task(task.serial, 0, task.module, task.qualname, args, kwargs, task.seed)
-            context = live.Context(config, told, self.impl)
+            context = _Context(config, told, self.impl)
+            context.baton = self.baton
             value = wire.dumps(body(context, *args, **kwargs))
             self._require_waited(rank, task.schedule)
             context.close()
