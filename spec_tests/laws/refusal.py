@@ -32,6 +32,7 @@ def answer_or_refusal(
 
     Raises:
         Violation: the error is an accident, or says nothing.
+        RankRaised: the simulated world raised it: no refusal of the implementation's, a fault.
         RankHung, RankDied: as in `World.run`.
     """
     __tracebackhide__ = True
@@ -41,6 +42,8 @@ def answer_or_refusal(
         return None
     except RankRaised as failure:
         error = failure.error
+        if error.is_a("SimError"):
+            raise
         if error.message.strip() and not any(error.is_a(kind) for kind in _ACCIDENTS):
             return None
         raise judge.violated(

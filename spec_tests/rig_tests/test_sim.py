@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 
 from spec_tests import target
 from spec_tests.ddp.test_schedules import SEED, TOY, three_steps
-from spec_tests.laws import equivalence
+from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import strategies
 from spec_tests.rig.errors import RankDied, RankHung, RankRaised
 from spec_tests.rig.rank import Context
@@ -273,3 +273,8 @@ def test_hypothesis_finds_the_schedule_that_a_bug_needs_and_shrinks_it(worlds: W
 def test_a_schedule_is_refused_by_live_ranks(worlds: Worlds):
     with pytest.raises(ValueError, match="transport sim only"):
         worlds.world(2).scheduled(Schedule())
+
+
+def test_what_the_world_says_is_no_refusal_of_the_implementation(worlds: Worlds):
+    with pytest.raises(RankRaised, match="CollectiveMismatch"):
+        refusal.answer_or_refusal(sim(worlds), unlike, "sizes")
