@@ -274,7 +274,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--size", action="append", choices=list(TIME_BOUNDS), help="default: all")
     parser.add_argument("--ranks", type=int, action="append", help="default: 2 and 4")
     parser.add_argument("--rounds", type=int, help="at most; default: 400 at 1M, 80, 12 at 124M")
-    parser.add_argument("--seconds", type=float, default=30.0, help="for the rounds of a table")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for the rounds of a table")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for fsdp.md, fsdp.json")
     options = parser.parse_args(argv)
     impls = options.impl or ["solution"]
