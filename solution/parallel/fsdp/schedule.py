@@ -229,7 +229,8 @@ class Schedule:
             return
         if any(parameter.pending is not None for parameter in unit.parameters):
             # What was kept for this backward, and is given back in it, makes room for a second.
-            self._finish_reductions(but=1 if self._keeps(unit) else 0)
+            makes_room = self._keeps(unit) and unit.reshard_after_backward
+            self._finish_reductions(but=1 if makes_room else 0)
             self._reductions.append(unit.start_reduction())
 
     def _finish_reductions(self, *, but: int = 0) -> None:
