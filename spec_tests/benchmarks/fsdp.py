@@ -209,7 +209,7 @@ def earlier(folder: Path) -> list[Result]:
     """The tables that stand there, each with when and how it was measured."""
     page = folder / "fsdp.json"
     if not page.exists():
-        raise FileNotFoundError(f"--add expected {page} of an earlier run, found nothing there")
+        raise FileNotFoundError(f"--add expected {page}, found no file; measure once without --add")
     record = json.loads(page.read_text())
     found = []
     for result in record["results"]:
