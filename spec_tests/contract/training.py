@@ -16,16 +16,21 @@ Path = str | PathLike[str]
 class TokenLoader(Protocol):
     """Batches of next-token pairs over kjj0 `.bin` shards.
 
-    A shard is 256 little-endian int32 header words (20240520, 1, count) and `count` uint16 tokens;
-    the file ends there. Files in the caller's order. Sequence k of a shard is tokens `[kT, (k+1)T]`
-    (T inputs, targets shifted by one); sequences never cross a shard; shards index one after
-    another. Batch i of rank r is global sequences `[iWB + rB, iWB + rB + B)`; what does not fill
-    W*B is dropped. One pass per `iter`, then it ends; the next `iter` starts anew.
+    A shard is 256 little-endian int32 header words (20240520, 1, count) and `count` uint16 tokens,
+    or none; the file ends there. Files are only read, in the caller's order. Sequence k of a shard
+    is tokens `[kT, (k+1)T]` (T inputs, targets shifted by one); sequences never cross a shard;
+    shards index one after another. Batch i of rank r is global sequences `[iWB + rB, iWB + rB + B)`;
+    what does not fill W*B is dropped. One pass per `iter`, then it ends; the next `iter` starts
+    anew, also where the one before was not finished.
 
     Yields int64 `[batch_size, sequence_length]` inputs and targets that own their memory.
-    `state_dict()` counts batches *yielded*; after `load_state_dict` the next `iter` goes on there,
-    also at another world size with the same W*B. RANK and WORLD_SIZE are read, both or neither,
-    when not given. Bad arguments and bad files: ValueError at construction.
+    `state_dict()` is a snapshot of the number of batches *yielded*, counted from the start of the
+    data, at the end of a pass all of them; after `load_state_dict` the next `iter` goes on there,
+    also at another world size with the same W*B. Where rank and world size are not given, RANK and
+    WORLD_SIZE say them; where neither is set there is one rank. ValueError at construction: sizes
+    that are not positive, a rank outside of the world, one of the two variables without the other,
+    no files, and files that are not as above (OSError, too, for one that is not there). Data
+    without a single batch may be refused in the same way.
     """
 
     def __call__(

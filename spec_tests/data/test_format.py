@@ -16,13 +16,10 @@ SMALL = Layout((30, 21), sequence_length=4, batch_size=2)
 
 
 def described(ctx, layout):
-    """Type, dtype, shape and layout in memory of every tensor that a pass yields."""
+    """The dtypes and shapes of the tensors that a pass yields."""
     with files_of(ctx, layout.lengths) as paths:
-        return [
-            (str(t.dtype), tuple(t.shape), t.device.type, t.is_contiguous())
-            for batch in open_loader(ctx, paths, layout)
-            for t in batch
-        ]
+        tensors = [t for batch in open_loader(ctx, paths, layout) for t in batch]
+    return sorted({(str(t.dtype), tuple(t.shape)) for t in tensors})
 
 
 @clause(
@@ -36,14 +33,13 @@ def described(ctx, layout):
 def test_batches_are_int64_of_the_asked_shape(world, subject):
     """Inputs and targets MUST be int64 tensors of shape [batch_size, sequence_length].
 
-    An embedding takes int64, and a target of another shape is broadcast in silence.
+    An embedding takes int64, and a target of another shape is broadcast in silence. How many there
+    are is not asked here: a course's loader leaves more at the end of a shard.
     """
     ranks = world.run(described, SMALL)
 
-    number = 2 * len(SMALL.expected()[0])
     shape = (SMALL.batch_size, SMALL.sequence_length)
-    found = [[(dtype, size) for dtype, size, _, _ in rank] for rank in ranks]
-    judge.equal(found, [("torch.int64", shape)] * number, quantity="dtype and shape")
+    judge.equal(ranks, [("torch.int64", shape)], quantity="dtypes and shapes")
 
 
 def read_ids(ctx, ids):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from queue import Queue
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from spec_tests.impostors.card import Impostor
 from spec_tests.impostors.data_files import ReadsWhole
@@ -51,6 +53,52 @@ class Prefetches(PlainLoader):
             thread.join()
 
 
+class Steps(NamedTuple):
+    """A pair with names."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+
+class CountsSequences(PlainLoader):
+    """An iterator of its own class; pairs with names; a state in sequences of all ranks."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.index, self.begin = self.begin, 0
+        self.yielded = self.index
+        return _Pass(self)
+
+    def pair(self, rows: torch.Tensor) -> Batch:
+        return Steps(*super().pair(rows))
+
+    def count_of(self, path: Path) -> int:
+        path.stat()  # an OSError where there is nothing
+        return super().count_of(path)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sequences": torch.tensor(self.yielded * self.batch_size * self.size)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(
+            {"batches": int(state["sequences"]) // self.batch_size // self.size}
+        )
+
+
+class _Pass:
+    def __init__(self, loader: CountsSequences) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self.loader.index == self.loader.num_batches():
+            raise StopIteration
+        self.loader.index += 1
+        self.loader.yielded = self.loader.index
+        return self.loader.batch(self.loader.index - 1)
+
+
 def _card(loader: type[PlainLoader], words: str, does: str) -> Impostor:
     return Impostor(f"benign.loader-{words}", does, "", "", (), functions=lambda: offer(loader))
 
@@ -60,4 +108,5 @@ IMPOSTORS = (
     _card(ReadsWhole, "in-memory", "Keeps whole shards in memory."),
     _card(MapsAndCopies, "memory-map", "Copies out of memory maps."),
     _card(Prefetches, "prefetches", "A thread reads two batches ahead."),
+    _card(CountsSequences, "counts-sequences", "Its state counts sequences of all ranks."),
 )

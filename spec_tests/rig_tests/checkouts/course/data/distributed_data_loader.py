@@ -16,21 +16,13 @@ class DistributedDataLoader(BaseDataLoader):
         self.rank = int(os.environ["RANK"]) if rank is None else rank
         self.world_size = int(os.environ["WORLD_SIZE"]) if world_size is None else world_size
 
-    def sequences(self):
-        """One token more than a sequence, one after another through all files."""
-        length = self.sequence_length
-        for path in self.file_paths:
-            tokens = torch.from_numpy(self.read(path).astype("int64"))
-            for start in range(0, len(tokens) - length, length):
-                yield tokens[start : start + length + 1]
-
     def __iter__(self):
+        length, window = self.sequence_length, self.world_size * self.local_batch_size
         first = self.rank * self.local_batch_size
-        waiting = []
-        for sequence in self.sequences():
-            waiting.append(sequence)
-            if len(waiting) == self.world_size * self.local_batch_size:
-                mine = torch.stack(waiting[first : first + self.local_batch_size])
-                mine = mine.to(self.device)
+        for path in self.file_paths:  # what does not fill a step of all ranks is left in each
+            tokens = torch.from_numpy(self.read(path).astype("int64"))
+            for start in range(0, len(tokens) - window * length, window * length):
+                begins = range(start + first * length, start + window * length, length)
+                rows = [tokens[b : b + length + 1] for b in begins[: self.local_batch_size]]
+                mine = torch.stack(rows).to(self.device)
                 yield mine[:, :-1].clone(), mine[:, 1:].clone()
-                waiting = []
