@@ -32,7 +32,12 @@ class FlashAttention(Protocol):
 
 
 class LanguageModel(Protocol):
-    """A decoder: ids `[batch, seq]` -> logits `[batch, seq, vocab]`."""
+    """A decoder: ids `[batch, seq]` -> logits `[batch, seq, vocab]`, `seq` up to the longest.
+
+    The logits at a place depend on the ids up to and at it, and on their order; not on later ones,
+    and not on the other sequences of the batch. The module takes `.double()` and `.eval()`; what
+    it computes in float32 all the same is no error.
+    """
 
     def __call__(
         self,

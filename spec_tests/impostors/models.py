@@ -41,6 +41,15 @@ class PlainDecoder(nn.Module):
         return self.head(x)
 
 
+class SingleInside(PlainDecoder):
+    """Attention in float32; a single sequence is computed in another order than several are."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        order = 3.0 if len(q) == 1 else 1.0
+        q, k, v = ((t / order).float() * order for t in (q, k, v))
+        return super().attend(q, k, v).double()
+
+
 class SeesNext(PlainDecoder):
     def mask(self, length: int) -> torch.Tensor:
         return torch.ones(length, length, dtype=torch.bool).tril(1)
@@ -156,4 +165,5 @@ IMPOSTORS = (
         "models.refusal.too-long",
     ),
     _card(PlainDecoder, "benign.model-plain", "Untied, one head, no norms.", "", ""),
+    _card(SingleInside, "benign.model-single", "Attention in float32.", "", ""),
 )

@@ -25,7 +25,8 @@ SIZES = {
     "max_sequence_length": LONGEST,
 }
 # Two right orders of summation differ by a few roundings per layer; batches may be computed so.
-SAME = rounding(torch.float64, terms=8 * SIZES["embedding_dim"], depth=8)
+# Norms, rotations and attention are in float32 in many models, whatever the weights are in.
+SAME = rounding(torch.float32, terms=8 * SIZES["embedding_dim"], depth=8)
 
 
 def build(ctx):
@@ -187,7 +188,7 @@ def test_the_order_of_earlier_tokens_matters(world, subject):
     for rank, last in enumerate(ranks):
         gap = float((last[0] - last[1]).abs().max())
         judge.holds(
-            gap > 100 * SAME.bound(last),
+            gap > SAME.bound(last),
             f"rank {rank}: the order 1 2 3 and the order 3 1 2 give the same logits "
             f"(difference {gap:.1e})",
             likely="positions are not encoded",
