@@ -162,7 +162,8 @@ def damaged(directory: str, file: str, how: str, into: str) -> str:
         path.unlink()
     elif how == "flipped":
         data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 0x10
+        if data:  # an empty file has no bit, and may be a mark
+            data[len(data) // 2] ^= 0x10
         path.write_bytes(data)
     else:
         os.truncate(path, path.stat().st_size // 2 if how == "cut" else 0)

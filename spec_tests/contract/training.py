@@ -19,9 +19,9 @@ class TokenLoader(Protocol):
     A shard is 256 little-endian int32 header words (20240520, 1, count) and `count` uint16 tokens,
     or none; the file ends there. Files are only read, in the caller's order. Sequence k of a shard
     is tokens `[kT, (k+1)T]` (T inputs, targets shifted by one); sequences never cross a shard;
-    shards index one after another. Batch i of rank r is global sequences `[iWB + rB, iWB + rB + B)`;
-    what does not fill W*B is dropped. One pass per `iter`, then it ends; the next `iter` starts
-    anew, also where the one before was not finished.
+    shards index one after another. Batch i of rank r is global sequences
+    `[iWB + rB, iWB + rB + B)`; what does not fill W*B is dropped. One pass per `iter`, then it
+    ends; the next `iter` starts anew, also where the one before was not finished.
 
     Yields int64 `[batch_size, sequence_length]` inputs and targets that own their memory.
     `state_dict()` is a snapshot of the number of batches *yielded*, counted from the start of the
@@ -45,7 +45,10 @@ class TokenLoader(Protocol):
 
 
 class AccumulationSteps(Protocol):
-    """Micro-batches per rank and optimizer step; ValueError when it does not divide."""
+    """Micro-batches per rank and optimizer step, an int.
+
+    `global_batch_size` over `micro_batch_size * world_size`; ValueError when it does not divide.
+    """
 
     def __call__(
         self, *, global_batch_size: int, micro_batch_size: int, world_size: int
@@ -55,9 +58,19 @@ class AccumulationSteps(Protocol):
 class Train(Protocol):
     """The loop of the training chapter, for plain and wrapped models.
 
-    One record per optimizer step: `loss`, `lr`, `grad_norm`, `tokens`. Targets of -100 do not
-    count; loss and gradient are means over all valid tokens of the step on all ranks. The update
-    after k finished ones uses `lr(k)`. Exactly the micro-batches of `steps` steps are taken.
+    `model(ids)` gives logits; the loss is their cross-entropy with the targets, of which those of
+    -100 do not count. Loss and gradient are means over all valid tokens of the step on all ranks.
+    One record per optimizer step, on every rank, by key or attribute: `loss`; `lr`, which its
+    update used; `grad_norm` of that step's gradient (before clipping: level `production`);
+    `tokens`, the valid ones of the step on all ranks. With `max_norm` the gradient of a step is
+    clipped once, as by `clip_grad_norm_`. The update after k finished ones of this call uses
+    `lr(k)`; without `lr` the optimizer's own rate.
+
+    Exactly the micro-batches of `steps` steps are taken; ids and targets may be slices. Gradients
+    from before the call do not count. The process group says how many ranks there are. A global
+    batch that does not divide is a ValueError before any update. A step for which the data do not
+    suffice is left out, or taken with the mean over what it has, or the call raises. What is not
+    finite is dealt with alike on all ranks: they go on, skip the update, or raise.
     """
 
     def __call__(
@@ -77,12 +90,16 @@ class Train(Protocol):
 class SaveCheckpoint(Protocol):
     """Write a complete checkpoint of `step` below `directory`, or nothing. All ranks call it.
 
-    Complete is everything from which training goes on as if it had not stopped: parameters, buffers
-    and optimizer state of the model, plain or wrapped, by the plain model's names; the loader's
-    `state_dict()`; on each rank the state of torch's, NumPy's and Python's generators. Where
-    replicas' buffers differ, the first rank's count. `step` counts finished optimizer steps. Saving
-    and training have no effect on each other. A failure on any rank is an error on all, and leaves
-    what was saved before. Saving a step again replaces it.
+    Complete is everything from which training goes on as if it had not stopped: parameters and
+    buffers of the model, plain or in a wrapper (DistributedDataParallel, the implementation's own),
+    by the plain model's names; the optimizer's state and options, a sharded one's whole or refused
+    with an error; the loader's `state_dict()`; on each rank the state of torch's, NumPy's and
+    Python's generators. Where replicas' buffers differ, the first rank's count. `step` counts
+    finished optimizer steps, from 0. Saving and training have no effect on each other.
+
+    When the call returns, the checkpoint is there. A failure on any rank is an error on all. It
+    leaves what was saved before, as a kill at any moment does, and is not in the way of the next
+    save. Saving a step again replaces it, at once or not at all.
     """
 
     def __call__(
@@ -99,9 +116,11 @@ class SaveCheckpoint(Protocol):
 class LoadCheckpoint(Protocol):
     """Load the newest complete checkpoint below `directory`; returns its step. All ranks call it.
 
-    Newest is the highest step. Values go into the parameters and optimizer that are given, at any
-    world size; generators at that of the save. Incomplete or damaged saves are passed over, or are
-    an error, as a model that does not fit is. Without any save: an error, or 0 and nothing changed.
+    Newest is the highest step; other people's files and folders there do not count. Values replace
+    those of the parameters and optimizer that are given, at any world size; generators at that of
+    the save. They share no memory with anything else. Incomplete or damaged saves are passed over,
+    or are an error, as a model that does not fit is on all ranks. Without any save: an error, or 0
+    and nothing changed.
     """
 
     def __call__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,23 @@ class FolderPerStep(PlainCheckpoint):
         return {part: torch.load(path / f"{part}.pt", weights_only=True) for part in parts}
 
 
+class Marked(FolderPerStep):
+    """Writes in a thread, under the final name; an empty file says that all is there."""
+
+    def put(self, root: Path, step: int, state: dict[str, Any]) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(self.write, root / f"{step:08}-{time.time_ns()}", state).result()
+
+    def write(self, folder: Path, state: dict[str, Any]) -> None:
+        folder.mkdir(parents=True)
+        for part, value in state.items():
+            torch.save(value, folder / f"{part}.pt")
+        (folder / "complete").touch()
+
+    def newest(self, root: Path) -> Path | None:
+        return max((marker.parent for marker in root.glob("*-*/complete")), default=None)
+
+
 class ZeroForNone(PlainCheckpoint):
     """Returns 0 where there is nothing, and talks through a barrier and a file of errors."""
 
@@ -63,5 +81,6 @@ def _benign(kind: type[PlainCheckpoint], words: str, does: str) -> Impostor:
 IMPOSTORS = (
     _benign(PlainCheckpoint, "checkpoint-file", "One file per step, renamed when it is whole."),
     _benign(FolderPerStep, "checkpoint-folder", "A folder of files per save and a pointer."),
+    _benign(Marked, "checkpoint-marked", "Written in place by a thread, an empty marker at last."),
     _benign(ZeroForNone, "checkpoint-zero", "Returns 0 where there is nothing."),
 )

@@ -5,7 +5,7 @@ They train what the implementation below wraps.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,22 @@ class ReportsObjects(PlainTrain):
         return [_Record({n: torch.tensor(v) for n, v in r.items()}) for r in super().run()]
 
 
+class LooksAhead(PlainTrain):
+    """Has all micro-batches in hand before the first update; records are named tuples."""
+
+    def run(self) -> list[Any]:
+        whole = [next(self.batches) for _ in range(self.steps * self.accumulate)]
+        self.batches = iter(whole)
+        return [_Fields(**record) for record in super().run()]
+
+
+class _Fields(NamedTuple):
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: float
+
+
 class _Record:
     def __init__(self, fields: dict[str, torch.Tensor]) -> None:
         self.__dict__.update(fields)
@@ -61,5 +77,6 @@ IMPOSTORS = (
     _card(PlainTrain, "plain", "The base of the training impostors; the loss is in float32."),
     _card(ScalesAfterwards, "scales-afterwards", "Sums, counts per micro-batch, divides at last."),
     _card(ReportsObjects, "reports-objects", "Records have attributes, and tensors in them."),
+    _card(LooksAhead, "looks-ahead", "Takes the data of all steps before the first."),
     _card(Barriers, "barriers", "Ranks wait for each other in every step."),
 )

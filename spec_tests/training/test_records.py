@@ -30,7 +30,7 @@ from spec_tests.training.loop import (
 @clause(
     "training.records.one-per-step",
     MUST,
-    level="course",
+    level="correct",
     judges=TRAIN,
     worlds=(1, 2),
     source=CONTRACT + "; a course's loop returned the last step only, and a test compared it",
