@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,13 @@ class BroadcastsTrainableOnly(PlainDdp):
     def start_equal(self) -> None:
         self.take_first([p for p in self.module.parameters() if p.requires_grad])
         self.take_first(list(self.module.buffers()))
+
+
+class BroadcastsCopies(PlainDdp):
+    @torch.no_grad()
+    def take_first(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            dist.broadcast(tensor.detach().contiguous(), src=self.first_rank(), group=self.group)
 
 
 class AveragesAtStart(PlainDdp):
@@ -65,6 +73,7 @@ class SetsPrecision(PlainDdp):
 
 
 _CONSTRUCTION = "ddp.construction.parameters-from-first-rank"
+_LAYOUT = "ddp.construction.parameters-of-any-layout"
 _BUFFERS = "ddp.construction.buffers-from-first-rank"
 
 
@@ -93,6 +102,14 @@ IMPOSTORS = (
         "The loop over `requires_grad` parameters is reused for the broadcast.",
         "Few toy models have a frozen layer, and fewer tests look at it.",
         _CONSTRUCTION,
+    ),
+    _card(
+        BroadcastsCopies,
+        "broadcasts-copies",
+        "Broadcasts `p.contiguous()` and forgets that it may be a copy.",
+        "gloo refuses what is not contiguous; the call is added, the copy back is not.",
+        "Where parameters are contiguous it is the tensor itself.",
+        _LAYOUT,
     ),
     _card(
         AveragesAtStart,
