@@ -49,7 +49,7 @@ def _counted(layout, replicated, size):
     return {"norm": (layouts.norm(layout).square() + (size - 1) * copies.square()).sqrt()}
 
 
-@clause("clip.norm.global", MUST, level="course", needs=CLIP, source=ISSUES, worlds=(2, 3))
+@clause("clip.norm.global", MUST, level="correct", needs=CLIP, source=ISSUES, worlds=(2, 3))
 def test_the_norm_is_that_of_the_whole_gradient(world):
     """With sharded gradients every rank MUST get the norm of the whole gradient."""
     is_global(world.run(clip, SHARDED), SHARDED)
@@ -86,7 +86,7 @@ def test_a_rank_with_an_empty_shard_takes_part(world, order):
 @clause(
     "clip.norm.replicated-once",
     MUST,
-    level="course",
+    level="correct",
     needs=CLIP,
     source="torch.nn.utils.clip_grad_norm_ after DistributedDataParallel; pytorch issue 88955",
     worlds=(2, 3),

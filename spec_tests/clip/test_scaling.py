@@ -32,7 +32,7 @@ def gradients_are(ranks, layout, factor, within, hints=()):
     )
 
 
-@clause("clip.scaling.factor", MUST, level="course", needs=CLIP, source=TORCH, worlds=(2, 3))
+@clause("clip.scaling.factor", MUST, level="correct", needs=CLIP, source=TORCH, worlds=(2, 3))
 @pytest.mark.parametrize("layout", [SHARDED, PLAIN], ids=["sharded", "replicated"])
 def test_all_gradients_shrink_by_the_same_factor(world, layout):
     """Gradients of a larger norm MUST be scaled by max_norm / norm, all by the same factor."""

@@ -18,15 +18,17 @@ class Ddp(Protocol):
 
     Returns a module that is called like the original, whose `parameters()` are the original's, and
     whose `train()` and `eval()` reach it. At construction every rank takes the parameters (frozen
-    ones too) and buffers of the group's first rank. After a backward pass and
-    `finish_gradient_synchronization`, `.grad` of the *original* Parameter objects is the mean over
-    the group of the local gradients; a local gradient is everything accumulated since
-    `zero_grad`. Frozen parameters keep `grad is None`. A parameter unused on all ranks keeps
+    ones too) and buffers of the group's first rank, of any dtype and memory layout; later no weight
+    is written. After a backward pass and `finish_gradient_synchronization`, `.grad` of the
+    *original* Parameter objects is the mean over the group of the local gradients, in the
+    parameter's dtype; a local gradient is everything accumulated since `zero_grad`. Frozen
+    parameters keep `grad is None`, all keep `requires_grad`. A parameter unused on all ranks keeps
     None, or is an error no later than the next forward; unused on some ranks only, it holds
     the mean with zero for the absent, or is an error. Never a hang. The group decides who talks
     and by how many one divides. All ranks get the same bits, and equal runs give equal bits.
-    Several forwards may feed one backward; a forward without gradients disturbs nothing. After a
-    caught exception the next step is right, or an error.
+    Several forwards may feed one backward; a forward without gradients disturbs nothing, nor does
+    another wrapped model. What is launched is waited for. After a caught exception the next step is
+    right, or an error.
     """
 
     def __call__(
@@ -70,10 +72,15 @@ class NoSync(Protocol):
 class ShardedOptimizer(Protocol):
     """ZeRO-1: a `torch.optim.Optimizer` whose state is divided over the group.
 
-    Gradients arrive already averaged. `step` updates what this rank owns and leaves all ranks with
-    equal parameters; `.state` holds only owned state; `param_groups` are live, so a scheduler's
-    change takes effect at the next step; `zero_grad` clears all gradients. `load_state_dict`, which
-    all ranks call, takes the unsharded optimizer's state dict; `state_dict` gives that, or raises.
+    Gradients arrive already averaged. `step`, with or without a closure, updates what this rank
+    owns and leaves all ranks of the group with the same bits, those that `optimizer_cls` alone
+    would give: whatever the memory layout, the number of ranks, and which parameters have no
+    gradient. Parameters of unequal dtypes may be refused. `.state` holds only owned state, also
+    after a load. `param_groups` are the caller's, in order and whole, also those that
+    `add_param_group` adds, and live, so a scheduler's change takes effect at the next step;
+    `zero_grad` clears all gradients. `load_state_dict`, which all ranks call, takes the unsharded
+    optimizer's state dict in place of all that there was; `state_dict` gives that, or raises. What
+    is launched is waited for before `step` returns.
     """
 
     def __call__(
@@ -87,7 +94,7 @@ class ShardedOptimizer(Protocol):
 
 
 class FullOptimizerState(Protocol):
-    """On every rank, the state dict that the unsharded optimizer would have."""
+    """On every rank, the state dict that the unsharded optimizer would have; changes nothing."""
 
     def __call__(self, optimizer: Optimizer) -> dict[str, Any]: ...
 
@@ -95,6 +102,9 @@ class FullOptimizerState(Protocol):
 class FullyShard(Protocol):
     """FSDP in place, called bottom-up, with meaning and defaults of PyTorch's `fully_shard`.
 
+    Forwards have the plain model's bits, gradients are the mean over the mesh, and equal runs give
+    equal bits. Any number of rows is sharded; mixed dtypes, tied and unused parameters, too, or
+    they are refused.
     `mp_policy` is built from the implementation's own `MixedPrecisionPolicy(param_dtype=,
     reduce_dtype=, output_dtype=, cast_forward_inputs=)`. Parameters become DTensors sharded on dim
     0. The module then has `unshard`, `reshard`, `set_requires_gradient_sync`,
@@ -102,7 +112,9 @@ class FullyShard(Protocol):
     `set_modules_to_backward_prefetch`. Weights are not synchronised: the caller seeds all ranks
     alike. After an update the next forward uses current weights; an update is `Optimizer.step`, a
     load function, or an in-place operation under `no_grad` on the Parameter or its local tensor,
-    between steps. `zero_grad` clears what waits on this rank for its reduction, too.
+    between steps. `zero_grad` clears what waits on this rank for its reduction, too. Memory does
+    not grow from step to step, what is launched is waited for, and another model disturbs nothing.
+    After a caught exception the next step is right, or an error.
     Level `production` asks for more of PyTorch's: `ignored_params`, a list of modules as one unit,
     and the setters that `spec_tests/fsdp/test_settings.py` names.
     """
@@ -145,10 +157,12 @@ class MixedPrecisionPolicy(Protocol):
 class Fsdp(Protocol):
     """The whole-model wrapper of the CS336 exercise: shards Linear and Embedding weights.
 
-    Returns a module that is called like the original; DTensors are not asked for. An optimizer is
-    built over its `parameters()` afterwards. `finish_gradient_synchronization` is called after
-    every backward, as for `ddp`. With `compute_dtype` the sharded layers compute in it; what an
-    optimizer sees keeps its dtype.
+    Returns a module that is called like the original; DTensors are not asked for. The caller seeds
+    all ranks alike. An optimizer is built over its `parameters()` afterwards.
+    `finish_gradient_synchronization` is called after every backward, as for `ddp`; an update then
+    uses the mean gradient, and the next forward current weights. Between passes a rank holds its
+    shards of what is sharded. With `compute_dtype` the sharded layers compute in it; what an
+    optimizer sees keeps its dtype. Bits, models and runs are as with `fully_shard`.
     """
 
     def __call__(
@@ -157,7 +171,10 @@ class Fsdp(Protocol):
 
 
 class FullParameters(Protocol):
-    """`{name: full tensor}` on every rank. Absent: `full_tensor()` where a parameter has it."""
+    """`{name: full tensor}` on every rank, by the plain model's names (after a `module.`, if any).
+
+    Absent: `full_tensor()` where a parameter has it.
+    """
 
     def __call__(self, model: nn.Module) -> Mapping[str, torch.Tensor]: ...
 
@@ -165,7 +182,9 @@ class FullParameters(Protocol):
 class ClipGradNorm(Protocol):
     """`torch.nn.utils.clip_grad_norm_` for replicated, sharded and mixed parameters.
 
-    Returns the global norm as a plain tensor, equal on all ranks.
+    Returns the global norm as a plain tensor with the same bits on all ranks, each element counted
+    once; what is replicated is equal on all ranks already. A NaN anywhere makes it NaN. Plain
+    gradients beside DTensors may be refused with an error.
     """
 
     def __call__(
