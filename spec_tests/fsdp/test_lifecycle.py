@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
 
 from spec_tests.clause import MUST, clause
 from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, Sharded
-from spec_tests.laws import equivalence
+from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import judge, oracle
 from spec_tests.rig.toys import TOYS
 
@@ -54,12 +54,13 @@ def after_failure(ctx, subject, seed, where):
 )
 @pytest.mark.parametrize("where", ["forward", "backward", "forward-reset", "backward-reset"])
 def test_a_step_after_a_caught_exception_is_right(world, subject, where):
-    """After an exception in forward or backward was caught, the next step MUST be right."""
-    ranks = world.run(after_failure, subject, 7, where)
+    """After a caught exception in forward or backward the next step MUST be right, or an error."""
+    ranks = refusal.answer_or_refusal(world, after_failure, subject, 7, where)
 
-    equivalence.mean_gradients(
-        ranks, "stack", 7, absent_is_zero=True, given=f"after an exception in {where}"
-    )
+    if ranks is not None:
+        equivalence.mean_gradients(
+            ranks, "stack", 7, absent_is_zero=True, given=f"after an exception in {where}"
+        )
 
 
 def interleaved(ctx, subject, seed):
@@ -207,7 +208,7 @@ def collected_in_a_step(ctx, subject, seed):
 @clause(
     "fsdp.lifecycle.collected-in-a-step",
     MUST,
-    level="correct",
+    level="production",
     judges=BOTH,
     source="ours, once: OrderedDict mutated during iteration, when the collector came in a step",
     worlds=(2,),

@@ -95,7 +95,7 @@ def refused(ctx, subject, case):
 @clause(
     "fsdp.refusals.at-once-and-by-name",
     MUST,
-    level="correct",
+    level="production",
     judges=FULLY_SHARD,
     source=PAGE,
 )

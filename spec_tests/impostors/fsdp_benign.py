@@ -52,6 +52,16 @@ class Piecemeal(Unit):
         return self.mesh.size() // self.size()
 
 
+class RefusesAfterFailure(Unit):
+    """After a backward that did not end, the model says so and does no more."""
+
+    def recover(self) -> None:
+        assert self.run is not None
+        if self.is_root and self.run.is_callback_queued:
+            raise RuntimeError("the last backward was interrupted: build the model anew")
+        super().recover()
+
+
 class GatherRows(torch.autograd.Function):
     """Full weights out of flat shards; backward gives this rank's part of the mean gradient."""
 
@@ -157,6 +167,7 @@ def _card(unit: type[Unit], words: str, does: str) -> Impostor:
 
 IMPOSTORS = (
     _card(Unit, "plain", "The base of the impostors, with nothing overridden: the null one."),
+    _card(RefusesAfterFailure, "refuses-after-failure", "An error after an interrupted backward."),
     _card(Piecemeal, "piecemeal", "Parameter by parameter, all-reduce and slice, divides first."),
     Impostor(
         "benign.fsdp-flat-shards",
