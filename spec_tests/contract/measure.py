@@ -21,8 +21,9 @@ class MemoryEstimate(Protocol):
     Keys, all int: `parameter_bytes`; `gradient_bytes` and `optimizer_bytes` of what is trainable
     (two moments; a counter per parameter counts or does not); `activation_bytes`, what forward and
     loss leave for the backward; `peak_bytes`, the most that is alive at any moment of the step, all
-    terms and temporaries together. The model, generators and memory are afterwards as before.
-    ValueError for sizes that are not positive.
+    terms and temporaries together. The last two within 5 %; an update may copy the gradients.
+    Each answer is its own, whatever was asked before. The model (its gradients, modes and ties),
+    generators and memory are afterwards as before. ValueError for sizes that are not positive.
     """
 
     def __call__(
@@ -45,11 +46,13 @@ class MeasureThroughput(Protocol):
 
     `step()` is called until it takes a steady time, then some more times, each timed by itself with
     `clock() -> seconds`, the only clock. A step's work on a device is finished inside its time.
-    Calls are bounded, also where nothing is ever steady. What `step` raises goes to the caller.
+    There are at most 2000 calls, also where nothing is ever steady. What `step` raises goes to the
+    caller as it is.
 
     Keys: `step_s`, the median; `tokens_per_s` and `steps_per_s`, of that median; `min_s` and
     `iqr_s` (between the quartiles); `num_warmup_steps`, not timed or not counted, and `num_steps`,
-    at least 5; `is_steady`. ValueError for tokens that are not positive.
+    at least 5; `is_steady`, false where steps get slower and slower. ValueError for tokens that are
+    not positive.
     """
 
     def __call__(

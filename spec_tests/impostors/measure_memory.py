@@ -160,7 +160,7 @@ IMPOSTORS = (
         "Four bytes for every element.",
         COURSE,
         "Everything is float32 there.",
-        "static-terms",
+        "static-terms-of-any-model",
     ),
     card(
         SharedTwice,
@@ -176,7 +176,7 @@ IMPOSTORS = (
         "Gradients for frozen parameters.",
         "4 x parameters, as for a model that trains whole.",
         "Nobody freezes anything in pretraining.",
-        "static-terms",
+        "static-terms-of-any-model",
     ),
     card(
         OneMoment,

@@ -120,8 +120,8 @@ def six_n() -> Functions:
     return {"flops_per_token": flops_per_token}
 
 
-def years_of_365_25() -> Functions:
-    """All else is right."""
+def extrapolating(*, days_per_year: float = 365, rounded: Any = math.ceil) -> Functions:
+    """Right with what is given by default."""
 
     def extrapolate_training(**given: Any) -> dict[str, Any]:
         size = given["target_parameters"]
@@ -130,9 +130,9 @@ def years_of_365_25() -> Functions:
         return {
             "tokens_per_s": rate,
             "days": days,
-            "years": days / 365.25,
+            "years": days / days_per_year,
             "flops": 6 * size * given["target_tokens"],
-            "num_devices_for_memory": math.ceil(16 * size / given["device_memory_bytes"]),
+            "num_devices_for_memory": rounded(16 * size / given["device_memory_bytes"]),
         }
 
     return {"extrapolate_training": extrapolate_training}
@@ -255,12 +255,20 @@ IMPOSTORS = (
         "flops.of-matrix-products",
     ),
     card(
-        years_of_365_25,
+        lambda: extrapolating(days_per_year=365.25),
         "years-of-365-25",
         "Years of another length than the contract's.",
         "Astronomy.",
         "0.07 % is less than anyone looks at.",
         "extrapolation.larger-model",
+    ),
+    card(
+        lambda: extrapolating(rounded=math.floor),
+        "devices-rounded-down",
+        "Rounds the number of devices down.",
+        "`//`.",
+        "One device in two hundred is missing, and only a part of its memory.",
+        "extrapolation.operations-and-devices",
     ),
     Impostor(
         "benign.sweep-plain",

@@ -127,6 +127,7 @@ class Bench:
     def build(self, batch_size: int) -> Callable[[], None]:
         """A step that owns its model; `building` bytes are taken for a moment."""
         self.live_at_build.append(self.memory.live)
+        self.calls = 0
         model = Model(self.memory, MODEL_BYTES, is_cyclic=self._is_cyclic)
         self.memory.allocate(self._building)
         self.memory.free(self._building)

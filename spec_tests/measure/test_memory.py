@@ -27,37 +27,7 @@ from spec_tests.rig import judge
 
 # A formula may leave out norms' statistics and scalars, a tracker an operator's scratch space.
 SHARE = 0.05
-COUNTER_BYTES = 8  # AdamW counts its steps, in a scalar per parameter; some count in one for all
 SMALL_CHANGE = 2**14
-
-
-@clause(
-    "measure.memory.static-terms",
-    MUST,
-    level="course",
-    judges=ESTIMATE,
-    worlds=(1,),
-    source=CONTRACT + "; Rajbhandari et al. 2020, section 3.1",
-)
-@pytest.mark.parametrize("model", ["deep", "tied", "frozen", "bfloat16"])
-def test_parameters_gradients_and_moments_are_those_of_the_tensors(world, subject, model):
-    """Bytes of parameters, gradients and AdamW's moments MUST be those of the model's tensors."""
-    ranks = world.run(estimated, model)
-
-    expected = static_bytes(CASES[model])
-    counters = COUNTER_BYTES * expected.pop("num_trained")
-    for rank, [said] in enumerate(ranks):
-        for term, size in expected.items():
-            most = size + (counters if term == "optimizer_bytes" else 0)
-            judge.holds(
-                size <= said[term] <= most,
-                f"rank {rank}: expected {term} {size}, got {said[term]}, "
-                f"{said[term] / size:.2f} times that",
-                likely="4 bytes for each element, whatever its dtype"
-                if model == "bfloat16"
-                else "a shared tensor counted twice, frozen ones given gradients, or 8 bytes for 4",
-                given=str(CASES[model]),
-            )
 
 
 @clause(
@@ -125,7 +95,7 @@ def _likely(found, said):
 @clause(
     "measure.memory.peak-covers-the-terms",
     MUST,
-    level="course",
+    level="correct",
     judges=ESTIMATE,
     worlds=(1,),
     source=CONTRACT + "; a course's table gave current memory as the peak, a fifth of it",
@@ -150,7 +120,7 @@ def test_no_moment_is_below_what_is_alive_in_it(world, subject, model):
 @clause(
     "measure.memory.grows-with-the-batch",
     MUST,
-    level="course",
+    level="correct",
     judges=ESTIMATE,
     worlds=(1,),
     source=CONTRACT,
@@ -183,7 +153,7 @@ def test_twice_the_batch_takes_twice_the_activations(world, subject, model):
 @clause(
     "measure.memory.each-answer-its-own",
     MUST,
-    level="course",
+    level="correct",
     judges=ESTIMATE,
     worlds=(1,),
     source="a course's sweep never reset its peak: batches 1 and 4 show that of batch 8",

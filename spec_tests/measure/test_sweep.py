@@ -68,7 +68,7 @@ def test_there_is_a_row_for_each_size(world, subject):
 @clause(
     "measure.sweep.resets-peaks",
     MUST,
-    level="course",
+    level="correct",
     judges=SWEEP,
     worlds=(1,),
     source="a course's table: the peaks of batches 1 and 4 are that of batch 8",
@@ -108,7 +108,7 @@ def test_the_peak_is_that_of_the_steps(world, subject):
 @clause(
     "measure.sweep.one-model-at-a-time",
     MUST,
-    level="course",
+    level="correct",
     judges=SWEEP,
     worlds=(1,),
     source="a course's sweep: a second live model adds 475 MB to every row",
@@ -143,7 +143,7 @@ def test_a_model_in_a_cycle_is_gone_as_well(world, subject):
 @clause(
     "measure.sweep.survives-out-of-memory",
     MUST,
-    level="course",
+    level="correct",
     judges=SWEEP,
     worlds=(1,),
     source=CONTRACT + "; PyTorch FAQ: my out of memory exception handler can't allocate memory",

@@ -29,7 +29,7 @@ def judge_collectives(found, expected):
 @clause(
     "measure.trace.collectives",
     MUST,
-    level="course",
+    level="correct",
     judges=TRACE,
     worlds=(1,),
     source=CONTRACT + "; FSDP: gathers and reductions per step",

@@ -23,7 +23,7 @@ def numbers(found):
 @clause(
     "measure.trace.every-step",
     MUST,
-    level="course",
+    level="correct",
     judges=TRACE,
     worlds=(1,),
     source=CONTRACT + "; Holistic Trace Analysis drops the last one by default",
@@ -104,7 +104,7 @@ def test_updates_are_counted_in_each_step(world, subject):
 @clause(
     "measure.trace.rank",
     MUST,
-    level="course",
+    level="correct",
     judges=TRACE,
     worlds=(1,),
     source=CONTRACT + "; without distributedInfo another tool overwrites the other ranks",

@@ -18,7 +18,7 @@ from spec_tests.rig import judge
 @clause(
     "measure.trace.computation-is-a-union",
     MUST,
-    level="course",
+    level="correct",
     judges=TRACE,
     worlds=(1,),
     source=CONTRACT + "; operators nest and streams run side by side",
@@ -42,7 +42,7 @@ def test_what_computes_at_once_counts_once(world, subject, device):
 @clause(
     "measure.trace.communication-is-a-union",
     MUST,
-    level="course",
+    level="correct",
     judges=TRACE,
     worlds=(1,),
     source=CONTRACT + "; gloo has two workers, nccl a stream per group",
@@ -65,7 +65,7 @@ def test_what_is_sent_at_once_counts_once(world, subject, device):
 @clause(
     "measure.trace.overlap",
     MUST,
-    level="course",
+    level="correct",
     judges=TRACE,
     worlds=(1,),
     source=CONTRACT + "; Holistic Trace Analysis finds 33.33 percent in the same trace",
