@@ -16,6 +16,7 @@ import torch
 from spec_tests.attention import interpreter
 from spec_tests.attention.problem import Answer, Inputs, Problem, inputs
 from spec_tests.laws import footprint
+from spec_tests.rig import judge
 from spec_tests.rig.errors import NOT_HERE
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import World
@@ -35,6 +36,7 @@ def observe(world: World, subject: str, body: Callable[..., Any], *args: Any, **
         SkipTest: Triton, or arithmetic in the dtype, is missing.
     """
     problems = [arg for arg in args if isinstance(arg, Problem)]
+    judge.SITUATION.get().given = ", ".join(map(repr, problems))
     require_here(world, subject, *(problem.dtype for problem in problems))
     return world.run(body, subject, *args, timeout_s=TIMEOUT_S, **kwargs)[0]
 
@@ -102,10 +104,10 @@ def everything(ctx: Context, subject: str, problem: Problem) -> Answer:
 
 
 def or_refused(ctx: Context, subject: str, problem: Problem) -> Answer | str:
-    """`everything`, or the words of a refusal."""
+    """`everything`, or the words of whatever error: a bare assertion refuses, too."""
     try:
         return everything(ctx, subject, problem)
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except Exception as error:
         return str(error) or type(error).__name__
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+
 from spec_tests.attention import bodies, rules
-from spec_tests.attention.problem import Problem
+from spec_tests.attention.problem import FITS, RAGGED, Problem
+from spec_tests.rig import judge
+from spec_tests.rig.errors import NotOffered, RankDied, RankHung, RankRaised
 from spec_tests.rig.world import World
 
 GRADIENTS = rules.GRADIENTS
 OUTPUT_AND_GRADIENTS = ("O", *GRADIENTS)
 OUTPUT_AND_LSE = ("O", "L")
 ALL = ("O", "L", *GRADIENTS)
+
+_FIT: dict[tuple[object, ...], str] = {}
 
 
 def is_tf32(world: World) -> bool:
@@ -21,7 +28,7 @@ def as_defined(world: World, subject: str, problem: Problem, *names: str) -> Non
     """What the subject answers must be the definition's: those of O, L, dQ, dK and dV.
 
     Raises:
-        Violation: it names the tensor, the broken rule and what the values look like.
+        Violation: it names the tensors, the broken rule and what the values look like.
     """
     __tracebackhide__ = True
     if not {*GRADIENTS} & {*names}:
@@ -30,3 +37,38 @@ def as_defined(world: World, subject: str, problem: Problem, *names: str) -> Non
         body = bodies.everything if "L" in names else bodies.gradients
         seen = bodies.observe(world, subject, body, problem)
     rules.close(seen, problem, names=names, tf32=is_tf32(world))
+
+
+def fitting(
+    world: World, subject: str, problem: Problem, *, fits: tuple[str, ...] = FITS
+) -> Problem:
+    """The problem in sizes that the subject takes, for clauses that are about another matter.
+
+    What insists on whole tiles, or on as many queries as keys, fails the clauses about sizes
+    (`attention.shapes.ragged-lengths` holds the very problems that are tried here), and no others.
+    What is wrong in all sizes alike is judged on the problem as it is.
+
+    Args:
+        fits: those of `FITS` that leave of the problem what the clause is about.
+    """
+    key = (world.target, subject, world.transport, problem.causal, fits)
+    if key not in _FIT:
+        ragged = RAGGED.but(causal=problem.causal)
+        best = len(OUTPUT_AND_GRADIENTS)
+        with judge.judging(dataclasses.replace(judge.SITUATION.get(), margins=[])):
+            right: dict[str, int] = {}
+            for fit in fits:
+                right[fit] = _num_right(world, subject, ragged.fitted(fit))
+                if right[fit] == best:
+                    break
+        _FIT[key] = max(right, key=lambda fit: right[fit])
+    return problem.fitted(_FIT[key]) if _FIT[key] else problem
+
+
+def _num_right(world: World, subject: str, problem: Problem) -> int:
+    """How many of O, dQ, dK and dV are right, or of O alone; below zero where there is none."""
+    for body in (bodies.gradients, bodies.forward):
+        with contextlib.suppress(NotOffered, RankRaised, RankDied, RankHung):
+            seen = bodies.observe(world, subject, body, problem)
+            return len(seen) - len(rules.faults(seen, problem, names=seen, tf32=is_tf32(world)))
+    return -1

@@ -16,10 +16,10 @@ Answer = dict[str, torch.Tensor]
 """By name: O, L (the log-sum-exp of each row), dQ, dK, dV."""
 
 WHOLE_TILES = 128
-"""Length in clauses of level `course`: the exercise's own, which any tile up to it divides.
+"""A length that any tile up to it divides: the exercise's own."""
 
-That any other length is right as well is asked for at level `correct`.
-"""
+FITS = ("", "equal lengths", "whole tiles", "whole tiles, equal lengths")
+"""Sizes that a subject may insist on, the strictest last; "" is any size."""
 
 DTYPES = {
     "float32": torch.float32,
@@ -40,6 +40,7 @@ class Problem:
         data: a key of `DATA`, the distribution of the inputs.
         upstream: factor of dO.
         lse_gradient: whether the log-sum-exp has a gradient of its own.
+        fit: of `FITS`, what the sizes were changed to.
     """
 
     seq_q: int = 70
@@ -55,18 +56,38 @@ class Problem:
     upstream: float = 1.0
     lse_gradient: bool = False
     seed: int = 0
+    fit: str = ""
 
     def __repr__(self) -> str:
         shown = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default or field.name in ("seq_q", "dtype")
+            if field.name in ("seq_q", "dtype")
+            or (getattr(self, field.name) != field.default and field.name != "fit")
         ]
-        return f"Problem({', '.join(shown)})"
+        why = f" ({self.fit}: other sizes fail or are refused, see attention.shapes)"
+        return f"Problem({', '.join(shown)}){why if self.fit else ''}"
 
     def but(self, **changes: object) -> Problem:
         """The same with some fields changed."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]  # names of fields
+
+    def fitted(self, fit: str) -> Problem:
+        """The same in sizes that a subject insists on.
+
+        Whole tiles are powers of two, lengths from `WHOLE_TILES` and head dims from 16 on. Unequal
+        lengths stay unequal, and the longer stays the longer.
+        """
+        lengths, head_dim = [self.seq_q, self.num_keys], self.head_dim
+        if "whole tiles" in fit:
+            longer = lengths[1] > lengths[0]
+            lengths = [max(WHOLE_TILES, _power_of_two(length)) for length in lengths]
+            if self.seq_q != self.num_keys and lengths[0] == lengths[1]:
+                lengths[longer] *= 2
+            head_dim = max(16, _power_of_two(head_dim))
+        if "equal lengths" in fit:
+            lengths[1] = lengths[0]
+        return self.but(seq_q=lengths[0], seq_k=lengths[1], head_dim=head_dim, fit=fit)
 
     @property
     def num_keys(self) -> int:
@@ -92,6 +113,10 @@ class Problem:
         """[Q, K], True where a query sees a key: the last query sees all of them."""
         seen = torch.ones(self.seq_q, self.num_keys, dtype=torch.bool)
         return seen.tril(self.num_keys - self.seq_q) if self.causal else seen
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 @dataclass
@@ -194,3 +219,13 @@ def reference(problem: Problem) -> Answer:
 def baseline(problem: Problem) -> Answer:
     """A plain attempt in the inputs' own dtype: how far honest rounding goes."""
     return dense(problem, inputs(problem), problem.torch_dtype, scale_on_keys=True)
+
+
+AS_THE_EXERCISE = Problem(seq_q=WHOLE_TILES, head_dim=64, batch=2, heads=2)
+"""What level `course` asks for: the size of the exercise's own test, which has a batch of four.
+
+One size, for a kernel may be compiled anew for each; that others are right is level `correct`.
+"""
+
+RAGGED = Problem(seq_q=70, seq_k=90, head_dim=24, heads=1)
+"""Lengths that no tile divides, several tiles of 16, 32 or 64. One head: tiles are what counts."""

@@ -126,24 +126,46 @@ def close(
     """Every named tensor must keep the rules of its dtype.
 
     Raises:
-        Violation: it names the tensor, the broken rule and what the values look like.
+        Violation: it names the tensors, the broken rule of each and what the values look like.
     """
     __tracebackhide__ = True
+    wrong = faults(seen, problem, names=names, tf32=tf32)
+    if not wrong:
+        return
+    (finding, likely, detail), *others = wrong
+    lines = [detail, *(", ".join(part for part in other if part) for other in others)]
+    raise judge.violated(
+        finding, likely=likely, detail="\n".join(lines).strip(), given=repr(problem)
+    )
+
+
+def faults(
+    seen: Mapping[str, torch.Tensor], problem: Problem, *, names: Iterable[str], tf32: bool
+) -> list[tuple[str, str, str]]:
+    """Of each tensor that breaks a rule: what is wrong, what it looks like, and where."""
+    found = (_fault(name, seen[name], problem, tf32) for name in names)
+    return [fault for fault in found if fault is not None]
+
+
+def _fault(
+    name: str, seen: torch.Tensor | None, problem: Problem, tf32: bool
+) -> tuple[str, str, str] | None:
+    """That of one tensor; None if it keeps its rules."""
     ref, base = reference(problem), baseline(problem)
-    tf32 = tf32 and problem.torch_dtype == torch.float32
-    largest_lse = _largest(ref["L"][ref["L"].isfinite()])
-    for name in names:
-        found = formed(name, seen[name], ref[name], problem)
-        given: dict[str, Any] = {"largest_lse": largest_lse, "gentle": problem.data == "normal"}
-        for bound in bounds(name, found, ref[name], base[name], tf32=tf32, **given):
-            note(bound)
-            if not bound.is_kept:
-                raise judge.violated(
-                    f"{name} {tuple(found.shape)}: expected the definition's values, {bound}",
-                    likely=_looks_like(name, found, problem),
-                    detail=_where(found, ref[name]),
-                    given=repr(problem),
-                )
+    malformed = _malformed(name, seen, ref[name], problem)
+    if malformed or seen is None:
+        return malformed
+    given: dict[str, Any] = {
+        "largest_lse": _largest(ref["L"][ref["L"].isfinite()]),
+        "gentle": problem.data == "normal",
+        "tf32": tf32 and problem.torch_dtype == torch.float32,
+    }
+    for bound in bounds(name, seen, ref[name], base[name], **given):
+        note(bound)
+        if not bound.is_kept:
+            said = f"{name} {tuple(seen.shape)}: expected the definition's values, {bound}"
+            return said, _looks_like(name, seen, problem), _where(seen, ref[name])
+    return None
 
 
 def near(
@@ -193,31 +215,27 @@ def note(bound: Bound) -> None:
     )
 
 
-def formed(
+def _malformed(
     name: str, seen: torch.Tensor | None, ref: torch.Tensor, problem: Problem
-) -> torch.Tensor:
-    """The tensor, if it has the shape and dtype that the contract says and nothing is NaN."""
-    __tracebackhide__ = True
+) -> tuple[str, str, str] | None:
+    """None if a tensor has the shape and dtype that the contract says, and nothing is NaN."""
     dtype = problem.torch_dtype
     if name == "L":
         dtype = torch.float64 if dtype == torch.float64 else torch.float32
     wanted = f"{name}: expected a tensor {tuple(ref.shape)} of {dtype}"
     if not isinstance(seen, torch.Tensor):
-        raise judge.violated(f"{wanted}, got {seen!r:.60}", given=repr(problem))
-    judge.holds(
-        seen.shape == ref.shape and seen.dtype == dtype,
-        f"{wanted}, got {tuple(seen.shape)} of {seen.dtype}",
-        given=repr(problem),
-    )
+        return f"{wanted}, got {seen!r:.60}", "", ""
+    if seen.shape != ref.shape or seen.dtype != dtype:
+        return f"{wanted}, got {tuple(seen.shape)} of {seen.dtype}", "", ""
     bad = ~seen.isfinite() & ref.isfinite()
-    judge.holds(
-        not bool(bad.any()),
+    if not bool(bad.any()):
+        return None
+    return (
         f"{name} {tuple(seen.shape)}: expected finite values, got {int(bad.sum())} that are not, "
         f"the first at {_first(bad)}",
-        likely="an overflow, or inf times zero: in padding, in rows that see nothing, in a maximum",
-        given=repr(problem),
+        "an overflow, or inf times zero: in padding, in rows that see nothing, in a maximum",
+        "",
     )
-    return seen
 
 
 def _first(flags: torch.Tensor) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spec_tests.attention import rules
 from spec_tests.attention.bodies import ATTENTION, CONTRACT, arguments, call, observe
-from spec_tests.attention.defined import ALL, is_tf32
+from spec_tests.attention.defined import ALL, fitting, is_tf32
 from spec_tests.attention.problem import Problem, inputs
 from spec_tests.attention.test_layout import answer
 from spec_tests.clause import MUST, clause
@@ -55,7 +55,7 @@ def test_a_second_derivative_is_right_or_refused(world, subject):
     A backward of differentiable operations gives one: wrong by half, since what the forward saved
     is a constant to it.
     """
-    problem = Problem(seq_q=20, batch=1)
+    problem = fitting(world, subject, Problem(seq_q=20))
     seen = observe(world, subject, second, problem)
 
     if isinstance(seen, str):
@@ -111,7 +111,7 @@ def test_a_transform_is_right_or_refused(world, subject, transform):
 
     <dO, J t> is <J' dO, t>: forward and backward mode check each other.
     """
-    problem = Problem(seq_q=20, seq_k=24)
+    problem = fitting(world, subject, Problem(seq_q=20, seq_k=24))
     seen = observe(world, subject, transformed, problem, transform)
 
     if isinstance(seen, str):
@@ -162,7 +162,7 @@ def test_two_calls_do_not_disturb_each_other(world, subject, way):
 
     With activation checkpointing each forward runs once more, within the backward.
     """
-    problem = Problem(seq_q=40, causal=True)
+    problem = fitting(world, subject, Problem(seq_q=40, causal=True))
     seen = observe(world, subject, side_by_side, problem, way)
 
     for seed, of_call in enumerate(seen):
@@ -194,7 +194,7 @@ def changed(ctx, subject, problem, name):
 @pytest.mark.parametrize("name", ["q", "k", "v", "O"])
 def test_a_tensor_changed_before_the_backward_is_noticed(world, subject, name):
     """After q, k, v or O was changed in place, the backward MUST raise or be right all the same."""
-    problem = Problem(seq_q=40)
+    problem = fitting(world, subject, Problem(seq_q=40))
     seen = observe(world, subject, changed, problem, name)
 
     if not isinstance(seen, str):
@@ -228,7 +228,7 @@ def test_no_element_is_left_as_the_allocator_gave_it(world, subject):
 
     Fresh pages are zero, which is what rows that see nothing should be; a cached block is not.
     """
-    problem = Problem(seq_q=70, seq_k=40, causal=True)
+    problem = fitting(world, subject, Problem(seq_q=70, seq_k=40, causal=True))
     seen = observe(world, subject, after_dirt, problem)
 
     rules.close(seen, problem, names=ALL, tf32=is_tf32(world))
@@ -251,6 +251,7 @@ def test_equal_inputs_give_equal_bits(world, subject):
     """Equal inputs MUST give equal bits of O, L, dQ, dK and dV, every time."""
     is_parallel = world.transport == "cuda"  # where there is something to race
     problem = Problem(seq_q=500 if is_parallel else 70, heads=8 if is_parallel else 1, causal=True)
+    problem = fitting(world, subject, problem)
     times = 50 if is_parallel else 3
     first, *others = observe(world, subject, repeated, problem, times)
 
@@ -276,7 +277,7 @@ def in_batch_and_alone(ctx, subject, problem, at):
 )
 def test_a_sequence_does_not_feel_its_batch(world, subject):
     """A sequence MUST have the same bits in a batch of three as alone."""
-    problem = Problem(seq_q=70, batch=3, heads=1, causal=True)
+    problem = fitting(world, subject, Problem(seq_q=70, batch=3, heads=1, causal=True))
     inside, alone = observe(world, subject, in_batch_and_alone, problem, 1)
 
     judge.tensors([inside], alone, quantity="answer of the sequence alone", given=repr(problem))

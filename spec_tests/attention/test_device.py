@@ -13,7 +13,7 @@ import torch
 
 from spec_tests.attention import bodies, rules
 from spec_tests.attention.bodies import ATTENTION, CONTRACT, observe
-from spec_tests.attention.defined import ALL, OUTPUT_AND_GRADIENTS, as_defined
+from spec_tests.attention.defined import ALL, OUTPUT_AND_GRADIENTS, as_defined, fitting
 from spec_tests.attention.problem import Problem, inputs
 from spec_tests.attention.test_layout import answer
 from spec_tests.clause import MUST, clause
@@ -53,6 +53,7 @@ def test_every_configuration_has_the_values(world, subject, head_dim, dtype, mas
         causal=mask == "causal",
         data=data,
     )
+    problem = fitting(world, subject, problem)
     seen = observe(world, subject, bodies.everything, problem)
 
     # Where all is one, dQ and dK are zero but for rounding, and norms of zero allow nothing.
@@ -93,7 +94,7 @@ def test_long_sequences_are_as_exact_as_short_ones(world, subject, head_dim, mas
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_float32_has_24_bits(world, subject, head_dim):
     """In float32 outputs and gradients MUST have its rounding, not that of TF32's eleven bits."""
-    problem = Problem(seq_q=300, head_dim=head_dim, causal=True)
+    problem = fitting(world, subject, Problem(seq_q=300, head_dim=head_dim, causal=True))
     seen = observe(world, subject, bodies.everything, problem)
 
     rules.close(seen, problem, names=ALL)
@@ -145,6 +146,7 @@ def on_side_stream(ctx, subject, problem):
 def test_it_runs_on_the_current_stream(world, subject):
     """On a side stream the answer MUST be the same, to the bit."""
     problem = Problem(seq_q=300, head_dim=64, dtype="bfloat16", causal=True)
+    problem = fitting(world, subject, problem)
     first, again = observe(world, subject, on_side_stream, problem)
 
     judge.tensors([again], first, quantity="answer on the default stream", given=repr(problem))

@@ -12,13 +12,11 @@ import pytest
 
 from spec_tests.attention import bodies, rules
 from spec_tests.attention.bodies import ATTENTION, CONTRACT, observe
-from spec_tests.attention.defined import ALL, OUTPUT_AND_LSE, as_defined
-from spec_tests.attention.problem import WHOLE_TILES, Problem
+from spec_tests.attention.defined import ALL, OUTPUT_AND_LSE, as_defined, fitting
+from spec_tests.attention.problem import AS_THE_EXERCISE, RAGGED
 from spec_tests.clause import MUST, clause
 
 MASKS = ("full", "causal")
-# Lengths that no tile divides, several tiles of 16, 32 or 64. One head: tiles are what counts.
-RAGGED = Problem(seq_q=70, seq_k=90, head_dim=24, heads=1)
 IN_HALF = {
     "wide-logits": RAGGED.but(data="negative"),
     "full": RAGGED,
@@ -34,11 +32,22 @@ IN_HALF = {
     worlds=(1,),
     source="CS336 assignment 2, FlashAttention-2 forward; Dao 2023, section 3.1",
 )
-@pytest.mark.parametrize("mask", MASKS)
-def test_the_output_is_softmax_of_scaled_scores_times_values(world, subject, mask):
+def test_the_output_is_softmax_of_scaled_scores_times_values(world, subject):
     """The output MUST be softmax(q k^T scale) v, to the rounding of float32."""
-    problem = Problem(seq_q=WHOLE_TILES, head_dim=32, batch=2, causal=mask == "causal")
-    as_defined(world, subject, problem, "O")
+    as_defined(world, subject, AS_THE_EXERCISE, "O")
+
+
+@clause(
+    "attention.lse.values",
+    MUST,
+    level="course",
+    judges=ATTENTION,
+    worlds=(1,),
+    source="CS336 assignment 2, equation 12: L is saved for the backward, one number per row",
+)
+def test_the_log_sum_exp_of_each_row_is_there(world, subject):
+    """L MUST be the natural log-sum-exp of each row's scores, one number per query."""
+    as_defined(world, subject, AS_THE_EXERCISE, "L")
 
 
 @clause(
@@ -58,7 +67,8 @@ def test_half_precision_is_as_good_as_its_rounding(world, subject, dtype, case):
     another dtype than q's is none. Scores of a hundred show a rounding of theirs, those of one
     hide it beside the output's.
     """
-    as_defined(world, subject, IN_HALF[case].but(dtype=dtype), "O")
+    problem = fitting(world, subject, IN_HALF[case].but(dtype=dtype))
+    as_defined(world, subject, problem, "O")
 
 
 @clause(
@@ -77,7 +87,7 @@ def test_the_log_sum_exp_is_natural_and_float32(world, subject, dtype, mask):
     Ring attention and split keys merge results by it. Statistics are float32 whatever the inputs
     are: a scale that is multiplied into K in its own dtype shows here, and nowhere else.
     """
-    problem = RAGGED.but(dtype=dtype, causal=mask == "causal")
+    problem = fitting(world, subject, RAGGED.but(dtype=dtype, causal=mask == "causal"))
     as_defined(world, subject, problem, "L")
 
 
@@ -97,7 +107,7 @@ def test_large_logits_of_either_sign_are_exact(world, subject, data, mask):
     Logits that are all negative find a running maximum that begins at zero; channels thirty times
     the others move it late.
     """
-    problem = RAGGED.but(data=data, causal=mask == "causal")
+    problem = fitting(world, subject, RAGGED.but(data=data, causal=mask == "causal"))
     as_defined(world, subject, problem, *OUTPUT_AND_LSE)
 
 
@@ -112,7 +122,7 @@ def test_large_logits_of_either_sign_are_exact(world, subject, data, mask):
 @pytest.mark.parametrize("scale", [0.0, 0.3, -0.3, 1.0])
 def test_any_scale_is_honoured(world, subject, scale):
     """Any scale MUST be honoured: zero is the mean of v, and negative ones turn the order round."""
-    problem = RAGGED.but(scale=scale)
+    problem = fitting(world, subject, RAGGED.but(scale=scale))
     as_defined(world, subject, problem, *OUTPUT_AND_LSE)
 
 
@@ -126,7 +136,7 @@ def test_any_scale_is_honoured(world, subject, scale):
 )
 def test_a_negative_scale_takes_the_maximum_of_the_scores(world, subject):
     """With a negative scale and logits hundreds apart the output MUST stay finite and right."""
-    problem = RAGGED.but(scale=-2.0, data="large")
+    problem = fitting(world, subject, RAGGED.but(scale=-2.0, data="large"))
     as_defined(world, subject, problem, *OUTPUT_AND_LSE)
 
 
@@ -145,7 +155,7 @@ def test_equal_keys_give_the_mean_of_the_values_seen(world, subject, data, mask)
 
     It counts keys: one tile too many, or padding that is not masked, shows in every row.
     """
-    problem = RAGGED.but(data=data, causal=mask == "causal")
+    problem = fitting(world, subject, RAGGED.but(data=data, causal=mask == "causal"))
     as_defined(world, subject, problem, *OUTPUT_AND_LSE)
 
 
@@ -159,8 +169,8 @@ def test_equal_keys_give_the_mean_of_the_values_seen(world, subject, data, mask)
 )
 @pytest.mark.parametrize("mask", MASKS)
 def test_float64_is_float64_or_refused(world, subject, mask):
-    """In float64 O, L and gradients MUST have its rounding, or be refused."""
-    problem = RAGGED.but(dtype="float64", causal=mask == "causal")
+    """In float64 O, L and gradients MUST have its rounding, or be refused with an error."""
+    problem = fitting(world, subject, RAGGED.but(dtype="float64", causal=mask == "causal"))
     seen = observe(world, subject, bodies.or_refused, problem)
 
     if not isinstance(seen, str):

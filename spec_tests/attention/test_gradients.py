@@ -12,9 +12,16 @@ import torch
 
 from spec_tests.attention import bodies, rules
 from spec_tests.attention.bodies import ATTENTION, CONTRACT, call, observe
-from spec_tests.attention.defined import GRADIENTS, OUTPUT_AND_GRADIENTS, as_defined, is_tf32
-from spec_tests.attention.problem import WHOLE_TILES, Problem, inputs
-from spec_tests.attention.test_forward import MASKS, RAGGED
+from spec_tests.attention.defined import (
+    ALL,
+    GRADIENTS,
+    OUTPUT_AND_GRADIENTS,
+    as_defined,
+    fitting,
+    is_tf32,
+)
+from spec_tests.attention.problem import AS_THE_EXERCISE, RAGGED, Problem, inputs
+from spec_tests.attention.test_forward import MASKS
 from spec_tests.clause import MUST, clause
 from spec_tests.rig import judge
 
@@ -27,11 +34,12 @@ from spec_tests.rig import judge
     worlds=(1,),
     source="CS336 assignment 2, FlashAttention-2 backward; Dao 2023, section 3.2",
 )
-@pytest.mark.parametrize("mask", MASKS)
-def test_gradients_are_those_of_the_definition(world, subject, mask):
-    """dQ, dK and dV MUST be those of softmax(q k^T scale) v, to the rounding of float32."""
-    problem = Problem(seq_q=WHOLE_TILES, head_dim=32, batch=2, causal=mask == "causal")
-    as_defined(world, subject, problem, *OUTPUT_AND_GRADIENTS)
+def test_gradients_are_those_of_the_definition(world, subject):
+    """dQ, dK and dV MUST be those of softmax(q k^T scale) v, to the rounding of float32.
+
+    O and L are what the backward begins with: where they are wrong, the message says so first.
+    """
+    as_defined(world, subject, AS_THE_EXERCISE, *ALL)
 
 
 @clause(
@@ -46,7 +54,7 @@ def test_gradients_are_those_of_the_definition(world, subject, mask):
 @pytest.mark.parametrize("mask", MASKS)
 def test_half_precision_gradients_are_as_good_as_their_rounding(world, subject, dtype, mask):
     """In float16 and bfloat16 the gradients MUST be within one rounding in norm."""
-    problem = RAGGED.but(dtype=dtype, causal=mask == "causal")
+    problem = fitting(world, subject, RAGGED.but(dtype=dtype, causal=mask == "causal"))
     as_defined(world, subject, problem, *GRADIENTS)
 
 
@@ -64,7 +72,7 @@ def test_sums_over_a_thousand_keys_are_wide(world, subject):
     An accumulator in bfloat16 loses what is small beside it, a little everywhere; the largest
     error, which the field compares, barely moves.
     """
-    problem = Problem(seq_q=1024, head_dim=16, batch=1, heads=1, dtype="bfloat16")
+    problem = fitting(world, subject, Problem(seq_q=1024, heads=1, dtype="bfloat16"))
     as_defined(world, subject, problem, *OUTPUT_AND_GRADIENTS)
 
 
@@ -79,7 +87,7 @@ def test_sums_over_a_thousand_keys_are_wide(world, subject):
 @pytest.mark.parametrize("scale", [0.3, -0.3])
 def test_gradients_know_the_scale(world, subject, scale):
     """With a scale of one's own, dQ and dK MUST be multiplied by it once, and dV not at all."""
-    problem = RAGGED.but(scale=scale)
+    problem = fitting(world, subject, RAGGED.but(scale=scale))
     as_defined(world, subject, problem, *OUTPUT_AND_GRADIENTS)
 
 
@@ -93,7 +101,7 @@ def test_gradients_know_the_scale(world, subject, scale):
 )
 def test_a_scale_of_zero_leaves_only_the_values_to_learn(world, subject):
     """With a scale of zero, dQ and dK MUST be zero."""
-    problem = RAGGED.but(scale=0.0)
+    problem = fitting(world, subject, RAGGED.but(scale=0.0))
     seen = observe(world, subject, bodies.gradients, problem)
 
     x = inputs(problem)
@@ -117,7 +125,7 @@ def test_a_scale_of_zero_leaves_only_the_values_to_learn(world, subject):
 @pytest.mark.parametrize("mask", MASKS)
 def test_gradients_survive_large_logits(world, subject, data, mask):
     """Logits of hundreds, of either sign, MUST give the definition's gradients, all finite."""
-    problem = RAGGED.but(data=data, causal=mask == "causal")
+    problem = fitting(world, subject, RAGGED.but(data=data, causal=mask == "causal"))
     as_defined(world, subject, problem, *GRADIENTS)
 
 
@@ -136,7 +144,7 @@ def test_gradients_have_the_range_of_their_dtype(world, subject, upstream):
     bfloat16 has the range of float32 and is chosen for it; a step through float16 overflows, or
     loses everything below 6e-8.
     """
-    problem = RAGGED.but(dtype="bfloat16", upstream=upstream)
+    problem = fitting(world, subject, RAGGED.but(dtype="bfloat16", upstream=upstream))
     as_defined(world, subject, problem, *GRADIENTS)
 
 
@@ -151,7 +159,7 @@ def test_gradients_have_the_range_of_their_dtype(world, subject, upstream):
 @pytest.mark.parametrize("upstream", [1e6, 1e-6])
 def test_float32_gradients_have_its_range(world, subject, upstream):
     """In float32 a dO of 1e6 or 1e-6 MUST give gradients as exact as one of 1."""
-    problem = RAGGED.but(upstream=upstream)
+    problem = fitting(world, subject, RAGGED.but(upstream=upstream))
     as_defined(world, subject, problem, *GRADIENTS)
 
 
@@ -171,6 +179,7 @@ def test_the_lse_is_differentiable_or_says_that_it_is_not(world, subject, mask):
     drop the gradient: a z-loss that trains nothing.
     """
     problem = RAGGED.but(causal=mask == "causal", lse_gradient=True, seq_q=40, heads=4, kv_heads=2)
+    problem = fitting(world, subject, problem)
     is_differentiable = observe(world, subject, lse_requires_grad, problem)
     seen = observe(world, subject, bodies.gradients, problem)
 
@@ -207,7 +216,7 @@ def wanted_only(ctx, subject, problem, names):
 @pytest.mark.parametrize("names", ["dQ", "dK", "dV", "dK+dV"])
 def test_gradients_arrive_where_they_are_wanted_and_nowhere_else(world, subject, names):
     """Inputs that require no gradient MUST get none, and the others theirs."""
-    problem = Problem(seq_q=40, causal=True)
+    problem = fitting(world, subject, Problem(seq_q=40, causal=True))
     seen = observe(world, subject, wanted_only, problem, names.split("+"))
 
     missing = {name for name, gradient in seen.items() if gradient is None}

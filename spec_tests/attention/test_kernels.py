@@ -14,14 +14,16 @@ import torch
 
 from spec_tests.attention import interpreter
 from spec_tests.attention.bodies import KERNELS, arguments, call, observe
-from spec_tests.attention.problem import Problem, inputs
+from spec_tests.attention.defined import fitting
+from spec_tests.attention.problem import AS_THE_EXERCISE, Problem, inputs
 from spec_tests.clause import MUST, clause
 from spec_tests.rig import judge
 from spec_tests.rig.errors import NOT_HERE
 
 INTERPRETED = ("gloo",)
-# Several tiles that divide no length, and a group of two heads: neighbours to run into.
-RAGGED = Problem(seq_q=70, seq_k=80, head_dim=24, heads=2, kv_heads=1)
+NO_METHODS = f"{NOT_HERE}this Triton's interpreter has other methods"
+# Several tiles that divide no length, and two heads: neighbours to run into.
+RAGGED = Problem(seq_q=70, seq_k=80, head_dim=24, heads=2)
 
 
 def launched(ctx, subject, problem):
@@ -37,10 +39,39 @@ def launched(ctx, subject, problem):
 def _launches(world, subject, problem):
     found = observe(world, subject, launched, problem)
     if found is None:
-        raise unittest.SkipTest(f"{NOT_HERE}this Triton's interpreter has other methods")
+        raise unittest.SkipTest(NO_METHODS)
     if not found[0]:
         raise unittest.SkipTest(f"{NOT_HERE}no kernel was interpreted")
     return found
+
+
+@clause(
+    "attention.kernels.launched",
+    MUST,
+    level="course",
+    judges=KERNELS,
+    worlds=(1,),
+    transports=INTERPRETED,
+    source="CS336 assignment 2, flash_forward (b): the forward calls your Triton kernel",
+)
+def test_a_kernel_is_launched(world, subject):
+    """The forward MUST launch a Triton kernel."""
+    launches = observe(world, subject, launched_forward, AS_THE_EXERCISE)
+    if launches is None:
+        raise unittest.SkipTest(NO_METHODS)
+    judge.holds(
+        bool(launches),
+        "expected the forward to launch a Triton kernel, got none",
+        likely="the version in PyTorch operations, under the kernel's name",
+    )
+
+
+def launched_forward(ctx, subject, problem):
+    """The launches of a forward."""
+    x = inputs(problem).to(ctx.device)
+    with interpreter.watched() as launches:
+        call(ctx, subject, x.q, x.k, x.v, **arguments(problem))
+    return launches
 
 
 # What no launch may do: by the name of its count, in words, and how one comes to it.
@@ -61,7 +92,7 @@ FAULTS = {
 
 
 def _none(world, subject, mask, what):
-    problem = RAGGED.but(causal=mask == "causal")
+    problem = fitting(world, subject, RAGGED.but(causal=mask == "causal"))
     wanted, likely = FAULTS[what]
     for launch in (launch for part in _launches(world, subject, problem) for launch in part):
         judge.holds(

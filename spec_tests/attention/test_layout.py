@@ -14,7 +14,7 @@ import torch
 
 from spec_tests.attention import rules
 from spec_tests.attention.bodies import ATTENTION, CONTRACT, arguments, call, observe
-from spec_tests.attention.defined import ALL, is_tf32
+from spec_tests.attention.defined import ALL, fitting, is_tf32
 from spec_tests.attention.problem import Inputs, Problem, dense, inputs
 from spec_tests.clause import MUST, clause
 from spec_tests.rig import judge
@@ -82,7 +82,7 @@ def test_each_tensor_has_strides_of_its_own(world, subject, layout):
 
     dO comes as autograd makes it: transposed after `out.transpose(1, 2)`, which is what models do.
     """
-    problem = Problem(seq_q=40, batch=2, causal=True)
+    problem = fitting(world, subject, Problem(seq_q=40, batch=2, causal=True))
     seen = observe(world, subject, laid_out, problem, layout)
 
     rules.close(seen, problem, names=ALL, tf32=is_tf32(world))
@@ -120,7 +120,7 @@ def test_an_expanded_upstream_gradient_is_read_as_one(world, subject):
 
     Values alone, dV above all: with dO of ones dQ and dK are a difference of equal sums.
     """
-    problem = Problem(seq_q=40, causal=True)
+    problem = fitting(world, subject, Problem(seq_q=40, causal=True))
     seen = observe(world, subject, summed, problem)
 
     ones = inputs(problem)
@@ -144,7 +144,7 @@ def _with_upstream_of_ones(problem: Problem, x: Inputs) -> dict[str, torch.Tenso
 )
 def test_keys_expanded_over_the_batch_are_keys(world, subject):
     """k and v expanded over the batch MUST give the values and gradients of copies."""
-    problem = Problem(seq_q=40, batch=3)
+    problem = fitting(world, subject, Problem(seq_q=40, batch=3))
     seen = observe(world, subject, expanded, problem)
 
     wanted = _expanded_reference(problem)
@@ -182,7 +182,7 @@ def test_what_lies_around_the_tensors_does_not_matter(world, subject, around):
     The last tile reaches beyond seq_k, seq_q or head_dim: loads without a mask find it, and a
     weight of zero does not help against NaN.
     """
-    problem = Problem(seq_q=45, seq_k=50, head_dim=24)
+    problem = fitting(world, subject, Problem(seq_q=45, seq_k=50, head_dim=24))
     clean = observe(world, subject, amid, problem, 0.0)
     seen = observe(world, subject, amid, problem, around)
 
@@ -207,7 +207,7 @@ def kept(ctx, subject, problem):
 )
 def test_inputs_are_as_they_were(world, subject):
     """q, k, v and dO MUST hold the same bits after forward and backward."""
-    problem = Problem(seq_q=40, scale=0.3)
+    problem = fitting(world, subject, Problem(seq_q=40, head_dim=24))
     seen = observe(world, subject, kept, problem)
 
     x = inputs(problem)
@@ -231,7 +231,7 @@ def thrice(ctx, subject, problem):
 )
 def test_one_tensor_may_be_query_key_and_value(world, subject):
     """attention(x, x, x) MUST give x the sum of the three gradients."""
-    problem = Problem(seq_q=40, causal=True)
+    problem = fitting(world, subject, Problem(seq_q=40, causal=True))
     seen = observe(world, subject, thrice, problem)
 
     rules.near(
@@ -275,6 +275,7 @@ def test_offsets_may_exceed_two_to_the_31(world, subject, dim):
     long sequence still wraps round, to other values or to a fault of the process.
     """
     problem = Problem(seq_q=20, seq_k=40, batch=3, heads=2, dtype="float16")
+    problem = fitting(world, subject, problem)
     seen = observe(world, subject, far_apart, problem, dim)
 
     rules.close(seen, problem, names=ALL)

@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from spec_tests.attention import bodies, rules
-from spec_tests.attention.bodies import ATTENTION, CONTRACT, call, observe
+from spec_tests.attention.bodies import ATTENTION, CONTRACT, KERNELS, TILED, call, observe
 from spec_tests.attention.defined import (
     OUTPUT_AND_GRADIENTS,
     OUTPUT_AND_LSE,
     as_defined,
+    fitting,
     is_tf32,
 )
-from spec_tests.attention.problem import Problem, inputs
+from spec_tests.attention.problem import AS_THE_EXERCISE, WHOLE_TILES, Problem, inputs
 from spec_tests.clause import MUST, clause
 from spec_tests.rig import judge
 from spec_tests.rig.tolerance import rounding
@@ -32,6 +33,37 @@ LENGTHS = {
     "decode": (1, 77),
     "few-keys": (70, 3),
 }
+UNEQUAL = ("", "whole tiles")
+"""Of `FITS`, those that keep what clauses about unequal lengths are about."""
+PARTS = {"forward": OUTPUT_AND_LSE, "backward": OUTPUT_AND_GRADIENTS}
+
+
+@clause(
+    "attention.causal.values",
+    MUST,
+    level="course",
+    judges=KERNELS,
+    worlds=(1,),
+    source="CS336 assignment 2, flash_forward (c): a flag for causal masking, in Triton",
+)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_kernel_with_a_causal_mask_has_the_values(world, subject, part):
+    """With a causal mask a kernel's O, L and gradients MUST be those of the definition."""
+    as_defined(world, subject, AS_THE_EXERCISE.but(causal=True), *PARTS[part])
+
+
+@clause(
+    "attention.causal.equal-lengths",
+    MUST,
+    level="correct",
+    judges=TILED,
+    worlds=(1,),
+    source=CONTRACT + "; CS336 assignment 2 lets its version without Triton ignore the flag",
+)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_causal_mask_is_not_ignored(world, subject, part):
+    """With a causal mask and equal lengths O, L and gradients MUST be those of the definition."""
+    as_defined(world, subject, AS_THE_EXERCISE.but(causal=True), *PARTS[part])
 
 
 @clause(
@@ -47,6 +79,7 @@ def test_causal_is_aligned_at_the_last_query(world, subject, lengths):
     """Row i MUST see exactly the keys j <= i + seq_k - seq_q."""
     seq_q, seq_k = LENGTHS[lengths]
     problem = Problem(seq_q=seq_q, seq_k=seq_k, causal=True)
+    problem = fitting(world, subject, problem, fits=UNEQUAL)
     as_defined(world, subject, problem, *OUTPUT_AND_LSE)
 
 
@@ -67,6 +100,7 @@ def test_gradients_follow_the_same_mask(world, subject, lengths):
     """
     seq_q, seq_k = LENGTHS[lengths]
     problem = Problem(seq_q=seq_q, seq_k=seq_k, causal=True)
+    problem = fitting(world, subject, problem, fits=UNEQUAL)
     as_defined(world, subject, problem, *OUTPUT_AND_GRADIENTS)
 
 
@@ -86,7 +120,7 @@ def first_row(ctx, subject, problem):
 )
 def test_the_first_query_of_a_square_sees_its_own_key_alone(world, subject):
     """With a causal mask and equal lengths, row 0 MUST be v[0], whatever its score is."""
-    problem = Problem(causal=True)
+    problem = fitting(world, subject, Problem(causal=True))
     out, value = observe(world, subject, first_row, problem)
 
     # One weight over itself: a product and a quotient.
@@ -114,6 +148,7 @@ def test_the_first_query_of_a_square_sees_its_own_key_alone(world, subject):
 def test_a_row_that_sees_nothing_is_zero(world, subject, dtype):
     """A row that sees no key MUST give zeros and -inf: neither NaN nor the mean of v."""
     problem = Problem(seq_q=83, seq_k=20, causal=True, dtype=dtype)
+    problem = fitting(world, subject, problem, fits=UNEQUAL)
     seen = observe(world, subject, bodies.forward, problem, lse=True)
 
     blind = problem.seq_q - problem.num_keys
@@ -148,6 +183,7 @@ def blind_gradients(ctx, subject, problem, upstream):
 def test_a_row_that_sees_nothing_has_no_gradient_and_gives_none(world, subject):
     """Rows that see no key MUST have a gradient of zero, and theirs MUST not reach k or v."""
     problem = Problem(seq_q=83, seq_k=20, causal=True)
+    problem = fitting(world, subject, problem, fits=UNEQUAL)
     seen = observe(world, subject, blind_gradients, problem, 1.0)
     again = observe(world, subject, blind_gradients, problem, -1000.0)
 
@@ -184,9 +220,10 @@ def test_what_is_hidden_does_not_matter(world, subject, garbage):
 
     The rows of the diagonal's own tiles are among them.
     """
-    problem = Problem(seq_q=70, seq_k=80, heads=1, causal=True)
-    clean = observe(world, subject, with_garbage, problem, 45, 0.5)
-    seen = observe(world, subject, with_garbage, problem, 45, garbage)
+    problem = fitting(world, subject, Problem(seq_q=70, seq_k=80, heads=1, causal=True))
+    first = problem.num_keys - 35
+    clean = observe(world, subject, with_garbage, problem, first, 0.5)
+    seen = observe(world, subject, with_garbage, problem, first, garbage)
 
     judge.tensors([seen], clean, quantity="value before the garbage", given=repr(problem))
 
@@ -213,7 +250,9 @@ def prefix(ctx, subject, problem, rows):
 @pytest.mark.parametrize("rows", [1, 32, 45])
 def test_the_future_has_no_effect(world, subject, rows):
     """With a causal mask the first rows MUST be those of a call on the prefix alone."""
-    problem = Problem(causal=True)
+    problem = fitting(world, subject, Problem(causal=True))
+    if "whole tiles" in problem.fit:  # so has the prefix to be
+        problem, rows = problem.but(seq_q=2 * WHOLE_TILES, seq_k=None), WHOLE_TILES
     seen = observe(world, subject, prefix, problem, rows)
 
     rules.near(seen["whole"], seen["alone"], given=repr(problem), tf32=is_tf32(world))

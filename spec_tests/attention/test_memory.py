@@ -1,7 +1,10 @@
 """Memory and work: no matrix of scores, and no tile that nobody sees.
 
-That is what FlashAttention is for, and what no value shows. Level `production`: to materialise the
-scores is right, only not this.
+That is what FlashAttention is for, and what no value shows. Exercises let a backward recompute all
+scores at once, so what it takes is level `production`; that of the forward is in the name.
+
+What is judged is how memory grows with the length, so tiles may be large: those of a fixed size do
+not grow. Of interpreted kernels the tensors around them are seen, and not their tiles.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import torch
 
 from spec_tests.attention import bodies
 from spec_tests.attention.bodies import ATTENTION, KERNELS, arguments, call, observe
-from spec_tests.attention.problem import Problem, inputs
+from spec_tests.attention.defined import fitting
+from spec_tests.attention.problem import WHOLE_TILES, Problem, inputs
 from spec_tests.clause import MUST, clause
 from spec_tests.laws import footprint
 from spec_tests.rig import judge
@@ -25,18 +29,44 @@ def _length(world, subject):
     return 128 if subject in KERNELS and world.transport != "cuda" else 1024
 
 
-def peaks(ctx, subject, problem):
-    """Peak bytes of a forward and backward, after a small one that warmed up."""
+def peaks(ctx, subject, problem, part):
+    """Peak bytes of a forward, or of that and the backward, after a small one that warmed up."""
     x = inputs(problem).to(ctx.device)
 
     def step(stop=None):
         q, k, v, do = (t[:, :, :stop] for t in (x.q, x.k, x.v, x.do))
-        return torch.autograd.grad(
-            call(ctx, subject, q, k, v, **arguments(problem)), (x.q, x.k, x.v), do
-        )
+        out = call(ctx, subject, q, k, v, **arguments(problem))
+        return out if part == "forward" else torch.autograd.grad(out, (x.q, x.k, x.v), do)
 
-    step(16)
+    step(WHOLE_TILES)
     return bodies.peak_bytes(ctx, step)[0]
+
+
+def _is_linear(world, subject, problem, part):
+    once = observe(world, subject, peaks, problem, part)
+    twice = observe(world, subject, peaks, problem.but(seq_q=2 * problem.seq_q), part)
+    footprint.at_most(
+        [twice],
+        {"2.5 times that of half the length": int(2.5 * once), "small change": SMALL_CHANGE},
+        quantity=f"a peak at {2 * problem.seq_q} keys",
+        likely=f"scores, or a mask of their shape, are materialised somewhere in the {part}",
+        given=repr(problem),
+    )
+
+
+@clause(
+    "attention.memory.forward-is-linear",
+    MUST,
+    level="correct",
+    judges=ATTENTION,
+    worlds=(1,),
+    source=MEMORY,
+)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_a_forward_over_twice_the_length_takes_twice_the_memory(world, subject, mask):
+    """A forward over twice the length MUST NOT take more than 2.5 times the peak memory."""
+    problem = Problem(seq_q=_length(world, subject), heads=1, causal=mask == "causal")
+    _is_linear(world, subject, problem, "forward")
 
 
 @clause(
@@ -55,16 +85,7 @@ def test_twice_the_length_takes_twice_the_memory(world, subject, mask):
     small change an allocator's habits count for more than what is asked of it.
     """
     problem = Problem(seq_q=_length(world, subject), heads=1, causal=mask == "causal")
-    once = observe(world, subject, peaks, problem)
-    twice = observe(world, subject, peaks, problem.but(seq_q=2 * problem.seq_q))
-
-    footprint.at_most(
-        [twice],
-        {"2.5 times that of half the length": int(2.5 * once), "small change": SMALL_CHANGE},
-        quantity=f"a peak at {2 * problem.seq_q} keys",
-        likely="scores, or a mask of their shape, are materialised somewhere in the step",
-        given=repr(problem),
-    )
+    _is_linear(world, subject, problem, "step")
 
 
 def kept_bytes(ctx, subject, problem):
@@ -79,7 +100,7 @@ def kept_bytes(ctx, subject, problem):
 @clause(
     "attention.memory.keeps-no-scores",
     MUST,
-    level="production",
+    level="correct",
     judges=ATTENTION,
     worlds=(1,),
     source=MEMORY,
@@ -133,7 +154,7 @@ def test_tiles_that_nobody_sees_are_not_computed(world, subject):
     A mask after the product hides a finite number; zero times NaN is NaN. Tiles on the diagonal may
     mix, so nothing is asked of the 256 rows before.
     """
-    problem = Problem(seq_q=400, heads=1, causal=True)
-    seen, clean = observe(world, subject, poisoned, problem, 390)
+    problem = fitting(world, subject, Problem(seq_q=400, heads=1, causal=True))
+    seen, clean = observe(world, subject, poisoned, problem, problem.seq_q - 10)
 
     judge.tensors([seen], clean, quantity="value without NaN in hidden keys", given=repr(problem))

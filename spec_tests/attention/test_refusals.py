@@ -62,7 +62,7 @@ def refused(ctx, subject, case):
 @clause(
     "attention.refusal.bad-input",
     MUST,
-    level="correct",
+    level="production",
     judges=ATTENTION,
     worlds=(1,),
     source="xformers, test_unsupported; a kernel reads whatever lies there",
@@ -110,7 +110,7 @@ def mixed_devices(ctx, subject):
 @clause(
     "attention.refusal.devices",
     MUST,
-    level="correct",
+    level="production",
     judges=ATTENTION,
     worlds=(1,),
     source="a pointer of another device is a fault of the whole process",

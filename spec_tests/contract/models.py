@@ -9,14 +9,26 @@ from torch import nn
 
 
 class FlashAttention(Protocol):
-    """Exact attention in O(N) memory. `flash_attention_triton` has the same shape.
+    """Exact attention in O(N) memory. `flash_attention_triton` is the same in Triton kernels.
 
     q `[batch, heads, seq_q, head_dim]`, k and v `[batch, kv_heads, seq_k, head_dim]`; 3-D is
-    `[batch, seq, head_dim]` without heads. `scale` defaults to `head_dim ** -0.5`. Causal is
-    aligned bottom-right: row i sees keys j <= i + seq_k - seq_q. Query head h reads key head
-    `h // (heads // kv_heads)`. Output has q's dtype; the LSE is natural, float32 (float64 for
-    float64), `[batch, heads, seq_q]`, and either differentiable or marked non-differentiable.
-    Rows that see nothing give zeros, -inf, and zero gradients. First derivatives only.
+    `[batch, seq, head_dim]` without heads. All sizes from one on are taken, in any strides; head
+    dims above 256, and float64, may be refused with an error. `scale` is any number and defaults to
+    `head_dim ** -0.5`. Causal is aligned bottom-right: row i sees keys j <= i + seq_k - seq_q.
+    Query head h reads key head `h // (heads // kv_heads)`.
+
+    Output has q's dtype; the LSE is natural, float32 (float64 for float64), `[batch, heads,
+    seq_q]`, and either differentiable or marked non-differentiable. Sums are float32 in every
+    dtype, so that results are as good as one rounding. Rows that see nothing give zeros, -inf, and
+    zero gradients.
+
+    The forward makes no matrix of scores and keeps none; at level production neither does the
+    backward. Inputs stay as they are. What the backward needs is saved as autograd asks, so that a
+    change of it in place is noticed. First derivatives only: a second one, and the transforms of
+    torch.func, are right or an error.
+
+    At level production inputs that do not fit (dtypes, devices, shapes) are a ValueError that names
+    the argument, and sizes of zero give empty results, or those of rows that see nothing.
     """
 
     def __call__(

@@ -81,23 +81,6 @@ class SecondDerivativeIsRight(PlainAttention):
     has_second_derivative = True
 
 
-class Materialised(PlainAttention):
-    """The definition, every score in memory, gradients by autograd; rows that see nothing apart."""
-
-    def apply(self, *args: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, causal, scale = args
-        wide = self.wide(q.dtype)
-        heads = self.kv_heads_of(q.shape[1], k.shape[1]).to(q.device)
-        s = q.to(wide) @ k.to(wide)[:, heads].mT * scale
-        seen = torch.ones(s.shape[-2:], dtype=torch.bool, device=q.device)
-        seen = seen.tril(k.shape[2] - q.shape[2]) if causal else seen
-        blind = ~seen.any(dim=-1)[:, None]
-        s = s.masked_fill(~(seen | blind), -torch.inf).masked_fill(blind, 0.0)
-        p = s.softmax(dim=-1).masked_fill(blind, 0.0)
-        out = (p @ v.to(wide)[:, heads]).to(q.dtype)
-        return out, s.logsumexp(dim=-1).masked_fill(blind[:, 0], -torch.inf)
-
-
 def _card(variant: type[PlainAttention], words: str, does: str) -> Impostor:
     return Impostor(f"benign.attention-{words}", does, "", "", (), functions=lambda: offer(variant))
 
@@ -113,5 +96,4 @@ IMPOSTORS = (
     _card(WideProducts, "wide-products", "Rounds neither P nor dS."),
     _card(LseIsNoOutput, "lse-is-no-output", "Marks the log-sum-exp non-differentiable."),
     _card(SecondDerivativeIsRight, "second-derivative", "Has second derivatives, and right ones."),
-    _card(Materialised, "materialised", "Has all scores in memory."),
 )

@@ -138,6 +138,23 @@ class KeepsProbabilities(PlainAttention):
         return found
 
 
+class Materialised(PlainAttention):
+    """The definition, gradients by autograd; rows that see nothing apart."""
+
+    def apply(self, *args: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, causal, scale = args
+        wide = self.wide(q.dtype)
+        heads = self.kv_heads_of(q.shape[1], k.shape[1]).to(q.device)
+        s = q.to(wide) @ k.to(wide)[:, heads].mT * scale
+        seen = torch.ones(s.shape[-2:], dtype=torch.bool, device=q.device)
+        seen = seen.tril(k.shape[2] - q.shape[2]) if causal else seen
+        blind = ~seen.any(dim=-1)[:, None]
+        s = s.masked_fill(~(seen | blind), -torch.inf).masked_fill(blind, 0.0)
+        p = s.softmax(dim=-1).masked_fill(blind, 0.0)
+        out = (p @ v.to(wide)[:, heads]).to(q.dtype)
+        return out, s.logsumexp(dim=-1).masked_fill(blind[:, 0], -torch.inf)
+
+
 class MaterialisesInBackward(PlainAttention):
     def backward(self, saved: Any, *rest: Any) -> Any:
         q, k, *_ = saved
@@ -270,6 +287,15 @@ IMPOSTORS = (
         "Keeps the probabilities after the forward.",
         "A tensor kept for a look at the attention map.",
         "The values are right.",
+        "attention.memory.keeps-no-scores",
+    ),
+    card(
+        Materialised,
+        "materialised",
+        "Has all scores in memory.",
+        "A reference that was to be replaced, under the name of what replaces it.",
+        "The values are right.",
+        "attention.memory.forward-is-linear",
         "attention.memory.keeps-no-scores",
     ),
     card(

@@ -148,6 +148,7 @@ IMPOSTORS = (
         "The softmax's Jacobian taken for its diagonal.",
         "It is small where dO and O are unrelated.",
         "attention.gradients.values",
+        "attention.gradients.half-precision",
         "attention.laws.masses",
     ),
     card(
@@ -235,7 +236,6 @@ IMPOSTORS = (
         "One of the two masks moved when the convention did.",
         "Equal lengths.",
         "attention.causal.gradients-bottom-right",
-        "attention.laws.products",
     ),
     card(
         BackwardUnmasked,
@@ -243,7 +243,7 @@ IMPOSTORS = (
         "The backward skips hidden tiles, and masks none.",
         "Block skipping taken for the whole of the mask.",
         "The forward is right; the loss falls.",
-        "attention.gradients.values",
+        "attention.causal.equal-lengths",
         "attention.causal.hidden-keys-do-not-matter",
     ),
     card(
@@ -252,8 +252,7 @@ IMPOSTORS = (
         "Leaves out the tile of rows that begins before a tile of keys.",
         "`start_n // BLOCK_M` rounded up; the tutorial asserts that one tile divides the other.",
         "Tiles of one size, equal lengths.",
-        "attention.causal.gradients-bottom-right",
-        "attention.laws.masses",
+        "attention.shapes.ragged-lengths",
     ),
     card(
         DropsLseGradient,

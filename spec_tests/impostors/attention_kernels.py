@@ -7,6 +7,7 @@ mask touches, 32 bits of an offset. Where Triton is not installed there is nothi
 from __future__ import annotations
 
 from spec_tests.impostors.card import Impostor
+from spec_tests.impostors.plain_attention import PlainAttention, offer
 
 FORWARD = "solution.attention.triton_kernels"
 BACKWARD = "solution.attention.triton_backward"
@@ -34,6 +35,15 @@ def _card(
 
 
 IMPOSTORS = (
+    Impostor(
+        "attention.kernel-none",
+        "Computes in PyTorch operations, under the kernel's name.",
+        "One class returned for both of CS336's adapters.",
+        "The values are right.",
+        ("attention.kernels.launched",),
+        functions=lambda: {"flash_attention_triton": offer(PlainAttention)["flash_attention"]},
+        requires="triton",
+    ),
     _card(
         "tail-into-next-head",
         (
@@ -86,6 +96,19 @@ IMPOSTORS = (
         "The values are right; it takes twice the time.",
         "attention.kernels.work",
         "attention.causal.skips-hidden-tiles",
+    ),
+    _card(
+        "causal-strict",
+        (
+            FORWARD,
+            "        visible = tl.minimum(num_keys, rows + (num_keys - num_queries + 1))\n",
+            "        visible = tl.minimum(num_keys, rows + (num_keys - num_queries))\n",
+        ),
+        "Hides the diagonal too.",
+        "`>` for `>=` in one of the masks.",
+        "The loss still falls.",
+        "attention.causal.values",
+        "attention.causal.first-row",
     ),
     _card(
         "scores-twice",
@@ -164,7 +187,7 @@ IMPOSTORS = (
         "Begins at the first whole tile of queries that sees a tile of keys.",
         "A bound rounded up; the Triton tutorial asserts that one tile divides the other.",
         "Equal lengths and tiles of which one divides the other.",
-        "attention.causal.gradients-bottom-right",
+        "attention.shapes.ragged-lengths",
     ),
     _card(
         "ignores-strides-of-do",

@@ -76,7 +76,8 @@ def near_misses() -> list[Impostor]:
 def function_of(card: Impostor) -> Function:
     """The attention that it brings, or the kernels that it patches."""
     if card.functions is not None:
-        found: Function = card.functions()["flash_attention"]
+        found: Function
+        (found,) = card.functions().values()
     else:
         found = load(parse(f"impostor:{card.id}")).flash_attention_triton
     return found

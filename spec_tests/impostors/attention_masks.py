@@ -91,7 +91,7 @@ IMPOSTORS = (
         "`>` for `>=`.",
         "The loss still falls.",
         "attention.causal.first-row",
-        "attention.forward.values",
+        "attention.causal.equal-lengths",
     ),
     card(
         CausalOneAhead,
@@ -108,8 +108,7 @@ IMPOSTORS = (
         "Skips the tile on the diagonal for some lengths.",
         "A loop bound rounded down where seq_k - seq_q is no multiple of the tile.",
         "Lengths that are multiples of the tile.",
-        "attention.causal.bottom-right",
-        "attention.laws.masses",
+        "attention.shapes.ragged-lengths",
     ),
     card(
         MasksWithMillion,

@@ -31,6 +31,15 @@ class DropsLastRows(PlainAttention):
         return [tile for tile in whole if len(tile) == self.tile_q] or whole
 
 
+class WholeTilesOnly(PlainAttention):
+    """Refuses lengths that are no multiple of its tile and head dims that are no power of two."""
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        super().check(q, k, v)
+        assert q.shape[-2] % 64 == k.shape[-2] % 64 == 0
+        assert q.shape[-1] & (q.shape[-1] - 1) == 0
+
+
 class HeadsModulo(PlainAttention):
     def kv_heads_of(self, heads: int, kv_heads: int) -> Tensor:
         return torch.arange(heads) % max(1, kv_heads)
@@ -95,8 +104,6 @@ IMPOSTORS = (
         "A load with `other=0` and no mask on the scores.",
         "Lengths that are multiples of the tile.",
         "attention.shapes.ragged-lengths",
-        "attention.forward.equal-keys",
-        "attention.laws.masses",
     ),
     card(
         DropsTail,
@@ -105,8 +112,6 @@ IMPOSTORS = (
         "`seq_k // BLOCK` for a ceiling.",
         "Lengths that are multiples of the tile.",
         "attention.shapes.ragged-lengths",
-        "attention.forward.half-precision",
-        "attention.laws.split-keys-merge",
     ),
     card(
         DropsLastRows,
@@ -115,7 +120,15 @@ IMPOSTORS = (
         "A grid of `seq_q // BLOCK` programs.",
         "Lengths that are multiples of the tile.",
         "attention.shapes.ragged-lengths",
-        "attention.gradients.half-precision",
+    ),
+    card(
+        WholeTilesOnly,
+        "whole-tiles-only",
+        "Refuses lengths that are no multiple of 64 and head dims that are no power of two.",
+        "CS336 tests powers of two, so that no kernel needs to look where a tile ends.",
+        "Lengths and head dims are powers of two.",
+        "attention.shapes.ragged-lengths",
+        "attention.shapes.head-dims",
     ),
     card(
         HeadsModulo,
@@ -150,7 +163,7 @@ IMPOSTORS = (
         "`BLOCK_D ** -0.5` inside a kernel.",
         "Head dims that are powers of two.",
         "attention.shapes.head-dims",
-        "attention.forward.half-precision",
+        "attention.shapes.ragged-lengths",
     ),
     card(
         FlatOnly,

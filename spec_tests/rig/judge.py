@@ -35,6 +35,7 @@ class Situation:
     source: str = ""
     where: str = ""
     subject: str = ""  # the functions that are judged
+    given: str = ""  # in words, where a finding brings none of its own: what was raised
     margins: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -59,7 +60,7 @@ class Violation(AssertionError):
 def violated(finding: str, *, likely: str = "", detail: str = "", given: str = "") -> Violation:
     """Build the exception for a finding; raise it."""
     now = SITUATION.get()
-    situation = ", ".join(part for part in (given, now.case) if part)
+    situation = ", ".join(part for part in (given or now.given, now.case) if part)
     lines = [
         f"[{now.clause}]  {now.sentence}",
         finding,

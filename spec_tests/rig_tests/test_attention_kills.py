@@ -7,7 +7,7 @@ from spec_tests.impostors.attention_kills import course_test, function_of, tutor
 from spec_tests.target import PACKAGE_ROOT
 
 
-@pytest.mark.parametrize("words", ["plain", "uneven-tiles", "materialised"])
+@pytest.mark.parametrize("words", ["plain", "uneven-tiles", "two-passes"])
 def test_right_code_passes_both(words: str):
     attention = function_of(impostors.find(f"benign.attention-{words}"))
     assert course_test(attention)

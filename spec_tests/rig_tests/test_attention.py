@@ -1,0 +1,114 @@
+"""What attention is judged on, and what a failure says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spec_tests import ledger, target
+from spec_tests.attention import bodies, rules
+from spec_tests.attention.problem import FITS, RAGGED, WHOLE_TILES, Problem, reference
+from spec_tests.clause import LEVELS, Clause
+from spec_tests.rig.judge import Violation
+from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.runner import CaseResult, run_case
+from spec_tests.rig.world import Worlds
+
+SIZES = {
+    "attention.shapes.ragged-lengths",
+    "attention.shapes.head-dims",
+    "attention.shapes.one-of-each",
+}
+TILED_ONLY = "impostor:attention.whole-tiles-only"
+CHECKOUT = f"cs336:{Path(__file__).parent / 'checkouts' / 'cs336_2026'}"
+
+
+def clauses(level: str) -> list[Clause]:
+    """Of attention in PyTorch operations, what a CPU can judge."""
+    return [
+        c
+        for c in ledger.load_all()
+        if c.chapter == "attention"
+        and bodies.TILED[0] in c.judges
+        and "gloo" in c.transports
+        and LEVELS.index(c.level) <= LEVELS.index(level)
+    ]
+
+
+def judged(worlds: Worlds, words: str, clause: Clause, case: Mapping[str, Any]) -> CaseResult:
+    return run_case(clause, target.parse(words), case, worlds)
+
+
+def first_case(clause: Clause) -> dict[str, Any]:
+    return next(case for case in clause.cases() if case["subject"] == bodies.TILED[0])
+
+
+def test_what_insists_on_whole_tiles_fails_the_clauses_about_sizes_alone(worlds: Worlds):
+    found = [judged(worlds, TILED_ONLY, c, first_case(c)) for c in clauses("correct")]
+    assert {r.clause.id for r in found if r.outcome is not Outcome.PASSED} == SIZES, [
+        r.message for r in found if r.outcome is not Outcome.PASSED
+    ]
+
+
+def test_the_exercise_s_version_without_triton_may_ignore_the_causal_flag(worlds: Worlds):
+    found = {
+        c.id: judged(worlds, CHECKOUT, c, case).outcome
+        for c in clauses("course")
+        for case in c.cases()
+        if case["subject"] == bodies.TILED[0]
+    }
+    assert len(found) == 4
+    assert {*found.values()} == {Outcome.PASSED}, found
+
+
+@pytest.mark.parametrize(
+    ("words", "id", "said"),
+    [
+        (TILED_ONLY, "attention.shapes.ragged-lengths", "given: Problem(seq_q=17, seq_k=130"),
+        (CHECKOUT, "attention.forward.lse", "(whole tiles: other sizes fail or are refused"),
+    ],
+    ids=["raised", "fitted"],
+)
+def test_a_failure_says_on_which_sizes(worlds: Worlds, words: str, id: str, said: str):
+    (clause,) = [c for c in clauses("correct") if c.id == id]
+    cases = [case for case in clause.cases() if case["subject"] == bodies.TILED[0]]
+    failed = [judged(worlds, words, clause, case) for case in cases]
+    assert said in "".join(r.message for r in failed if r.outcome is Outcome.FAILED)
+
+
+# ------------------------------------------------------------------------------------ in the parent
+
+
+@pytest.mark.parametrize("fit", FITS)
+@pytest.mark.parametrize("lengths", [(70, 90), (90, 70), (70, 70), (1, 77), (64, 65), (300, 333)])
+def test_fitted_sizes_are_what_they_say(fit: str, lengths: tuple[int, int]):
+    problem = Problem(seq_q=lengths[0], seq_k=lengths[1], head_dim=24).fitted(fit)
+    q, k = problem.seq_q, problem.num_keys
+    if "whole tiles" in fit:
+        assert q % WHOLE_TILES == k % WHOLE_TILES == 0
+        assert all(n & (n - 1) == 0 for n in (q, k, problem.head_dim))
+    if "equal lengths" in fit:
+        assert q == k
+    else:
+        assert (q > k, q < k) == (lengths[0] > lengths[1], lengths[0] < lengths[1])
+    assert fit in repr(problem)
+
+
+def test_all_that_is_wrong_is_reported():
+    right = {name: value.float() for name, value in reference(RAGGED).items()}
+    seen = {**right, "O": 2 * right["O"], "dK": -right["dK"], "dV": torch.zeros(1)}
+    with pytest.raises(Violation) as caught:
+        rules.close(seen, RAGGED, names=("O", "L", "dQ", "dK", "dV"))
+    lines = str(caught.value).splitlines()
+    assert [line.split()[0] for line in lines if "expected " in line and line[:7] != "largest"] == [
+        "O",
+        "dK",
+        "dV:",
+    ]
+    assert "likely: counted twice" in lines
+    (of_dk,) = [line for line in lines if line.startswith("dK")]
+    assert "the sign is wrong, largest error" in of_dk
