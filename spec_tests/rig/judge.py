@@ -36,6 +36,7 @@ class Situation:
     where: str = ""
     subject: str = ""  # the functions that are judged
     margins: list[dict[str, float]] = field(default_factory=list)
+    observed: Sequence[Any] | None = None  # what the ranks returned last, one entry per rank
 
 
 _NOWHERE = Situation()
