@@ -83,12 +83,17 @@ def take(batches: Iterable[Any], limit: int) -> Stream:
 def all_ranks(ctx: Context, layout: Layout) -> list[Stream] | None:
     """One pass of every rank of the layout, read one after another in this process.
 
-    None if the loader refuses the layout: allowed where it holds no batch at all.
+    None if the loader refuses a layout that holds no batch at all.
+
+    Raises:
+        ValueError: the loader refuses one that holds some.
     """
     with files_of(ctx, layout.lengths) as paths:
         try:
             loaders = [open_loader(ctx, paths, layout, r) for r in range(layout.world_size)]
         except ValueError:
+            if any(layout.expected()):
+                raise
             return None
         return [take(loader, layout.limit) for loader in loaders]
 

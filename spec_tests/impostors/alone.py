@@ -17,6 +17,7 @@ from typing import Any
 from spec_tests.impostors.card import Impostor
 from spec_tests.rig import hygiene
 from spec_tests.rig.errors import NotOffered, RankRaised, RankReport
+from spec_tests.rig.judge import SITUATION
 from spec_tests.rig.rank import Context, RankConfig, Task
 from spec_tests.rig.wire import RemoteError
 from spec_tests.rig.world import Ranks, World, Worlds
@@ -63,12 +64,14 @@ class _Here(World):
             config = RankConfig(0, 1, 0, "", "", str(Path(scratch)), self.target)
             task = Task(0, 0, body.__module__, body.__qualname__, (), {}, seed)
             try:
-                return Ranks([body(Context(config, task, self._impl), *args, *own, **kwargs)])
+                ranks = Ranks([body(Context(config, task, self._impl), *args, *own, **kwargs)])
             except NotImplementedError as error:
                 raise NotOffered(str(error)) from None
             except Exception as error:
                 report = RankReport(0, "raised", RemoteError.of(error, time.monotonic_ns()))
                 raise RankRaised(f"rank 0 raised {error!r}", 0, [report]) from error
+        SITUATION.get().observed = ranks
+        return ranks
 
     def offered(self) -> tuple[str, ...]:
         """What the impostor brings."""

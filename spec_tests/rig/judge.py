@@ -37,6 +37,7 @@ class Situation:
     subject: str = ""  # the functions that are judged
     given: str = ""  # in words, where a finding brings none of its own: what was raised
     margins: list[dict[str, float]] = field(default_factory=list)
+    observed: Sequence[Any] | None = None  # what the ranks returned last, one entry per rank
 
 
 _NOWHERE = Situation()

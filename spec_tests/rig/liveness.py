@@ -5,8 +5,9 @@ wanted a processor at every look. Compiling or interpreting code is slow and bur
 so it is never taken for a hang. A rank that starves on a crowded machine wants a processor whenever
 one looks, so it is not either; whereas the event loop of a blocked rank wakes now and then, and on
 such a machine is sometimes seen waiting for its turn. Neither is one that gets on slowly, a
-collective now and a sleep then: what it has issued is compared as well. What its processes do, it
-does: torch.compile waits for compilers that a thread of it has started.
+collective now and a sleep then: what it has issued is compared as well. What its child processes
+do, it does: torch.compile waits for compilers, a loader for its workers. A worker that waits for a
+network and hands over a batch now and then gets on too: what children read and write is compared.
 
 Read from /proc; where there is none (macOS), nobody is ever called blocked and the time limit of
 the call decides.
@@ -35,6 +36,7 @@ class _Sample:
     at_s: float
     cpu_s: float
     working: frozenset[str]  # threads that run or want to, and "child" if a descendant does
+    moved: frozenset[tuple[int, str]] = frozenset()  # descendants, and what they read and wrote
 
 
 def _sample(pid: int) -> _Sample | None:
@@ -45,9 +47,10 @@ def _sample(pid: int) -> _Sample | None:
         return None
     below = _descendants(pid)
     working = {name for name, state in states.items() if state not in "SZ"}
-    working |= {"child" for state, _ in below if state not in "SZ"}
-    cpu_s = (ticks + sum(spent for _, spent in below)) / _TICKS_PER_S
-    return _Sample(time.monotonic(), cpu_s, frozenset(working))
+    working |= {"child" for state, _ in below.values() if state not in "SZ"}
+    cpu_s = (ticks + sum(spent for _, spent in below.values())) / _TICKS_PER_S
+    moved = frozenset((child, _traffic(child)) for child in below)
+    return _Sample(time.monotonic(), cpu_s, frozenset(working), moved)
 
 
 def _stat(folder: Path) -> tuple[str, int]:
@@ -56,15 +59,22 @@ def _stat(folder: Path) -> tuple[str, int]:
     return fields[0], sum(map(int, fields[11:15]))
 
 
-def _descendants(pid: int) -> list[tuple[str, int]]:
-    found = []
+def _descendants(pid: int) -> dict[int, tuple[str, int]]:
+    found = {}
     with contextlib.suppress(OSError):  # it ends while one looks
         for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
+            for child in map(int, (task / "children").read_text().split()):
                 with contextlib.suppress(OSError):
-                    found.append(_stat(Path(f"/proc/{child}")))
-                    found += _descendants(int(child))
+                    found[child] = _stat(Path(f"/proc/{child}"))
+                    found |= _descendants(child)
     return found
+
+
+def _traffic(pid: int) -> str:
+    """What it has read and written so far: files, pipes."""
+    with contextlib.suppress(OSError):  # not readable everywhere
+        return Path(f"/proc/{pid}/io").read_text()
+    return ""
 
 
 def _wanted_more(before: _Sample | None, now: _Sample | None) -> bool:
@@ -115,6 +125,8 @@ class Liveness:
             return self._begin(now)
         elapsed = now.at_s - self._since.at_s
         if now.cpu_s - self._since.cpu_s > max(_IDLE_SHARE * elapsed, 2 / _TICKS_PER_S):
+            return self._begin(now)
+        if now.moved != self._since.moved:
             return self._begin(now)
         self._working &= now.working
         if elapsed < self.window_s:

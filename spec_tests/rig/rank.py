@@ -20,6 +20,8 @@ import faulthandler
 import functools
 import gc
 import importlib
+import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import sys
@@ -165,7 +167,7 @@ class Context:
 
 def main(config: RankConfig, tasks: Connection, control: Connection) -> None:
     """Serve until told to stop. Entry point of the forked process."""
-    os.setsid()  # a session of its own: whatever it starts can be ended with it
+    _may_have_children(tasks, control)
     preloaded = "torch.distributed.fsdp" in sys.modules
     output = _redirect_output(config.output_path)
     had_interpreter = bool(os.environ.get("TRITON_INTERPRET"))  # so the zygote had it as well
@@ -193,6 +195,19 @@ def main(config: RankConfig, tasks: Connection, control: Connection) -> None:
     gc.freeze()
     tasks.send_bytes(wire.dumps(greeting))
     _serve(config, tasks, store, impl, output)
+
+
+def _may_have_children(*pipes: Connection) -> None:
+    """Let this process have child processes, such as a loader's workers, that end with it."""
+    os.setsid()  # a session of its own: whatever it starts can be ended with it
+    # multiprocessing forbids children to daemons; this one is a daemon of the parent alone.
+    multiprocessing.process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # not in stubs
+    # Inherited is the fork server that ranks come from: its children would not be this process's.
+    # A forked child has the implementation loaded, which no other could import by its name.
+    if hasattr(os, "fork"):
+        multiprocessing.set_start_method("fork", force=True)
+    # A child that held these open would keep the parent from seeing that this rank has died.
+    os.register_at_fork(after_in_child=lambda: [pipe.close() for pipe in pipes])
 
 
 def _redirect_output(path: str) -> int:

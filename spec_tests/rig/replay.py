@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from spec_tests.clause import Clause
-from spec_tests.rig import runner
+from spec_tests.rig import runner, unreadable
 from spec_tests.rig.judge import judging
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.world import World
@@ -73,7 +73,7 @@ def _on_gloo(clause: Clause, values: dict[str, Any], world: World) -> str:
     assert world.target is not None  # a clause judges something
     here = runner.situation(clause, world.target, {"world": world.size}, "replayed on gloo")
     try:
-        with judging(here):
+        with judging(here), unreadable.is_a_finding():
             test(**case, world=replace(live, is_replay=True))
     except KeyboardInterrupt:
         raise

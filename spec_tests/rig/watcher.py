@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 import traceback
@@ -33,6 +34,8 @@ def watch(control: Connection, scratch: str, answer: Callable[[], Doing] | None 
         except (EOFError, OSError):
             # The parent is gone: nobody will read an answer, or tidy up.
             shutil.rmtree(Path(scratch).parent, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                os.killpg(os.getpid(), signal.SIGKILL)  # this process, and whatever it has started
             os._exit(70)
         doing = (answer or _doing)()
         with contextlib.suppress(OSError):

@@ -221,7 +221,7 @@ class World:
                 self.worlds.note(self.target, failure)
                 raise
         self.worlds.leaks.extend(outcome.leaks)
-        ranks = Ranks(outcome.values)
+        SITUATION.get().observed = ranks = Ranks(outcome.values)
         ranks.leaks = outcome.leaks
         return ranks
 

@@ -180,7 +180,7 @@ class _Host:
 
 def main(config: live.RankConfig, tasks: Connection, control: Connection) -> None:
     """Serve until told to stop. Entry point of the forked process."""
-    os.setsid()
+    live._may_have_children(tasks, control)
     preloaded = "torch.distributed.fsdp" in sys.modules
     output = live._redirect_output(config.output_path)
     os.environ.update(config.environment, WORLD_SIZE=str(config.world_size))

@@ -1,0 +1,139 @@
+"""What ranks return is foreign: no clause may take it for granted, and none may stop at it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spec_tests import ledger, target
+from spec_tests.clause import clause_of
+from spec_tests.contract import FUNCTIONS
+from spec_tests.data.test_partition import test_all_ranks_are_in_the_same_window_of_the_order
+from spec_tests.rig import judge, runner, unreadable
+from spec_tests.rig.errors import RigError
+from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.world import Ranks, World, Worlds
+
+OBSERVATIONS = {
+    "None": None,
+    "an empty tuple": (),
+    "an exception": ValueError("no"),
+    "a tensor": torch.zeros(3),
+    "another dict": {"x": [torch.zeros(2)]},
+}
+
+
+class _Returning(World):
+    """Ranks that run nothing, and return the same whatever they are asked."""
+
+    def run(self, body: Any, *args: Any, **options: Any) -> Ranks:
+        """What they return."""
+        value = self.worlds.value  # type: ignore[attr-defined]  # see _AllReturning
+        judge.SITUATION.get().observed = ranks = Ranks([value] * self.size)
+        return ranks
+
+    def offered(self) -> tuple[str, ...]:
+        """Everything."""
+        return tuple(FUNCTIONS)
+
+    def misfits(self) -> dict[str, str]:
+        """Nothing."""
+        return {}
+
+
+class _AllReturning(Worlds):
+    def __init__(self, value: object) -> None:
+        super().__init__()
+        self.value = value
+
+    def world(
+        self, size: int, target: target.Target | None = None, *, transport: str | None = None
+    ) -> World:
+        """Such ranks, wherever they are asked for."""
+        return _Returning(self, size, target, transport or "gloo")
+
+
+@pytest.mark.parametrize("value", OBSERVATIONS.values(), ids=OBSERVATIONS)
+def test_no_clause_stops_at_what_ranks_return(value: object):
+    worlds, which = _AllReturning(value), target.parse("solution")
+    found: Counter[Outcome] = Counter()
+    for clause in ledger.load_all():
+        result = runner.run_case(clause, which, next(clause.cases()), worlds)
+        found[result.outcome] += 1
+        assert result.outcome is not Outcome.ERROR, f"{clause.id}: {result.message}"
+    assert found[Outcome.FAILED] > 0.9 * found.total(), found
+
+
+def finding_about(observed: list[Any], error: Exception) -> str:
+    """What is said when a clause stops with this error over these observations."""
+    here = judge.Situation(clause="ddp.gradients.mean", observed=observed)
+    with (
+        pytest.raises(judge.Violation) as caught,
+        judge.judging(here),
+        unreadable.is_a_finding(),
+    ):
+        raise error
+    assert caught.value.__cause__ is error
+    return str(caught.value)
+
+
+def test_the_finding_shows_what_every_rank_returned_and_where_it_was_read():
+    error = TypeError("'NoneType' object is not iterable")
+    error.add_note("Falsifying example: length=3")
+    said = finding_about([{"grad": torch.zeros(2, 3)}, None], error)
+    assert "cannot read: TypeError: 'NoneType' object is not iterable" in said
+    assert "rank 0 returned {'grad': <tensor (2, 3) float32>}\nrank 1 returned None" in said
+    assert "read in test_unreadable.py:" in said
+    assert "raise error" in said
+    assert error.__notes__ == ["Falsifying example: length=3"]
+    assert "every rank returned ()" in finding_about([(), ()], error)
+    assert len(finding_about([["x" * 10**6] * 10**3], error)) < 2000
+
+
+@pytest.mark.parametrize(
+    ("error", "observed"),
+    [
+        (RigError("the rig"), [None]),
+        (OSError("no space left on device"), [None]),
+        (MemoryError(), [None]),
+        (TypeError("before any rank was asked"), None),
+    ],
+)
+def test_what_the_rig_or_the_machine_is_at_fault_for_stays_an_error(error, observed):
+    with (
+        pytest.raises(type(error)) as caught,
+        judge.judging(judge.Situation(observed=observed)),
+        unreadable.is_a_finding(),
+    ):
+        raise error
+    assert runner.outcome_of(caught.value) is Outcome.ERROR
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("if rank: raise ValueError('no second rank')", "raised ValueError: no second rank"),
+        ("return []", "expected batches, got none on ranks [0, 1]"),
+        ("return None", "TypeError: 'NoneType' object is not iterable"),
+    ],
+    ids=["raises on one rank's arguments", "is empty", "is None"],
+)
+def test_a_loader_that_fails_gets_a_finding(worlds: Worlds, tmp_path: Path, statement, said):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def token_loader(paths, *, batch_size, sequence_length, rank=0, world_size=1):\n"
+        f"    {statement}\n"
+        "    return iter(())\n",
+        encoding="utf-8",
+    )
+    clause = clause_of(test_all_ranks_are_in_the_same_window_of_the_order)
+    assert clause is not None
+    which = target.parse(str(path))
+    result = runner.run_case(clause, which, next(clause.cases()), worlds)
+    worlds.drop(which)
+    assert result.outcome is Outcome.FAILED, result.message
+    assert said in result.message
