@@ -22,13 +22,10 @@ section 3.2.1 (the naive solution, here already overlapped). PyTorch has no coun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import nn
 
-from solution import comm, flat
-from solution.parallel.reducer import Reducer
+from solution import comm
+from solution.parallel.reducer import InPlace
 from solution.parallel.replica import Replica
 
 
@@ -42,29 +39,4 @@ class DDPIndividualParameters(Replica):
 
     def __init__(self, module: nn.Module, *, process_group: comm.Group = None) -> None:
         super().__init__(module, options=(), process_group=process_group)
-        self._reducer = _InPlace(self._trainable, process_group)
-
-
-class _InPlace(Reducer):
-    """A gradient is sent from where it lies."""
-
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], group: comm.Group) -> None:
-        # A cap that every parameter reaches: each is a bucket of its own.
-        super().__init__(named, cap_bytes=0, group=group)
-        self.strides = [flat.strides_for(parameter) for parameter in self.parameters]
-
-    def place(self, index: int) -> torch.Tensor:
-        parameter, strides = self.parameters[index], self.strides[index]
-        gradient = parameter.grad
-        if gradient is not None and gradient.stride() == strides:
-            # create_graph=True gives gradients a history, which nothing may be written into.
-            return gradient.detach() if gradient.requires_grad else gradient
-        # Absent here, or laid out in a way that a peer's need not be (expanded, transposed).
-        return torch.empty_strided(
-            parameter.shape, strides, dtype=parameter.dtype, device=parameter.device
-        )
-
-    def buffer(self, bucket: int) -> torch.Tensor:
-        [index] = self.buckets[bucket]
-        gradient = self.staged[index]
-        return gradient.as_strided((gradient.numel(),), (1,))
+        self._reducer = InPlace(self._trainable, process_group)

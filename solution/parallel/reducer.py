@@ -100,6 +100,13 @@ class Reducer(ABC):
         """Whether a backward began and never came to its end; asked outside of backward."""
         return self._in_backward
 
+    def begin(self) -> None:
+        """A training forward begins, outside of any backward: end a round that was interrupted."""
+        if self.is_interrupted:
+            self.abandon()
+        # Also where this rank's loss turns out to touch no parameter: its peers' may.
+        self.has_news = True
+
     def finish(self) -> None:
         """Returns when every `.grad` is the mean over the group; sends nothing without news."""
         if not self.has_news:
@@ -221,6 +228,38 @@ class Reducer(ABC):
                 if index not in self.staged:
                     self._stage(index)
             self._launch_next()
+
+
+class InPlace(Reducer):
+    """A gradient by itself, sent from where it lies."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], group: comm.Group) -> None:
+        # A cap that every parameter reaches: each is a bucket of its own.
+        super().__init__(named, cap_bytes=0, group=group)
+        self.strides = [flat.strides_for(parameter) for parameter in self.parameters]
+
+    def place(self, index: int) -> torch.Tensor:
+        """The gradient itself, unless it is absent or its strides may differ from a peer's."""
+        parameter, strides = self.parameters[index], self.strides[index]
+        gradient = parameter.grad
+        if gradient is not None and gradient.stride() == strides:
+            # create_graph=True gives gradients a history, which nothing may be written into.
+            return gradient.detach() if gradient.requires_grad else gradient
+        # Expanded, transposed.
+        return torch.empty_strided(
+            parameter.shape, strides, dtype=parameter.dtype, device=parameter.device
+        )
+
+    def buffer(self, bucket: int) -> torch.Tensor:
+        """Its one gradient, flat."""
+        [index] = self.buckets[bucket]
+        gradient = self.staged[index]
+        return gradient.as_strided((gradient.numel(),), (1,))
+
+
+def is_inside_backward() -> bool:
+    """Whether a backward is running, as where activation checkpointing repeats a forward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _is_absent(place: torch.Tensor) -> bool:

@@ -30,7 +30,7 @@ from torch import nn
 
 from solution import comm
 from solution.parallel import equal_start
-from solution.parallel.reducer import Reducer
+from solution.parallel.reducer import Reducer, is_inside_backward
 
 
 class Replica(nn.Module):
@@ -67,7 +67,7 @@ class Replica(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's; when it trains outside `no_sync`, on the first rank's buffers."""
         # A forward that activation checkpointing repeats inside backward is not a new one.
-        if torch.is_grad_enabled() and not _is_inside_backward():
+        if torch.is_grad_enabled() and not is_inside_backward():
             self._before_training_forward()
         return self.module(*args, **kwargs)
 
@@ -115,23 +115,16 @@ class Replica(nn.Module):
         )
 
     def _before_training_forward(self) -> None:
-        if self._reducer.is_interrupted:
-            self._reducer.abandon()
+        self._reducer.begin()
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise RuntimeError(
                     f"{name!r} was frozen when the module was wrapped and requires a gradient now, "
                     "which nothing would reduce; wrap after choosing what is trained"
                 )
-        # Also where this rank's loss turns out to touch no parameter: its peers' may.
-        self._reducer.has_news = True
         if self._reducer.is_sending and self.module.training:
             equal_start.take_first_ranks(self._present_buffers(), self._group)
 
     def _present_buffers(self) -> list[torch.Tensor]:
         present = (owner._buffers[name] for owner, name in self._buffer_places)
         return [buffer for buffer in present if buffer is not None]
-
-
-def _is_inside_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

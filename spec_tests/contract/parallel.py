@@ -157,12 +157,17 @@ class MixedPrecisionPolicy(Protocol):
 class Fsdp(Protocol):
     """The whole-model wrapper of the CS336 exercise: shards Linear and Embedding weights.
 
-    Returns a module that is called like the original; DTensors are not asked for. The caller seeds
-    all ranks alike. An optimizer is built over its `parameters()` afterwards.
+    Returns a module that is called like the original, with positional and keyword arguments.
+    DTensors are not asked for. The caller seeds all ranks alike. A parameter that belongs to no
+    Linear or Embedding keeps its name, stays plain and whole on every rank, and its gradient is
+    the mean over ranks. An optimizer is built over `parameters()` afterwards.
     `finish_gradient_synchronization` is called after every backward, as for `ddp`; an update then
-    uses the mean gradient, and the next forward current weights. Between passes a rank holds its
-    shards of what is sharded. With `compute_dtype` the sharded layers compute in it; what an
-    optimizer sees keeps its dtype. Bits, models and runs are as with `fully_shard`.
+    uses the mean gradient. Full weights are freed after use, in forward and in backward, and a
+    forward computes with current weights. With `compute_dtype` the sharded layers are gathered in
+    it and compute in it, and the model casts its inputs; what an optimizer sees keeps its dtype,
+    float32. Bits, models and runs are as with `fully_shard`. Right or refused, never wrong in
+    silence: rows that the ranks do not divide, weights that layers share, frozen weights, and a
+    second backward without `zero_grad`, whose gradients add up.
     """
 
     def __call__(

@@ -28,6 +28,11 @@ FULLY_SHARD = ("fully_shard",)
 BOTH = ("fully_shard", "fsdp")
 
 
+def divisible(subject: str, toy: str) -> str:
+    """`toy` for `fully_shard`; for `fsdp` one whose rows divide: others it may refuse."""
+    return toy if subject == "fully_shard" else "even"
+
+
 def units_of(module: nn.Module, granularity: str = "children") -> list[str]:
     """Names of the modules to shard before the whole, innermost first.
 
@@ -106,6 +111,7 @@ class Sharded:
         *,
         units: str | Sequence[str] = "children",
         dtype: torch.dtype | None = None,
+        frozen: Sequence[str] = (),
         **options: Any,
     ) -> None:
         self.ctx = ctx
@@ -114,6 +120,8 @@ class Sharded:
         self.seed = seed
         self.module = self.toy.build(seed).to(ctx.device, dtype)
         self.names = [name for name, _ in self.module.named_parameters()]
+        for name in frozen:
+            self.module.get_parameter(name).requires_grad_(False)
         self.model = shard(ctx, subject, self.module, units, **options)
         self.held: list[Any] = list(self.model.parameters())
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)

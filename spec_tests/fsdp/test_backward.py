@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from spec_tests.clause import MUST, clause
-from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, Sharded
+from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, Sharded, divisible
 from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import judge, oracle
 from spec_tests.rig.toys import TOYS, sum_of_squares
@@ -122,9 +122,9 @@ def test_any_subset_of_a_unit_may_be_frozen(world, subject, frozen):
     )
 
 
-def gradient_of_input(ctx, subject, seed):
+def gradient_of_input(ctx, subject, toy, seed):
     """The gradient that arrives at this rank's own inputs."""
-    sharded = Sharded(ctx, subject, "mlp", seed)
+    sharded = Sharded(ctx, subject, toy, seed)
     batch = sharded.batch().requires_grad_()
     (ctx.world_size * sum_of_squares(sharded.model(batch))).backward()
     return {"input": batch.grad}
@@ -140,12 +140,13 @@ def gradient_of_input(ctx, subject, seed):
 )
 def test_gradients_of_inputs_are_not_averaged(world, subject):
     """The gradient of a rank's inputs MUST be its own, neither averaged nor divided."""
-    ranks = world.run(gradient_of_input, subject, 7)
+    toy = divisible(subject, "mlp")
+    ranks = world.run(gradient_of_input, subject, toy, 7)
 
     expected = []
     for rank in range(world.size):
-        batch = TOYS["mlp"].batch(7, rank=rank).requires_grad_()
-        (world.size * sum_of_squares(TOYS["mlp"].build(7)(batch))).backward()
+        batch = TOYS[toy].batch(7, rank=rank).requires_grad_()
+        (world.size * sum_of_squares(TOYS[toy].build(7)(batch))).backward()
         expected.append({"input": batch.grad})
     judge.tensors(ranks, expected, quantity="gradient of the input")
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from spec_tests.clause import MUST, clause
-from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, Sharded, shard
+from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, Sharded, divisible, shard
 from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import judge
 from spec_tests.rig.toys import TOYS
@@ -65,9 +65,10 @@ def test_the_output_is_that_of_any_plain_model(world, subject, toy):
 )
 def test_a_forward_without_gradients_gives_the_same_output(world, subject):
     """Under `no_grad` as well a forward MUST give the bits that the plain model gives."""
-    ranks = world.run(outputs, subject, "stack", 7, "evaluation")
+    toy = divisible(subject, "stack")
+    ranks = world.run(outputs, subject, toy, 7, "evaluation")
 
-    judge.tensors(ranks, _plain_outputs("stack", world.size), quantity="output")
+    judge.tensors(ranks, _plain_outputs(toy, world.size), quantity="output")
 
 
 def _plain_outputs(toy, size):
@@ -104,10 +105,11 @@ def after_evaluation(ctx, subject, toy, seed, how):
 @pytest.mark.parametrize("how", ["no-grad", "inference", "inference-first"])
 def test_an_evaluation_changes_nothing_about_the_next_step(world, subject, how):
     """A training step after an evaluation MUST have the gradients that it has without."""
-    ranks = world.run(after_evaluation, subject, "stack", 7, how)
+    toy = divisible(subject, "stack")
+    ranks = world.run(after_evaluation, subject, toy, 7, how)
 
     equivalence.mean_gradients(
-        ranks, "stack", 7, absent_is_zero=True, given=f"after a forward under {how}"
+        ranks, toy, 7, absent_is_zero=True, given=f"after a forward under {how}"
     )
 
 
@@ -128,7 +130,7 @@ class Inner(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(6, 4)
+        self.linear = nn.Linear(6, 12)
 
     def forward(self, *, batch: dict[str, Any], scale: int) -> dict[str, Any]:
         y = self.linear(batch["x"]) * scale
@@ -148,7 +150,7 @@ def structured(ctx, subject, seed):
     model = shard(ctx, subject, module)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     x = TOYS["mlp"].batch(seed, rank=ctx.rank).to(ctx.device).requires_grad_()
-    found = model({"x": x})
+    found = model(inputs={"x": x})
     loss = found["parts"][0].square().sum() + found["parts"][1][0].square().sum()
     (ctx.world_size * loss).backward()
     if subject == "fsdp":

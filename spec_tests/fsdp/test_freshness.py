@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from spec_tests.clause import MUST, clause
-from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded
+from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, Sharded, shard
 from spec_tests.rig import judge
 from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.tolerance import rounding
@@ -92,12 +93,12 @@ def test_a_forward_after_a_step_uses_the_new_weights(world, subject, setting):
     _judge_fresh(ranks, "even", 2, f"weights {setting}")
 
 
-def after_evaluation_and_step(ctx, subject, toy, seed, setting):
-    """Output after a step that an evaluation came before."""
+def after_evaluation_and_step(ctx, subject, toy, seed, setting, records=False):
+    """Output after a step that an evaluation came before, whose graph may be recorded."""
     sharded = Sharded(ctx, subject, toy, seed, **SETTINGS[setting])
     sharded.optimizer.param_groups[0]["lr"] = RATE
     sharded.backward(0)
-    with torch.no_grad():
+    with torch.set_grad_enabled(records):
         _output(sharded)
     sharded.optimizer.step()
     return _output(sharded)
@@ -127,11 +128,72 @@ def test_an_evaluation_before_a_step_leaves_nothing_stale(world, subject, settin
     source=FRESH,
     worlds=(2,),
 )
-def test_an_evaluation_of_a_whole_model_before_a_step_leaves_nothing_stale(world, subject):
+@pytest.mark.parametrize("records", [False, True], ids=["no-grad", "without-backward"])
+def test_an_evaluation_of_a_whole_model_before_a_step_leaves_nothing_stale(world, subject, records):
     """The whole-model shape MUST use the new weights after backward, evaluation and step."""
-    ranks = world.run(after_evaluation_and_step, subject, "even", 7, "default")
+    ranks = world.run(after_evaluation_and_step, subject, "even", 7, "default", records)
 
     _judge_fresh(ranks, "even", 1, "evaluation before the step")
+
+
+class Ladder(nn.Module):
+    """Four layers that are the identity at first; a forward may leave some of them out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12, bias=False) for _ in range(4))
+        for layer in self.layers:
+            nn.init.eye_(layer.weight)  # type: ignore[arg-type]  # a Linear's
+
+    def forward(self, x: torch.Tensor, without: tuple[int, ...] = ()) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number not in without:
+                x = layer(x)
+        return x
+
+
+def after_leaving_out(ctx, subject):
+    """Output after a step that a forward without the two inner layers came before."""
+    model = shard(ctx, subject, Ladder().to(ctx.device), "layers")
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4)
+    x = torch.ones(1, 12, device=ctx.device)
+    model(x).sum().backward()
+    if subject == "fsdp":
+        ctx.impl.finish_gradient_synchronization(model)
+    with torch.no_grad():
+        model(x, without=(1, 2))
+    optimizer.step()
+    return {"output": model(x).detach()}
+
+
+@clause(
+    "fsdp.lifecycle.fresh-after-layers-left-out",
+    MUST,
+    level="correct",
+    judges=BOTH,
+    source=FRESH,
+    worlds=(2, 3),
+)
+def test_layers_that_a_forward_left_out_are_not_stale_after_a_step(world, subject):
+    """After a forward that left layers out, and a step, a forward MUST use the new weights of all.
+
+    What was gathered ahead for a layer that did not run lies ready, and is old after the step.
+    """
+    ranks = world.run(after_leaving_out, subject)
+
+    # Each weight is the identity less 2**-4 everywhere, so each layer takes 12/16 of its input.
+    judge.tensors(
+        ranks,
+        {"output": torch.full((1, 12), 0.25**4)},
+        quantity="output with the weights of now",
+        hints=[
+            Hint(
+                f"{old} of four layers computed with the weights before the update",
+                {"output": torch.full((1, 12), 0.25 ** (4 - old))},
+            )
+            for old in (1, 2, 3, 4)
+        ],
+    )
 
 
 def after_writing(ctx, subject, toy, seed, how, setting):

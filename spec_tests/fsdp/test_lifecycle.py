@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
 )
 
 from spec_tests.clause import MUST, clause
-from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, Sharded
+from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, Sharded, divisible
 from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import judge, oracle
 from spec_tests.rig.toys import TOYS
@@ -63,9 +63,9 @@ def test_a_step_after_a_caught_exception_is_right(world, subject, where):
         )
 
 
-def interleaved(ctx, subject, seed):
+def interleaved(ctx, subject, toy, seed):
     """Gradients of two models whose passes interleave."""
-    one, two = Sharded(ctx, subject, "mlp", seed), Sharded(ctx, subject, "even", seed + 1)
+    one, two = Sharded(ctx, subject, toy, seed), Sharded(ctx, subject, "even", seed + 1)
     for micro in range(2):
         one.optimizer.zero_grad()
         two.optimizer.zero_grad()
@@ -74,7 +74,7 @@ def interleaved(ctx, subject, seed):
         one.finish()
         loss_two.backward()
         two.finish()
-    return {"mlp": one.stepped(), "even": two.stepped()}
+    return {"one": one.stepped(), "two": two.stepped()}
 
 
 @clause(
@@ -87,10 +87,11 @@ def interleaved(ctx, subject, seed):
 )
 def test_two_models_do_not_disturb_each_other(world, subject):
     """Two sharded models whose passes interleave MUST each have their own mean gradients."""
-    ranks = world.run(interleaved, subject, 7)
+    toy = divisible(subject, "mlp")
+    ranks = world.run(interleaved, subject, toy, 7)
 
-    equivalence.mean_gradients([rank["mlp"] for rank in ranks], "mlp", 7, micros=(1,))
-    equivalence.mean_gradients([rank["even"] for rank in ranks], "even", 8, micros=(1,))
+    equivalence.mean_gradients([rank["one"] for rank in ranks], toy, 7, micros=(1,))
+    equivalence.mean_gradients([rank["two"] for rank in ranks], "even", 8, micros=(1,))
 
 
 def on_a_mesh(ctx, subject, seed, shape):
@@ -181,7 +182,7 @@ def test_one_rank_alone_sends_nothing(world, subject):
     judge.equal([rank["sent"] for rank in ranks], [], quantity="collectives of a step")
 
 
-def collected_in_a_step(ctx, subject, seed):
+def collected_in_a_step(ctx, subject, toy, seed):
     """Errors of steps in whose middle another model goes: among the hooks before, and after."""
     said = []
     for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
@@ -193,8 +194,8 @@ def collected_in_a_step(ctx, subject, seed):
 
         handle = register(drop)  # before the models' own: theirs are still to be called
         try:
-            sharded = Sharded(ctx, subject, "mlp", seed)
-            dropped.append(Sharded(ctx, subject, "mlp", seed + 1))
+            sharded = Sharded(ctx, subject, toy, seed)
+            dropped.append(Sharded(ctx, subject, toy, seed + 1))
             sharded.backward()
             try:
                 sharded.optimizer.step()
@@ -219,7 +220,7 @@ def test_a_model_may_be_collected_in_the_middle_of_a_step(world, subject):
     When the collector comes is chance: a hook that leaves with its model fails once in a thousand
     steps, and on one rank only.
     """
-    ranks = world.run(collected_in_a_step, subject, 7)
+    ranks = world.run(collected_in_a_step, subject, divisible(subject, "mlp"), 7)
 
     judge.equal(ranks, [], quantity="errors of steps")
 

@@ -44,10 +44,17 @@ def constant(value, rows=4):
     return layer
 
 
+def embedding():
+    """Four rows of ones. As in a language model, whose layers get their inputs in one dtype."""
+    layer = nn.Embedding(4, 4)
+    nn.init.ones_(layer.weight)
+    return layer
+
+
 def output_of_fine_weights(ctx, subject):
     """The output of weights that bfloat16 rounds to 1."""
-    model = in_half(ctx, subject, nn.Sequential(constant(1 + FINE)))
-    return {"output": model(torch.ones(1, 4, device=ctx.device)).detach().double()}
+    model = in_half(ctx, subject, nn.Sequential(embedding(), constant(1 + FINE)))
+    return {"output": model(torch.zeros(1, dtype=torch.long, device=ctx.device)).detach().double()}
 
 
 @clause(
@@ -72,11 +79,11 @@ def test_a_forward_computes_with_rounded_weights(world, subject):
 
 def small_updates(ctx, subject):
     """Full weights after sixteen updates, each of which bfloat16 would round away."""
-    model = in_half(ctx, subject, nn.Sequential(constant(1.0)))
+    model = in_half(ctx, subject, nn.Sequential(embedding()))
     optimizer = torch.optim.SGD(model.parameters(), lr=FINE)
     for _ in range(16):
         optimizer.zero_grad()
-        model(torch.ones(1, 4, device=ctx.device)).sum().backward()
+        model(torch.arange(4, device=ctx.device)).sum().backward()
         if subject == "fsdp":
             ctx.impl.finish_gradient_synchronization(model)
         optimizer.step()

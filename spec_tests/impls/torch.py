@@ -2,9 +2,9 @@
 
 `ddp` is DistributedDataParallel as it comes; `ddp_bucketed` is the same with the bucket size given
 and with gradients as views of the buckets. `fully_shard` is FSDP2 as it comes, `fsdp` the same with
-every Linear and Embedding a unit. `sharded_optimizer` is ZeroRedundancyOptimizer. `flash_attention`
-is scaled_dot_product_attention with the contract's alignment. Known deviations are declared in
-torch.toml.
+every Linear and Embedding a unit and an all-reduce for the rest. `sharded_optimizer` is
+ZeroRedundancyOptimizer. `flash_attention` is scaled_dot_product_attention with the contract's
+alignment. Known deviations are declared in torch.toml.
 """
 
 from __future__ import annotations
@@ -150,9 +150,9 @@ def fully_shard(
 
 
 def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.Module:
-    """FSDP2 on every Linear and Embedding that shares nothing, and on the model.
+    """FSDP2 on every Linear and Embedding that shares nothing; the rest is replicated.
 
-    Not on what is inside of an `nn.MultiheadAttention`, which does not call it.
+    Replicated is also what is inside of an `nn.MultiheadAttention`, which does not call it.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype)
     uses = Counter(id(p) for m in module.modules() for p in m._parameters.values())
@@ -163,7 +163,18 @@ def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.M
             continue
         if uses[id(layer.weight)] == 1:
             fully_shard(layer, mp_policy=policy)
-    return module if isinstance(module, FSDPModule) else fully_shard(module, mp_policy=policy)
+    rest = {p for p in module.parameters() if not isinstance(p, DTensor)}
+    for parameter in rest:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_average)
+    return module if isinstance(module, FSDPModule) else fully_shard(module, ignored_params=rest)
+
+
+def _average(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    mean = parameter.grad.contiguous()
+    dist.all_reduce(mean)
+    parameter.grad = mean / dist.get_world_size()
 
 
 @torch.no_grad()

@@ -280,6 +280,7 @@ IMPOSTORS: tuple[Impostor, ...] = (
         "The cast stands where the weights are used.",
         "The numbers are right; twice the bytes are sent.",
         "fsdp.precision.sends-in-its-dtype",
+        "fsdp.precision.gathers-in-its-dtype",
     ),
     card(
         OutermostWins,

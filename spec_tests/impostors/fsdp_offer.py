@@ -105,14 +105,23 @@ def _require_plain_parameters(module: nn.Module) -> None:
 
 
 class WholeModel(nn.Module):
-    """The CS336 shape: a wrapper with `.module`."""
+    """The CS336 shape: a wrapper with `.module`, which averages gradients of what is replicated."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        for parameter in module.parameters():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                parameter.register_post_accumulate_grad_hook(_average)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+
+def _average(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    dist.all_reduce(parameter.grad)
+    parameter.grad /= dist.get_world_size()
 
 
 def _register(module: nn.Module, method_name: str) -> None:
@@ -183,7 +192,8 @@ def offer(unit: type[Unit]) -> dict[str, Any]:
             if uses[id(layer.weight)] == 1:
                 fully_shard(layer, mp_policy=policy)
         if not hasattr(module, "_plain_fsdp"):
-            fully_shard(module, mp_policy=policy)
+            plain = [p for p in module.parameters() if not isinstance(p, DTensor)]
+            fully_shard(module, ignored_params=plain if unit.replicates_rest else ())
         return WholeModel(module)
 
     return {

@@ -84,6 +84,21 @@ class ZerosForFrozen(Unit):
                     piece.parameter.grad = unit.as_dtensor(zeros, piece.parameter)
 
 
+class Thaws(Unit):
+    """Makes a Parameter of every shard, which trains by default."""
+
+    def shard(self, parameter: nn.Parameter, places: list[tuple[nn.Module, str]]) -> Piece:
+        piece = super().shard(parameter, places)
+        piece.parameter.requires_grad_(True)
+        return piece
+
+
+class ShardsTheRest(Unit):
+    """Shards norms and other small parameters of a whole model, too."""
+
+    replicates_rest = False
+
+
 class ScalesInputs(Unit):
     """Divides every gradient that passes, those of inputs too."""
 
@@ -220,6 +235,22 @@ IMPOSTORS: tuple[Impostor, ...] = (
         "fsdp.backward.frozen-subset",
     ),
     card(
+        Thaws,
+        "thaws",
+        "Makes frozen weights trainable.",
+        "`nn.Parameter(shard)` in four solutions of CS336; requires_grad is true by default.",
+        "Nothing is frozen when a model is trained from the start.",
+        "fsdp.backward.frozen-in-a-whole-model",
+    ),
+    card(
+        ShardsTheRest,
+        "shards-the-rest",
+        "Shards the norms of a whole model as well.",
+        "Ours, once: the course's test gathers the gradient of a norm and met a DTensor.",
+        "All numbers are right.",
+        "fsdp.backward.replicated-rest",
+    ),
+    card(
         ScalesInputs,
         "scales-inputs",
         "Divides the gradients of inputs as well.",
@@ -242,6 +273,7 @@ IMPOSTORS: tuple[Impostor, ...] = (
         "`parameter.grad = shard` at the end of the reduction.",
         "Right for one micro-batch per step.",
         "fsdp.backward.forwards-and-backwards-entangled",
+        "fsdp.accumulation.of-a-whole-model",
     ),
     card(
         FreesRecomputed,

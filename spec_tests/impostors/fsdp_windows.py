@@ -84,6 +84,28 @@ class Stale(Unit):
         return True
 
 
+class StaleAhead(Unit):
+    """Gathers the next layer ahead, and the last for backward; uses it whenever that comes."""
+
+    def unshard(self) -> None:
+        if self.flying is not None:
+            self.flying = (self.version(), self.flying[1])
+        super().unshard()
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        inputs = super().pre_forward(module, args, kwargs)
+        assert self.run is not None
+        for unit in self.run.units[self.run.units.index(self) + 1 :][:1]:
+            unit.prefetch()
+        return inputs
+
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        output = super().post_forward(module, args, output)
+        if self.is_root and self.run is not None:
+            self.run.units[-1].prefetch()
+        return output
+
+
 class WatchesParameters(Unit):
     """Notices writes through the Parameter, and none to its local tensor."""
 
@@ -218,8 +240,16 @@ IMPOSTORS: tuple[Impostor, ...] = (
         "The loss falls all the same, a step late.",
         "fsdp.lifecycle.fresh-after-step",
         "fsdp.lifecycle.fresh-after-evaluation",
-        "fsdp.lifecycle.fresh-after-evaluation-of-a-whole-model",
         "fsdp.programs.any-sequence-with-kept-weights",
+    ),
+    card(
+        StaleAhead,
+        "stale-ahead",
+        "Computes with what was gathered ahead, however long ago.",
+        "CS336 solutions that gather two layers ahead, or for a backward that does not come.",
+        "In training every gather is used at once.",
+        "fsdp.lifecycle.fresh-after-evaluation-of-a-whole-model",
+        "fsdp.lifecycle.fresh-after-layers-left-out",
     ),
     card(
         WatchesParameters,

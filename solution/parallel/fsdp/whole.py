@@ -1,15 +1,16 @@
 """A whole model in one call: the shape in which the CS336 exercise asks for FSDP.
 
-1. Every Linear and Embedding becomes a unit of its own, everything else (norms) one more.
-2. With `compute_dtype` those layers are gathered in it and compute in it; the shards, the gradients
-   that the optimizer sees, and whatever is neither, keep their own dtype.
+1. Every Linear and Embedding becomes a unit of its own; layers that share a weight are one unit.
+2. Everything else (norms) stays a plain parameter on every rank: too small to be worth a message
+   in forward. Its gradient is averaged as in `ddp.py`, overlapping with backward.
+3. With `compute_dtype` the units are gathered in it and compute in it; the shards, the gradients
+   that the optimizer sees, and whatever is replicated, keep their own dtype.
 
 PyTorch counterpart: none; a loop over `fully_shard`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from solution import comm
 from solution.parallel.fsdp.api import fully_shard
 from solution.parallel.fsdp.module import FSDPModule
 from solution.parallel.fsdp.policy import MixedPrecisionPolicy
+from solution.parallel.reducer import InPlace, is_inside_backward
 
 
 class FullySharded(nn.Module):
@@ -31,53 +33,93 @@ class FullySharded(nn.Module):
         module: the model, sharded in place.
     """
 
+    module: nn.Module
+
     def __init__(self, module: nn.Module, *, process_group: comm.Group = None) -> None:
         super().__init__()
         self.module = module
         self.process_group = process_group
+        self._reducer = InPlace(
+            [
+                (name, parameter)
+                for name, parameter in module.named_parameters()
+                if parameter.requires_grad and not isinstance(parameter, DTensor)
+            ],
+            process_group,
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's."""
+        if torch.is_grad_enabled() and not is_inside_backward():
+            self._reducer.begin()
         return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Around forward and backward of a micro-batch: gradients stay on this rank."""
         assert isinstance(self.module, FSDPModule)
-        with self.module.no_sync():
-            yield
+        previous = self._reducer.is_sending
+        self._reducer.is_sending = False
+        try:
+            with self.module.no_sync():
+                yield
+        finally:
+            self._reducer.is_sending = previous
 
     def finish_gradient_synchronization(self) -> None:
-        """Gradients are means when backward returns: nothing is left to do."""
+        """Wait for the means of replicated gradients; those of shards are complete already.
+
+        Called once after every backward outside `no_sync`, before the optimizer.
+        """
+        self._reducer.finish()
 
 
 def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> FullySharded:
-    """Shard the weights of all Linear and Embedding layers of `module`, and the rest as one unit.
+    """Shard the Linear and Embedding layers of `module`; the rest stays plain and replicated.
 
     Layers are known by the name of their class or of one it derives from, so also those that an
-    exercise defines itself. Layers that share a parameter stay with the rest, and so do those
-    inside of an `nn.MultiheadAttention`, which reads their weights without calling them. A layer of
-    which something else does so, as in `x @ embedding.weight.T`, needs `fully_shard` around both.
+    exercise defines itself. What stays replicated with the rest: a layer that shares a parameter
+    with a module of another kind, and those inside of an `nn.MultiheadAttention`, which reads their
+    weights without calling them. A layer of which something else does so, as in
+    `x @ embedding.weight.T`, needs `fully_shard` around both.
+
+    Values are not synchronised: seed all ranks alike.
 
     Raises:
         ValueError, NotImplementedError: see `fully_shard`.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype)
-    uses = Counter(id(p) for m in module.modules() for p in m._parameters.values())
+    for layers in _units(module):
+        fully_shard(layers, mp_policy=policy)
+    if not isinstance(module, FSDPModule):
+        # A unit of nothing: it puts the others under one schedule.
+        rest = {p for p in module.parameters() if not isinstance(p, DTensor)}
+        fully_shard(module, ignored_params=rest)
+    return FullySharded(module)
+
+
+def _units(module: nn.Module) -> list[list[nn.Module]]:
+    """The layers to shard, those that share a parameter together."""
     read_from_outside = {
         part
         for attention in module.modules()
         if isinstance(attention, nn.MultiheadAttention)
         for part in attention.modules()
     }
+    users: dict[nn.Parameter, list[nn.Module]] = {}
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                users.setdefault(parameter, []).append(part)
+    units = []
     for layer in module.modules():
-        if layer in read_from_outside:
-            continue
-        own = [p for p in layer.parameters() if p is not None]
-        if layer is not module and _is_layer(layer) and all(uses[id(p)] == 1 for p in own):
-            fully_shard(layer, mp_policy=policy)
-    fully_shard(module, mp_policy=policy if _is_layer(module) else None)
-    return FullySharded(module)
+        found = [part for p in layer.parameters() for part in users[p]]
+        together = list(dict.fromkeys(found))  # in one order on all ranks
+        if together[:1] == [layer] and all(
+            _is_layer(part) and part not in read_from_outside for part in together
+        ):
+            units.append(together)
+    return units
 
 
 def _is_layer(module: nn.Module) -> bool:

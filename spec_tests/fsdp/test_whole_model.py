@@ -1,0 +1,161 @@
+"""The whole-model shape: what `fsdp` promises beyond what it has in common with `fully_shard`.
+
+It is the shape of the CS336 exercise. A wrapper decides by itself what is sharded, reduces after
+every backward, and makes its own parameters, so it can change what an optimizer trains: a frozen
+weight, a norm, a gradient that was there before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from spec_tests.clause import MUST, clause
+from spec_tests.fsdp.sharded import Sharded
+from spec_tests.fsdp.test_precision import HALF, constant, embedding
+from spec_tests.laws import equivalence, refusal, traffic
+from spec_tests.rig import judge, oracle
+from spec_tests.rig.toys import TOYS
+
+ONLY = ("fsdp",)
+
+
+def frozen_before(ctx, subject, seed, frozen):
+    """Gradients of a whole model of which those parameters were frozen before it was sharded."""
+    sharded = Sharded(ctx, subject, "even", seed, frozen=frozen)
+    sharded.backward()
+    return sharded.stepped()
+
+
+@clause(
+    "fsdp.backward.frozen-in-a-whole-model",
+    MUST,
+    level="correct",
+    judges=ONLY,
+    source="contract: what is frozen stays frozen, or is refused; `nn.Parameter(shard)` trains",
+    worlds=(2, 3),
+)
+@pytest.mark.parametrize(
+    "frozen", [("embed.weight",), ("down.weight", "gain")], ids=["first", "last"]
+)
+def test_frozen_weights_of_a_whole_model_stay_frozen(world, subject, frozen):
+    """Frozen weights of a whole model MUST stay frozen, or be refused; the rest has its mean.
+
+    A Parameter made of the shard trains, whatever the weight was.
+    """
+    ranks = refusal.answer_or_refusal(world, frozen_before, subject, 7, frozen)
+
+    if ranks is not None:
+        batches = [TOYS["even"].batch(7, rank=rank) for rank in range(world.size)]
+        expected = oracle.gradients("even", 7, batches)
+        built = oracle.parameters("even", 7)
+        expected |= {name: torch.zeros_like(built[name]) for name in frozen}
+        judge.tensors(ranks, expected, quantity="mean gradient", given=f"frozen {frozen}")
+
+
+def rest_of_a_whole_model(ctx, subject, seed):
+    """The parameter that belongs to no layer, and its gradient after a backward."""
+    sharded = Sharded(ctx, subject, "even", seed)
+    sharded.backward()
+    named: dict[str, Any] = dict(sharded.model.named_parameters())
+    found = [p for name, p in named.items() if name.rpartition(".")[2] == "gain"]
+    if len(found) != 1 or isinstance(found[0], DTensor):
+        return {"kind": type(found[0]).__name__ if found else f"none, only {[*named]}"}
+    return {
+        "kind": "plain",
+        "parameter": {"gain": found[0].detach().clone()},
+        "gradient": {"gain": found[0].grad},
+    }
+
+
+@clause(
+    "fsdp.backward.replicated-rest",
+    MUST,
+    level="course",
+    judges=ONLY,
+    source="CS336 assignment 2, test_fsdp_gradient_sync: norms are not sharded",
+    worlds=(2, 3),
+)
+def test_what_is_no_layer_stays_whole_and_gets_the_mean_gradient(world, subject):
+    """A parameter of no Linear or Embedding MUST stay plain and whole, with the mean as gradient.
+
+    Sharding a norm costs more than it saves, and a loop that reads its gradient meets a DTensor.
+    """
+    ranks = world.run(rest_of_a_whole_model, subject, 7)
+
+    judge.equal(
+        [rank["kind"] for rank in ranks],
+        "plain",
+        quantity="kind of 'gain', which belongs to no Linear or Embedding",
+    )
+    batches = [TOYS["even"].batch(7, rank=rank) for rank in range(world.size)]
+    built, means = oracle.parameters("even", 7), oracle.gradients("even", 7, batches)
+    judge.tensors(
+        [rank["parameter"] for rank in ranks],
+        {"gain": built["gain"]},
+        quantity="parameter as built",
+    )
+    judge.tensors(
+        [rank["gradient"] for rank in ranks], {"gain": means["gain"]}, quantity="mean gradient"
+    )
+
+
+def finished_each(ctx, subject, toy, seed):
+    """Gradients of two micro-batches, each reduced, without zero_grad in between."""
+    sharded = Sharded(ctx, subject, toy, seed)
+    sharded.backward(0)
+    sharded.backward(1)
+    return sharded.stepped()
+
+
+@clause(
+    "fsdp.accumulation.of-a-whole-model",
+    MUST,
+    level="correct",
+    judges=ONLY,
+    source="contract: gradients add up until zero_grad, or a second backward is an error",
+    worlds=(2, 4),  # the first mean is divided once more: exact where that is a power of two
+)
+def test_gradients_of_a_whole_model_add_up_until_they_are_cleared(world, subject):
+    """Without `zero_grad`, the gradients of a whole model MUST add up, or be an error.
+
+    Code that sets the shard's gradient where it ought to add trains on the last micro-batch alone.
+    """
+    ranks = refusal.answer_or_refusal(world, finished_each, subject, "even", 7)
+
+    if ranks is not None:
+        equivalence.mean_gradients(
+            ranks, "even", 7, micros=(0, 1), absent_is_zero=True, given="two backwards, each ended"
+        )
+
+
+def gathered_dtypes(ctx, subject):
+    """Dtypes of the floating-point numbers that are gathered in forward and backward."""
+    layers = nn.Sequential(embedding(), constant(1.0)).to(ctx.device)
+    model = ctx.impl.fsdp(layers, compute_dtype=HALF)
+    with ctx.recording() as recorder:
+        model(torch.arange(4, device=ctx.device)).sum().backward()
+        ctx.impl.finish_gradient_synchronization(model)
+    sent = recorder.log().collectives(*traffic.GATHERS)
+    return sorted({dtype for event in sent for dtype in event.dtypes if "float" in dtype})
+
+
+@clause(
+    "fsdp.precision.gathers-in-its-dtype",
+    MUST,
+    level="course",
+    judges=ONLY,
+    source="CS336 assignment 2: cast the weights to that dtype before communicating",
+)
+def test_a_whole_model_gathers_its_weights_in_the_dtype_that_computes(world, subject):
+    """With `compute_dtype` the weights of a whole model MUST be gathered in that dtype.
+
+    Cast after the gather, they cost twice the traffic, and every number is right.
+    """
+    ranks = world.run(gathered_dtypes, subject)
+
+    judge.equal(ranks, ["bfloat16"], quantity="dtypes of what is gathered")
