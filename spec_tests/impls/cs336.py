@@ -80,7 +80,7 @@ def _offer_ddp(hooks: ModuleType, functions: dict[str, Any], finishing: Any) -> 
     def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.Module:
         refuse_group("get_ddp", process_group)
         assert get_ddp is not None
-        wrapped = _module(get_ddp(module), get_ddp)
+        wrapped = _callable(get_ddp(module), get_ddp)
         finishing[wrapped] = after
         return wrapped
 
@@ -89,7 +89,8 @@ def _offer_ddp(hooks: ModuleType, functions: dict[str, Any], finishing: Any) -> 
     ) -> nn.Module:
         refuse_group("get_ddp_bucketed", process_group)
         assert get_bucketed is not None
-        wrapped = _module(get_bucketed(module, bucket_size_mb), get_bucketed)
+        made = _callable(get_bucketed(module, bucket_size_mb), get_bucketed)
+        wrapped: Any = made if isinstance(made, nn.Module) else _Hookable(made)
         finishing[wrapped] = after_bucketed
 
         def start_batch(wrapped: nn.Module, inputs: object) -> None:
@@ -110,6 +111,33 @@ def _hook(hooks: ModuleType, *names: str) -> Hook:
     return usable or (found[0] if found else lambda wrapped, optimizer: None)
 
 
+def _callable(wrapped: Any, getter: Callable[..., Any]) -> Any:
+    """A DDP wrapper as the course's tests use it: they call it, and do not ask for an nn.Module."""
+    if not callable(wrapped):
+        raise TypeError(
+            f"expected {getter.__name__} to return what can be called like the module, got "
+            f"{wrapped!r:.60}; see tests/adapters.py of the checkout"
+        )
+    return wrapped
+
+
+class _Hookable:
+    """Gives a wrapper that is no nn.Module the one hook that the adapter needs; all else is its."""
+
+    def __init__(self, theirs: Any) -> None:
+        self.theirs = theirs
+
+    def register_forward_pre_hook(self, hook: Callable[[Any, Any], None]) -> None:
+        self.hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.hook(self, args)
+        return self.theirs(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.theirs, name)
+
+
 def _module(wrapped: object, getter: Callable[..., Any]) -> nn.Module:
     if not isinstance(wrapped, nn.Module):
         raise TypeError(
@@ -121,7 +149,8 @@ def _module(wrapped: object, getter: Callable[..., Any]) -> nn.Module:
 
 def _optimizer_of(wrapped: nn.Module) -> Optimizer:
     """What the hooks get beside the model; the suite's own optimizer is not theirs to see."""
-    return torch.optim.SGD(wrapped.parameters(), lr=0.0)
+    owner = wrapped if hasattr(wrapped, "parameters") else wrapped.module
+    return torch.optim.SGD(owner.parameters(), lr=0.0)  # type: ignore[union-attr]  # foreign code
 
 
 # ------------------------------------------------------------------------------------------ fsdp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -48,6 +49,20 @@ class WholeStateDict(PlainZero1):
 
     def state_dict(self) -> Group:
         return self.full_state()
+
+
+class StateInside(PlainZero1):
+    """Its own `.state` stays empty: the inner optimizer has it, as in most solutions of CS336."""
+
+    def show(self) -> None:
+        super().show()
+        self.state = defaultdict(dict)
+
+    def full_state(self) -> Group:
+        self.state = self.inner.state
+        whole = super().full_state()
+        self.state = defaultdict(dict)
+        return whole
 
 
 class Elementwise(PlainZero1):
@@ -136,5 +151,6 @@ IMPOSTORS = (
     _card(PlainZero1, "plain", "The base of the near-misses: a broadcast for each parameter."),
     _card(GathersAll, "gathers-all", "One padded all-gather of everyone's parameters."),
     _card(WholeStateDict, "whole-state-dict", "`state_dict` is collective, and whole."),
+    _card(StateInside, "state-inside", "Keeps its state in the inner optimizer alone."),
     _card(Elementwise, "elementwise", "Cuts every parameter into a stretch for each rank."),
 )

@@ -170,6 +170,7 @@ IMPOSTORS = (
         "Keeps the state of all parameters inside, and shows its own part.",
         "A wrapper around a whole optimizer, with a filter in front.",
         "`.state` is what tests look at.",
+        "zero1.state.divided",
         "zero1.footprint.state-is-a-share",
     ),
     card(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,6 +12,7 @@ import torch
 
 from spec_tests import target
 from spec_tests.clause import clause_of
+from spec_tests.ddp import test_construction, test_gradients
 from spec_tests.fsdp import test_casts, test_refusals
 from spec_tests.impls import course, cs336
 from spec_tests.impls.streams import give_streams
@@ -18,7 +20,8 @@ from spec_tests.rig import runner
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.world import Worlds
 
-EFFDL = Path(__file__).parent / "checkouts" / "effdl" / "fsdp.py"
+CHECKOUTS = Path(__file__).parent / "checkouts"
+EFFDL = CHECKOUTS / "effdl" / "fsdp.py"
 
 
 # ------------------------------------------------------------------------------------------ CS336
@@ -30,6 +33,49 @@ def test_the_exercise_of_cs336_has_no_causal_mask_that_is_not_square():
     with pytest.raises(NotImplementedError, match="as many queries as keys; got 4 and 6"):
         attention(q, k, k, causal=True)
     assert attention(q, k, k).shape == attention(q, q, q, causal=True).shape == (1, 4, 2)
+
+
+@pytest.fixture(scope="module")
+def plain_classes(tmp_path_factory: pytest.TempPathFactory) -> target.Target:
+    """A checkout whose DDP wrappers are no nn.Module: called, with `parameters`, and no more."""
+    folder = tmp_path_factory.mktemp("plain") / "checkout"
+    shutil.copytree(CHECKOUTS / "cs336_2025", folder)
+    file = folder / "cs336_systems" / "ddp.py"
+    text = file.read_text(encoding="utf-8")
+    for old, new in (
+        ("class NaiveDDP(nn.Module)", "class NaiveDDP"),
+        ("super().__init__()", "self.parameters = module.parameters"),
+        ("def forward", "def __call__"),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    file.write_text(text, encoding="utf-8")
+    return target.parse(f"cs336:{folder}")
+
+
+@pytest.mark.parametrize("subject", ["ddp", "ddp_bucketed"])
+@pytest.mark.parametrize(
+    ("test", "parameters", "outcome"),
+    [
+        (
+            test_construction.test_the_wrapped_module_computes_what_the_bare_one_does,
+            {"toy": "mlp"},
+            Outcome.PASSED,
+        ),
+        (test_gradients.test_frozen_parameters_keep_no_gradient, {}, Outcome.PASSED),
+        (test_construction.test_the_wrapper_passes_on_parameters_and_modes, {}, Outcome.FAILED),
+    ],
+    ids=["called", "trained", "asked for a mode"],
+)
+def test_a_wrapper_that_is_no_module_is_judged_by_what_it_does(
+    worlds: Worlds, plain_classes: target.Target, subject, test, parameters, outcome
+):
+    clause = clause_of(test)
+    assert clause is not None
+    case = {"world": 2, "subject": subject, **parameters}
+    found = runner.run_case(clause, plain_classes, case, worlds)
+    assert found.outcome is outcome, found.message
+    assert outcome is Outcome.PASSED or "has no attribute 'eval'" in found.message
 
 
 # ----------------------------------------------------------------------------------- Efficient DL

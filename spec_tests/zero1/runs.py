@@ -8,6 +8,8 @@ depend on seed, step and name, the same on all ranks unless a script asks for ot
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import nn
 
 from spec_tests.rig import judge, oracle
 from spec_tests.rig.rank import Context
+from spec_tests.rig.recorder import Recorder
 from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.tolerance import Tolerance, exact, rounding
 from spec_tests.rig.toys import TOYS
@@ -90,10 +93,52 @@ class Run:
             self.seen[f"{name} {when}"] = parameter.detach().clone()
 
 
-def wide() -> nn.Sequential:
+def wide(width: int = WIDTH) -> nn.Sequential:
     """A float32 model whose parameters are large beside any padding."""
     torch.manual_seed(SEED)
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(DEPTH)])
+
+
+def state_bytes(ctx: Context, model: Callable[[], nn.Module], *, load: bool = False) -> int:
+    """Bytes of AdamW's state on this rank, in whichever object the optimizer keeps it.
+
+    That is what two steps of AdamW leave behind, less what two of SGD do, which has no state: flat
+    copies of the parameters and bookkeeping are the same in both.
+
+    Args:
+        load: continue from the unsharded optimizer's state dict.
+    """
+    return _bytes_left(ctx, model(), "adamw", load) - _bytes_left(ctx, model(), "sgd", load)
+
+
+def _bytes_left(ctx: Context, model: nn.Module, optimizer: str, load: bool) -> int:
+    kind, options = OPTIMIZERS[optimizer]
+    unsharded = kind(model.parameters(), **options)
+    if load:
+        _step_on_ones(model, unsharded)
+    saved = unsharded.state_dict()
+    with ctx.recording() as recorder:
+        made = sharded(ctx)(model.parameters(), kind, **options)
+        if load:  # copies that an operator makes: what the recorder sees as new
+            state = {n: {k: v.clone() for k, v in e.items()} for n, e in saved["state"].items()}
+            made.load_state_dict({**saved, "state": state})
+            del state
+        for _ in range(2):
+            _step_on_ones(model, made)
+        gc.collect()  # cycles die in both runs, or in neither
+        # A thread of gloo holds the last messages for a moment after their wait() has returned.
+        return min(_later(recorder) for _ in range(10))
+
+
+def _later(recorder: Recorder) -> int:
+    time.sleep(0.01)
+    return recorder.live_bytes
+
+
+def _step_on_ones(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
 
 
 def gradient(like: torch.Tensor, seed: int) -> torch.Tensor:

@@ -8,15 +8,20 @@ from torch import nn
 from spec_tests.clause import MUST, clause
 from spec_tests.laws import agreement, footprint, large_worlds, traffic
 from spec_tests.rig.pretended import pretended
-from spec_tests.zero1.runs import OPTIMIZERS, sharded
+from spec_tests.zero1.runs import OPTIMIZERS, sharded, state_bytes
 
 ZERO = ("sharded_optimizer",)
 NUM_LAYERS, LAYER = 64, 16 * 16
 
 
+def equal_layers():
+    """A model that 64 ranks can divide evenly."""
+    return nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(NUM_LAYERS)])
+
+
 def one_rank(ctx, rank, num_ranks):
-    """What `rank` of `num_ranks` sends in its second step, and the bytes of its state."""
-    model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(NUM_LAYERS)])
+    """What `rank` of `num_ranks` sends in its second step."""
+    model = equal_layers()
     kind, options = OPTIMIZERS["adamw"]
     with pretended(rank, num_ranks):
         optimizer = sharded(ctx)(model.parameters(), kind, **options)
@@ -25,9 +30,13 @@ def one_rank(ctx, rank, num_ranks):
                 parameter.grad = torch.ones_like(parameter)
             with ctx.recording() as recorder:
                 optimizer.step()
-        log = recorder.log()
-    kept = [t for entry in optimizer.state.values() for t in entry.values()]
-    return log, sum(t.nbytes for t in kept if isinstance(t, torch.Tensor) and t.dim())
+    return recorder.log()
+
+
+def state_of_one_rank(ctx, rank, num_ranks):
+    """The bytes of its state."""
+    with pretended(rank, num_ranks):
+        return state_bytes(ctx, equal_layers)
 
 
 @clause(
@@ -41,9 +50,8 @@ def one_rank(ctx, rank, num_ranks):
 @large_worlds.SIZES
 def test_a_step_sends_one_copy_on_many_ranks(world, num_ranks):
     """On 8 and 64 ranks a step MUST send one copy of the parameters, and nothing else."""
-    ends = large_worlds.first_and_last(world, num_ranks, one_rank)
+    logs = [*large_worlds.first_and_last(world, num_ranks, one_rank).values()]
 
-    logs = [log for log, _ in ends.values()]
     # Lengths that the ranks divide, beginnings on cache lines.
     traffic.sent_once(
         logs,
@@ -65,13 +73,14 @@ def test_a_step_sends_one_copy_on_many_ranks(world, num_ranks):
 @large_worlds.SIZES
 def test_a_rank_of_many_keeps_one_part_of_the_state(world, num_ranks):
     """On 8 and 64 ranks a rank MUST keep one part in 8 or 64 of the state, and a parameter's."""
-    ends = large_worlds.first_and_last(world, num_ranks, one_rank)
+    ends = large_worlds.first_and_last(world, num_ranks, state_of_one_rank)
 
     footprint.at_most(
-        [kept for _, kept in ends.values()],
+        [*ends.values()],
         {
             "share of two moments": 2 * 4 * NUM_LAYERS * LAYER // num_ranks,
             "one parameter's": 2 * 4 * LAYER,
+            "counters": 8 * NUM_LAYERS,
         },
         quantity="state bytes",
         likely="parameters are dealt to a fixed number of ranks",

@@ -13,14 +13,15 @@ import copy
 import torch
 
 from spec_tests.clause import MUST, clause
+from spec_tests.laws import footprint
 from spec_tests.rig import judge
 from spec_tests.zero1.runs import (
+    DEPTH,
     Run,
-    alone,
-    in_ranks,
     like_unsharded,
     plain,
     sharded,
+    state_bytes,
     tolerance,
     wide,
 )
@@ -31,52 +32,37 @@ PAPER = "Rajbhandari et al. 2020, section 5.1; nanotron issue 37"
 PORTABLE = "ZeroRedundancyOptimizer.consolidate_state_dict and load_state_dict"
 
 
-def size_of_state(run):
-    """Elements of `.state` after two steps, by key; counters left out."""
-    run.steps(1, 2)
-    return elements(run.optimizer)
+MODEL_WIDTH = 128
+# For each parameter two moments and a counter, on cache lines of their own.
+PADDING_BYTES = 3 * 64 * 2 * DEPTH
 
 
-def elements(optimizer):
-    """Elements of the state by key. A step count has no dims, and every rank may keep one."""
-    found: dict[str, int] = {}
-    for entry in optimizer.state.values():
-        for key, value in entry.items():
-            if isinstance(value, torch.Tensor) and value.dim():
-                found[key] = found.get(key, 0) + value.numel()
-    return found
+def bytes_of_state(ctx, load):
+    """Bytes of this rank's state for a model in which matrices and biases alternate."""
+    return state_bytes(ctx, lambda: wide(MODEL_WIDTH), load=load)
 
 
-def divided(ranks, given):
-    """The ranks' parts add up to the whole, but for padding by less than one element per rank."""
+def divided(parts, given):
+    """The ranks' parts add up to the whole."""
     __tracebackhide__ = True
-    for key, whole in alone(size_of_state).items():
-        parts = [rank.get(key, 0) for rank in ranks]
-        judge.holds(
-            whole <= sum(parts) <= whole + len(ranks),
-            f"expected {whole} elements of {key!r} over all ranks, as the unsharded optimizer has, "
-            f"got {' + '.join(map(str, parts))}, {sum(parts) / whole:.2f} times that",
-            likely="nothing is divided: every rank keeps the state of all parameters"
-            if all(part >= whole for part in parts)
-            else "some state is kept twice, or by nobody",
-            given=given,
-        )
+    whole = 2 * sum(p.nbytes for p in wide(MODEL_WIDTH).parameters())
+    allowed = whole + len(parts) * PADDING_BYTES
+    judge.holds(
+        sum(parts) <= allowed,
+        f"expected at most {allowed} bytes of state over all ranks (the unsharded optimizer's "
+        f"{whole}, and counters and padding), got {' + '.join(map(str, parts))}, "
+        f"{sum(parts) / whole:.2f} times the unsharded optimizer's",
+        likely="nothing is divided: every rank keeps the state of all parameters"
+        if all(part >= whole for part in parts)
+        else "a rank keeps state of parameters that another one updates",
+        given=given,
+    )
 
 
 @clause("zero1.state.divided", MUST, level="course", needs=ZERO, source=PAPER, worlds=(2, 3))
 def test_the_parts_of_the_state_add_up_to_the_whole(world):
-    """The ranks' `.state` MUST add up to the unsharded optimizer's: every element on one rank."""
-    divided(world.run(in_ranks, size_of_state), "adamw, after two steps")
-
-
-def wide_state(ctx):
-    """Elements of the state for a model in which matrices and biases alternate."""
-    model = wide()
-    optimizer = sharded(ctx)(model.parameters(), torch.optim.AdamW)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    return elements(optimizer)
+    """The ranks' state MUST add up to the unsharded optimizer's: every element on one rank."""
+    divided(world.run(bytes_of_state, False), "adamw, after two steps")
 
 
 @clause(
@@ -93,18 +79,17 @@ def test_no_rank_keeps_much_more_than_its_share(world):
     With one rank for everything the memory that decides is the unsharded one. Dealing parameters
     in turn is nearly as bad: matrices and biases alternate.
     """
-    ranks = world.run(wide_state)
-
-    sizes = [p.numel() for p in wide().parameters()]
-    allowed = sum(sizes) / world.size + max(sizes)
-    for rank, seen in enumerate(ranks):
-        for key, number in seen.items():
-            judge.holds(
-                number <= allowed,
-                f"rank {rank}: expected at most {allowed:.0f} elements of {key!r} (its share of "
-                f"{sum(sizes)}, and the largest parameter's {max(sizes)}), got {number}",
-                likely="parameters are dealt by number and not by size",
-            )
+    sizes = [2 * p.nbytes for p in wide(MODEL_WIDTH).parameters()]
+    footprint.at_most(
+        world.run(bytes_of_state, False),
+        {
+            "its share": sum(sizes) // world.size,
+            "the largest parameter's": max(sizes),
+            "counters and padding": PADDING_BYTES,
+        },
+        quantity="state",
+        likely="parameters are dealt by number and not by size",
+    )
 
 
 def full_state(ctx):
@@ -198,13 +183,13 @@ def test_taking_the_full_state_changes_nothing(world):
 
 
 def continued(ctx, state):
-    """Weights after three further steps from a given state dict, and the elements of `.state`."""
+    """Weights after three further steps from a given state dict."""
     run = Run(sharded(ctx), groups=matrices_and_the_rest)
     run.steps(5)  # whatever was there before must not matter
     run.module.load_state_dict(state["model"])
     run.seen.clear()
     run.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-    return {"weights": run.steps(3, 4, 6), "elements": elements(run.optimizer)}
+    return run.steps(3, 4, 6)
 
 
 def continued_plain(run, state):
@@ -240,9 +225,7 @@ def test_it_goes_on_from_the_unsharded_optimizers_state(world):
     state = saved()
     ranks = world.run(continued, state)
 
-    like_unsharded(
-        [rank["weights"] for rank in ranks], continued_plain, state, groups=matrices_and_the_rest
-    )
+    like_unsharded(ranks, continued_plain, state, groups=matrices_and_the_rest)
 
 
 @clause(
@@ -254,12 +237,12 @@ def test_it_goes_on_from_the_unsharded_optimizers_state(world):
     worlds=(2, 3),
 )
 def test_a_loaded_state_is_divided_as_well(world):
-    """After `load_state_dict` the ranks' `.state` MUST still add up to the unsharded optimizer's.
+    """After `load_state_dict` the ranks' state MUST still add up to the unsharded optimizer's.
 
     torch.optim's own method keeps what it is given: a resumed run then needs W times the memory of
     the run that it resumes, on the machine where that one just fitted.
     """
-    divided([rank["elements"] for rank in world.run(continued, saved())], "after load_state_dict")
+    divided(world.run(bytes_of_state, True), "after load_state_dict")
 
 
 def round_trip(ctx):
@@ -299,7 +282,8 @@ def own_state_dict(ctx):
         state = run.optimizer.state_dict()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return described(state)["tensors"]
+    entries = state.get("state", {}) if isinstance(state, dict) else {}
+    return described({"state": entries, "param_groups": []})["tensors"]
 
 
 @clause(
