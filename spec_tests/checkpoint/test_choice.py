@@ -111,15 +111,15 @@ def test_without_a_checkpoint_nothing_is_loaded(world, exists):
 
 
 def _wider(module):
-    module.second = nn.Linear(5, 4).double()
+    module.second = nn.Linear(5, 4)
 
 
 def _longer(module):
-    module.third = nn.Linear(3, 3).double()
+    module.third = nn.Linear(3, 3)
 
 
 def _without_bias(module):
-    module.second = nn.Linear(5, 3, bias=False).double()
+    module.second = nn.Linear(5, 3, bias=False)
 
 
 CHANGES = {"wider": _wider, "longer": _longer, "without-bias": _without_bias}

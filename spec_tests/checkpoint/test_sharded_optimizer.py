@@ -91,7 +91,7 @@ def test_it_goes_on_with_any_number_of_ranks_or_unsharded(world, then):
             ranks,
             first[0],
             quantity="weight of the uninterrupted run",
-            within=rounding(torch.float64, terms=64, depth=2 * STEPS),
+            within=rounding(torch.float32, terms=64, depth=2 * STEPS),
             hints=[
                 Hint("the weight without the moments: they were not saved, or not loaded", lost)
             ],

@@ -24,8 +24,8 @@ State = dict[str, torch.Tensor]
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-3),
-    "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-9),
-    "momentum": lambda groups: torch.optim.SGD(groups, lr=1e-9, momentum=0.9),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-5),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=1e-5, momentum=0.9),
 }
 
 

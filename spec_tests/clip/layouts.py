@@ -37,18 +37,18 @@ def whole(name: str, scale: float = 1.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(ord(name))
     sizes = torch.randint(1, 10, SHAPES[name], generator=generator)
     signs = torch.randint(0, 2, SHAPES[name], generator=generator) * 2 - 1
-    return (sizes * signs).double() * scale
+    return (sizes * signs).float() * scale
 
 
 def norm(layout: Layout, order: float = 2.0, scale: float = 1.0) -> torch.Tensor:
     """The norm of all of them together."""
     every = [whole(name, scale).reshape(-1) for name, how in layout.items() if how != "none"]
-    return torch.linalg.vector_norm(torch.cat(every), order)
+    return torch.linalg.vector_norm(torch.cat(every).double(), order)
 
 
 def within() -> Tolerance:
     """Sums of fewer than 64 terms, roots and powers of them, in any order."""
-    return rounding(torch.float64, terms=64)
+    return rounding(torch.float32, terms=64)
 
 
 def parameters(ctx: Context, layout: Layout, scale: float = 1.0) -> dict[str, nn.Parameter]:
@@ -140,6 +140,6 @@ def local_norms(layout: Layout, size: int, order: float = 2.0) -> list[Named]:
             parts = whole(name).chunk(size) if how == "shard" else [whole(name)] * size
             if how != "none" and rank < len(parts):
                 own.append(parts[rank].reshape(-1))
-        flat = torch.cat(own) if own else torch.zeros(1, dtype=torch.float64)
-        found.append({"norm": torch.linalg.vector_norm(flat, order)})
+        flat = torch.cat(own) if own else torch.zeros(1)
+        found.append({"norm": torch.linalg.vector_norm(flat.double(), order)})
     return found

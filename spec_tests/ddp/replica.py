@@ -14,8 +14,8 @@ from spec_tests.rig.oracle import Gradients, gradients_of
 from spec_tests.rig.rank import Context
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
-# Small enough that every toy needs several buckets: 32 float64 elements.
-SMALL_BUCKET_MB = 32 * 8 / 2**20
+# Small enough that every toy needs several buckets: 32 float32 elements.
+SMALL_BUCKET_MB = 32 * 4 / 2**20
 
 
 def wrap(

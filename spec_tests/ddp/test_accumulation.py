@@ -153,7 +153,7 @@ def test_any_schedule_of_synchronisation_gives_the_same_gradient(world, subject,
         seed,
         micros=range(len(flags)),
         # A mean of means is no integer any more: the exact arithmetic ends with the first one.
-        within=rounding(torch.float64, terms=24 * world.size, depth=len(flags)),
+        within=rounding(torch.float32, terms=24 * world.size, depth=len(flags)),
         given=f"synchronised {flags}",
     )
 
@@ -163,8 +163,8 @@ class Tagged(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Parameter(torch.zeros(5, dtype=torch.float64))
-        self.second = nn.Parameter(torch.zeros(40, dtype=torch.float64))
+        self.first = nn.Parameter(torch.zeros(5))
+        self.second = nn.Parameter(torch.zeros(40))
 
     def forward(self, tag: float) -> torch.Tensor:
         return tag * (self.first.sum() + self.second.sum())
@@ -198,7 +198,7 @@ def tagged(ctx, subject, micros):
 def test_every_contribution_arrives_exactly_once(world, subject):
     """Every rank's every micro-batch MUST arrive exactly once, in every element, on every rank.
 
-    The gradients are numbers in base 16 whose digits count the contributions.
+    The gradients are numbers in base 4 whose digits count the contributions.
     """
     micros = 4
     ranks = world.run(tagged, subject, micros)

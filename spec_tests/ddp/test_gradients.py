@@ -114,7 +114,7 @@ def test_frozen_parameters_keep_no_gradient(world, subject):
 def test_every_dtype_and_layout_lands_in_its_place(world, subject, toy):
     """Gradients of any dtype and memory layout MUST land in the right positions, dtype kept.
 
-    Channels-last, transposed, expanded with stride zero, float32 next to float64: flattening such
+    Channels-last, transposed, expanded with stride zero, float32 next to bfloat16: flattening such
     a gradient may copy, and then the reduced values are written into the copy.
     """
     ranks = world.run(one_backward, subject, toy, 7)
@@ -410,7 +410,7 @@ def test_the_order_in_which_gradients_become_ready_does_not_matter(world, subjec
 
 def scaled_loss(ctx, subject, seed, exponent):
     """Gradients of a loss times a power of two, on real-valued float32 data."""
-    replica = Replica(ctx, subject, "mlp", seed, dtype=torch.float32)
+    replica = Replica(ctx, subject, "mlp", seed)
     batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed + ctx.rank))
     (replica.wrapped(batch.to(ctx.device)).square().sum() * 2.0**exponent).backward()
     replica.finish()

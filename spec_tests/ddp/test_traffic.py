@@ -47,7 +47,7 @@ def third_step(ctx, subject, toy, seed, bucket_size_mb, uses=None):
 @pytest.mark.parametrize("toy", ["ragged", "tied", "mixed"])
 def test_a_step_reduces_every_trainable_element_once(world, subject, toy):
     """A step MUST reduce every trainable element exactly once: no bucket lost, none sent twice."""
-    ranks = world.run(third_step, subject, toy, 7, 0.0005)
+    ranks = world.run(third_step, subject, toy, 7, 0.00025)
 
     traffic.reduced_once(
         [rank["log"] for rank in ranks],
@@ -67,7 +67,7 @@ def test_a_step_reduces_every_trainable_element_once(world, subject, toy):
 )
 def test_frozen_parameters_are_not_sent(world, subject):
     """A step MUST NOT send anything for frozen parameters."""
-    ranks = world.run(third_step, subject, "frozen", 7, 0.0005)
+    ranks = world.run(third_step, subject, "frozen", 7, 0.00025)
 
     traffic.reduced_once(
         [rank["log"] for rank in ranks],
@@ -113,7 +113,7 @@ def test_the_bucket_size_decides_how_many_reductions_there_are(world, subject, e
 @given(elements=st.sampled_from([8, 16, 24, 48]))
 def test_a_bucket_closes_near_its_size(world, subject, elements):
     """A bucket MUST NOT exceed its size by more than the one parameter that filled it."""
-    ranks = world.run(third_step, subject, "ragged", 7, elements * 8 / 2**20)
+    ranks = world.run(third_step, subject, "ragged", 7, elements * 4 / 2**20)
 
     sizes = [p.numel() for p in oracle.parameters("ragged", 7).values()]
     for rank, seen in enumerate(ranks):
@@ -162,7 +162,7 @@ def test_the_bucket_size_changes_no_gradient(world, subject, toy, bucket_size_mb
 )
 def test_all_ranks_issue_the_same_collectives(world, subject):
     """All ranks MUST issue the same sequence of collectives, whatever becomes ready first."""
-    ranks = world.run(third_step, subject, "branches", 7, 0.0002, uses=("abc", "cba", "bca"))
+    ranks = world.run(third_step, subject, "branches", 7, 0.0001, uses=("abc", "cba", "bca"))
 
     agreement.same_collectives(
         [rank["log"] for rank in ranks], given="branches evaluated in another order on each rank"

@@ -4,8 +4,8 @@ Two shapes are judged by the same bodies. `fully_shard` is called on units botto
 model, and its parameters are DTensors. `fsdp` takes the whole model, says nothing about how
 parameters are represented, and has `finish_gradient_synchronization` after each backward. What
 both have is a forward, a backward, an optimizer over `parameters()`, and `full_parameters`; so
-gradients are read as what one step of SGD subtracts. The learning rate is a power of two and the
-toys hold integers: nothing is rounded.
+gradients are read as what one step of SGD with a learning rate of one subtracts. The toys hold
+integers: nothing is rounded.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from spec_tests.rig.oracle import Named
 from spec_tests.rig.rank import Context
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
-RATE = 2.0**-20
-"""Learning rate of the step that gradients are read from."""
+RATE = 2.0**-16
+"""Learning rate of training: weights move by ten times what rounding may move them, or more."""
 
 FULLY_SHARD = ("fully_shard",)
 BOTH = ("fully_shard", "fsdp")
@@ -80,8 +80,7 @@ def shard(
 
 
 def of_integers(module: nn.Module) -> Any:
-    """The module in float64, its parameters small integers that are not zero: sums are exact."""
-    module.to(torch.float64)
+    """The module, its parameters small integers that are not zero: sums are exact."""
     for number, parameter in enumerate(module.parameters()):
         values = torch.arange(parameter.numel()).add(number).remainder(5) - 2.5
         parameter.data.copy_((2 * values).view(parameter.shape))
@@ -171,10 +170,12 @@ class Sharded:
 
     def stepped(self) -> Named:
         """The gradients, read from a step of SGD; zero where there are none."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = 1.0
         before = self.full()
         self.optimizer.step()
         after = self.full()
-        return {name: (before[name] - after[name]) / RATE for name in before}
+        return {name: before[name] - after[name] for name in before}
 
     def shards(self) -> dict[str, Any]:
         """The parameters as `fully_shard` left them: DTensors, by name."""

@@ -61,7 +61,7 @@ def encoder() -> Any:
 
 def batch(rank: int) -> torch.Tensor:
     """Inputs `[3, 6]` of integers."""
-    return torch.arange(18, dtype=torch.float64).view(3, 6).add(rank).remainder(7) - 3
+    return torch.arange(18.0).view(3, 6).add(rank).remainder(7) - 3
 
 
 def _gradients(size, names, call=lambda module, x: module(x)):

@@ -21,9 +21,9 @@ from spec_tests.laws import footprint
 from spec_tests.rig import judge
 
 MEMORY = "test_fully_shard_memory"
-WIDTH = 48
+WIDTH = 72
 UNIT = WIDTH * WIDTH * 4
-"""Bytes of one layer's weight: 48 rows divide by two, three and four."""
+"""Bytes of one layer's weight: 72 rows divide by two, three and four."""
 ACTIVATIONS = 16 * WIDTH * 4
 """More than one layer keeps for backward."""
 

@@ -139,7 +139,7 @@ class Inner(nn.Module):
 
 def _integers(module: nn.Module) -> nn.Module:
     with torch.no_grad():
-        for parameter in module.double().parameters():
+        for parameter in module.parameters():
             parameter.copy_(torch.arange(float(parameter.numel())).view_as(parameter) % 5 - 2)
     return module
 
@@ -200,7 +200,6 @@ def under_setting(ctx, subject, seed, reshard_after_forward, units):
         "stack",
         seed,
         units=units,
-        dtype=torch.float32,
         reshard_after_forward=reshard_after_forward,
     )
     generator = torch.Generator().manual_seed(seed + ctx.rank)

@@ -72,7 +72,7 @@ class Rows(nn.Module):
 
     def __init__(self, rows: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(3, rows, dtype=torch.float64)
+        self.linear = nn.Linear(3, rows)
         with torch.no_grad():
             self.linear.weight.copy_(torch.arange(3.0 * rows).view(rows, 3))
             self.linear.bias.copy_(torch.arange(float(rows)))
@@ -290,7 +290,7 @@ def test_buffers_modules_and_keys_stay_what_they_were(world, subject):
 def materialised(ctx, subject, seed):
     """Full parameters of a model that was sharded on the meta device and initialised afterwards."""
     with torch.device("meta"):
-        module = TOYS["stack"].model().to(torch.float64)
+        module = TOYS["stack"].model()
     names = [name for name, _ in module.named_parameters()]
     model = shard(ctx, subject, module)
     module.to_empty(device=ctx.device)

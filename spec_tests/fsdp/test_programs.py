@@ -65,7 +65,7 @@ def judge_programs(world, subject, reshard):
             world.run(trained, subject, program, reshard),
             lambda rank: programs.OneProcess(TOY, SEED, size=world.size, rank=rank),
             program,
-            within=rounding(torch.float64, terms=24 * world.size, depth=4 * len(program) + 8),
+            within=rounding(torch.float32, terms=24 * world.size, depth=4 * len(program) + 8),
             given=f"toy {TOY!r}, seed {SEED}, reshard_after_forward={reshard}",
         )
 
@@ -141,7 +141,7 @@ def test_a_step_after_an_interrupted_forward_is_seen(world, subject):
         ranks,
         expected,
         quantity="output of the updated model",
-        within=rounding(torch.float64, terms=24 * world.size, depth=8),
+        within=rounding(torch.float32, terms=24 * world.size, depth=8),
         hints=[Hint("the output of the weights before the step: a stale gathered copy", before)],
         given="backward, a forward that raises in its last layer, step, forward",
     )

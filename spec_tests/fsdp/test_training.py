@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spec_tests.clause import MUST, clause
-from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, Sharded
+from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, RATE, Sharded
 from spec_tests.laws import refusal
 from spec_tests.rig import judge, oracle
 from spec_tests.rig.symptoms import Hint
@@ -23,7 +23,7 @@ STEPS = 4
 def trained(ctx, subject, toy, seed, steps):
     """Full weights after training with momentum on this rank's share of every batch."""
     sharded = Sharded(ctx, subject, toy, seed)
-    optimizer = torch.optim.SGD(sharded.model.parameters(), lr=1e-7, momentum=0.9)
+    optimizer = torch.optim.SGD(sharded.model.parameters(), lr=RATE, momentum=0.9)
     for step in range(steps):
         optimizer.zero_grad()
         sharded.backward(step)
@@ -38,9 +38,9 @@ def _judge_training(ranks, size, toy, seed):
     ]
     judge.tensors(
         ranks,
-        oracle.trained(toy, seed, steps, lr=1e-7, momentum=0.9),
+        oracle.trained(toy, seed, steps, lr=RATE, momentum=0.9),
         quantity="weight after training",
-        within=rounding(torch.float64, terms=12 * 4 * size, depth=4 * STEPS),
+        within=rounding(torch.float32, terms=12 * 4 * size, depth=4 * STEPS),
         hints=[Hint("the weights did not move", oracle.parameters(toy, seed))],
         given=f"toy {toy!r}, seed {seed}, {STEPS} steps of SGD with momentum",
     )
@@ -122,7 +122,7 @@ def test_the_optimizer_keeps_the_objects_that_it_was_given(world, subject):
 
 def history(ctx, subject, seed):
     """Full weights after steps of AdamW in float32 on real-valued data."""
-    sharded = Sharded(ctx, subject, "even", seed, dtype=torch.float32)
+    sharded = Sharded(ctx, subject, "even", seed)
     optimizer = torch.optim.AdamW(sharded.model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(1000 + ctx.rank)
     for _ in range(STEPS):

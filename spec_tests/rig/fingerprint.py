@@ -2,7 +2,7 @@
 
 Contributor number c (a rank, or a rank's micro-batch) contributes `BASE**c`. A sum of
 contributions is then a number in base `BASE` whose digits count how often each contributed: exact
-in float64 for up to twelve contributors in base 16. One number separates mean, sum, local, lost,
+in float32 for up to twelve contributors in base 4. One number separates mean, sum, local, lost,
 doubled and foreign.
 
 >>> digits(contribution(0) + 2 * contribution(2), contributors=3)
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 
-BASE = 16
+BASE = 4
 MAX_CONTRIBUTORS = 12
 
 
@@ -21,7 +21,7 @@ def contribution(contributor: int) -> float:
     """What contributor number `contributor` adds.
 
     Raises:
-        ValueError: beyond what float64 holds exactly.
+        ValueError: beyond what float32 holds exactly.
     """
     if not 0 <= contributor < MAX_CONTRIBUTORS:
         raise ValueError(f"contributor {contributor}: expected 0 to {MAX_CONTRIBUTORS - 1}")

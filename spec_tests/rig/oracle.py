@@ -1,4 +1,4 @@
-"""What is right: one process, the whole batch, float64, no tricks.
+"""What is right: one process, the whole batch, exact integers, no tricks.
 
 The oracle runs in the parent. It never touches an implementation, and an implementation never
 sees it. Each function below is a few lines of plain PyTorch, because it is the one thing that

@@ -1,10 +1,12 @@
 """Toy models, each made to bring out one situation, with integer weights and inputs.
 
-Everything is exact: weights and inputs are small integers, activations are `abs`, and the loss is
-a sum of squares, so every intermediate value and every gradient is an integer far below 2**53 (or
-2**24 where a toy holds float32). With the loss multiplied by the world size even the mean over
-ranks is an integer. Order of summation and place of division then cannot matter, and every right
-implementation is bit-equal to one process with the whole batch, at any world size.
+Everything is exact, in float32: weights and inputs are small integers, activations are `abs`, and
+the loss is a sum of squares, so every intermediate value and every gradient is an integer, and no
+sum of them over samples, micro-batches and ranks reaches 2**24. (Not float64, in which that would
+be easy: right code may keep float32 weights whatever it is given.) With the loss multiplied by the
+world size even the mean over ranks is an integer. Order of summation and place of division then
+cannot matter, and every right implementation is bit-equal to one process with the whole batch, at
+any world size. `Toy.reach` says up to how many summands.
 
 What a toy's name says is itself asserted, in `rig_tests/test_toys.py`: a famous fixture called
 "tied weights" tied nothing, and every test passed.
@@ -43,11 +45,12 @@ class Ragged(nn.Module):
         self.gain = nn.Parameter(torch.empty(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, around = x, x.sum(dim=-1, keepdim=True)  # past the layer that has a single output
         for layer in self.layers:
             # A remainder keeps five layers of integers within the exact range and, unlike a clamp,
             # lets every gradient through: one that is zero everywhere would hide that it was lost.
-            x = layer(x).remainder(8.0) + x.sum(dim=-1, keepdim=True)
-        return x * self.gain
+            h = layer(h).remainder(4.0) + around
+        return h * self.gain
 
 
 class Tied(nn.Module):
@@ -167,22 +170,32 @@ class Strided(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Parameters of float64 and float32, in turns."""
+    """Parameters of bfloat16, float32 and bfloat16; bfloat16 holds the gradients of its own only.
+
+    Whichever end a bucket begins at, it begins with bfloat16, and what bfloat16 makes of the
+    middle layer's gradients shows: they are a large number of inputs' offsets and a small rest.
+    """
+
+    offset: ClassVar[int] = 2**12
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide_in = nn.Linear(6, 4)
-        self.narrow = nn.Linear(4, 4)
-        self.wide_out = nn.Linear(4, 2)
+        # Few elements, so that a small bucket holds an end and the middle.
+        self.narrow_in = nn.Linear(6, 3, bias=False)
+        self.wide = nn.Linear(6, 3, bias=False)
+        self.narrow_out = nn.Linear(6, 3, bias=False)
 
     def to_mixed(self) -> Mixed:
-        """Give the middle layer its dtype."""
-        self.narrow.to(torch.float32)
+        """Give the outer layers their dtype."""
+        self.narrow_in.to(torch.bfloat16)
+        self.narrow_out.to(torch.bfloat16)
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.narrow(self.wide_in(x).float()).abs()
-        return self.wide_out(h.to(x.dtype))
+        narrow = x.to(self.narrow_in.weight.dtype)
+        # Side by side, and remainders: the integers of bfloat16 end at 256.
+        parts = [self.narrow_in(narrow), self.wide(x + self.offset), self.narrow_out(narrow)]
+        return torch.cat([part.to(x.dtype).remainder(2.0) for part in parts], dim=-1)
 
 
 class Even(nn.Module):
@@ -209,12 +222,12 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(6, 5)
-        self.down = nn.Linear(5, 6, bias=False)
+        self.up = nn.Linear(6, 2)
+        self.down = nn.Linear(2, 6, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # A remainder keeps the integers small and lets every gradient through.
-        return x + self.down(self.up(x).abs()).remainder(4.0)
+        return x + self.down(self.up(x).abs()).remainder(2.0)
 
 
 class Stack(nn.Module):
@@ -232,7 +245,7 @@ class Stack(nn.Module):
         h = self.embed(x[:, 0].abs().long()) + x
         for block in self.blocks:
             h = block(h)
-        return self.head(h * self.gain)
+        return self.head(h * self.gain).remainder(6.0)
 
 
 @dataclass(frozen=True)
@@ -243,32 +256,35 @@ class Toy:
         model: the class.
         weights: largest absolute weight.
         inputs: largest absolute input.
+        reach: how many summands stay exact for any seed: micro-batches, times the ranks that add
+            up theirs, times the ranks again since the loss is multiplied by their number.
     """
 
     name: str
     model: Callable[[], nn.Module]
-    weights: int = 2
-    inputs: int = 3
+    weights: int = 1
+    inputs: int = 2
+    reach: int = 4 * 4 * 5
 
     def build(self, seed: int) -> nn.Module:
-        """A fresh float64 model; equal seeds give equal weights, buffers included."""
-        module = self.model().to(torch.float64)
+        """A fresh float32 model; equal seeds give equal weights, buffers included."""
+        module = self.model()
         if isinstance(module, Mixed):
             module.to_mixed()
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for tensor in [*module.parameters(), *module.buffers()]:
-                tensor.copy_(_integers(tensor, self.weights, generator))
+                tensor.copy_(integers(tensor, self.weights, generator))
         return module
 
     def batch(self, seed: int, *, rank: int, micro: int = 0, samples: int = 4) -> torch.Tensor:
         """Inputs `[samples, 6]` that belong to one rank and micro-batch and to no other."""
         generator = torch.Generator().manual_seed(1_000_003 * seed + 1_009 * rank + micro + 1)
-        like = torch.empty(samples, 6, dtype=torch.float64)
-        return _integers(like, self.inputs, generator)
+        like = torch.empty(samples, 6)
+        return integers(like, self.inputs, generator)
 
 
-def _integers(like: torch.Tensor, largest: int, generator: torch.Generator) -> torch.Tensor:
+def integers(like: torch.Tensor, largest: int, generator: torch.Generator) -> torch.Tensor:
     """Non-zero integers, as far as the dtype can tell: a zero would hide a missing term."""
     size = torch.randint(1, largest + 1, like.shape, generator=generator)
     sign = torch.randint(0, 2, like.shape, generator=generator) * 2 - 1
@@ -278,25 +294,29 @@ def _integers(like: torch.Tensor, largest: int, generator: torch.Generator) -> t
 
 
 def sum_of_squares(output: torch.Tensor) -> torch.Tensor:
-    """The loss of all toys; multiply it by the world size to keep the mean over ranks exact."""
+    """The loss of all toys; multiply it by the world size to keep the mean over ranks exact.
+
+    The sum itself is float64: of squares it would leave float32's integers first. The gradient
+    that it sends into a model has the dtype of the output.
+    """
     return output.double().square().sum()
 
 
 TOYS = {
     toy.name: toy
     for toy in (
-        Toy("mlp", Mlp),
+        Toy("mlp", Mlp, weights=2, inputs=3),
         Toy("ragged", Ragged),
-        Toy("tied", Tied),
-        Toy("reused", Reused),
+        Toy("tied", Tied, reach=3 * 3 * 2),
+        Toy("reused", Reused, reach=3 * 3 * 2),
         Toy("frozen", Frozen),
         Toy("branches", Branches),
-        Toy("unused", Unused),
-        Toy("buffers", Buffers),
-        Toy("conv", Convolution),
-        Toy("strided", Strided),
-        Toy("mixed", Mixed, weights=1, inputs=2),
-        Toy("even", Even),
-        Toy("stack", Stack),
+        Toy("unused", Unused, weights=2, inputs=3),
+        Toy("buffers", Buffers, weights=2, inputs=3),
+        Toy("conv", Convolution, weights=2, inputs=3),
+        Toy("strided", Strided, weights=2, inputs=3),
+        Toy("mixed", Mixed, reach=4 * 4),
+        Toy("even", Even, reach=4 * 4 * 2),
+        Toy("stack", Stack, inputs=3, reach=3 * 3 * 3),
     )
 }

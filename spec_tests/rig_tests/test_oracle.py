@@ -33,7 +33,7 @@ def value(found: torch.Tensor | None) -> float:
 
 
 def column(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor(values)
 
 
 def test_losses_are_summed_over_batches(monkeypatch):
@@ -116,7 +116,7 @@ def test_none_becomes_zeros_of_the_parameters_kind(monkeypatch):
     found = oracle.zeros_for_none({"w": column(3), "idle": None}, like)
     assert found["w"].item() == 3
     assert value(found["idle"]) == 0
-    assert found["idle"].dtype == torch.float64
+    assert found["idle"].dtype == torch.float32
 
 
 def test_the_loss_is_a_sum_of_squares_in_float64():

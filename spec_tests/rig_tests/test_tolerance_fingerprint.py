@@ -77,8 +77,8 @@ def test_every_contributor_decodes_alone():
 
 
 def test_sums_decode_exactly_up_to_the_last_contributor():
-    counts = tuple(i % 5 for i in range(fingerprint.MAX_CONTRIBUTORS))
-    total = torch.zeros((), dtype=torch.float64)
+    counts = tuple(i % 4 for i in range(fingerprint.MAX_CONTRIBUTORS))
+    total = torch.zeros(())
     for contributor, count in reversed(list(enumerate(counts))):
         total += count * fingerprint.contribution(contributor)
     assert fingerprint.digits(total.item(), contributors=len(counts)) == counts
@@ -90,7 +90,7 @@ def test_a_contributor_beyond_exactness_is_refused(contributor: int):
         fingerprint.contribution(contributor)
 
 
-@pytest.mark.parametrize("total", [0.5, -1.0, 16.0**3, float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("total", [0.5, -1.0, 4.0**3, float("nan"), float("inf"), float("-inf")])
 def test_what_is_no_sum_of_contributions_does_not_decode(total: float):
     assert fingerprint.digits(total, contributors=3) is None
 

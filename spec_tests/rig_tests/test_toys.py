@@ -134,7 +134,7 @@ def test_unused_is_trainable_and_never_gets_a_gradient():
 def test_buffers_are_of_floats_integers_and_booleans_and_move():
     module = built("buffers")
     dtypes = {buffer.dtype for buffer in module.buffers()}
-    assert dtypes == {torch.float64, torch.int64, torch.bool}
+    assert dtypes == {torch.float32, torch.int64, torch.bool}
     before = oracle.buffers("buffers", 7)
     module(TOYS["buffers"].batch(7, rank=0))
     moved = {n for n, b in module.named_buffers() if not torch.equal(b, before[n])}
@@ -161,15 +161,18 @@ def test_strided_has_a_transposed_parameter_and_an_expanded_gradient():
 
 
 def test_mixed_alternates_two_dtypes_and_keeps_them_in_its_gradients():
-    module = built("mixed")
-    dtypes = [p.dtype for p in module.parameters()]
-    assert [dtype for dtype, _ in itertools.groupby(dtypes)] == [
-        torch.float64,
-        torch.float32,
-        torch.float64,
-    ]
-    for name, gradient in gradients("mixed", 7).items():
-        assert gradient.dtype == module.get_parameter(name).dtype
+    dtypes = [p.dtype for p in TOYS["mixed"].build(7).parameters()]
+    assert dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
+    for name, gradient in present(gradients("mixed", 7)).items():
+        assert gradient.dtype == built("mixed").get_parameter(name).dtype
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_in_mixed_the_outer_layers_dtype_does_not_hold_the_middle_ones_gradient(seed: int):
+    batches = [TOYS["mixed"].batch(seed, rank=rank) for rank in range(2)]
+    for some in (batches[:1], batches):
+        wide = present(oracle.gradients("mixed", seed, some))["wide.weight"]
+        assert bool((wide != wide.bfloat16()).any())
 
 
 def test_even_divides_by_two_three_and_four():
@@ -235,10 +238,16 @@ def test_weights_are_functions_of_the_seed_alone(toy: str):
 
 
 class Largest(TorchDispatchMode):
-    """The largest magnitude that any operator puts out, by dtype; and whether all are integers."""
+    """The largest magnitude that any operator puts out, by dtype; and whether all are integers.
 
-    def __init__(self) -> None:
+    Args:
+        is_bound: each result is replaced by the largest that it can be for any weights and inputs
+            of these magnitudes: remainders by their end, signs by one.
+    """
+
+    def __init__(self, *, is_bound: bool = False) -> None:
         super().__init__()
+        self.is_bound = is_bound
         self.magnitude: dict[torch.dtype, float] = {}
         self.odd: set[str] = set()
 
@@ -246,6 +255,10 @@ class Largest(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if "empty" in str(func):  # memory that nobody has written yet
             return result
+        if self.is_bound and "remainder" in str(func):
+            result = torch.full_like(result, args[1] - 1)
+        if self.is_bound and "sgn" in str(func):
+            result = torch.ones_like(result)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel():
                 reached = max(self.magnitude.get(leaf.dtype, 0.0), float(leaf.detach().abs().max()))
@@ -255,17 +268,56 @@ class Largest(TorchDispatchMode):
         return result
 
 
+EXACT = {torch.float64: 2.0**53, torch.float32: 2.0**24, torch.bfloat16: 2.0**8}
+"""Up to where a dtype holds every integer. (Only the loss is float64.)"""
+
+
+def within_reach(seen: Largest) -> bool:
+    return all(magnitude <= EXACT[dtype] for dtype, magnitude in seen.magnitude.items())
+
+
 @every_exact_toy
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_value_is_an_integer_that_its_dtype_holds(toy: str, seed: int):
     module = TOYS[toy].build(seed)
-    batches = [TOYS[toy].batch(seed, rank=r, micro=m) for r in range(4) for m in range(3)]
+    micros = max(1, TOYS[toy].reach // 16)
+    batches = [TOYS[toy].batch(seed, rank=r, micro=m) for r in range(4) for m in range(micros)]
     with Largest() as seen:
-        for batch in batches:
+        for batch in batches[: TOYS[toy].reach // 4]:
             (4 * sum_of_squares(module(batch))).backward()
     assert seen.odd == set()
-    assert seen.magnitude[torch.float64] < 2.0**53
-    assert seen.magnitude.get(torch.float32, 0.0) < 2.0**24
+    assert within_reach(seen)
+
+
+@every_exact_toy
+def test_no_seed_leaves_the_integers_of_its_dtype_within_the_toys_reach(toy: str):
+    # Every weight and input as large as any, and of one sign: no sum, in whichever order, whole or
+    # of a part, is larger.
+    module = TOYS[toy].build(7)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(TOYS[toy].weights)
+    batch = torch.full((4, 6), float(TOYS[toy].inputs))
+    with Largest(is_bound=True) as seen:
+        (TOYS[toy].reach * sum_of_squares(module(batch))).backward()
+    assert seen.odd == set()
+    assert within_reach(seen)
+
+
+@every_exact_toy
+@pytest.mark.parametrize("seed", SEEDS)
+def test_float32_gives_the_bits_of_float64(toy: str, seed: int):
+    narrow, wide = TOYS[toy].build(seed), TOYS[toy].build(seed).double()
+    for rank in range(3):
+        batch = TOYS[toy].batch(seed, rank=rank)
+        output, exact = narrow(batch), wide(batch.double())
+        assert torch.equal(output.double(), exact)
+        (3 * sum_of_squares(output)).backward()
+        (3 * sum_of_squares(exact)).backward()
+    for one, other in zip(narrow.parameters(), wide.parameters(), strict=True):
+        found, right = one.grad, other.grad
+        assert (found is None) == (right is None)
+        assert found is None or right is None or torch.equal(found.double(), right)
 
 
 @every_exact_toy
@@ -287,9 +339,10 @@ def test_the_mean_is_equal_bits_in_any_order_and_wherever_one_divides(toy: str, 
 
 
 @every_exact_toy
-def test_a_step_by_a_power_of_two_stays_exact(toy: str):
-    trained = oracle.trained(toy, 7, [[TOYS[toy].batch(7, rank=0)]], lr=2.0**-16)
+@pytest.mark.parametrize("rate", [1.0, 2.0**-16])
+def test_a_step_by_a_power_of_two_stays_exact(toy: str, rate: float):
+    trained = oracle.trained(toy, 7, [[TOYS[toy].batch(7, rank=0)]], lr=rate)
     start = oracle.parameters(toy, 7)
     for name, step in present(gradients(toy, 7)).items():
-        if step.dtype == torch.float64:
-            assert torch.equal((start[name] - trained[name]) * 2.0**16, step)
+        if rate == 1.0 or step.dtype == torch.float32:
+            assert torch.equal((start[name] - trained[name]) / rate, step)

@@ -31,19 +31,16 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class ToyLanguageModel(nn.Module):
-    """Embedding, tanh, Linear, in float64; the id POISON makes every logit of its place NaN."""
+    """Embedding, tanh, Linear, in float32; the id POISON makes every logit of its place NaN."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY)
-        self.double()
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.parameters():
-                parameter.copy_(
-                    torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                )
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Logits [batch, seq, vocabulary]."""
@@ -165,7 +162,7 @@ class Trainee:
         model = ToyLanguageModel(seed).to(ctx.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         if wrapper == "ddp_bucketed":
-            wrapped = ctx.impl.ddp_bucketed(model, bucket_size_mb=100 * 8 / 2**20)
+            wrapped = ctx.impl.ddp_bucketed(model, bucket_size_mb=100 * 4 / 2**20)
         elif wrapper == "ddp":
             wrapped = ctx.impl.ddp(model)
         else:
@@ -272,7 +269,7 @@ def _loss(model: nn.Module, job: Job, step: int, weighting: str) -> torch.Tensor
     losses = F.cross_entropy(
         model(ids).flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none"
     ).view_as(targets)
-    counts = (targets != IGNORED).double()
+    counts = (targets != IGNORED).float()
     if weighting == "tokens":
         return losses.sum() / counts.sum()
     if weighting == "means":

@@ -21,7 +21,7 @@ from spec_tests.rig.rank import Context
 from spec_tests.rig.recorder import Recorder
 from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.tolerance import Tolerance, exact, rounding
-from spec_tests.rig.toys import TOYS
+from spec_tests.rig.toys import TOYS, integers
 from spec_tests.rig.world import World
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -142,9 +142,9 @@ def _step_on_ones(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def gradient(like: torch.Tensor, seed: int) -> torch.Tensor:
-    """Integers from -3 to 3, in the layout of `like`."""
+    """Integers from -3 to 3 but zero, in the layout of `like`: every element moves."""
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randint(-3, 4, like.shape, generator=generator)
+    values = integers(like, 3, generator)
     return torch.empty_like(like, requires_grad=False).copy_(values)
 
 
