@@ -212,9 +212,9 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
         return
     if exitstatus == pytest.ExitCode.INTERRUPTED and run.running:
         terminalreporter.write_line(f"interrupted during {run.running}")
-    for notice in run.notices:
-        terminalreporter.write_line(f"notice: {notice}")
-    if run.log is not None:
+    if run.log is None:
+        terminalreporter.write_line("\n".join(f"notice: {notice}" for notice in run.notices))
+    else:
         if config.getoption("tbstyle") == "no":
             terminalreporter.section("what does not hold")
             terminalreporter.write_line(report.render_failures(run.log.events))

@@ -5,12 +5,13 @@ conftest.py in a bare checkout. What a clause is judged on comes from its decora
 turns `judges`, `worlds` and `--impl` into pytest parameters and nothing else.
 
 Options: --impl (repeatable), --clause PATTERN (repeatable), --level, --transport, --profile,
---report DIR, --points PROFILE.
+--pretend-cuda, --report DIR, --points PROFILE.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fnmatch
 import os
 import unittest
@@ -40,6 +41,7 @@ from spec_tests.outcome_hooks import (
     pytest_terminal_summary,
 )
 from spec_tests.rig import expectations, runner
+from spec_tests.rig.cuda_runtime import PRETENDED_CUDA
 from spec_tests.rig.errors import NOT_HERE, RankDied, RankHung, RigError
 from spec_tests.rig.eventlog import EventLog
 from spec_tests.rig.report import points
@@ -73,6 +75,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--profile", choices=("quick", "deep"), default="quick", help="hypothesis profile"
     )
+    group.addoption(
+        "--pretend-cuda",
+        action="store_true",
+        help="stand in for CUDA where there is none, as is done for the courses' layouts",
+    )
     group.addoption("--report", metavar="DIR", help="write log, pages and files for tools there")
     group.addoption("--points", metavar="PROFILE", help="points as a course gives them, see README")
     # Set by `python -m spec_tests` where no report was asked for: it still needs the log.
@@ -92,6 +99,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def _make_run(config: pytest.Config) -> Run:
     try:
         targets = [target.parse(spec) for spec in config.getoption("--impl") or ["solution"]]
+        if config.getoption("--pretend-cuda"):
+            targets = [dataclasses.replace(each, pretends_cuda=True) for each in targets]
         deviations = {t.name: _load_deviations(t) for t in targets}
         asked_points = config.getoption("--points")
         profile = points.load(asked_points) if asked_points else None
@@ -109,6 +118,11 @@ def _make_run(config: pytest.Config) -> Run:
             f"torch {torch.__version__} cannot be simulated, it lacks {', '.join(missing)}: judged "
             "on gloo instead of sim"
         )
+    run.notices += [
+        f"{which.name}: {PRETENDED_CUDA}"
+        for which in targets
+        if which.pretends_cuda and transport != "cuda"
+    ]
     return run
 
 
@@ -262,6 +276,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             profile=config.getoption("--profile"),
             seed=0,
             ledger=ledger.fingerprint(clauses),
+            **({"notices": run.notices} if run.notices else {}),
             **_resolved_points(run, clauses),
         )
 

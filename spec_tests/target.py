@@ -62,6 +62,7 @@ class Target:
         path: file or package folder to load, or None for an importable module.
         impostor: id of the near-miss to build on top of it, if any.
         layout: the course whose layout `path` has, a key of `LAYOUTS`; None for a plain one.
+        pretends_cuda: ranks on a CPU stand in for CUDA, see `rig.pretended_cuda`.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Target:
     path: Path | None = None
     impostor: str | None = None
     layout: str | None = None
+    pretends_cuda: bool = False
 
     def __repr__(self) -> str:
         # Hypothesis prints it next to the drawn values.
@@ -115,9 +117,10 @@ def _parse_layout(spec: str, layout: str, words: str) -> Target:
     if words and path.is_dir():
         found = [path / name for name in LAYOUTS[layout] if (path / name).is_file()]
         if found:  # a single file, or the folder in which several lie
-            return Target(spec, layout, found[0] if layout == "effdl" else path, layout=layout)
+            file = found[0] if layout == "effdl" else path
+            return Target(spec, layout, file, layout=layout, pretends_cuda=True)
     elif path.is_file() and layout == "effdl":
-        return Target(spec, layout, path, layout=layout)
+        return Target(spec, layout, path, layout=layout, pretends_cuda=True)
     raise ValueError(
         f"--impl {spec!r}: expected {layout}:PATH, a folder that holds "
         f"{' or '.join(LAYOUTS[layout])}; found none at {path}"
@@ -252,7 +255,7 @@ def load(target: Target, *, device: str = "cpu") -> Implementation:
     """Import the implementation. Called in ranks only.
 
     Args:
-        device: type of the device that the rank computes on; some layouts assume "cuda".
+        device: type of the device that the rank computes on, or says that it does.
 
     Raises:
         whatever the implementation raises when it is imported.

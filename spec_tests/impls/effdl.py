@@ -12,8 +12,8 @@ attributes `reshard_after_backward` and `reduce_grads`. What the adapter adds:
     mesh           the whole world, where none is given
 
 The exercise shards dim 0 where it divides, and knows neither weights that modules share nor
-`output_dtype` nor other placements: NotImplementedError, so "not offered". It assumes CUDA
-streams; on CPU the file sees streams that do nothing in the place of torch.cuda's (see `streams`).
+`output_dtype` nor other placements: NotImplementedError, so "not offered". It assumes CUDA, which
+is stood in for on a CPU (`rig.pretended_cuda`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from spec_tests.impls.checkout import import_file, offered
-from spec_tests.impls.streams import give_streams
 
 
 def offer(file: Path, device: str) -> SimpleNamespace:
@@ -43,8 +42,6 @@ def offer(file: Path, device: str) -> SimpleNamespace:
         ValueError: it lacks a class of the exercise.
     """
     module = import_file(file.parent, file.stem)
-    if device == "cpu":
-        give_streams(module)
     missing = [
         name
         for name in ("FSDPCommContext", "FSDPModule", "MixedPrecisionPolicy")

@@ -29,10 +29,11 @@ class Greeting:
 
 
 def load_implementation(
-    target: Target, device: str, *, preloaded: bool
+    target: Target, transport: str, *, preloaded: bool
 ) -> tuple[Implementation | None, Greeting]:
     """The implementation, None if its import failed, and the rank's first words to the parent."""
     _spare_the_machine()
+    device = prepare_device(target, transport)
     clean, whole = hygiene.snapshot(), patches.attributes()
     try:
         impl = load(target, device=device)
@@ -47,6 +48,17 @@ def load_implementation(
     if impl is None:
         return None, Greeting(preloaded, error, leaks=tuple(leaks))
     return impl, Greeting(preloaded, None, impl.offered, impl.misfits, tuple(leaks))
+
+
+def prepare_device(target: Target, transport: str) -> str:
+    """The type of the device that the implementation finds here, a stand-in if need be."""
+    if target.pretends_cuda and transport != "cuda":
+        # Imported here: the other ranks have no use for it.
+        from spec_tests.rig import pretended_cuda
+
+        pretended_cuda.install()
+        return "cuda"
+    return "cuda" if transport == "cuda" else "cpu"
 
 
 def _theirs(trace: TracebackType | None) -> TracebackType | None:

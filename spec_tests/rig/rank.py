@@ -187,8 +187,7 @@ def main(config: RankConfig, tasks: Connection, control: Connection) -> None:
     impl: Implementation | None = None
     greeting = Greeting(preloaded)
     if config.target is not None:
-        device = "cuda" if config.transport == "cuda" else "cpu"
-        impl, greeting = load_implementation(config.target, device, preloaded=preloaded)
+        impl, greeting = load_implementation(config.target, config.transport, preloaded=preloaded)
         _leave()  # the group that it may have joined on that occasion
     # Later collections then look at what bodies made, not at torch. Without a collection first:
     # that would take longer than all the rest of the start.

@@ -74,7 +74,8 @@ def situation(
         world_size=int(case["world"]),
         rerun=f"python -m spec_tests --impl {shlex.quote(target.name)} --clause {clause.id}"
         + (" --level production" if clause.level == LEVELS[-1] else "")
-        + (f" --transport {transport}" if transport != DEFAULT_TRANSPORT else ""),
+        + (f" --transport {transport}" if transport != DEFAULT_TRANSPORT else "")
+        + (" --pretend-cuda" if target.pretends_cuda and target.layout is None else ""),
         source=clause.source,
         where=clause.where,
         subject=case.get("subject") or ", ".join(clause.needs),

@@ -15,6 +15,8 @@ pools offer `call`, `stop`, `kill`, `is_alive`, `offered`, `misfits` and `load_e
 from __future__ import annotations
 
 import contextlib
+import linecache
+import re
 import unittest
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -214,7 +216,7 @@ class World:
             limits["patience"] = self.worlds.patience(self.target)
         if self.schedule is not None:
             limits["schedule"] = self.schedule
-        with _translated(self.transport):
+        with _translated(self.target, self.transport):
             try:
                 outcome = pool.call(name, calls, kwargs, seed=seed, **limits)
             except RankHung as failure:
@@ -271,26 +273,42 @@ def _is_own(error: RemoteError) -> bool:
     return not innermost.startswith(_TORCH)
 
 
-# How torch says, in several places, that there is no CUDA.
-_NO_CUDA = (
-    "Torch not compiled with CUDA enabled",
-    "Found no NVIDIA driver",
-    "No CUDA GPUs are available",
-    "requires CUDA support",
-    "has no attribute '_cuda_setDevice'",
+# What is said of a missing device by torch ("Torch not compiled with CUDA enabled", "NVTX functions
+# not installed", "Tried to instantiate dummy base class"), by Triton ("0 active drivers") and by
+# code that checks for one. No path, which may hold any word.
+_NO_CUDA = re.compile(
+    r"(?<![/\w])(cuda|gpu|nvidia|nvtx|nccl)(?!/)|_cuda_|is_cuda|active drivers|dummy base class"
+    r"|accelerator device when none",
+    re.IGNORECASE,
 )
 
 
+def _needs_cuda(error: RemoteError) -> str:
+    """What a rank said that raised for want of a CUDA device; empty for any other error.
+
+    An assertion may have no words, but it has a line.
+    """
+    words = [error.message.partition("\n")[0]]
+    if error.is_a("AssertionError") and error.frames:
+        asserted = error.frames[-1]
+        words.append(linecache.getline(asserted.filename, asserted.lineno).strip())
+    for said in words:
+        # What follows lists who else has this operator, whatever the device.
+        if _NO_CUDA.search(said.partition("only available for these backends")[0]):
+            return said
+    return ""
+
+
 @contextlib.contextmanager
-def _translated(transport: str) -> Iterator[None]:
+def _translated(target: Target | None, transport: str) -> Iterator[None]:
     """ "Not offered" and "not here" are outcomes of their own, not failures."""
     try:
         yield
     except RankRaised as failure:
-        if transport != "cuda" and any(words in failure.error.message for words in _NO_CUDA):
-            raise unittest.SkipTest(
-                f"{NOT_HERE}needs a CUDA device: {failure.error.message}"
-            ) from None
+        if transport != "cuda" and (said := _needs_cuda(failure.error)):
+            is_pretended = target is not None and target.pretends_cuda
+            advice = "" if is_pretended else "; --pretend-cuda stands in for one"
+            raise unittest.SkipTest(f"{NOT_HERE}needs a CUDA device: {said}{advice}") from None
         if failure.error.is_a("NotImplementedError") and _is_own(failure.error):
             raise NotOffered(failure.error.message or "raised NotImplementedError") from None
         raise

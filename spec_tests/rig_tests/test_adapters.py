@@ -15,7 +15,6 @@ from spec_tests.clause import clause_of
 from spec_tests.ddp import test_construction, test_gradients
 from spec_tests.fsdp import test_casts, test_refusals
 from spec_tests.impls import course, cs336
-from spec_tests.impls.streams import give_streams
 from spec_tests.rig import runner
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.world import Worlds
@@ -103,20 +102,6 @@ def test_a_right_file_of_efficient_dl_passes_beyond_its_course(worlds: Worlds, t
         case = {"world": 2, "subject": "fully_shard", name: value}
         found = runner.run_case(clause, target.parse(f"effdl:{EFFDL}"), case, worlds)
         assert found.outcome is Outcome.PASSED, found.message
-
-
-@pytest.mark.parametrize("device", ["cuda", "cpu", "accelerator"])
-def test_each_stand_in_for_streams_hands_through_to_its_own_module(device: str):
-    module, real = ModuleType("mine"), getattr(torch, device)
-    module.torch = torch  # type: ignore[attr-defined]  # what a file binds by importing
-    module.device = real  # type: ignore[attr-defined]  # likewise
-    give_streams(module)
-    for given in (getattr(module.torch, device), module.device):
-        assert given.is_available() == real.is_available()
-        assert given.__name__ == f"torch.{device}"
-        assert given.current_stream().query()
-    assert module.torch.accelerator.current_accelerator() == torch.accelerator.current_accelerator()
-    assert getattr(torch, device) is real, "torch itself stays as it is"
 
 
 # ------------------------------------------------------------------------------------- the course

@@ -82,6 +82,7 @@ def _verdict(report: Report) -> str:
     text = escape(report["verdict"]["text"])
     said = [f"<p class='verdict {kind}'><strong>{text}</strong>{held}</p>"]
     said += [f"<p class='bad'>{prose(problem)}</p>" for problem in report["problems"]]
+    said += [f"<p class='small'>{prose(each)}</p>" for each in report["run"].get("notices", ())]
     return "\n".join(said)
 
 

@@ -65,6 +65,7 @@ RUN_KEYS = (
     "hypothesis",
     "platform",
     "cores",
+    "notices",
     "started",
     "command",
 )
@@ -188,6 +189,7 @@ def verdict_lines(events: Sequence[Event]) -> list[str]:
     return [
         f"{found} (level {', '.join(levels)}; exit status {found.status})",
         *map("- {}".format, found.reasons),
+        *map("- notice: {}".format, header(events).get("notices", ())),
     ]
 
 

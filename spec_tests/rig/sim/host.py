@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from spec_tests.rig import hygiene, wire
 from spec_tests.rig import rank as live
+from spec_tests.rig.loading import prepare_device
 from spec_tests.rig.member import Doing
 from spec_tests.rig.sim import hooks
 from spec_tests.rig.sim.baton import Baton, Blocked, stack_of
@@ -211,7 +212,7 @@ def _load(config: live.RankConfig) -> tuple[Implementation | None, wire.RemoteEr
     if config.target is None:
         return None, None
     try:
-        return load(config.target), None
+        return load(config.target, device=prepare_device(config.target, "sim")), None
     except BaseException as error:  # a module may exit as well
         return None, wire.RemoteError.of(error, time.monotonic_ns())
 

@@ -1,0 +1,1 @@
+"""Written for a GPU, and run on nothing else."""

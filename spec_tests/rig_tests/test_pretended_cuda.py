@@ -1,0 +1,321 @@
+"""Code that insists on CUDA is judged on a CPU, and the verdict says how."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from spec_tests import plugin, target
+from spec_tests.attention import test_forward, test_gradients
+from spec_tests.clause import clause_of
+from spec_tests.ddp import test_gradients as ddp_gradients
+from spec_tests.rig import runner, world
+from spec_tests.rig.cuda_runtime import PRETENDED_CUDA
+from spec_tests.rig.eventlog import EventLog
+from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.rank import Context
+from spec_tests.rig.report.data import as_report
+from spec_tests.rig.report.page import render_page
+from spec_tests.rig.report.text import render_summary, render_terminal
+from spec_tests.rig.sim import hooks
+from spec_tests.rig.wire import Frame, RemoteError
+from spec_tests.rig.world import Worlds
+
+CHECKOUT = Path(__file__).parent / "checkouts" / "cs336_gpu"
+GPU = target.parse(f"cs336:{CHECKOUT}")
+MEAN = {"world": 2, "subject": "ddp", "toy": "mlp"}
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+
+
+@pytest.fixture(scope="module")
+def own():
+    worlds = Worlds(max_pools=2)
+    yield worlds
+    worlds.close()
+
+
+def judged(which: target.Target, worlds: Worlds, test=None, case=None, **options):
+    """What one clause says of it."""
+    clause = clause_of(test or ddp_gradients.test_every_rank_holds_the_mean_gradient)
+    assert clause is not None
+    return runner.run_case(clause, which, case or MEAN, worlds, **options)
+
+
+# ------------------------------------------------------------------------------ a whole checkout
+
+
+@pytest.mark.parametrize("transport", ["gloo", "sim"])
+def test_a_wrapper_written_for_gpus_is_judged(own: Worlds, transport: str):
+    """NVTX, events, streams, cuda:N, a group of NCCL, all-reduces of AVG: see the file."""
+    if transport == "sim" and hooks.needs():
+        pytest.skip("this torch cannot be simulated")
+    found = judged(GPU, own, transport=transport)
+    assert found.outcome is Outcome.PASSED, found.message
+    others = [leak for leak in own.leaks if "process groups" not in leak]
+    assert others == [], "what the stand-in replaces is not the implementation's doing"
+
+
+@pytest.mark.parametrize("subject", ["flash_attention", "flash_attention_triton"])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_attention_written_for_gpus_is_judged(own: Worlds, subject: str, mask: str):
+    """Compiled, autotuned, and with buffers on "cuda" in its backward, where no mode reaches."""
+    if subject == "flash_attention_triton":
+        pytest.importorskip("triton")
+    test = test_gradients.test_gradients_are_those_of_the_definition
+    found = judged(GPU, own, test, {"world": 1, "subject": subject, "mask": mask})
+    assert found.outcome is Outcome.PASSED, found.message
+
+
+@pytest.mark.parametrize(
+    ("file", "right", "wrong", "test", "case"),
+    [
+        ("ddp", "ReduceOp.AVG", "ReduceOp.SUM", None, MEAN),
+        (
+            "kernel",
+            "keys[None, :] <= rows",
+            "keys[None, :] < rows",
+            test_forward.test_the_output_is_softmax_of_scaled_scores_times_values,
+            {"world": 1, "subject": "flash_attention_triton", "mask": "causal"},
+        ),
+    ],
+    ids=["a sum for a mean", "a mask off by one"],
+)
+def test_a_fault_in_code_for_gpus_is_found(
+    own: Worlds, tmp_path: Path, file: str, right: str, wrong: str, test, case
+):
+    if file == "kernel":
+        pytest.importorskip("triton")
+    folder = tmp_path / "checkout"
+    shutil.copytree(CHECKOUT, folder)
+    path = folder / "cs336_systems" / f"{file}.py"
+    text = path.read_text(encoding="utf-8")
+    assert text.count(right) == 1
+    path.write_text(text.replace(right, wrong), encoding="utf-8")
+    found = judged(target.parse(f"cs336:{folder}"), own, test, case)
+    assert found.outcome is Outcome.FAILED
+    assert "likely: " in found.message
+
+
+# ----------------------------------------------------------------------------- one habit at a time
+
+HABITS = {
+    "asserts without words": "assert all(p.is_cuda for p in module.parameters())",
+    "asserts in words": "assert weight.is_cuda, 'expected tensors on a GPU'",
+    "refuses": "if not weight.is_cuda: raise ValueError('Linear only support CUDA')",
+    "device of a tensor": "assert weight.device.type == 'cuda' and weight.get_device() >= 0",
+    "moves": "module = module.cuda()",
+    "moves by name": "module.to('cuda:0', non_blocking=True)",
+    "moves by number": "module.to(dist.get_rank())",
+    "moves a tensor by number": "assert weight.to(0) is weight",
+    "allocates": "torch.empty_like(weight, device='cuda') + torch.zeros((), device='cuda:0')",
+    "a default device": "with torch.device('cuda'): weight.detach() + torch.tensor(1.0)",
+    "a generator": "torch.rand(2, generator=torch.Generator('cuda').manual_seed(1), device='cuda')",
+    "pins": "weight.detach().pin_memory().to('cuda', non_blocking=True)",
+    "a stream": "torch.cuda.current_stream().wait_stream(torch.cuda.Stream())",
+    "an event": "torch.cuda.Event(enable_timing=True).record()",
+    "nvtx": "torch.cuda.nvtx.range_push('x'); torch.cuda.nvtx.range_pop()",
+    "waits": "torch.cuda.synchronize()",
+    "memory": "torch.cuda.reset_peak_memory_stats(); torch.cuda.mem_get_info()",
+    "chooses its device": "torch.cuda.set_device(dist.get_rank())",
+    "properties": "assert torch.cuda.get_device_properties(weight.device).multi_processor_count",
+    "random state": "torch.cuda.set_rng_state(torch.cuda.get_rng_state())",
+    "autocast": "weight = weight.float()\n"
+    "    with torch.autocast('cuda'): assert (weight @ weight.T).dtype is torch.float16",
+    "a group of nccl": "dist.new_group(backend='nccl')",
+    "a mesh": "init_device_mesh('cuda', (2,)).get_group()",
+    "loads": "file = io.BytesIO(); torch.save(weight, file); file.seek(0); "
+    "torch.load(file, map_location='cuda')",
+    "DDP on a device": "return DistributedDataParallel(module, device_ids=[dist.get_rank()])",
+    "is one device per rank": "assert torch.cuda.device_count() == dist.get_world_size()",
+}
+_HEAD = """
+import io, threading
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+def ddp(module):
+    weight = next(module.parameters()).detach()
+"""
+_TAIL = "\n    return DistributedDataParallel(module)\n"
+
+
+@pytest.fixture
+def named(tmp_path: Path):
+    """Writes an implementation whose ddp does this, and names it."""
+
+    def write(statement: str, pretends_cuda: bool = True) -> target.Target:
+        path = tmp_path / "mine.py"
+        path.write_text(_HEAD + f"    {statement}" + _TAIL, encoding="utf-8")
+        return dataclasses.replace(target.parse(str(path)), pretends_cuda=pretends_cuda)
+
+    return write
+
+
+@pytest.mark.parametrize("statement", HABITS.values(), ids=HABITS)
+def test_a_habit_of_code_for_gpus_is_judged(own: Worlds, named, statement: str):
+    found = judged(named(statement), own)
+    assert found.outcome is Outcome.PASSED, found.message
+
+
+@ON_CPU
+@pytest.mark.parametrize("statement", HABITS.values(), ids=HABITS)
+def test_without_the_option_it_is_not_here_and_the_option_is_named(
+    own: Worlds, named, statement: str
+):
+    found = judged(named(statement, pretends_cuda=False), own)
+    assert found.outcome is Outcome.NOT_HERE, found.message
+    assert "not here: needs a CUDA device: " in found.message
+    assert "; --pretend-cuda stands in for one" in found.message
+
+
+OTHERS = {
+    "a copy leaves the GPU": "kept = weight.cpu(); weight += 0; assert kept is not weight; "
+    "assert weight.cpu().data_ptr() != weight.data_ptr() != weight.to('cpu').data_ptr()",
+    "a tensor stays where it is": "assert weight.cuda() is weight is weight.to(weight.device)",
+    "nothing is compiled": "assert torch.compile(ddp) is torch.compile(dynamic=True)(ddp) is ddp",
+    "other threads": "errors = []\n"
+    "    def work():\n"
+    "        try: assert torch.ones(2, device='cuda').is_cuda\n"
+    "        except BaseException as error: errors.append(error)\n"
+    "    thread = threading.Thread(target=work); thread.start(); thread.join()\n"
+    "    assert not errors, errors",
+    "hooks": "next(module.parameters()).register_hook("
+    "lambda grad: grad + torch.zeros_like(grad, device='cuda') if grad.is_cuda else 1 / 0)",
+    "meta stays meta": "assert not torch.empty(2, device='meta').is_cuda",
+    "a fused optimizer": "torch.optim.AdamW(module.parameters(), fused=True, lr=0.0)",
+}
+
+
+@pytest.mark.parametrize("statement", OTHERS.values(), ids=OTHERS)
+def test_foreign_code_finds_what_it_would_find_on_a_gpu(own: Worlds, named, statement: str):
+    found = judged(named(statement), own)
+    assert found.outcome is Outcome.PASSED, found.message
+
+
+@ON_CPU
+def test_what_cannot_be_stood_in_for_is_not_here(own: Worlds, named):
+    found = judged(named("torch.cuda.CUDAGraph()"), own)
+    assert found.outcome is Outcome.NOT_HERE, found.message
+    assert "stands in for one" not in found.message, "it does already"
+
+
+def test_what_has_nothing_to_do_with_a_device_fails_as_ever(own: Worlds, named):
+    found = judged(named("raise ValueError('expected 2 buckets, got 3')"), own)
+    assert found.outcome is Outcome.FAILED
+    assert found.message.count("expected 2 buckets, got 3")
+
+
+# ----------------------------------------------------------------------------- who gets the truth
+
+
+def seen_by_the_suite(ctx: Context):
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    return (
+        torch.cuda.is_available(),
+        torch.cuda.device_count(),
+        weight.is_cuda,
+        str(weight.device),
+        weight.cpu() is weight,
+        str(ctx.device),
+    )
+
+
+@ON_CPU
+@pytest.mark.parametrize("transport", ["gloo", "sim"])
+def test_the_suite_itself_is_told_the_truth(own: Worlds, transport: str):
+    if transport == "sim" and hooks.needs():
+        pytest.skip("this torch cannot be simulated")
+    (seen,) = own.world(1, GPU, transport=transport).run(seen_by_the_suite)
+    assert tuple(seen) == (False, 0, False, "cpu", True, "cpu")
+
+
+def an_error(kind: str, message: str, file: str = "mine.py", line: int = 1) -> RemoteError:
+    return RemoteError(kind, (kind, "Exception"), message, (Frame(file, line, "ddp"),), "", 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_for_want_of_cuda"),
+    [
+        (an_error("AssertionError", "Torch not compiled with CUDA enabled"), True),
+        (an_error("RuntimeError", "0 active drivers ([]). There should only be one."), True),
+        (an_error("RuntimeError", "NVTX functions not installed. Are you sure"), True),
+        (an_error("RuntimeError", "Tried to instantiate dummy base class Event"), True),
+        (an_error("RuntimeError", "Distributed package doesn't have NCCL built in"), True),
+        (an_error("AttributeError", "module 'torch._C' has no attribute '_cuda_setDevice'"), True),
+        (
+            an_error("RuntimeError", "Cannot access accelerator device when none is here"),
+            True,
+        ),
+        (an_error("ValueError", "inputs must be on a CUDA device"), True),
+        (an_error("ValueError", "q, k and v must be on the GPU"), True),
+        (an_error("AssertionError", ""), False),
+        (an_error("FileNotFoundError", "no such file: '/home/me/cuda/weights.bin'"), False),
+        (
+            an_error(
+                "NotImplementedError",
+                "Could not run 'aten::mm' with arguments from the 'SparseCPU' backend. 'aten::mm' "
+                "is only available for these backends: [CPU, CUDA, Meta].",
+            ),
+            False,
+        ),
+        (an_error("ValueError", "expected 2, got 3\nnote: set by cuda.py"), False),
+    ],
+    ids=lambda value: value.message[:40] if isinstance(value, RemoteError) else str(value),
+)
+def test_a_missing_device_is_told_from_a_fault(error: RemoteError, is_for_want_of_cuda: bool):
+    assert bool(world._needs_cuda(error)) == is_for_want_of_cuda
+
+
+# --------------------------------------------------------------------------------- what is said
+
+
+def test_the_option_pretends_for_all_and_a_courses_layout_does_anyway():
+    options = {"--impl": ["torch", GPU.name], "--transport": "gloo", "--pretend-cuda": True}
+    run = plugin._make_run(SimpleNamespace(getoption=options.get))  # type: ignore[arg-type]  # all that it asks for
+    assert [which.pretends_cuda for which in run.targets] == [True, True]
+    assert run.notices == [f"torch: {PRETENDED_CUDA}", f"{GPU.name}: {PRETENDED_CUDA}"]
+
+    options["--pretend-cuda"] = False
+    run = plugin._make_run(SimpleNamespace(getoption=options.get))  # type: ignore[arg-type]  # likewise
+    assert [which.pretends_cuda for which in run.targets] == [False, True]
+    assert run.notices == [f"{GPU.name}: {PRETENDED_CUDA}"]
+
+    options["--transport"] = "cuda"
+    run = plugin._make_run(SimpleNamespace(getoption=options.get))  # type: ignore[arg-type]  # likewise
+    assert run.notices == [], "a real device is there"
+
+
+def test_the_line_to_run_a_clause_again_has_the_option(named):
+    clause = clause_of(ddp_gradients.test_every_rank_holds_the_mean_gradient)
+    assert clause is not None
+    for which, has in ((named(""), True), (named("", False), False), (GPU, False)):
+        assert runner.situation(clause, which, MEAN, "").rerun.endswith("--pretend-cuda") == has
+
+
+def test_every_report_says_once_that_cuda_was_stood_in_for(tmp_path: Path):
+    notice = f"mine.py: {PRETENDED_CUDA}"
+    with EventLog.start(
+        tmp_path / "events.jsonl",
+        level="course",
+        implementations=["mine.py"],
+        transport="gloo",
+        profile="quick",
+        seed=0,
+        ledger="",
+        notices=[notice],
+    ) as log:
+        log.finish()
+    assert as_report(log.events)["run"]["notices"] == [notice]
+    assert render_terminal(log.events).count(notice) == 1
+    assert f"- notice: {notice}" in render_summary(log.events)
+    assert render_page(log.events).count(f"<p class='small'>{notice}</p>") == 1
