@@ -259,7 +259,7 @@ def an_error(kind: str, message: str, file: str = "mine.py", line: int = 1) -> R
         (an_error("ValueError", "inputs must be on a CUDA device"), True),
         (an_error("ValueError", "q, k and v must be on the GPU"), True),
         (an_error("AssertionError", ""), False),
-        (an_error("FileNotFoundError", "no such file: '/home/me/cuda/weights.bin'"), False),
+        (an_error("FileNotFoundError", "no such file: 'data/cuda/weights.bin'"), False),
         (
             an_error(
                 "NotImplementedError",
