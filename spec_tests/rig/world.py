@@ -248,9 +248,7 @@ class World:
         except (RankDied, RankHung) as failure:
             raise RigError(f"{name} does not load: {failure}") from None
         if pool.load_error is not None:
-            raise RigError(
-                f"{name} does not load: {pool.load_error.kind}: {pool.load_error.message}"
-            )
+            raise RigError(f"{name} does not load: {pool.load_error.headline}")
         return pool
 
 
@@ -287,6 +285,8 @@ def _translated(transport: str) -> Iterator[None]:
     try:
         yield
     except RankRaised as failure:
+        if failure.error.is_a("NotHere"):
+            raise unittest.SkipTest(f"{NOT_HERE}{failure.error.message}") from None
         if transport != "cuda" and any(words in failure.error.message for words in _NO_CUDA):
             raise unittest.SkipTest(
                 f"{NOT_HERE}needs a CUDA device: {failure.error.message}"
