@@ -30,7 +30,7 @@ start_zygote()
 import torch
 from hypothesis import settings
 
-from spec_tests import impostors, ledger, target
+from spec_tests import ledger, target
 from spec_tests.clause import LEVELS, MUST, Clause, clause_of
 from spec_tests.outcome_hooks import (
     pytest_runtest_call,
@@ -265,6 +265,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if directory:
         clauses = ledger.load_all()
         if not config.getoption("--report-is-scratch"):
+            # Late: it takes a second, which whoever waits for a failed import need not wait.
+            from spec_tests import impostors
+
             stories = impostors.stories()
             run.told = {c.id: ledger.told(c, stories.get(c.id, [])) for c in clauses}
         run.log = EventLog.start(
@@ -295,7 +298,8 @@ def _require_loads(which: target.Target, run: Run) -> None:
         error = run.worlds.pool(1, which, run.transport).load_error
         if error is not None and error.is_a(target.OffersNothingError.__name__):
             raise pytest.UsageError(f"--impl {which.name}: {error.message}")
-        reason = error.text if error is not None else ""
+        is_lacking = error is not None and error.is_a("NotHere")
+        reason = (error.message if is_lacking else error.text) if error is not None else ""
     except (RankDied, RankHung) as failure:
         reason = str(failure)
     if reason:

@@ -32,12 +32,18 @@ METHODS = (
 
 @functools.cache
 def mend() -> None:
-    """Let `range(0, tensor)` work under NumPy 2.4 and later.
+    """Let `range(0, tensor)` work under NumPy 2.4 and later, and kernels take a plain bool.
 
     Triton 3.6 turns a scalar of its own into an index with `int(array)`, and its scalars are arrays
-    of one element, which NumPy no longer takes for a number. What a kernel computes is not touched.
+    of one element, which NumPy no longer takes for a number. 3.6 and 3.7 hold a bool in four bytes
+    and refuse that for their int1. What a kernel computes is not touched.
     """
     module: Any = importlib.import_module("triton.runtime.interpreter")
+    _mend_index(module)
+    _mend_bool(module)
+
+
+def _mend_index(module: Any) -> None:
     patch = getattr(module, "_patch_lang_tensor", None)
     if patch is None:
         return
@@ -48,6 +54,23 @@ def mend() -> None:
         return result
 
     module._patch_lang_tensor = patch_and_mend
+
+
+def _mend_bool(module: Any) -> None:
+    convert = getattr(module, "_implicit_cvt", None)
+    if convert is None:
+        return
+    with contextlib.suppress(ValueError):
+        convert(True)
+        return  # as it is, from 3.8 on
+
+    def convert_and_mend(arg: Any) -> Any:
+        if not isinstance(arg, bool):
+            return convert(arg)
+        byte = module.TensorHandle(np.array([arg], dtype=np.bool_), module.tl.int1)
+        return module.tl.tensor(byte, module.tl.int1)
+
+    module._implicit_cvt = convert_and_mend
 
 
 @dataclass

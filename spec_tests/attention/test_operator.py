@@ -7,6 +7,7 @@ what is not true of them is no error, but other numbers in somebody else's model
 
 from __future__ import annotations
 
+import inspect
 import unittest
 
 import pytest
@@ -34,7 +35,7 @@ def compiled(ctx, subject, problem):
 
     if subject in KERNELS and ctx.device.type == "cpu":
         interpreter.mend()
-    attention, options = getattr(ctx.impl, subject), arguments(problem)
+    attention, options = inspect.unwrap(getattr(ctx.impl, subject)), arguments(problem)
 
     def between(q, k, v):
         return 2.0 * attention(q + 1.0, k, v, **options)

@@ -296,7 +296,7 @@ class Pool:
         primary = min(errors, key=lambda rank: (errors[rank].is_echo, errors[rank].raised_ns))
         error = errors[primary]
         same = [r for r in sorted(errors) if errors[r].is_like(error)]
-        headline = f"rank {_and(same)} of {self.world_size} raised {error.kind}: {error.message}"
+        headline = f"rank {_and(same)} of {self.world_size} raised {error.headline}"
         shown = [
             report
             if report.rank == primary or report.rank not in same

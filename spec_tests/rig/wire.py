@@ -13,6 +13,7 @@ by exception type and innermost line, keeps two bugs two.
 from __future__ import annotations
 
 import io
+import linecache
 import pickle
 import traceback
 import types
@@ -22,6 +23,8 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+
+from spec_tests.rig import not_here
 
 # bfloat16 and the 8-bit floats have no NumPy twin: their bits travel as integers of equal width.
 _BITS_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -117,21 +120,31 @@ class RemoteError:
 
     @classmethod
     def of(cls, error: BaseException, raised_ns: int) -> RemoteError:
-        """Describe `error`; frames of the rig itself are left out."""
+        """Describe `error`, or what the machine lacks if that is why; without frames of the rig."""
+        error = not_here.translated(error)
         entries = [
             Frame(f.filename, f.lineno or 1, f.name)
             for f in traceback.extract_tb(error.__traceback__)
-            if "/rig/rank.py" not in f.filename
+            if not f.filename.endswith(("/rig/rank.py", "/rig/not_here.py"))
         ]
         return cls(
             kind=type(error).__name__,
             bases=tuple(base.__name__ for base in type(error).__mro__),
-            message=_shortened(_text_of(error)),
+            message=_shortened(not_here.words_of(error)),
             frames=tuple(entries[-_MAX_FRAMES:]),
             text=_shortened("".join(traceback.format_exception(error))),
             raised_ns=raised_ns,
             notes=tuple(_shortened(str(note)) for note in getattr(error, "__notes__", ())),
         )
+
+    @property
+    def headline(self) -> str:
+        """Kind and words; of an error without words, the line that raised it."""
+        if self.message.strip() or not self.frames:
+            return f"{self.kind}: {self.message}"
+        last = self.frames[-1]
+        line = linecache.getline(last.filename, last.lineno).strip()
+        return f"{self.kind} at {last.filename}:{last.lineno}: {line}"
 
     def is_a(self, name: str) -> bool:
         """True if the remote type or one of its bases is called `name`."""
@@ -147,13 +160,6 @@ class RemoteError:
         for frame in reversed(self.frames):
             trace = types.TracebackType(trace, _frame_at(frame), 0, frame.lineno)
         return trace
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as second:  # an exception of foreign code may be unable to describe itself
-        return f"(no message: its __str__ raised {type(second).__name__})"
 
 
 def _shortened(text: str) -> str:

@@ -250,9 +250,7 @@ class World:
         except (RankDied, RankHung) as failure:
             raise RigError(f"{name} does not load: {failure}") from None
         if pool.load_error is not None:
-            raise RigError(
-                f"{name} does not load: {pool.load_error.kind}: {pool.load_error.message}"
-            )
+            raise RigError(f"{name} does not load: {pool.load_error.headline}")
         return pool
 
 
@@ -305,6 +303,8 @@ def _translated(target: Target | None, transport: str) -> Iterator[None]:
     try:
         yield
     except RankRaised as failure:
+        if failure.error.is_a("NotHere"):
+            raise unittest.SkipTest(f"{NOT_HERE}{failure.error.message}") from None
         if transport != "cuda" and (said := _needs_cuda(failure.error)):
             is_pretended = target is not None and target.pretends_cuda
             advice = "" if is_pretended else "; --pretend-cuda stands in for one"

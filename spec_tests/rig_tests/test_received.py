@@ -35,6 +35,10 @@ def ddp(module):
 """
 
 
+def fail_without_words(ctx: Context) -> None:
+    assert ctx.rank == 2
+
+
 def call_ddp(ctx: Context, argument: object) -> object:
     return ctx.impl.ddp(argument)
 
@@ -99,3 +103,13 @@ def test_bytes_that_are_no_answer_are_refused_as_what_they_are():
     }.items():
         with pytest.raises(received.NotPlain, match=said):
             received.received(data, Reply)
+
+
+def test_an_assertion_without_words_arrives_with_its_line(worlds: Worlds):
+    with pytest.raises(RankRaised) as caught:
+        worlds.world(2).run(fail_without_words)
+    line = fail_without_words.__code__.co_firstlineno + 1
+    assert caught.value.headline == (
+        f"rank 0 and 1 of 2 raised AssertionError at {__file__}:{line}: assert ctx.rank == 2"
+    )
+    assert not caught.value.error.message, "who refuses still has to say so in words"

@@ -194,7 +194,7 @@ def test_the_summary_shows_failures_reasons_and_margins():
     assert "````text\ngot 2.000 × the mean\n```\nmore\n````" in page  # the fence holds
     assert "failed as well: `w4`" in page
     assert "again: `pytest -k w2`" in page
-    assert "- a.gpu: no GPU\n" in page
+    assert "- no GPU: a.gpu\n" in page
     assert page.index("inf of the tolerance: a.nan") < page.index("0.9 of the tolerance: a.close")
     assert "- seed: `7`" in page
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from spec_tests.rig.errors import NOT_HERE
 from spec_tests.rig.outcomes import (
     BROKEN,
     LEVELS,
@@ -161,6 +162,8 @@ def render_terminal(events: Sequence[Event]) -> str:
     lines = [render_table(events), ""]
     for name in implementations(events):
         lines += [f"{name}: {render_counts(events, name)}", f"    {render_levels(events, name)}"]
+    for why, clauses in _not_here(events):
+        lines.append(f"not here, {len(clauses)} clause{'s' * (len(clauses) > 1)}: {why}")
     return "\n".join([*lines, "", *verdict_lines(events)])
 
 
@@ -173,7 +176,8 @@ def render_summary(events: Sequence[Event]) -> str:
         lines += [f"  ({by_level})"] if (by_level := render_levels(events, name)) else []
     lines += ["", render_table(events), ""]
     lines += _failure_cards(events)
-    lines += _not_here(events)
+    if absent := _not_here(events):
+        lines += ["## Not here", "", *(f"- {why}: {', '.join(c)}" for why, c in absent), ""]
     lines += _closest_margins(events)
     lines += ["## The run", ""]
     lines += [f"- {key}: `{first[key]}`" for key in RUN_KEYS if key in first]
@@ -252,13 +256,15 @@ def _blocked(events: Sequence[Event]) -> list[str]:
     return ["\n".join([count(len(c), n), *why, ", ".join(c)]) for (n, *why), c in waiting.items()]
 
 
-def _not_here(events: Sequence[Event]) -> list[str]:
-    """What this machine could not tell, with the reason, once per clause and reason."""
-    absent = [event for event in results(events) if event["outcome"] == Outcome.NOT_HERE]
-    lines = dict.fromkeys(
-        f"- {event['clause']}: {_first_line(event['message'])}" for event in absent
-    )
-    return ["## Not here", "", *lines, ""] if lines else []
+def _not_here(events: Sequence[Event]) -> list[tuple[str, list[str]]]:
+    """Each reason why this machine could not tell, once, with the clauses that it concerns."""
+    waiting: dict[str, dict[str, None]] = {}
+    for event in results(events):
+        if event["outcome"] == Outcome.NOT_HERE:
+            lines = event["message"].splitlines() or [""]
+            why = next((line for line in lines if line.startswith(NOT_HERE)), lines[0])
+            waiting.setdefault(why.removeprefix(NOT_HERE), {})[event["clause"]] = None
+    return [(why, list(clauses)) for why, clauses in waiting.items()]
 
 
 def _closest_margins(events: Sequence[Event]) -> list[str]:
@@ -279,10 +285,6 @@ def _closest_margins(events: Sequence[Event]) -> list[str]:
 
 def _number(value: float | str) -> float:
     return float(value)  # the log writes "nan" and "inf" as words
-
-
-def _first_line(message: str) -> str:
-    return message.strip().split("\n", 1)[0]
 
 
 def _fenced(message: str) -> list[str]:

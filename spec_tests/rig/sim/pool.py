@@ -260,10 +260,8 @@ class SimPool:
         )
         error = errors[primary]
         same = [rank for rank in sorted(errors) if errors[rank].is_like(error)]
-        headline = (
-            f"rank {' and '.join(map(str, same))} of {self.world_size} raised {error.kind}: "
-            f"{error.message}"
-        )
+        ranks = " and ".join(map(str, same))
+        headline = f"rank {ranks} of {self.world_size} raised {error.headline}"
         reports = []
         for rank in range(self.world_size):
             state = "returned" if rank not in errors else "raised"
