@@ -44,7 +44,7 @@ Moments = list[tuple[str, Named]]
 RATE, MOMENTUM = -16, 0.5
 """Exponent of the learning rate, and momentum, that a program starts with, in both groups.
 
-Measured on toy 'mlp' over 150 programs: a step moves some weight by 80 times what rounding is allowed
+Measured on toy 'mlp' over 150 programs: a step moves a weight by 80 times what rounding is allowed
 to move it (median), and float32 differs from float64 by a thousandth of what it is allowed to. Much
 smaller rates would not show what a call does, and from 2**-13 on some programs diverge."""
 

@@ -317,6 +317,6 @@ TOYS = {
         Toy("strided", Strided, weights=2, inputs=3),
         Toy("mixed", Mixed, reach=4 * 4),
         Toy("even", Even, reach=4 * 4 * 2),
-        Toy("stack", Stack, inputs=3, reach=3 * 3 * 3),
+        Toy("stack", Stack, reach=4 * 4 * 2),
     )
 }
