@@ -111,15 +111,14 @@ def _units(module: nn.Module) -> list[list[nn.Module]]:
         for parameter in part._parameters.values():
             if parameter is not None:
                 users.setdefault(parameter, []).append(part)
-    units = []
+    units: dict[nn.Module, list[nn.Module]] = {}
     for layer in module.modules():
         found = [part for p in layer.parameters() for part in users[p]]
-        together = list(dict.fromkeys(found))  # in one order on all ranks
-        if together[:1] == [layer] and all(
-            _is_layer(part) and part not in read_from_outside for part in together
-        ):
-            units.append(together)
-    return units
+        together = list(dict.fromkeys([layer, *found]))  # in one order on all ranks
+        may_be_sharded = all(map(_is_layer, together)) and read_from_outside.isdisjoint(together)
+        if found and layer not in units and may_be_sharded:
+            units |= dict.fromkeys(together, together)
+    return list({id(layers): layers for layers in units.values()}.values())
 
 
 def _is_layer(module: nn.Module) -> bool:
