@@ -50,7 +50,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """What a clause finds on simulated ranks is replayed on live ones, unless it was expected."""
+    """What a clause finds on simulated ranks is replayed on live ones, unless it was expected.
+
+    What it finds on live ones is told apart from what it finds on fresh ones.
+    """
     clause = clause_of_item(item)
     arguments = getattr(item, "funcargs", {})
     world = arguments.get("world")
@@ -58,11 +61,15 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         return (yield)
     params = item.callspec.params  # type: ignore[attr-defined]  # a clause is parametrised
     case = {name: value for name, value in params.items() if name not in ("target", "world")}
-    is_replayed = world.transport == "sim" and not _declared(item, clause, params["target"].name)
-    with (
-        replay.telling(clause, case, world) if is_replayed else contextlib.nullcontext(),
-        unreadable.is_a_finding(),
-    ):
+    with contextlib.ExitStack() as around:
+        if _declared(item, clause, params["target"].name):
+            pass
+        elif world.transport == "sim":
+            around.enter_context(replay.telling(clause, case, world))
+        elif world.transport == "gloo":
+            sized = {**case, "world": world.size}
+            around.enter_context(item.config.stash[RUN].history.telling(clause, sized, world))
+        around.enter_context(unreadable.is_a_finding())
         return (yield)
 
 

@@ -10,6 +10,7 @@ import pytest
 from spec_tests.clause import Clause, clause_of
 from spec_tests.rig.eventlog import EventLog
 from spec_tests.rig.expectations import Deviation
+from spec_tests.rig.fresh import History
 from spec_tests.rig.world import Worlds
 from spec_tests.target import Target
 
@@ -20,7 +21,7 @@ class Run:
 
     `points` is the profile of a course, if one was asked for; `told` is what a report says about
     each clause; `notices` is what differs from what was asked for; `running` is
-    the case that runs.
+    the case that runs; `history` is what the live ranks have seen.
     """
 
     targets: list[Target]
@@ -34,6 +35,7 @@ class Run:
     told: dict[str, dict[str, Any]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     running: str = ""
+    history: History = field(default_factory=History)
 
 
 @dataclass

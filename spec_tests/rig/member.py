@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import signal
+import traceback
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -15,6 +17,11 @@ from spec_tests.rig import received, wire
 
 # What a rank may print within a call before the beginning of it is thrown away.
 _OUTPUT_BYTES = 32 * 2**20
+LAST_WORDS = ".last"
+"""Suffix of the file that a rank writes when it aborts, beside its output."""
+# How faulthandler writes: a headline, a block per thread, the innermost frame first.
+_CRASH, _END = "Fatal Python error:", "\n\n"
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -55,15 +62,23 @@ class Member:
                 self._dropped_bytes += size
 
     def output(self, limit: int = 16_000) -> str:
-        """The tail of what the rank printed; of a crash, the body's own stack alone."""
+        """The tail of what the rank printed; of a crash dump, the headline alone."""
+        text, dropped = _without_dump(self._tail(limit)), self._dropped_bytes
+        # At the end: a report shows the last lines.
+        return f"{text}\n({dropped:,} bytes before this were dropped)" if dropped else text
+
+    def _tail(self, limit: int = 16_000) -> str:
         with contextlib.suppress(OSError), self.output_path.open("rb") as file:
             file.seek(max(0, self.output_path.stat().st_size - limit))
             # No more than that: a rank that goes on printing outruns whoever reads to the end.
-            text = _without_rig(file.read(limit).decode(errors="replace"))
-            dropped = self._dropped_bytes
-            # At the end: a report shows the last lines.
-            return f"{text}\n({dropped:,} bytes before this were dropped)" if dropped else text
+            return file.read(limit).decode(errors="replace")
         return ""
+
+    def last_words(self) -> Doing:
+        """What a rank was doing when it died: what it wrote as it aborted, or its crash dump."""
+        with contextlib.suppress(OSError, received.NotPlain):
+            return received.received(self.output_path.with_suffix(LAST_WORDS).read_bytes(), Doing)
+        return Doing(_stack_of(self._tail()))
 
     def ask_what_it_does(self, wait_s: float) -> Doing:
         """Stack and last collectives; a rank that holds the interpreter lock cannot answer."""
@@ -84,13 +99,16 @@ class Member:
         return f"exited with {code}"
 
 
-def _without_rig(text: str) -> str:
-    """A crash dump lists every thread and C module: keep the words and the body's own frames."""
-    words, crash, dump = text.partition("Fatal Python error:")
-    if not crash:
-        return text
-    what, _, threads = dump.partition("\n\n")
-    body = [thread for thread in threads.split("\n\n") if " in _run\n" in thread]
-    frames = [line for line in "".join(body[:1]).splitlines() if line.startswith("  File")]
-    own = list(itertools.takewhile(lambda line: "/rig/rank.py" not in line, frames))
-    return "\n".join([words.rstrip(), crash + what, *own])
+def _without_dump(text: str) -> str:
+    """A crash dump lists every thread and C module: keep the words before it and its headline."""
+    words, crash, dump = text.partition(_CRASH)
+    return f"{words.rstrip()}\n{crash}{dump.partition(_END)[0]}".strip() if crash else text
+
+
+def _stack_of(dump: str) -> str:
+    """The body's own frames in a crash dump, in the order of a traceback: the innermost last."""
+    threads = dump.partition(_CRASH)[2].split(_END)
+    body = next((thread for thread in threads if " in _run\n" in thread), "")
+    frames = [(m[1], int(m[2]), m[3], None) for m in _FRAME.finditer(body)]
+    own = itertools.takewhile(lambda frame: not frame[0].endswith("/rig/rank.py"), frames)
+    return "".join(traceback.StackSummary.from_list(reversed([*own])).format())

@@ -253,8 +253,12 @@ class Pool:
             collectives: tuple[str, ...] = ()
             if reply is not None and reply.error is not None:
                 state = "raised"
+                if dead is not None:
+                    collectives = member.ask_what_it_does(0.3).collectives
             elif reply is None and (member is dead or not member.process.is_alive()):
                 state = member.how_it_ended()
+                doing = member.last_words()
+                stack, collectives = doing.stack, doing.collectives
             elif reply is None:
                 state = "in the body"
                 doing = member.ask_what_it_does(0.3)

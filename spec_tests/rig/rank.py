@@ -40,8 +40,9 @@ import torch.distributed as dist
 
 from spec_tests.rig import hygiene, wire
 from spec_tests.rig.loading import Greeting, load_implementation
+from spec_tests.rig.member import LAST_WORDS
 from spec_tests.rig.recorder import Recorder
-from spec_tests.rig.watcher import watch
+from spec_tests.rig.watcher import keep_last_words, watch
 from spec_tests.rig.zygote import forget_triton
 from spec_tests.target import Implementation, Target
 
@@ -183,6 +184,7 @@ def main(config: RankConfig, tasks: Connection, control: Connection) -> None:
         target=watch, args=(control, config.scratch), name="watcher", daemon=True
     )
     watcher.start()
+    keep_last_words(Path(config.output_path).with_suffix(LAST_WORDS))
     store = dist.TCPStore("127.0.0.1", config.store_port, is_master=False)
     impl: Implementation | None = None
     greeting = Greeting(preloaded)
@@ -206,7 +208,8 @@ def _may_have_children(*pipes: Connection) -> None:
     if hasattr(os, "fork"):
         multiprocessing.set_start_method("fork", force=True)
     # A child that held these open would keep the parent from seeing that this rank has died.
-    os.register_at_fork(after_in_child=lambda: [pipe.close() for pipe in pipes])
+    for pipe in pipes:
+        os.register_at_fork(after_in_child=pipe.close)
 
 
 def _redirect_output(path: str) -> int:

@@ -6,6 +6,7 @@ It answers while the main thread is blocked in C++, and ends the process when th
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ from spec_tests.rig import loading, wire
 from spec_tests.rig.member import Doing
 from spec_tests.rig.recorder import issued_by_all_groups
 
+_KEPT: list[object] = []  # what C code calls must not be collected
 _RANK = str(Path(__file__).with_name("rank.py"))
 
 
@@ -40,6 +42,22 @@ def watch(control: Connection, scratch: str, answer: Callable[[], Doing] | None 
         doing = (answer or _doing)()
         with contextlib.suppress(OSError):
             control.send_bytes(wire.dumps(doing))
+
+
+def keep_last_words(path: Path) -> None:
+    """Have this process write to `path` what it was doing when it aborts, as gloo does."""
+    # By way of C: a handler of Python's own only runs once the main thread gets on, and abort()
+    # waits for nobody. It may run in a thread of gloo's, while the main thread waits.
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+
+    def write(number: int) -> None:
+        libc.signal(number, 0)  # the default: a second abort ends the process
+        path.write_bytes(wire.dumps(_doing()))
+
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(write)
+    _KEPT.append(handler)
+    libc.signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
 
 
 def _doing() -> Doing:

@@ -1,5 +1,6 @@
 """The command that breaks ranks a hundred times, and the times that the rig promises."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -8,9 +9,11 @@ from multiprocessing import Pipe, current_process
 from pathlib import Path
 
 import pytest
+import torch
 
 from spec_tests.rig import liveness, member, pool, wire, world
-from spec_tests.rig.errors import RankRaised
+from spec_tests.rig.errors import RankDied, RankRaised
+from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
 from spec_tests.rig_tests import bodies, faults
 
@@ -167,3 +170,45 @@ def test_a_fault_of_each_quick_kind_is_reported_rightly(worlds: Worlds):
         for culprit in range(2)
     ]
     assert [finding.complaint for finding in found] == [""] * 6
+
+
+def reduce_unequal(ctx: Context, depth: int) -> None:
+    if depth:
+        return reduce_unequal(ctx, depth - 1)
+    for size in (3, 5 + 100_000 * ctx.rank):
+        torch.distributed.all_reduce(torch.ones(size))
+    return None
+
+
+def test_a_rank_that_gloo_aborts_shows_its_last_collectives_and_where_it_was(worlds: Worlds):
+    with pytest.raises(RankDied, match="killed by SIGABRT") as caught:
+        worlds.world(2).run(reduce_unequal, 30)
+    dead = caught.value.ranks[caught.value.primary]
+    other = caught.value.ranks[1 - dead.rank]
+    sizes = {0: "[[5]]", 1: "[[100005]]"}
+    for report in (dead, other):
+        words = [collective.split(" ", 2) for collective in report.collectives[-2:]]
+        assert [(what, size) for what, _, size in words] == [
+            ("all_reduce", "[[3]]"),
+            ("all_reduce", sizes[report.rank]),
+        ]
+    assert "torch.distributed.all_reduce(torch.ones(size))" in dead.stack.rpartition("depth - 1")[2]
+    assert "Received data size doesn't match expected size" in dead.output
+
+
+def crash(ctx: Context, depth: int) -> None:
+    if depth:
+        return crash(ctx, depth - 1)
+    ctypes.string_at(0)
+    return None
+
+
+def test_the_stack_of_a_crash_ends_where_it_crashed(worlds: Worlds):
+    with pytest.raises(RankDied, match="killed by SIGSEGV") as caught:
+        worlds.world(1).run(crash, 30)
+    (dead,) = caught.value.ranks
+    frames = [line for line in dead.stack.splitlines() if line.startswith("  File")]
+    assert "in string_at" in frames[-1]
+    assert "in crash" in frames[-2]
+    assert "\n    ctypes.string_at(0)\n" in dead.stack
+    assert dead.output == "Fatal Python error: Segmentation fault"

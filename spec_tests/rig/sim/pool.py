@@ -215,7 +215,8 @@ class SimPool:
             RankReport(other, state if other == rank else "was one process with it")
             for other in range(self.world_size)
         ]
-        reports[rank] = RankReport(rank, state, output=self._output())
+        stack = self._member.last_words().stack
+        reports[rank] = RankReport(rank, state, None, stack, output=self._output())
         self.kill()
         raise RankDied(f"rank {rank} of {self.world_size}: {state}", rank, reports)
 
