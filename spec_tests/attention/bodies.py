@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from spec_tests.attention import interpreter
-from spec_tests.attention.problem import Answer, Inputs, Problem, inputs
+from spec_tests.attention.problem import WHOLE_TILES, Answer, Inputs, Problem, inputs
 from spec_tests.laws import footprint
 from spec_tests.rig import judge
 from spec_tests.rig.errors import NOT_HERE
@@ -109,7 +109,13 @@ def or_refused(ctx: Context, subject: str, problem: Problem) -> Answer | str:
     try:
         return everything(ctx, subject, problem)
     except Exception as error:
-        return str(error) or type(error).__name__
+        return refusal_of(ctx, subject, error)
+
+
+def refusal_of(ctx: Context, subject: str, error: Exception) -> str:
+    """The words of a refusal, which only an implementation that does the ordinary can utter."""
+    everything(ctx, subject, Problem(seq_q=WHOLE_TILES))
+    return str(error) or type(error).__name__
 
 
 def peak_bytes(ctx: Context, work: Callable[[], Any]) -> tuple[int, int]:

@@ -12,11 +12,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from spec_tests.attention import rules
-from spec_tests.attention.bodies import ATTENTION, CONTRACT, arguments, call, observe
+from spec_tests.attention.bodies import ATTENTION, CONTRACT, arguments, call, observe, refusal_of
 from spec_tests.attention.defined import ALL, fitting, is_tf32
 from spec_tests.attention.problem import Problem, inputs
 from spec_tests.attention.test_layout import answer
 from spec_tests.clause import MUST, clause
+from spec_tests.laws import refusal
 from spec_tests.rig import judge
 
 
@@ -28,7 +29,7 @@ def second(ctx, subject, problem):
         (dq,) = torch.autograd.grad(out, (x.q,), x.do, create_graph=True)
         found = torch.autograd.grad((dq * dq).sum(), (x.q, x.k, x.v))
     except Exception as error:
-        return str(error) or type(error).__name__
+        return refusal_of(ctx, subject, error)
     return dict(zip(rules.GRADIENTS, found, strict=True))
 
 
@@ -94,7 +95,7 @@ def transformed(ctx, subject, problem, transform):
         at_once = torch.vmap(attend)(*(torch.stack([t, t.flip(2)]) for t in (q, k, v)))
         return {"O": at_once}, {"O": one_by_one}
     except Exception as error:
-        return str(error) or type(error).__name__
+        return refusal_of(ctx, subject, error)
 
 
 @clause(
@@ -178,6 +179,8 @@ def changed(ctx, subject, problem, name):
         {"q": x.q, "k": x.k, "v": x.v, "O": out}[name].mul_(3.0)
     try:
         found = torch.autograd.grad(out, (x.q, x.k, x.v), x.do)
+    except refusal.NO_ANSWERS:
+        raise
     except RuntimeError as error:
         return str(error)
     return dict(zip(rules.GRADIENTS, found, strict=True))

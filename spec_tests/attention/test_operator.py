@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from spec_tests.attention import interpreter, rules
-from spec_tests.attention.bodies import ATTENTION, KERNELS, arguments, call, observe
+from spec_tests.attention.bodies import ATTENTION, KERNELS, arguments, call, observe, refusal_of
 from spec_tests.attention.defined import GRADIENTS, OUTPUT_AND_GRADIENTS, is_tf32
 from spec_tests.attention.problem import Problem, inputs
 from spec_tests.attention.test_layout import LAYOUTS
@@ -196,7 +196,7 @@ def under_autocast(ctx, subject, problem, inside):
         try:
             out = call(ctx, subject, *leaves, **arguments(problem))
         except (ValueError, TypeError, NotImplementedError) as error:
-            return str(error) or type(error).__name__
+            return refusal_of(ctx, subject, error)
     found = torch.autograd.grad(out, leaves, narrow.do.to(out.dtype))
     answer = {"O": out, **dict(zip(GRADIENTS, found, strict=True))}
     return {name: t.to(problem.torch_dtype) for name, t in answer.items()}, str(out.dtype)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from spec_tests.attention import bodies
 from spec_tests.attention.bodies import ATTENTION, CONTRACT, call, observe
+from spec_tests.attention.problem import WHOLE_TILES, Problem
 from spec_tests.clause import MUST, clause
 from spec_tests.rig import judge
 
@@ -47,6 +49,11 @@ BAD = {
 }
 
 
+def _whole_tiles(ctx, subject):
+    """The ordinary call: an error is a refusal only from whoever can do this."""
+    bodies.forward(ctx, subject, Problem(seq_q=WHOLE_TILES))
+
+
 def refused(ctx, subject, case):
     """The error's kinds and text, or None where something came back."""
     given = BAD[case][1]()
@@ -54,6 +61,7 @@ def refused(ctx, subject, case):
     try:
         call(ctx, subject, moved["q"], moved["k"], moved["v"])
     except Exception as error:
+        _whole_tiles(ctx, subject)
         kinds = [kind.__name__ for kind in type(error).__mro__]
         return {"kinds": kinds, "text": str(error)}
     return None
@@ -103,6 +111,7 @@ def mixed_devices(ctx, subject):
     try:
         call(ctx, subject, *(t if n == "k" else t.to(ctx.device) for n, t in tensors.items()))
     except Exception as error:
+        _whole_tiles(ctx, subject)
         return str(error) or type(error).__name__
     return None
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.functional import dropout
 from torch.nn.parallel import DistributedDataParallel
 
+from spec_tests.laws import refusal
 from spec_tests.rig.rank import Context
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
@@ -134,7 +135,7 @@ class Trainee:
         step, error = None, ""
         try:
             step = self.load(directory)
-        except NotImplementedError:
+        except refusal.NO_ANSWERS:
             raise
         except BaseException as caught:  # the library's own is no Exception
             error = f"{type(caught).__name__}: {caught}"

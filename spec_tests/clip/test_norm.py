@@ -119,7 +119,7 @@ def test_an_axis_of_replicas_counts_once(world):
 )
 def test_plain_and_sharded_gradients_count_together_or_are_refused(world):
     """Plain gradients beside sharded ones MUST count once each, or be refused with an error."""
-    ranks = refusal.answer_or_refusal(world, clip, MIXED)
+    ranks = refusal.answer_or_refusal(world, clip, MIXED, ordinary=(clip, SHARDED))
 
     if ranks is not None:
         is_global(ranks, MIXED)

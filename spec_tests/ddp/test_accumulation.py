@@ -369,7 +369,9 @@ def test_a_parameter_used_only_in_an_early_micro_batch_is_reduced(world, subject
 
     A reduction that only hooks trigger never happens for it, and a local gradient is stepped.
     """
-    ranks = refusal.answer_or_refusal(world, used_early, subject, 7)
+    ranks = refusal.answer_or_refusal(
+        world, used_early, subject, 7, ordinary=(local_window, subject, "mlp", 7)
+    )
 
     if ranks is not None:
         equivalence.mean_gradients(

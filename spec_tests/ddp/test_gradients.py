@@ -290,7 +290,9 @@ def unused_everywhere(ctx, subject, seed):
 )
 def test_a_parameter_that_nobody_uses_never_hangs_the_step(world, subject):
     """Unused on all ranks, a parameter MUST keep None, or be an error by the next forward."""
-    ranks = refusal.answer_or_refusal(world, unused_everywhere, subject, 7)
+    ranks = refusal.answer_or_refusal(
+        world, unused_everywhere, subject, 7, ordinary=(one_backward, subject, "mlp", 7)
+    )
 
     if ranks is not None:
         equivalence.mean_gradients(ranks, "unused", 7, micros=(1,), given="second step")
@@ -320,7 +322,9 @@ def test_a_parameter_used_on_some_ranks_holds_the_mean_with_zeros(world, subject
     Dividing by the number of contributors is wrong; reducing only what one has pairs unrelated
     tensors, or waits for ever.
     """
-    ranks = refusal.answer_or_refusal(world, unused_somewhere, subject, 7, uses)
+    ranks = refusal.answer_or_refusal(
+        world, unused_somewhere, subject, 7, uses, ordinary=(one_backward, subject, "mlp", 7)
+    )
 
     if ranks is not None:
         equivalence.mean_gradients(
@@ -359,7 +363,9 @@ def test_a_rank_whose_loss_touches_nothing_hangs_nobody(world, subject):
 
     A batch without valid targets, a sample that is skipped: no hook fires on that rank.
     """
-    ranks = refusal.answer_or_refusal(world, nothing_used, subject, 7)
+    ranks = refusal.answer_or_refusal(
+        world, nothing_used, subject, 7, ordinary=(one_backward, subject, "mlp", 7)
+    )
 
     if ranks is not None:
         others = range(world.size - 1)

@@ -113,7 +113,16 @@ def test_what_another_group_uses_does_not_matter(world, subject):
     Flags of unused parameters, like everything else, belong to the group.
     """
     groups, uses = GROUPS_OF[4], ("ab", "abc", "ab", "abc")
-    ranks = refusal.answer_or_refusal(world, in_groups, subject, "branches", 7, groups, uses)
+    ranks = refusal.answer_or_refusal(
+        world,
+        in_groups,
+        subject,
+        "branches",
+        7,
+        groups,
+        uses,
+        ordinary=(in_groups, subject, "mlp", 7, groups),
+    )
 
     if ranks is not None:
         expected = [

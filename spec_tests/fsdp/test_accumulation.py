@@ -144,7 +144,9 @@ def used_early(ctx, subject, seed):
 )
 def test_a_unit_used_only_in_an_early_micro_batch_is_reduced(world, subject):
     """Used only before the micro-batch that reduces, a unit MUST be reduced, or be an error."""
-    ranks = refusal.answer_or_refusal(world, used_early, subject, 7)
+    ranks = refusal.answer_or_refusal(
+        world, used_early, subject, 7, ordinary=(evaluated, subject, "even", 7)
+    )
 
     if ranks is not None:
         equivalence.mean_gradients(

@@ -58,7 +58,9 @@ def test_a_step_uses_the_mean_gradient(world, subject):
 @pytest.mark.parametrize("toy", ["ragged", "stack", "tied", "reused", "frozen", "mixed", "unused"])
 def test_a_step_uses_the_mean_gradient_of_any_model(world, subject, toy):
     """Odd sizes, ties, reuse, frozen and unused layers: mean gradients, or a refusal, MUST come."""
-    ranks = refusal.answer_or_refusal(world, one_backward, subject, toy, 7)
+    ranks = refusal.answer_or_refusal(
+        world, one_backward, subject, toy, 7, ordinary=(one_backward, subject, "even", 7)
+    )
 
     if ranks is not None:
         equivalence.mean_gradients(ranks, toy, 7, absent_is_zero=True)

@@ -16,7 +16,7 @@ from torch import nn
 
 from spec_tests.clause import MUST, clause
 from spec_tests.fsdp.sharded import FULLY_SHARD, of_integers
-from spec_tests.laws import traffic
+from spec_tests.laws import refusal, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.toys import sum_of_squares
@@ -151,6 +151,8 @@ def unregistered(ctx, subject, case):
     try:
         found = CALLS[case](module, ctx.rank)
         return {"found": (found.full_tensor() if hasattr(found, "full_tensor") else found).detach()}
+    except refusal.NO_ANSWERS:
+        raise
     except Exception:
         return {"found": None}
 

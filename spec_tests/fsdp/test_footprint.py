@@ -33,9 +33,7 @@ class Tower(nn.Module):
 
     def __init__(self, depth: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64) for _ in range(depth)
-        )
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -65,7 +63,7 @@ def footprints(ctx, subject, depth, reshard_after_forward=True, steps=2):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
         for step in range(steps):
             recorder.forget_peak()
-            output = model(torch.ones(2, WIDTH, dtype=torch.float64, device=ctx.device))
+            output = model(torch.ones(2, WIDTH, device=ctx.device))
             look("after forward")
             seen["peak of forward"] = recorder.log().peak_bytes
             recorder.forget_peak()
@@ -228,7 +226,7 @@ def window(ctx, subject, depth):
     with ctx.recording() as recorder:
         with torch.device(ctx.device):
             model: Any = shard(ctx, subject, Tower(depth))
-        x = torch.ones(2, WIDTH, dtype=torch.float64, device=ctx.device)
+        x = torch.ones(2, WIDTH, device=ctx.device)
         for moment in ("", "unreduced", "unreduced", "reduced"):
             model.set_requires_gradient_sync(moment != "unreduced")
             model(x).sum().backward()

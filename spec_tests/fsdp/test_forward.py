@@ -48,7 +48,15 @@ def test_the_output_is_that_of_the_plain_model(world, subject):
 @pytest.mark.parametrize("toy", ["ragged", "stack", "tied", "reused", "frozen", "mixed"])
 def test_the_output_is_that_of_any_plain_model(world, subject, toy):
     """Odd sizes, ties, reuse, mixed dtypes: a forward MUST give the plain bits, or be refused."""
-    ranks = refusal.answer_or_refusal(world, outputs, subject, toy, 7, "training")
+    ranks = refusal.answer_or_refusal(
+        world,
+        outputs,
+        subject,
+        toy,
+        7,
+        "training",
+        ordinary=(outputs, subject, "even", 7, "training"),
+    )
 
     if ranks is not None:
         plain = _plain_outputs(toy, world.size)

@@ -60,7 +60,9 @@ def test_sharding_loses_no_value(world, subject):
 @pytest.mark.parametrize("toy", ["ragged", "stack", "tied", "frozen"])
 def test_sharding_loses_no_value_of_any_model(world, subject, toy):
     """Odd sizes, ties and frozen layers: the full parameters MUST be those built, or be refused."""
-    ranks = refusal.answer_or_refusal(world, after_sharding, subject, toy, 7)
+    ranks = refusal.answer_or_refusal(
+        world, after_sharding, subject, toy, 7, ordinary=(after_sharding, subject, "even", 7)
+    )
 
     if ranks is not None:
         built = oracle.parameters(toy, 7)

@@ -207,6 +207,7 @@ def test_a_unit_that_needs_no_weights_in_backward_is_not_gathered_there(world, s
 def along_columns(ctx, subject):
     """What comes of a weight that is to be cut along its second dim."""
     layer: Any = nn.Linear(4, 6, bias=False, device=ctx.device)
+    ctx.impl.fully_shard(nn.Linear(4, 6))  # who cannot do this refuses nothing
     try:
         ctx.impl.fully_shard(layer, shard_placement_fn=lambda parameter: Shard(1))
     except (ValueError, NotImplementedError, TypeError) as error:

@@ -80,7 +80,9 @@ def test_every_memory_layout_arrives_in_its_place(world, toy):
 )
 def test_unequal_dtypes_are_updated_or_refused(world):
     """Parameters of unequal dtypes MUST be updated in their own, or be refused with an error."""
-    ranks = refusal.answer_or_refusal(world, in_ranks, four_steps, toy="mixed")
+    ranks = refusal.answer_or_refusal(
+        world, in_ranks, four_steps, toy="mixed", ordinary=(in_ranks, four_steps)
+    )
 
     if ranks is not None:
         like_unsharded(ranks, four_steps, toy="mixed")

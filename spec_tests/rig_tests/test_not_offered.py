@@ -1,0 +1,87 @@
+"""What an implementation does not offer passes nothing, however late it says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spec_tests import target
+from spec_tests.contract import FUNCTIONS
+from spec_tests.ledger import load_all
+from spec_tests.rig import runner
+from spec_tests.rig.outcomes import SILENT, Outcome
+from spec_tests.rig.world import Worlds
+
+# Its functions are not seen to be left open: they look like functions that do something.
+OPEN = """
+def not_yet(*args, **kwargs):
+    raise NotImplementedError("not yet")
+
+""" + "".join(f"def {name}(*args, **kwargs):\n    return not_yet()\n\n" for name in FUNCTIONS)
+
+WITHOUT_A_FLAG = """
+import torch
+
+def clip_grad_norm_(parameters, max_norm, norm_type=2.0, *, error_if_nonfinite=False):
+    if error_if_nonfinite:
+        raise NotImplementedError("error_if_nonfinite")
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+"""
+
+FORWARD_ONLY = """
+import torch
+
+class Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, causal):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise NotImplementedError("the backward is the next exercise")
+
+def flash_attention(q, k, v, *, causal=False, scale=None, return_lse=False):
+    return Attention.apply(q, k, v, causal)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the implementations lie; the chapters share one, and so its ranks."""
+    return tmp_path_factory.mktemp("not_offered")
+
+
+def outcomes(worlds: Worlds, file: Path, text: str, chosen: str = "") -> dict[str, Outcome]:
+    """Clause and function to the outcome of its smallest case."""
+    file.write_text(text, encoding="utf-8")
+    implementation = target.parse(str(file))
+    found = {}
+    for clause in load_all():
+        if clause.id.startswith(chosen) and "gloo" in clause.transports:
+            for subject in clause.judges or ("",):
+                case = next(c for c in clause.cases() if c.get("subject", "") == subject)
+                result = runner.run_case(clause, implementation, case, worlds)
+                found[f"{clause.id} {subject}".strip()] = result.outcome
+    return found
+
+
+@pytest.mark.parametrize("chapter", sorted({clause.chapter for clause in load_all()}))
+def test_what_refuses_every_call_is_offered_nowhere(worlds: Worlds, folder: Path, chapter: str):
+    found = outcomes(worlds, folder / "open.py", OPEN, f"{chapter}.")
+    assert {name: outcome for name, outcome in found.items() if outcome not in SILENT} == {}
+
+
+def test_a_keyword_that_is_not_offered_passes_no_clause_about_it(worlds: Worlds, folder: Path):
+    found = outcomes(worlds, folder / "clip.py", WITHOUT_A_FLAG, "clip.nonfinite.")
+    assert {name for name, outcome in found.items() if outcome is Outcome.NOT_OFFERED} == {
+        "clip.nonfinite.error-on-all-ranks",
+        "clip.nonfinite.error-scales-nothing",
+        "clip.nonfinite.finite-is-no-error",
+    }
+
+
+def test_without_a_backward_no_clause_about_it_passes(worlds: Worlds, folder: Path):
+    found = outcomes(worlds, folder / "forward.py", FORWARD_ONLY, "attention.autograd.")
+    passed = {name.partition(" ")[0] for name, o in found.items() if o is Outcome.PASSED}
+    assert passed == set()
