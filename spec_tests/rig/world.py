@@ -268,8 +268,11 @@ def _name_of(body: Callable[..., Any]) -> tuple[str, str]:
 def _is_own(error: RemoteError) -> bool:
     """False if torch raised it below the implementation: an operator, a module without forward."""
     innermost = error.frames[-1].filename if error.frames else ""
-    return not innermost.startswith(_TORCH)
+    return not innermost.startswith(_TORCH) or error.message.startswith(_NO_BACKWARD)
 
+
+# How torch says that an autograd function leaves its backward out.
+_NO_BACKWARD = "You must implement either the backward or vjp method"
 
 # How torch says, in several places, that there is no CUDA.
 _NO_CUDA = (
