@@ -163,7 +163,7 @@ def test_two_calls_do_not_disturb_each_other(world, subject, way):
 
     With activation checkpointing each forward runs once more, within the backward.
     """
-    problem = fitting(world, subject, Problem(seq_q=40, causal=True))
+    problem = fitting(world, subject, Problem(seq_q=40))
     seen = observe(world, subject, side_by_side, problem, way)
 
     for seed, of_call in enumerate(seen):

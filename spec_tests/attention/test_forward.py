@@ -38,7 +38,7 @@ def test_the_output_is_softmax_of_scaled_scores_times_values(world, subject):
 
 
 @clause(
-    "attention.lse.values",
+    "attention.forward.lse-values",
     MUST,
     level="course",
     judges=ATTENTION,

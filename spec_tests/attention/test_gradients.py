@@ -216,7 +216,7 @@ def wanted_only(ctx, subject, problem, names):
 @pytest.mark.parametrize("names", ["dQ", "dK", "dV", "dK+dV"])
 def test_gradients_arrive_where_they_are_wanted_and_nowhere_else(world, subject, names):
     """Inputs that require no gradient MUST get none, and the others theirs."""
-    problem = fitting(world, subject, Problem(seq_q=40, causal=True))
+    problem = fitting(world, subject, Problem(seq_q=40))
     seen = observe(world, subject, wanted_only, problem, names.split("+"))
 
     missing = {name for name, gradient in seen.items() if gradient is None}

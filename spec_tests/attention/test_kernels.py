@@ -46,7 +46,7 @@ def _launches(world, subject, problem):
 
 
 @clause(
-    "attention.kernels.launched",
+    "attention.forward.launches-a-kernel",
     MUST,
     level="course",
     judges=KERNELS,

@@ -82,7 +82,7 @@ def test_each_tensor_has_strides_of_its_own(world, subject, layout):
 
     dO comes as autograd makes it: transposed after `out.transpose(1, 2)`, which is what models do.
     """
-    problem = fitting(world, subject, Problem(seq_q=40, batch=2, causal=True))
+    problem = fitting(world, subject, Problem(seq_q=40, batch=2))
     seen = observe(world, subject, laid_out, problem, layout)
 
     rules.close(seen, problem, names=ALL, tf32=is_tf32(world))
@@ -120,7 +120,7 @@ def test_an_expanded_upstream_gradient_is_read_as_one(world, subject):
 
     Values alone, dV above all: with dO of ones dQ and dK are a difference of equal sums.
     """
-    problem = fitting(world, subject, Problem(seq_q=40, causal=True))
+    problem = fitting(world, subject, Problem(seq_q=40))
     seen = observe(world, subject, summed, problem)
 
     ones = inputs(problem)
@@ -231,7 +231,7 @@ def thrice(ctx, subject, problem):
 )
 def test_one_tensor_may_be_query_key_and_value(world, subject):
     """attention(x, x, x) MUST give x the sum of the three gradients."""
-    problem = fitting(world, subject, Problem(seq_q=40, causal=True))
+    problem = fitting(world, subject, Problem(seq_q=40))
     seen = observe(world, subject, thrice, problem)
 
     rules.near(
@@ -248,15 +248,16 @@ def _thrice_reference(problem: Problem) -> dict[str, torch.Tensor]:
 
 
 def far_apart(ctx, subject, problem, dim):
-    """The answer where one stride of k is so large that offsets exceed 2**31 elements."""
+    """The answer where one stride of k is so large that offsets exceed 2**31; and as it was."""
     x = inputs(problem)
+    near_by = answer(ctx, subject, problem, x)
     reach = 2**31 // (x.k.shape[dim] - 1) + 64
     strides = list(x.k.stride())
     strides[dim] = reach
     # Untouched pages of a fresh allocation cost nothing: gigabytes of addresses, not of memory.
     storage = torch.empty(2**31 + 2**16, dtype=x.k.dtype, device=ctx.device)
     x.k = storage.as_strided(x.k.shape, strides).copy_(x.k)
-    return answer(ctx, subject, problem, x)
+    return answer(ctx, subject, problem, x), near_by
 
 
 @clause(
@@ -276,6 +277,6 @@ def test_offsets_may_exceed_two_to_the_31(world, subject, dim):
     """
     problem = Problem(seq_q=20, seq_k=40, batch=3, heads=2, dtype="float16")
     problem = fitting(world, subject, problem)
-    seen = observe(world, subject, far_apart, problem, dim)
+    seen, near_by = observe(world, subject, far_apart, problem, dim)
 
-    rules.close(seen, problem, names=ALL)
+    rules.near(seen, near_by, given=f"{problem!r}, k far apart in dim {dim}", tf32=is_tf32(world))

@@ -12,7 +12,14 @@ import torch
 
 from spec_tests.attention import bodies, rules
 from spec_tests.attention.bodies import ATTENTION, CONTRACT, call, observe
-from spec_tests.attention.defined import ALL, OUTPUT_AND_GRADIENTS, as_defined, fitting, is_tf32
+from spec_tests.attention.defined import (
+    ALL,
+    OUTPUT_AND_GRADIENTS,
+    as_defined,
+    fitting,
+    is_tf32,
+    require_causal,
+)
 from spec_tests.attention.problem import AS_THE_EXERCISE, RAGGED, Problem, inputs
 from spec_tests.clause import MUST, clause
 from spec_tests.rig import judge
@@ -41,6 +48,7 @@ LENGTHS = {
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_lengths_need_no_tile_to_divide_them(world, subject, lengths):
     """Any seq_q and seq_k MUST give the definition's output and gradients, not only whole tiles."""
+    require_causal(world, subject, LENGTHS[lengths])
     as_defined(world, subject, LENGTHS[lengths], *OUTPUT_AND_GRADIENTS)
 
 
@@ -55,7 +63,7 @@ def test_lengths_need_no_tile_to_divide_them(world, subject, lengths):
 @pytest.mark.parametrize("head_dim", [16, 24, 40, 80, 111, 128])
 def test_any_head_dim_is_right(world, subject, head_dim):
     """Any head dim MUST give the definition's values, a power of two or not."""
-    problem = Problem(seq_q=40, head_dim=head_dim, batch=1)
+    problem = fitting(world, subject, Problem(seq_q=40, head_dim=head_dim)).but(head_dim=head_dim)
     as_defined(world, subject, problem, *OUTPUT_AND_GRADIENTS)
 
 

@@ -40,7 +40,7 @@ IMPOSTORS = (
         "Computes in PyTorch operations, under the kernel's name.",
         "One class returned for both of CS336's adapters.",
         "The values are right.",
-        ("attention.kernels.launched",),
+        ("attention.forward.launches-a-kernel",),
         functions=lambda: {"flash_attention_triton": offer(PlainAttention)["flash_attention"]},
         requires="triton",
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from spec_tests.impostors.attention_values import card
@@ -67,6 +69,11 @@ class BlindIsNan(PlainAttention):
         return acc / norm[..., None]
 
 
+class CausalIgnored(PlainAttention):
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        return super().__call__(q, k, v, **{**options, "causal": False})
+
+
 class BlindIsZeroLse(PlainAttention):
     """Adds an epsilon to the normaliser, so that its logarithm is finite."""
 
@@ -75,6 +82,14 @@ class BlindIsZeroLse(PlainAttention):
 
 
 IMPOSTORS = (
+    card(
+        CausalIgnored,
+        "causal-ignored",
+        "Takes the flag and ignores it.",
+        "CS336 allows it in the version without Triton, where 10 of 25 leave it so.",
+        "The course tests that version without the mask.",
+        "attention.causal.equal-lengths",
+    ),
     card(
         CausalTopLeft,
         "causal-top-left",

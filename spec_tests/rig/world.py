@@ -268,8 +268,11 @@ def _name_of(body: Callable[..., Any]) -> tuple[str, str]:
 def _is_own(error: RemoteError) -> bool:
     """False if torch raised it below the implementation: an operator, a module without forward."""
     innermost = error.frames[-1].filename if error.frames else ""
-    return not innermost.startswith(_TORCH)
+    return not innermost.startswith(_TORCH) or error.message.startswith(_NO_BACKWARD)
 
+
+# How torch says that an autograd function leaves its backward out.
+_NO_BACKWARD = "You must implement either the backward or vjp method"
 
 # What is said of a missing device by torch ("Torch not compiled with CUDA enabled", "NVTX functions
 # not installed", "Tried to instantiate dummy base class"), by Triton ("0 active drivers") and by

@@ -24,6 +24,7 @@ SIZES = {
     "attention.shapes.one-of-each",
 }
 TILED_ONLY = "impostor:attention.whole-tiles-only"
+CAUSAL_IGNORED = "impostor:attention.causal-ignored"
 CHECKOUT = f"cs336:{Path(__file__).parent / 'checkouts' / 'cs336_2026'}"
 
 
@@ -43,23 +44,30 @@ def judged(worlds: Worlds, words: str, clause: Clause, case: Mapping[str, Any]) 
     return run_case(clause, target.parse(words), case, worlds)
 
 
-def first_case(clause: Clause) -> dict[str, Any]:
-    return next(case for case in clause.cases() if case["subject"] == bodies.TILED[0])
+def cases_of(clause: Clause) -> list[dict[str, Any]]:
+    return [case for case in clause.cases() if case["subject"] == bodies.TILED[0]]
 
 
-def test_what_insists_on_whole_tiles_fails_the_clauses_about_sizes_alone(worlds: Worlds):
-    found = [judged(worlds, TILED_ONLY, c, first_case(c)) for c in clauses("correct")]
-    assert {r.clause.id for r in found if r.outcome is not Outcome.PASSED} == SIZES, [
-        r.message for r in found if r.outcome is not Outcome.PASSED
-    ]
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (TILED_ONLY, SIZES),
+        (CAUSAL_IGNORED, {"attention.causal.equal-lengths"}),
+    ],
+    ids=["whole tiles", "causal ignored"],
+)
+def test_one_fault_fails_the_clauses_about_it_alone(worlds: Worlds, words: str, wanted: set[str]):
+    cases = [(c, case) for c in clauses("correct") for case in cases_of(c)]
+    found = [judged(worlds, words, *case) for case in cases]
+    failed = [r for r in found if r.outcome not in (Outcome.PASSED, Outcome.SKIPPED)]
+    assert {r.clause.id for r in failed} == wanted, [r.message for r in failed]
 
 
 def test_the_exercise_s_version_without_triton_may_ignore_the_causal_flag(worlds: Worlds):
     found = {
         c.id: judged(worlds, CHECKOUT, c, case).outcome
         for c in clauses("course")
-        for case in c.cases()
-        if case["subject"] == bodies.TILED[0]
+        for case in cases_of(c)
     }
     assert len(found) == 4
     assert {*found.values()} == {Outcome.PASSED}, found
@@ -75,9 +83,37 @@ def test_the_exercise_s_version_without_triton_may_ignore_the_causal_flag(worlds
 )
 def test_a_failure_says_on_which_sizes(worlds: Worlds, words: str, id: str, said: str):
     (clause,) = [c for c in clauses("correct") if c.id == id]
-    cases = [case for case in clause.cases() if case["subject"] == bodies.TILED[0]]
-    failed = [judged(worlds, words, clause, case) for case in cases]
+    failed = [judged(worlds, words, clause, case) for case in cases_of(clause)]
     assert said in "".join(r.message for r in failed if r.outcome is Outcome.FAILED)
+
+
+FORWARD_ALONE = """
+import torch
+
+
+class Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v):
+        return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+
+
+def flash_attention(q, k, v, *, causal=False, scale=None, return_lse=False):
+    return Attention.apply(q, k, v)
+"""
+
+
+def test_a_backward_that_is_left_out_is_not_offered(worlds: Worlds, tmp_path: Path):
+    file = tmp_path / "forward_alone.py"
+    file.write_text(FORWARD_ALONE, encoding="utf-8")
+    found = {
+        c.id: judged(worlds, str(file), c, cases_of(c)[0]).outcome
+        for c in clauses("course")
+        if c.id in ("attention.forward.values", "attention.shapes.without-heads")
+    }
+    assert found == {
+        "attention.forward.values": Outcome.PASSED,
+        "attention.shapes.without-heads": Outcome.NOT_OFFERED,
+    }
 
 
 # ------------------------------------------------------------------------------------ in the parent

@@ -35,6 +35,7 @@ CLAUSES = (
     "fsdp.precision.computes-in-its-dtype",
     "fsdp.footprint.shards-alone-stay",
     "attention.*.values",
+    "attention.forward.lse-values",
     "attention.shapes.without-heads",
     "data.*",
     "models.*",
