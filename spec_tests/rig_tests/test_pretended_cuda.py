@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spec_tests import plugin, target
-from spec_tests.attention import test_forward, test_gradients
+from spec_tests.attention import test_forward, test_gradients, test_operator
 from spec_tests.clause import clause_of
 from spec_tests.ddp import test_gradients as ddp_gradients
 from spec_tests.rig import runner, world
@@ -204,6 +204,15 @@ def test_what_cannot_be_stood_in_for_is_not_here(own: Worlds, named):
     found = judged(named("torch.cuda.CUDAGraph()"), own)
     assert found.outcome is Outcome.NOT_HERE, found.message
     assert "stands in for one" not in found.message, "it does already"
+
+
+@ON_CPU
+def test_a_clause_about_compiled_code_is_not_here(own: Worlds):
+    test = test_operator.test_it_is_part_of_one_compiled_graph
+    which = dataclasses.replace(target.parse("solution"), pretends_cuda=True)
+    found = judged(which, own, test, {"world": 1, "subject": "flash_attention"})
+    assert found.outcome is Outcome.NOT_HERE, found.message
+    assert "torch.compile is not judged where CUDA is stood in for" in found.message
 
 
 def test_what_has_nothing_to_do_with_a_device_fails_as_ever(own: Worlds, named):
