@@ -146,6 +146,10 @@ def divided(ctx, subject, seed, factor):
         setter: Any = getattr(part, "set_gradient_divide_factor", None)
         if setter is not None:
             setter(factor)
+        # In float32 FSDP2 leaves the factor to the backend, and gloo knows none.
+        sums: Any = getattr(part, "set_force_sum_reduction_for_comms", None)
+        if sums is not None:
+            sums(True)
     sharded.backward()
     return sharded.stepped()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -83,6 +84,25 @@ class WidensDtypes(PlainDdp):
         return super().scale(flat.double())
 
 
+class OneDtypeABucket(PlainDdp):
+    """A bucket holds whatever comes, in the dtype of its first parameter."""
+
+    def plan(self) -> list[list[int]]:
+        buckets: list[list[int]] = []
+        filled = math.inf
+        for index in reversed(range(len(self.trainable))):
+            if filled >= self.bucket_bytes:
+                buckets.append([])
+                filled = 0.0
+            buckets[-1].append(index)
+            filled += self.trainable[index].numel() * self.trainable[index].element_size()
+        return buckets
+
+    def flatten(self, bucket: list[int]) -> torch.Tensor:
+        dtype = self.trainable[bucket[0]].dtype
+        return torch.cat([self.local(index).reshape(-1).to(dtype) for index in bucket])
+
+
 def _card(
     wrapper: type[PlainDdp], words: str, does: str, seen: str, unseen: str, *rejected_by: str, **how
 ) -> Impostor:
@@ -131,6 +151,15 @@ IMPOSTORS = (
         "`torch.cat` over mixed dtypes promotes.",
         "The values are right; float32 travels at twice its size.",
         "ddp.traffic.one-copy-per-step",
+    ),
+    _card(
+        OneDtypeABucket,
+        "one-dtype-a-bucket",
+        "Reduces a bucket in the dtype of its first parameter.",
+        "`torch.zeros(size, dtype=bucket[0].dtype)`, filled parameter by parameter.",
+        "All parameters of a test have one dtype, or the widest one comes first.",
+        "ddp.gradients.dtype-and-layout",
+        "ddp.buckets.size-invariance",
     ),
     _card(
         WaitsForHooks,
