@@ -17,16 +17,16 @@ class Ddp(Protocol):
     """Replicate `module` over the group: each gradient is averaged by itself.
 
     Returns a module that is called like the original, whose `parameters()` are the original's, and
-    whose `train()` and `eval()` reach it. At construction every rank takes the parameters (frozen
-    ones too) and buffers of the group's first rank. After a backward pass and
-    `finish_gradient_synchronization`, `.grad` of the *original* Parameter objects is the mean over
-    the group of the local gradients; a local gradient is everything accumulated since
-    `zero_grad`. Frozen parameters keep `grad is None`. A parameter unused on all ranks keeps
-    None, or is an error no later than the next forward; unused on some ranks only, it holds
-    the mean with zero for the absent, or is an error. Never a hang. The group decides who talks
-    and by how many one divides. All ranks get the same bits, and equal runs give equal bits.
-    Several forwards may feed one backward; a forward without gradients disturbs nothing. After a
-    caught exception the next step is right, or an error.
+    whose `train()` and `eval()` reach it. A forward calls the original, hooks included. At
+    construction every rank takes the parameters (frozen ones too) and buffers of the group's first
+    rank. After a backward pass and `finish_gradient_synchronization`, `.grad` of the *original*
+    Parameter objects is the mean over the group of the local gradients; a local gradient is
+    everything accumulated since `zero_grad`. Frozen parameters keep `grad is None`. A parameter
+    unused on all ranks keeps None, or is an error no later than the next forward; unused on some
+    ranks only, it holds the mean with zero for the absent, or is an error. Never a hang. The group
+    decides who talks and by how many one divides. All ranks get the same bits, and equal runs give
+    equal bits. Several forwards may feed one backward; a forward without gradients disturbs
+    nothing. After a caught exception the next step is right, or an error.
     """
 
     def __call__(
@@ -145,10 +145,10 @@ class MixedPrecisionPolicy(Protocol):
 class Fsdp(Protocol):
     """The whole-model wrapper of the CS336 exercise: shards Linear and Embedding weights.
 
-    Returns a module that is called like the original; DTensors are not asked for. An optimizer is
-    built over its `parameters()` afterwards. `finish_gradient_synchronization` is called after
-    every backward, as for `ddp`. With `compute_dtype` the sharded layers compute in it; what an
-    optimizer sees keeps its dtype.
+    Returns a module that is called like the original and calls it, hooks included; DTensors are not
+    asked for. An optimizer is built over its `parameters()` afterwards.
+    `finish_gradient_synchronization` is called after every backward, as for `ddp`. With
+    `compute_dtype` the sharded layers compute in it; what an optimizer sees keeps its dtype.
     """
 
     def __call__(
