@@ -17,9 +17,9 @@ class Ddp(Protocol):
     """Replicate `module` over the group: each gradient is averaged by itself.
 
     Returns a module that is called like the original, whose `parameters()` are the original's, and
-    whose `train()` and `eval()` reach it. At construction every rank takes the parameters (frozen
-    ones too) and buffers of the group's first rank, of any dtype and memory layout; later no weight
-    is written. After a backward pass and `finish_gradient_synchronization`, `.grad` of the
+    whose `train()` and `eval()` reach it. A forward calls the original, hooks included. At
+    construction every rank takes the parameters (frozen ones too) and buffers of the group's first
+    rank, of any dtype and memory layout; later no weight is written. After a backward pass and `finish_gradient_synchronization`, `.grad` of the
     *original* Parameter objects is the mean over the group of the local gradients, in the
     parameter's dtype; a local gradient is everything accumulated since `zero_grad`. Frozen
     parameters keep `grad is None`, all keep `requires_grad`. A parameter unused on all ranks keeps
@@ -157,7 +157,8 @@ class MixedPrecisionPolicy(Protocol):
 class Fsdp(Protocol):
     """The whole-model wrapper of the CS336 exercise: shards Linear and Embedding weights.
 
-    Returns a module that is called like the original, with positional and keyword arguments.
+    Returns a module that is called like the original, with positional and keyword arguments, and
+    calls it, hooks included.
     DTensors are not asked for. The caller seeds all ranks alike. A parameter that belongs to no
     Linear or Embedding keeps its name, stays plain and whole on every rank, and its gradient is
     the mean over ranks. An optimizer is built over `parameters()` afterwards.

@@ -155,6 +155,34 @@ def test_the_wrapped_module_computes_what_the_bare_one_does(world, subject, toy)
     )
 
 
+def hooks_that_run(ctx, subject, seed):
+    """The hooks of the original that a forward of the wrapper runs, in order."""
+    replica = Replica(ctx, subject, "mlp", seed)
+    found = []
+    replica.module.register_forward_pre_hook(lambda *_: found.append("before"))
+    replica.module.register_forward_hook(lambda *_: found.append("after"))
+    replica.loss()
+    return found
+
+
+@clause(
+    "ddp.construction.runs-the-modules-hooks",
+    MUST,
+    level="correct",
+    judges=DDP,
+    source="torch.nn.Module: call the module, not its forward, which ignores hooks",
+)
+def test_a_forward_runs_the_hooks_of_the_module(world, subject):
+    """A forward of the wrapper MUST run the forward hooks of the original module, each once.
+
+    `self.module.forward(...)` computes the same and skips them: activations that are recorded,
+    weights that are normalised before each forward, another wrapper's preparations.
+    """
+    ranks = world.run(hooks_that_run, subject, 7)
+
+    judge.equal(ranks, ["before", "after"], quantity="hooks of the module that ran")
+
+
 def as_module(ctx, subject, seed):
     """Whether the wrapper passes on parameters and modes, as a user of modules relies on."""
     replica = Replica(ctx, subject, "buffers", seed)

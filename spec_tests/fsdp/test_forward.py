@@ -260,3 +260,27 @@ def test_resharding_to_a_smaller_world_changes_no_bit(world, subject):
     freed = world.run(under_setting, subject, 7, True, "children")
 
     judge.tensors(ranks, freed, quantity="value with reshard_after_forward=True")
+
+
+def hooks_that_run(ctx, subject, seed):
+    """The hooks of the original that a forward of the sharded model runs, in order."""
+    sharded = Sharded(ctx, subject, "even", seed)
+    found = []
+    sharded.module.register_forward_pre_hook(lambda *_: found.append("before"))
+    sharded.module.register_forward_hook(lambda *_: found.append("after"))
+    sharded.loss()
+    return found
+
+
+@clause(
+    "fsdp.forward.runs-the-modules-hooks",
+    MUST,
+    level="correct",
+    judges=BOTH,
+    source="torch.nn.Module: call the module, not its forward, which ignores hooks",
+)
+def test_a_forward_runs_the_hooks_of_the_module(world, subject):
+    """A forward of the sharded model MUST run the original module's forward hooks, each once."""
+    ranks = world.run(hooks_that_run, subject, 7)
+
+    judge.equal(ranks, ["before", "after"], quantity="hooks of the module that ran")

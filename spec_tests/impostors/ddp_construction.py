@@ -85,7 +85,35 @@ def _card(
     )
 
 
+class CallsForward(PlainDdp):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        module, self._modules["module"] = self.module, _Bare(self.module)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._modules["module"] = module
+
+
+class _Bare(nn.Module):
+    """A module as it is without hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.forward(*args, **kwargs)
+
+
 IMPOSTORS = (
+    _card(
+        CallsForward,
+        "calls-forward",
+        "Calls the module's `forward` in place of the module.",
+        "`return self.module.forward(*inputs)`, as solutions of CS336 have it.",
+        "Models of exercises have no hooks on the outermost module.",
+        "ddp.construction.runs-the-modules-hooks",
+    ),
     _card(
         NoBroadcast,
         "no-broadcast",

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from spec_tests.impostors.card import Impostor
+from spec_tests.impostors.card import Functions, Impostor
+from spec_tests.impostors.fsdp_benign import FlatModel, flat_shards
 from spec_tests.impostors.fsdp_offer import card
 from spec_tests.impostors.plain_fsdp import Unit
 
@@ -59,7 +60,29 @@ class LeavesGradientsOn(Unit):
         return given
 
 
+class CallsForward(FlatModel):
+    """Calls the model's `forward`, past its hooks."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.forward(*args, **kwargs)
+
+
+def _calls_forward() -> Functions:
+    return {
+        **flat_shards(),
+        "fsdp": lambda module, *, compute_dtype=None: CallsForward(module, compute_dtype),
+    }
+
+
 IMPOSTORS: tuple[Impostor, ...] = (
+    Impostor(
+        "fsdp.calls-forward",
+        "The whole-model wrapper calls the module's `forward` in place of the module.",
+        "`return self.module.forward(*inputs)`, as solutions of CS336 have it.",
+        "Models of exercises have no hooks on the outermost module.",
+        ("fsdp.forward.runs-the-modules-hooks",),
+        functions=_calls_forward,
+    ),
     card(
         PadsToEight,
         "pads-to-eight",
