@@ -19,16 +19,16 @@ class Ddp(Protocol):
     Returns a module that is called like the original, whose `parameters()` are the original's, and
     whose `train()` and `eval()` reach it. A forward calls the original, hooks included. At
     construction every rank takes the parameters (frozen ones too) and buffers of the group's first
-    rank, of any dtype and memory layout; later no weight is written. After a backward pass and `finish_gradient_synchronization`, `.grad` of the
-    *original* Parameter objects is the mean over the group of the local gradients, in the
-    parameter's dtype; a local gradient is everything accumulated since `zero_grad`. Frozen
-    parameters keep `grad is None`, all keep `requires_grad`. A parameter unused on all ranks keeps
-    None, or is an error no later than the next forward; unused on some ranks only, it holds
-    the mean with zero for the absent, or is an error. Never a hang. The group decides who talks
-    and by how many one divides. All ranks get the same bits, and equal runs give equal bits.
-    Several forwards may feed one backward; a forward without gradients disturbs nothing, nor does
-    another wrapped model. What is launched is waited for. After a caught exception the next step is
-    right, or an error.
+    rank, of any dtype and memory layout; later no weight is written. After a backward pass and
+    `finish_gradient_synchronization`, `.grad` of the *original* Parameter objects is the mean over
+    the group of the local gradients, in the parameter's dtype; a local gradient is everything
+    accumulated since `zero_grad`. Frozen parameters keep `grad is None`, all keep `requires_grad`.
+    A parameter unused on all ranks keeps None, or is an error no later than the next forward;
+    unused on some ranks only, it holds the mean with zero for the absent, or is an error. Never a
+    hang. The group decides who talks and by how many one divides. All ranks get the same bits, and
+    equal runs give equal bits. Several forwards may feed one backward; a forward without gradients
+    disturbs nothing, nor does another wrapped model. What is launched is waited for. After a caught
+    exception the next step is right, or an error.
     """
 
     def __call__(
@@ -158,17 +158,16 @@ class Fsdp(Protocol):
     """The whole-model wrapper of the CS336 exercise: shards Linear and Embedding weights.
 
     Returns a module that is called like the original, with positional and keyword arguments, and
-    calls it, hooks included.
-    DTensors are not asked for. The caller seeds all ranks alike. A parameter that belongs to no
-    Linear or Embedding keeps its name, stays plain and whole on every rank, and its gradient is
-    the mean over ranks. An optimizer is built over `parameters()` afterwards.
-    `finish_gradient_synchronization` is called after every backward, as for `ddp`; an update then
-    uses the mean gradient. Full weights are freed after use, in forward and in backward, and a
-    forward computes with current weights. With `compute_dtype` the sharded layers are gathered in
-    it and compute in it, and the model casts its inputs; what an optimizer sees keeps its dtype,
-    float32. Bits, models and runs are as with `fully_shard`. Right or refused, never wrong in
-    silence: rows that the ranks do not divide, weights that layers share, frozen weights, and a
-    second backward without `zero_grad`, whose gradients add up.
+    calls it, hooks included. DTensors are not asked for. The caller seeds all ranks alike. A
+    parameter that belongs to no Linear or Embedding keeps its name, stays plain and whole on every
+    rank, and its gradient is the mean over ranks. An optimizer is built over `parameters()`
+    afterwards. `finish_gradient_synchronization` is called after every backward, as for `ddp`; an
+    update then uses the mean gradient. Full weights are freed after use, in forward and in
+    backward, and a forward computes with current weights. With `compute_dtype` the sharded layers
+    are gathered in it and compute in it, and the model casts its inputs; what an optimizer sees
+    keeps its dtype, float32. Bits, models and runs are as with `fully_shard`. Right or refused,
+    never wrong in silence: rows that the ranks do not divide, weights that layers share, frozen
+    weights, and a second backward without `zero_grad`, whose gradients add up.
     """
 
     def __call__(
