@@ -149,10 +149,20 @@ class FlatModel(nn.Module):
         return found
 
 
-def flat_shards() -> Functions:
+class Float32Model(FlatModel):
+    """Float32 weights, whatever it is given, as a course has it: wider are rounded."""
+
+    def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None) -> None:
+        for name, parameter in module.named_parameters():
+            if parameter.element_size() < 4:
+                raise ValueError(f"{name}: expected float32, got {parameter.dtype}")
+        super().__init__(module.float(), compute_dtype)
+
+
+def flat_shards(model: type[FlatModel] = FlatModel) -> Functions:
     """The contract's functions for flat shards."""
     return {
-        "fsdp": lambda module, *, compute_dtype=None: FlatModel(module, compute_dtype),
+        "fsdp": lambda module, *, compute_dtype=None: model(module, compute_dtype),
         "full_parameters": lambda model: model.full_parameters(),
         "finish_gradient_synchronization": lambda model: model.finish(),
         # Not the reference's: its `fully_shard` would be judged here too.
@@ -176,5 +186,13 @@ IMPOSTORS = (
         "",
         (),
         functions=flat_shards,
+    ),
+    Impostor(
+        "benign.fsdp-float32-weights",
+        "Flat shards of float32, to which wider weights are rounded; narrower ones are refused.",
+        "",
+        "",
+        (),
+        functions=lambda: flat_shards(Float32Model),
     ),
 )

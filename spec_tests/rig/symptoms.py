@@ -109,13 +109,17 @@ def explain(finding: Finding, hints: Sequence[Hint], *, world_size: int) -> Caus
     if finding.missing():
         return Cause("", "it was flattened, padded or cast, and not brought back")
     seen, wanted = finding.seen.double(), finding.wanted.double()
-    close = max(finding.allowed, 1e-9 * float(wanted.abs().nan_to_num(0.0, 0.0).max()))
+    # Two right ways to form a wrong value differ by some roundings of its dtype.
+    dtype = finding.wanted.dtype
+    few = max(1e-9, 4 * torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0
+    close = max(finding.allowed, few * float(wanted.abs().nan_to_num(0.0, 0.0).max()))
     return (
         _not_finite(seen, wanted)
         or _zero(seen, wanted)
         or _hinted(finding, hints, close)
         or _ratio(seen, wanted, world_size)
         or _transposed(seen, wanted, close)
+        or _rounded(finding)
         or _partly_right(seen, wanted, close)
     )
 
@@ -141,7 +145,9 @@ def _hinted(finding: Finding, hints: Sequence[Hint], close: float) -> Cause | No
         candidate = hint.value(finding.rank, finding.name)
         if candidate is None or finding.seen is None or candidate.shape != finding.seen.shape:
             continue
-        if float((finding.seen.double() - candidate.double()).abs().max()) <= close:
+        # Near it, and not as near to what is right, which a small value may be as well.
+        apart = float(gap(finding.seen, candidate).max())
+        if apart <= close and 4 * apart < finding.error:
             return Cause("exactly what one known mistake gives", hint.means)
     return None
 
@@ -172,6 +178,29 @@ def _transposed(seen: torch.Tensor, wanted: torch.Tensor, close: float) -> Cause
     if float((seen.T - wanted).abs().max()) > close:
         return None
     return Cause("its transpose", "the layout of the gradient is not that of the parameter")
+
+
+def _rounded(finding: Finding) -> Cause | None:
+    """The value in fewer bits than its dtype has, or an error of the size of their rounding."""
+    assert finding.seen is not None
+    assert finding.wanted is not None
+    own = finding.wanted.dtype
+    if not own.is_floating_point:
+        return None
+    largest = float(finding.wanted.double().abs().max())
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        eps, name = torch.finfo(dtype).eps, str(dtype).removeprefix("torch.")
+        if eps < 64 * torch.finfo(own).eps:
+            continue
+        if torch.equal(finding.seen, finding.wanted.to(dtype).to(own)):
+            return Cause(f"it rounded to {name}", f"it went through {name} on the way")
+        # Of many roundings to nearest the largest is seldom below a quarter of the last bit.
+        if largest * eps / 8 < finding.error <= largest * eps:
+            return Cause(
+                f"it with an error of the size of {name}'s rounding",
+                f"it may have been sent, added up or kept in {name}",
+            )
+    return None
 
 
 def _partly_right(seen: torch.Tensor, wanted: torch.Tensor, close: float) -> Cause | None:

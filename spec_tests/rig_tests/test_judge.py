@@ -68,6 +68,47 @@ def test_a_single_number_is_called_a_multiple_only_by_a_factor_that_means_someth
     assert "got something else" in message([one, 2.7 * one], one)
 
 
+NARROWER = {
+    "float32": torch.float64,
+    "float16": torch.float32,
+    "bfloat16": torch.float32,
+}
+"""The dtype that a value went through, to the one that it should have had."""
+
+
+@pytest.mark.parametrize("name", NARROWER)
+@pytest.mark.parametrize("how", ["rounded", "added up"])
+def test_a_value_that_went_through_fewer_bits_is_told_by_its_error(name: str, how: str):
+    own, narrow = NARROWER[name], getattr(torch, name)
+    parts = torch.randn(3, 6, 5, dtype=own, generator=torch.Generator().manual_seed(7))
+    wanted = parts.sum(dim=0)
+    seen = wanted if how == "rounded" else parts
+    seen = seen.to(narrow).to(own)
+    if how == "added up":
+        seen = seen.sum(dim=0)
+    text = message([seen], wanted, within=rounding(own, terms=3))
+    assert f"it went through {name} on the way" in text or (
+        how == "added up" and f"likely: it may have been sent, added up or kept in {name}" in text
+    )
+
+
+def test_an_error_of_the_dtypes_own_rounding_or_of_no_rounding_is_not_told_so():
+    wanted = torch.randn(6, 5, generator=torch.Generator().manual_seed(7))
+    for seen in (wanted * (1 + torch.finfo(torch.float32).eps), wanted + 0.05 * wanted.flip(0)):
+        assert "float" not in message([seen], wanted).partition("likely")[2].partition("allowed")[0]
+    assert "summed and not divided" in message([2 * wanted, 2 * wanted], wanted)
+
+
+def test_a_hint_that_is_hardly_told_from_what_is_right_is_not_given():
+    # A weight that decay brings back to where it was: it moved, by less than one can tell.
+    wanted = torch.full((4,), -2.0, dtype=torch.float64)
+    initial = Hint("the initial weight: nobody updated it", {"first.weight": wanted})
+    assert "nobody" not in message([wanted + 1.7e-9], wanted, hints=[initial])
+    near = Hint("the initial weight: nobody updated it", {"first.weight": wanted + 1e-9})
+    assert "nobody" not in message([wanted + 1.7e-9], wanted, hints=[near])
+    assert "nobody" in message([wanted + 1e-9], wanted, hints=[near])
+
+
 @pytest.mark.parametrize("symptom", SYMPTOMS)
 def test_a_symptom_is_named_with_its_likely_cause(symptom: str):
     observed, likely, got = SYMPTOMS[symptom]

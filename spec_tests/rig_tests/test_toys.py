@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from spec_tests.rig import oracle
 from spec_tests.rig.toys import TOYS, sum_of_squares
+from spec_tests.zero1 import runs, test_groups
 
 SEEDS = (0, 7, 123)
 UNTRAINED = {"frozen": {"frozen.weight", "frozen.bias"}, "unused": {"unused.weight", "unused.bias"}}
@@ -232,6 +233,26 @@ def test_weights_are_functions_of_the_seed_alone(toy: str):
     assert all(torch.equal(one[name], again[name]) for name in one)
     differ = {name for name in one if not torch.equal(one[name], other[name])}
     assert any(name in differ for name, _ in TOYS[toy].build(7).named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("script", "groups"),
+    [
+        (test_groups.three_steps, test_groups.one_and_the_rest),
+        (test_groups.options_that_change, test_groups.one_and_the_rest),
+        (test_groups.scheduled, runs.all_in_one),
+    ],
+    ids=["own-options", "live", "schedulers"],
+)
+def test_every_element_moves_in_every_step_of_the_clauses_on_options(script: Any, groups: Any):
+    # A weight at the fixed point of a decay stays, whatever the rate: nothing to be seen.
+    seen = runs.alone(script, groups=groups)
+    before = oracle.parameters(runs.TOY, runs.SEED)
+    for key, weight in seen.items():
+        name, _, when = key.partition(" ")
+        if when.startswith("after step"):
+            assert bool((weight != before[name]).all()), key
+            before[name] = weight
 
 
 # --------------------------------------------------------------------------------------- exactness
