@@ -7,6 +7,7 @@ weight, a norm, a gradient that was there before.
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ from torch.distributed.tensor import DTensor
 from spec_tests.clause import MUST, clause
 from spec_tests.fsdp.sharded import Sharded
 from spec_tests.fsdp.test_precision import HALF, constant, embedding
-from spec_tests.laws import equivalence, refusal, traffic
+from spec_tests.laws import equivalence, footprint, refusal, traffic
 from spec_tests.rig import judge, oracle
 from spec_tests.rig.toys import TOYS
 
 ONLY = ("fsdp",)
+ROWS = 480
+"""Of a table: two, three and four ranks divide them."""
 
 
 def frozen_before(ctx, subject, seed, frozen):
@@ -131,6 +134,39 @@ def test_gradients_of_a_whole_model_add_up_until_they_are_cleared(world, subject
         equivalence.mean_gradients(
             ranks, "even", 7, micros=(0, 1), absent_is_zero=True, given="two backwards, each ended"
         )
+
+
+def table(ctx, subject):
+    """Live bytes of a model that is little more than a table of words, once it is sharded."""
+    with ctx.recording() as recorder:
+        with torch.device(ctx.device):
+            model = ctx.impl.fsdp(nn.Sequential(nn.Embedding(ROWS, 16)))
+        gc.collect()
+        found = recorder.live_bytes
+    assert model is not None  # alive until here
+    return found
+
+
+@clause(
+    "fsdp.footprint.embedding-of-a-whole-model",
+    MUST,
+    level="course",
+    judges=ONLY,
+    source="CS336 assignment 2: this leaves us with the embedding layer and every linear layer",
+    worlds=(2, 4),
+)
+def test_the_embedding_of_a_whole_model_is_divided(world, subject):
+    """A rank MUST hold its rows of an embedding, and not those of others."""
+    ranks = world.run(table, subject)
+
+    rows = ROWS * 16 * 4 // world.size
+    footprint.at_most(
+        ranks,
+        {"rows of this rank": rows, "slack of a fifth of the table": ROWS * 16 * 4 // 5},
+        quantity="bytes after sharding",
+        likely="embeddings are replicated: Linear layers alone are sharded",
+        given=f"{ROWS} rows of 64 bytes over {world.size} ranks",
+    )
 
 
 def gathered_dtypes(ctx, subject):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from spec_tests.impostors.card import Functions, Impostor
 from spec_tests.impostors.fsdp_offer import offer
@@ -83,7 +84,10 @@ class GatherRows(torch.autograd.Function):
 
 
 class FlatLayer(nn.Module):
-    """A Linear or Embedding whose weight is kept as a flat shard."""
+    """A Linear or Embedding whose weight is kept as a flat shard.
+
+    Computed again in backward, so that autograd keeps no full weight in between.
+    """
 
     def __init__(self, layer: Any, compute_dtype: Any) -> None:
         super().__init__()
@@ -100,13 +104,17 @@ class FlatLayer(nn.Module):
         layer.weight = None
         self.layer: Any = layer
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.compute, x, use_reentrant=False)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer's forward with all rows of its weight."""
         dtype = self.compute_dtype or self.shard.dtype
         weight = GatherRows.apply(self.shard.to(dtype), self)
         if isinstance(self.layer, nn.Embedding):
             return nn.functional.embedding(x, weight)
         bias = self.layer.bias
-        return nn.functional.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype))
+        return nn.functional.linear(x, weight, None if bias is None else bias.to(dtype))
 
 
 class FlatModel(nn.Module):
@@ -115,6 +123,10 @@ class FlatModel(nn.Module):
     def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None) -> None:
         super().__init__()
         self.names = [name for name, _ in module.named_parameters()]
+        for name, layer in module.named_modules():
+            is_layer = isinstance(layer, nn.Linear | nn.Embedding)
+            if is_layer and layer.weight.shape[0] % dist.get_world_size():
+                raise ValueError(f"{name}: expected rows that the ranks divide; pad them")
         if len(self.names) != len(list(module.named_parameters(remove_duplicate=False))):
             raise ValueError("module: expected no tied weights, got some; untie them first")
         self.inner = module
@@ -181,7 +193,7 @@ IMPOSTORS = (
     _card(Piecemeal, "piecemeal", "Parameter by parameter, all-reduce and slice, divides first."),
     Impostor(
         "benign.fsdp-flat-shards",
-        "The whole-model shape without DTensors: flat shards, one autograd function.",
+        "The whole-model shape without DTensors: flat shards of rows that divide, recomputation.",
         "",
         "",
         (),

@@ -49,6 +49,12 @@ class KeepsOriginals(Unit):
         return super().shard(parameter, places)
 
 
+class LeavesEmbeddings(Unit):
+    """Shards the Linear layers of a whole model and replicates its embedding."""
+
+    layers = nn.Linear
+
+
 class FreesNothing(Unit):
     """Drops its own references to full weights, and leaves autograd's."""
 
@@ -191,6 +197,14 @@ IMPOSTORS: tuple[Impostor, ...] = (
         "A list of the original parameters, for their shapes and names.",
         _RIGHT,
         "fsdp.footprint.shards-alone-stay",
+    ),
+    card(
+        LeavesEmbeddings,
+        "leaves-embeddings",
+        "Replicates the embedding of a whole model.",
+        "A solution of CS336 that gathers Linear layers only.",
+        "Its numbers are right, and so is the memory of a tower of Linear layers.",
+        "fsdp.footprint.embedding-of-a-whole-model",
     ),
     card(
         FreesNothing,

@@ -146,14 +146,14 @@ def _full_parameters(model: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def _layers(module: nn.Module, *, leaves_attention: bool) -> list[Any]:
+def _layers(module: nn.Module, unit: type[Unit]) -> list[Any]:
     inside = {
         part
         for attention in module.modules()
-        if isinstance(attention, nn.MultiheadAttention) and leaves_attention
+        if isinstance(attention, nn.MultiheadAttention) and unit.leaves_attention
         for part in attention.modules()
     }
-    layers = [part for part in module.modules() if isinstance(part, nn.Linear | nn.Embedding)]
+    layers = [part for part in module.modules() if isinstance(part, unit.layers)]
     return [layer for layer in layers if layer not in inside]
 
 
@@ -188,7 +188,7 @@ def offer(unit: type[Unit]) -> dict[str, Any]:
         uses = Counter(
             id(p) for m in module.modules() for p in m._parameters.values() if p is not None
         )
-        for layer in _layers(module, leaves_attention=unit.leaves_attention):
+        for layer in _layers(module, unit):
             if uses[id(layer.weight)] == 1:
                 fully_shard(layer, mp_policy=policy)
         if not hasattr(module, "_plain_fsdp"):

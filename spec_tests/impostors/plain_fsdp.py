@@ -72,6 +72,7 @@ class Unit(Storage):
     registers = True  # methods beside forward
     leaves_attention = True  # whose inner layer is not called
     replicates_rest = True  # what belongs to no layer of a whole model
+    layers: Any = nn.Linear | nn.Embedding  # that are sharded in a whole model
 
     def before_state_dict(self, *ignored: Any) -> None:
         self.reshard()

@@ -46,11 +46,11 @@ class FSDP(nn.Module):
 
     @staticmethod
     def compute(layer, dtype, x):
-        """The layer's forward with all rows of its weight."""
+        """The layer's forward with all rows of its weight; the model sees to the dtype of x."""
         weight = Gather.apply(layer.weight, dtype or layer.weight.dtype)
         if isinstance(layer, Embedding):
             return weight[x]
-        return (x.to(dtype) if dtype else x) @ weight.T
+        return x @ weight.T
 
     def forward(self, *args, **kwargs):
         """As the module does."""
