@@ -71,9 +71,10 @@ class ShardedOptimizer(Protocol):
     """ZeRO-1: a `torch.optim.Optimizer` whose state is divided over the group.
 
     Gradients arrive already averaged. `step` updates what this rank owns and leaves all ranks with
-    equal parameters; `.state` holds only owned state; `param_groups` are live, so a scheduler's
-    change takes effect at the next step; `zero_grad` clears all gradients. `load_state_dict`, which
-    all ranks call, takes the unsharded optimizer's state dict; `state_dict` gives that, or raises.
+    equal parameters; given a closure it evaluates that once, first, and returns its loss. `.state`
+    holds only owned state; `param_groups` are live, so a scheduler's change takes effect at the
+    next step; `zero_grad` clears all gradients. `load_state_dict`, which all ranks call, takes the
+    unsharded optimizer's state dict; `state_dict` gives that, or raises.
     """
 
     def __call__(

@@ -30,7 +30,6 @@ CLAUSES = (
     "ddp.construction.forward-is-unchanged",
     "ddp.gradients.frozen-stay-none",
     "zero1.state.divided",
-    "zero1.groups.live",
     "fsdp.backward.mean-gradient",
     "fsdp.precision.computes-in-its-dtype",
     "fsdp.footprint.shards-alone-stay",
