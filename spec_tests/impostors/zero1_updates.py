@@ -69,6 +69,13 @@ class DropsClosure(PlainZero1):
         return None if closure is None else closure()
 
 
+class EvaluatesTwice(PlainZero1):
+    def update(self, closure: Any) -> Any:
+        if closure is not None:
+            closure()
+        return super().update(closure)
+
+
 class DropsWait(PlainZero1):
     def exchange(self) -> None:
         self.flying = [
@@ -172,6 +179,14 @@ IMPOSTORS = (
         "Evaluates the closure after the update.",
         "`step(closure)` is an afterthought.",
         "Nobody passes closures to Adam.",
+        "zero1.step.closure",
+    ),
+    card(
+        EvaluatesTwice,
+        "evaluates-twice",
+        "Evaluates the closure for its loss, and hands it to the inner optimizer as well.",
+        "A wrapper that keeps the loss of its own call, in a solution of CS336.",
+        "A closure without randomness gives the same weights.",
         "zero1.step.closure",
     ),
     card(

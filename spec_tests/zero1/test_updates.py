@@ -19,10 +19,12 @@ from spec_tests.rig.symptoms import Hint
 from spec_tests.zero1.runs import (
     OPTIMIZERS,
     Run,
+    alone,
     in_ranks,
     like_unsharded,
     same_as_unsharded,
     sharded,
+    tolerance,
 )
 
 ZERO = ("sharded_optimizer",)
@@ -146,19 +148,26 @@ def test_a_rank_that_owns_nothing_takes_part(world):
 
 
 def with_closure(run):
-    """Weights after steps that are given a closure, and what they returned."""
+    """Weights after steps that are given a closure, what those returned, and how often it ran."""
+    losses, evaluations = {}, 0
     for number in range(1, 4):
 
         def closure():
+            nonlocal evaluations
+            evaluations += 1
             run.optimizer.zero_grad()
             loss = sum(parameter.square().sum() for parameter in run.parameters.values())
             loss.backward()
             return loss.detach()
 
-        returned = run.optimizer.step(closure)
-        run.seen[f"gain + loss of step {number}"] = run.parameters["gain"].detach() + returned
+        losses[f"step {number}"] = run.optimizer.step(closure)
         run.note(f"after step {number}")
-    return run.seen
+    return {"weights": run.seen, "losses": losses, "evaluations": evaluations}
+
+
+def weights_with_closure(run):
+    """The weights alone."""
+    return with_closure(run)["weights"]
 
 
 @clause(
@@ -169,8 +178,25 @@ def with_closure(run):
     source="torch.optim.Optimizer.step(closure)",
 )
 def test_a_closure_is_evaluated_and_its_loss_returned(world):
-    """`step(closure)` MUST evaluate the closure before updating, and return its loss."""
-    same_as_unsharded(world, with_closure)
+    """`step(closure)` MUST evaluate the closure once, before updating, and return its loss.
+
+    Evaluated twice, a forward with dropout or a fresh batch trains on something else.
+    """
+    ranks = world.run(in_ranks, with_closure)
+
+    expected = alone(with_closure)
+    like_unsharded([rank["weights"] for rank in ranks], weights_with_closure)
+    judge.tensors(
+        [rank["losses"] for rank in ranks],
+        expected["losses"],
+        quantity="loss of the closure, which `step` returns",
+        within=tolerance("adamw", torch.float64, num_steps=4),
+    )
+    judge.equal(
+        [rank["evaluations"] for rank in ranks],
+        expected["evaluations"],
+        quantity="number of evaluations in three steps to be",
+    )
 
 
 def own_gradients(ctx, optimizer):
