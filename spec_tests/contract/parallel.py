@@ -73,9 +73,9 @@ class ShardedOptimizer(Protocol):
     """ZeRO-1: a `torch.optim.Optimizer` whose state is divided over the group.
 
     Gradients arrive already averaged. `step` evaluates a closure that it is given once, first, and
-    returns its loss; it updates what this rank owns and leaves all ranks of the group with the same
-    bits, those that `optimizer_cls` alone would give: whatever the memory layout, the number of
-    ranks, and which parameters have no gradient. Parameters of unequal dtypes may be refused.
+    returns its loss; it updates what this rank owns and leaves all ranks of the group with equal
+    bits, the values that `optimizer_cls` alone would give, whatever the memory layout, the number
+    of ranks, and which parameters have no gradient. Parameters of unequal dtypes may be refused.
     `.state` holds only owned state, also after a load. `param_groups` are the caller's, in order
     and whole, also those that `add_param_group` adds, and live, so a scheduler's change takes
     effect at the next step; `zero_grad` clears all gradients. `load_state_dict`, which all ranks
