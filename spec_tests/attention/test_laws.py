@@ -9,6 +9,7 @@ of all scores of a row changes nothing, so dK sums to zero; scores are linear in
 from __future__ import annotations
 
 import math
+import unittest
 
 import pytest
 import torch
@@ -180,6 +181,13 @@ def _between(name, seen, least, most, spare, problem):
     )
 
 
+def _unequal(problem):
+    """The problem, where more or fewer keys than queries can be asked for."""
+    if "equal lengths" in problem.fit:
+        raise unittest.SkipTest("it takes equal lengths only, for which attention.shapes.* fail")
+    return problem
+
+
 def split(ctx, subject, problem, at):
     """O and L of the whole, and merged from calls on k[:at] and k[at:] by their L."""
     x = inputs(problem).to(ctx.device)
@@ -208,7 +216,7 @@ def test_parts_of_the_keys_merge_by_their_log_sum_exp(world, subject, at):
 
     Ring attention, split-KV decoding and prefix caches are this law.
     """
-    problem = fitting(world, subject, Problem(seq_q=40, seq_k=64))
+    problem = _unequal(fitting(world, subject, Problem(seq_q=40, seq_k=64)))
     if "whole tiles" in problem.fit:  # so have both parts to be
         problem, at = problem.but(seq_k=2 * WHOLE_TILES), WHOLE_TILES
     whole, merged = observe(world, subject, split, problem, at)
@@ -239,7 +247,7 @@ def doubled(ctx, subject, problem):
 )
 def test_doubling_every_key_adds_ln_2_to_the_log_sum_exp(world, subject):
     """Doubling every key and value MUST leave O and the sum of dV, and add ln 2 to L."""
-    problem = fitting(world, subject, Problem(seq_q=40, seq_k=50))
+    problem = _unequal(fitting(world, subject, Problem(seq_q=40, seq_k=50)))
     once, twice = observe(world, subject, doubled, problem)
 
     wanted = {**once, "L": once["L"] + math.log(2.0)}

@@ -40,6 +40,12 @@ class WholeTilesOnly(PlainAttention):
         assert q.shape[-1] & (q.shape[-1] - 1) == 0
 
 
+class EqualLengthsOnly(PlainAttention):
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        super().check(q, k, v)
+        assert q.shape == k.shape
+
+
 class HeadsModulo(PlainAttention):
     def kv_heads_of(self, heads: int, kv_heads: int) -> Tensor:
         return torch.arange(heads) % max(1, kv_heads)
@@ -129,6 +135,15 @@ IMPOSTORS = (
         "Lengths and head dims are powers of two.",
         "attention.shapes.ragged-lengths",
         "attention.shapes.head-dims",
+    ),
+    card(
+        EqualLengthsOnly,
+        "equal-lengths-only",
+        "Refuses more or fewer keys than queries, and shared heads.",
+        "`assert Q.shape == K.shape`.",
+        "Training has equal lengths; decoding has not.",
+        "attention.shapes.ragged-lengths",
+        "attention.causal.bottom-right",
     ),
     card(
         HeadsModulo,

@@ -23,6 +23,19 @@ SIZES = {
     "attention.shapes.head-dims",
     "attention.shapes.one-of-each",
 }
+UNEQUAL = {
+    "attention.shapes.ragged-lengths",
+    "attention.shapes.grouped-heads",
+    "attention.shapes.grouped-sums-are-wide",
+    "attention.shapes.batch-and-heads-are-independent",
+    "attention.causal.bottom-right",
+    "attention.causal.gradients-bottom-right",
+    "attention.blind-rows.zeros",
+    "attention.blind-rows.gradients",
+    "attention.laws.masses",
+    "attention.laws.products",
+    "attention.gradients.of-the-lse",
+}
 TILED_ONLY = "impostor:attention.whole-tiles-only"
 CAUSAL_IGNORED = "impostor:attention.causal-ignored"
 CHECKOUT = f"cs336:{Path(__file__).parent / 'checkouts' / 'cs336_2026'}"
@@ -53,8 +66,9 @@ def cases_of(clause: Clause) -> list[dict[str, Any]]:
     [
         (TILED_ONLY, SIZES),
         (CAUSAL_IGNORED, {"attention.causal.equal-lengths"}),
+        ("impostor:attention.equal-lengths-only", UNEQUAL),
     ],
-    ids=["whole tiles", "causal ignored"],
+    ids=["whole tiles", "causal ignored", "equal lengths"],
 )
 def test_one_fault_fails_the_clauses_about_it_alone(worlds: Worlds, words: str, wanted: set[str]):
     cases = [(c, case) for c in clauses("correct") for case in cases_of(c)]
