@@ -25,8 +25,8 @@ Cases = Sequence[tuple[Clause, Mapping[str, Any]]]
 
 # How many of the cases before it are tried with one that passes alone.
 _NEAREST = (1, 8)
-# How many clauses of an implementation are tried alone. Each try starts a world, up to a second; where
-# the first ones fail alone as well, state is not what the implementation suffers from.
+# How many clauses of an implementation are tried alone. Each try starts a world, up to a second;
+# where the first ones fail alone as well, state is not what the implementation suffers from.
 _TRIES = 3
 
 
