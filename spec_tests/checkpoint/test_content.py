@@ -66,7 +66,9 @@ def compare(ranks, *kinds, quantity, given=""):
     source=CONTRACT,
     worlds=(1, 2),
 )
-@pytest.mark.parametrize("toy", ["ragged", "tied", "frozen", "buffers", "mixed", "strided"])
+@pytest.mark.parametrize(
+    "toy", ["ragged", "tied", "frozen", "buffers", "mixed", "double", "strided"]
+)
 def test_parameters_and_buffers_come_back(world, toy):
     """A load MUST bring back every parameter and buffer as it was when it was saved."""
     with folder() as directory:

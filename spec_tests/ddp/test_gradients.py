@@ -110,12 +110,12 @@ def test_frozen_parameters_keep_no_gradient(world, subject):
     source="torch reducer: one bucket per dtype and device, stride contract of bucket views",
     worlds=(2, 3),
 )
-@pytest.mark.parametrize("toy", ["mixed", "conv", "strided"])
+@pytest.mark.parametrize("toy", ["mixed", "double", "conv", "strided"])
 def test_every_dtype_and_layout_lands_in_its_place(world, subject, toy):
     """Gradients of any dtype and memory layout MUST land in the right positions, dtype kept.
 
-    Channels-last, transposed, expanded with stride zero, float32 next to bfloat16: flattening such
-    a gradient may copy, and then the reduced values are written into the copy.
+    Channels-last, transposed, expanded with stride zero, float32 next to bfloat16 or float64:
+    flattening such a gradient may copy, and then the reduced values are written into the copy.
     """
     ranks = world.run(one_backward, subject, toy, 7)
 

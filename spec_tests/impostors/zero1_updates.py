@@ -212,7 +212,6 @@ IMPOSTORS = (
         "One flat buffer for all dtypes.",
         "Models are float32.",
         "zero1.step.dtypes",
-        "zero1.step.equals-unsharded",
     ),
     card(
         UpdatesEachName,

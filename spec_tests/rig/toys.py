@@ -1,12 +1,12 @@
 """Toy models, each made to bring out one situation, with integer weights and inputs.
 
-Everything is exact, in float32: weights and inputs are small integers, activations are `abs`, and
-the loss is a sum of squares, so every intermediate value and every gradient is an integer, and no
-sum of them over samples, micro-batches and ranks reaches 2**24. (Not float64, in which that would
-be easy: right code may keep float32 weights whatever it is given.) With the loss multiplied by the
-world size even the mean over ranks is an integer. Order of summation and place of division then
-cannot matter, and every right implementation is bit-equal to one process with the whole batch, at
-any world size. `Toy.reach` says up to how many summands.
+Everything is exact, in float32 but for the two toys about dtypes: weights and inputs are small
+integers, activations are `abs`, and the loss is a sum of squares, so every intermediate value and
+every gradient is an integer, and no sum of them over samples, micro-batches and ranks reaches
+2**24. (Not float64, in which that would be easy: right code may keep float32 weights whatever it
+is given.) With the loss multiplied by the world size even the mean over ranks is an integer. Order
+of summation and place of division then cannot matter, and every right implementation is bit-equal
+to one process with the whole batch, at any world size. `Toy.reach` says up to how many summands.
 
 What a toy's name says is itself asserted, in `rig_tests/test_toys.py`: a famous fixture called
 "tied weights" tied nothing, and every test passed.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -170,32 +171,30 @@ class Strided(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Parameters of bfloat16, float32 and bfloat16; bfloat16 holds the gradients of its own only.
+    """Parameters of a narrow, a wide and a narrow dtype; each just holds the gradients of its own.
 
-    Whichever end a bucket begins at, it begins with bfloat16, and what bfloat16 makes of the
+    Whichever end a bucket begins at, it begins with the narrow one, and what that makes of the
     middle layer's gradients shows: they are a large number of inputs' offsets and a small rest.
     """
 
-    offset: ClassVar[int] = 2**12
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        narrow: torch.dtype = torch.bfloat16,
+        wide: torch.dtype = torch.float32,
+        offset: int = 2**12,
+    ) -> None:
         super().__init__()
+        self.offset = offset
         # Few elements, so that a small bucket holds an end and the middle.
-        self.narrow_in = nn.Linear(6, 3, bias=False)
-        self.wide = nn.Linear(6, 3, bias=False)
-        self.narrow_out = nn.Linear(6, 3, bias=False)
-
-    def to_mixed(self) -> Mixed:
-        """Give the outer layers their dtype."""
-        self.narrow_in.to(torch.bfloat16)
-        self.narrow_out.to(torch.bfloat16)
-        return self
+        self.narrow_in = nn.Linear(6, 3, bias=False, dtype=narrow)
+        self.wide = nn.Linear(6, 3, bias=False, dtype=wide)
+        self.narrow_out = nn.Linear(6, 3, bias=False, dtype=narrow)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        narrow = x.to(self.narrow_in.weight.dtype)
+        narrow, wide = x.to(self.narrow_in.weight.dtype), x.to(self.wide.weight.dtype)
         # Side by side, and remainders: the integers of bfloat16 end at 256.
-        parts = [self.narrow_in(narrow), self.wide(x + self.offset), self.narrow_out(narrow)]
-        return torch.cat([part.to(x.dtype).remainder(2.0) for part in parts], dim=-1)
+        parts = [self.narrow_in(narrow), self.wide(wide + self.offset), self.narrow_out(narrow)]
+        return torch.cat([part.remainder(2.0).to(x.dtype) for part in parts], dim=-1)
 
 
 class Even(nn.Module):
@@ -267,10 +266,8 @@ class Toy:
     reach: int = 4 * 4 * 5
 
     def build(self, seed: int) -> nn.Module:
-        """A fresh float32 model; equal seeds give equal weights, buffers included."""
+        """A fresh model; equal seeds give equal weights, buffers included."""
         module = self.model()
-        if isinstance(module, Mixed):
-            module.to_mixed()
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for tensor in [*module.parameters(), *module.buffers()]:
@@ -316,6 +313,7 @@ TOYS = {
         Toy("conv", Convolution, weights=2, inputs=3),
         Toy("strided", Strided, weights=2, inputs=3),
         Toy("mixed", Mixed, reach=4 * 4),
+        Toy("double", partial(Mixed, torch.float32, torch.float64, 2**30), reach=4 * 4),
         Toy("even", Even, reach=4 * 4 * 2),
         Toy("stack", Stack, reach=4 * 4 * 2),
     )

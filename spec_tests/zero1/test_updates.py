@@ -80,14 +80,15 @@ def test_every_memory_layout_arrives_in_its_place(world, toy):
     needs=ZERO,
     source="the answer or a refusal; ZeroRedundancyOptimizer refuses unequal dtypes",
 )
-def test_unequal_dtypes_are_updated_or_refused(world):
+@pytest.mark.parametrize("toy", ["mixed", "double"])
+def test_unequal_dtypes_are_updated_or_refused(world, toy):
     """Parameters of unequal dtypes MUST be updated in their own, or be refused with an error."""
     ranks = refusal.answer_or_refusal(
-        world, in_ranks, four_steps, toy="mixed", ordinary=(in_ranks, four_steps)
+        world, in_ranks, four_steps, toy=toy, ordinary=(in_ranks, four_steps)
     )
 
     if ranks is not None:
-        like_unsharded(ranks, four_steps, toy="mixed")
+        like_unsharded(ranks, four_steps, toy=toy)
 
 
 @clause(
@@ -200,12 +201,14 @@ def test_a_closure_is_evaluated_and_its_loss_returned(world):
 
 
 def own_gradients(ctx, optimizer):
-    """Weights after steps with gradients that are another power on each rank."""
+    """Weights after steps with gradients that are another power on each rank, and then equal."""
     run = Run(sharded(ctx), optimizer=optimizer)
     start = {name: p.detach().clone() for name, p in run.parameters.items()}
     for number in (1, 2):
+        # The second is equal: Adam does not feel a constant factor.
+        own = contribution(ctx.rank) if number == 1 else 1.0
         for parameter in run.parameters.values():
-            parameter.grad = torch.full_like(parameter, contribution(ctx.rank))
+            parameter.grad = torch.full_like(parameter, own)
         run.optimizer.step()
         run.note(f"after step {number}")
     return {"start": start, "end": run.seen}
