@@ -64,7 +64,10 @@ class FillsNone(PlainClip):
 
 
 class OwnPartFirst(PlainClip):
-    """Adds its own part first, and the others' as they come."""
+    """Adds its own part first, and the others' as they come, in float32."""
+
+    def part(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        return super().part(gradients).float()
 
     def gathered(self, part: torch.Tensor, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         parts = super().gathered(part, gradients)
