@@ -74,7 +74,8 @@ class ShardedOptimizer(Protocol):
     equal parameters; given a closure it evaluates that once, first, and returns its loss. `.state`
     holds only owned state; `param_groups` are live, so a scheduler's change takes effect at the
     next step; `zero_grad` clears all gradients. `load_state_dict`, which all ranks call, takes the
-    unsharded optimizer's state dict; `state_dict` gives that, or raises.
+    unsharded optimizer's state dict; `state_dict` gives that, or raises. Optimizers of other
+    parameters do not disturb it.
     """
 
     def __call__(
