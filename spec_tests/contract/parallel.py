@@ -80,7 +80,8 @@ class ShardedOptimizer(Protocol):
     and whole, also those that `add_param_group` adds, and live, so a scheduler's change takes
     effect at the next step; `zero_grad` clears all gradients. `load_state_dict`, which all ranks
     call, takes the unsharded optimizer's state dict in place of all that there was; `state_dict`
-    gives that, or raises. What is launched is waited for before `step` returns.
+    gives that, or raises. Optimizers of other parameters do not disturb it. What is launched is
+    waited for before `step` returns.
     """
 
     def __call__(

@@ -384,6 +384,45 @@ def test_a_parameter_used_only_in_an_early_micro_batch_is_reduced(world, subject
         )
 
 
+def two_finishes(ctx, subject, seed):
+    """Gradients of two synchronised micro-batches without `zero_grad`; the second leaves c out."""
+    replica = Replica(ctx, subject, "branches", seed)
+    replica.backward(0, use="abc")
+    replica.backward(1, use="ab")
+    both = replica.gradients()
+    replica.loss(2)  # the next forward: the latest moment for an error
+    return both
+
+
+@clause(
+    "ddp.accumulation.two-finishes",
+    MUST,
+    level="correct",
+    judges=DDP,
+    source="contract: a local gradient is everything since zero_grad",
+    worlds=(2, 3),
+)
+def test_two_synchronised_micro_batches_add_up(world, subject):
+    """Two synchronised micro-batches MUST add up to the mean of both, or be an error.
+
+    A finish that divides every `.grad` divides those a second time that this backward left alone.
+    """
+    ranks = refusal.answer_or_refusal(
+        world, two_finishes, subject, 7, ordinary=(accumulated, subject, "mlp", 7, (True,))
+    )
+
+    if ranks is not None:
+        equivalence.mean_gradients(
+            ranks,
+            "branches",
+            7,
+            micros=(0, 1),
+            flags=lambda rank, micro: {"use": ("abc", "ab")[micro]},
+            within=rounding(torch.float64, terms=24 * world.size, depth=2),
+            given="branch c used in micro-batch 0 only, both synchronised",
+        )
+
+
 def counted(ctx, subject, toy, seed, flags):
     """Number of reductions in each micro-batch, after three ordinary steps."""
     replica = Replica(ctx, subject, toy, seed)

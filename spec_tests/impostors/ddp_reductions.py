@@ -164,7 +164,32 @@ def _card(
     )
 
 
+class DividesUntouched(PlainDdp):
+    """Sums what this backward made, and divides all that has a gradient."""
+
+    def scale(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.clone()
+
+    def write_back(self, bucket: list[int], flat: torch.Tensor, used: list[bool]) -> None:
+        super().write_back(bucket, flat, [index in self.ready for index in range(len(used))])
+
+    def finish(self) -> None:
+        is_due = self.has_news
+        super().finish()
+        for parameter in self.trainable:
+            if is_due and parameter.grad is not None:
+                parameter.grad /= self.size()
+
+
 IMPOSTORS = (
+    _card(
+        DividesUntouched,
+        "divides-untouched",
+        "Divides every gradient in `finish`, those as well that this backward did not touch.",
+        "`for p in module.parameters(): p.grad /= world_size`, the usual solution of CS336.",
+        "Tests call zero_grad before each backward, and use every parameter in it.",
+        "ddp.accumulation.two-finishes",
+    ),
     _card(
         DropsLastBucket,
         "drops-last-bucket",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,24 @@ class DropsClosure(PlainZero1):
     def update(self, closure: Any) -> Any:
         super().update(None)
         return None if closure is None else closure()
+
+
+class SharesItsOwners(PlainZero1):
+    """Who owns what is kept in the class, and begins anew with each optimizer."""
+
+    shared: ClassVar[dict[torch.Tensor, int]] = {}
+
+    def __init__(self, *args: Any) -> None:
+        SharesItsOwners.shared.clear()
+        super().__init__(*args)
+
+    def deal(self, parameters: list[torch.Tensor]) -> None:
+        super().deal(parameters)
+        SharesItsOwners.shared.update(self.owners)
+
+    def exchange(self) -> None:
+        for parameter, owner in self.shared.items():
+            self.take(parameter, owner)
 
 
 class EvaluatesTwice(PlainZero1):
@@ -180,6 +198,14 @@ IMPOSTORS = (
         "`step(closure)` is an afterthought.",
         "Nobody passes closures to Adam.",
         "zero1.step.closure",
+    ),
+    card(
+        SharesItsOwners,
+        "shares-its-owners",
+        "Sends the parameters of whichever optimizer was made last.",
+        "`owners: dict = {}` in the class in place of the constructor, in a solution of CS336.",
+        "A program has one optimizer.",
+        "zero1.step.two-optimizers",
     ),
     card(
         EvaluatesTwice,

@@ -148,6 +148,30 @@ def test_a_rank_that_owns_nothing_takes_part(world):
     same_as_unsharded(world, trains_two, groups=two_parameters)
 
 
+def two_at_once(ctx):
+    """Weights of two runs, each with an optimizer of its own, whose steps alternate."""
+    runs = Run(sharded(ctx)), Run(sharded(ctx), toy="tied", optimizer="momentum")
+    for number in range(1, 5):
+        for run in runs:
+            run.step(number)
+    return [run.seen for run in runs]
+
+
+@clause(
+    "zero1.step.two-optimizers",
+    MUST,
+    level="correct",
+    needs=ZERO,
+    source="adversarial training; a dict in the class, not the instance, in a solution of CS336",
+)
+def test_two_optimizers_do_not_disturb_each_other(world):
+    """Two optimizers whose steps alternate MUST each update their own parameters."""
+    ranks = world.run(two_at_once)
+
+    like_unsharded([one for one, _ in ranks], four_steps)
+    like_unsharded([two for _, two in ranks], four_steps, toy="tied", optimizer="momentum")
+
+
 def with_closure(run):
     """Weights after steps that are given a closure, what those returned, and how often it ran."""
     losses, evaluations = {}, 0
