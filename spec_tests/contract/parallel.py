@@ -152,7 +152,7 @@ class Fsdp(Protocol):
     `finish_gradient_synchronization` is called after every backward, as for `ddp`. Full weights are
     freed after use, in forward and in backward, and a forward computes with the weights of now.
     With `compute_dtype` the sharded layers are gathered in it and compute in it, and the model
-    casts its inputs; what an optimizer sees keeps its dtype, float32. Right or refused, never
+    casts its inputs; what an optimizer sees keeps its dtype or is float32. Right or refused, never
     wrong in silence: rows that the ranks do not divide, weights that layers share, frozen weights,
     and a second backward without `zero_grad`, whose gradients add up.
     """
