@@ -117,7 +117,7 @@ def test_between_steps_a_rank_holds_its_shards_and_no_more(world, subject):
     worlds=(2,),
 )
 def test_full_weights_are_freed_after_forward_and_backward(world, subject):
-    """With reshard_after_forward, full weights MUST be gone after forward and after backward.
+    """Unless they are to be kept, full weights MUST be gone after forward and after backward.
 
     Autograd holds views of them: dropping every reference of one's own frees nothing.
     """

@@ -20,6 +20,7 @@ from spec_tests.fsdp.sharded import Sharded
 from spec_tests.fsdp.test_precision import HALF, constant, embedding
 from spec_tests.laws import equivalence, footprint, refusal, traffic
 from spec_tests.rig import judge, oracle
+from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.toys import TOYS
 
 ONLY = ("fsdp",)
@@ -55,9 +56,17 @@ def test_frozen_weights_of_a_whole_model_stay_frozen(world, subject, frozen):
     if ranks is not None:
         batches = [TOYS["even"].batch(7, rank=rank) for rank in range(world.size)]
         expected = oracle.gradients("even", 7, batches)
+        trained = Hint(
+            "frozen weights are trained: Parameters made anew require gradients", expected
+        )
         built = oracle.parameters("even", 7)
-        expected |= {name: torch.zeros_like(built[name]) for name in frozen}
-        judge.tensors(ranks, expected, quantity="mean gradient", given=f"frozen {frozen}")
+        judge.tensors(
+            ranks,
+            expected | {name: torch.zeros_like(built[name]) for name in frozen},
+            quantity="mean gradient",
+            hints=[trained],
+            given=f"frozen {frozen}",
+        )
 
 
 def rest_of_a_whole_model(ctx, subject, seed):

@@ -33,7 +33,8 @@ CLAUSES = (
     "zero1.groups.own-options",
     "fsdp.backward.mean-gradient",
     "fsdp.backward.replicated-rest",
-    "fsdp.precision.*",
+    "fsdp.precision.computes-in-its-dtype",
+    "fsdp.precision.gathers-in-its-dtype",
     "fsdp.footprint.shards-alone-stay",
     "attention.*.values",
     "attention.forward.lse-values",
@@ -174,6 +175,7 @@ def test_what_the_courses_own_tests_let_pass_is_found(judged):
         "zero1.state.divided",
         "fsdp.footprint.shards-alone-stay",
         "fsdp.precision.computes-in-its-dtype",
+        "fsdp.precision.gathers-in-its-dtype",
     ]
     said = messages(events, cs336)
     assert "local gradient: it was never reduced" in said["ddp.gradients.frozen-stay-none"]
