@@ -106,11 +106,7 @@ def damage(folder: Path, *, part: int, of: int) -> str:
         with path.open("rb") as file:
             file.seek(info.offset)
             archive = file.read(info.length)
-        try:
-            with zipfile.ZipFile(io.BytesIO(archive)) as parts:
-                bad = parts.testzip()
-        except (zipfile.BadZipFile, EOFError, NotImplementedError, zlib.error) as error:
-            bad = str(error)
+        bad = _damaged_part(archive)
         if bad is not None:
             return f"{path.name}: {index.fqn!r} is damaged ({bad})"
     return ""
@@ -135,11 +131,27 @@ def encode(state: dict[str, Any]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """The inverse of `encode`; runs no code, whatever the bytes say."""
+    """The inverse of `encode`; runs no code, whatever the bytes say.
+
+    Raises:
+        pickle.UnpicklingError: they are not those that `encode` made.
+    """
+    bad = _damaged_part(data)
+    if bad is not None:
+        raise pickle.UnpicklingError(f"expected a state as it was written, {bad} is damaged")
     found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(found, dict):
         raise pickle.UnpicklingError(f"expected a dict, got {type(found)}")
     return found
+
+
+def _damaged_part(archive: bytes) -> str | None:
+    """What does not have its check sum in a ZIP archive; None if all have."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(archive)) as parts:
+            return parts.testzip()
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, zlib.error) as error:
+        return str(error)
 
 
 def _first_line(error: Exception) -> str:

@@ -155,15 +155,18 @@ def contents(directory: str) -> dict[str, tuple[int, ...]]:
 
 
 def damaged(directory: str, file: str, how: str, into: str) -> str:
-    """A copy of a folder in which one file is "cut" in half, "emptied", "removed" or "flipped"."""
+    """A copy of a folder in which one file is "cut" in half, "emptied", "removed" or "flipped".
+
+    Of "flipped at 0.5" one bit is, in the middle; much of a file may be padding.
+    """
     shutil.copytree(directory, into, symlinks=True)
     path = Path(into) / file
     if how == "removed":
         path.unlink()
-    elif how == "flipped":
+    elif how.startswith("flipped"):
         data = bytearray(path.read_bytes())
         if data:  # an empty file has no bit, and may be a mark
-            data[len(data) // 2] ^= 0x10
+            data[int(len(data) * float(how.split()[-1]))] ^= 0x10
         path.write_bytes(data)
     else:
         os.truncate(path, path.stat().st_size // 2 if how == "cut" else 0)

@@ -278,6 +278,6 @@ def test_with_a_damaged_newest_the_older_save_is_used(world):
 def test_a_flipped_bit_is_noticed(world):
     """With a bit flipped in a file, a load SHOULD find a whole save or raise."""
     with folder() as directory:
-        (rank,) = world.run(read_damaged, directory, ["flipped"])
+        (rank,) = world.run(read_damaged, directory, [f"flipped at {n / 8}" for n in range(8)])
 
     whole_or_refused(rank)
