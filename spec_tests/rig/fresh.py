@@ -2,8 +2,8 @@
 
 Ranks are reused between cases. Code that keeps state from one call to the next (a module's global,
 a cache by id or by name) may then fail in a case that passes alone: the line that is printed would
-not show it again. So the first failing clauses are tried alone, each on fresh ranks. Where one
-passes, the cases before it are tried with it, and the line names their clauses as well.
+not show it again. So the first failing clauses of a chapter are tried alone, each on fresh ranks.
+Where one passes, the cases before it are tried with it, and the line names their clauses as well.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Cases = Sequence[tuple[Clause, Mapping[str, Any]]]
 
 # How many of the cases before it are tried with one that passes alone.
 _NEAREST = (1, 8)
-# How many clauses of an implementation are tried alone. Each try starts a world, up to a second;
-# where the first ones fail alone as well, state is not what the implementation suffers from.
-_TRIES = 3
+# How many clauses of a chapter are tried alone. Each try starts a world, up to a second; where the
+# first ones fail alone as well, state is not what these functions suffer from.
+_TRIES = 2
 
 
 @dataclass
@@ -37,7 +37,7 @@ class History:
     seen: WeakKeyDictionary[AnyPool, list[tuple[Clause, Mapping[str, Any]]]] = field(
         default_factory=WeakKeyDictionary
     )
-    tried: dict[Target, set[str]] = field(default_factory=dict)
+    tried: dict[tuple[Target, str], set[str]] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def telling(self, clause: Clause, case: Mapping[str, Any], world: World) -> Iterator[None]:
@@ -59,14 +59,14 @@ class History:
                 and self._may_try(clause, target)
                 and _passes([(clause, case)], target)
             ):
-                self.tried[target].clear()
+                self.tried[target, clause.chapter].clear()
                 _tell(error, clause, _needed([*earlier, (clause, case)], target))
             raise
         finally:
             earlier.append((clause, case))
 
     def _may_try(self, clause: Clause, target: Target) -> bool:
-        tried = self.tried.setdefault(target, set())
+        tried = self.tried.setdefault((target, clause.chapter), set())
         if clause.id in tried or len(tried) >= _TRIES:
             return False
         tried.add(clause.id)
