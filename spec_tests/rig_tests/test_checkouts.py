@@ -134,12 +134,14 @@ def test_a_right_checkout_of_cs336_passes_what_its_course_asks(judged):
     assert {e["outcome"] for e in alone if "ddp_bucketed" in e["case"]} == {"not_offered"}
 
 
-def test_attention_as_the_exercise_asks_for_it_has_its_points(judged):
+def test_attention_has_its_points_but_for_the_kernel_that_is_not_there(judged):
     found = points.score(judged[0], CS336[0])
     assert found is not None
-    got = {item["name"]: item["points"] for item in found["items"]}
-    assert got["FlashAttention-2, forward"] == 15
-    assert got["FlashAttention-2, backward"] == 5
+    got = {item["name"]: item for item in found["items"]}
+    assert got["FlashAttention-2, backward"]["points"] == 5
+    forward = got["FlashAttention-2, forward"]
+    assert forward["points"] == 0
+    assert forward["missing"].keys() == {"attention.causal.values"}, "asked of kernels alone"
     assert found["of"] == 20, "the clauses of other items were not run"
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spec_tests import plugin, target
-from spec_tests.attention import test_forward, test_gradients, test_operator
+from spec_tests.attention import test_gradients, test_masks, test_operator
 from spec_tests.clause import clause_of
 from spec_tests.ddp import test_gradients as ddp_gradients
 from spec_tests.rig import runner, world
@@ -61,13 +61,12 @@ def test_a_wrapper_written_for_gpus_is_judged(own: Worlds, transport: str):
 
 
 @pytest.mark.parametrize("subject", ["flash_attention", "flash_attention_triton"])
-@pytest.mark.parametrize("mask", ["full", "causal"])
-def test_attention_written_for_gpus_is_judged(own: Worlds, subject: str, mask: str):
+def test_attention_written_for_gpus_is_judged(own: Worlds, subject: str):
     """Compiled, autotuned, and with buffers on "cuda" in its backward, where no mode reaches."""
     if subject == "flash_attention_triton":
         pytest.importorskip("triton")
     test = test_gradients.test_gradients_are_those_of_the_definition
-    found = judged(GPU, own, test, {"world": 1, "subject": subject, "mask": mask})
+    found = judged(GPU, own, test, {"world": 1, "subject": subject})
     assert found.outcome is Outcome.PASSED, found.message
 
 
@@ -79,8 +78,8 @@ def test_attention_written_for_gpus_is_judged(own: Worlds, subject: str, mask: s
             "kernel",
             "keys[None, :] <= rows",
             "keys[None, :] < rows",
-            test_forward.test_the_output_is_softmax_of_scaled_scores_times_values,
-            {"world": 1, "subject": "flash_attention_triton", "mask": "causal"},
+            test_masks.test_a_kernel_with_a_causal_mask_has_the_values,
+            {"world": 1, "subject": "flash_attention_triton", "part": "forward"},
         ),
     ],
     ids=["a sum for a mean", "a mask off by one"],
