@@ -186,9 +186,14 @@ def offer(wrapper: type[PlainDdp]) -> dict[str, Any]:
         "ddp": ddp,
         "ddp_bucketed": ddp_bucketed,
         "no_sync": lambda wrapped: wrapped.no_sync(),
-        # What was wrapped by others, say by FSDP, has nothing to finish.
-        "finish_gradient_synchronization": lambda wrapped: getattr(wrapped, "finish", bool)(),
+        "finish_gradient_synchronization": _finish,
     }
+
+
+def _finish(wrapped: nn.Module) -> None:
+    # What others have wrapped, say the reference's FSDP, finishes as it does by itself.
+    theirs = getattr(wrapped, "finish_gradient_synchronization", bool)
+    getattr(wrapped, "finish", theirs)()
 
 
 def overlay(base: Any, functions: dict[str, Any]) -> SimpleNamespace:
