@@ -165,7 +165,7 @@ def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.M
             fully_shard(layer, mp_policy=policy)
     rest = {p for p in module.parameters() if not isinstance(p, DTensor)}
     for parameter in rest:
-        if parameter.requires_grad:
+        if parameter.requires_grad and dist.get_world_size() > 1:
             parameter.register_post_accumulate_grad_hook(_average)
     return module if isinstance(module, FSDPModule) else fully_shard(module, ignored_params=rest)
 
