@@ -185,13 +185,14 @@ class Mixed(nn.Module):
     ) -> None:
         super().__init__()
         self.offset = offset
+        self.dtypes = narrow, wide  # a wrapper may put layers of its own in these places
         # Few elements, so that a small bucket holds an end and the middle.
         self.narrow_in = nn.Linear(6, 3, bias=False, dtype=narrow)
         self.wide = nn.Linear(6, 3, bias=False, dtype=wide)
         self.narrow_out = nn.Linear(6, 3, bias=False, dtype=narrow)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        narrow, wide = x.to(self.narrow_in.weight.dtype), x.to(self.wide.weight.dtype)
+        narrow, wide = (x.to(dtype) for dtype in self.dtypes)
         # Side by side, and remainders: the integers of bfloat16 end at 256.
         parts = [self.narrow_in(narrow), self.wide(wide + self.offset), self.narrow_out(narrow)]
         return torch.cat([part.remainder(2.0).to(x.dtype) for part in parts], dim=-1)
