@@ -17,7 +17,7 @@ from torch import nn
 
 from spec_tests.clause import MUST, clause
 from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, shard
-from spec_tests.laws import footprint
+from spec_tests.laws import footprint, refusal
 from spec_tests.rig import judge
 
 MEMORY = "test_fully_shard_memory"
@@ -135,6 +135,47 @@ def test_full_weights_are_freed_after_forward_and_backward(world, subject):
             quantity=f"live bytes {moment}",
             likely="full weights or full gradients are not freed; autograd holds views of them",
             given=f"six layers of {UNIT} bytes, second step",
+        )
+
+
+def above_a_trained_layer(ctx, subject, depth):
+    """Live bytes after a backward through frozen layers to the one that is trained."""
+    with ctx.recording() as recorder:
+        with torch.device(ctx.device):
+            tower = Tower(depth)
+        tower.layers[1:].requires_grad_(False)
+        model = shard(ctx, subject, tower)
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(2, WIDTH, device=ctx.device)).sum().backward()
+            if subject == "fsdp":
+                ctx.impl.finish_gradient_synchronization(model)
+        gc.collect()
+        return min(_after_a_moment(recorder) for _ in range(4))
+
+
+@clause(
+    "fsdp.footprint.frozen-is-freed",
+    MUST,
+    level="correct",
+    judges=BOTH,
+    source="test_fully_shard_frozen; freeing hung on the gradient, which a frozen weight never has",
+    worlds=(2,),
+)
+def test_frozen_weights_are_freed_after_backward(world, subject):
+    """Frozen weights that a backward passes through MUST be freed after it, or be refused."""
+    ranks = refusal.answer_or_refusal(
+        world, above_a_trained_layer, subject, 6, ordinary=(footprints, subject, 6)
+    )
+
+    if ranks is not None:
+        shards = 6 * UNIT // world.size
+        footprint.at_most(
+            ranks,
+            {"shards": shards, "gradient": UNIT // world.size, "slack of one layer": UNIT},
+            quantity="live bytes after backward",
+            likely="full weights are freed where their gradient arrives, and these have none",
+            given=f"six layers of {UNIT} bytes, the last five frozen",
         )
 
 

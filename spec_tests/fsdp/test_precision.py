@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from spec_tests.clause import MUST, clause
-from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, shard
+from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, full_parameters, shard
 from spec_tests.laws import traffic
 from spec_tests.rig import judge
 from spec_tests.rig.recorder import Kind
@@ -292,4 +292,59 @@ def test_a_mean_that_float16_holds_does_not_overflow_on_the_way(world, subject):
         {"gradient": torch.full((4, 4), LARGE)},
         quantity="mean gradient reduced in float16",
         hints=[Hint("the sum overflowed", {"gradient": torch.full((4, 4), torch.inf)})],
+    )
+
+
+class UsedTwice(nn.Module):
+    """A layer that is called twice in each forward, behind an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = embedding()
+        self.layer = constant(1.0)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.layer(self.embed(tokens)))
+
+
+def reused_in_half(ctx, subject):
+    """Weights after a step of SGD with rate one; rank r has r + 1 tokens."""
+    model = in_half(ctx, subject, UsedTwice(), units=("embed", "layer"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    tokens = torch.zeros(ctx.rank + 1, dtype=torch.long, device=ctx.device)
+    model(tokens).sum().backward()
+    if subject == "fsdp":
+        ctx.impl.finish_gradient_synchronization(model)
+    optimizer.step()
+    return full_parameters(ctx, model, ("embed.weight", "layer.weight"))
+
+
+@clause(
+    "fsdp.precision.layer-used-twice",
+    MUST,
+    level="correct",
+    judges=BOTH,
+    source="contract: gradients are the mean; a layer that is called twice has two shares in one",
+)
+def test_a_layer_used_twice_in_half_precision_gets_both_shares(world, subject):
+    """In half precision, a layer that one forward calls twice MUST get the sum of both gradients.
+
+    Each call may make a cast copy of its own, and all of them need a way back to the shard.
+    """
+    ranks = world.run(reused_in_half, subject)
+
+    tokens = sum(range(1, world.size + 1)) / world.size
+    embed = torch.ones(4, 4)
+    embed[0] -= 16 * tokens  # W^T W^T 1 for each token, W of 4 x 4 ones
+    one_use = 4 * tokens
+    right = {"embed.weight": embed, "layer.weight": torch.full((4, 4), 1 - 2 * one_use)}
+    lost = Hint(
+        "one of the two uses is lost",
+        {"embed.weight": embed, "layer.weight": torch.full((4, 4), 1 - one_use)},
+    )
+    judge.tensors(
+        [{name: value.float() for name, value in rank.items()} for rank in ranks],
+        right,
+        quantity="weight after one step",
+        hints=[lost],
     )

@@ -111,8 +111,14 @@ def test_what_is_no_layer_stays_whole_and_gets_the_mean_gradient(world, subject)
         {"gain": built["gain"]},
         quantity="parameter as built",
     )
+    local = [
+        equivalence.scaled(oracle.gradients("even", 7, [batch]), world.size) for batch in batches
+    ]
     judge.tensors(
-        [rank["gradient"] for rank in ranks], {"gain": means["gain"]}, quantity="mean gradient"
+        [rank["gradient"] for rank in ranks],
+        {"gain": means["gain"]},
+        quantity="mean gradient",
+        hints=[Hint("the rank's own local gradient: it was never reduced", local)],
     )
 
 
@@ -143,6 +149,34 @@ def test_gradients_of_a_whole_model_add_up_until_they_are_cleared(world, subject
         equivalence.mean_gradients(
             ranks, "even", 7, micros=(0, 1), absent_is_zero=True, given="two backwards, each ended"
         )
+
+
+def finished_twice(ctx, subject, seed):
+    """Gradients of one backward, finished twice."""
+    sharded = Sharded(ctx, subject, "even", seed)
+    sharded.backward()
+    sharded.finish()
+    return sharded.stepped()
+
+
+@clause(
+    "fsdp.backward.finish-is-idempotent",
+    MUST,
+    level="correct",
+    judges=ONLY,
+    source="contract: a second call changes nothing",
+    worlds=(2, 4),  # the mean is divided once more: exact where that is a power of two
+)
+def test_a_second_finish_of_a_whole_model_changes_nothing(world, subject):
+    """A second `finish_gradient_synchronization` MUST NOT change what the next update uses."""
+    ranks = world.run(finished_twice, subject, 7)
+
+    batches = [TOYS["even"].batch(7, rank=rank) for rank in range(world.size)]
+    once = oracle.gradients("even", 7, batches)
+    again = Hint("divided by the world size once more", equivalence.scaled(once, 1 / world.size))
+    equivalence.mean_gradients(
+        ranks, "even", 7, hints=[again], absent_is_zero=True, given="finish called twice"
+    )
 
 
 def table(ctx, subject):
@@ -176,6 +210,42 @@ def test_the_embedding_of_a_whole_model_is_divided(world, subject):
         likely="embeddings are replicated: Linear layers alone are sharded",
         given=f"{ROWS} rows of 64 bytes over {world.size} ranks",
     )
+
+
+def single_layer(ctx, subject, kind):
+    """Live bytes of a whole model that is one layer, once it is sharded."""
+    with ctx.recording() as recorder:
+        with torch.device(ctx.device):
+            layer = nn.Embedding(ROWS, 16) if kind == "Embedding" else nn.Linear(16, ROWS, False)
+            model = ctx.impl.fsdp(layer)
+        del layer
+        gc.collect()
+        found = recorder.live_bytes
+    assert model is not None  # alive until here
+    return found
+
+
+@clause(
+    "fsdp.footprint.layer-as-the-whole-model",
+    MUST,
+    level="correct",
+    judges=ONLY,
+    source="contract: shards Linear and Embedding weights; `named_children` of a layer is empty",
+)
+@pytest.mark.parametrize("kind", ["Linear", "Embedding"])
+def test_a_whole_model_that_is_one_layer_is_divided(world, subject, kind):
+    """Where the whole model is one Linear or Embedding, it MUST be sharded, or be refused."""
+    ranks = refusal.answer_or_refusal(world, single_layer, subject, kind, ordinary=(table, subject))
+
+    if ranks is not None:
+        whole = ROWS * 16 * 4
+        footprint.at_most(
+            ranks,
+            {"rows of this rank": whole // world.size, "slack of a fifth": whole // 5},
+            quantity="bytes after sharding",
+            likely="the model's children are looked through, and not the model itself",
+            given=f"{kind} of {ROWS} rows of 64 bytes over {world.size} ranks",
+        )
 
 
 def gathered_dtypes(ctx, subject):

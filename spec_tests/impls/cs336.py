@@ -165,7 +165,7 @@ def _offer_fsdp(hooks: ModuleType, functions: dict[str, Any], finishing: Any) ->
     names: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 
     def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.Module:
-        renamed = use_course_layers(module)
+        module, renamed = use_course_layers(module)
         wrapped = _module(get_fsdp(module, compute_dtype=compute_dtype), get_fsdp)
         finishing[wrapped] = after
         names[wrapped] = renamed
@@ -193,28 +193,35 @@ class _Biased(nn.Module):
         return out + self.bias.to(out.dtype)
 
 
-def use_course_layers(module: nn.Module) -> dict[str, str]:
+def use_course_layers(module: nn.Module) -> tuple[nn.Module, dict[str, str]]:
     """Put the course's Linear and Embedding in the place of torch's, with the same Parameters.
 
     Returns:
-        the names of parameters that have another one now, as {new: old}.
+        the module, another one if it is a layer itself; and the names of parameters that have
+        another one now, as {new: old}.
     """
-    linear_class, embedding_class = _course_layers()
     renamed: dict[str, str] = {}
     for prefix, parent in list(module.named_modules()):
         for name, child in list(parent.named_children()):
-            path = f"{prefix}.{name}" if prefix else name
-            if type(child) is nn.Embedding and embedding_class is not None:
-                made = embedding_class(child.num_embeddings, child.embedding_dim)
-                setattr(parent, name, _with_weight(made, child.weight))
-            elif type(child) is nn.Linear and linear_class is not None:
-                made = linear_class(child.in_features, child.out_features)
-                layer = _with_weight(made, child.weight)
-                if child.bias is not None:
-                    layer = _Biased(layer, child.bias)
-                    renamed[f"{path}.linear.weight"] = f"{path}.weight"
-                setattr(parent, name, layer)
-    return renamed
+            path = f"{prefix}.{name}." if prefix else f"{name}."
+            setattr(parent, name, _course_layer(child, path, renamed))
+    return _course_layer(module, "", renamed), renamed
+
+
+def _course_layer(module: nn.Module, path: str, renamed: dict[str, str]) -> nn.Module:
+    """The course's layer for one of torch's; any other module as it is."""
+    linear_class, embedding_class = _course_layers()
+    if type(module) is nn.Embedding and embedding_class is not None:
+        made = embedding_class(module.num_embeddings, module.embedding_dim)
+        return _with_weight(made, module.weight)
+    if type(module) is nn.Linear and linear_class is not None:
+        made = linear_class(module.in_features, module.out_features)
+        layer = _with_weight(made, module.weight)
+        if module.bias is None:
+            return layer
+        renamed[f"{path}linear.weight"] = f"{path}weight"
+        return _Biased(layer, module.bias)
+    return module
 
 
 def _course_layers() -> tuple[Any, Any]:

@@ -55,6 +55,20 @@ class LeavesEmbeddings(Unit):
     layers = nn.Linear
 
 
+class LooksAtChildren(Unit):
+    """Looks for layers among the children of a whole model."""
+
+    shards_itself = False
+
+
+class FreesWithGradients(Unit):
+    """Frees full weights of a backward where a gradient of theirs arrives."""
+
+    def reshard(self) -> None:
+        if not self.in_backward or any(p.parameter.requires_grad for p in self.pieces):
+            super().reshard()
+
+
 class FreesNothing(Unit):
     """Drops its own references to full weights, and leaves autograd's."""
 
@@ -143,6 +157,19 @@ class AccumulatesInHalf(Unit):
         piece.pending = piece.pending.to(self.policy.reduce_dtype or gradient.dtype)
 
 
+class KeepsTheFirstShare(Unit):
+    """Cast weights collect the gradient of their first use in a forward alone."""
+
+    def register(self, *, sharded: bool) -> None:
+        super().register(sharded=sharded)
+        was_used = self.run is not None and self in self.run.order
+        for piece in self.pieces:
+            is_cast = self.compute_dtype(piece) != piece.parameter.dtype
+            if is_cast and was_used and not sharded and not self.in_backward:
+                for owner, name in piece.places:
+                    owner._parameters[name] = piece.full.detach()
+
+
 class GathersWide(Unit):
     """Gathers in the shards' dtype and casts afterwards."""
 
@@ -205,6 +232,22 @@ IMPOSTORS: tuple[Impostor, ...] = (
         "A solution of CS336 that gathers Linear layers only.",
         "Its numbers are right, and so is the memory of a tower of Linear layers.",
         "fsdp.footprint.embedding-of-a-whole-model",
+    ),
+    card(
+        LooksAtChildren,
+        "looks-at-children",
+        "Replicates a whole model that is a layer itself.",
+        "`for name, child in module.named_children()` in two solutions of CS336.",
+        "Models are more than one layer, nearly always.",
+        "fsdp.footprint.layer-as-the-whole-model",
+    ),
+    card(
+        FreesWithGradients,
+        "frees-with-gradients",
+        "Never frees the full weights of frozen layers in backward.",
+        "Freeing hangs on a hook of the gradient.",
+        "Nothing is frozen when a model is trained from the start.",
+        "fsdp.footprint.frozen-is-freed",
     ),
     card(
         FreesNothing,
@@ -286,6 +329,14 @@ IMPOSTORS: tuple[Impostor, ...] = (
         "DeepSpeed issues 2352 and 2768.",
         "With one micro-batch per step nothing is added up.",
         "fsdp.precision.accumulates-in-its-dtype",
+    ),
+    card(
+        KeepsTheFirstShare,
+        "keeps-the-first-share",
+        "Loses one of two gradients of a layer that is called twice in half precision.",
+        "Each call makes a cast copy of its own, and one of them has the hook.",
+        "In float32, and where layers are called once, it is right.",
+        "fsdp.precision.layer-used-twice",
     ),
     card(
         GathersWide,

@@ -110,6 +110,7 @@ class WholeModel(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self.units = [m._plain_fsdp for m in module.modules() if hasattr(m, "_plain_fsdp")]
         for parameter in module.parameters():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.register_post_accumulate_grad_hook(_average)
@@ -154,7 +155,14 @@ def _layers(module: nn.Module, unit: type[Unit]) -> list[Any]:
         for part in attention.modules()
     }
     layers = [part for part in module.modules() if isinstance(part, unit.layers)]
+    if not unit.shards_itself:
+        inside.add(module)
     return [layer for layer in layers if layer not in inside]
+
+
+def _finish(model: Any) -> None:
+    for unit in model.units:
+        unit.finish()
 
 
 def offer(unit: type[Unit]) -> dict[str, Any]:
@@ -197,6 +205,7 @@ def offer(unit: type[Unit]) -> dict[str, Any]:
         return WholeModel(module)
 
     return {
+        "finish_gradient_synchronization": _finish,
         "fully_shard": fully_shard,
         "register_fsdp_forward_method": _register,
         "fsdp": fsdp,

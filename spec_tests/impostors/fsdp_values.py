@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from spec_tests.impostors.card import Impostor
-from spec_tests.impostors.fsdp_offer import card
+from spec_tests.impostors.fsdp_offer import card, offer
 from spec_tests.impostors.plain_fsdp import Unit
 from spec_tests.impostors.plain_fsdp_storage import Piece
 
@@ -91,6 +91,19 @@ class Thaws(Unit):
         piece = super().shard(parameter, places)
         piece.parameter.requires_grad_(True)
         return piece
+
+
+class DividesInFinish(Unit):
+    """Sums in backward, and divides what it finds in finish."""
+
+    def divisor(self) -> int:
+        return 1
+
+    def finish(self) -> None:
+        for piece in self.pieces:
+            gradient: Any = piece.parameter.grad
+            if gradient is not None:
+                gradient._local_tensor.div_(self.mesh.size())
 
 
 class ShardsTheRest(Unit):
@@ -241,6 +254,14 @@ IMPOSTORS: tuple[Impostor, ...] = (
         "`nn.Parameter(shard)` in four solutions of CS336; requires_grad is true by default.",
         "Nothing is frozen when a model is trained from the start.",
         "fsdp.backward.frozen-in-a-whole-model",
+    ),
+    Impostor(
+        "fsdp.divides-in-finish",
+        "Divides every gradient in `finish_gradient_synchronization`.",
+        "A sum is reduced in backward, and averaged once it has arrived.",
+        "One finish after each backward divides once.",
+        ("fsdp.backward.finish-is-idempotent",),
+        functions=lambda: {**offer(DividesInFinish), "fully_shard": None},
     ),
     card(
         ShardsTheRest,

@@ -72,7 +72,11 @@ class Unit(Storage):
     registers = True  # methods beside forward
     leaves_attention = True  # whose inner layer is not called
     replicates_rest = True  # what belongs to no layer of a whole model
+    shards_itself = True  # a whole model that is a layer
     layers: Any = nn.Linear | nn.Embedding  # that are sharded in a whole model
+
+    def finish(self) -> None:
+        """Whatever is left after a backward of a whole model: nothing."""
 
     def before_state_dict(self, *ignored: Any) -> None:
         self.reshard()
