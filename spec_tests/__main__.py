@@ -89,6 +89,17 @@ def _text_of(path: Path) -> str:
 
 
 def _judge(arguments: list[str]) -> int:
+    from spec_tests.rig.missing import missing
+
+    for spec in _options(arguments, "--impl"):
+        if lacking := missing(spec):
+            print(
+                f"ERROR: --impl {spec}: expected an implementation that loads, but importing it "
+                f"failed\n{lacking}",
+                file=sys.stderr,
+            )
+            return 2
+
     import pytest
 
     from spec_tests.ledger import chapter_folders
@@ -132,15 +143,20 @@ _PYTEST = [
 ]
 
 
-def _option(arguments: list[str], name: str) -> str | None:
-    """The last value that is given, as pytest takes it: `make` puts the user's behind its own."""
-    found = None
+def _options(arguments: list[str], name: str) -> list[str]:
+    """The values that are given for an option, in order."""
+    found = []
     for position, argument in enumerate(arguments):
         if argument == name and position + 1 < len(arguments):
-            found = arguments[position + 1]
+            found.append(arguments[position + 1])
         if argument.startswith(f"{name}="):
-            found = argument.partition("=")[2]
+            found.append(argument.partition("=")[2])
     return found
+
+
+def _option(arguments: list[str], name: str) -> str | None:
+    """The last value that is given, as pytest takes it: `make` puts the user's behind its own."""
+    return next(reversed(_options(arguments, name)), None)
 
 
 if __name__ == "__main__":

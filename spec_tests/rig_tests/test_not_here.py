@@ -25,6 +25,7 @@ from spec_tests.clause import clause_of
 from spec_tests.ddp import test_gradients
 from spec_tests.rig import not_here, runner
 from spec_tests.rig.errors import RankRaised
+from spec_tests.rig.missing import missing
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
@@ -262,6 +263,40 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=200,
     )
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"mine.py": "import torch\nimport no_such_package.part\n"}, "(mine.py:2)"),
+        (
+            {"mine.py": "from helper import x\n", "helper.py": "import no_such_package"},
+            "helper.py:1",
+        ),
+        ({"mine.py": "import helper\n", "helper.py": "import torch, json.decoder"}, ""),
+        ({"mine.py": "try:\n    import no_such_package\nexcept ImportError:\n    pass\n"}, ""),
+        ({"mine.py": "import sys\nsys.path.append('lib')\nimport no_such_package\n"}, ""),
+        ({"mine.py": "from . import x\nimport mine.deep\n"}, ""),
+        ({"mine.py": "import = 3\n"}, ""),
+        ({"mine.py": "\0"}, ""),
+    ],
+)
+def test_a_module_that_is_surely_missing_is_found_without_a_rank(tmp_path: Path, files, said):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    found = missing(str(tmp_path / "mine.py"))
+    assert bool(found) == bool(said)
+    assert said in found
+    assert not said or "python -m pip install no_such_package" in found
+
+
+def test_a_module_that_a_checkout_lacks_is_found_without_a_rank(tmp_path: Path):
+    checkout = tmp_path / "mine"
+    shutil.copytree(CS336, checkout)
+    assert missing(f"cs336:{checkout}") == ""
+    ddp = checkout / "cs336_systems" / "fsdp.py"
+    ddp.write_text(f"import no_such_package\n{ddp.read_text(encoding='utf-8')}", encoding="utf-8")
+    assert "(fsdp.py:1)" in missing(f"cs336:{checkout}")
 
 
 def test_at_load_the_advice_takes_the_place_of_a_traceback(tmp_path: Path):
