@@ -23,6 +23,7 @@ ALL = ("O", "L", *GRADIENTS)
 
 _FIT: dict[tuple[object, ...], str] = {}
 _IGNORES_CAUSAL: dict[tuple[object, ...], bool] = {}
+_TAKES: dict[tuple[object, ...], bool] = {}
 
 
 def is_tf32(world: World) -> bool:
@@ -46,7 +47,12 @@ def as_defined(world: World, subject: str, problem: Problem, *names: str) -> Non
 
 
 def fitting(
-    world: World, subject: str, problem: Problem, *, fits: tuple[str, ...] = FITS
+    world: World,
+    subject: str,
+    problem: Problem,
+    *,
+    fits: tuple[str, ...] = FITS,
+    is_about_dtype: bool = False,
 ) -> Problem:
     """The problem in sizes that the subject takes, for clauses that are about another matter.
 
@@ -56,11 +62,16 @@ def fitting(
 
     Args:
         fits: those of `FITS` that leave of the problem what the clause is about.
+        is_about_dtype: a dtype that the subject refuses fails the clause.
 
     Raises:
-        SkipTest: see `require_causal`.
+        SkipTest: see `require_causal`; or the subject refuses the dtype.
     """
     require_causal(world, subject, problem)
+    if not is_about_dtype and not takes_dtype(world, subject, problem.dtype):
+        raise unittest.SkipTest(
+            f"it takes no {problem.dtype}, for which attention.*.half-precision fail"
+        )
     key = (world.target, subject, world.transport, problem.causal, fits)
     if key not in _FIT:
         ragged = RAGGED.but(causal=problem.causal)
@@ -71,6 +82,8 @@ def fitting(
                 right[fit] = _num_right(world, subject, ragged.fitted(fit))
                 if right[fit] == best:
                     break
+            if max(right.values()) < 0:  # none is answered: the strictest, which most kernels take
+                right[fits[-1]] = 0
         _FIT[key] = max(right, key=lambda fit: right[fit])
     return problem.fitted(_FIT[key]) if _FIT[key] else problem
 
@@ -87,6 +100,19 @@ def require_causal(world: World, subject: str, problem: Problem) -> None:
         _IGNORES_CAUSAL[key] = len(found) == 2 and torch.equal(*found)
     if problem.causal and _IGNORES_CAUSAL[key]:
         raise unittest.SkipTest("it ignores `causal`, for which attention.causal.* fail")
+
+
+def takes_dtype(world: World, subject: str, dtype: str) -> bool:
+    """Whether a forward of the exercise's sizes has an answer in that dtype."""
+    key = (world.target, subject, world.transport, dtype)
+    if dtype == "float32":
+        return True
+    if key not in _TAKES:
+        _TAKES[key] = False
+        with _aside(), contextlib.suppress(*FAILURES):
+            bodies.observe(world, subject, bodies.forward, AS_THE_EXERCISE.but(dtype=dtype))
+            _TAKES[key] = True
+    return _TAKES[key]
 
 
 def _aside() -> contextlib.AbstractContextManager[object]:

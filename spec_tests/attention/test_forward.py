@@ -67,7 +67,7 @@ def test_half_precision_is_as_good_as_its_rounding(world, subject, dtype, case):
     another dtype than q's is none. Scores of a hundred show a rounding of theirs, those of one
     hide it beside the output's.
     """
-    problem = fitting(world, subject, IN_HALF[case].but(dtype=dtype))
+    problem = fitting(world, subject, IN_HALF[case].but(dtype=dtype), is_about_dtype=True)
     as_defined(world, subject, problem, "O")
 
 
@@ -170,7 +170,8 @@ def test_equal_keys_give_the_mean_of_the_values_seen(world, subject, data, mask)
 @pytest.mark.parametrize("mask", MASKS)
 def test_float64_is_float64_or_refused(world, subject, mask):
     """In float64 O, L and gradients MUST have its rounding, or be refused with an error."""
-    problem = fitting(world, subject, RAGGED.but(dtype="float64", causal=mask == "causal"))
+    problem = RAGGED.but(dtype="float64", causal=mask == "causal")
+    problem = fitting(world, subject, problem, is_about_dtype=True)
     seen = observe(world, subject, bodies.or_refused, problem)
 
     if not isinstance(seen, str):

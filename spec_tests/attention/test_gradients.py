@@ -54,7 +54,8 @@ def test_gradients_are_those_of_the_definition(world, subject):
 @pytest.mark.parametrize("mask", MASKS)
 def test_half_precision_gradients_are_as_good_as_their_rounding(world, subject, dtype, mask):
     """In float16 and bfloat16 the gradients MUST be within one rounding in norm."""
-    problem = fitting(world, subject, RAGGED.but(dtype=dtype, causal=mask == "causal"))
+    problem = RAGGED.but(dtype=dtype, causal=mask == "causal")
+    problem = fitting(world, subject, problem, is_about_dtype=True)
     as_defined(world, subject, problem, *GRADIENTS)
 
 

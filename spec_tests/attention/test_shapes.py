@@ -77,7 +77,7 @@ def test_any_head_dim_is_right(world, subject, head_dim):
 )
 def test_a_head_dim_beyond_256_is_right_or_refused(world, subject):
     """A head dim of 320 MUST give the definition's values, or be refused with an error."""
-    problem = Problem(seq_q=20, head_dim=320, heads=1)
+    problem = fitting(world, subject, Problem(seq_q=20, heads=1)).but(head_dim=320)
     seen = observe(world, subject, bodies.or_refused, problem)
 
     if not isinstance(seen, str):

@@ -46,6 +46,12 @@ class EqualLengthsOnly(PlainAttention):
         assert q.shape == k.shape
 
 
+class Float32Only(PlainAttention):
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        super().check(q, k, v)
+        assert q.dtype in (torch.float32, torch.float64)
+
+
 class HeadsModulo(PlainAttention):
     def kv_heads_of(self, heads: int, kv_heads: int) -> Tensor:
         return torch.arange(heads) % max(1, kv_heads)
@@ -135,6 +141,14 @@ IMPOSTORS = (
         "Lengths and head dims are powers of two.",
         "attention.shapes.ragged-lengths",
         "attention.shapes.head-dims",
+    ),
+    card(
+        Float32Only,
+        "float32-only",
+        "Refuses half precision.",
+        "A block of float16 is multiplied with one of float32, which Triton refuses.",
+        "The course's tests are in float32; models are not.",
+        "attention.forward.half-precision",
     ),
     card(
         EqualLengthsOnly,

@@ -23,6 +23,7 @@ SIZES = {
     "attention.shapes.head-dims",
     "attention.shapes.one-of-each",
 }
+HALF = {"attention.forward.half-precision", "attention.gradients.half-precision"}
 UNEQUAL = {
     "attention.shapes.ragged-lengths",
     "attention.shapes.grouped-heads",
@@ -67,8 +68,9 @@ def cases_of(clause: Clause) -> list[dict[str, Any]]:
         (TILED_ONLY, SIZES),
         (CAUSAL_IGNORED, {"attention.causal.equal-lengths"}),
         ("impostor:attention.equal-lengths-only", UNEQUAL),
+        ("impostor:attention.float32-only", HALF),
     ],
-    ids=["whole tiles", "causal ignored", "equal lengths"],
+    ids=["whole tiles", "causal ignored", "equal lengths", "float32"],
 )
 def test_one_fault_fails_the_clauses_about_it_alone(worlds: Worlds, words: str, wanted: set[str]):
     cases = [(c, case) for c in clauses("correct") for case in cases_of(c)]
