@@ -104,9 +104,13 @@ def everything(ctx: Context, subject: str, problem: Problem) -> Answer:
     }
 
 
-def or_refused(ctx: Context, subject: str, problem: Problem) -> Answer | str:
-    """`everything`, or the words of whatever error: a bare assertion refuses, too."""
+def or_refused(
+    ctx: Context, subject: str, problem: Problem, *, is_differentiated: bool = True
+) -> Answer | str:
+    """`everything` or O and L, or the words of whatever error: a bare assertion refuses, too."""
     try:
+        if not is_differentiated:
+            return forward(ctx, subject, problem, lse=True)
         return everything(ctx, subject, problem)
     except Exception as error:
         return refusal_of(ctx, subject, error)

@@ -32,15 +32,16 @@ METHODS = (
 
 @functools.cache
 def mend() -> None:
-    """Let `range(0, tensor)` work under NumPy 2.4 and later, and kernels take a plain bool.
+    """Let `range(0, tensor)` work under NumPy 2.4 and later, and kernels take plain scalars.
 
     Triton 3.6 turns a scalar of its own into an index with `int(array)`, and its scalars are arrays
     of one element, which NumPy no longer takes for a number. 3.6 and 3.7 hold a bool in four bytes
-    and refuse that for their int1. What a kernel computes is not touched.
+    and refuse that for their int1. A float argument stays a number of Python's, so that its product
+    with a half-precision tile stays narrow; compiled, it is a float32 and the product is wide.
     """
     module: Any = importlib.import_module("triton.runtime.interpreter")
     _mend_index(module)
-    _mend_bool(module)
+    _mend_scalars(module)
 
 
 def _mend_index(module: Any) -> None:
@@ -56,19 +57,22 @@ def _mend_index(module: Any) -> None:
     module._patch_lang_tensor = patch_and_mend
 
 
-def _mend_bool(module: Any) -> None:
+def _mend_scalars(module: Any) -> None:
     convert = getattr(module, "_implicit_cvt", None)
     if convert is None:
         return
-    with contextlib.suppress(ValueError):
+    kinds = {float: (np.float32, module.tl.float32)}
+    try:
         convert(True)
-        return  # as it is, from 3.8 on
+    except ValueError:  # 3.8 and later take it
+        kinds[bool] = (np.bool_, module.tl.int1)
 
     def convert_and_mend(arg: Any) -> Any:
-        if not isinstance(arg, bool):
+        if type(arg) not in kinds:
             return convert(arg)
-        byte = module.TensorHandle(np.array([arg], dtype=np.bool_), module.tl.int1)
-        return module.tl.tensor(byte, module.tl.int1)
+        in_numpy, in_triton = kinds[type(arg)]
+        handle = module.TensorHandle(np.array([arg], dtype=in_numpy), in_triton)
+        return module.tl.tensor(handle, in_triton)
 
     module._implicit_cvt = convert_and_mend
 

@@ -18,7 +18,7 @@ Answer = dict[str, torch.Tensor]
 WHOLE_TILES = 128
 """A length that any tile up to it divides: the exercise's own."""
 
-FITS = ("", "equal lengths", "whole tiles", "whole tiles, equal lengths")
+FITS = ("", "head dims", "equal lengths", "whole tiles", "whole tiles, equal lengths")
 """Sizes that a subject may insist on, the strictest last; "" is any size."""
 
 DTYPES = {
@@ -76,7 +76,8 @@ class Problem:
         """The same in sizes that a subject insists on.
 
         Whole tiles are powers of two, lengths from `WHOLE_TILES` and head dims from 16 on. Unequal
-        lengths stay unequal, and the longer stays the longer.
+        lengths stay unequal, and the longer stays the longer. Head dims are powers of two there
+        and in "head dims".
         """
         lengths, head_dim = [self.seq_q, self.num_keys], self.head_dim
         if "whole tiles" in fit:
@@ -84,6 +85,7 @@ class Problem:
             lengths = [max(WHOLE_TILES, _power_of_two(length)) for length in lengths]
             if self.seq_q != self.num_keys and lengths[0] == lengths[1]:
                 lengths[longer] *= 2
+        if "whole tiles" in fit or "head dims" in fit:
             head_dim = max(16, _power_of_two(head_dim))
         if "equal lengths" in fit:
             lengths[1] = lengths[0]

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spec_tests.attention import rules
 from spec_tests.attention.bodies import ATTENTION, CONTRACT, arguments, call, observe, refusal_of
-from spec_tests.attention.defined import ALL, fitting, is_tf32
+from spec_tests.attention.defined import ALL, fitting, is_tf32, require_finite
 from spec_tests.attention.problem import Problem, inputs
 from spec_tests.attention.test_layout import answer
 from spec_tests.clause import MUST, clause
@@ -21,24 +21,26 @@ from spec_tests.laws import refusal
 from spec_tests.rig import judge
 
 
-def second(ctx, subject, problem):
-    """The gradient of <dQ, dQ>, or None where the implementation refused."""
+def second(ctx, subject, problem, is_in_a_sum):
+    """The gradient of <dQ, dQ>, by itself or beside <O, 1>; or the words of a refusal."""
     x = inputs(problem).to(ctx.device)
     try:
         out = call(ctx, subject, x.q, x.k, x.v, **arguments(problem))
         (dq,) = torch.autograd.grad(out, (x.q,), x.do, create_graph=True)
-        found = torch.autograd.grad((dq * dq).sum(), (x.q, x.k, x.v))
+        total = (dq * dq).sum() + (out.sum() if is_in_a_sum else 0.0)
+        found = torch.autograd.grad(total, (x.q, x.k, x.v))
     except Exception as error:
         return refusal_of(ctx, subject, error)
     return dict(zip(rules.GRADIENTS, found, strict=True))
 
 
-def _second_reference(problem: Problem) -> dict[str, torch.Tensor]:
+def _second_reference(problem: Problem, is_in_a_sum: bool) -> dict[str, torch.Tensor]:
     x = inputs(problem)
     q, k, v = (t.double().requires_grad_() for t in (x.q, x.k, x.v))
     out = (q @ k.mT * problem.factor).softmax(-1) @ v
     (dq,) = torch.autograd.grad(out, (q,), x.do.double(), create_graph=True)
-    found = torch.autograd.grad((dq * dq).sum(), (q, k, v))
+    total = (dq * dq).sum() + (out.sum() if is_in_a_sum else 0.0)
+    found = torch.autograd.grad(total, (q, k, v))
     return dict(zip(rules.GRADIENTS, found, strict=True))
 
 
@@ -56,12 +58,34 @@ def test_a_second_derivative_is_right_or_refused(world, subject):
     A backward of differentiable operations gives one: wrong by half, since what the forward saved
     is a constant to it.
     """
+    _judge_second(world, subject, is_in_a_sum=False)
+
+
+@clause(
+    "attention.autograd.second-derivatives-in-a-sum",
+    MUST,
+    level="production",
+    judges=ATTENTION,
+    worlds=(1,),
+    source=CONTRACT + ": first derivatives only; `once_differentiable` lets a constant dO through",
+)
+def test_a_second_derivative_beside_a_first_is_right_or_refused(world, subject):
+    """A penalty of the gradient, added to a loss, MUST have its gradient or be an error.
+
+    A gradient without a graph raises where it is alone, and is dropped in silence beside another
+    term: a penalty that penalises nothing.
+    """
+    _judge_second(world, subject, is_in_a_sum=True)
+
+
+def _judge_second(world, subject, *, is_in_a_sum):
+    __tracebackhide__ = True
     problem = fitting(world, subject, Problem(seq_q=20))
-    seen = observe(world, subject, second, problem)
+    seen = observe(world, subject, second, problem, is_in_a_sum)
 
     if isinstance(seen, str):
         return
-    for name, wanted in _second_reference(problem).items():
+    for name, wanted in _second_reference(problem, is_in_a_sum).items():
         error = float((seen[name].double() - wanted).norm() / wanted.norm())
         judge.holds(
             error < 1e-2,
@@ -204,6 +228,11 @@ def test_a_tensor_changed_before_the_backward_is_noticed(world, subject, name):
         rules.close(seen, problem, names=rules.GRADIENTS, tf32=is_tf32(world))
 
 
+def at_first(ctx, subject, problem):
+    """The answer, wherever it is written."""
+    return answer(ctx, subject, problem, inputs(problem))
+
+
 def after_dirt(ctx, subject, problem):
     """The answer where new memory is full of NaN, torch's own and freed blocks."""
     x = inputs(problem)
@@ -232,6 +261,7 @@ def test_no_element_is_left_as_the_allocator_gave_it(world, subject):
     Fresh pages are zero, which is what rows that see nothing should be; a cached block is not.
     """
     problem = fitting(world, subject, Problem(seq_q=70, seq_k=40, causal=True))
+    require_finite(observe(world, subject, at_first, problem))
     seen = observe(world, subject, after_dirt, problem)
 
     rules.close(seen, problem, names=ALL, tf32=is_tf32(world))

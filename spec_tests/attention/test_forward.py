@@ -172,7 +172,9 @@ def test_float64_is_float64_or_refused(world, subject, mask):
     """In float64 O, L and gradients MUST have its rounding, or be refused with an error."""
     problem = RAGGED.but(dtype="float64", causal=mask == "causal")
     problem = fitting(world, subject, problem, is_about_dtype=True)
-    seen = observe(world, subject, bodies.or_refused, problem)
-
-    if not isinstance(seen, str):
-        rules.close(seen, problem, names=ALL)
+    for is_differentiated in (False, True):  # a backward that refuses does not excuse a forward
+        seen = observe(
+            world, subject, bodies.or_refused, problem, is_differentiated=is_differentiated
+        )
+        if not isinstance(seen, str):
+            rules.close(seen, problem, names=ALL if is_differentiated else OUTPUT_AND_LSE)

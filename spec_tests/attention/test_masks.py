@@ -19,6 +19,7 @@ from spec_tests.attention.defined import (
     as_defined,
     fitting,
     is_tf32,
+    require_finite,
 )
 from spec_tests.attention.problem import AS_THE_EXERCISE, WHOLE_TILES, Problem, inputs
 from spec_tests.clause import MUST, clause
@@ -33,7 +34,7 @@ LENGTHS = {
     "decode": (1, 77),
     "few-keys": (70, 3),
 }
-UNEQUAL = ("", "whole tiles")
+UNEQUAL = ("", "head dims", "whole tiles")
 """Of `FITS`, those that keep what clauses about unequal lengths are about."""
 PARTS = {"forward": OUTPUT_AND_LSE, "backward": OUTPUT_AND_GRADIENTS}
 
@@ -220,9 +221,29 @@ def test_what_is_hidden_does_not_matter(world, subject, garbage):
 
     The rows of the diagonal's own tiles are among them.
     """
+    _judge_hidden(world, subject, garbage)
+
+
+@clause(
+    "attention.causal.hidden-keys-of-any-size",
+    MUST,
+    level="production",
+    judges=ATTENTION,
+    worlds=(1,),
+    source="CS336 assignment 2 adds -1e6 to the scores, which larger ones survive",
+)
+@pytest.mark.parametrize("garbage", [1e8, -1e8])
+def test_what_is_hidden_does_not_matter_however_large(world, subject, garbage):
+    """Keys of 1e8 that a row cannot see MUST NOT change a bit of it, nor of its gradient."""
+    _judge_hidden(world, subject, garbage)
+
+
+def _judge_hidden(world, subject, garbage):
+    __tracebackhide__ = True
     problem = fitting(world, subject, Problem(seq_q=70, seq_k=80, heads=1, causal=True))
     first = problem.num_keys - 35
     clean = observe(world, subject, with_garbage, problem, first, 0.5)
+    require_finite(clean)
     seen = observe(world, subject, with_garbage, problem, first, garbage)
 
     judge.tensors([seen], clean, quantity="value before the garbage", given=repr(problem))
@@ -233,7 +254,7 @@ def prefix(ctx, subject, problem, rows):
     x = inputs(problem).to(ctx.device)
     found = {}
     for name, stop in (("whole", problem.seq_q), ("alone", rows)):
-        cut = [t[:, :, :stop] for t in (x.q, x.k, x.v)]
+        cut = [t[:, :, :stop].contiguous() for t in (x.q, x.k, x.v)]
         out, lse = call(ctx, subject, *cut, causal=True, return_lse=True)
         found[name] = {"O": out[:, :, :rows], "L": lse[:, :, :rows]}
     return found

@@ -25,10 +25,11 @@ class Ddp(Protocol):
     accumulated since `zero_grad`. Frozen parameters keep `grad is None`, all keep `requires_grad`.
     A parameter unused on all ranks keeps None, or is an error no later than the next forward;
     unused on some ranks only, it holds the mean with zero for the absent, or is an error. Never a
-    hang. The group decides who talks and by how many one divides. All ranks get the same bits, and
-    equal runs give equal bits. Several forwards may feed one backward; a forward without gradients
-    disturbs nothing, nor does another wrapped model. What is launched is waited for. After a caught
-    exception the next step is right, or an error.
+    hang. Gradients may become ready in another order on each rank. The group decides who talks and
+    by how many one divides. All ranks get the same bits, and equal runs give equal bits. Several
+    forwards may feed one backward; a forward without gradients disturbs nothing, nor does another
+    wrapped model. What is launched is waited for. After a caught exception the next step is right,
+    or an error.
     """
 
     def __call__(

@@ -147,7 +147,7 @@ def test_two_wrapped_models_do_not_disturb_each_other(world, subject):
     equivalence.mean_gradients([rank["tied"] for rank in ranks], "tied", 8, micros=(1,))
 
 
-def after_failure(ctx, subject, seed, where):
+def after_failure(ctx, subject, seed, where, to_none):
     """Gradients of a clean step after one in which forward or backward raised on all ranks."""
     replica = Replica(ctx, subject, "mlp", seed)
     replica.backward(0)
@@ -164,7 +164,7 @@ def after_failure(ctx, subject, seed, where):
         replica.backward(1)
     except KeyError:
         handle.remove()
-    replica.zero_grad()
+    replica.zero_grad(set_to_none=to_none)
     replica.backward(2)
     return replica.gradients()
 
@@ -178,13 +178,14 @@ def after_failure(ctx, subject, seed, where):
     worlds=(2, 3),
 )
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_step_after_an_exception_is_right_or_refused(world, subject, where):
+@pytest.mark.parametrize("to_none", [True, False], ids=["to-none", "to-zero"])
+def test_a_step_after_an_exception_is_right_or_refused(world, subject, where, to_none):
     """After a caught exception the next clean step MUST be right, or an error.
 
     A ready count that was not reset fires early, with half a bucket.
     """
     ranks = refusal.answer_or_refusal(
-        world, after_failure, subject, 7, where, ordinary=(trained, subject, "mlp", 7, 1)
+        world, after_failure, subject, 7, where, to_none, ordinary=(trained, subject, "mlp", 7, 1)
     )
 
     if ranks is not None:

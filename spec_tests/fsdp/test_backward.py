@@ -55,7 +55,9 @@ def test_a_step_uses_the_mean_gradient(world, subject):
     source=PAPER,
     worlds=(2, 3),
 )
-@pytest.mark.parametrize("toy", ["ragged", "stack", "tied", "reused", "frozen", "mixed", "unused"])
+@pytest.mark.parametrize(
+    "toy", ["ragged", "stack", "tied", "reused", "reordered", "frozen", "mixed", "unused"]
+)
 def test_a_step_uses_the_mean_gradient_of_any_model(world, subject, toy):
     """Odd sizes, ties, reuse, frozen and unused layers: mean gradients, or a refusal, MUST come."""
     ranks = refusal.answer_or_refusal(

@@ -14,6 +14,7 @@ from torch import nn
 
 from spec_tests.clause import MUST, clause
 from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, RATE, Sharded, shard
+from spec_tests.laws import programs, refusal
 from spec_tests.rig import judge
 from spec_tests.rig.symptoms import Hint, gap
 from spec_tests.rig.tolerance import rounding
@@ -152,8 +153,8 @@ class Ladder(nn.Module):
         return x
 
 
-def after_leaving_out(ctx, subject):
-    """Output after a step that a forward without the two inner layers came before."""
+def after_leaving_out(ctx, subject, raises=False):
+    """Output after a step, before which a forward left two layers out, or raised in one."""
     ladder = Ladder().to(ctx.device)
     model = shard(ctx, subject, ladder, "layers")
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4)
@@ -161,10 +162,14 @@ def after_leaving_out(ctx, subject):
     model(x).sum().backward()
     if subject == "fsdp":
         ctx.impl.finish_gradient_synchronization(model)
-    ladder.without = (1, 2)
-    with torch.no_grad():
-        model(x)
-    ladder.without = ()
+    if raises:
+        with programs.failing(ladder.layers[1]):
+            model(x)
+    else:
+        ladder.without = (1, 2)
+        with torch.no_grad():
+            model(x)
+        ladder.without = ()
     optimizer.step()
     return {"output": model(x).detach()}
 
@@ -184,6 +189,31 @@ def test_layers_that_a_forward_left_out_are_not_stale_after_a_step(world, subjec
     """
     ranks = world.run(after_leaving_out, subject)
 
+    _judge_ladder(ranks)
+
+
+@clause(
+    "fsdp.lifecycle.fresh-after-exception-in-a-whole-model",
+    MUST,
+    level="correct",
+    judges=("fsdp",),
+    source=FRESH,
+    worlds=(2, 3),
+)
+def test_no_layer_of_a_whole_model_is_stale_after_an_exception(world, subject):
+    """After an exception in forward and a step, a whole model's forward MUST use the new weights.
+
+    What was gathered, or is on its way, has no end of forward that would free it.
+    """
+    ranks = refusal.answer_or_refusal(
+        world, after_leaving_out, subject, True, ordinary=(after_leaving_out, subject)
+    )
+
+    if ranks is not None:
+        _judge_ladder(ranks)
+
+
+def _judge_ladder(ranks):
     # Each weight is the identity less 2**-4 everywhere, so each layer takes 12/16 of its input.
     judge.tensors(
         ranks,

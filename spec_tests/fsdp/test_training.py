@@ -18,12 +18,16 @@ from spec_tests.rig.tolerance import rounding
 from spec_tests.rig.toys import TOYS
 
 STEPS = 4
+DECAY = 2.0**8
+"""Times the rate: a 256th of a weight in each step."""
 
 
-def trained(ctx, subject, toy, seed, steps):
+def trained(ctx, subject, toy, seed, steps, decay=0.0):
     """Full weights after training with momentum on this rank's share of every batch."""
     sharded = Sharded(ctx, subject, toy, seed)
-    optimizer = torch.optim.SGD(sharded.model.parameters(), lr=RATE, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        sharded.model.parameters(), lr=RATE, momentum=0.9, weight_decay=decay
+    )
     for step in range(steps):
         optimizer.zero_grad()
         sharded.backward(step)
@@ -31,14 +35,14 @@ def trained(ctx, subject, toy, seed, steps):
     return sharded.full()
 
 
-def _judge_training(ranks, size, toy, seed):
+def _judge_training(ranks, size, toy, seed, decay=0.0):
     steps = [
         [TOYS[toy].batch(seed, rank=rank, micro=step) for rank in range(size)]
         for step in range(STEPS)
     ]
     judge.tensors(
         ranks,
-        oracle.trained(toy, seed, steps, lr=RATE, momentum=0.9),
+        oracle.trained(toy, seed, steps, lr=RATE, momentum=0.9, weight_decay=decay),
         quantity="weight after training",
         within=rounding(torch.float32, terms=12 * 4 * size, depth=4 * STEPS),
         hints=[Hint("the weights did not move", oracle.parameters(toy, seed))],
@@ -69,13 +73,16 @@ def test_training_in_shards_equals_training_on_the_whole(world, subject):
     source="Zhao et al. 2023, section 3.2",
     worlds=(3,),
 )
-@pytest.mark.parametrize("toy", ["mlp", "frozen"])
+@pytest.mark.parametrize("toy", ["mlp", "frozen", "tied", "reordered"])
 def test_training_any_model_in_shards_equals_training_on_the_whole(world, subject, toy):
-    """With odd sizes and frozen layers, training MUST give one process's weights, or be refused."""
-    ranks = refusal.answer_or_refusal(world, trained, subject, toy, 8, STEPS)
+    """Training of odd sizes, ties, any order MUST give one process's weights, or be refused.
+
+    Weights decay: what has become two parameters of one decays twice.
+    """
+    ranks = refusal.answer_or_refusal(world, trained, subject, toy, 8, STEPS, DECAY)
 
     if ranks is not None:
-        _judge_training(ranks, world.size, toy, 8)
+        _judge_training(ranks, world.size, toy, 8, DECAY)
 
 
 def identities(ctx, subject, seed):

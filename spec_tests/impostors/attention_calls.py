@@ -213,6 +213,7 @@ IMPOSTORS = (
         "flash-attn issue 355; in the study it survived every usual test.",
         "dO made by `randn` is contiguous.",
         "attention.layout.strides",
+        "attention.layout.strides-without-heads",
         "attention.layout.strides-of-zero",
     ),
     card(

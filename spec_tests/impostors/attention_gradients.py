@@ -288,6 +288,14 @@ IMPOSTORS = (
         "attention.gradients.only-where-wanted",
     ),
     card(
+        PlainAttention,
+        "once-differentiable",
+        "Drops the second derivative in silence where the loss has another term.",
+        "`once_differentiable` raises for a dO that wants a gradient, and lets others through.",
+        "Alone it raises: the gradient has no graph.",
+        "attention.autograd.second-derivatives-in-a-sum",
+    ),
+    card(
         SecondDerivative,
         "second-derivative",
         "Has a second derivative with L held constant.",

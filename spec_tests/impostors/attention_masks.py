@@ -51,11 +51,19 @@ class MasksWithMillion(PlainAttention):
 class MasksByAdding(PlainAttention):
     """Adds -1e4 to hidden scores: large ones come through."""
 
+    penalty = 1e4
+
     def masked(self, s: Tensor, rows: range, keys: range, shift: int) -> Tensor:
-        return s - 1e4 * (~self.visible(rows, keys, shift)).to(s.dtype)
+        return s - self.penalty * (~self.visible(rows, keys, shift)).to(s.dtype)
 
     def is_skipped(self, rows: range, keys: range, shift: int) -> bool:
         return False
+
+
+class MasksByAddingMore(MasksByAdding):
+    """Adds -1e6, which larger scores still survive."""
+
+    penalty = 1e6
 
 
 class BlindIsNan(PlainAttention):
@@ -133,6 +141,14 @@ IMPOSTORS = (
         "Rows that see nothing do not occur with equal lengths.",
         "attention.blind-rows.zeros",
         "attention.blind-rows.gradients",
+    ),
+    card(
+        MasksByAddingMore,
+        "masks-by-adding-more",
+        "Adds -1e6 to hidden scores.",
+        "What the exercise of CS336 says.",
+        "No score of a trained model comes near it.",
+        "attention.causal.hidden-keys-of-any-size",
     ),
     card(
         MasksByAdding,

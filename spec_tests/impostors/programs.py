@@ -100,7 +100,10 @@ IMPOSTORS = (
         "Full weights that an interrupted forward had gathered serve the next one too.",
         "FSDP2 of torch 2.13: hooks that an exception passes by.",
         "Wrong only where a step of the optimizer comes between the two.",
-        ("fsdp.lifecycle.fresh-after-exception",),
+        (
+            "fsdp.lifecycle.fresh-after-exception",
+            "fsdp.lifecycle.fresh-after-exception-in-a-whole-model",
+        ),
         functions=lambda: offer_fsdp(FreesWhenAllWentWell),
     ),
 )

@@ -248,6 +248,22 @@ class Stack(nn.Module):
         return self.head(h * self.gain).remainder(6.0)
 
 
+class Reordered(nn.Module):
+    """Layers that run in another order than they were registered in, and one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 6)
+        self.first = nn.Linear(6, 6, bias=False)
+        self.second = nn.Linear(6, 6, bias=False)
+        self.third = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.third, self.first, self.second, self.first):
+            x = layer(x).remainder(3.0)
+        return self.head(x).remainder(6.0)
+
+
 @dataclass(frozen=True)
 class Toy:
     """A toy by name: how to build it and how far its values reach.
@@ -317,5 +333,6 @@ TOYS = {
         Toy("double", partial(Mixed, torch.float32, torch.float64, 2**30), reach=4 * 4),
         Toy("even", Even, reach=4 * 4 * 2),
         Toy("stack", Stack, reach=4 * 4 * 2),
+        Toy("reordered", Reordered, reach=3 * 3),
     )
 }

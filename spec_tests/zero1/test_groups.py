@@ -7,6 +7,7 @@ warm-up never warms up. The second half is about process groups, which are not t
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from spec_tests.clause import MUST, clause
@@ -109,10 +110,19 @@ def test_a_group_that_is_added_later_trains_from_then_on(world):
     same_as_unsharded(world, grows, groups=first_four)
 
 
-def what_groups_say(ctx):
+def halves(parameters):
+    """Two groups with options of their own."""
+    every = list(parameters.values())
+    middle = len(every) // 2
+    return [
+        {"params": every[:middle], "lr": 0.5},
+        {"params": every[middle:], "betas": (0.5, 0.75)},
+    ]
+
+
+def what_groups_say(ctx, toy):
     """Groups by names of parameters, and what the optimizer is."""
-    run = Run(sharded(ctx), groups=one_and_the_rest)
-    return _described(run)
+    return _described(Run(sharded(ctx), toy=toy, groups=halves))
 
 
 def _described(run):
@@ -132,11 +142,15 @@ def _described(run):
     needs=ZERO,
     source="contract: a torch.optim.Optimizer; schedulers and clipping read its groups",
 )
-def test_groups_show_all_parameters_with_their_options(world):
-    """`param_groups` MUST hold all parameters, in the caller's groups and order, with options."""
-    ranks = world.run(what_groups_say)
+@pytest.mark.parametrize("toy", ["ragged", "frozen"])
+def test_groups_show_all_parameters_with_their_options(world, toy):
+    """`param_groups` MUST hold all parameters, in the caller's groups and order, with options.
 
-    expected = _described(Run(plain, groups=one_and_the_rest))
+    Frozen ones too: they may train later, and a scheduler or a checkpoint counts them.
+    """
+    ranks = world.run(what_groups_say, toy)
+
+    expected = _described(Run(plain, toy=toy, groups=halves))
     for key, value in expected.items():
         judge.equal([rank[key] for rank in ranks], value, quantity=f"{key} of the groups")
 

@@ -19,6 +19,7 @@ from spec_tests.rig.symptoms import Hint
 from spec_tests.zero1.runs import (
     OPTIMIZERS,
     Run,
+    all_in_one,
     alone,
     in_ranks,
     like_unsharded,
@@ -201,16 +202,20 @@ def weights_with_closure(run):
     level="correct",
     needs=ZERO,
     source="torch.optim.Optimizer.step(closure)",
+    worlds=(2, 3),
 )
-def test_a_closure_is_evaluated_and_its_loss_returned(world):
+@pytest.mark.parametrize("parameters", ["all", "two"])
+def test_a_closure_is_evaluated_and_its_loss_returned(world, parameters):
     """`step(closure)` MUST evaluate the closure once, before updating, and return its loss.
 
-    Evaluated twice, a forward with dropout or a fresh batch trains on something else.
+    Evaluated twice, a forward with dropout or a fresh batch trains on something else; and a rank
+    that owns nothing has a loss to return, too.
     """
-    ranks = world.run(in_ranks, with_closure)
+    groups = all_in_one if parameters == "all" else two_parameters
+    ranks = world.run(in_ranks, with_closure, groups=groups)
 
-    expected = alone(with_closure)
-    like_unsharded([rank["weights"] for rank in ranks], weights_with_closure)
+    expected = alone(with_closure, groups=groups)
+    like_unsharded([rank["weights"] for rank in ranks], weights_with_closure, groups=groups)
     judge.tensors(
         [rank["losses"] for rank in ranks],
         expected["losses"],
