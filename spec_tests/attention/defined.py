@@ -9,9 +9,9 @@ import unittest
 import torch
 
 from spec_tests.attention import bodies, rules
-from spec_tests.attention.problem import AS_THE_EXERCISE, FITS, RAGGED, Problem
+from spec_tests.attention.problem import AS_THE_EXERCISE, FITS, RAGGED, Answer, Problem
 from spec_tests.rig import judge
-from spec_tests.rig.errors import RankDied, RankHung
+from spec_tests.rig.errors import NotOffered, RankDied, RankHung
 from spec_tests.rig.world import World
 
 # What is only tried says nothing: the case that is judged then meets the same.
@@ -36,8 +36,14 @@ def as_defined(world: World, subject: str, problem: Problem, *names: str) -> Non
 
     Raises:
         Violation: it names the tensors, the broken rule and what the values look like.
+        NotOffered: the backward is left open, and the forward is right.
     """
     __tracebackhide__ = True
+    if {*GRADIENTS} & {*names} and not offers_backward(world, subject):
+        names = tuple(name for name in names if name not in GRADIENTS)
+        seen = bodies.observe(world, subject, bodies.forward, problem, lse="L" in names)
+        rules.close(seen, problem, names=names, tf32=is_tf32(world))
+        raise NotOffered("the backward is left open; the forward is right")
     if not {*GRADIENTS} & {*names}:
         seen = bodies.observe(world, subject, bodies.forward, problem, lse="L" in names)
     else:
@@ -102,21 +108,42 @@ def require_causal(world: World, subject: str, problem: Problem) -> None:
         raise unittest.SkipTest("it ignores `causal`, for which attention.causal.* fail")
 
 
-def require_finite(answer: bodies.Answer) -> None:
+def require_finite(answer: Answer) -> None:
     """Skip where the answer that another is held against is not finite."""
     if not all(bool(value.isfinite().all()) for value in answer.values()):
         raise unittest.SkipTest("it gives NaN or inf here, for which attention.causal.* fail")
 
 
-def require_half(world: World, subject: str, problem: Problem) -> None:
-    """Skip where the problem itself is answered wrongly: another clause fails for that."""
+def require_right(world: World, subject: str, problem: Problem) -> None:
+    """Skip where the problem by itself is answered wrongly: another clause fails for that."""
     key = (world.target, subject, world.transport, problem)
     if key not in _TAKES:
         _TAKES[key] = False
         with _aside():
             _TAKES[key] = _num_right(world, subject, problem) == len(OUTPUT_AND_GRADIENTS)
     if not _TAKES[key]:
-        raise unittest.SkipTest("wrong at a dO of 1, too: see attention.gradients.half-precision")
+        raise unittest.SkipTest(f"{problem!r} is answered wrongly: see attention.gradients.*")
+
+
+def require_backward(world: World, subject: str) -> None:
+    """Raise NotOffered where the backward is left open, whatever else the subject refuses."""
+    if not offers_backward(world, subject):
+        raise NotOffered("the backward is left open")
+
+
+def offers_backward(world: World, subject: str) -> bool:
+    """False where the backward of the exercise's sizes raises NotImplementedError."""
+    key = (world.target, subject, world.transport, "backward")
+    if key not in _TAKES:
+        _TAKES[key] = True
+        with _aside():
+            try:
+                bodies.observe(world, subject, bodies.gradients, AS_THE_EXERCISE)
+            except NotOffered:
+                _TAKES[key] = False
+            except FAILURES:
+                pass
+    return _TAKES[key]
 
 
 def takes_dtype(world: World, subject: str, dtype: str) -> bool:

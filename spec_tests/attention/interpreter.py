@@ -61,7 +61,7 @@ def _mend_scalars(module: Any) -> None:
     convert = getattr(module, "_implicit_cvt", None)
     if convert is None:
         return
-    kinds = {float: (np.float32, module.tl.float32)}
+    kinds: dict[type, Any] = {float: (np.float32, module.tl.float32)}
     try:
         convert(True)
     except ValueError:  # 3.8 and later take it

@@ -19,7 +19,7 @@ from spec_tests.attention.defined import (
     as_defined,
     fitting,
     is_tf32,
-    require_half,
+    require_right,
 )
 from spec_tests.attention.problem import AS_THE_EXERCISE, RAGGED, Problem, inputs
 from spec_tests.attention.test_forward import MASKS
@@ -147,7 +147,7 @@ def test_gradients_have_the_range_of_their_dtype(world, subject, upstream):
     loses everything below 6e-8.
     """
     problem = fitting(world, subject, RAGGED.but(dtype="bfloat16"))
-    require_half(world, subject, problem)
+    require_right(world, subject, problem)
     problem = problem.but(upstream=upstream)
     as_defined(world, subject, problem, *GRADIENTS)
 

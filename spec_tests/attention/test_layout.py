@@ -15,7 +15,14 @@ import torch
 
 from spec_tests.attention import rules
 from spec_tests.attention.bodies import ATTENTION, CONTRACT, arguments, call, observe
-from spec_tests.attention.defined import ALL, fitting, is_tf32, require_finite, takes_dtype
+from spec_tests.attention.defined import (
+    ALL,
+    fitting,
+    is_tf32,
+    require_backward,
+    require_finite,
+    takes_dtype,
+)
 from spec_tests.attention.problem import Inputs, Problem, dense, inputs
 from spec_tests.clause import MUST, clause
 from spec_tests.rig import judge
@@ -324,6 +331,7 @@ def test_offsets_may_exceed_two_to_the_31(world, subject, dim):
     batch, heads = [(3, 1), (1, 3), (1, 1)][dim]
     problem = Problem(seq_q=20, seq_k=40, batch=batch, heads=heads, dtype=dtype)
     problem = fitting(world, subject, problem)
+    require_backward(world, subject)
     seen, near_by = observe(world, subject, far_apart, problem, dim)
 
     rules.near(seen, near_by, given=f"{problem!r}, k far apart in dim {dim}", tf32=is_tf32(world))

@@ -323,7 +323,10 @@ def evaluated(ctx, subject, toy, seed):
         replica.wrapped(inputs)
     with torch.no_grad():
         replica.wrapped(inputs)
-    replica.backward(1)
+    replica.loss(1).backward()
+    with torch.no_grad():
+        replica.wrapped(inputs)
+    replica.finish()
     with torch.no_grad():
         replica.wrapped(inputs)
     return replica.gradients()

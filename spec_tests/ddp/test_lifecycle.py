@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_tests.clause import MUST, SHOULD, clause
-from spec_tests.ddp.replica import Replica, wrap
+from spec_tests.ddp.replica import SMALL_BUCKET_MB, Replica, wrap
 from spec_tests.laws import agreement, equivalence, footprint, refusal
 from spec_tests.rig import judge, oracle, strategies
 from spec_tests.rig.symptoms import Hint
@@ -147,9 +147,9 @@ def test_two_wrapped_models_do_not_disturb_each_other(world, subject):
     equivalence.mean_gradients([rank["tied"] for rank in ranks], "tied", 8, micros=(1,))
 
 
-def after_failure(ctx, subject, seed, where, to_none):
+def after_failure(ctx, subject, seed, where, to_none, bucket_size_mb):
     """Gradients of a clean step after one in which forward or backward raised on all ranks."""
-    replica = Replica(ctx, subject, "mlp", seed)
+    replica = Replica(ctx, subject, "mlp", seed, bucket_size_mb=bucket_size_mb)
     replica.backward(0)
     replica.zero_grad()
 
@@ -179,13 +179,24 @@ def after_failure(ctx, subject, seed, where, to_none):
 )
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("to_none", [True, False], ids=["to-none", "to-zero"])
-def test_a_step_after_an_exception_is_right_or_refused(world, subject, where, to_none):
+@pytest.mark.parametrize("bucket_size_mb", [SMALL_BUCKET_MB, 1.0], ids=["between", "within"])
+def test_a_step_after_an_exception_is_right_or_refused(
+    world, subject, where, to_none, bucket_size_mb
+):
     """After a caught exception the next clean step MUST be right, or an error.
 
-    A ready count that was not reset fires early, with half a bucket.
+    A ready count that was not reset fires early, with half a bucket: in one bucket for all, the
+    exception comes when some of it is ready.
     """
     ranks = refusal.answer_or_refusal(
-        world, after_failure, subject, 7, where, to_none, ordinary=(trained, subject, "mlp", 7, 1)
+        world,
+        after_failure,
+        subject,
+        7,
+        where,
+        to_none,
+        bucket_size_mb,
+        ordinary=(trained, subject, "mlp", 7, 1),
     )
 
     if ranks is not None:

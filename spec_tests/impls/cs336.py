@@ -151,7 +151,14 @@ def _module(wrapped: object, getter: Callable[..., Any]) -> nn.Module:
 def _optimizer_of(wrapped: nn.Module) -> Optimizer:
     """What the hooks get beside the model; the suite's own optimizer is not theirs to see."""
     owner = wrapped if hasattr(wrapped, "parameters") else wrapped.module
-    return torch.optim.SGD(owner.parameters(), lr=0.0)  # type: ignore[union-attr]  # foreign code
+    return _Idle(owner.parameters(), lr=0.0)  # type: ignore[union-attr]  # foreign code
+
+
+class _Idle(torch.optim.SGD):
+    """Changes nothing, gradients neither: a hook that clears them means to begin a step."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        pass
 
 
 # ------------------------------------------------------------------------------------------ fsdp

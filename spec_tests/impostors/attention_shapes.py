@@ -192,7 +192,6 @@ IMPOSTORS = (
         "`BLOCK_D ** -0.5` inside a kernel.",
         "Head dims that are powers of two.",
         "attention.shapes.head-dims",
-        "attention.shapes.ragged-lengths",
     ),
     card(
         FlatOnly,

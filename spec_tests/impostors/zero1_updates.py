@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from spec_tests.impostors.plain_zero1 import PlainZero1, card
+from spec_tests.impostors.plain_zero1 import Group, PlainZero1, card
 
 
 class NeverExchanges(PlainZero1):
@@ -52,6 +52,14 @@ class ThawsFrozen(PlainZero1):
             if parameter.grad is None and not parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         return super().update(closure)
+
+
+class LeavesOutFrozen(PlainZero1):
+    """Deals out what trains at construction, and nothing else."""
+
+    def own_part(self, group: Group) -> Group:
+        mine = [p for p in group["params"] if self.owned(p) and p.requires_grad]
+        return {**group, "params": mine}
 
 
 class RefusesToOwnNothing(PlainZero1):
@@ -174,6 +182,14 @@ IMPOSTORS = (
         "Megatron-LM issue 5974: flat buffers have no None.",
         "Every parameter is used in every step.",
         "zero1.step.skips-absent-gradients",
+    ),
+    card(
+        LeavesOutFrozen,
+        "leaves-out-frozen",
+        "Has no optimizer for what was frozen at construction.",
+        "`[p for p in params if p.requires_grad]`.",
+        "Few train in stages, and what stays frozen is right.",
+        "zero1.step.thawed-later",
     ),
     card(
         ThawsFrozen,

@@ -131,6 +131,7 @@ class Buffers(nn.Module):
 
     counts: torch.Tensor
     mask: torch.Tensor
+    table: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,6 +141,7 @@ class Buffers(nn.Module):
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("counts", torch.zeros(3, dtype=torch.int64))
         self.register_buffer("mask", torch.zeros(4, dtype=torch.bool))
+        self.register_buffer("table", torch.zeros(3), persistent=False)  # in no state dict
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.linear(x)) * x[:, :4]

@@ -56,6 +56,10 @@ class Ranks(list[Any]):
     leaks: tuple[str, ...] = ()
 
 
+_Key = tuple[Target | None, int, str, bool]
+"""Implementation, number of ranks, transport, and whether they interpret kernels."""
+
+
 @dataclass
 class Worlds:
     """The live pools of one process, one per implementation, size and transport.
@@ -66,10 +70,8 @@ class Worlds:
     transport: str = "gloo"
     max_pools: int = 6
     leaks: list[str] = field(default_factory=list)
-    _pools: dict[tuple[Target | None, int, str], AnyPool] = field(default_factory=dict)
-    _failed: dict[tuple[Target | None, int, str], list[RankDied | RankHung]] = field(
-        default_factory=dict
-    )
+    _pools: dict[_Key, AnyPool] = field(default_factory=dict)
+    _failed: dict[_Key, list[RankDied | RankHung]] = field(default_factory=dict)
     _endless: Counter[tuple[Target | None, str]] = field(default_factory=Counter)
 
     def world(
@@ -93,7 +95,10 @@ class Worlds:
         Raises:
             RankDied, RankHung: a rank exits or hangs while it imports the implementation.
         """
-        key = (target, size, transport)
+        # An interpreted kernel that writes where it must not damages the heap of its process: what
+        # is not made of kernels is judged in another one.
+        runs_kernels = SITUATION.get().subject.endswith("_triton")
+        key = (target, size, transport, runs_kernels)
         pool = self._pools.pop(key, None)
         if pool is None or not pool.is_alive:
             while len(self._pools) >= self.max_pools:
@@ -102,8 +107,8 @@ class Worlds:
         self._pools[key] = pool  # last in the dict: most recently used
         return pool
 
-    def _start(self, key: tuple[Target | None, int, str]) -> AnyPool:
-        target, size, transport = key
+    def _start(self, key: _Key) -> AnyPool:
+        target, size, transport, _ = key
         failures = self._failed.setdefault(key, [])
         if len(failures) >= _STARTS:
             raise failures[-1].with_traceback(None)  # else that would grow with every clause

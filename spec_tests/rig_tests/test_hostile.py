@@ -282,7 +282,7 @@ def test_importing_what_comes_with_the_suite_changes_nothing(own: Worlds, name: 
 
 
 def test_a_failure_that_is_remembered_does_not_grow_from_clause_to_clause(own: Worlds, right):
-    own._failed[right, 1, "gloo"] = [RankDied("rank 0 exited with 3", 0)] * world._STARTS
+    own._failed[right, 1, "gloo", False] = [RankDied("rank 0 exited with 3", 0)] * world._STARTS
     depths = []
     for _ in range(3):
         with pytest.raises(RankDied) as caught:

@@ -136,6 +136,13 @@ def trains_two(run):
     return run.steps(1, 2)
 
 
+def trains_two_and_one_more(run):
+    """The same, with a group of one parameter that is added after the first step."""
+    run.step(1)
+    run.optimizer.add_param_group({"params": list(run.parameters.values())[2:3], "lr": 0.5})
+    return run.steps(2, 3)
+
+
 @clause(
     "zero1.step.more-ranks-than-parameters",
     MUST,
@@ -144,9 +151,32 @@ def trains_two(run):
     source="ZeroRedundancyOptimizer's tests; an empty parameter list is an error in torch.optim",
     worlds=(3, 4),
 )
-def test_a_rank_that_owns_nothing_takes_part(world):
+@pytest.mark.parametrize("grows", [False, True], ids=["fixed", "grows"])
+def test_a_rank_that_owns_nothing_takes_part(world, grows):
     """With more ranks than parameters every rank MUST still hold the updated weights."""
-    same_as_unsharded(world, trains_two, groups=two_parameters)
+    script = trains_two_and_one_more if grows else trains_two
+    same_as_unsharded(world, script, groups=two_parameters)
+
+
+def thawed(run):
+    """Weights of a run in which frozen parameters are trained from the second step on."""
+    run.step(1)
+    for parameter in run.parameters.values():
+        parameter.requires_grad_(True)
+    return run.steps(2, 3)
+
+
+@clause(
+    "zero1.step.thawed-later",
+    MUST,
+    level="correct",
+    needs=ZERO,
+    source="fine-tuning by stages; contract: `param_groups` are the caller's, and whole",
+    worlds=(2, 3),
+)
+def test_what_was_frozen_at_first_is_updated_once_it_trains(world):
+    """Parameters that were frozen at construction MUST be updated once they have gradients."""
+    same_as_unsharded(world, thawed, toy="frozen")
 
 
 def two_at_once(ctx):
