@@ -21,6 +21,7 @@ from spec_tests.attention.defined import (
     is_tf32,
     require_backward,
     require_finite,
+    require_right,
     takes_dtype,
 )
 from spec_tests.attention.problem import Inputs, Problem, dense, inputs
@@ -127,6 +128,7 @@ def test_each_tensor_of_one_head_has_strides_of_its_own(world, subject, layout, 
     What joins batch and heads copies where there are several, and so hides a wrong stride.
     """
     problem = fitting(world, subject, Problem(seq_q=40, batch=2, heads=1, dtype=dtype))
+    require_right(world, subject, problem)
     seen = observe(world, subject, laid_out, problem, layout)
 
     rules.close(seen, problem, names=ALL, tf32=is_tf32(world))

@@ -6,6 +6,7 @@ loss still falls, only later and less: that is why nobody notices.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 from spec_tests.clause import MUST, clause
 from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, RATE, Sharded, shard
+from spec_tests.fsdp.test_backward import one_backward
 from spec_tests.laws import programs, refusal
 from spec_tests.rig import judge
 from spec_tests.rig.symptoms import Hint, gap
@@ -145,15 +147,18 @@ class Ladder(nn.Module):
         for layer in self.layers:
             nn.init.eye_(layer.weight)  # type: ignore[arg-type]  # a Linear's
         self.without: tuple[int, ...] = ()
+        self.fails_before: int | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, layer in enumerate(self.layers):
+            if number == self.fails_before:
+                raise programs.PlantedError
             if number not in self.without:
                 x = layer(x)
         return x
 
 
-def after_leaving_out(ctx, subject, raises=False):
+def after_leaving_out(ctx, subject, raises=""):
     """Output after a step, before which a forward left two layers out, or raised in one."""
     ladder = Ladder().to(ctx.device)
     model = shard(ctx, subject, ladder, "layers")
@@ -162,9 +167,14 @@ def after_leaving_out(ctx, subject, raises=False):
     model(x).sum().backward()
     if subject == "fsdp":
         ctx.impl.finish_gradient_synchronization(model)
-    if raises:
+    if raises == "within a layer":
         with programs.failing(ladder.layers[1]):
             model(x)
+    elif raises == "between layers":
+        ladder.fails_before = 1
+        with contextlib.suppress(programs.PlantedError):
+            model(x)
+        ladder.fails_before = None
     else:
         ladder.without = (1, 2)
         with torch.no_grad():
@@ -200,13 +210,14 @@ def test_layers_that_a_forward_left_out_are_not_stale_after_a_step(world, subjec
     source=FRESH,
     worlds=(2, 3),
 )
-def test_no_layer_of_a_whole_model_is_stale_after_an_exception(world, subject):
+@pytest.mark.parametrize("where", ["within a layer", "between layers"], ids=["within", "between"])
+def test_no_layer_of_a_whole_model_is_stale_after_an_exception(world, subject, where):
     """After an exception in forward and a step, a whole model's forward MUST use the new weights.
 
     What was gathered, or is on its way, has no end of forward that would free it.
     """
     ranks = refusal.answer_or_refusal(
-        world, after_leaving_out, subject, True, ordinary=(after_leaving_out, subject)
+        world, after_leaving_out, subject, where, ordinary=(one_backward, subject, "even", 7)
     )
 
     if ranks is not None:

@@ -139,6 +139,8 @@ def trains_two(run):
 def trains_two_and_one_more(run):
     """The same, with a group of one parameter that is added after the first step."""
     run.step(1)
+    if not hasattr(run.optimizer, "add_param_group"):
+        raise NotImplementedError("no add_param_group: see zero1.groups.added-later")
     run.optimizer.add_param_group({"params": list(run.parameters.values())[2:3], "lr": 0.5})
     return run.steps(2, 3)
 
