@@ -31,8 +31,9 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from spec_tests.rig import member as member_side
 from spec_tests.rig import rank as rank_side
-from spec_tests.rig import received, startup, wire
+from spec_tests.rig import received, wire
 from spec_tests.rig.errors import RankDied, RankHung, RankRaised, RankReport
 from spec_tests.rig.liveness import Liveness
 from spec_tests.rig.member import Member
@@ -101,7 +102,7 @@ class Pool:
     def _start(self, rank: int, transport: str, environment: dict[str, str]) -> Member:
         scratch = self._scratch / "shared"
         scratch.mkdir(exist_ok=True)
-        member = startup.start(
+        member = member_side.start(
             rank_side.RankConfig(
                 rank=rank,
                 world_size=self.world_size,
@@ -114,11 +115,11 @@ class Pool:
                 environment={**rank_environment(transport), **environment},
             )
         )
-        startup.watch(self._selector, member)
+        member_side.watch(self._selector, member)
         return member
 
     def _greet(self, member: Member) -> None:
-        greeting = startup.greet(member)
+        greeting = member_side.greet(member)
         self.was_preloaded = self.was_preloaded and greeting.preloaded
         self.load_error = self.load_error or greeting.error
         self.offered, self.misfits = greeting.offered, greeting.misfits or {}

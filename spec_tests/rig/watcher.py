@@ -15,17 +15,29 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
-from spec_tests.rig import loading, wire
-from spec_tests.rig.member import Doing
+from spec_tests.rig import wire
 from spec_tests.rig.recorder import issued_by_all_groups
 
 _KEPT: list[object] = []  # what C code calls must not be collected
 _RANK = str(Path(__file__).with_name("rank.py"))
+
+LAST_WORDS = ".last"
+"""Suffix of the file that a rank writes when it aborts, beside its output."""
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a rank says of itself while it runs a body: stack, last collectives, how many in all."""
+
+    stack: str
+    collectives: tuple[str, ...] = ()
+    issued: int = -1
 
 
 def watch(control: Connection, scratch: str, answer: Callable[[], Doing] | None = None) -> None:
@@ -78,7 +90,7 @@ def _stack_now(thread: int) -> str:
 
 def _stack_of_body(stack: traceback.StackSummary) -> str:
     """What belongs to the body, or to the import at the start; empty between two tasks."""
-    own = ((_RANK, "_run"), (loading.__file__, "load_implementation"))
+    own = ((_RANK, "_run"), (_RANK, "load_implementation"))
     inside = [i for i, f in enumerate(stack) if (f.filename, f.name) in own]
     return "".join(traceback.format_list(stack[inside[-1] + 1 :])) if inside else ""
 

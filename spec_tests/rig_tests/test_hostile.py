@@ -18,7 +18,7 @@ import torch
 from spec_tests import target
 from spec_tests.clause import clause_of
 from spec_tests.ddp import test_gradients
-from spec_tests.rig import judge, member, runner, startup, world
+from spec_tests.rig import judge, member, runner, world
 from spec_tests.rig.errors import RankDied, RankHung, RigError
 from spec_tests.rig.eventlog import read_log
 from spec_tests.rig.outcomes import Outcome
@@ -189,18 +189,18 @@ def test_a_huge_observation_is_refused_where_it_is_made(own: Worlds, named):
 def test_what_never_loads_is_said_once_and_not_tried_for_every_clause(
     own: Worlds, named, monkeypatch, text: str, said: str, limit_s: float
 ):
-    monkeypatch.setattr(startup, "START_TIMEOUT_S", limit_s)
+    monkeypatch.setattr(member, "START_TIMEOUT_S", limit_s)
     monkeypatch.setattr(member, "_OUTPUT_BYTES", 2**20)
     if limit_s < 60.0:
         monkeypatch.setattr(world, "_STARTS", 1)
     started: list[RankConfig] = []
-    start = startup.start
+    start = member.start
 
     def counted(config: RankConfig) -> member.Member:
         started.append(config)
         return start(config)
 
-    monkeypatch.setattr(startup, "start", counted)
+    monkeypatch.setattr(member, "start", counted)
     broken = named(text)
     with pytest.raises((RankDied, RankHung)) as caught:  # how the command asks, before all clauses
         own.pool(2, broken, "gloo")

@@ -199,7 +199,7 @@ def test_what_stands_in_back_ticks_is_code():
     assert page.count("<code>a &lt; b</code>") == 2
     assert "<code>again</code> and a lone `" in page
     assert page.count("<code>&lt;zeros&gt;</code>") == 3
-    assert "<p class='norm'><code>x</code> MUST.</p>" in page
+    assert '<p class="norm"><code>x</code> MUST.</p>' in page
     assert "Source: <code>x</code>" in page
 
 
@@ -220,7 +220,7 @@ def test_the_banner_names_the_levels():
 )
 def test_a_ratio_is_red_where_a_clause_does_not_hold(outcomes: list[str], kind: str):
     page = render_page(log(*(result(each, clause=f"a.{i}") for i, each in enumerate(outcomes))))
-    assert f"<span class='mark {kind}'>{outcomes.count('passed')} of 2</span>" in page
+    assert f'<span class="mark {kind}">{outcomes.count("passed")} of 2</span>' in page
 
 
 def test_an_incomplete_log_is_stamped_on_the_page():

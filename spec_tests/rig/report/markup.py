@@ -1,10 +1,9 @@
 """Texts as HTML: always escaped, back-ticks as code, addresses as links.
 
->>> prose("`x < 1` and a lone `")
-'<code>x &lt; 1</code> and a lone `'
->>> linked("see https://example.org/a, `https://example.org/b`")
-"see <a href='https://example.org/a' rel='noreferrer'>https://example.org/a</a>, \
-<code>https://example.org/b</code>"
+>>> print(prose("`x < 1` and a lone `"))
+<code>x &lt; 1</code> and a lone `
+>>> print(linked("see https://example.org/a"))
+see <a href='https://example.org/a' rel='noreferrer'>https://example.org/a</a>
 """
 
 from __future__ import annotations
@@ -13,18 +12,20 @@ import re
 from collections.abc import Callable
 from html import escape
 
+from markupsafe import Markup
+
 # One line only: a fence, or a back-tick that has no fellow, is left as it is.
 _CODE = re.compile(r"(?<!`)(`{1,2})(?!`)([^`\n]+)\1(?!`)")
 
 
-def prose(text: str) -> str:
-    """The text, with what stands in back-ticks as code."""
-    return _marked(text, escape)
+def prose(text: str) -> Markup:
+    """Return the text, with what stands in back-ticks as code."""
+    return Markup(_marked(text, escape))
 
 
-def linked(text: str) -> str:
-    """The same with bare addresses as links; nothing is fetched unless one is followed."""
-    return _marked(text, lambda plain: " ".join(map(_link, plain.split(" "))))
+def linked(text: str) -> Markup:
+    """Return the same with bare addresses as links; nothing is fetched unless one is followed."""
+    return Markup(_marked(text, lambda plain: " ".join(map(_link, plain.split(" ")))))
 
 
 def _marked(text: str, plain: Callable[[str], str]) -> str:

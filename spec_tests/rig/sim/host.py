@@ -25,15 +25,14 @@ import torch.distributed as dist
 
 from spec_tests.rig import hygiene, wire
 from spec_tests.rig import rank as live
-from spec_tests.rig.loading import prepare_device
-from spec_tests.rig.member import Doing
+from spec_tests.rig.rank import prepare_device
 from spec_tests.rig.sim import hooks
 from spec_tests.rig.sim.baton import Baton, Blocked, stack_of
 from spec_tests.rig.sim.collectives import Collectives
 from spec_tests.rig.sim.faults import UnwaitedWork
 from spec_tests.rig.sim.schedule import Schedule
 from spec_tests.rig.sim.store import SimStore
-from spec_tests.rig.watcher import watch
+from spec_tests.rig.watcher import Doing, watch
 from spec_tests.rig.zygote import forget_triton
 from spec_tests.target import Implementation, load
 
