@@ -112,12 +112,7 @@ def _sdpa(
 
 
 def _flash(algorithm: Algorithm) -> Callable[..., torch.Tensor]:
-    def out_only(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
-    ) -> torch.Tensor:
-        return algorithm.forward(q, k, v, causal, scale)[0]
-
-    return out_only
+    return lambda q, k, v, *, causal, scale: algorithm.forward(q, k, v, causal, scale)[0]
 
 
 BACKENDS: dict[str, Callable[..., torch.Tensor]] = {

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["DTYPES", "as_4d", "check", "checked_scale", "under_autocast"]
-
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

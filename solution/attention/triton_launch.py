@@ -37,8 +37,6 @@ from solution.attention.flash import (
 )
 from solution.attention.tiles import LARGEST_TILE, choose, delta_queries, padded
 
-__all__ = ["TRITON", "FlashAttentionTriton", "flash_attention_triton", "unavailable"]
-
 LOG2E = math.log2(math.e)
 SMALLEST_SCALE = 2.0**-126  # of float32's full precision; what is below makes no score but zero
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
