@@ -1,4 +1,4 @@
-"""FlashAttention as PyTorch sees it: operators with a backward, for whoever computes them.
+"""FlashAttention as PyTorch operators with a backward, for any algorithm that computes it.
 
 `register` makes a pair of operators, `torch.ops.trainspec.flash_attention_NAME` and
 `..._NAME_backward`, of two functions on plain tensors, with what the rest of PyTorch asks:
@@ -94,7 +94,7 @@ def register(
 
 
 def wanted(ctx: Any) -> tuple[bool, bool]:
-    """Whether q needs a gradient, and whether k or v does."""
+    """Return whether q needs a gradient, and whether k or v does."""
     needs_q, needs_k, needs_v = ctx.needs_input_grad[:3]
     return needs_q, needs_k or needs_v
 
@@ -254,7 +254,7 @@ class FlashAttentionTorch(torch.autograd.Function):
 def forward_for_class(
     ctx: Any, algorithm: Algorithm, q: Any, k: Any, v: Any, is_causal: bool
 ) -> torch.Tensor:
-    """What the `forward` of a class like `FlashAttentionTorch` does."""
+    """The `forward` of a class like `FlashAttentionTorch`."""
     check(q, k, v)
     ctx.is_causal, ctx.scale = bool(is_causal), checked_scale(None, q.shape[-1])
     out, lse = algorithm.forward(as_4d(q), as_4d(k), as_4d(v), ctx.is_causal, ctx.scale)
@@ -266,7 +266,7 @@ def forward_for_class(
 def backward_for_class(
     ctx: Any, algorithm: Algorithm, dout: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """What the `backward` of a class like `FlashAttentionTorch` does."""
+    """The `backward` of a class like `FlashAttentionTorch`."""
     q, k, v, out, lse = ctx.saved_tensors
     lse_BHQ = lse.view(as_4d(out).shape[:3])
     tensors = (*map(as_4d, (q, k, v, out)), lse_BHQ)
