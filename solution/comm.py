@@ -1,8 +1,8 @@
 """Who talks to whom: the only file that calls collectives.
 
 Problem. Collectives are where distributed programs hang and where backends differ. Kept in one
-file, named by what they mean and not by how a backend does it, they can be counted, replaced and
-reasoned about; everything above this floor is arithmetic and order.
+file and named by what they mean, they can be counted, replaced and reasoned about; the layers above
+are arithmetic and order.
 
 Every function takes `group`: the process group decides who takes part and by how many one divides.
 `None` is the default group. What can overlap with compute returns a `Handle`, and nothing that was
@@ -11,7 +11,7 @@ run (agreement, initial values, logging) blocks.
 
 Invariants.
 1. All ranks of a group issue the same functions in the same order with equal shapes and dtypes.
-   Nothing here checks that; `agree` is the tool for whoever needs to be sure.
+   Nothing here checks that; where it must be certain, call `agree`.
 2. A group of one rank sends nothing.
 
 Cost. Over W ranks a sum of n bytes sends 2n(W-1)/W per rank, a broadcast of n bytes at most n.
@@ -28,11 +28,11 @@ import torch.distributed as dist
 
 Group = dist.ProcessGroup | None
 
-_ROWS = 0x726F7773  # the tag of letters that carry rows: nobody else's are taken for them
+_ROWS = 0x726F7773  # the tag of messages that carry rows, so that no other message is taken for one
 
 
 class Handle(Protocol):
-    """A collective under way. Its tensors belong to it until `wait` returns."""
+    """A collective in flight. Its tensors belong to it until `wait` returns."""
 
     def wait(self) -> object:
         """Blocks (on a GPU: makes the current stream wait) until the result is in place."""
@@ -57,7 +57,7 @@ class _All:
 
 
 def is_initialized() -> bool:
-    """Whether this process belongs to a distributed run at all."""
+    """Return whether this process belongs to a distributed run."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -128,14 +128,14 @@ def all_gather_rows(matrix: torch.Tensor, group: Group) -> Handle:
     """Starts filling `matrix` `[W, m]`, whose row of this rank is in place, with all ranks' rows.
 
     On gloo two ranks broadcast their rows straight into place, in a quarter of the time of its
-    all-gather. More ranks send them to each other as letters: gloo hands collectives to two threads
-    per group, which carry two broadcasts at a time, but letters to none.
+    all-gather. More ranks use point-to-point messages: gloo hands collectives to two threads per
+    group, which carry two broadcasts at a time, but sends messages without them.
     """
     num_ranks = size(group)
     if matrix.numel() == 0 or num_ranks == 1:
         return _Done()
     if _is_gloo(matrix, group):
-        if num_ranks == 2 or matrix.device.type != "cpu":  # gloo reads letters from host memory
+        if num_ranks == 2 or matrix.device.type != "cpu":  # gloo sends from host memory
             return _All([broadcast(row, source, group) for source, row in enumerate(matrix)])
         return _send_rows(matrix, group)
     # Renamed in torch 2.13. Flat: input and output then share memory in a way that is allowed.
@@ -146,7 +146,7 @@ def all_gather_rows(matrix: torch.Tensor, group: Group) -> Handle:
 
 def _send_rows(matrix: torch.Tensor, group: Group) -> Handle:
     own, num_ranks = rank(group), size(group)
-    # Each begins with its neighbour, so that nobody is sent to by all at once.
+    # Each begins with its neighbour, so that no rank receives from all at once.
     sources = [(own - step) % num_ranks for step in range(1, num_ranks)]
     handles: list[Any] = [
         dist.irecv(matrix[source], group=group, group_src=source, tag=_ROWS) for source in sources
@@ -177,7 +177,7 @@ def _is_gloo(tensor: torch.Tensor, group: Group) -> bool:
 
 
 def agree(value: int, group: Group) -> bool:
-    """Whether `value` (below 2**63) is the same on all ranks of `group`; told to every rank."""
+    """Return, on every rank, whether `value` (below 2**63) is the same on all ranks of `group`."""
     if size(group) == 1:
         return True
     # Not where this rank's own tensors lie: that may be what differs between ranks.
@@ -199,10 +199,10 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
 
 
 def own_cpu_group(group: Group = None) -> Group:
-    """A new gloo group of the ranks of `group`, for a thread of its own; all of them call it."""
+    """Return a new gloo group of the ranks of `group`, for another thread; all of them call it."""
     if not is_initialized():
         return None
-    # Told by its members alone: ranks outside of `group` are not here to take part.
+    # Made by its members alone: ranks outside of `group` do not take part.
     ranks = dist.get_process_group_ranks(group)
     return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 

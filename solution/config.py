@@ -1,10 +1,9 @@
-"""What a run may be told: frozen dataclasses, one table of presets, strict parsing.
+"""Settings of models: frozen dataclasses, tables of presets, and strict parsing.
 
-A setting has one home. `GPT2Config` or `LlamaConfig` says what the model is, `TrainConfig` (in
-`solution.train_config`) what a run does with it; all check themselves when they are made, so that
-no later line has to. `parse` builds each of them from a mapping (a TOML file, command-line flags)
-and refuses what it does not know: a misspelt key that is silently ignored trains the wrong model
-for a day.
+`GPT2Config` and `LlamaConfig` describe the model, `TrainConfig` (in `solution.train_config`) the
+run. Each checks its values when it is made. `parse` builds any of them from a mapping (a TOML file,
+command-line flags) and refuses unknown keys: a misspelt key that is silently ignored trains the
+wrong model for a day.
 
     >>> GPT2Config.preset("small").embedding_dim
     768
@@ -15,7 +14,7 @@ for a day.
 
 Sizes of GPT-2: Radford et al. 2019, table 2, with the counts that the published weights have;
 `tiny` is ours, for the CPU of a laptop. Sizes of Llama: those of the FSDP exercises; `1b` has the
-shape of Llama 3.2 1B (Grattafiori et al. 2024), with a matrix of its own for the logits.
+shape of Llama 3.2 1B (Grattafiori et al. 2024), with a separate matrix for the logits.
 """
 
 from __future__ import annotations
@@ -27,18 +26,6 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
-
-__all__ = [
-    "LLAMA_PRESETS",
-    "PRESETS",
-    "GPT2Config",
-    "LlamaConfig",
-    "ModelConfig",
-    "divisors",
-    "parse",
-    "require",
-    "require_positive",
-]
 
 Config = TypeVar("Config")
 
@@ -239,20 +226,20 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
 
 
 def require_positive(name: str, value: object) -> int:
-    """`value` if it is an integer above zero; otherwise a ValueError that names it."""
+    """Return `value` if it is a positive integer; otherwise raise a ValueError that names it."""
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ValueError(f"expected {name} to be a positive integer, got {value!r}")
     return value
 
 
 def require(name: str, value: Any, what: str, holds: Callable[[Any], bool]) -> None:
-    """A ValueError that names the value, unless `holds`; NaN, which compares false, is refused."""
+    """Raise a ValueError that names the value, unless `holds(value)`; NaN compares false."""
     if not holds(value):
         raise ValueError(f"expected {name} {what}, got {value!r}")
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of `number`, ascending: what an error about divisibility offers instead.
+    """Return all divisors of `number`, ascending, for the advice in an error message.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]

@@ -1,4 +1,4 @@
-"""What a person at a terminal sees while a run is under way: one line that overwrites itself.
+"""The progress of a run at a terminal: one line that overwrites itself.
 
 Nothing is written where stderr is not a terminal, so logs hold no control characters.
 """
@@ -6,8 +6,6 @@ Nothing is written where stderr is not a terminal, so logs hold no control chara
 from __future__ import annotations
 
 import sys
-
-__all__ = ["progress_bar", "status_line"]
 
 
 def status_line(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation that disturbs nothing: the mean loss over batches, without a trace in the model.
+"""Evaluation: the mean loss over batches, without any change to the model.
 
 1. Every module goes to eval mode, and back to the mode that *it* had: a part that was frozen in
    eval mode stays there.
@@ -6,8 +6,8 @@
 3. The sum of losses and the number of targets that count are added over ranks and divided once:
    a mean of means would weigh a padded batch like a full one.
 
-All ranks see the same number of batches, or all are told: before each batch they agree that
-everyone has one, since a sharded model's forward is a collective. Sent per batch: two float64.
+All ranks see the same number of batches, or all raise: before each batch they agree that every
+rank has one, since a sharded model's forward is a collective. Sent per batch: two float64.
 
 Training with and without evaluations in between gives the same weights, bit for bit.
 """
@@ -23,9 +23,7 @@ from torch import nn
 
 from solution.config import require_positive
 from solution.precision import Precision
-from solution.step import IGNORED_TARGET, Batch, Ranks, summed_loss
-
-__all__ = ["evaluate"]
+from solution.trainer import IGNORED_TARGET, Batch, Ranks, device_of, summed_loss, take
 
 
 def evaluate(
@@ -50,7 +48,7 @@ def evaluate(
     if max_batches is not None:
         require_positive("max_batches", max_batches)
     precision, ranks = Precision.of(precision), Ranks.of(model)
-    device = next(model.parameters()).device
+    device = device_of(model)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     count = torch.zeros((), dtype=torch.int64, device=device)
     with _undisturbed(model, device), torch.no_grad():
@@ -71,12 +69,8 @@ def evaluate(
 def _in_step(batches: Iterator[Batch], ranks: Ranks, device: torch.device) -> Iterator[Batch]:
     """`batches`, as long as every rank has another; an error on all ranks if only some have."""
     for index in itertools.count():
-        batch, error = None, None
-        try:
-            batch = next(batches, None)
-        except Exception as raised:  # the others wait in the sum below: tell them, then raise
-            error = raised
-        num_ready, num_failed = ranks.sum(batch is not None, error is not None, device=device)
+        found, error = take(batches, 1)
+        num_ready, num_failed = ranks.sum(len(found), error is not None, device=device)
         if error is not None:
             raise error
         if num_failed or 0 < num_ready < ranks.size:
@@ -85,9 +79,9 @@ def _in_step(batches: Iterator[Batch], ranks: Ranks, device: torch.device) -> It
                 f"{num_ready:.0f} of {ranks.size} have ({num_failed:.0f} failed to read it); "
                 "evaluate with a loader that gives all ranks equally many"
             )
-        if batch is None:
+        if not found:
             return
-        yield batch
+        yield found[0]
 
 
 @contextmanager

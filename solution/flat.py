@@ -62,7 +62,7 @@ def plan_buckets(tensors: Sequence[torch.Tensor], *, cap_bytes: float) -> list[l
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of `tensor` fill one stretch of memory, in whatever order of dims.
+    """Return whether the elements of `tensor` fill one stretch of memory, in any order of dims.
 
     >>> is_dense(torch.empty(3, 4).t()), is_dense(torch.empty(3, 4)[:, :2])
     (True, False)

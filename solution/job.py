@@ -1,9 +1,11 @@
 """One training job, from flags to table: what all `train_*` scripts share.
 
 1. Flags (and a TOML file, `--config`) become a `TrainConfig`; unknown keys are errors.
-2. `solution.plan` refuses what can be refused before the first step, in one line, and derives every
-   number. `--dry-run` ends there.
-3. Every rank seeds alike, builds the same model and wraps it; rank r reads its part of the data.
+2. `Job` refuses what can be refused before the first step, in one line: batch sizes that do not
+   divide, files that are no shards, ids beyond the vocabulary, data that does not suffice for the
+   steps. It derives every number. `--dry-run` ends there.
+3. Every rank seeds alike, builds the same model and wraps it; rank r reads its part of the data
+   (`solution.train_baseline.train`).
 4. Rank 0 prints `step | loss | lr | time | tokens/s | grad norm` and keeps the log
    (`solution.runlog`). The traffic of one step is counted, and that step is left out of the timing,
    as evaluations are.
@@ -11,8 +13,7 @@
    of the final weights. Rank 0 ends with a table.
 6. With `--profile-steps` it records some steps (`solution.measure.recording`): one file per rank,
    TRACES/SETUP/rankN_trace.json, for `python -m solution.analyze_traces`.
-7. With `--checkpoint-dir` it saves, goes on where it stopped, and stops when it is told to
-   (`solution.resume`).
+7. With `--checkpoint-dir` it saves, resumes, and stops on SIGTERM (`solution.resume`).
 
 Exit status: 0 done, 1 failed, 2 bad input, 3 out of data, 4 told to stop, and saved. (torchrun
 itself reports any of them as 1, and says which in its last lines.)
@@ -20,237 +21,274 @@ itself reports any of them as 1, and says which in its last lines.)
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
 import statistics
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from solution.attention import unavailable
 from solution.checkpoint import CheckpointError
-from solution.config import parse
-from solution.data.shards import write_atomically
+from solution.data.loader import TokenLoader, token_loader
+from solution.data.prepare import read_meta
+from solution.data.shards import find_shards, write_atomically
 from solution.evaluate import evaluate
 from solution.measure.fingerprint import fingerprint
 from solution.measure.holdings import Holdings, watched
 from solution.measure.memory import peak_memory_bytes
-from solution.measure.recording import WARM_UP, ShortRunError, memory_history
+from solution.measure.recording import (
+    WARM_UP,
+    Recording,
+    ShortRunError,
+    memory_history,
+    require_free,
+)
 from solution.measure.traffic import Traffic
 from solution.models import families
-from solution.optim import cosine_schedule
-from solution.plan import Plan
+from solution.optim import cosine_schedule, decay_groups
+from solution.parallel.zero1 import ShardedOptimizer
 from solution.precision import Precision
-from solution.resume import Interrupted, Restarts
 from solution.runlog import RunLog, say, table
 from solution.train_config import TrainConfig
-from solution.trainer import DataExhaustedError, NonFiniteError, StepRecord, training_steps
+from solution.trainer import DataExhaustedError, NonFiniteError, StepRecord, accumulation_steps
 from solution.world import World, distributed
 
-__all__ = ["Wrap", "main"]
-
-Wrap = Callable[[nn.Module, TrainConfig, World], nn.Module]
 COUNTED_STEP = 2  # the third: PyTorch's DDP settles its buckets after the first
+GPT2_VOCABULARY = 50257  # of shards that come without a tokenizer's word
 DONE, FAILED, BAD_INPUT, OUT_OF_DATA, INTERRUPTED = range(5)
 
 
-def main(
-    wrap: Wrap,
-    *,
-    name: str | None,
-    description: str,
-    kind: type[TrainConfig] = TrainConfig,
-    arguments: Sequence[str] | None = None,
-) -> int:
-    """The command of an entry script.
+class Interrupted(RuntimeError):
+    """The run was told to stop, and has saved what it had."""
 
-    Args:
-        wrap: puts the model into what reduces its gradients.
-        name: of the files written; None takes the config's.
-        description: for `--help`.
-        kind: of the config; its fields are the flags.
-        arguments: instead of the command line's.
 
-    Returns:
-        The exit status.
+class Job:
+    """One run on one rank: what follows from its config, its data and its place in the world.
+
+    Attributes:
+        name: of the files that it writes.
+        config, world: as given.
+        model_config: the shape of its model.
+        sequence_length: tokens of a sequence.
+        num_micro_batches: of a step, on each rank.
+        loader: of this rank's training data.
+        val_loader: of its validation data; None if nothing is evaluated.
+        learning_rate: of a step, by the number of finished steps.
+        precision: of the forward, with the loss scale.
+        recording: of the steps that a profiler watches; perhaps none.
+        times: seconds of each step that this process took.
+
+    Raises:
+        ValueError: data, sizes or vocabulary that do not fit each other, or attention that cannot
+            run here.
+        DataExhaustedError: less data than the steps need.
     """
-    flags = _parser(description, kind).parse_args(arguments)
-    where, plan = "", None
-    try:
-        config = _config(flags, kind)
-        with distributed(device=None if config.device == "auto" else config.device) as world:
-            where = f"[rank {world.rank}] " if world.size > 1 else ""
-            plan = Plan.of(config, world, name=name or config.name)
-            if world.is_first:
-                say(plan.announcement())
-            if not flags.dry_run:
-                _Run(plan).run(wrap)
-            return DONE
-    except DataExhaustedError as error:
-        _complain(where, error)
-        return OUT_OF_DATA
-    except Interrupted as error:
-        sys.stderr.write(f"{where}{error}\n")
-        return INTERRUPTED
-    except (NonFiniteError, CheckpointError, ShortRunError) as error:
-        _complain(where, error)
-        return FAILED
-    except (ValueError, OSError) as error:
-        if plan is not None:  # not what was asked for is wrong: whoever repairs it needs the stack
-            raise
-        _complain(where, error)
-        return BAD_INPUT
 
+    def __init__(self, config: TrainConfig, world: World, *, name: str) -> None:
+        self.config, self.world, self.name = config, world, name
+        reason = unavailable(config.attention, world.device.type)
+        if reason is not None:
+            raise ValueError(f"expected an attention that runs on {world.device.type}: {reason}")
+        self.num_micro_batches = accumulation_steps(
+            global_batch_size=config.global_batch_size,
+            micro_batch_size=config.micro_batch_size,
+            world_size=world.size,
+        )
+        meta = read_meta(Path(config.data)) or {"vocab_size": GPT2_VOCABULARY}
+        self.model_config = config.model_config(vocab_size=config.vocab_size or meta["vocab_size"])
+        self.sequence_length = config.sequence_length or self.model_config.max_sequence_length
+        self.loader = self._loader("train")
+        self.val_loader = None if config.eval_every is None else self._loader("val")
+        self.recording = self._recording()
+        self.learning_rate = cosine_schedule(
+            config.learning_rate, num_steps=config.steps, warmup_steps=config.warmup_steps
+        )
+        self.precision = Precision(config.precision)
+        self.times: list[float] = []
+        self._first_step = 0  # of this process: how many a resumed run had finished
+        self._traffic = Traffic()
+        self._val_loss: float | None = None
+        self._check_data()
 
-def _parser(description: str, kind: type[TrainConfig]) -> argparse.ArgumentParser:
-    """One flag per field of the config, with its help and default."""
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
-    for field in dataclasses.fields(kind):
-        flag = "--" + field.name.replace("_", "-")
-        text = f"{field.metadata['help']} (default: {field.default})"
-        action: Any = argparse.BooleanOptionalAction if isinstance(field.default, bool) else "store"
-        parser.add_argument(flag, action=action, default=argparse.SUPPRESS, help=text)
-    parser.add_argument("--config", type=Path, help="TOML file of these settings; flags win")
-    parser.add_argument("--dry-run", action="store_true", help="check, say the numbers, and stop")
-    return parser
+    # --- before the first step
 
+    def _loader(self, split: str) -> TokenLoader:
+        return token_loader(
+            find_shards(self.config.data, split),
+            batch_size=self.config.micro_batch_size,
+            sequence_length=self.sequence_length,
+            rank=self.world.rank,
+            world_size=self.world.size,
+        )
 
-def _config(flags: argparse.Namespace, kind: type[TrainConfig]) -> TrainConfig:
-    settings = {k: v for k, v in vars(flags).items() if k not in ("config", "dry_run")}
-    if flags.config is not None:
-        try:
-            settings = tomllib.loads(flags.config.read_text()) | settings
-        except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"{flags.config}: expected TOML, got {error}") from None
-    return parse(kind, settings)
-
-
-class _Run:
-    """What carries a plan out."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.config, self.world, self.out = plan.config, plan.world, Path(plan.config.out)
-        self.precision = Precision(plan.config.precision)
-        self.log: RunLog | None = None  # of the first rank
-        self.last: StepRecord | None = None
-        self.val_loss: float | None = None
-
-    def run(self, wrap: Wrap) -> None:
-        """Train, log, and write this rank's summary."""
-        config, plan = self.config, self.plan
-        torch.manual_seed(config.seed)
-        module = families.build(
-            plan.model_config,
-            attention=config.attention,
-            activation_checkpointing=config.activation_checkpointing,
-        ).to(self.world.device)
-        model = wrap(module, config, self.world)  # first: it may put shards in place of parameters
-        optimizer = plan.optimizer(module)
-        self.out.mkdir(parents=True, exist_ok=True)
-        path = self.out / f"{plan.name}.rank{self.world.rank}.json"
-        traffic, holdings = Traffic(), Holdings(model, optimizer)
-        with Restarts(
-            config, self.world, model, optimizer, plan.loader, self.precision
-        ) as restarts:
-            finished = restarts.resume()
-            if finished >= config.steps:
-                return  # done by an earlier run, whose summary stands
-            path.unlink(missing_ok=True)  # an earlier run's must not vouch for this one
-            steps = training_steps(
-                model,
-                optimizer,
-                plan.loader,
-                steps=config.steps - finished,
-                first_step=finished,
-                global_batch_size=config.global_batch_size,
-                micro_batch_size=config.micro_batch_size,
-                max_norm=config.max_norm,
-                lr=cosine_schedule(
-                    config.learning_rate, num_steps=config.steps, warmup_steps=config.warmup_steps
-                ),
-                precision=self.precision,
-            )
-            plan.recording.require(config.steps - finished)
-            with memory_history(plan.snapshot):
-                times = self._take_steps(model, steps, restarts, finished, traffic, holdings)
-        summary = self._summary(module, times, traffic) | {"held_bytes": holdings.num_bytes}
-        write_atomically(path, json.dumps(summary, indent=2).encode() + b"\n")
-        if self.log is not None:
-            say(self._table(self.log, summary, path))
-
-    def _take_steps(
-        self,
-        model: nn.Module,
-        steps: Iterator[StepRecord],
-        restarts: Restarts,
-        finished: int,
-        *instruments: AbstractContextManager[Any],
-    ) -> list[float]:
-        """Run all steps; the first rank logs them. Returns the seconds of the typical ones."""
-        config = self.config
-        counted = min(finished + COUNTED_STEP, config.steps - 1)
-        times = []
-        with contextlib.ExitStack() as stack:
-            if self.world.is_first:
-                self.log = stack.enter_context(
-                    RunLog(
-                        self.out,
-                        self.plan.name,
-                        steps=config.steps,
-                        finished=finished,
-                        log_every=config.log_every,
-                        tensorboard=config.tensorboard,
-                    )
+    def _recording(self) -> Recording:
+        """Refuse what cannot be recorded: too few steps, no GPU, an earlier run's files."""
+        config, device = self.config, self.world.device
+        folder = Path(config.traces) / {"torch": "ddp_torch"}.get(self.name, self.name)
+        if config.memory_snapshot:
+            if device.type != "cuda":
+                raise ValueError(
+                    f"expected a GPU for memory_snapshot, got {device.type}; leave it out, or "
+                    "see `python -m solution.memory_analysis`, which predicts"
                 )
-            for index in range(finished, config.steps):
-                started = time.perf_counter()
-                with (
-                    self.plan.recording.step(index + 1),
-                    watched(*instruments) if index == counted else contextlib.nullcontext(),
-                ):
-                    self.last = next(steps)
-                times.append(time.perf_counter() - started)
-                val_loss = self._evaluate(model, finished=index + 1)
-                if self.log is not None:
-                    self.log.step(self.last, seconds=times[-1], val_loss=val_loss)
-                restarts.after_step(index + 1)
-        # The first step warms up; counted and recorded ones are slowed down by being watched.
-        recorded = range(WARM_UP, WARM_UP + config.profile_steps)
-        untypical = (0, counted - finished, *recorded)
-        return [s for index, s in enumerate(times) if index not in untypical] or times
+            require_free(folder, "rank*_snapshot.pickle")
+        recording = Recording(
+            folder, rank=self.world.rank, num_steps=config.profile_steps, device=device
+        )
+        try:
+            recording.require(config.steps)
+        except ShortRunError as error:
+            raise ValueError(str(error)) from None
+        return recording
 
-    def _evaluate(self, model: nn.Module, *, finished: int) -> float | None:
-        """The validation loss, where one is due; every rank takes part."""
-        every, loader = self.config.eval_every, self.plan.val_loader
+    def _check_data(self) -> None:
+        """Refuse too little data, and ids that the embedding lacks, in what will be read."""
+        config, loader = self.config, self.loader
+        possible = loader.num_batches // self.num_micro_batches
+        if possible < config.steps:
+            raise DataExhaustedError(
+                f"expected data for {config.steps} steps of {config.global_batch_size} sequences, "
+                f"got {loader.num_sequences} sequences of {self.sequence_length} tokens, enough "
+                f"for {possible} steps; ask for fewer, or prepare more data"
+            )
+        self._check_vocabulary(loader, config.steps * config.global_batch_size)
+        if self.val_loader is not None:
+            loader = self.val_loader
+            if not len(loader):
+                raise ValueError(
+                    f"{config.data}: expected a validation batch of {loader.global_batch_size} "
+                    f"sequences, got {loader.num_sequences} of {self.sequence_length} tokens; "
+                    "prepare more data, or train without --eval-every"
+                )
+            self._check_vocabulary(loader, config.eval_batches * loader.global_batch_size)
+
+    def _check_vocabulary(self, loader: TokenLoader, num_sequences: int) -> None:
+        unread = num_sequences * self.sequence_length
+        for shard in loader.shards:
+            if unread > 0:
+                shard.check_vocabulary(self.model_config.vocab_size)
+            unread -= len(shard)
+
+    def announcement(self) -> str:
+        """Return every derived number, in a few lines."""
+        config, loader = self.config, self.loader
+        tokens = config.global_batch_size * self.sequence_length
+        flops = families.flops_per_token(self.model_config, sequence_length=self.sequence_length)
+        text = (
+            f"{self.name}: {config.model} {config.size}, "
+            f"{families.parameter_count(self.model_config):,} parameters, vocabulary "
+            f"{self.model_config.vocab_size:,}, {flops / 1e6:,.1f} MFLOP/token, "
+            f"{config.precision}; {self.world.size} rank(s) on {self.world.device.type}\n"
+            f"  step: {config.global_batch_size} sequences = {self.num_micro_batches} micro-batches"
+            f" x {config.micro_batch_size} x {self.world.size} rank(s) = {tokens:,} tokens\n"
+            f"  data: {len(loader.shards)} shards, {loader.num_sequences:,} sequences of "
+            f"{self.sequence_length}, {len(loader) // self.num_micro_batches:,} steps per "
+            f"pass; {config.steps} steps, {config.steps * tokens:,} tokens"
+        )
+        if self.val_loader is not None:
+            num_batches = min(config.eval_batches, len(self.val_loader))
+            text += (
+                f"\n  evaluation: every {config.eval_every} steps, "
+                f"{num_batches * self.val_loader.global_batch_size} sequences"
+            )
+        return text
+
+    def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        """AdamW; with `zero1` every rank keeps the state of a part of the parameters."""
+        groups = decay_groups(module, weight_decay=self.config.weight_decay)
+        if self.config.zero1:
+            return ShardedOptimizer(groups, torch.optim.AdamW, lr=self.config.learning_rate)
+        return torch.optim.AdamW(groups, lr=self.config.learning_rate)
+
+    # --- while it runs
+
+    @contextmanager
+    def running(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, finished: int
+    ) -> Iterator[RunLog]:
+        """Open the log around all steps; `finished` of them were taken by an earlier process."""
+        config = self.config
+        self._first_step, self._holdings = finished, Holdings(model, optimizer)
+        self.recording.require(config.steps - finished)
+        Path(config.out).mkdir(parents=True, exist_ok=True)
+        self._summary_path.unlink(missing_ok=True)  # an earlier run's would be mistaken for ours
+        snapshot = self.recording.path.with_name(f"rank{self.world.rank}_snapshot.pickle")
+        log_path = Path(config.out) / f"{self.name}.jsonl" if self.world.is_first else None
+        with memory_history(snapshot if config.memory_snapshot else None):
+            log = RunLog(
+                log_path,
+                steps=config.steps,
+                finished=finished,
+                log_every=config.log_every,
+                tensorboard=config.tensorboard,
+            )
+            with contextlib.closing(log):
+                yield log
+
+    @contextmanager
+    def watching(self, step: int) -> Iterator[None]:
+        """Time one optimizer step; profile it and count its traffic where that is due."""
+        is_counted = step == self._counted_step
+        started = time.perf_counter()
+        with (
+            self.recording.step(step + 1),
+            watched(self._traffic, self._holdings) if is_counted else contextlib.nullcontext(),
+        ):
+            yield
+        self.times.append(time.perf_counter() - started)
+
+    @property
+    def _counted_step(self) -> int:
+        return min(self._first_step + COUNTED_STEP, self.config.steps - 1)
+
+    @property
+    def _summary_path(self) -> Path:
+        return Path(self.config.out) / f"{self.name}.rank{self.world.rank}.json"
+
+    def evaluate(self, model: nn.Module, finished: int) -> float | None:
+        """Return the validation loss if one is due after `finished` steps; all ranks call it."""
+        every, loader = self.config.eval_every, self.val_loader
         if loader is None or every is None or (finished % every and finished != self.config.steps):
             return None
-        self.val_loss = evaluate(
+        self._val_loss = evaluate(
             model, loader, max_batches=self.config.eval_batches, precision=self.precision
         )
-        return self.val_loss
+        return self._val_loss
 
-    def _summary(self, module: nn.Module, times: list[float], traffic: Traffic) -> dict[str, Any]:
-        """What this rank has to say; throughput is over all ranks, of the median step."""
-        tokens = self.config.global_batch_size * self.plan.sequence_length
+    # --- at its end
+
+    def summarize(self, module: nn.Module, last: StepRecord, log: RunLog) -> None:
+        """Write this rank's summary; the first rank prints the table, too."""
+        summary = self._summary(module, last)
+        write_atomically(self._summary_path, json.dumps(summary, indent=2).encode() + b"\n")
+        if self.world.is_first:
+            say(self._table(log, summary))
+
+    def _summary(self, module: nn.Module, last: StepRecord) -> dict[str, Any]:
+        """Return this rank's numbers; throughput is of the median step, over all ranks."""
+        # The first step warms up; counted and recorded ones are slowed down by being watched.
+        recorded = range(WARM_UP, WARM_UP + self.config.profile_steps)
+        untypical = (0, self._counted_step - self._first_step, *recorded)
+        times = [s for index, s in enumerate(self.times) if index not in untypical] or self.times
+        tokens = self.config.global_batch_size * self.sequence_length
         dtype = next(module.parameters()).dtype  # the trainer's own counts are float64
-        assert self.last is not None  # a plan has at least one step
+        traffic = self._traffic
         return {
-            "name": self.plan.name,
+            "name": self.name,
             "rank": self.world.rank,
             "world_size": self.world.size,
             "device": str(self.world.device),
-            "steps": self.last["step"],
-            "loss": self.last["loss"],
-            "val_loss": self.val_loss,
+            "steps": last["step"],
+            "loss": last["loss"],
+            "val_loss": self._val_loss,
             "tokens_per_s": tokens / statistics.median(times),
             "reductions_per_step": traffic.count(dtype),
             "bytes_per_step": traffic.num_bytes(dtype),
@@ -261,19 +299,18 @@ class _Run:
             "parameter_bytes": sum(p.numel() * p.element_size() for p in module.parameters()),
             "weights_sha256": fingerprint(module),
             "config": dataclasses.asdict(self.config),
+            "held_bytes": self._holdings.num_bytes,
         }
 
-    def _table(self, log: RunLog, summary: dict[str, Any], path: Path) -> str:
-        """What the run came to, with the files that hold the rest."""
+    def _table(self, log: RunLog, summary: dict[str, Any]) -> str:
+        """Return what the run came to, with the files that hold the rest."""
         lines, rate = log.lines, summary["tokens_per_s"]
-        flops = families.flops_per_token(
-            self.plan.model_config, sequence_length=self.plan.sequence_length
-        )
+        flops = families.flops_per_token(self.model_config, sequence_length=self.sequence_length)
         plot = log.plot()
         rows = [
             ("steps", f"{summary['steps']}, {sum(line['tokens'] for line in lines):,} tokens"),
             ("loss", f"{lines[0]['loss']:.6f} -> {lines[-1]['loss']:.6f}"),
-            ("validation loss", "-" if self.val_loss is None else f"{self.val_loss:.6f}"),
+            ("validation loss", "-" if self._val_loss is None else f"{self._val_loss:.6f}"),
             (
                 "tokens/s",
                 f"{rate:,.0f} (median step, all ranks), {rate * flops / 1e9:,.1f} GFLOP/s",
@@ -285,16 +322,66 @@ class _Run:
             ),
             ("peak memory", f"{summary['peak_memory_bytes'] / 2**20:,.0f} MiB per rank"),
             ("log", str(log.path)),
-            ("summary", str(path)),
+            ("summary", str(self._summary_path)),
             ("plots", "- (matplotlib is not installed)" if plot is None else str(plot)),
         ]
-        if self.plan.recording.is_written:
-            rows.append(("trace", str(self.plan.recording.path)))
+        if self.recording.is_written:
+            rows.append(("trace", str(self.recording.path)))
         if self.precision.name == "fp16":
             skipped = sum(line["skipped"] for line in lines)
             rows.insert(3, ("overflows", f"{skipped}, loss scale {self.precision.scale:g}"))
         return table(rows)
 
 
-def _complain(where: str, error: Exception) -> None:
+Wrap = Callable[[nn.Module, TrainConfig, World], nn.Module]
+
+
+def main(
+    train: Callable[[Job, Wrap], None],
+    wrap: Wrap,
+    *,
+    name: str | None,
+    description: str,
+    kind: type[TrainConfig] = TrainConfig,
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Run the command of an entry script.
+
+    Args:
+        train: carries a job out.
+        wrap: puts the model into what reduces its gradients.
+        name: of the files written; None takes the config's.
+        description: for `--help`.
+        kind: of the config; its fields are the flags.
+        arguments: instead of the command line's.
+
+    Returns:
+        The exit status.
+    """
+    where, job = "", None
+    try:
+        config, is_dry_run = kind.from_command_line(description, arguments)
+        with distributed(device=None if config.device == "auto" else config.device) as world:
+            where = f"[rank {world.rank}] " if world.size > 1 else ""
+            job = Job(config, world, name=name or config.name)
+            if world.is_first:
+                say(job.announcement())
+            if not is_dry_run:
+                train(job, wrap)
+            return DONE
+    except Interrupted as error:
+        sys.stderr.write(f"{where}{error}\n")
+        return INTERRUPTED
+    except DataExhaustedError as error:
+        return _failed(where, error, OUT_OF_DATA)
+    except (NonFiniteError, CheckpointError, ShortRunError) as error:
+        return _failed(where, error, FAILED)
+    except (ValueError, OSError) as error:
+        if job is not None:  # the request was right: this is a bug, and needs its stack
+            raise
+        return _failed(where, error, BAD_INPUT)
+
+
+def _failed(where: str, error: Exception, status: int) -> int:
     sys.stderr.write(f"{where}error: {error}\n")
+    return status

@@ -1,4 +1,4 @@
-"""What the optimizer is told: which parameters decay, and the learning rate of each step.
+"""Settings of the optimizer: which parameters decay, and the learning rate of each step.
 
 `decay_groups` puts every trainable parameter into exactly one of two groups: matrices and
 embeddings decay, biases and norm weights do not (decaying a norm's weight towards zero shrinks its
@@ -24,8 +24,6 @@ from typing import Any
 from torch import nn
 
 from solution.config import require_positive
-
-__all__ = ["cosine_schedule", "decay_groups"]
 
 
 def decay_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:

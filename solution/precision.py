@@ -1,4 +1,4 @@
-"""In which number format a forward runs, and what float16's short range asks for.
+"""The number format of a forward, and the loss scale that float16's short range needs.
 
     fp32   as it is
     bf16   matrix products in bfloat16 (`torch.autocast`); its range is float32's, nothing to add
@@ -14,8 +14,9 @@ updates in a row it doubles. The sequence of scales is that of `torch.amp.GradSc
 
 Where this differs: GradScaler goes on with the next data, so an overflow costs a step of data and
 the schedule's place in it. Here the step is taken again on the same micro-batches (see
-`solution.step`), and a run uses the same tokens at the same steps in every format. A gradient that
-is not finite at scale 1 either is no overflow but an error, and raises as in the other formats.
+`solution.trainer`), and a run uses the same tokens at the same steps in every format. A gradient
+that is not finite at scale 1 either is no overflow but an error, and raises as in the other
+formats.
 """
 
 from __future__ import annotations
@@ -28,8 +29,6 @@ from typing import Any
 import torch
 
 from solution.config import require_positive
-
-__all__ = ["PRECISIONS", "Precision"]
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -76,7 +75,7 @@ class Precision:
 
     @property
     def can_back_off(self) -> bool:
-        """Whether a smaller scale may cure a gradient that is not finite."""
+        """Whether a smaller scale may make a gradient finite."""
         return self.scale > 1.0
 
     def back_off(self) -> None:
@@ -93,7 +92,7 @@ class Precision:
             self.scale, self._num_good_steps = self.scale * 2, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run must know; equal on all ranks."""
+        """Return the scale and its count, for a checkpoint; equal on all ranks."""
         return {
             "name": self.name,
             "scale": self.scale,

@@ -1,16 +1,17 @@
-"""Stopping and going on: when a run saves, where it begins, and how it ends when it is told to.
+"""Checkpoints of a run: when it saves, where it resumes, and how it stops on SIGTERM.
 
-    with Restarts(config, world, model, optimizer, loader, precision) as restarts:
+    with closing(Restarts(job, model, optimizer)) as restarts:
         finished = restarts.resume()                 # 0 in a new run; says which it is
-        for record in training_steps(..., first_step=finished, steps=config.steps - finished):
-            restarts.after_step(record["step"])      # saves where it is due
+        for step in range(finished, config.steps):
+            ...
+            restarts.after_step(step + 1)            # saves where it is due
 
 1. A run with `--checkpoint-dir` looks there first. Nothing but that folder decides where it begins,
    so the same command starts a run, restarts it after a crash, and does nothing when it is done.
 2. It saves every `--save-every` steps and at the last one; `--keep` of them stay.
 3. SIGTERM (the scheduler wants the machine, torchrun ends its workers) sets a flag. After each step
-   the ranks tell each other, so that all of them stop after the same one; they save and raise
-   `Interrupted`. One small sum per step is the price.
+   the ranks sum their flags, so that all of them stop after the same one; they save and raise
+   `Interrupted`. The cost is one small sum per step.
 4. The settings that decide the weights are saved as well and compared: another learning rate after
    a restart is a mistake, or a new run. World size, micro-batches and wrapper may change.
 
@@ -23,25 +24,16 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
 
 from solution import comm
-from solution.checkpoint import (
-    AsyncCheckpointer,
-    Stateful,
-    latest_step,
-    load_checkpoint,
-    save_checkpoint,
-)
+from solution.checkpoint import AsyncCheckpointer, latest_step, load_checkpoint, save_checkpoint
+from solution.job import Interrupted, Job
 from solution.runlog import say
 from solution.train_config import TrainConfig
-from solution.world import World
-
-__all__ = ["Interrupted", "Restarts"]
 
 # What the weights after n steps depend on, beside the data.
 DECISIVE = (
@@ -50,47 +42,27 @@ DECISIVE = (
 )
 
 
-class Interrupted(RuntimeError):
-    """The run was told to stop, and has saved what it had."""
-
-
 class Restarts:
-    """See the module's docstring. Without a checkpoint folder it does nothing."""
+    """The saves of one run, and where it resumes; without a checkpoint folder it does nothing."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        world: World,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loader: Stateful,
-        precision: Stateful,
-    ) -> None:
-        self._config, self._world = config, world
+    def __init__(self, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        config = job.config
+        self._config, self._world = config, job.world
         self._parts: dict[str, Any] = {
             "model": model,
             "optimizer": optimizer,
-            "loader": loader,
-            "extra": {"precision": precision, "settings": _Settings(config)},
+            "loader": job.loader,
+            "extra": {"precision": job.precision, "settings": _Settings(config)},
         }
         self._background: AsyncCheckpointer | None = None
         self._is_told_to_stop = False
-        self._previous_handler: Any = None
-
-    def __enter__(self) -> Self:
-        config = self._config
         if config.checkpoint_dir is not None:
             self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
             if config.async_save:
                 self._background = AsyncCheckpointer(config.checkpoint_dir, keep=config.keep)
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Restore the handler of SIGTERM, and wait for the last save."""
         if self._config.checkpoint_dir is not None:
             signal.signal(signal.SIGTERM, self._previous_handler)
         if self._background is not None:
@@ -124,37 +96,28 @@ class Restarts:
         config = self._config
         if config.checkpoint_dir is None:
             return
-        told = torch.tensor(float(self._is_told_to_stop), device=self._world.device)
-        is_stopping = bool(comm.sum_over_ranks(told))
+        flag = torch.tensor(float(self._is_told_to_stop), device=self._world.device)
+        is_stopping = bool(comm.sum_over_ranks(flag))
         every = config.save_every
         is_due = finished == config.steps or (every is not None and finished % every == 0)
-        if is_due or is_stopping:
-            self._save(finished)
+        if (is_due or is_stopping) and self._background is not None:
+            self._background.save(step=finished, **self._parts)
+        elif is_due or is_stopping:
+            save_checkpoint(config.checkpoint_dir, step=finished, keep=config.keep, **self._parts)
         if is_stopping and finished < config.steps:
-            self._wait()
+            if self._background is not None:
+                self._background.wait()
             raise Interrupted(
                 f"told to stop; saved after step {finished} of {config.steps} in "
                 f"{config.checkpoint_dir}, the same command goes on from there"
             )
 
-    def _save(self, finished: int) -> None:
-        if self._background is not None:
-            self._background.save(step=finished, **self._parts)
-        elif self._config.checkpoint_dir is not None:
-            save_checkpoint(
-                self._config.checkpoint_dir, step=finished, keep=self._config.keep, **self._parts
-            )
-
-    def _wait(self) -> None:
-        if self._background is not None:
-            self._background.wait()
-
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+    def _on_sigterm(self, *_: object) -> None:
         self._is_told_to_stop = True
 
 
 class _Settings:
-    """The decisive settings as a state: equal ones load, others are an error that lists them."""
+    """The decisive settings as a state; loading different ones is an error that lists them."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._own = {name: getattr(config, name) for name in DECISIVE}

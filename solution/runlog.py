@@ -1,15 +1,16 @@
-"""What a run leaves behind for people: lines, a log, pictures and a table. One rank keeps it.
+"""The log of a run: lines on stdout, a JSONL file, plots and a table. The first rank keeps it.
 
-    with RunLog(out, "ddp", steps=20, log_every=1) as log:
-        log.step(record, seconds=0.41, val_loss=None)
-        ...
+    log = RunLog(out / "ddp.jsonl", steps=20, log_every=1)
+    log.step(record, seconds=0.41, val_loss=None)
+    ...
+    log.close()
     log.plot()
 
 Lines go to stdout, every `log_every` steps and at the first and the last. OUT/NAME.jsonl has one
 line per step, flushed, so that what a killed run did can be read. OUT/NAME.png (loss, learning
 rate, seconds per step) is drawn from it at the end, never during training, where matplotlib is
-installed. OUT/NAME.tensorboard holds the same numbers where that was asked for. What is optional
-and not installed is said once and stops nothing.
+installed. OUT/NAME.tensorboard holds the same numbers where that was asked for. An optional
+package that is not installed is reported once and stops nothing.
 """
 
 from __future__ import annotations
@@ -20,22 +21,18 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from solution.console import progress_bar
 from solution.data.shards import write_atomically
-from solution.step import StepRecord
-
-__all__ = ["RunLog", "say", "table", "warn"]
+from solution.trainer import StepRecord
 
 
 class RunLog:
     """The log of one run, on the rank that keeps it.
 
     Args:
-        out: an existing folder.
-        name: of the run; of its files.
+        path: of the JSONL file, in an existing folder; None, on the other ranks, keeps nothing.
         steps: how many there will be.
         finished: how many of them a resumed run has behind it; their lines stay, later ones that
             were not saved go.
@@ -43,44 +40,42 @@ class RunLog:
         tensorboard: whether to write event files as well.
 
     Attributes:
-        path: the JSONL file.
+        path: as given.
         lines: its content so far, one dict per step.
     """
 
     def __init__(
         self,
-        out: Path,
-        name: str,
+        path: Path | None,
         *,
         steps: int,
         finished: int = 0,
         log_every: int = 1,
         tensorboard: bool = False,
     ) -> None:
-        self.path = out / f"{name}.jsonl"
-        self.lines = _lines_until(self.path, finished)
+        self.path = path
+        self.lines: list[dict[str, Any]] = []
         self._steps, self._log_every = steps, log_every
-        self._events = _event_writer(out / f"{name}.tensorboard") if tensorboard else None
+        self._file: Any = None
+        self._events: Any = None
+        if path is not None:
+            self.lines = _lines_until(path, finished)
+            write_atomically(path, "".join(json.dumps(x) + "\n" for x in self.lines).encode())
+            self._file = path.open("a")
+            if tensorboard:
+                self._events = _event_writer(path.with_suffix(".tensorboard"))
 
-    def __enter__(self) -> Self:
-        kept = "".join(json.dumps(line) + "\n" for line in self.lines)
-        write_atomically(self.path, kept.encode())
-        self._file = self.path.open("a")
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the files, and clear the progress bar."""
         progress_bar(0, 0)
-        self._file.close()
-        if self._events is not None:
-            self._events.close()
+        for file in (self._file, self._events):
+            if file is not None:
+                file.close()
 
     def step(self, record: StepRecord, *, seconds: float, val_loss: float | None = None) -> None:
         """Keep one optimizer step, and show it if it is its turn."""
+        if self.path is None:
+            return
         rate = record["tokens"] / seconds
         line = {**record, "tokens_per_s": round(rate, 1), "step_s": round(seconds, 6)}
         if val_loss is not None:
@@ -100,7 +95,7 @@ class RunLog:
 
     def plot(self) -> Path | None:
         """Draw loss, learning rate and step time over the steps; None without matplotlib."""
-        if not importlib.util.find_spec("matplotlib"):
+        if self.path is None or not importlib.util.find_spec("matplotlib"):
             return None
         from matplotlib.figure import Figure  # here: half a second, and optional
 

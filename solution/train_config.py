@@ -1,13 +1,18 @@
-"""What one training run is told: every field is a flag of the entry scripts, with its help.
+"""Settings of one training run: every field is a flag of the entry scripts, with its help.
 
-Batch sizes count sequences; a step is one update of the optimizer. What the data decides (the size
-of the vocabulary) is left open here and filled in by `solution.job`.
+What the data decides (the size of the vocabulary) is left open here and filled in by
+`solution.job`.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 from solution.config import (
     LLAMA_PRESETS,
@@ -15,15 +20,14 @@ from solution.config import (
     GPT2Config,
     LlamaConfig,
     ModelConfig,
+    parse,
     require,
     require_positive,
 )
 
-__all__ = ["TrainConfig"]
-
 
 def setting(default: Any, text: str) -> Any:
-    """A dataclass field whose `text` becomes the help of its command-line flag."""
+    """Return a dataclass field whose `text` becomes the help of its command-line flag."""
     return field(default=default, metadata={"help": text})
 
 
@@ -83,17 +87,40 @@ class TrainConfig:
     devices: ClassVar[tuple[str, ...]] = ("auto", "cpu", "cuda")
     wrappers: ClassVar[tuple[str, ...]] = ("ddp", "ddp_bucketed", "torch")
 
+    @classmethod
+    def from_command_line(
+        cls, description: str, arguments: Sequence[str] | None = None
+    ) -> tuple[Self, bool]:
+        """Return the config of the flags (one per field) and of `--config`; and `--dry-run`.
+
+        Raises:
+            ValueError: an unknown key, or a value that is refused.
+        """
+        parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+        for each in dataclasses.fields(cls):
+            flag = "--" + each.name.replace("_", "-")
+            text = f"{each.metadata['help']} (default: {each.default})"
+            is_switch = isinstance(each.default, bool)
+            action: Any = argparse.BooleanOptionalAction if is_switch else "store"
+            parser.add_argument(flag, action=action, default=argparse.SUPPRESS, help=text)
+        parser.add_argument("--config", type=Path, help="TOML file of these settings; flags win")
+        parser.add_argument("--dry-run", action="store_true", help="check, say the numbers, stop")
+        settings = vars(parser.parse_args(arguments))
+        file, is_dry_run = settings.pop("config"), settings.pop("dry_run")
+        if file is not None:
+            try:
+                settings = tomllib.loads(file.read_text()) | settings
+            except tomllib.TOMLDecodeError as error:
+                raise ValueError(f"{file}: expected TOML, got {error}") from None
+        return parse(cls, settings), is_dry_run
+
     def __post_init__(self) -> None:
         for name in (
-            "steps",
-            "global_batch_size",
-            "micro_batch_size",
-            "log_every",
-            "eval_batches",
+            *("steps", "global_batch_size", "micro_batch_size", "log_every", "eval_batches"),
+            *("vocab_size", "sequence_length", "eval_every", "save_every", "keep"),
         ):
-            require_positive(name, getattr(self, name))
-        for name in ("vocab_size", "sequence_length", "eval_every", "save_every", "keep"):
-            require_positive(name, 1 if getattr(self, name) is None else getattr(self, name))
+            if getattr(self, name) is not None:
+                require_positive(name, getattr(self, name))
         for name in ("learning_rate", "bucket_size_mb", "max_norm"):
             require(name, getattr(self, name), "> 0", lambda value: value is None or value > 0)
         for name in ("warmup_steps", "weight_decay", "profile_steps"):
@@ -112,7 +139,7 @@ class TrainConfig:
 
     @property
     def name(self) -> str:
-        """Of the files that this run writes."""
+        """The name of the files that this run writes."""
         return self.wrapper
 
     @property
@@ -121,7 +148,7 @@ class TrainConfig:
         return self.preset or next(iter(PRESETS if self.model == "gpt2" else LLAMA_PRESETS))
 
     def model_config(self, *, vocab_size: int) -> ModelConfig:
-        """The model of this run; a sequence_length beyond the preset's is refused here."""
+        """Return the model's config; ValueError for a sequence_length beyond the preset's."""
         kind = GPT2Config if self.model == "gpt2" else LlamaConfig
         config: ModelConfig = kind.preset(self.size, vocab_size=vocab_size)
         length = self.sequence_length or config.max_sequence_length

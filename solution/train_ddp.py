@@ -21,35 +21,23 @@ from torch.nn.parallel import DistributedDataParallel
 from solution import job
 from solution.parallel.ddp import DDPIndividualParameters
 from solution.parallel.ddp_bucketed import DDPBucketed
+from solution.train_baseline import train
 from solution.train_config import TrainConfig
 from solution.world import World
 
-__all__ = ["main"]
 
-
-def _ddp(module: nn.Module, config: TrainConfig, world: World) -> nn.Module:
+def wrapped(module: nn.Module, config: TrainConfig, world: World) -> nn.Module:
+    """Return the model inside the wrapper that the config names."""
+    if config.wrapper == "torch":
+        return DistributedDataParallel(module, bucket_cap_mb=config.bucket_size_mb)
+    if config.wrapper == "ddp_bucketed":
+        return DDPBucketed(module, bucket_size_mb=config.bucket_size_mb)
     return DDPIndividualParameters(module)
 
 
-def _ddp_bucketed(module: nn.Module, config: TrainConfig, world: World) -> nn.Module:
-    return DDPBucketed(module, bucket_size_mb=config.bucket_size_mb)
-
-
-def _torch(module: nn.Module, config: TrainConfig, world: World) -> nn.Module:
-    return DistributedDataParallel(module, bucket_cap_mb=config.bucket_size_mb)
-
-
-WRAPPERS: dict[str, job.Wrap] = {"ddp": _ddp, "ddp_bucketed": _ddp_bucketed, "torch": _torch}
-
-
-def wrapped(module: nn.Module, config: TrainConfig, world: World) -> nn.Module:
-    """The model inside the wrapper that the config names."""
-    return WRAPPERS[config.wrapper](module, config, world)
-
-
 def main() -> int:
-    """The command; returns the exit status."""
-    return job.main(wrapped, name=None, description="Train GPT-2 on several ranks.")
+    """Run the command; return the exit status."""
+    return job.main(train, wrapped, name=None, description="Train GPT-2 on several ranks.")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@
 
 `--impl torch` takes PyTorch's `fully_shard` instead, for comparison: the losses are the same, bit
 for bit. Every block is a unit, and so is the rest. With several micro-batches per step,
-`--reduce-grads` and `--reshard-after-backward` speak about all but the last: whether they reduce
+`--reduce-grads` and `--reshard-after-backward` concern all but the last: whether they reduce
 their gradients, and whether they free the full weights. `--param-dtype bfloat16` computes in it.
 Seed, data and order of sequences are those of `train_baseline`, checkpoints are each other's. Flags
 and files: `solution.job`, or `--help`.
@@ -23,7 +23,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed.fsdp as theirs
@@ -33,10 +33,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from solution import comm, job
 from solution.config import require
 from solution.parallel import fsdp as ours
+from solution.train_baseline import train
 from solution.train_config import TrainConfig, setting
 from solution.world import World
-
-__all__ = ["FsdpConfig", "main"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,23 +49,19 @@ class FsdpConfig(TrainConfig):
     reshard_after_backward: bool = setting(True, "free full weights before the last backward, too")
     reduce_grads: bool = setting(False, "reduce gradients before the last backward, too")
 
-    strategies: ClassVar[tuple[str, ...]] = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-    impls: ClassVar[tuple[str, ...]] = ("solution", "torch")
-    dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
-
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, among in (
-            ("strategy", self.strategies),
-            ("impl", self.impls),
-            ("param_dtype", self.dtypes),
-            ("reduce_dtype", self.dtypes),
+            ("strategy", ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")),
+            ("impl", ("solution", "torch")),
+            ("param_dtype", ("float32", "bfloat16")),
+            ("reduce_dtype", ("float32", "bfloat16")),
         ):
             require(name, getattr(self, name), f"among {among}", among.__contains__)
 
     @property
     def name(self) -> str:
-        """Of the files that this run writes: both implementations' can lie side by side."""
+        """The name of this run's files: those of both implementations can lie side by side."""
         return f"fsdp_{self.strategy.lower()}" + ("_torch" if self.impl == "torch" else "")
 
 
@@ -129,7 +124,7 @@ def sharded(module: nn.Module, config: TrainConfig, world: World) -> nn.Module:
 def main() -> int:
     """The command; returns the exit status."""
     description = "Train GPT-2 or Llama, sharded over ranks."
-    return job.main(sharded, name=None, description=description, kind=FsdpConfig)
+    return job.main(train, sharded, name=None, description=description, kind=FsdpConfig)
 
 
 if __name__ == "__main__":

@@ -37,13 +37,13 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank does what one rank does for all: log, write, announce."""
+        """Whether this rank is the one that logs and writes for all."""
         return self.rank == 0
 
 
 @contextmanager
 def distributed(*, device: str | None = None, timeout_s: float = 600.0) -> Iterator[World]:
-    """Joins the run that torchrun's environment describes, and leaves it however the body ends.
+    """Join the run that torchrun's environment describes, and leave it however the body ends.
 
     With one GPU per local rank the backend is nccl, otherwise gloo (with CUDA tensors where ranks
     share a GPU). Started by plain `python`, it is a run of one rank.

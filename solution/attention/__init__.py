@@ -37,7 +37,7 @@ __all__ = [
 
 
 class AttentionFunction(Protocol):
-    """What a model asks of attention, whoever computes it."""
+    """The signature that a model expects of any attention."""
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, /, *, causal: bool
@@ -112,12 +112,7 @@ def _sdpa(
 
 
 def _flash(algorithm: Algorithm) -> Callable[..., torch.Tensor]:
-    def out_only(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
-    ) -> torch.Tensor:
-        return algorithm.forward(q, k, v, causal, scale)[0]
-
-    return out_only
+    return lambda q, k, v, *, causal, scale: algorithm.forward(q, k, v, causal, scale)[0]
 
 
 BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
@@ -135,5 +130,5 @@ def _offered(device_type: str) -> str:
 
 
 def unavailable(backend: str, device_type: str) -> str | None:
-    """Why `backend` cannot run on tensors of that device, in words; None where it can."""
+    """Return why `backend` cannot run on tensors of that device; None if it can."""
     return _triton_unavailable(device_type) if backend == "triton" else None

@@ -1,4 +1,4 @@
-"""FlashAttention as PyTorch sees it: operators with a backward, for whoever computes them.
+"""FlashAttention as PyTorch operators with a backward, for any algorithm that computes it.
 
 `register` makes a pair of operators, `torch.ops.trainspec.flash_attention_NAME` and
 `..._NAME_backward`, of two functions on plain tensors, with what the rest of PyTorch asks:
@@ -30,10 +30,14 @@ from torch.utils.flop_counter import register_flop_formula
 from solution.attention.inputs import as_4d, check, checked_scale, under_autocast
 from solution.attention.tiled import tiled_backward, tiled_forward
 
-__all__ = ["TILED", "Algorithm", "FlashAttentionTorch", "flash_attention", "flops", "register"]
-
 Tensors2 = tuple[torch.Tensor, torch.Tensor]
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+_FORWARD = "(Tensor q, Tensor k, Tensor v, bool causal, float scale) -> (Tensor, Tensor)"
+_BACKWARD = (
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "bool causal, float scale, bool wants_q, bool wants_kv) -> (Tensor, Tensor, Tensor)"
+)
 
 
 @dataclass(frozen=True)
@@ -54,30 +58,21 @@ def register(
 ) -> Algorithm:
     """The operators of two functions with the arguments of `tiled_forward`, `tiled_backward`."""
 
-    @torch.library.custom_op(f"trainspec::flash_attention_{name}", mutates_args=())
+    qualified = f"trainspec::flash_attention_{name}"
+
+    @torch.library.custom_op(qualified, mutates_args=(), schema=_FORWARD)
     def forward_op(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Tensors2:
         with torch.autocast(q.device.type, enabled=False):  # sums are float32, inside as outside
             return forward(q, k, v, causal=causal, scale=scale)
 
-    @torch.library.custom_op(f"trainspec::flash_attention_{name}_backward", mutates_args=())
-    def backward_op(
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        wants_q: bool,
-        wants_kv: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    @torch.library.custom_op(f"{qualified}_backward", mutates_args=(), schema=_BACKWARD)
+    def backward_op(dout: torch.Tensor, *arguments: Any) -> Tensors3:
+        *tensors, causal, scale, wants_q, wants_kv = arguments
         wants = {"wants_q": wants_q, "wants_kv": wants_kv}
-        with torch.autocast(q.device.type, enabled=False):
-            return backward(dout, dlse, q, k, v, out, lse, causal=causal, scale=scale, **wants)
+        with torch.autocast(dout.device.type, enabled=False):
+            return backward(dout, *tensors, causal=causal, scale=scale, **wants)
 
     def autograd(
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
@@ -92,15 +87,14 @@ def register(
     forward_op.register_autograd(autograd, setup_context=_keep)
     backward_op.register_fake(_fake_backward)
     backward_op.register_autograd(_refuse)
-    register_flop_formula(getattr(torch.ops.trainspec, f"flash_attention_{name}"))(_forward_flops)
-    register_flop_formula(getattr(torch.ops.trainspec, f"flash_attention_{name}_backward"))(
-        _backward_flops
-    )
+    operators = torch.ops.trainspec
+    register_flop_formula(getattr(operators, f"flash_attention_{name}"))(_forward_flops)
+    register_flop_formula(getattr(operators, f"flash_attention_{name}_backward"))(_backward_flops)
     return Algorithm(forward_op, backward_op)
 
 
 def wanted(ctx: Any) -> tuple[bool, bool]:
-    """Whether q needs a gradient, and whether k or v does."""
+    """Return whether q needs a gradient, and whether k or v does."""
     needs_q, needs_k, needs_v = ctx.needs_input_grad[:3]
     return needs_q, needs_k or needs_v
 
@@ -112,7 +106,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensors2) -> None:
 
 
 def _refuse(ctx: Any, *gradients: Any) -> None:
-    raise NotImplementedError(_FIRST_ONLY)
+    raise NotImplementedError(
+        "flash attention has first derivatives only, expected no gradient of its gradient; use "
+        "attention(..., backend='plain') where second derivatives are needed"
+    )
 
 
 def _refuse_tangents(*tensors: torch.Tensor) -> None:
@@ -125,32 +122,15 @@ def _refuse_tangents(*tensors: torch.Tensor) -> None:
         )
 
 
-_FIRST_ONLY = (
-    "flash attention has first derivatives only, expected no gradient of its gradient; use "
-    "attention(..., backend='plain') where second derivatives are needed"
-)
-
-
-def _fake_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_forward(q: torch.Tensor, *others: Any) -> Tensors2:
     sums = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=sums)
 
 
 def _fake_backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-    scale: float,
-    wants_q: bool,
-    wants_kv: bool,
+    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, *others: Any
 ) -> Tensors3:
+    wants_q, wants_kv = others[-2:]
     dq = q.new_empty(q.shape if wants_q else (0,))
     dk = k.new_empty(k.shape if wants_kv else (0,))
     return dq, dk, torch.empty_like(dk)
@@ -274,7 +254,7 @@ class FlashAttentionTorch(torch.autograd.Function):
 def forward_for_class(
     ctx: Any, algorithm: Algorithm, q: Any, k: Any, v: Any, is_causal: bool
 ) -> torch.Tensor:
-    """What the `forward` of a class like `FlashAttentionTorch` does."""
+    """The `forward` of a class like `FlashAttentionTorch`."""
     check(q, k, v)
     ctx.is_causal, ctx.scale = bool(is_causal), checked_scale(None, q.shape[-1])
     out, lse = algorithm.forward(as_4d(q), as_4d(k), as_4d(v), ctx.is_causal, ctx.scale)
@@ -286,7 +266,7 @@ def forward_for_class(
 def backward_for_class(
     ctx: Any, algorithm: Algorithm, dout: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """What the `backward` of a class like `FlashAttentionTorch` does."""
+    """The `backward` of a class like `FlashAttentionTorch`."""
     q, k, v, out, lse = ctx.saved_tensors
     lse_BHQ = lse.view(as_4d(out).shape[:3])
     tensors = (*map(as_4d, (q, k, v, out)), lse_BHQ)

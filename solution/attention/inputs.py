@@ -1,8 +1,8 @@
-"""What attention accepts, checked once for every way to compute it.
+"""The inputs of attention, checked once for every algorithm.
 
 Four dims, `[batch, heads, seq, head_dim]`, or three, `[batch, seq, head_dim]`, which are one head.
 Under autocast all three tensors take autocast's dtype, as in PyTorch's own attention; otherwise
-their dtypes must agree. What is refused is refused with the argument's name and both values.
+their dtypes must agree. Errors name the argument and both values.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["DTYPES", "as_4d", "check", "checked_scale", "under_autocast"]
-
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check(q: Any, k: Any, v: Any) -> None:
-    """Whether q, k and v are attention's.
+    """Check q, k and v.
 
     Raises:
         ValueError: not tensors of one dtype and device, or shapes that do not fit each other.

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["plain_attention"]
-
 
 def plain_attention(
     q_BHQD: torch.Tensor,

@@ -37,8 +37,6 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-__all__ = ["tiled_backward", "tiled_forward"]
-
 TILE = 256  # keys of one tile, and queries with `causal`: no key further beyond a query is read
 TILE_FULL = 512  # queries otherwise: fewer tiles, and both of their matrices fit the cache
 

@@ -1,13 +1,13 @@
 """Which tiles each kernel works in: a table, by head dim and width of the dtype.
 
 A tile that is too large spills: what registers cannot hold goes to memory and back in every step,
-and costs more than a large tile saves. `python -m solution.attention.compile_report` compiles each
-row for an H100 or H200 without having one; no row spills but those it names, and all fit into
+and costs more than a large tile saves. `python -m spec_tests.benchmarks.compile_report` compiles
+each row for an H100 or H200 without having one; no row spills but those it names, and all fit into
 shared memory. A table and no tuning at run time: equal inputs give equal bits in every process.
 
 Products of tiles with 64 rows and more are `wgmma`, Hopper's widest; where accumulators
 `[keys, 256]` leave no room for that, `mma`. Chosen by registers, from what compiles to the fewest;
-`python -m solution.attention.tune` measures the candidates on a GPU.
+`python -m spec_tests.benchmarks.tune` measures the candidates on a GPU.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-
-__all__ = ["DIMS", "LARGEST_TILE", "TABLE", "Tiles", "choose", "delta_queries", "padded"]
 
 LARGEST_TILE = 256  # rows; offsets within a tile are 32 bits
 DIMS = (16, 32, 64, 128, 256)
@@ -41,13 +39,6 @@ TABLE: dict[tuple[str, int], tuple[Tiles, Tiles, Tiles]] = {
     ("dkdv", 4): (Tiles(16, 128, 8, 2), Tiles(16, 16, 4, 2), Tiles(16, 16, 8, 2)),
     ("dq", 4): (Tiles(128, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(16, 16, 8, 2)),
 }
-# In the interpreter each tile costs the same few milliseconds: unequal, so that mixing up the two
-# is an error, and so small that short sequences have several.
-INTERPRETED = {
-    "forward": Tiles(64, 32, 4, 1),
-    "dkdv": Tiles(32, 64, 4, 1),
-    "dq": Tiles(64, 32, 4, 1),
-}
 
 
 def choose(kernel: str, dims: int, dtype: torch.dtype, *, interpreted: bool = False) -> Tiles:
@@ -57,7 +48,9 @@ def choose(kernel: str, dims: int, dtype: torch.dtype, *, interpreted: bool = Fa
     Tiles(queries=128, keys=64, num_warps=8, num_stages=3)
     """
     if interpreted:
-        return INTERPRETED[kernel]
+        # Each tile costs the same few milliseconds there: unequal, so that mixing up the two is an
+        # error, and so small that short sequences have several.
+        return Tiles(32, 64, 4, 1) if kernel == "dkdv" else Tiles(64, 32, 4, 1)
     to_64, to_128, to_256 = TABLE[kernel, dtype.itemsize]
     return to_64 if dims <= 64 else to_128 if dims <= 128 else to_256
 

@@ -30,8 +30,6 @@ Legend: rows are queries, columns keys, dims the head dim padded to a power of t
 import triton
 import triton.language as tl
 
-__all__ = ["forward_kernel"]
-
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 PLAIN = ["heads", "num_queries", "num_keys"]  # no kernel of their own for 1 or multiples of 16

@@ -9,7 +9,7 @@ Triton's interpreter, with TRITON_INTERPRET=1 in the environment before they are
 exact enough to test them (float32 products are whole there, not TF32). Without Triton everything
 else works.
 
-What a kernel may rely on is arranged here:
+The launcher arranges what a kernel relies on:
 - the last stride is 1, and an offset within a tile fits 32 bits; what is not so is copied;
 - scale is positive: a negative one gives its sign to q, which is exact, and zero makes q zero;
 - a grid has one axis: the other two end at 65535.
@@ -36,8 +36,6 @@ from solution.attention.flash import (
     register,
 )
 from solution.attention.tiles import LARGEST_TILE, choose, delta_queries, padded
-
-__all__ = ["TRITON", "FlashAttentionTriton", "flash_attention_triton", "unavailable"]
 
 LOG2E = math.log2(math.e)
 SMALLEST_SCALE = 2.0**-126  # of float32's full precision; what is below makes no score but zero
@@ -132,7 +130,7 @@ def _statistics(
 def _settings(
     kernel: str, q: torch.Tensor, k: torch.Tensor, *, causal: bool
 ) -> tuple[dict[str, Any], Any]:
-    """What a kernel is compiled for, and its tiles."""
+    """Return the constants that a kernel is compiled for, and its tiles."""
     head_dim, dims = q.shape[-1], padded(q.shape[-1])
     tiles = choose(kernel, dims, q.dtype, interpreted=_is_interpreted())
     compiled_for = {
@@ -206,7 +204,7 @@ def _mend_interpreter() -> None:
 
 
 def unavailable(device_type: str) -> str | None:
-    """Why the kernels cannot run on tensors of that device; None where they can."""
+    """Return why the kernels cannot run on tensors of that device; None if they can."""
     if find_spec("triton") is None:
         return "Triton is not installed (`pip install triton`, Linux only)"
     if device_type == "cuda" or (device_type == "cpu" and _is_interpreted()):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping
-from types import TracebackType
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
 import torch
@@ -14,14 +13,12 @@ from torch import nn
 from solution import comm
 from solution.checkpoint.save import Captured, Stateful, checked
 
-__all__ = ["AsyncCheckpointer"]
-
 
 class AsyncCheckpointer:
     """Saves while training goes on: `save` blocks for a copy to host memory only.
 
     At most one save is under way; the next `save`, `wait` and the end of the `with` block wait for
-    it and raise what went wrong in it. It talks over a gloo group of its own: messages of the
+    it and raise what went wrong in it. It has a gloo group of its own: messages of the
     default group and of a thread beside it would meet each other in any order.
 
         with AsyncCheckpointer("runs/checkpoints", keep=3) as checkpoints:
@@ -42,8 +39,8 @@ class AsyncCheckpointer:
         self._keep = keep
         self._group = process_group
         self._own_group = comm.own_cpu_group(process_group)
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._under_way: Future[object] | None = None
 
     def save(
         self,
@@ -61,41 +58,27 @@ class AsyncCheckpointer:
         """
         self.wait()
         captured = Captured.of(step, model, optimizer, loader, extra, self._group, copy=True)
-        self._thread = threading.Thread(
-            target=self._write, args=(captured,), name=f"checkpoint of step {step}"
+        self._under_way = self._writer.submit(
+            captured.write, self._root, self._keep, self._own_group
         )
-        self._thread.start()
 
     def wait(self) -> None:
         """Return when nothing is under way; raises CheckpointError if it went wrong."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
 
     def close(self) -> None:
         """Wait, and leave the group."""
         try:
             self.wait()
         finally:
+            self._writer.shutdown()
             comm.leave(self._own_group)
             self._own_group = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def _write(self, captured: Captured) -> None:
-        try:
-            captured.write(self._root, self._keep, self._own_group)
-        except BaseException as error:
-            self._error = error

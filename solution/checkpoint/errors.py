@@ -13,8 +13,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from solution import comm
 
-__all__ = ["CheckpointError", "by_first", "together"]
-
 Result = TypeVar("Result")
 
 
@@ -45,9 +43,9 @@ def by_first(what: str, work: Callable[[], Result], group: comm.Group) -> Result
         CheckpointError: on all ranks, when it failed.
     """
     result, cause = _attempt(work) if comm.rank(group) == 0 else (None, None)
-    told = comm.gather_objects((result, _describe(cause)), group)
-    _raise_if_any(f"the first rank to {what}", [text for _, text in told], group, cause)
-    return cast(Result, told[0][0])
+    found = comm.gather_objects((result, _describe(cause)), group)
+    _raise_if_any(f"the first rank to {what}", [text for _, text in found], group, cause)
+    return cast(Result, found[0][0])
 
 
 def _attempt(work: Callable[[], Result]) -> tuple[Result | None, BaseException | None]:
@@ -60,12 +58,12 @@ def _attempt(work: Callable[[], Result]) -> tuple[Result | None, BaseException |
 def _raise_if_any(
     expected: str, errors: list[str], group: comm.Group, cause: BaseException | None
 ) -> None:
-    told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
+    reasons = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
     if len(errors) > 1 and len(set(errors)) == 1:
-        told = errors[0] and f"on all ranks: {errors[0]}"
-    if told:
+        reasons = errors[0] and f"on all ranks: {errors[0]}"
+    if reasons:
         raise CheckpointError(
-            f"rank {comm.rank(group)}: expected {expected}, got {told}"
+            f"rank {comm.rank(group)}: expected {expected}, got {reasons}"
         ) from cause
 
 

@@ -17,17 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "FORMAT",
-    "MARKER",
-    "Folder",
-    "begin",
-    "complete_folders",
-    "discard",
-    "finish",
-    "latest_step",
-    "retain",
-]
+from solution.data.shards import flush_folder, write_atomically
 
 FORMAT = 1
 MARKER = "complete.json"
@@ -109,14 +99,10 @@ def finish(temporary: Path, facts: dict[str, Any]) -> Path:
     """Make a written folder a complete checkpoint; returns where it lies now."""
     files = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
     marker = {"format": FORMAT, **facts, "files": files}
-    with (temporary / MARKER).open("wb") as file:
-        file.write(json.dumps(marker, indent=1).encode())
-        file.flush()
-        os.fsync(file.fileno())
-    _flush(temporary)  # names of files are entries of their folder
+    write_atomically(temporary / MARKER, json.dumps(marker, indent=1).encode())
     final = temporary.with_name(temporary.name.removeprefix(".").removesuffix(".tmp"))
     temporary.rename(final)
-    _flush(final.parent)
+    flush_folder(final.parent)
     return final
 
 
@@ -145,11 +131,3 @@ def retain(root: Path, just_saved: Path, keep: int | None) -> None:
             shutil.rmtree(hidden)
         except OSError as error:
             warnings.warn(f"{folder.path}: cannot remove this checkpoint: {error}", stacklevel=2)
-
-
-def _flush(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -31,8 +31,6 @@ from solution.checkpoint.errors import CheckpointError, by_first, together
 from solution.checkpoint.named import ModelTensors, OptimizerTensors, same
 from solution.checkpoint.save import PLAIN, Stateful
 
-__all__ = ["load_checkpoint"]
-
 
 def load_checkpoint(
     directory: str | os.PathLike[str],
@@ -82,7 +80,7 @@ def load_checkpoint(
 
 
 def _damage(path: Path, group: comm.Group) -> str:
-    """What keeps a folder from being used, as far as this rank looks; "" if nothing."""
+    """Return why a folder cannot be used, from this rank's part of the check; "" if it can."""
     try:
         if comm.rank(group) == 0:
             storage.decode((path / PLAIN).read_bytes())
@@ -148,7 +146,7 @@ class _Loading:
         return plain, own, named, moments, targets
 
     def _own(self, encoded: list[bytes]) -> dict[str, Any]:
-        """What this rank takes of the states that each rank saved for itself."""
+        """Return this rank's part of the states that each rank saved for itself."""
         ranks = [storage.decode(each) for each in encoded]
         rank, is_same_size = comm.rank(self.group), len(ranks) == comm.size(self.group)
         own = dict(ranks[rank] if is_same_size else ranks[0])
@@ -192,7 +190,7 @@ class _Loading:
 
 
 def _model_mismatch(named: ModelTensors, sizes: dict[str, Any], objects: dict[str, Any]) -> str:
-    """Why the saved tensors do not belong to this model; "" if they do."""
+    """Return why the saved tensors do not fit this model; "" if they do."""
     saved = {name.removeprefix("model."): s for name, s in sizes.items() if name[:6] == "model."}
     own = named.tensors
     if own.keys() != saved.keys() or objects.keys() != named.objects.keys():

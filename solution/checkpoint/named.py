@@ -15,8 +15,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["ModelTensors", "OptimizerTensors", "joined", "unwrapped"]
-
 _PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -36,7 +34,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """What `state_dict` of the bare model holds.
+    """The content of the bare model's `state_dict`.
 
     Attributes:
         tensors: the live parameters and persistent buffers, each once, by canonical name.
@@ -53,7 +51,7 @@ class ModelTensors:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelTensors:
-        """Of a model, however wrapped; nothing is copied."""
+        """Build the map of a model, looking through wrappers; nothing is copied."""
         module = unwrapped(model)
         tensors: dict[str, torch.Tensor] = {}
         objects: dict[str, Any] = {}
@@ -94,7 +92,7 @@ class OptimizerTensors:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, model: ModelTensors) -> OptimizerTensors:
-        """Of an optimizer over parameters of that model.
+        """Build the map of an optimizer over parameters of that model.
 
         Raises:
             ValueError: it holds a parameter that the model does not.
@@ -134,7 +132,7 @@ class OptimizerTensors:
         return tensors, {"keys": keys, "others": others, "options": options}
 
     def mismatch(self, saved: dict[str, Any]) -> str:
-        """Why a saved state does not belong to this optimizer; "" if it does."""
+        """Return why a saved state does not fit this optimizer; "" if it does."""
         own, theirs = {name for name, _ in self.parameters()}, set(saved["options"])
         if own != theirs:
             return (
@@ -158,7 +156,7 @@ class OptimizerTensors:
         return ""
 
     def keeps(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank keeps the state of `parameter`: all, but for a sharded optimizer."""
+        """Return whether this rank keeps the state of `parameter`; false only if it is sharded."""
         owns = getattr(self.optimizer, "owns", None)
         return owns is None or bool(owns(parameter))
 
@@ -195,7 +193,7 @@ class OptimizerTensors:
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What `capture` says besides tensors, of all ranks: the first one that knows a name counts."""
+    """Join what `capture` returns beside tensors, over ranks; the first that has a name counts."""
     whole: dict[str, Any] = {}
     for part in reversed(parts):
         for kind, by_name in part.items():
@@ -204,7 +202,7 @@ def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two plain states are equal, tensors in them by value."""
+    """Return whether two plain states are equal, tensors in them by value."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
         return both and one.dtype == other.dtype and torch.equal(one, other)

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["capture", "restore"]
-
 
 def capture() -> dict[str, Any]:
     """State of every generator; nothing is drawn."""

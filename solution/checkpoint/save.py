@@ -27,8 +27,7 @@ from solution import comm
 from solution.checkpoint import folder, random_state, storage
 from solution.checkpoint.errors import CheckpointError, by_first, together
 from solution.checkpoint.named import ModelTensors, OptimizerTensors, joined
-
-__all__ = ["Captured", "Stateful", "checked", "save_checkpoint"]
+from solution.data.shards import write_atomically
 
 PLAIN = "state.pt"
 
@@ -81,7 +80,7 @@ def checked(directory: str | os.PathLike[str], keep: int | None) -> Path:
     """The directory as an absolute path; ValueError for a `keep` that keeps nothing."""
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"expected keep to be None or an integer >= 1, got {keep!r}")
-    return Path(directory).absolute()  # whoever changes the working directory meanwhile
+    return Path(directory).absolute()  # the working directory may change before the write
 
 
 @dataclass(frozen=True)
@@ -125,15 +124,15 @@ class Captured:
             return (_copied(tensors) if copy else tensors), common, _of_rank(loader, extra)
 
         tensors, common, own = together(f"capture its state at step {step}", capture, group)
-        told = comm.gather_objects((step, own, common["optimizer"]), group)
-        steps = [each for each, _, _ in told]
+        gathered = comm.gather_objects((step, own, common["optimizer"]), group)
+        steps = [each for each, _, _ in gathered]
         if len(set(steps)) > 1:
             raise CheckpointError(
                 f"rank {comm.rank(group)}: expected all ranks to save the same step, got {steps} "
                 "in order of rank; save after a step that all have finished"
             )
-        ranks = [each for _, each, _ in told]
-        common["optimizer"] = joined([each for _, _, each in told])
+        ranks = [each for _, each, _ in gathered]
+        common["optimizer"] = joined([each for _, _, each in gathered])
         plain = storage.encode({"step": step, "ranks": ranks, **common}) if is_first else b""
         return cls(step, tensors, plain)
 
@@ -163,10 +162,7 @@ class Captured:
         return final
 
     def _complete(self, temporary: Path, group: comm.Group) -> Path:
-        with (temporary / PLAIN).open("wb") as file:
-            file.write(self.plain)
-            file.flush()
-            os.fsync(file.fileno())
+        write_atomically(temporary / PLAIN, self.plain)
         entries = (storage.read_metadata(temporary).storage_data or {}).values()
         missing = {e.relative_path for e in entries if not (temporary / e.relative_path).is_file()}
         if missing:
@@ -185,7 +181,7 @@ def _require_step(step: int) -> None:
 def _of_replicas(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, is_first: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What all ranks have in common: the live tensors that this one may write, and the rest."""
+    """Return the live tensors that this rank may write, and the state that all ranks share."""
     named = ModelTensors.of(model)
     states, options = OptimizerTensors.of(optimizer, named).capture()
     weights = {
@@ -199,7 +195,7 @@ def _of_replicas(
 
 
 def _of_rank(loader: Stateful | None, extra: Mapping[str, Stateful] | None) -> bytes:
-    """What each rank has for itself, encoded."""
+    """Return the state that each rank has for itself, encoded."""
     return storage.encode(
         {
             "random": random_state.capture(),

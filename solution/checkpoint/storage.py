@@ -5,7 +5,7 @@ layout. Three of its habits are not ours. It saves into a folder that exists, an
 leaves a mix of old and new that loads without a word: we only ever give it a fresh one. It reads
 `.metadata` with `pickle.load`, and objects with `weights_only=False`: here `.metadata` may name the
 few classes that it is made of, and there are no objects. It does not notice a flipped bit: each
-tensor lies in a ZIP archive with a check sum of its own, which `damage` looks at.
+tensor lies in a ZIP archive with its own check sum, which `damage` verifies.
 """
 
 from __future__ import annotations
@@ -23,16 +23,6 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from solution import comm
-
-__all__ = [
-    "damage",
-    "decode",
-    "encode",
-    "flat_sizes",
-    "read_metadata",
-    "read_tensors",
-    "write_tensors",
-]
 
 METADATA = ".metadata"
 _SINGLE = "torch.distributed is disabled"  # the library's warning in a run of one process
@@ -96,7 +86,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def damage(folder: Path, *, part: int, of: int) -> str:
-    """What is wrong with the tensors numbered `part`, `part + of`, ... of a folder; "" if nothing.
+    """Return what is wrong with the tensors numbered `part`, `part + of`, ... of a folder, or "".
 
     Ranks share the work. Reads every byte once.
     """
@@ -146,7 +136,7 @@ def decode(data: bytes) -> dict[str, Any]:
 
 
 def _damaged_part(archive: bytes) -> str | None:
-    """What does not have its check sum in a ZIP archive; None if all have."""
+    """Return the first damaged member of a ZIP archive; None if its check sums are right."""
     try:
         with zipfile.ZipFile(io.BytesIO(archive)) as parts:
             return parts.testzip()

@@ -14,8 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Corpus"]
-
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 SUFFIXES = {".py", ".txt", ".md"}
 MAX_DOCUMENT_BYTES = 400_000  # beyond that it is a generated table, not text

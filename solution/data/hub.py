@@ -18,7 +18,6 @@ other settings hold here as everywhere.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,8 @@ import torch
 
 from solution import comm
 from solution.console import status_line
-from solution.data.shards import Shard, write_atomically
+from solution.data.shards import Shard, require_own_folder, write_atomically
 from solution.world import distributed
-
-__all__ = ["download", "download_once"]
 
 REPOSITORY = "kjj0/fineweb10B-gpt2"
 VOCABULARY, DELIMITER = 50257, 50256  # GPT-2's
@@ -76,12 +73,7 @@ def download(out: Path, *, num_shards: int) -> tuple[dict[str, Any], bool]:
     names = ["fineweb_val_000000.bin"]
     names += [f"fineweb_train_{index:06d}.bin" for index in range(1, num_shards + 1)]
     out.mkdir(parents=True, exist_ok=True)
-    foreign = [p.name for p in sorted(out.glob("*.bin")) if not re.fullmatch(OUR_SHARDS, p.name)]
-    if foreign:
-        raise ValueError(
-            f"{out}: expected a folder of our own, found {foreign[:3]}; training would mix them in,"
-            " choose another --out"
-        )
+    require_own_folder(out, OUR_SHARDS)
     shards: dict[str, int] = {}
     num_fetched = 0
     for index, name in enumerate(names):
@@ -100,16 +92,12 @@ def download(out: Path, *, num_shards: int) -> tuple[dict[str, Any], bool]:
 
 
 def _have(out: Path, name: str) -> tuple[int, bool]:
-    """The tokens of shard `name`, and whether it had to be fetched."""
-    try:
-        return len(Shard(out / name)), False
-    except ValueError:  # absent, or not whole
-        is_there = (out / name).exists()
-    _fetch(out, name, force=is_there)
-    try:
-        return len(Shard(out / name)), True
-    except ValueError:
-        _fetch(out, name, force=True)
+    """Return the tokens of shard `name`, and whether it had to be fetched."""
+    for num_fetches in range(2):
+        try:
+            return len(Shard(out / name)), num_fetches > 0
+        except ValueError:  # absent, or not whole
+            _fetch(out, name, force=(out / name).exists())
     return len(Shard(out / name)), True
 
 

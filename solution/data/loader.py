@@ -38,21 +38,15 @@ import torch.distributed as dist
 from solution.config import require_positive
 from solution.data.shards import Shard
 
-__all__ = ["TokenLoader", "token_loader"]
-
 Batch = tuple[torch.Tensor, torch.Tensor]
 PathLike = str | os.PathLike[str]
 
 
-def token_loader(
-    paths: Sequence[PathLike],
-    *,
-    batch_size: int,
-    sequence_length: int,
-    rank: int | None = None,
-    world_size: int | None = None,
-) -> TokenLoader:
-    """Batches of this rank over the token shards `paths`, in the caller's order.
+class TokenLoader:
+    """Batches of this rank over token shards, in the order of `paths`; one pass per `iter`.
+
+    It yields `(inputs, targets)`, int64 `[batch_size, sequence_length]`, on the CPU, that own their
+    memory. Iterators are independent; the state follows the newest one.
 
     Args:
         paths: kjj0 `.bin` shards (see `solution.data.shards`), at least one, none twice.
@@ -61,29 +55,13 @@ def token_loader(
         rank, world_size: this rank and how many there are, both or neither; when not given, RANK
             and WORLD_SIZE are read, both or neither; without those, one rank.
 
-    Returns:
-        An iterable of `(inputs, targets)`, int64 `[batch_size, sequence_length]`, on the CPU, that
-        own their memory. One pass per `iter`.
-
-    Raises:
-        ValueError: a bad argument, a bad file, or shards in which not one sequence fits.
-    """
-    return TokenLoader(
-        paths,
-        batch_size=batch_size,
-        sequence_length=sequence_length,
-        rank=rank,
-        world_size=world_size,
-    )
-
-
-class TokenLoader:
-    """See `token_loader`. Iterators are independent; the state follows the newest one.
-
     Attributes:
         num_sequences: in all shards together.
         num_batches: of one pass, the same on every rank.
         num_dropped: sequences at the end that do not fill a batch on every rank.
+
+    Raises:
+        ValueError: a bad argument, a bad file, or shards in which not one sequence fits.
     """
 
     def __init__(
@@ -124,7 +102,7 @@ class TokenLoader:
         return self._newest
 
     def state_dict(self) -> dict[str, int]:
-        """How far all ranks together have come: counts what was yielded, and nothing else."""
+        """Return the number of sequences that all ranks together have yielded."""
         position = self._newest.consumed_sequences if self._newest else self._resume_at
         return {"consumed_sequences": position}
 
@@ -168,6 +146,9 @@ class TokenLoader:
             targets[row : row + count] = tokens[1:].reshape(count, -1)
             row += count
         return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+
+token_loader = TokenLoader  # its name in the contract
 
 
 class _Pass(Iterator[Batch]):
@@ -239,7 +220,7 @@ def _rank_from_environment() -> tuple[int, int]:
             raise ValueError(f"expected RANK and WORLD_SIZE to be integers, got {values}") from None
     if dist.is_available() and dist.is_initialized():
         group = [dist.get_rank(), dist.get_world_size()]
-        # Without this, ranks that no one told about each other all read the same tokens.
+        # Without this, ranks with no such environment would all read the same tokens.
         if numbers != group:
             raise ValueError(
                 f"expected the environment to agree with the process group (rank {group[0]} of "

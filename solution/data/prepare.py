@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -41,9 +40,14 @@ from solution.config import require_positive
 from solution.console import status_line
 from solution.data import hub
 from solution.data.corpus import Corpus
-from solution.data.shards import MAX_TOKENS, NUM_IDS, Shard, write_atomically, write_shard
-
-__all__ = ["DataConfig", "main", "prepare", "read_meta"]
+from solution.data.shards import (
+    MAX_TOKENS,
+    NUM_IDS,
+    Shard,
+    require_own_folder,
+    write_atomically,
+    write_shard,
+)
 
 DELIMITER = "<|endoftext|>"
 OUR_SHARDS = r"text_(train|val)_\d{6}\.bin"
@@ -53,7 +57,7 @@ Ids = npt.NDArray[np.uint16]
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What the shards are made with.
+    """Settings of the shards.
 
     Raises:
         ValueError: a value outside its range.
@@ -118,7 +122,7 @@ def prepare(paths: Sequence[Path], out: Path, config: DataConfig) -> tuple[dict[
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
-    """What `prepare` said about the shards in `folder`; None where it did not make them.
+    """Return what `prepare` wrote about the shards in `folder`; None if it did not make them.
 
     Raises:
         ValueError: there is a `meta.json`, and it is not ours.
@@ -136,7 +140,7 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
 
 
 def _is_complete(out: Path, meta: dict[str, Any]) -> bool:
-    """Whether every shard that `meta` lists is there and whole."""
+    """Return whether every shard that `meta` lists is there and complete."""
     try:
         sizes = {name: len(Shard(out / name)) for name in meta["shards"]}
     except ValueError:
@@ -145,16 +149,10 @@ def _is_complete(out: Path, meta: dict[str, Any]) -> bool:
 
 
 def _clear(out: Path) -> None:
-    """Remove earlier shards of ours from `out`; meta.json goes first, it vouches for the rest."""
+    """Remove earlier shards of ours from `out`, meta.json first: it says the rest is there."""
     out.mkdir(parents=True, exist_ok=True)
-    shards = sorted(out.glob("*.bin"))
-    foreign = [path.name for path in shards if not re.fullmatch(OUR_SHARDS, path.name)]
-    if foreign:
-        raise ValueError(
-            f"{out}: expected a folder of our own, found {foreign[:3]}; training would mix them in,"
-            " choose another --out"
-        )
-    # What a killed run was writing bears the name of its file, and a process id.
+    shards = require_own_folder(out, OUR_SHARDS)
+    # A killed run leaves temporary files, with their file's name and a process id.
     for path in (out / META, *shards, *out.glob(".*.bin.*.tmp"), *out.glob(".*.json.*.tmp")):
         path.unlink(missing_ok=True)
 

@@ -10,7 +10,7 @@
 1. `write_shard` checks every id *before* it narrows to uint16 (a cast wraps 70000 to 4464 without a
    word), writes a temporary file beside the target, flushes it to disk and renames it: a reader
    sees the old file, no file or the whole file, never a part.
-2. `Shard(path)` believes nothing: magic, version, count and exact size are checked when it is
+2. `Shard(path)` trusts nothing: magic, version, count and exact size are checked when it is
    opened, so that a truncated download fails at once and not in hour three on one rank of eight.
 3. `Shard.read` is a positioned read of what was asked for. A memory map that is held adds the whole
    shard to resident memory over an epoch, and was slower.
@@ -29,8 +29,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-__all__ = ["Shard", "find_shards", "write_shard"]
 
 MAGIC, VERSION = 20240520, 1
 HEADER_WORDS = 256
@@ -116,7 +114,7 @@ def _check_header(path: Path) -> int:
             f"{path}: expected a token shard, found no such file; "
             "`python -m solution.data.prepare --out DIR` makes some"
         )
-    if not path.is_file():  # to open a pipe waits for whoever writes to it
+    if not path.is_file():  # opening a pipe waits for its writer
         found = "a directory" if path.is_dir() else "a pipe or a device"
         raise ValueError(f"{path}: expected a token shard, found {found}; name the .bin files")
     size = path.stat().st_size
@@ -229,16 +227,32 @@ def write_atomically(path: Path, *pieces: bytes | memoryview) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    _flush_folder(path.parent)
+    flush_folder(path.parent)
 
 
-def _flush_folder(folder: Path) -> None:
-    """Make the rename itself durable: it is an entry of the folder."""
+def flush_folder(folder: Path) -> None:
+    """Make a rename durable: a name is an entry of its folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def require_own_folder(folder: Path, names: str) -> list[Path]:
+    """Return the shards in `folder`, all of names that match the regular expression `names`.
+
+    Raises:
+        ValueError: there are others.
+    """
+    shards = sorted(folder.glob("*.bin"))
+    foreign = [path.name for path in shards if not re.fullmatch(names, path.name)]
+    if foreign:
+        raise ValueError(
+            f"{folder}: expected a folder of our own, found {foreign[:3]}; training would mix them "
+            "in, choose another --out"
+        )
+    return shards
 
 
 def find_shards(folder: str | os.PathLike[str], split: str) -> list[Path]:
@@ -261,9 +275,8 @@ def find_shards(folder: str | os.PathLike[str], split: str) -> list[Path]:
             f"{folder}: expected *{split}*.bin shards, found none among "
             f"{sorted(path.name for path in folder.glob('*.bin'))}"
         )
-    return sorted(found, key=lambda path: [int(s) if s.isdigit() else s for s in _runs(path.name)])
-
-
-def _runs(name: str) -> list[str]:
-    """`name` cut into runs of digits and of other characters: x10 -> x, 10."""
-    return re.split(r"(\d+)", name)
+    # Runs of digits count as numbers: x10 comes after x9.
+    return sorted(
+        found,
+        key=lambda path: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", path.name)],
+    )

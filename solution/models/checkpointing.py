@@ -31,8 +31,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-__all__ = ["MODES", "Runner", "runner"]
-
 Runner = Callable[..., torch.Tensor]
 """`run(function, *arguments)`: calls the function, keeping what the mode says."""
 
@@ -50,7 +48,7 @@ _KEPT = {
 
 
 def runner(mode: str) -> Runner:
-    """The way to call a layer in `mode`.
+    """Return the function that calls a layer in `mode`.
 
     Raises:
         ValueError: a mode that is none of `MODES`.

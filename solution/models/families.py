@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from solution.attention import attention as attend
 from solution.config import GPT2Config, ModelConfig
@@ -10,28 +11,25 @@ from solution.models import gpt2, llama
 from solution.models.gpt2 import GPT2
 from solution.models.llama import Llama
 
-__all__ = ["build", "flops_per_token", "parameter_count"]
-
 
 def build(
     config: ModelConfig, *, attention: str = "sdpa", activation_checkpointing: str = "none"
 ) -> GPT2 | Llama:
-    """The model of that shape; `attention` is a backend of `solution.attention`."""
+    """Build the model of that shape; `attention` is a backend of `solution.attention`."""
+    kind: Any = GPT2 if isinstance(config, GPT2Config) else Llama
     function = functools.partial(attend, backend=attention)
-    if isinstance(config, GPT2Config):
-        return GPT2(config, attention=function, activation_checkpointing=activation_checkpointing)
-    return Llama(config, attention=function, activation_checkpointing=activation_checkpointing)
+    return kind(config, attention=function, activation_checkpointing=activation_checkpointing)
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """How many parameters it has; see the model's own file."""
-    if isinstance(config, GPT2Config):
-        return gpt2.parameter_count(config)
-    return llama.parameter_count(config)
+    """Return how many parameters the model has; see the family's own file."""
+    return _family(config).parameter_count(config)
 
 
 def flops_per_token(config: ModelConfig, *, sequence_length: int) -> int:
-    """Forward and backward, matrix products only; see the model's own file."""
-    if isinstance(config, GPT2Config):
-        return gpt2.flops_per_token(config, sequence_length=sequence_length)
-    return llama.flops_per_token(config, sequence_length=sequence_length)
+    """Return the operations of forward and backward, matrix products only; see the same file."""
+    return _family(config).flops_per_token(config, sequence_length=sequence_length)
+
+
+def _family(config: ModelConfig) -> Any:
+    return gpt2 if isinstance(config, GPT2Config) else llama

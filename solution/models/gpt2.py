@@ -9,9 +9,8 @@ differs is form: no dropout (equal runs on other layouts must be comparable), no
 buffers (nothing to fill with garbage when a model goes from `meta` to a device), Linear layers of
 `[out, in]` where GPT-2 has `[in, out]`.
 
-Initialisation: normal(0, 0.02) for matrices and embeddings, the two projections onto the residual
-stream scaled by 1 / sqrt(2L), biases 0, norms 1. `reset_parameters(generator)` draws each tensor
-once, in the order of `named_parameters()`; the tied matrix is one tensor.
+Initialisation: `reset_parameters(generator)`, see `solution.models.layers.draw_weights`; the tied
+matrix is one tensor.
 
     with torch.device("meta"):
         model = GPT2(GPT2Config.preset("xl"))          # no memory
@@ -31,14 +30,8 @@ from torch import nn
 
 from solution.attention import AttentionFunction, attention
 from solution.config import GPT2Config
-from solution.models.checkpointing import Runner, runner
-
-__all__ = [
-    "GPT2",
-    "flops_per_token",
-    "language_model",
-    "parameter_count",
-]
+from solution.models.checkpointing import runner
+from solution.models.layers import Block, check_ids, draw_weights
 
 
 class GPT2(nn.Module):
@@ -63,7 +56,10 @@ class GPT2(nn.Module):
         run = runner(activation_checkpointing)
         self.token_embedding = nn.Embedding(config.vocab_size, config.embedding_dim)
         self.position_embedding = nn.Embedding(config.max_sequence_length, config.embedding_dim)
-        self.blocks = nn.ModuleList(Block(config, attention, run) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(
+            Block(_norm(config), SelfAttention(config, attention), _norm(config), MLP(config), run)
+            for _ in range(config.num_layers)
+        )
         self.final_norm = _norm(config)
         self.lm_head = nn.Linear(config.embedding_dim, config.vocab_size, bias=False)
         self._tie()
@@ -73,37 +69,17 @@ class GPT2(nn.Module):
 
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
         """Logits `[B, T, V]` for integer ids `[B, T]`; ValueError if T is too long or not 2-D."""
-        self._check(ids_BT)
+        check_ids(ids_BT, max_sequence_length=self.config.max_sequence_length)
         positions_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
         x_BTE = self.token_embedding(ids_BT) + self.position_embedding(positions_T)
         for block in self.blocks:
             x_BTE = block(x_BTE)
         return self.lm_head(self.final_norm(x_BTE))
 
-    def _check(self, ids_BT: torch.Tensor) -> None:
-        if ids_BT.ndim != 2 or ids_BT.is_floating_point():
-            raise ValueError(
-                f"expected integer ids of shape [batch, seq], got {ids_BT.dtype} of shape "
-                f"{tuple(ids_BT.shape)}"
-            )
-        if ids_BT.shape[1] > self.config.max_sequence_length:
-            raise ValueError(
-                f"expected at most max_sequence_length={self.config.max_sequence_length} tokens "
-                f"per sequence, got {ids_BT.shape[1]}; cut them, or give the model more positions"
-            )
-
-    @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> Self:
-        """Draw all weights anew, in the order of `named_parameters()`; returns the model."""
-        std = self.config.init_std
-        residual_std = std / (2 * self.config.num_layers) ** 0.5
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
-            elif name.endswith(("attention.out.weight", "mlp.down.weight")):
-                parameter.normal_(0.0, residual_std, generator=generator)
-            else:
-                parameter.normal_(0.0, std, generator=generator)
+        """Draw all weights anew, in the order of `named_parameters()`; return the model."""
+        std, num_layers = self.config.init_std, self.config.num_layers
+        draw_weights(self, generator, std=std, num_layers=num_layers)
         return self
 
     def _tie(self) -> None:
@@ -118,26 +94,6 @@ class GPT2(nn.Module):
 
 def _tie_again(module: nn.Module, incompatible_keys: object) -> None:
     cast(GPT2, module)._tie()
-
-
-class Block(nn.Module):
-    """One layer: attention and MLP, each on a normalised copy, each added to the stream."""
-
-    def __init__(self, config: GPT2Config, attention: AttentionFunction, run: Runner) -> None:
-        super().__init__()
-        self.attention_norm = _norm(config)
-        self.attention = SelfAttention(config, attention)
-        self.mlp_norm = _norm(config)
-        self.mlp = MLP(config)
-        self._run = run
-
-    def forward(self, x_BTE: torch.Tensor) -> torch.Tensor:
-        """`[B, T, E]` -> `[B, T, E]`."""
-        return self._run(self._layer, x_BTE)
-
-    def _layer(self, x_BTE: torch.Tensor) -> torch.Tensor:
-        x_BTE = x_BTE + self.attention(self.attention_norm(x_BTE))
-        return x_BTE + self.mlp(self.mlp_norm(x_BTE))
 
 
 class SelfAttention(nn.Module):
@@ -202,7 +158,7 @@ def language_model(
 
 
 def parameter_count(config: GPT2Config) -> int:
-    """How many parameters the model has, the tied matrix counted once.
+    """Return the number of parameters, the tied matrix counted once.
 
     >>> parameter_count(GPT2Config.preset("small"))
     124439808

@@ -3,7 +3,7 @@
     model.load_state_dict(from_hugging_face_state_dict(theirs.state_dict(), model.config))
     theirs.load_state_dict(to_hugging_face_state_dict(model))
 
-`GPT2LMHeadModel` and `LlamaForCausalLM`, told apart by the config. Names are a list and not a rule:
+`GPT2LMHeadModel` and `LlamaForCausalLM`, chosen by the config. Names are a list and not a rule:
 GPT-2's output projection of attention is square, and a missing transpose there raises no error.
 Strict in both directions: a key too many is as wrong as one too few.
 
@@ -20,8 +20,6 @@ import torch
 from solution.config import GPT2Config, ModelConfig
 from solution.models.gpt2 import GPT2
 from solution.models.llama import Llama
-
-__all__ = ["from_hugging_face_state_dict", "to_hugging_face_state_dict"]
 
 Name = tuple[str, bool]
 """Theirs, and whether the matrix is transposed: their Conv1D holds [in, out]."""

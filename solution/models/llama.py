@@ -4,7 +4,7 @@
 
 What differs from GPT-2, line by line: RMSNorm (no mean, no bias), rotary positions in place of
 learned ones, SwiGLU with a third matrix, fewer heads for keys and values than for queries, no
-biases, and a matrix of its own for the logits.
+biases, and a separate matrix for the logits.
 
 Rotary positions (Su et al. 2021): at position t the pair (x_i, x_{i + D/2}) of each head turns by
 the angle t * theta^(-2i/D), so the product of a query and a key knows only how far they are apart.
@@ -36,13 +36,8 @@ from torch import nn
 
 from solution.attention import AttentionFunction, attention
 from solution.config import LlamaConfig
-from solution.models.checkpointing import Runner, runner
-
-__all__ = [
-    "Llama",
-    "flops_per_token",
-    "parameter_count",
-]
+from solution.models.checkpointing import runner
+from solution.models.layers import Block, check_ids, draw_weights
 
 
 class Llama(nn.Module):
@@ -68,43 +63,26 @@ class Llama(nn.Module):
         run = runner(activation_checkpointing)
         self.token_embedding = nn.Embedding(config.vocab_size, config.embedding_dim)
         self.rotary = Rotary(config)
-        self.blocks = nn.ModuleList(Block(config, attention, run) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(
+            Block(_norm(config), SelfAttention(config, attention), _norm(config), MLP(config), run)
+            for _ in range(config.num_layers)
+        )
         self.final_norm = _norm(config)
         self.lm_head = nn.Linear(config.embedding_dim, config.vocab_size, bias=False)
         self.reset_parameters()
 
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
         """Logits `[B, T, V]` for integer ids `[B, T]`; ValueError if T is too long or not 2-D."""
-        if ids_BT.ndim != 2 or ids_BT.is_floating_point():
-            raise ValueError(
-                f"expected integer ids of shape [batch, seq], got {ids_BT.dtype} of shape "
-                f"{tuple(ids_BT.shape)}"
-            )
-        if ids_BT.shape[1] > self.config.max_sequence_length:
-            raise ValueError(
-                f"expected at most max_sequence_length={self.config.max_sequence_length} tokens "
-                f"per sequence, got {ids_BT.shape[1]}; cut them, or make the model's longer"
-            )
+        check_ids(ids_BT, max_sequence_length=self.config.max_sequence_length)
         x_BTE = self.token_embedding(ids_BT)
         for block in self.blocks:
             x_BTE = block(x_BTE, self.rotary)
         return self.lm_head(self.final_norm(x_BTE))
 
-    @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> Self:
-        """Draw all weights anew, in the order of `named_parameters()`; returns the model.
-
-        Normal(0, 0.02), what leads onto the residual stream scaled by 1 / sqrt(2L); norms 1.
-        """
-        std = self.config.init_std
-        residual_std = std / (2 * self.config.num_layers) ** 0.5
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(1.0)
-            elif name.endswith(("attention.out.weight", "mlp.down.weight")):
-                parameter.normal_(0.0, residual_std, generator=generator)
-            else:
-                parameter.normal_(0.0, std, generator=generator)
+        """Draw all weights anew, in the order of `named_parameters()`; return the model."""
+        std, num_layers = self.config.init_std, self.config.num_layers
+        draw_weights(self, generator, std=std, num_layers=num_layers)
         return self
 
 
@@ -141,26 +119,6 @@ class Rotary(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # unannotated in torch
         self._make_table(self.cos_TD.device)
         return self
-
-
-class Block(nn.Module):
-    """One layer: attention and MLP, each on a normalised copy, each added to the stream."""
-
-    def __init__(self, config: LlamaConfig, attention: AttentionFunction, run: Runner) -> None:
-        super().__init__()
-        self.attention_norm = _norm(config)
-        self.attention = SelfAttention(config, attention)
-        self.mlp_norm = _norm(config)
-        self.mlp = MLP(config)
-        self._run = run
-
-    def forward(self, x_BTE: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        """`[B, T, E]` -> `[B, T, E]`."""
-        return self._run(self._layer, x_BTE, rotary)
-
-    def _layer(self, x_BTE: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        x_BTE = x_BTE + self.attention(self.attention_norm(x_BTE), rotary)
-        return x_BTE + self.mlp(self.mlp_norm(x_BTE))
 
 
 class SelfAttention(nn.Module):
@@ -205,7 +163,7 @@ def _norm(config: LlamaConfig) -> nn.RMSNorm:
 
 
 def parameter_count(config: LlamaConfig) -> int:
-    """How many parameters the model has.
+    """Return the number of parameters.
 
     >>> parameter_count(LlamaConfig.preset("debug")), parameter_count(LlamaConfig.preset("1b"))
     (6163712, 1498482688)

@@ -241,7 +241,7 @@ IMPOSTORS = (
     ),
     _patch(
         "no-compensation",
-        "solution.step",
+        "solution.trainer",
         "scale=self.ranks.size / count",
         "scale=1 / count",
         "The mean over ranks divides a second time.",
@@ -250,7 +250,7 @@ IMPOSTORS = (
     ),
     _patch(
         "leftovers",
-        "solution.step",
+        "solution.trainer",
         "self._drop_gradients()  # what the caller left behind",
         "pass  # what the caller left behind",
         "Gradients from before enter the first step.",
@@ -259,7 +259,7 @@ IMPOSTORS = (
     ),
     _patch(
         "rate-of-next-step",
-        "solution.step",
+        "solution.trainer",
         "self._set_learning_rate(finished)\n",
         "self._set_learning_rate(finished + 1)\n",
         "Every update uses the rate of the next one.",
@@ -268,7 +268,7 @@ IMPOSTORS = (
     ),
     _patch(
         "own-loss",
-        "solution.step",
+        "solution.trainer",
         "loss = total / count",
         "loss = loss_sum.item() / count",
         "Reports this rank's part of the loss.",

@@ -176,7 +176,7 @@ def test_every_backend_of_the_seam_computes_the_same(found):
 def test_tuning_without_a_gpu_says_what_it_needs(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, and it would be used for a while")
-    ended = run("solution.attention.tune", folder=tmp_path)
+    ended = run("spec_tests.benchmarks.tune", folder=tmp_path)
 
     assert ended.status == 2
     assert "there is no CUDA device" in ended.err

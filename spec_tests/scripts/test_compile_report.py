@@ -1,4 +1,4 @@
-"""`python -m solution.attention.compile_report`: what the shipped kernels compile to on an H100."""
+"""`python -m spec_tests.benchmarks.compile_report`: the shipped kernels, compiled for an H100."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from spec_tests.scripts.launch import ROOT, run
 PROGRAM = """
 import json
 
-from solution.attention.compile_report import Row, compiled, main, problems
+from spec_tests.benchmarks.compile_report import Row, compiled, main, problems
 from solution.attention.tiles import Tiles
 
 if __name__ == "__main__":
@@ -81,7 +81,7 @@ def test_a_tile_that_spills_is_a_problem(report):
 
 
 def test_what_cannot_be_compiled_here_is_said(tmp_path):
-    module, interpreted = "solution.attention.compile_report", {"TRITON_INTERPRET": "1"}
+    module, interpreted = "spec_tests.benchmarks.compile_report", {"TRITON_INTERPRET": "1"}
     ended = run(module, folder=tmp_path, environment=interpreted)
 
     assert ended.status == 2

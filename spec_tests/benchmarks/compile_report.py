@@ -1,6 +1,7 @@
 """What the kernels compile to on an H100 or H200, without one: registers, spills, shared memory.
 
-    python -m solution.attention.compile_report [--dtype bfloat16] [--head-dim 128] [--mask causal]
+    python -m spec_tests.benchmarks.compile_report [--dtype bfloat16] [--head-dim 128]
+                                                   [--mask causal]
 
 Each row of `solution.attention.tiles.TABLE` is compiled for `sm_90a` as the launcher would compile
 it: rows aligned to 16 bytes, the last stride 1. On Linux Triton brings the assembler (`ptxas`) and
@@ -34,9 +35,9 @@ from typing import Any
 
 import torch
 
-from solution.attention.tiles import DIMS, TABLE, Tiles, choose, delta_queries, padded
-
-__all__ = ["Compiled", "Row", "compiled", "compiled_all", "main", "problems", "rows"]
+# Loaded at run time: this instrument is of the reference alone, which the suite never imports.
+tiling: Any = importlib.import_module("solution.attention.tiles")
+Tiles = Any  # solution.attention.tiles.Tiles
 
 SHARED_BYTES = 232_448  # of one program on compute capability 9.0
 TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
@@ -58,10 +59,10 @@ class Row:
     @property
     def tiles(self) -> Tiles:
         """Its tiles; the delta kernel has queries only."""
-        dims = padded(self.head_dim)
+        dims = tiling.padded(self.head_dim)
         if self.kernel == "delta":
-            return Tiles(delta_queries(dims), 0, 4, 1)
-        return choose(self.kernel, dims, getattr(torch, self.dtype))
+            return tiling.Tiles(tiling.delta_queries(dims), 0, 4, 1)
+        return tiling.choose(self.kernel, dims, getattr(torch, self.dtype))
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Compiled:
 
 def rows(*, dtypes: Sequence[str], head_dims: Sequence[int], masks: Sequence[bool]) -> list[Row]:
     """Every shipped kernel of these dtypes, head dims and masks; delta knows no mask."""
-    kernels = dict.fromkeys(kernel for kernel, _ in TABLE)
+    kernels = dict.fromkeys(kernel for kernel, _ in tiling.TABLE)
     found = []
     for dtype in dtypes:
         for head_dim in head_dims:
@@ -91,7 +92,7 @@ def rows(*, dtypes: Sequence[str], head_dims: Sequence[int], masks: Sequence[boo
 def problems(row: Row, found: Compiled) -> list[str]:
     """What is not as it should be, in words."""
     said = []
-    if found.stack_bytes and (row.kernel, row.dtype, padded(row.head_dim)) not in SPILLING:
+    if found.stack_bytes and (row.kernel, row.dtype, tiling.padded(row.head_dim)) not in SPILLING:
         said.append(f"expected no spilled registers, got {found.stack_bytes} bytes per thread")
     if found.shared_bytes > SHARED_BYTES:
         said.append(f"expected at most {SHARED_BYTES} bytes shared, got {found.shared_bytes}")
@@ -99,7 +100,7 @@ def problems(row: Row, found: Compiled) -> list[str]:
         said.append(f"expected no atomics, got {found.num_atomics}")
     if row.kernel != "delta" and not found.num_wgmma + found.num_mma:
         said.append("expected tensor-core instructions, got none")
-    is_half, dims = row.dtype != "float32", padded(row.head_dim)
+    is_half, dims = row.dtype != "float32", tiling.padded(row.head_dim)
     if row.kernel != "delta" and is_half and dims <= 128 and not found.num_wgmma:
         said.append(f"expected wgmma, Hopper's widest product, got {found.num_mma} mma")
     if row.tiles.num_stages > 1 and not found.num_async_copies:
@@ -164,7 +165,7 @@ def _binary(row: Row, tiles: Tiles) -> Any:
     fixed = {
         "GROUP": row.group,
         "HEAD_DIM": row.head_dim,
-        "DIMS": padded(row.head_dim),
+        "DIMS": tiling.padded(row.head_dim),
         "TILE_Q": tiles.queries,
         "TILE_K": tiles.keys,
         "CAUSAL": row.is_causal,
@@ -231,9 +232,8 @@ def missing() -> str | None:
             return f"expected {name} beside Triton, which did not bring it"
     from triton.runtime import JITFunction
 
-    from solution.attention.triton_kernels import forward_kernel
-
-    if not isinstance(forward_kernel, JITFunction):
+    kernels = importlib.import_module("solution.attention.triton_kernels")
+    if not isinstance(kernels.forward_kernel, JITFunction):
         return "expected to compile, got TRITON_INTERPRET in the environment; unset it"
     return None
 
@@ -242,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
     parser = argparse.ArgumentParser(description="What the kernels compile to on an H100 or H200.")
     parser.add_argument("--dtype", nargs="+", choices=TYPES, default=list(TYPES))
-    parser.add_argument("--head-dim", nargs="+", type=int, default=list(DIMS))
+    parser.add_argument("--head-dim", nargs="+", type=int, default=list(tiling.DIMS))
     parser.add_argument("--mask", nargs="+", choices=("full", "causal"), default=["full", "causal"])
     flags = parser.parse_args(arguments)
     reason = missing()

@@ -1,10 +1,10 @@
 """Which tiles are fastest, measured on the GPU at hand: candidates for `solution.attention.tiles`.
 
-    python -m solution.attention.tune [--head-dim 64 128] [--dtype bfloat16] [--mask causal]
-                                      [--length 4096]
+    python -m spec_tests.benchmarks.tune [--head-dim 64 128] [--dtype bfloat16] [--mask causal]
+                                       [--length 4096]
 
 For each kernel, head dim and mask all candidates are compiled at once, as
-`solution.attention.compile_report` does, and those that spill or do not fit fall out. The others
+`spec_tests.benchmarks.compile_report` does, and those that spill or do not fit fall out. The others
 are first checked against attention in float64 (a compiler may get one shape of tile wrong and
 another right), then timed: the median of `NUM_TIMES` launches, 16384 tokens and 2048 channels in
 all. dK/dV and dQ are timed with the delta kernel, which both need. The fastest come first; the row
@@ -16,6 +16,7 @@ Exit status: 0, or 1 if the row of the table gives wrong values, 2 without a GPU
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import statistics
 import sys
@@ -25,12 +26,11 @@ from typing import Any
 
 import torch
 
-from solution.attention import compile_report, tiles
-from solution.attention.tiled import tiled_backward, tiled_forward
-from solution.attention.tiles import Tiles
-from solution.attention.triton_launch import triton_backward, triton_forward, unavailable
+from spec_tests.benchmarks import compile_report
+from spec_tests.benchmarks.compile_report import Tiles, tiling
 
-__all__ = ["CANDIDATES", "fitting", "main"]
+tiled: Any = importlib.import_module("solution.attention.tiled")
+launch: Any = importlib.import_module("solution.attention.triton_launch")
 
 NUM_TOKENS, NUM_CHANNELS = 16_384, 2048
 NUM_TIMES = 25
@@ -39,18 +39,19 @@ UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-11}  # of flo
 _SIDES = {"forward": ((64, 128), (32, 64, 128)), "dq": ((64, 128), (16, 32, 64, 128))}
 CANDIDATES = {
     **{
-        kernel: [Tiles(*row) for row in itertools.product(queries, keys, (4, 8), (2, 3, 4))]
+        kernel: [tiling.Tiles(*row) for row in itertools.product(queries, keys, (4, 8), (2, 3, 4))]
         for kernel, (queries, keys) in _SIDES.items()
     },
     "dkdv": [
-        Tiles(*row) for row in itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (2, 3))
+        tiling.Tiles(*row)
+        for row in itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (2, 3))
     ],
 }
 
 
 def measured(kernel: str, head_dim: int, dtype: str, *, causal: bool, length: int) -> list[str]:
     """Lines of the report, the fastest first."""
-    shipped = tiles.choose(kernel, tiles.padded(head_dim), getattr(torch, dtype))
+    shipped = tiling.choose(kernel, tiling.padded(head_dim), getattr(torch, dtype))
     candidates = list(dict.fromkeys([shipped, *CANDIDATES[kernel]]))
     candidates = fitting(kernel, head_dim, dtype, candidates, causal=causal)
     small = _inputs((1, 2, 515, head_dim), dtype)  # ragged, so that masks count
@@ -104,13 +105,15 @@ def _run(kernel: str, given: Sequence[torch.Tensor], *, causal: bool) -> list[to
     q, k, v, dout = given
     scale = q.shape[-1] ** -0.5
     if kernel == "forward":
-        return [triton_forward(q, k, v, causal=causal, scale=scale)[0]]
+        return [launch.triton_forward(q, k, v, causal=causal, scale=scale)[0]]
     key = (q.data_ptr(), causal)
     if _FORWARDS.get("key") != key:
-        _FORWARDS.update(key=key, value=tiled_forward(q, k, v, causal=causal, scale=scale))
+        _FORWARDS.update(key=key, value=tiled.tiled_forward(q, k, v, causal=causal, scale=scale))
     out, lse = _FORWARDS["value"]
     wants = {"wants_q": kernel == "dq", "wants_kv": kernel == "dkdv"}
-    found = triton_backward(dout, None, q, k, v, out, lse, causal=causal, scale=scale, **wants)
+    found = launch.triton_backward(
+        dout, None, q, k, v, out, lse, causal=causal, scale=scale, **wants
+    )
     return [tensor for tensor in found if tensor.numel()]
 
 
@@ -121,8 +124,8 @@ def _error(kernel: str, given: Sequence[torch.Tensor], *, causal: bool) -> float
     """The relative error, in norm, of what `kernel` gives."""
     q, k, v, dout = (tensor.double() for tensor in given)
     scale = q.shape[-1] ** -0.5
-    out, lse = tiled_forward(q, k, v, causal=causal, scale=scale)
-    dq, dk, dv = tiled_backward(dout, None, q, k, v, out, lse, causal=causal, scale=scale)
+    out, lse = tiled.tiled_forward(q, k, v, causal=causal, scale=scale)
+    dq, dk, dv = tiled.tiled_backward(dout, None, q, k, v, out, lse, causal=causal, scale=scale)
     wanted = {"forward": [out], "dkdv": [dk, dv], "dq": [dq]}[kernel]
     found = _run(kernel, given, causal=causal)
     pairs = zip(found, wanted, strict=True)
@@ -147,12 +150,12 @@ def _milliseconds(run: Callable[[], Any]) -> float:
 def _instead(kernel: str, dtype: str, candidate: Tiles) -> Iterator[None]:
     """That row of the table, for all head dims, until the end of the block."""
     key = (kernel, getattr(torch, dtype).itemsize)
-    shipped = tiles.TABLE[key]
-    tiles.TABLE[key] = (candidate,) * 3
+    shipped = tiling.TABLE[key]
+    tiling.TABLE[key] = (candidate,) * 3
     try:
         yield
     finally:
-        tiles.TABLE[key] = shipped
+        tiling.TABLE[key] = shipped
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -163,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--mask", nargs="+", choices=("full", "causal"), default=["full", "causal"])
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
     flags = parser.parse_args(arguments)
-    reason = unavailable("cuda") if torch.cuda.is_available() else "there is no CUDA device"
+    reason = launch.unavailable("cuda") if torch.cuda.is_available() else "there is no CUDA device"
     if reason is not None:
         sys.stderr.write(f"expected a GPU and Triton: {reason}\n")
         return 2

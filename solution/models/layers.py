@@ -1,0 +1,68 @@
+"""What both model families share: the check of their ids, the drawing of weights, the layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from solution.models.checkpointing import Runner
+
+
+def check_ids(ids_BT: torch.Tensor, *, max_sequence_length: int) -> None:
+    """Raise ValueError unless `ids_BT` are integers `[batch, seq]`, and not too long."""
+    if ids_BT.ndim != 2 or ids_BT.is_floating_point():
+        raise ValueError(
+            f"expected integer ids of shape [batch, seq], got {ids_BT.dtype} of shape "
+            f"{tuple(ids_BT.shape)}"
+        )
+    if ids_BT.shape[1] > max_sequence_length:
+        raise ValueError(
+            f"expected at most max_sequence_length={max_sequence_length} tokens per sequence, got "
+            f"{ids_BT.shape[1]}; cut them, or give the model more positions"
+        )
+
+
+@torch.no_grad()
+def draw_weights(
+    model: nn.Module, generator: torch.Generator | None, *, std: float, num_layers: int
+) -> None:
+    """Draw all weights anew, each tensor once, in the order of `named_parameters()`.
+
+    Normal(0, std) for matrices and embeddings; the two projections onto the residual stream are
+    scaled by 1 / sqrt(2L), where L is `num_layers`; biases are 0 and norms 1.
+    """
+    residual_std = std / (2 * num_layers) ** 0.5
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+        elif name.endswith(("attention.out.weight", "mlp.down.weight")):
+            parameter.normal_(0.0, residual_std, generator=generator)
+        else:
+            parameter.normal_(0.0, std, generator=generator)
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each on a normalised copy, each added to the stream."""
+
+    def __init__(
+        self,
+        attention_norm: nn.Module,
+        attention: nn.Module,
+        mlp_norm: nn.Module,
+        mlp: nn.Module,
+        run: Runner,
+    ) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = attention_norm, attention
+        self.mlp_norm, self.mlp = mlp_norm, mlp
+        self._run = run
+
+    def forward(self, x_BTE: torch.Tensor, *positions: Any) -> torch.Tensor:
+        """`[B, T, E]` -> `[B, T, E]`; what else it is given goes to the attention."""
+        return self._run(self._layer, x_BTE, *positions)
+
+    def _layer(self, x_BTE: torch.Tensor, *positions: Any) -> torch.Tensor:
+        x_BTE = x_BTE + self.attention(self.attention_norm(x_BTE), *positions)
+        return x_BTE + self.mlp(self.mlp_norm(x_BTE))
