@@ -14,11 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded
 from spec_tests.laws import equivalence, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.toys import TOYS
+
+clause = clauses(judges=FULLY_SHARD, level="production")
 
 
 def numel(toy, *names):
@@ -37,13 +39,7 @@ def in_a_window(ctx, subject, seed):
     return sharded.stepped()
 
 
-@clause(
-    "fsdp.accumulation.last-backward",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
-    source="FSDPModule.set_is_last_backward",
-)
+@clause("fsdp.accumulation.last-backward", source="FSDPModule.set_is_last_backward")
 def test_reductions_that_need_not_be_finished_are_by_the_last_backward(world, subject):
     """After the last backward of a window, gradients MUST be the mean over all of it."""
     ranks = world.run(in_a_window, subject, 7)
@@ -65,11 +61,7 @@ def cleared_under_way(ctx, subject, seed):
 
 @clause(
     "fsdp.accumulation.clears-what-is-under-way",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
     source="FSDPModule.set_is_last_backward; torch.optim.Optimizer.zero_grad",
-    worlds=(2,),
 )
 def test_zero_grad_reaches_a_reduction_that_is_not_finished(world, subject):
     """What zero_grad is called after MUST NOT be in later gradients, finished by then or not."""
@@ -107,9 +99,6 @@ WINDOWS: dict[str, Any] = {
 
 @clause(
     "fsdp.accumulation.all-reduce-at-the-last",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
     source="FSDPModule.set_requires_all_reduce; test_fully_shard_training, HSDP",
     worlds=(4,),
 )
@@ -154,13 +143,7 @@ def divided(ctx, subject, seed, factor):
     return sharded.stepped()
 
 
-@clause(
-    "fsdp.backward.divide-factor",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
-    source="FSDPModule.set_gradient_divide_factor",
-)
+@clause("fsdp.backward.divide-factor", source="FSDPModule.set_gradient_divide_factor")
 @pytest.mark.parametrize("factor", [1.0, 4.0])
 def test_sums_are_divided_by_the_factor(world, subject, factor):
     """With a divide factor, gradients MUST be the sum over ranks divided by it alone."""
@@ -185,13 +168,7 @@ def without_weights(ctx, subject, seed):
     return {"gathered": gathered, "gradients": sharded.stepped()}
 
 
-@clause(
-    "fsdp.traffic.not-unsharded-in-backward",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
-    source="FSDPModule.set_unshard_in_backward",
-)
+@clause("fsdp.traffic.not-unsharded-in-backward", source="FSDPModule.set_unshard_in_backward")
 def test_a_unit_that_needs_no_weights_in_backward_is_not_gathered_there(world, subject):
     """A unit that is not to be unsharded in backward MUST NOT be gathered there; nor lose anything.
 
@@ -219,13 +196,7 @@ def along_columns(ctx, subject):
     return {"says": "", "rows": tuple(layer.weight.to_local().shape)}
 
 
-@clause(
-    "fsdp.refusals.other-dims",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
-    source="torch.distributed.fsdp.fully_shard, shard_placement_fn",
-)
+@clause("fsdp.refusals.other-dims", source="torch.distributed.fsdp.fully_shard, shard_placement_fn")
 def test_another_dim_is_followed_or_refused(world, subject):
     """A weight that is to be cut along another dim MUST be, or be refused; never cut by rows."""
     ranks = world.run(along_columns, subject)

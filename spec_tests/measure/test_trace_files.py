@@ -12,10 +12,12 @@ import random
 
 import pytest
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.laws import refusal
 from spec_tests.measure.timeline import CONTRACT, DEVICES, TRACE, Timeline, observed
 from spec_tests.rig import judge
+
+clause = clauses(judges=TRACE, level="correct", worlds=(1,))
 
 
 def example_of(device="cpu"):
@@ -32,12 +34,7 @@ def example_of(device="cpu"):
 
 
 @clause(
-    "measure.trace.any-form",
-    MUST,
-    level="correct",
-    judges=TRACE,
-    worlds=(1,),
-    source=CONTRACT + "; another tool finds rank 0 in every compact file",
+    "measure.trace.any-form", source=CONTRACT + "; another tool finds rank 0 in every compact file"
 )
 @pytest.mark.parametrize("form", ["compact", "gzip"])
 def test_every_form_of_a_file_says_the_same(world, subject, form):
@@ -51,10 +48,6 @@ def test_every_form_of_a_file_says_the_same(world, subject, form):
 
 @clause(
     "measure.trace.any-order",
-    MUST,
-    level="correct",
-    judges=TRACE,
-    worlds=(1,),
     source="torch.profiler writes events thread by thread, steps after what is inside them",
 )
 @pytest.mark.parametrize("device", DEVICES)
@@ -106,14 +99,7 @@ BAD = {
 }
 
 
-@clause(
-    "measure.trace.refuses",
-    MUST,
-    level="correct",
-    judges=TRACE,
-    worlds=(1,),
-    source=CONTRACT + "; a run too short to record leaves no step",
-)
+@clause("measure.trace.refuses", source=CONTRACT + "; a run too short to record leaves no step")
 @pytest.mark.parametrize("bad", list(BAD))
 def test_what_is_no_whole_trace_is_refused(world, subject, bad):
     """What is no whole trace with a step MUST be a ValueError or OSError, never zeros."""
@@ -127,12 +113,7 @@ def test_what_is_no_whole_trace_is_refused(world, subject, bad):
 
 
 @clause(
-    "measure.trace.names-the-file",
-    MUST,
-    level="production",
-    judges=TRACE,
-    worlds=(1,),
-    source="sixteen files of one folder: which?",
+    "measure.trace.names-the-file", level="production", source="sixteen files of one folder: which?"
 )
 @pytest.mark.parametrize("bad", list(BAD))
 def test_the_refusal_names_the_file(world, subject, bad):
