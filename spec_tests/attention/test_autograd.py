@@ -170,7 +170,7 @@ def side_by_side(ctx, subject, problem, way):
 )
 @pytest.mark.parametrize("way", ["interleaved", "checkpointed"])
 def test_two_calls_do_not_disturb_each_other(world, subject, way):
-    """Gradients MUST be each call's own where a second one comes before the first backward.
+    """Gradients of a call MUST be its own, even if a second call precedes its backward.
 
     With activation checkpointing each forward runs once more, within the backward.
     """
@@ -203,7 +203,7 @@ def changed(ctx, subject, problem, name):
 )
 @pytest.mark.parametrize("name", ["q", "k", "v", "O"])
 def test_a_tensor_changed_before_the_backward_is_noticed(world, subject, name):
-    """After q, k, v or O was changed in place, the backward MUST raise or be right all the same."""
+    """If q, k, v or O was changed in place, the backward MUST raise or still be right."""
     problem = fitting(world, subject, Problem(seq_q=40))
     seen = observe(world, subject, changed, problem, name)
 

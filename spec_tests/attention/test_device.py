@@ -121,7 +121,7 @@ def on_side_stream(ctx, subject, problem):
     no_impostor=ELSEWHERE,
 )
 def test_it_runs_on_the_current_stream(world, subject):
-    """On a side stream the answer MUST be the same, to the bit."""
+    """On a side stream the answer MUST have the same bits as on the default stream."""
     problem = Problem(seq_q=300, head_dim=64, dtype="bfloat16", causal=True)
     problem = fitting(world, subject, problem)
     first, again = observe(world, subject, on_side_stream, problem)

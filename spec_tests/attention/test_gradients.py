@@ -73,7 +73,7 @@ def test_sums_over_a_thousand_keys_are_wide(world, subject):
 @clause("attention.gradients.scale", source=CONTRACT + ": scale")
 @pytest.mark.parametrize("scale", [0.3, -0.3])
 def test_gradients_know_the_scale(world, subject, scale):
-    """With a scale of one's own, dQ and dK MUST be multiplied by it once, and dV not at all."""
+    """With a custom scale, dQ and dK MUST be multiplied by it once, and dV not at all."""
     problem = fitting(world, subject, RAGGED.but(scale=scale))
     as_defined(world, subject, problem, *OUTPUT_AND_GRADIENTS)
 

@@ -156,7 +156,7 @@ def blind_gradients(ctx, subject, problem, upstream):
     source=CONTRACT + "; exp(s - L) with L = -inf is inf, and inf times zero is NaN",
 )
 def test_a_row_that_sees_nothing_has_no_gradient_and_gives_none(world, subject):
-    """Rows that see no key MUST have a gradient of zero, and theirs MUST not reach k or v."""
+    """A row that sees no key MUST have a gradient of zero and add nothing to those of k and v."""
     problem = Problem(seq_q=83, seq_k=20, causal=True)
     problem = fitting(world, subject, problem, fits=UNEQUAL)
     seen = observe(world, subject, blind_gradients, problem, 1.0)

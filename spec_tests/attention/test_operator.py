@@ -62,7 +62,7 @@ def compiled(ctx, subject, problem):
     source="torch.compile(fullgraph=True); a look at a value on the way is a break of the graph",
 )
 def test_it_is_part_of_one_compiled_graph(world, subject):
-    """torch.compile(fullgraph=True) MUST take it, and give the same outputs and gradients."""
+    """torch.compile(fullgraph=True) MUST compile it, with the same outputs and gradients."""
     eager, seen = observe(world, subject, compiled, GROUPED)
 
     judge.holds(
@@ -117,7 +117,7 @@ def checked(ctx, subject, problem, layout):
 )
 @pytest.mark.parametrize("layout", ["heads-inside", "no-batch"])
 def test_operators_of_its_own_are_what_they_say(world, subject, layout):
-    """Operators of its own MUST pass opcheck: schema, and shapes, dtypes, strides of the fake.
+    """Custom operators MUST pass opcheck: schema, and shapes, dtypes, strides of the fake kernel.
 
     For heads stored inside, where "like q" is not contiguous, and for an empty batch.
     """

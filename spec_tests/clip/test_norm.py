@@ -58,7 +58,7 @@ def test_the_norm_is_that_of_the_whole_gradient(world):
 @clause("clip.norm.orders", source="torch.nn.utils.clip_grad_norm_, norm_type; torchrec issue 3199")
 @pytest.mark.parametrize("order", [1.0, 3.0, math.inf])
 def test_every_order_is_combined_as_it_must_be(world, order):
-    """For p = 1, 3 and infinity the parts MUST be combined as that norm demands."""
+    """For p = 1, 3 and infinity the ranks' parts MUST be combined by the formula of the p-norm."""
     is_global(world.run(clip, SHARDED, order=order), SHARDED, order)
 
 
@@ -172,7 +172,7 @@ def test_it_takes_a_tensor_or_any_iterable(world):
     source="measured: PyTorch sends one scalar for all parameters",
 )
 def test_one_small_message_is_sent(world):
-    """With sharded gradients one collective MUST do, of a few numbers."""
+    """With sharded gradients one collective of a few numbers MUST be enough."""
     ranks = world.run(clip, EMPTY_SHARDS)
 
     for rank, seen in enumerate(ranks):

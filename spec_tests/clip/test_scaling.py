@@ -112,7 +112,7 @@ def test_asked_to_raise_it_raises_on_all_ranks(world):
 
 @clause("clip.nonfinite.error-scales-nothing", source=TORCH + ", error_if_nonfinite", worlds=(2,))
 def test_where_it_raises_nothing_is_scaled(world):
-    """Where it raises, gradients MUST be as they were: a caller may look at them, or skip."""
+    """Where clipping raises, gradients MUST be unchanged: a caller may inspect them, or skip."""
     ranks = world.run(clip, SHARDED, max_norm=1.0, poisoned=1, error_if_nonfinite=True)
 
     names = [name for name in SHARDED if name != "a"]
@@ -125,7 +125,7 @@ def test_where_it_raises_nothing_is_scaled(world):
 
 @clause("clip.nonfinite.finite-is-no-error", source=TORCH + ", error_if_nonfinite", worlds=(2,))
 def test_a_finite_norm_is_no_error(world):
-    """With `error_if_nonfinite` and a finite norm it MUST clip as it does without."""
+    """With `error_if_nonfinite` and a finite norm, clipping MUST be the same as without it."""
     ranks = world.run(clip, PLAIN, max_norm=1e9, error_if_nonfinite=True)
 
     judge.equal([rank["error"] for rank in ranks], "", quantity="error")

@@ -45,7 +45,7 @@ def three_passes(ctx, layout):
 
 @clause("data.partition.one-pass-per-iter", source=CONTRACT)
 def test_every_iter_is_one_pass_from_the_start(world, subject):
-    """Each `iter` MUST give one pass and end; the next one MUST start anew, the last one left."""
+    """Each `iter` MUST give one pass and end; the next starts anew, even if the last was left."""
     layout = Layout((31, 22), sequence_length=4, batch_size=2)
     ranks = world.run(three_passes, layout)
 

@@ -102,7 +102,7 @@ def test_any_layout_can_be_stopped_anywhere(world, subject, layout, share):
 @pytest.mark.parametrize("cut", ["2x2", "4x1", "1x4"])
 @given(taken=st.integers(0, 8), size=st.sampled_from([1, 2, 4]))
 def test_a_run_goes_on_at_another_world_size(world, subject, cut, taken, size):
-    """With the same W * B the state MUST be good at any world size.
+    """With the same W * B, a state MUST be valid at any world size.
 
     The machine that comes back has fewer devices. State per rank dies there, or repeats the data of
     some ranks and loses that of others.

@@ -312,7 +312,7 @@ def used_early(ctx, subject, seed):
     "ddp.accumulation.unused-in-last", source="pytorch issues 69031 and 42793, pull request 124193"
 )
 def test_a_parameter_used_only_in_an_early_micro_batch_is_reduced(world, subject):
-    """Used only before the last micro-batch, a parameter MUST be reduced, or be an error.
+    """A parameter used only before the last micro-batch MUST be reduced, or be an error.
 
     A reduction that only hooks trigger never happens for it, and a local gradient is stepped.
     """

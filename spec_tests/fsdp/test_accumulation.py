@@ -95,7 +95,7 @@ def discarded(ctx, subject, toy, seed, set_to_none):
 )
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
 def test_zero_grad_inside_a_window_discards_what_was_pending(world, subject, set_to_none):
-    """`zero_grad` in mid-window MUST discard what waits on each rank, as it discards `.grad`.
+    """`zero_grad` between micro-batches MUST discard unreduced gradients as it discards `.grad`.
 
     Otherwise a step that was skipped, for an overflow say, comes back with the next one.
     """
@@ -129,7 +129,7 @@ def used_early(ctx, subject, seed):
     worlds=(2, 3),
 )
 def test_a_unit_used_only_in_an_early_micro_batch_is_reduced(world, subject):
-    """Used only before the micro-batch that reduces, a unit MUST be reduced, or be an error."""
+    """A unit used only before the reducing micro-batch MUST be reduced, or be an error."""
     ranks = refusal.answer_or_refusal(
         world, used_early, subject, 7, ordinary=(evaluated, subject, "even", 7)
     )

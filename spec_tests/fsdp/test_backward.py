@@ -52,7 +52,7 @@ def test_a_step_uses_the_mean_gradient(world, subject):
     "toy", ["ragged", "stack", "tied", "reused", "reordered", "frozen", "mixed", "unused"]
 )
 def test_a_step_uses_the_mean_gradient_of_any_model(world, subject, toy):
-    """Odd sizes, ties, reuse, frozen and unused layers: mean gradients, or a refusal, MUST come."""
+    """Odd sizes, ties, reuse, frozen or unused layers MUST get mean gradients, or be refused."""
     ranks = refusal.answer_or_refusal(
         world, one_backward, subject, toy, 7, ordinary=(one_backward, subject, "even", 7)
     )
@@ -98,7 +98,7 @@ def frozen_subset(ctx, subject, seed, frozen):
     ids=["last", "inside", "ends"],
 )
 def test_any_subset_of_a_unit_may_be_frozen(world, subject, frozen):
-    """Frozen parameters MUST keep `grad is None`, and the rest of their unit the mean gradient."""
+    """Frozen parameters MUST keep `grad is None`, and the others of their unit get the mean."""
     ranks = world.run(frozen_subset, subject, 7, frozen)
 
     batches = [TOYS["stack"].batch(7, rank=rank) for rank in range(world.size)]
@@ -161,7 +161,7 @@ def flags_of(use: str) -> equivalence.Flags:
 @clause("fsdp.backward.unused-unit", source=f"{TRAINING}: unused modules", worlds=(2,))
 @pytest.mark.parametrize("uses", [("ab", "abc", "c"), ("abc", "ba", "cba")], ids=["later", "less"])
 def test_a_unit_may_be_left_out_and_come_back(world, subject, uses):
-    """A unit that a step does not use MUST disturb no gradient, then or when it is used again."""
+    """A unit left out of a step MUST NOT disturb any gradient, in that step or when used again."""
     ranks = world.run(branches_in_turn, subject, 7, uses)
 
     like = oracle.parameters("branches", 7)
@@ -241,7 +241,7 @@ class _Recompute(nn.Module):
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor-hooks", "reentrant"])
 def test_recomputing_a_unit_changes_no_gradient(world, subject, reentrant, reshard_after_forward):
-    """Units that are recomputed in backward MUST have the gradients that they have without.
+    """Units recomputed in backward MUST get the same gradients as without recomputation.
 
     A recomputation ends like a forward; freed there, the weights are gone when backward needs them.
     """
@@ -280,7 +280,7 @@ def _about(tensor: torch.Tensor | None) -> dict[str, object]:
 )
 @pytest.mark.parametrize("toy", ["ragged", "mixed"])
 def test_gradients_are_sharded_as_their_parameters_are(world, subject, toy):
-    """A gradient MUST have its parameter's placements, shapes and dtype, on ranks without rows too.
+    """A gradient MUST have its parameter's placements, shape and dtype, also on ranks without rows.
 
     None where a rank has no rows, and its peers wait for it in the next clipping.
     """

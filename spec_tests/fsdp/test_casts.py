@@ -93,7 +93,7 @@ _POLICIES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 )
 @pytest.mark.parametrize("policy", _POLICIES)
 def test_each_unit_casts_what_its_own_policy_names(world, subject, policy):
-    """Each unit MUST follow its own policy, and MUST NOT cast what is no floating-point number."""
+    """Each unit MUST follow its own precision policy and cast floating-point tensors only."""
     options, differing = _POLICIES[policy]
     ranks = world.run(seen_dtypes, subject, options)
 

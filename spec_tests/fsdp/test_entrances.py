@@ -111,7 +111,7 @@ def entered(ctx, subject, entrance, setting):
 @clause("fsdp.lifecycle.registered-method", needs=("register_fsdp_forward_method",), source=METHODS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_registered_method_is_like_forward(world, subject, way):
-    """A registered method MUST compute with full weights, and get mean gradients, as `forward`.
+    """Like `forward`, a registered method MUST compute with full weights and get mean gradients.
 
     Also where `forward` calls it and computes on, or it calls `forward` and does: what is called is
     then no end of anything.
@@ -159,7 +159,7 @@ def unregistered(ctx, subject, case):
 )
 @pytest.mark.parametrize("case", CALLS)
 def test_a_method_that_is_not_registered_does_not_compute_on_a_shard(world, subject, case):
-    """A method that is not registered MUST raise or use full weights, never the rows of a shard."""
+    """An unregistered method MUST raise or use full weights, never compute on a shard."""
     ranks = world.run(unregistered, subject, case)
 
     for rank, seen in enumerate(ranks):
@@ -187,7 +187,7 @@ def ignoring(ctx, subject):
 
 @clause("fsdp.init.ignored-parameters", source=IGNORED)
 def test_an_ignored_parameter_stays_what_it_is(world, subject):
-    """An ignored parameter MUST stay the object it was: plain, whole, with its values."""
+    """An ignored parameter MUST stay the same object: plain, whole, with its values."""
     ranks = world.run(ignoring, subject)
 
     judge.equal(
@@ -199,7 +199,7 @@ def test_an_ignored_parameter_stays_what_it_is(world, subject):
 
 @clause("fsdp.traffic.ignored-parameters", source=IGNORED)
 def test_an_ignored_parameter_is_neither_gathered_nor_reduced(world, subject):
-    """An ignored parameter MUST NOT be sent: its gradient is this rank's, the others' the mean."""
+    """An ignored parameter MUST NOT be sent: its gradient stays local, the others get the mean."""
     ranks = world.run(ignoring, subject)
 
     names = [name for name, _ in encoder().named_parameters()]

@@ -113,7 +113,7 @@ def test_between_steps_a_rank_holds_its_shards_and_no_more(world, subject):
     source=f"{MEMORY}; Efficient DL week 5, task 1; CS336: free the gathered weights after use",
 )
 def test_full_weights_are_freed_after_forward_and_backward(world, subject):
-    """Unless they are to be kept, full weights MUST be gone after forward and after backward.
+    """Full weights MUST be freed after forward and after backward, unless they are to be kept.
 
     Autograd holds views of them: dropping every reference of one's own frees nothing.
     """
@@ -178,7 +178,7 @@ def test_frozen_weights_are_freed_after_backward(world, subject):
     source="torch.distributed.fsdp.fully_shard, reshard_after_forward=False",
 )
 def test_full_weights_stay_where_that_was_asked_for(world, subject):
-    """Without reshard_after_forward, full weights MUST stay until their backward, not longer."""
+    """With reshard_after_forward=False, full weights MUST stay until their backward, not longer."""
     ranks = world.run(footprints, subject, 6, False)
 
     shards = 6 * UNIT // world.size

@@ -60,7 +60,7 @@ def test_the_output_is_that_of_any_plain_model(world, subject, toy):
 
 @clause("fsdp.forward.without-gradients", source="evaluation between steps")
 def test_a_forward_without_gradients_gives_the_same_output(world, subject):
-    """Under `no_grad` as well a forward MUST give the bits that the plain model gives."""
+    """Under `no_grad`, a forward MUST give the bits that the plain model gives."""
     toy = divisible(subject, "stack")
     ranks = world.run(outputs, subject, toy, 7, "evaluation")
 
@@ -97,7 +97,7 @@ def after_evaluation(ctx, subject, toy, seed, how):
 )
 @pytest.mark.parametrize("how", ["no-grad", "inference", "inference-first"])
 def test_an_evaluation_changes_nothing_about_the_next_step(world, subject, how):
-    """A training step after an evaluation MUST have the gradients that it has without."""
+    """A training step after an evaluation MUST have the same gradients as without it."""
     toy = divisible(subject, "stack")
     ranks = world.run(after_evaluation, subject, toy, 7, how)
 

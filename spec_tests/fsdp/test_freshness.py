@@ -162,7 +162,7 @@ def after_leaving_out(ctx, subject, raises=False):
 
 @clause("fsdp.lifecycle.fresh-after-layers-left-out", judges=BOTH, source=FRESH)
 def test_layers_that_a_forward_left_out_are_not_stale_after_a_step(world, subject):
-    """After a forward that left layers out, and a step, a forward MUST use the new weights of all.
+    """After a forward that skipped layers, and a step, a forward MUST use all layers' new weights.
 
     What was gathered ahead for a layer that did not run lies ready, and is old after the step.
     """

@@ -41,7 +41,7 @@ def after_sharding(ctx, subject, toy, seed):
     worlds=(2, 3, 4),
 )
 def test_sharding_loses_no_value(world, subject):
-    """The full parameters of a freshly sharded model MUST be those it was built with, on all ranks.
+    """On all ranks the full parameters after sharding MUST be those that the model was built with.
 
     The sizes here divide by the number of ranks, which is all that the exercises ask.
     """
@@ -58,7 +58,7 @@ def test_sharding_loses_no_value(world, subject):
 )
 @pytest.mark.parametrize("toy", ["ragged", "stack", "tied", "frozen"])
 def test_sharding_loses_no_value_of_any_model(world, subject, toy):
-    """Odd sizes, ties and frozen layers: the full parameters MUST be those built, or be refused."""
+    """With odd sizes, ties or frozen layers, full parameters MUST be those built, or be refused."""
     ranks = refusal.answer_or_refusal(
         world, after_sharding, subject, toy, 7, ordinary=(after_sharding, subject, "even", 7)
     )
@@ -285,7 +285,7 @@ def materialised(ctx, subject, seed):
     "fsdp.init.meta-device", level="production", source=f"{PAGE}, initialisation on the meta device"
 )
 def test_a_model_may_be_sharded_before_it_has_values(world, subject):
-    """Sharded on the meta device and filled after `to_empty`, a model MUST compute with the values.
+    """Sharded on the meta device and filled after `to_empty`, a model MUST use the filled values.
 
     Models that fit no single device are built so.
     """

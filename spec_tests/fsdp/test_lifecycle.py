@@ -106,7 +106,7 @@ def on_a_mesh(ctx, subject, seed, shape):
     worlds=(4,),
 )
 def test_a_mesh_decides_who_talks_and_what_is_divided_by(world, subject):
-    """On a part of the world, gradients MUST be the mean over that part alone."""
+    """On a mesh of a part of the ranks, gradients MUST be the mean over that part alone."""
     ranks = world.run(on_a_mesh, subject, 7, "part")
 
     for pair in ((0, 1), (2, 3)):
@@ -200,7 +200,7 @@ def collected_in_a_step(ctx, subject, toy, seed):
     source="ours, once: OrderedDict mutated during iteration, when the collector came in a step",
 )
 def test_a_model_may_be_collected_in_the_middle_of_a_step(world, subject):
-    """A sharded model that the collector takes during a step MUST NOT disturb that step.
+    """A sharded model that is garbage-collected during a step MUST NOT disturb that step.
 
     When the collector comes is chance: a hook that leaves with its model fails once in a thousand
     steps, and on one rank only.

@@ -131,7 +131,7 @@ def in_part(ctx, subject):
     source="torch.distributed.fsdp.fully_shard: a forward may run only some of a list",
 )
 def test_a_list_of_which_a_part_ran_is_freed(world, subject):
-    """After a forward that ran part of a list, the full weights of all of it MUST be gone."""
+    """After a forward that ran part of a list, the full weights of the whole list MUST be freed."""
     ranks = world.run(in_part, subject)
 
     whole = sum(p.numel() for p in of_integers(Apart()).parameters())

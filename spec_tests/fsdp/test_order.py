@@ -103,7 +103,7 @@ def _before(log, label, since=None):
 
 @clause("fsdp.order.gathers-ahead-in-backward", source=OVERLAP)
 def test_backward_gathers_the_next_unit_before_it_computes(world, subject):
-    """In backward, a unit MUST be gathered before the one in front of it has computed."""
+    """In backward, the next unit's gather MUST begin before the current unit has computed."""
     logs = world.run(events, subject, {})
 
     for rank, log in enumerate(logs):
@@ -186,7 +186,7 @@ HINTS = {
 )
 @pytest.mark.parametrize("hints", HINTS)
 def test_no_hint_changes_a_bit(world, subject, hints):
-    """Whatever is hinted, used or not, outputs and gradients MUST have the same bits."""
+    """Whatever the prefetch hints, used or not, outputs and gradients MUST have the same bits."""
     order = [[0, 1, 2, 3], [3, 1, 0, 2], [0, 2], [0, 1, 2, 3]]
     ranks = world.run(hinted_training, subject, HINTS[hints], order)
     plain = world.run(hinted_training, subject, {}, order)

@@ -177,7 +177,7 @@ def tried(ctx, subject, case):
 )
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_an_error_on_every_rank_by_the_first_step(world, subject, case):
-    """Bad modules and options MUST be an error that names them, on every rank, by the first step.
+    """Bad modules and options MUST raise an error naming them, on every rank, by the first step.
 
     Integers among the parameters may also be right, gathered like the others; so may what is
     distributed already, taken whole and cut anew.
@@ -251,7 +251,7 @@ def without_forward(ctx, subject, seed, how):
 )
 @pytest.mark.parametrize("how", ["twice", "no-grad"])
 def test_a_backward_without_its_forward_is_an_error_and_no_more(world, subject, how):
-    """A backward whose graph is gone or never was MUST raise, and leave the next step right."""
+    """A backward without a live graph MUST raise an error and leave the next step right."""
     ranks = world.run(without_forward, subject, 7, how)
 
     all_raise([seen["said"] for seen in ranks], given=f"after {how}")

@@ -64,7 +64,7 @@ def cleared_under_way(ctx, subject, seed):
     source="FSDPModule.set_is_last_backward; torch.optim.Optimizer.zero_grad",
 )
 def test_zero_grad_reaches_a_reduction_that_is_not_finished(world, subject):
-    """What zero_grad is called after MUST NOT be in later gradients, finished by then or not."""
+    """Gradients from before `zero_grad` MUST NOT reappear, even with their reduction in flight."""
     ranks = world.run(cleared_under_way, subject, 7)
 
     equivalence.mean_gradients(ranks, "stack", 7, micros=(1,), absent_is_zero=True)
@@ -104,7 +104,7 @@ WINDOWS: dict[str, Any] = {
 )
 @pytest.mark.parametrize("case", WINDOWS)
 def test_replicas_are_averaged_once_per_window(world, subject, case):
-    """Without all-reduce, a micro-batch MUST be added up over shards, and averaged with the last.
+    """Without all-reduce, micro-batches MUST be summed over shards and averaged with the last one.
 
     What waits for replicas waits like any other gradient: `zero_grad` discards it, and the last
     micro-batch averages it also where that does not use its layer.
@@ -170,7 +170,7 @@ def without_weights(ctx, subject, seed):
 
 @clause("fsdp.traffic.not-unsharded-in-backward", source="FSDPModule.set_unshard_in_backward")
 def test_a_unit_that_needs_no_weights_in_backward_is_not_gathered_there(world, subject):
-    """A unit that is not to be unsharded in backward MUST NOT be gathered there; nor lose anything.
+    """With unshard-in-backward off, a unit MUST NOT be gathered in backward; gradients stay right.
 
     The gradient of an embedding needs the rows' numbers, and no weight.
     """
@@ -198,7 +198,7 @@ def along_columns(ctx, subject):
 
 @clause("fsdp.refusals.other-dims", source="torch.distributed.fsdp.fully_shard, shard_placement_fn")
 def test_another_dim_is_followed_or_refused(world, subject):
-    """A weight that is to be cut along another dim MUST be, or be refused; never cut by rows."""
+    """A request to shard along another dim MUST be honoured or refused, never sharded by rows."""
     ranks = world.run(along_columns, subject)
 
     right = (6, 4 // world.size)

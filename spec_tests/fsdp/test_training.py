@@ -72,7 +72,7 @@ def test_training_in_shards_equals_training_on_the_whole(world, subject):
 )
 @pytest.mark.parametrize("toy", ["mlp", "frozen", "tied", "reordered"])
 def test_training_any_model_in_shards_equals_training_on_the_whole(world, subject, toy):
-    """Training of odd sizes, ties, any order MUST give one process's weights, or be refused.
+    """Training with odd sizes, ties or any order MUST give one process's weights, or be refused.
 
     Weights decay: what has become two parameters of one decays twice.
     """

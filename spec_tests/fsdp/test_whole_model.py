@@ -44,7 +44,7 @@ def frozen_before(ctx, subject, seed, frozen):
     "frozen", [("embed.weight",), ("down.weight", "gain")], ids=["first", "last"]
 )
 def test_frozen_weights_of_a_whole_model_stay_frozen(world, subject, frozen):
-    """Frozen weights of a whole model MUST stay frozen, or be refused; the rest has its mean.
+    """Frozen weights of a whole model MUST stay frozen, or be refused; the others get the mean.
 
     A Parameter made of the shard trains, whatever the weight was.
     """
@@ -88,7 +88,7 @@ def rest_of_a_whole_model(ctx, subject, seed):
     worlds=(2, 3),
 )
 def test_what_is_no_layer_stays_whole_and_gets_the_mean_gradient(world, subject):
-    """A parameter of no Linear or Embedding MUST stay plain and whole, with the mean as gradient.
+    """A parameter of no Linear or Embedding MUST stay plain and whole and get the mean gradient.
 
     Sharding a norm costs more than it saves, and a loop that reads its gradient meets a DTensor.
     """
@@ -130,7 +130,7 @@ def finished_each(ctx, subject, toy, seed):
     source="contract: gradients add up until zero_grad, or a second backward is an error",
 )
 def test_gradients_of_a_whole_model_add_up_until_they_are_cleared(world, subject):
-    """Without `zero_grad`, the gradients of a whole model MUST add up, or be an error.
+    """Without `zero_grad`, gradients of a whole model MUST accumulate, or be refused with an error.
 
     Code that sets the shard's gradient where it ought to add trains on the last micro-batch alone.
     """

@@ -77,7 +77,7 @@ def test_a_small_size_after_a_large_one_has_its_own_peak(world, subject):
 
 @clause("measure.sweep.peaks-of-steps", source=CONTRACT + ": a row's peak is of its own steps")
 def test_the_peak_is_that_of_the_steps(world, subject):
-    """What building a model takes for a moment MUST NOT be in a row's peak."""
+    """A row's peak MUST NOT include memory used only while a model was built."""
     [(rows, _)] = world.run(swept, [1, 4], building=100 * MODEL_BYTES)
 
     _rows(

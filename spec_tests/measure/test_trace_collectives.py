@@ -121,7 +121,7 @@ def test_collectives_outside_of_steps_do_not_count(world, subject, device):
 
 @clause("measure.trace.unknown-bytes", source=CONTRACT + "; record_shapes=False")
 def test_bytes_that_the_trace_does_not_say_are_unknown(world, subject):
-    """Where a trace bears no sizes, bytes MUST be None: zero would be a finding."""
+    """Where a trace has no sizes, bytes MUST be None: zero would be a measurement."""
     line = step_of()
     line.add("cpu_op", "c10d::allreduce_", 100, 110)
     line.add("user_annotation", "gloo:all_reduce", 120, 300, thread=100)
@@ -151,7 +151,7 @@ def test_a_run_of_one_rank_has_no_collectives(world, subject, device):
 )
 @pytest.mark.parametrize("device", DEVICES)
 def test_peak_memory_is_the_largest_total(world, subject, device):
-    """Peak memory MUST be the largest total on the trace's device, and None if none is said."""
+    """Peak memory MUST be the largest total on the trace's device, or None if none is recorded."""
     line, silent = step_of(device), step_of(device)
     own, other = (0, 1) if device == "cpu" else (1, 0)
     for at, total in ((100, 500), (200, 9_000_000_000), (300, 100)):

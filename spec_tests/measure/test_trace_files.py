@@ -38,7 +38,7 @@ def example_of(device="cpu"):
 )
 @pytest.mark.parametrize("form", ["compact", "gzip"])
 def test_every_form_of_a_file_says_the_same(world, subject, form):
-    """A compact or gzipped trace MUST say what the same trace says as PyTorch writes it."""
+    """A compact or gzipped trace MUST give the same results as the trace that PyTorch writes."""
     line = example_of()
 
     found = observed(world, line, form=form)
@@ -52,7 +52,7 @@ def test_every_form_of_a_file_says_the_same(world, subject, form):
 )
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_order_of_events_does_not_matter(world, subject, device):
-    """Events in any order MUST say the same: files are ordered by thread, and not by time."""
+    """The order of events MUST NOT matter: files are ordered by thread, not by time."""
     line = example_of(device)
     expected = observed(world, line)
 
@@ -102,7 +102,7 @@ BAD = {
 @clause("measure.trace.refuses", source=CONTRACT + "; a run too short to record leaves no step")
 @pytest.mark.parametrize("bad", list(BAD))
 def test_what_is_no_whole_trace_is_refused(world, subject, bad):
-    """What is no whole trace with a step MUST be a ValueError or OSError, never zeros."""
+    """A file without a whole trace and a step MUST be a ValueError or OSError, never zeros."""
     (found,) = world.run(ending, BAD[bad]())
 
     judge.holds(

@@ -80,7 +80,7 @@ def test_overlap_is_communication_while_something_computes(world, subject, devic
 @clause("measure.trace.no-communication", source=CONTRACT + "; Holistic Trace Analysis gives NaN")
 @pytest.mark.parametrize("device", DEVICES)
 def test_without_communication_there_is_no_fraction(world, subject, device):
-    """Without communication the fraction MUST be None: zero, or NaN, would be a finding."""
+    """Without communication the fraction MUST be None: zero, or NaN, would be a measurement."""
     line = Timeline(device)
     line.step(0, 0, 100)
     line.work(10, 40)

@@ -168,7 +168,7 @@ def test_no_rank_is_left_waiting_when_ones_data_end(world, subject):
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_ranks_agree_on_what_a_nan_on_one_of_them_means(world, subject, wrapper):
-    """A NaN on one rank MUST be dealt with alike on all: raise, skip or go on, and never hang."""
+    """A NaN on one rank MUST have one effect on all: raise, skip or continue, and never hang."""
     job = Job(2, 2, world.size, steps=3, poisoned_step=1)
     ranks = world.run(cut_short, wrapper, job, [job.steps * job.accumulate] * world.size)
 

@@ -64,7 +64,7 @@ def _sliced(rows):
     worlds=(1, 2),
 )
 def test_batches_may_be_slices(world, subject):
-    """Ids and targets that do not lie one after another in memory MUST be trained on alike.
+    """Ids and targets that are not contiguous in memory MUST be trained on alike.
 
     Inputs and targets of a window are `tokens[:, :-1]` and `tokens[:, 1:]`: neither is contiguous.
     """

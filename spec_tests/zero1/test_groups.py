@@ -55,7 +55,7 @@ def options_that_change(run):
 
 @clause("zero1.groups.live", source=GROUPS)
 def test_what_is_written_into_a_group_acts_at_the_next_step(world):
-    """What is written into `param_groups` MUST act at the next step, on all ranks."""
+    """A value written into `param_groups` MUST take effect at the next step, on all ranks."""
     same_as_unsharded(world, options_that_change)
 
 
@@ -75,7 +75,7 @@ def scheduled(run):
     source="torch.optim.lr_scheduler; upstream's own test zeroes the gradients before its step",
 )
 def test_schedulers_drive_it(world):
-    """A scheduler of torch.optim MUST drive it as it drives the unsharded optimizer."""
+    """A torch.optim scheduler MUST drive the sharded optimizer as it drives the unsharded one."""
     same_as_unsharded(world, scheduled)
 
 

@@ -122,7 +122,7 @@ def rewound(ctx):
     source="found by zero1.programs.any-sequence; torch.optim.Optimizer.load_state_dict",
 )
 def test_a_loaded_state_replaces_the_one_before(world):
-    """A load MUST replace the whole state: what the loaded one does not have is gone."""
+    """A load MUST replace the whole state: entries missing from the loaded state are gone."""
     ranks = world.run(rewound)
 
     judge.tensors(

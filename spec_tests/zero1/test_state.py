@@ -260,7 +260,7 @@ def own_state_dict(ctx):
     worlds=(2,),
 )
 def test_a_state_dict_is_whole_or_an_error(world):
-    """`state_dict()` MUST be whole or an error: a part looks like a state and loads like one."""
+    """`state_dict()` MUST be whole or raise: a partial state would load without an error."""
     ranks = world.run(own_state_dict)
 
     run = Run(plain)
