@@ -86,7 +86,7 @@ def test_gradients_follow_the_same_mask(world, subject, lengths):
     """With a causal mask and unequal lengths the gradients MUST be those of the definition.
 
     The backward walks down a column of tiles where the forward walks along a row, and so has bounds
-    of its own to get wrong.
+    that can be wrong independently.
     """
     seq_q, seq_k = LENGTHS[lengths]
     problem = Problem(seq_q=seq_q, seq_k=seq_k, causal=True)

@@ -26,7 +26,7 @@ ISSUES = "torchtitan issues 19 and 766; PyTorch's test_fully_shard_clip_grad_nor
 
 
 def is_global(ranks, layout, order=2.0, given=""):
-    """Every rank was told the norm of the whole gradient."""
+    """Every rank must have got the norm of the whole gradient."""
     __tracebackhide__ = True
     size = len(ranks)
     replicated = {name: how for name, how in layout.items() if how in ("plain", "replicate")}

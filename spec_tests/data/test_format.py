@@ -1,4 +1,4 @@
-"""Format: what stands in the file arrives, as int64, and nothing the caller does comes back to it.
+"""Format: the file's tokens arrive as int64, and nothing that the caller does changes the file.
 
 A token is a uint16 and a batch is int64: whoever reads int16 on the way turns half of a large
 vocabulary negative. A batch that is a view of the file or of a reused buffer changes under the

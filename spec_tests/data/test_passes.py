@@ -55,7 +55,7 @@ def test_every_iter_is_one_pass_from_the_start(world, subject):
 
 
 def own_stream(ctx, layout, *, explicit):
-    """What this live rank reads, told by its environment or, against it, by arguments."""
+    """What this live rank reads, placed by its environment or by arguments that override it."""
     numbers = {"rank": 0, "world_size": 1} if explicit else {}
     with files_of(ctx, layout.lengths) as paths:
         loader = ctx.impl.token_loader(

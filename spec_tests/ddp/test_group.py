@@ -23,7 +23,7 @@ GROUPS_OF = {3: ((0, 2), (1,)), 4: ((0, 2), (1, 3))}
 
 
 def in_groups(ctx, subject, toy, seed, groups, uses=None):
-    """State after wrapping, buffers in the next forward, and gradients, in a group of one's own."""
+    """State after wrapping, buffers in the next forward, and gradients, in a sub-group."""
     replica = Replica(ctx, subject, toy, seed, weights_differ=True, process_group=ctx.split(groups))
     state = {**replica.weights(), **_buffers(replica)}
     flags = {"use": uses[ctx.rank]} if uses else {}

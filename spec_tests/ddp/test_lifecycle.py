@@ -242,7 +242,7 @@ class Wide(torch.nn.Module):
 def gradient_memory(ctx, subject):
     """The most bytes that were alive in the last steps, of those made since before wrapping.
 
-    A wrapper may move the parameters into a buffer of its own: that is no growth, and left out.
+    A wrapper may move the parameters into its own buffer: that is not growth and is not counted.
     """
     module = Wide().to(ctx.device)
     before = [p.untyped_storage() for p in module.parameters()]

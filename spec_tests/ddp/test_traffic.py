@@ -147,5 +147,5 @@ def _trainable_bytes(toy: str) -> int:
 
 
 def _flags(toy: str) -> int:
-    """What an implementation may send besides: a flag per parameter, say, for the unused ones."""
+    """Elements that may be sent in addition, for example a flag per unused parameter."""
     return len(oracle.parameters(toy, 7)) + 8

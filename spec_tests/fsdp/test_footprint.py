@@ -115,7 +115,7 @@ def test_between_steps_a_rank_holds_its_shards_and_no_more(world, subject):
 def test_full_weights_are_freed_after_forward_and_backward(world, subject):
     """Full weights MUST be freed after forward and after backward, unless they are to be kept.
 
-    Autograd holds views of them: dropping every reference of one's own frees nothing.
+    Autograd holds views of them: dropping the wrapper's references frees nothing.
     """
     ranks = world.run(footprints, subject, 6)
 

@@ -1,8 +1,8 @@
 """Order: gathers begin before their weights are needed, reductions while backward still runs.
 
-Without it every gather is waited for in full. The order of events on one rank shows it without a
-clock: where in the stream of collectives each layer computes. Level `production`; that a hint
-changes no number belongs to `correct`. See Zhao et al. 2023, section 3.3.
+Without overlap, every gather is waited for in full. The order of events on one rank shows overlap
+without a clock: where each layer computes in the sequence of collectives. Level `production`; that
+a hint changes no number belongs to `correct`. See Zhao et al. 2023, section 3.3.
 """
 
 from __future__ import annotations

@@ -301,7 +301,7 @@ def reused_in_half(ctx, subject):
 def test_a_layer_used_twice_in_half_precision_gets_both_shares(world, subject):
     """In half precision, a layer that one forward calls twice MUST get the sum of both gradients.
 
-    Each call may make a cast copy of its own, and all of them need a way back to the shard.
+    Each call may make its own cast copy, and the gradient of each must reach the shard.
     """
     ranks = world.run(reused_in_half, subject)
 

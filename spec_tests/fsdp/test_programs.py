@@ -84,7 +84,7 @@ def test_any_sequence_of_calls_does_what_one_process_does(world, subject):
 
     Micro-batches with and without gradient synchronisation, `step`, `zero_grad` both ways,
     evaluation, save, load, a changed learning rate, an exception caught in forward. (A `zero_grad`
-    within a window has a clause of its own.)
+    within a window has a separate clause.)
     """
     judge_programs(world, subject, True)
 

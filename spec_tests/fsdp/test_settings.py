@@ -1,7 +1,7 @@
-"""Settings that trade one thing for another, as PyTorch's FSDPModule has them.
+"""Settings of PyTorch's FSDPModule.
 
-Each is a promise about what is sent, kept or divided, and a promise that gradients stay right. A
-setter that is taken and ignored shows nowhere but here. Level `production`.
+Each setting promises something about what is sent, kept or divided, and that gradients stay right.
+Only these clauses notice a setter that is accepted and ignored. Level `production`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def numel(toy, *names):
 
 
 def in_a_window(ctx, subject, seed):
-    """Gradients of three micro-batches, all reduced, of which the third is the last."""
+    """Gradients of three reduced micro-batches; the third is marked as the last backward."""
     sharded = Sharded(ctx, subject, "stack", seed)
     module: Any = sharded.module
     for micro in range(3):
@@ -48,7 +48,7 @@ def test_reductions_that_need_not_be_finished_are_by_the_last_backward(world, su
 
 
 def cleared_under_way(ctx, subject, seed):
-    """Gradients of a micro-batch after one whose reductions were not finished, and cleared."""
+    """Gradients of a micro-batch after one that was cleared while its reduction was in flight."""
     sharded = Sharded(ctx, subject, "stack", seed)
     module: Any = sharded.module
     module.set_is_last_backward(False)
@@ -156,7 +156,7 @@ def test_sums_are_divided_by_the_factor(world, subject, factor):
 
 
 def without_weights(ctx, subject, seed):
-    """What a backward gathers where an embedding is told that it needs none, and gradients."""
+    """What a backward gathers with unshard-in-backward off for an embedding, and gradients."""
     sharded = Sharded(ctx, subject, "even", seed, reshard_after_forward=True)
     embed: Any = sharded.module.embed
     embed.set_unshard_in_backward(False)
@@ -186,7 +186,7 @@ def test_a_unit_that_needs_no_weights_in_backward_is_not_gathered_there(world, s
 
 
 def along_columns(ctx, subject):
-    """What comes of a weight that is to be cut along its second dim."""
+    """The error, or the local shape, of a weight to be sharded along dim 1."""
     layer: Any = nn.Linear(4, 6, bias=False, device=ctx.device)
     ctx.impl.fully_shard(nn.Linear(4, 6))  # who cannot do this refuses nothing
     try:

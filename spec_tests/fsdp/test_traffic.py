@@ -1,9 +1,9 @@
 """Traffic: how often weights are gathered and gradients reduced, in copies of the model.
 
-Sharding buys memory with bytes: one more copy of the weights per step than replication sends, or
-two. The settings trade the one for the other, and a setting that is ignored shows nowhere else.
-Counted is what is sent, by meaning: a gather may be one operation, or a broadcast or a letter from
-each rank.
+Sharding saves memory and sends one or two more copies of the weights per step than replication.
+The settings trade one for the other, and only the traffic shows a setting that is ignored. Traffic
+is counted by meaning: a gather may be one all-gather, or a broadcast or a point-to-point message
+from each rank.
 Level `production`. See Rajbhandari et al. 2020, section 7, and Zhao et al. 2023, section 3.2.
 """
 

@@ -1,6 +1,6 @@
 """Steps of a trace: all that were recorded, each with what was done in it, the last one too.
 
-An analysis that leaves out the last step (Holistic Trace Analysis, unless told otherwise) or ends a
+An analysis that leaves out the last step (Holistic Trace Analysis by default) or ends a
 step on a GPU with the host's mark loses the work that matters: the optimizer's, and what had been
 launched and not done yet.
 """

@@ -36,7 +36,7 @@ def in_a_lying_environment(ctx, wrapper, job):
 def test_the_process_group_says_how_many_ranks_there_are(world, subject, wrapper):
     """How many ranks train MUST be read from the process group, not from the environment.
 
-    The two differ in a notebook, under a launcher of one's own, and on a part of the world.
+    The two differ in a notebook, under a custom launcher, and on a sub-group.
     """
     job = Job(2, 2, world.size, steps=2)
     ranks = world.run(in_a_lying_environment, wrapper, job)

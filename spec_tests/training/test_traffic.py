@@ -36,7 +36,7 @@ def sent(ctx, wrapper, job):
 def test_gradients_are_reduced_once_per_optimizer_step(world, subject, wrapper, accumulate):
     """Each optimizer step MUST reduce every trainable element once, not once per micro-batch.
 
-    On the implementation's own wrapper. Counts of tokens, losses and flags may be sent besides.
+    On the implementation's own wrapper. Token counts, losses and flags may be sent in addition.
     """
     job = Job(1, accumulate, world.size, steps=2)
     logs = world.run(sent, wrapper, job)

@@ -1,7 +1,7 @@
 """Parameter groups: options belong to groups, schedulers change them, and both must be obeyed.
 
-A sharded optimizer keeps an optimizer of its own part inside. What users and schedulers write goes
-into the outer groups, so whatever is copied once and for all goes stale without a word: the
+A sharded optimizer holds an inner optimizer for the parameters of its rank. Users and schedulers
+write into the outer groups, so options that are copied only once go stale without an error: the
 warm-up never warms up. The second half is about process groups, which are not the world.
 """
 
@@ -166,7 +166,7 @@ def test_zero_grad_clears_what_others_own(world):
 
 
 def in_two_groups(ctx, groups):
-    """Each process group trains on gradients of its own."""
+    """Each process group trains on different gradients."""
     group = ctx.split(groups)
     run = Run(sharded(ctx, group), optimizer="sgd")
     own = next(i for i, ranks in enumerate(groups) if ctx.rank in ranks)

@@ -1,4 +1,4 @@
-"""Refusals: ranks that were given different things are told so, all of them, before they train.
+"""Refusals: where ranks were given different arguments, all of them raise before they train.
 
 Every rank decides for itself who owns what. Where one has another model, or another rate, they
 send each other what does not fit, wait for what nobody sends, or train each parameter with the rate

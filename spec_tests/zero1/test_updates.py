@@ -157,7 +157,7 @@ def test_what_was_frozen_at_first_is_updated_once_it_trains(world):
 
 
 def two_at_once(ctx):
-    """Weights of two runs, each with an optimizer of its own, whose steps alternate."""
+    """Weights of two runs with separate optimizers, whose steps alternate."""
     runs = Run(sharded(ctx)), Run(sharded(ctx), toy="tied", optimizer="momentum")
     for number in range(1, 5):
         for run in runs:
