@@ -1,9 +1,8 @@
 """What a clause is, and the register of all of them.
 
-    @clause(
-        "ddp.gradients.mean", MUST, level="correct", judges=("ddp", "ddp_bucketed"),
-        source="Li et al. 2020, section 3.2.1", worlds=(2, 3, 4),
-    )
+    clause = clauses(judges=("ddp", "ddp_bucketed"), level="correct", worlds=(2, 3, 4))
+
+    @clause("ddp.gradients.mean", source="Li et al. 2020, section 3.2.1")
     def test_every_rank_holds_the_mean_gradient(world, subject):
         \"\"\"Every rank MUST hold the mean over ranks of the local gradients.
 
@@ -12,12 +11,15 @@
 
 The id is dotted lower-case words, `chapter.aspect.fact`; never a number, never reused. The first
 line of the docstring *is* the norm: one sentence with one normative verb, readable in the ledger
-without the code. `judges` names contract functions that are each judged by themselves (the case's
-`subject`); `needs` names those that must be offered besides.
+without the code; the verb is the clause's strength. `judges` names contract functions that are each
+judged separately (the case's `subject`); `needs` names further functions that must be offered.
+`clauses` sets the defaults of a file, once, at its head. Levels and outcomes are described in
+`spec_tests/rig/outcomes.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import re
@@ -41,7 +43,7 @@ class Strength(StrEnum):
 MUST, SHOULD, MAY = Strength.MUST, Strength.SHOULD, Strength.MAY
 
 LEVELS = ("course", "correct", "production")
-"""Cumulative: the exercise's own demand, what the name promises, what PyTorch offers beyond."""
+"""Cumulative: what the course's exercise asks, what the name promises, what PyTorch also offers."""
 
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*(\.[a-z0-9]+(-[a-z0-9]+)*){2,3}")
 _MARK = "__clause__"
@@ -57,7 +59,7 @@ class Clause:
         sentence: the norm, first line of the docstring.
         strength, level: see the module docstring of `spec_tests.rig.outcomes`.
         judges: contract functions judged one at a time; empty if it needs none in particular.
-        needs: contract functions that must be offered besides.
+        needs: contract functions that must be offered as well.
         source: the page that says so.
         since: the edition in which the clause appeared.
         worlds: the world sizes at which it is judged.
@@ -91,7 +93,7 @@ class Clause:
         return f"{Path(code.co_filename).relative_to(root).as_posix()}:{code.co_firstlineno}"
 
     def transport_on(self, transport: str) -> str:
-        """Where it is judged in a run on `transport`: there, or where alone it can be observed."""
+        """Return the transport to judge it on: `sim` if only that can observe it, else this one."""
         only = self.transports[0] if len(self.transports) == 1 else ""
         return "sim" if only == "sim" and transport == "gloo" else transport
 
@@ -129,7 +131,6 @@ REGISTER: dict[str, Clause] = {}
 
 def clause(
     id: str,
-    strength: Strength,
     *,
     level: str,
     judges: tuple[str, ...] = (),
@@ -140,40 +141,33 @@ def clause(
     transports: tuple[str, ...] = ("gloo", "sim", "cuda"),
     no_impostor: str = "",
 ) -> Callable[[_Test], _Test]:
-    """Register a test as a clause.
+    """Register a test as a clause; its strength is the verb of its sentence.
 
     Raises:
         ValueError: for a malformed or repeated id, an unknown level or contract function, or a
-            docstring whose first line is not one sentence with the strength as its verb.
+            docstring whose first line is not one sentence with one normative verb.
     """
 
     def register(test: _Test) -> _Test:
-        sentence = _sentence_of(test)
+        sentence = (inspect.getdoc(test) or "").partition("\n")[0].strip()
         for mark in getattr(test, "pytestmark", []):
             if mark.name == "parametrize" and "," in mark.args[0]:
                 raise ValueError(f"clause {id}: one argument per parametrize, got {mark.args[0]!r}")
-        _validate(id, strength, level, judges + needs, sentence)
+        strength = _validate(id, level, judges + needs, sentence)
         earlier = REGISTER.get(id)
         if earlier is not None and earlier.test.__module__ != test.__module__:
             raise ValueError(f"clause {id!r} exists twice: {earlier.where} and {test.__module__}")
-        REGISTER[id] = Clause(
-            id,
-            sentence,
-            strength,
-            level,
-            judges,
-            needs,
-            source,
-            since,
-            worlds,
-            transports,
-            no_impostor,
-            test,
-        )
+        fields = (sentence, strength, level, judges, needs, source, since, worlds, transports)
+        REGISTER[id] = Clause(id, *fields, no_impostor, test)
         setattr(test, _MARK, REGISTER[id])
         return test
 
     return register
+
+
+def clauses(**defaults: Any) -> Callable[..., Callable[[_Test], _Test]]:
+    """Return `clause` with the defaults of one file; a clause overrides what differs."""
+    return functools.partial(clause, **defaults)
 
 
 def clause_of(test: object) -> Clause | None:
@@ -182,17 +176,8 @@ def clause_of(test: object) -> Clause | None:
     return found if isinstance(found, Clause) else None
 
 
-def _sentence_of(test: Callable[..., Any]) -> str:
-    return (inspect.getdoc(test) or "").partition("\n")[0].strip()
-
-
-def _validate(
-    id: str,
-    strength: Strength,
-    level: str,
-    functions: tuple[str, ...],
-    sentence: str,
-) -> None:
+def _validate(id: str, level: str, functions: tuple[str, ...], sentence: str) -> Strength:
+    """Return the strength that the sentence states, or raise ValueError."""
     if not _ID.fullmatch(id):
         raise ValueError(f"clause id {id!r}: expected three or four dotted lower-case words")
     if level not in LEVELS:
@@ -200,8 +185,10 @@ def _validate(
     unknown = [name for name in functions if name not in FUNCTIONS]
     if unknown:
         raise ValueError(f"clause {id}: {unknown} are no functions of the contract")
-    if strength not in sentence.split() or not sentence.endswith(".") or len(sentence) > 100:
+    verbs = [strength for strength in Strength if strength in sentence.split()]
+    if len(verbs) != 1 or not sentence.endswith(".") or len(sentence) > 100:
         raise ValueError(
             f"clause {id}: the docstring must begin with one sentence of at most 100 characters, "
-            f"with {strength} as its verb and a full stop; got {sentence!r}"
+            f"with one of MUST, SHOULD, MAY as its verb and a full stop; got {sentence!r}"
         )
+    return verbs[0]

@@ -1,7 +1,7 @@
 """The ledger: every clause in one list, generated, checked in, and compared by a test.
 
 `python -m spec_tests ledger` writes CLAUSES.md, and the counts on the first screen of README.md.
-Promising more or less is thereby a visible diff.
+So a changed promise is a visible diff.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def render(clauses: Sequence[Clause], rejected_by: Mapping[str, Sequence[str]]) 
 
 
 def told(clause: Clause, stories: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    """What a log says about a clause beside its results.
+    """Return what a log records about a clause in addition to its results.
 
     Args:
         stories: of the impostors that it rejects.
@@ -95,7 +95,7 @@ def told(clause: Clause, stories: Sequence[Mapping[str, str]]) -> dict[str, Any]
 
 
 def with_counts(readme: str, clauses: Sequence[Clause], near_misses: int, benign: int) -> str:
-    """README's text with the numbers of its claims counted anew."""
+    """Return README's text with its counts of clauses and impostors updated."""
     must = sum(clause.strength == "MUST" for clause in clauses)
     for pattern, claim in (
         (

@@ -16,9 +16,11 @@ from spec_tests.attention.bodies import ATTENTION, CONTRACT, arguments, call, ob
 from spec_tests.attention.defined import ALL, fitting, is_tf32, require_right
 from spec_tests.attention.problem import Problem, inputs
 from spec_tests.attention.test_layout import answer
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.laws import refusal
 from spec_tests.rig import judge
+
+clause = clauses(judges=ATTENTION, level="correct", worlds=(1,))
 
 
 def second(ctx, subject, problem, is_in_a_sum):
@@ -46,10 +48,6 @@ def _second_reference(problem: Problem, is_in_a_sum: bool) -> dict[str, torch.Te
 
 @clause(
     "attention.autograd.second-derivatives",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source=CONTRACT + ": first derivatives only; PyTorch issue 116348",
 )
 def test_a_second_derivative_is_right_or_refused(world, subject):
@@ -63,10 +61,7 @@ def test_a_second_derivative_is_right_or_refused(world, subject):
 
 @clause(
     "attention.autograd.second-derivatives-in-a-sum",
-    MUST,
     level="production",
-    judges=ATTENTION,
-    worlds=(1,),
     source=CONTRACT + ": first derivatives only; `once_differentiable` lets a constant dO through",
 )
 def test_a_second_derivative_beside_a_first_is_right_or_refused(world, subject):
@@ -124,10 +119,6 @@ def transformed(ctx, subject, problem, transform):
 
 @clause(
     "attention.autograd.transforms",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source="torch.func; of an operator without forward mode PyTorch drops the tangent silently",
 )
 @pytest.mark.parametrize("transform", ["jvp", "vmap"])
@@ -175,15 +166,11 @@ def side_by_side(ctx, subject, problem, way):
 
 @clause(
     "attention.autograd.calls-are-independent",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source="every model of two layers; torch.utils.checkpoint",
 )
 @pytest.mark.parametrize("way", ["interleaved", "checkpointed"])
 def test_two_calls_do_not_disturb_each_other(world, subject, way):
-    """Gradients MUST be each call's own where a second one comes before the first backward.
+    """Gradients of a call MUST be its own, even if a second call precedes its backward.
 
     With activation checkpointing each forward runs once more, within the backward.
     """
@@ -212,15 +199,11 @@ def changed(ctx, subject, problem, name):
 
 @clause(
     "attention.autograd.changes-are-noticed",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source="torch.autograd.Function: save_for_backward, version counters",
 )
 @pytest.mark.parametrize("name", ["q", "k", "v", "O"])
 def test_a_tensor_changed_before_the_backward_is_noticed(world, subject, name):
-    """After q, k, v or O was changed in place, the backward MUST raise or be right all the same."""
+    """If q, k, v or O was changed in place, the backward MUST raise or still be right."""
     problem = fitting(world, subject, Problem(seq_q=40))
     seen = observe(world, subject, changed, problem, name)
 
@@ -244,10 +227,6 @@ def after_dirt(ctx, subject, problem):
 
 @clause(
     "attention.autograd.fills-its-buffers",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source="flash-attn issue 2324: empty_like, and rows that no program wrote",
 )
 def test_no_element_is_left_as_the_allocator_gave_it(world, subject):
@@ -269,10 +248,7 @@ def repeated(ctx, subject, problem, times):
 
 @clause(
     "attention.autograd.repeatable",
-    MUST,
     level="production",
-    judges=ATTENTION,
-    worlds=(1,),
     source="flash-attn tests, deterministic backward: dQ by atomics is not",
 )
 def test_equal_inputs_give_equal_bits(world, subject):
@@ -297,10 +273,7 @@ def in_batch_and_alone(ctx, subject, problem, at):
 
 @clause(
     "attention.autograd.batch-invariant",
-    MUST,
     level="production",
-    judges=ATTENTION,
-    worlds=(1,),
     source="evaluation one by one and in batches must agree; tiles that depend on the batch",
 )
 def test_a_sequence_does_not_feel_its_batch(world, subject):

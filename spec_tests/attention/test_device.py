@@ -16,10 +16,11 @@ from spec_tests.attention.bodies import ATTENTION, CONTRACT, observe
 from spec_tests.attention.defined import ALL, OUTPUT_AND_GRADIENTS, as_defined, fitting
 from spec_tests.attention.problem import Problem, inputs
 from spec_tests.attention.test_layout import answer
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.rig import judge
 
 CUDA = ("cuda",)
+clause = clauses(judges=ATTENTION, level="correct", worlds=(1,), transports=CUDA)
 ELSEWHERE = "seen on a GPU alone; what it judges is judged by value in the interpreter, too"
 # One head dim per row of a table of tiles, and some that are padded.
 HEAD_DIMS = (16, 64, 80, 128, 256)
@@ -28,11 +29,6 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @clause(
     "attention.device.every-configuration",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
-    transports=CUDA,
     source="flash-linear-attention issue 1262, TransformerEngine issue 3216: wrong code for a tile",
     no_impostor=ELSEWHERE,
 )
@@ -63,11 +59,6 @@ def test_every_configuration_has_the_values(world, subject, head_dim, dtype, mas
 
 @clause(
     "attention.device.long-sequences",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
-    transports=CUDA,
     source="accumulators in bfloat16 grow worse with length; the norm of the error shows it",
     no_impostor=ELSEWHERE,
 )
@@ -83,11 +74,7 @@ def test_long_sequences_are_as_exact_as_short_ones(world, subject, head_dim, mas
 
 @clause(
     "attention.device.float32-is-float32",
-    MUST,
     level="production",
-    judges=ATTENTION,
-    worlds=(1,),
-    transports=CUDA,
     source=CONTRACT + "; products of float32 are TF32 on tensor cores unless one says otherwise",
     no_impostor=ELSEWHERE,
 )
@@ -102,11 +89,6 @@ def test_float32_has_24_bits(world, subject, head_dim):
 
 @clause(
     "attention.device.many-sequences",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
-    transports=CUDA,
     source="CUDA: 65 535 blocks on the second and third axis; PyTorch issue 142228",
     no_impostor=ELSEWHERE,
 )
@@ -135,16 +117,11 @@ def on_side_stream(ctx, subject, problem):
 
 @clause(
     "attention.device.side-stream",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
-    transports=CUDA,
     source="xformers, test_cuda_streams; a launch on the default stream",
     no_impostor=ELSEWHERE,
 )
 def test_it_runs_on_the_current_stream(world, subject):
-    """On a side stream the answer MUST be the same, to the bit."""
+    """On a side stream the answer MUST have the same bits as on the default stream."""
     problem = Problem(seq_q=300, head_dim=64, dtype="bfloat16", causal=True)
     problem = fitting(world, subject, problem)
     first, again = observe(world, subject, on_side_stream, problem)

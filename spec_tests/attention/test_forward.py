@@ -14,7 +14,9 @@ from spec_tests.attention import bodies, rules
 from spec_tests.attention.bodies import ATTENTION, CONTRACT, observe
 from spec_tests.attention.defined import ALL, OUTPUT_AND_LSE, as_defined, fitting
 from spec_tests.attention.problem import AS_THE_EXERCISE, RAGGED
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
+
+clause = clauses(judges=ATTENTION, level="correct", worlds=(1,))
 
 MASKS = ("full", "causal")
 IN_HALF = {
@@ -26,10 +28,7 @@ IN_HALF = {
 
 @clause(
     "attention.forward.values",
-    MUST,
     level="course",
-    judges=ATTENTION,
-    worlds=(1,),
     source="CS336 assignment 2, FlashAttention-2 forward; Dao 2023, section 3.1",
 )
 def test_the_output_is_softmax_of_scaled_scores_times_values(world, subject):
@@ -39,10 +38,7 @@ def test_the_output_is_softmax_of_scaled_scores_times_values(world, subject):
 
 @clause(
     "attention.forward.lse-values",
-    MUST,
     level="course",
-    judges=ATTENTION,
-    worlds=(1,),
     source="CS336 assignment 2, equation 12: L is saved for the backward, one number per row",
 )
 def test_the_log_sum_exp_of_each_row_is_there(world, subject):
@@ -52,10 +48,6 @@ def test_the_log_sum_exp_of_each_row_is_there(world, subject):
 
 @clause(
     "attention.forward.half-precision",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source="flash-attn tests: errors relative to a plain attempt; norms in place of maxima",
 )
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -71,14 +63,7 @@ def test_half_precision_is_as_good_as_its_rounding(world, subject, dtype, case):
     as_defined(world, subject, problem, "O")
 
 
-@clause(
-    "attention.forward.lse",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
-    source=CONTRACT + "; PyTorch issue 181645, a base-2 logarithm",
-)
+@clause("attention.forward.lse", source=CONTRACT + "; PyTorch issue 181645, a base-2 logarithm")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_log_sum_exp_is_natural_and_float32(world, subject, dtype, mask):
@@ -92,12 +77,7 @@ def test_the_log_sum_exp_is_natural_and_float32(world, subject, dtype, mask):
 
 
 @clause(
-    "attention.forward.large-logits",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
-    source="flash-attn tests, overflow; softmax without a maximum",
+    "attention.forward.large-logits", source="flash-attn tests, overflow; softmax without a maximum"
 )
 @pytest.mark.parametrize("data", ["large", "negative", "outliers"])
 @pytest.mark.parametrize("mask", MASKS)
@@ -113,10 +93,6 @@ def test_large_logits_of_either_sign_are_exact(world, subject, data, mask):
 
 @clause(
     "attention.forward.scale",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source=CONTRACT + ": scale; the Triton tutorial multiplies the maximum by it",
 )
 @pytest.mark.parametrize("scale", [0.0, 0.3, -0.3, 1.0])
@@ -128,10 +104,6 @@ def test_any_scale_is_honoured(world, subject, scale):
 
 @clause(
     "attention.forward.negative-scale-wide-logits",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source="Triton tutorial: max(q k) * scale is the smallest score where the scale is negative",
 )
 def test_a_negative_scale_takes_the_maximum_of_the_scores(world, subject):
@@ -140,14 +112,7 @@ def test_a_negative_scale_takes_the_maximum_of_the_scores(world, subject):
     as_defined(world, subject, problem, *OUTPUT_AND_LSE)
 
 
-@clause(
-    "attention.forward.equal-keys",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
-    source="Triton issue 6242, an oracle without arithmetic",
-)
+@clause("attention.forward.equal-keys", source="Triton issue 6242, an oracle without arithmetic")
 @pytest.mark.parametrize("data", ["ones", "equal-keys"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_equal_keys_give_the_mean_of_the_values_seen(world, subject, data, mask):
@@ -161,10 +126,6 @@ def test_equal_keys_give_the_mean_of_the_values_seen(world, subject, data, mask)
 
 @clause(
     "attention.forward.float64",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source=CONTRACT + ": the LSE of float64 is float64; gradcheck needs one",
 )
 @pytest.mark.parametrize("mask", MASKS)

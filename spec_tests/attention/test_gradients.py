@@ -23,16 +23,15 @@ from spec_tests.attention.defined import (
 )
 from spec_tests.attention.problem import AS_THE_EXERCISE, RAGGED, Problem, inputs
 from spec_tests.attention.test_forward import MASKS
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.rig import judge
+
+clause = clauses(judges=ATTENTION, level="correct", worlds=(1,))
 
 
 @clause(
     "attention.gradients.values",
-    MUST,
     level="course",
-    judges=ATTENTION,
-    worlds=(1,),
     source="CS336 assignment 2, FlashAttention-2 backward; Dao 2023, section 3.2",
 )
 def test_gradients_are_those_of_the_definition(world, subject):
@@ -45,10 +44,6 @@ def test_gradients_are_those_of_the_definition(world, subject):
 
 @clause(
     "attention.gradients.half-precision",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source="flash-attn tests; errors in norm see what the largest error does not",
 )
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -62,10 +57,7 @@ def test_half_precision_gradients_are_as_good_as_their_rounding(world, subject, 
 
 @clause(
     "attention.gradients.long-sums",
-    MUST,
-    level="correct",
     judges=("flash_attention",),
-    worlds=(1,),
     source="accumulators in bfloat16: three times the error, of which the largest shows nothing",
 )
 def test_sums_over_a_thousand_keys_are_wide(world, subject):
@@ -78,29 +70,15 @@ def test_sums_over_a_thousand_keys_are_wide(world, subject):
     as_defined(world, subject, problem, *OUTPUT_AND_GRADIENTS)
 
 
-@clause(
-    "attention.gradients.scale",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
-    source=CONTRACT + ": scale",
-)
+@clause("attention.gradients.scale", source=CONTRACT + ": scale")
 @pytest.mark.parametrize("scale", [0.3, -0.3])
 def test_gradients_know_the_scale(world, subject, scale):
-    """With a scale of one's own, dQ and dK MUST be multiplied by it once, and dV not at all."""
+    """With a custom scale, dQ and dK MUST be multiplied by it once, and dV not at all."""
     problem = fitting(world, subject, RAGGED.but(scale=scale))
     as_defined(world, subject, problem, *OUTPUT_AND_GRADIENTS)
 
 
-@clause(
-    "attention.gradients.scale-zero",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
-    source="`scale or default`",
-)
+@clause("attention.gradients.scale-zero", source="`scale or default`")
 def test_a_scale_of_zero_leaves_only_the_values_to_learn(world, subject):
     """With a scale of zero, dQ and dK MUST be zero."""
     problem = fitting(world, subject, RAGGED.but(scale=0.0))
@@ -117,10 +95,6 @@ def test_a_scale_of_zero_leaves_only_the_values_to_learn(world, subject):
 
 @clause(
     "attention.gradients.large-logits",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source="flash-attn tests, overflow in the backward; TransformerEngine issue 3216",
 )
 @pytest.mark.parametrize("data", ["large", "negative", "outliers"])
@@ -133,10 +107,6 @@ def test_gradients_survive_large_logits(world, subject, data, mask):
 
 @clause(
     "attention.gradients.wide-range",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source="Triton tutorial: P and dS are cast to float16, whatever the inputs are",
 )
 @pytest.mark.parametrize("upstream", [1e6, 1e-6])
@@ -154,10 +124,6 @@ def test_gradients_have_the_range_of_their_dtype(world, subject, upstream):
 
 @clause(
     "attention.gradients.float32-range",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source="Triton tutorial: P and dS are cast to float16, whatever the inputs are",
 )
 @pytest.mark.parametrize("upstream", [1e6, 1e-6])
@@ -169,10 +135,6 @@ def test_float32_gradients_have_its_range(world, subject, upstream):
 
 @clause(
     "attention.gradients.of-the-lse",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source=CONTRACT + "; flash-attn issues 889 and 1137: returned, and its gradient silently zero",
 )
 @pytest.mark.parametrize("mask", MASKS)
@@ -209,14 +171,7 @@ def wanted_only(ctx, subject, problem, names):
     return {name: leaf.grad for name, leaf in leaves.items()}
 
 
-@clause(
-    "attention.gradients.only-where-wanted",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
-    source="torch.autograd.Function: needs_input_grad",
-)
+@clause("attention.gradients.only-where-wanted", source="torch.autograd.Function: needs_input_grad")
 @pytest.mark.parametrize("names", ["dQ", "dK", "dV", "dK+dV"])
 def test_gradients_arrive_where_they_are_wanted_and_nowhere_else(world, subject, names):
     """Inputs that require no gradient MUST get none, and the others theirs."""

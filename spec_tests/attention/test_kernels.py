@@ -16,11 +16,11 @@ from spec_tests.attention import interpreter
 from spec_tests.attention.bodies import KERNELS, arguments, call, observe
 from spec_tests.attention.defined import fitting
 from spec_tests.attention.problem import AS_THE_EXERCISE, Problem, inputs
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.rig import judge
 from spec_tests.rig.errors import NOT_HERE
 
-INTERPRETED = ("gloo",)
+clause = clauses(judges=KERNELS, level="production", worlds=(1,), transports=("gloo",))
 NO_METHODS = f"{NOT_HERE}this Triton's interpreter has other methods"
 # Several tiles that divide no length, and two heads: neighbours to run into.
 RAGGED = Problem(seq_q=70, seq_k=80, head_dim=24, heads=2)
@@ -47,11 +47,7 @@ def _launches(world, subject, problem):
 
 @clause(
     "attention.forward.launches-a-kernel",
-    MUST,
     level="course",
-    judges=KERNELS,
-    worlds=(1,),
-    transports=INTERPRETED,
     source="CS336 assignment 2, flash_forward (b): the forward calls your Triton kernel",
 )
 def test_a_kernel_is_launched(world, subject):
@@ -105,11 +101,6 @@ def _none(world, subject, mask, what):
 
 @clause(
     "attention.kernels.one-writer",
-    MUST,
-    level="production",
-    judges=KERNELS,
-    worlds=(1,),
-    transports=INTERPRETED,
     source="flash-attn, deterministic backward; two programs that store one element race",
 )
 @pytest.mark.parametrize("mask", ["full", "causal"])
@@ -120,11 +111,6 @@ def test_each_element_is_stored_once(world, subject, mask):
 
 @clause(
     "attention.kernels.reads-nothing-of-others",
-    MUST,
-    level="production",
-    judges=KERNELS,
-    worlds=(1,),
-    transports=INTERPRETED,
     source="programs of a launch have no order; the interpreter's is an accident",
 )
 @pytest.mark.parametrize("mask", ["full", "causal"])
@@ -135,11 +121,7 @@ def test_no_program_reads_what_another_wrote(world, subject, mask):
 
 @clause(
     "attention.kernels.in-bounds",
-    MUST,
     level="correct",
-    judges=KERNELS,
-    worlds=(1,),
-    transports=INTERPRETED,
     source="what lies beyond is another tensor, or a fault of the process",
 )
 @pytest.mark.parametrize("mask", ["full", "causal"])
@@ -150,11 +132,6 @@ def test_no_address_lies_outside_of_the_arguments(world, subject, mask):
 
 @clause(
     "attention.kernels.work",
-    MUST,
-    level="production",
-    judges=KERNELS,
-    worlds=(1,),
-    transports=INTERPRETED,
     source="Dao 2023: two products forward, five backward, seven where dQ has a pass of its own",
 )
 def test_products_are_those_of_the_algorithm_and_half_with_a_mask(world, subject):

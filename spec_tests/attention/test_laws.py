@@ -18,8 +18,10 @@ from spec_tests.attention import bodies, rules
 from spec_tests.attention.bodies import ATTENTION, arguments, call, observe
 from spec_tests.attention.defined import fitting, is_tf32, require_finite
 from spec_tests.attention.problem import WHOLE_TILES, Problem, inputs
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.rig import judge
+
+clause = clauses(judges=ATTENTION, level="correct", worlds=(1,))
 
 # Lengths that no tile divides, two heads on one key head, more keys than queries: no blind row.
 GROUPED = Problem(seq_q=40, seq_k=70, kv_heads=1)
@@ -37,10 +39,6 @@ def _allowed(world, problem):
 
 @clause(
     "attention.laws.masses",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source="weights of a row sum to one; a shift of its scores changes nothing",
 )
 @pytest.mark.parametrize("dtype", OF_A_SUM)
@@ -60,10 +58,6 @@ def test_gradients_of_keys_and_values_have_the_sums_they_must(world, subject, dt
 
 @clause(
     "attention.laws.products",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source="Euler: scores are linear in q and in k, the output is linear in v",
 )
 @pytest.mark.parametrize("dtype", OF_A_SUM)
@@ -118,14 +112,7 @@ def shifted_keys(ctx, subject, problem, change):
     return found
 
 
-@clause(
-    "attention.laws.changes-of-keys",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
-    source="softmax knows differences only, and no order",
-)
+@clause("attention.laws.changes-of-keys", source="softmax knows differences only, and no order")
 @pytest.mark.parametrize("change", ["shifted", "permuted"])
 def test_a_shift_or_an_order_of_keys_does_not_matter(world, subject, change):
     """A vector added to all keys MUST move L alone, and an order of keys nothing."""
@@ -139,14 +126,7 @@ def test_a_shift_or_an_order_of_keys_does_not_matter(world, subject, change):
     rules.near(after, before, given=f"{problem!r}, keys {change}", tf32=is_tf32(world))
 
 
-@clause(
-    "attention.laws.between-extremes",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
-    source="weights are positive and sum to one",
-)
+@clause("attention.laws.between-extremes", source="weights are positive and sum to one")
 @pytest.mark.parametrize("data", ["normal", "large"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_output_lies_between_the_values_it_sees(world, subject, data, mask):
@@ -204,10 +184,6 @@ def split(ctx, subject, problem, at):
 
 @clause(
     "attention.laws.split-keys-merge",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source="Liu et al. 2023, ring attention; xformers, test_fmha_merge_attentions",
 )
 @pytest.mark.parametrize("at", [1, 37, 48])
@@ -239,10 +215,6 @@ def doubled(ctx, subject, problem):
 
 @clause(
     "attention.laws.doubled-keys",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source="a key that is there twice has twice the weight, as all others",
 )
 def test_doubling_every_key_adds_ln_2_to_the_log_sum_exp(world, subject):
@@ -270,10 +242,6 @@ def scaled(ctx, subject, problem):
 
 @clause(
     "attention.laws.powers-of-two",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source="in binary floating point a power of two moves the exponent alone",
 )
 @pytest.mark.parametrize("mask", MASKS)

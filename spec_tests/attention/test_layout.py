@@ -25,9 +25,11 @@ from spec_tests.attention.defined import (
     takes_dtype,
 )
 from spec_tests.attention.problem import Inputs, Problem, dense, inputs
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.rig import judge
 from spec_tests.rig.errors import RankRaised
+
+clause = clauses(judges=ATTENTION, level="correct", worlds=(1,))
 
 
 def _heads_inside(t: torch.Tensor) -> torch.Tensor:
@@ -94,10 +96,6 @@ def laid_out(ctx, subject, problem, layout):
 
 @clause(
     "attention.layout.strides",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source="flash-attn issues 355 and 2777; the Triton tutorial asserts that all strides are equal",
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -114,10 +112,6 @@ def test_each_tensor_has_strides_of_its_own(world, subject, layout):
 
 @clause(
     "attention.layout.strides-without-heads",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source="solutions of CS336 that pass one tensor's strides for another's",
 )
 @pytest.mark.parametrize("layout", OF_ONE_HEAD)
@@ -155,10 +149,6 @@ def expanded(ctx, subject, problem):
 
 @clause(
     "attention.layout.strides-of-zero",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source="flash-attn issue 91: out.sum().backward() hands over strides of zero",
 )
 def test_an_expanded_upstream_gradient_is_read_as_one(world, subject):
@@ -182,10 +172,6 @@ def _with_upstream_of_ones(problem: Problem, x: Inputs) -> dict[str, torch.Tenso
 
 @clause(
     "attention.layout.expanded-keys",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source="one prompt for many continuations; a gradient buffer made like an expanded input",
 )
 def test_keys_expanded_over_the_batch_are_keys(world, subject):
@@ -215,10 +201,6 @@ def amid(ctx, subject, problem, around):
 
 @clause(
     "attention.layout.what-lies-around",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source="xformers, test_nans_in_padding; flash-attn issue 443, overflow in padded rows",
 )
 @pytest.mark.parametrize("around", [float("nan"), 1e4])
@@ -249,14 +231,7 @@ def kept(ctx, subject, problem):
     return {"q": x.q.detach(), "k": x.k.detach(), "v": x.v.detach(), "dO": x.do}
 
 
-@clause(
-    "attention.layout.inputs-are-kept",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
-    source="a scale that is multiplied into k in place",
-)
+@clause("attention.layout.inputs-are-kept", source="a scale that is multiplied into k in place")
 def test_inputs_are_as_they_were(world, subject):
     """q, k, v and dO MUST hold the same bits after forward and backward."""
     problem = fitting(world, subject, Problem(seq_q=40, head_dim=24))
@@ -273,14 +248,7 @@ def thrice(ctx, subject, problem):
     return {"O": out, "dX": torch.autograd.grad(out, (x.q,), x.do)[0]}
 
 
-@clause(
-    "attention.layout.one-tensor-thrice",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
-    source="self-attention without projections",
-)
+@clause("attention.layout.one-tensor-thrice", source="self-attention without projections")
 def test_one_tensor_may_be_query_key_and_value(world, subject):
     """attention(x, x, x) MUST give x the sum of the three gradients."""
     problem = fitting(world, subject, Problem(seq_q=40))
@@ -314,10 +282,6 @@ def far_apart(ctx, subject, problem, dim):
 
 @clause(
     "attention.layout.offsets-of-64-bits",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source=CONTRACT + ": any strides; PyTorch issue 190857, SageAttention issue 386",
 )
 @pytest.mark.parametrize("dim", [0, 1, 2])

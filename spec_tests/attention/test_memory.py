@@ -16,9 +16,11 @@ from spec_tests.attention import bodies
 from spec_tests.attention.bodies import ATTENTION, KERNELS, arguments, call, observe
 from spec_tests.attention.defined import fitting
 from spec_tests.attention.problem import WHOLE_TILES, Problem, inputs
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.laws import footprint
 from spec_tests.rig import judge
+
+clause = clauses(judges=ATTENTION, level="correct", worlds=(1,))
 
 SMALL_CHANGE = 2**16
 MEMORY = "Dao et al. 2022, theorem 1: O(N) memory beyond inputs and output"
@@ -54,14 +56,7 @@ def _is_linear(world, subject, problem, part):
     )
 
 
-@clause(
-    "attention.memory.forward-is-linear",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
-    source=MEMORY,
-)
+@clause("attention.memory.forward-is-linear", source=MEMORY)
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_a_forward_over_twice_the_length_takes_twice_the_memory(world, subject, mask):
     """A forward over twice the length MUST NOT take more than 2.5 times the peak memory."""
@@ -69,14 +64,7 @@ def test_a_forward_over_twice_the_length_takes_twice_the_memory(world, subject, 
     _is_linear(world, subject, problem, "forward")
 
 
-@clause(
-    "attention.memory.peak-is-linear",
-    MUST,
-    level="production",
-    judges=ATTENTION,
-    worlds=(1,),
-    source=MEMORY,
-)
+@clause("attention.memory.peak-is-linear", level="production", source=MEMORY)
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_twice_the_length_takes_twice_the_memory(world, subject, mask):
     """Twice the length MUST NOT take more than 2.5 times the peak memory of a step.
@@ -97,14 +85,7 @@ def kept_bytes(ctx, subject, problem):
     ]
 
 
-@clause(
-    "attention.memory.keeps-no-scores",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
-    source=MEMORY,
-)
+@clause("attention.memory.keeps-no-scores", source=MEMORY)
 def test_the_forward_keeps_rows_and_no_matrix(world, subject):
     """A forward MUST leave no more than copies of q, k, v and O, and a few numbers per row."""
     problem = Problem(seq_q=2 * _length(world, subject), heads=1)
@@ -142,10 +123,7 @@ def poisoned(ctx, subject, problem, first):
 
 @clause(
     "attention.causal.skips-hidden-tiles",
-    MUST,
     level="production",
-    judges=ATTENTION,
-    worlds=(1,),
     source="Dao 2023, section 3.1.1: blocks above the diagonal are skipped, half of the work",
 )
 def test_tiles_that_nobody_sees_are_not_computed(world, subject):

@@ -20,9 +20,11 @@ from spec_tests.attention.bodies import ATTENTION, KERNELS, arguments, call, obs
 from spec_tests.attention.defined import GRADIENTS, OUTPUT_AND_GRADIENTS, is_tf32
 from spec_tests.attention.problem import Problem, inputs
 from spec_tests.attention.test_layout import LAYOUTS
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.rig import judge
 from spec_tests.rig.errors import NOT_HERE
+
+clause = clauses(judges=ATTENTION, level="production", worlds=(1,))
 
 # Two heads on one key head, lengths that no tile divides.
 GROUPED = Problem(seq_q=20, seq_k=24, kv_heads=1, causal=True)
@@ -57,14 +59,10 @@ def compiled(ctx, subject, problem):
 
 @clause(
     "attention.operator.compiles",
-    MUST,
-    level="production",
-    judges=ATTENTION,
-    worlds=(1,),
     source="torch.compile(fullgraph=True); a look at a value on the way is a break of the graph",
 )
 def test_it_is_part_of_one_compiled_graph(world, subject):
-    """torch.compile(fullgraph=True) MUST take it, and give the same outputs and gradients."""
+    """torch.compile(fullgraph=True) MUST compile it, with the same outputs and gradients."""
     eager, seen = observe(world, subject, compiled, GROUPED)
 
     judge.holds(
@@ -115,15 +113,11 @@ def checked(ctx, subject, problem, layout):
 
 @clause(
     "attention.operator.says-what-it-does",
-    MUST,
-    level="production",
-    judges=ATTENTION,
-    worlds=(1,),
     source="torch.library.opcheck; a fake with other strides than the real one, flash-attn 2777",
 )
 @pytest.mark.parametrize("layout", ["heads-inside", "no-batch"])
 def test_operators_of_its_own_are_what_they_say(world, subject, layout):
-    """Operators of its own MUST pass opcheck: schema, and shapes, dtypes, strides of the fake.
+    """Custom operators MUST pass opcheck: schema, and shapes, dtypes, strides of the fake kernel.
 
     For heads stored inside, where "like q" is not contiguous, and for an empty batch.
     """
@@ -154,10 +148,6 @@ def counted(ctx, subject, problem):
 
 @clause(
     "attention.operator.is-counted",
-    MUST,
-    level="production",
-    judges=ATTENTION,
-    worlds=(1,),
     source="FlopCounterMode has no formula for a new operator: zero; xformers, test_flop_formula",
 )
 @pytest.mark.parametrize("mask", ["full", "causal"])
@@ -204,10 +194,6 @@ def under_autocast(ctx, subject, problem, inside):
 
 @clause(
     "attention.operator.under-autocast",
-    MUST,
-    level="production",
-    judges=ATTENTION,
-    worlds=(1,),
     source="torch.amp; mamba issue 868: mixed dtypes followed q, or met in a product",
 )
 @pytest.mark.parametrize("inside", ["float32", "mixed"])

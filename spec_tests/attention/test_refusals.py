@@ -12,8 +12,10 @@ import torch
 from spec_tests.attention import bodies
 from spec_tests.attention.bodies import ATTENTION, CONTRACT, call, observe
 from spec_tests.attention.problem import WHOLE_TILES, Problem
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.rig import judge
+
+clause = clauses(judges=ATTENTION, level="production", worlds=(1,))
 
 SHAPE = (2, 4, 20, 16)
 
@@ -69,10 +71,6 @@ def refused(ctx, subject, case):
 
 @clause(
     "attention.refusal.bad-input",
-    MUST,
-    level="production",
-    judges=ATTENTION,
-    worlds=(1,),
     source="xformers, test_unsupported; a kernel reads whatever lies there",
 )
 @pytest.mark.parametrize("case", BAD)
@@ -85,10 +83,6 @@ def test_inputs_that_do_not_fit_are_refused(world, subject, case):
 
 @clause(
     "attention.refusal.names-the-argument",
-    MUST,
-    level="production",
-    judges=ATTENTION,
-    worlds=(1,),
     source=CONTRACT + ": a ValueError that names the argument",
 )
 @pytest.mark.parametrize("case", BAD)
@@ -118,10 +112,6 @@ def mixed_devices(ctx, subject):
 
 @clause(
     "attention.refusal.devices",
-    MUST,
-    level="production",
-    judges=ATTENTION,
-    worlds=(1,),
     source="a pointer of another device is a fault of the whole process",
 )
 def test_inputs_on_two_devices_are_refused(world, subject):

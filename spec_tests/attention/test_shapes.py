@@ -21,9 +21,11 @@ from spec_tests.attention.defined import (
     require_causal,
 )
 from spec_tests.attention.problem import AS_THE_EXERCISE, RAGGED, Problem, inputs
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.rig import judge
 from spec_tests.rig.tolerance import rounding
+
+clause = clauses(judges=ATTENTION, level="correct", worlds=(1,))
 
 # Around tiles of 16, 32, 64 and 128; the last are what `fitting` tries.
 LENGTHS = {
@@ -39,10 +41,6 @@ LENGTHS = {
 
 @clause(
     "attention.shapes.ragged-lengths",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source="flash-attn tests: lengths (113, 203), (1023, 1024), (1, 239)",
 )
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -53,12 +51,7 @@ def test_lengths_need_no_tile_to_divide_them(world, subject, lengths):
 
 
 @clause(
-    "attention.shapes.head-dims",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
-    source="flash-attn tests: any head dim up to 256, padded inside",
+    "attention.shapes.head-dims", source="flash-attn tests: any head dim up to 256, padded inside"
 )
 @pytest.mark.parametrize("head_dim", [16, 24, 40, 80, 111, 128])
 def test_any_head_dim_is_right(world, subject, head_dim):
@@ -69,10 +62,6 @@ def test_any_head_dim_is_right(world, subject, head_dim):
 
 @clause(
     "attention.shapes.large-head-dims",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source=CONTRACT + "; kernels end at 128 or 256, and what lies beyond is another row",
 )
 def test_a_head_dim_beyond_256_is_right_or_refused(world, subject):
@@ -86,10 +75,7 @@ def test_a_head_dim_beyond_256_is_right_or_refused(world, subject):
 
 @clause(
     "attention.shapes.without-heads",
-    MUST,
     level="course",
-    judges=ATTENTION,
-    worlds=(1,),
     source=CONTRACT + "; CS336 assignment 2: [batch, seq, head_dim]",
 )
 def test_inputs_without_heads_are_taken(world, subject):
@@ -118,12 +104,7 @@ def flat(ctx, subject, problem):
 
 
 @clause(
-    "attention.shapes.grouped-heads",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
-    source=CONTRACT + "; Ainslie et al. 2023; levanter issue 449",
+    "attention.shapes.grouped-heads", source=CONTRACT + "; Ainslie et al. 2023; levanter issue 449"
 )
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_query_heads_share_keys_in_neighbouring_groups(world, subject, kv_heads):
@@ -139,10 +120,6 @@ def test_query_heads_share_keys_in_neighbouring_groups(world, subject, kv_heads)
 
 @clause(
     "attention.shapes.grouped-sums-are-wide",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source="levanter issue 449, ffpa issue 301: sums over the group in half precision",
 )
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -153,14 +130,7 @@ def test_gradients_of_a_group_are_summed_before_they_are_rounded(world, subject,
     as_defined(world, subject, problem, "dK", "dV")
 
 
-@clause(
-    "attention.shapes.one-of-each",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
-    source="flash-attn tests, length 1",
-)
+@clause("attention.shapes.one-of-each", source="flash-attn tests, length 1")
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_one_query_and_one_key_give_the_value_itself(world, subject, mask):
     """With one query and one key, O MUST be v and dV MUST be dO, and dQ and dK vanish."""
@@ -201,10 +171,7 @@ EMPTY = {
 
 @clause(
     "attention.shapes.empty",
-    MUST,
     level="production",
-    judges=ATTENTION,
-    worlds=(1,),
     source=CONTRACT + ": rows that see nothing; xformers, test_empty_tensors",
 )
 @pytest.mark.parametrize("size", EMPTY)
@@ -246,10 +213,6 @@ def permuted(ctx, subject, problem):
 
 @clause(
     "attention.shapes.batch-and-heads-are-independent",
-    MUST,
-    level="correct",
-    judges=ATTENTION,
-    worlds=(1,),
     source="Triton issues 6242 and 5816: the test had a batch of one",
 )
 @pytest.mark.parametrize("mask", ["full", "causal"])

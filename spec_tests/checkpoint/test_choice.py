@@ -9,11 +9,11 @@ from torch import nn
 
 from spec_tests.checkpoint.disk import contents, folder, trapped
 from spec_tests.checkpoint.trainee import Trainee
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.laws import durability
 from spec_tests.rig import judge
 
-BOTH = ("save_checkpoint", "load_checkpoint")
+clause = clauses(needs=("save_checkpoint", "load_checkpoint"), level="correct", worlds=(1, 2))
 
 
 def several(ctx, directory, steps):
@@ -28,11 +28,7 @@ def several(ctx, directory, steps):
 
 @clause(
     "checkpoint.choice.highest-step",
-    MUST,
-    level="correct",
-    needs=BOTH,
     source="contract: newest is the highest step; a sort of names puts 9 behind 10 and 100",
-    worlds=(1, 2),
 )
 def test_the_highest_step_is_loaded(world):
     """Of several saves a load MUST take that of the highest step, as a number."""
@@ -64,11 +60,7 @@ def with_strangers(ctx, directory):
 
 @clause(
     "checkpoint.choice.foreign-files",
-    MUST,
-    level="correct",
-    needs=BOTH,
     source="a user's notes, plots and lost+found lie where the checkpoints do",
-    worlds=(1, 2),
 )
 def test_foreign_files_are_no_checkpoints(world):
     """Foreign files and folders beside the saves MUST not keep the newest one from loading."""
@@ -87,14 +79,7 @@ def without_any(ctx, directory, exists):
     return Trainee(ctx).read(directory)
 
 
-@clause(
-    "checkpoint.choice.none",
-    MUST,
-    level="correct",
-    needs=BOTH,
-    source="contract: an error, or 0 and nothing changed",
-    worlds=(1, 2),
-)
+@clause("checkpoint.choice.none", source="contract: an error, or 0 and nothing changed")
 @pytest.mark.parametrize("exists", [True, False], ids=["empty", "missing"])
 def test_without_a_checkpoint_nothing_is_loaded(world, exists):
     """Without a complete save a load MUST raise, or return 0, and change nothing."""
@@ -134,14 +119,7 @@ def into_another_model(ctx, directory, change):
     return Trainee(ctx, toy="mlp", seed=8, change=CHANGES[change]).read(directory, change)
 
 
-@clause(
-    "checkpoint.mismatch.raises",
-    MUST,
-    level="correct",
-    needs=BOTH,
-    source="contract: a model that does not fit is an error",
-    worlds=(1, 2),
-)
+@clause("checkpoint.mismatch.raises", source="contract: a model that does not fit is an error")
 @pytest.mark.parametrize("change", list(CHANGES))
 def test_a_model_that_does_not_fit_is_an_error(world, change):
     """A load into a model with other names or shapes MUST raise on all ranks.
@@ -161,11 +139,8 @@ def test_a_model_that_does_not_fit_is_an_error(world, change):
 
 @clause(
     "checkpoint.mismatch.changes-nothing",
-    MUST,
     level="production",
-    needs=BOTH,
     source="a load that fails half way leaves a model that nobody ever trained",
-    worlds=(1, 2),
 )
 @pytest.mark.parametrize("change", list(CHANGES))
 def test_a_load_that_raises_changes_nothing(world, change):
@@ -178,10 +153,9 @@ def test_a_load_that_raises_changes_nothing(world, change):
 
 @clause(
     "checkpoint.mismatch.names-the-culprit",
-    MUST,
     level="production",
-    needs=BOTH,
     source="torch.nn.Module.load_state_dict names the keys",
+    worlds=(2,),
 )
 @pytest.mark.parametrize("change", list(CHANGES))
 def test_the_error_names_what_does_not_fit(world, change):
@@ -217,9 +191,7 @@ def with_traps(ctx, directory):
 
 @clause(
     "checkpoint.safety.runs-no-code",
-    MUST,
     level="production",
-    needs=BOTH,
     source="torch.load, weights_only; torch.distributed.checkpoint unpickles its metadata freely",
     worlds=(1,),
 )

@@ -12,11 +12,11 @@ import torch
 
 from spec_tests.checkpoint.disk import folder
 from spec_tests.checkpoint.trainee import Trainee, part
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.rig import judge
 from spec_tests.rig.symptoms import Hint
 
-BOTH = ("save_checkpoint", "load_checkpoint")
+clause = clauses(needs=("save_checkpoint", "load_checkpoint"), level="correct", worlds=(1, 2))
 CONTRACT = "contract: everything from which training goes on as if it had not stopped"
 
 
@@ -58,14 +58,7 @@ def compare(ranks, *kinds, quantity, given=""):
     )
 
 
-@clause(
-    "checkpoint.content.model",
-    MUST,
-    level="correct",
-    needs=BOTH,
-    source=CONTRACT,
-    worlds=(1, 2),
-)
+@clause("checkpoint.content.model", source=CONTRACT)
 @pytest.mark.parametrize(
     "toy", ["ragged", "tied", "frozen", "buffers", "mixed", "double", "strided"]
 )
@@ -79,11 +72,7 @@ def test_parameters_and_buffers_come_back(world, toy):
 
 @clause(
     "checkpoint.content.optimizer",
-    MUST,
-    level="correct",
-    needs=BOTH,
     source="KempnerForge pull request 115 (moments lost); build-nanogpt keeps none at all",
-    worlds=(1, 2),
 )
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum", "sgd"])
 def test_optimizer_state_comes_back(world, optimizer):
@@ -97,14 +86,7 @@ def test_optimizer_state_comes_back(world, optimizer):
     compare(ranks, "optimizer", quantity="saved optimizer state", given=f"optimizer {optimizer!r}")
 
 
-@clause(
-    "checkpoint.content.loader",
-    MUST,
-    level="correct",
-    needs=BOTH,
-    source="torchtitan issues 291 and 811; nanoGPT issue 467",
-    worlds=(1, 2),
-)
+@clause("checkpoint.content.loader", source="torchtitan issues 291 and 811; nanoGPT issue 467")
 def test_the_loaders_place_comes_back(world):
     """A load MUST give the loader the state that it had when it was saved.
 
@@ -118,9 +100,6 @@ def test_the_loaders_place_comes_back(world):
 
 @clause(
     "checkpoint.content.random-state",
-    MUST,
-    level="correct",
-    needs=BOTH,
     source=CONTRACT + "; torchtitan pull request 409: one key for all ranks keeps one rank's",
     worlds=(1, 2, 3),
 )
@@ -137,11 +116,7 @@ def test_every_ranks_generators_come_back(world):
 
 @clause(
     "checkpoint.content.step",
-    MUST,
-    level="correct",
-    needs=BOTH,
     source="contract; a course's trainer saves the step before it counts it",
-    worlds=(1, 2),
 )
 def test_the_step_is_that_of_the_save(world):
     """A load MUST return the step that was given to the save, on every rank."""
@@ -166,11 +141,7 @@ def trained_after_load(ctx, directory):
 
 @clause(
     "checkpoint.content.reaches-live-objects",
-    MUST,
-    level="correct",
-    needs=BOTH,
     source="contract: values go into the parameters and optimizer that are given",
-    worlds=(1, 2),
 )
 def test_what_is_loaded_is_what_trains(world):
     """After a load the model's own Parameter objects MUST hold the values and go on training.
@@ -205,10 +176,8 @@ def loaded_twice(ctx, directory):
 
 @clause(
     "checkpoint.content.shares-no-memory",
-    MUST,
-    level="correct",
-    needs=BOTH,
     source="contract: the training that goes on has no effect on a save",
+    worlds=(2,),
 )
 def test_loaded_values_are_nobody_elses(world):
     """What is loaded MUST share no memory with the run that saved or with another that loaded."""
@@ -234,11 +203,7 @@ def trained(ctx, directory, steps, saves):
 
 @clause(
     "checkpoint.save.changes-nothing",
-    MUST,
-    level="correct",
-    needs=BOTH,
     source="torch issue 164929: a cold AdamW's first step becomes its second",
-    worlds=(1, 2),
 )
 def test_saving_leaves_no_trace_in_training(world):
     """A run that saves, also before its first step, MUST end like one that does not.

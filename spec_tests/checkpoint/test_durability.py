@@ -16,11 +16,11 @@ import pytest
 
 from spec_tests.checkpoint.disk import CrashImages, contents, damaged, folder, full_disk
 from spec_tests.checkpoint.trainee import Trainee
-from spec_tests.clause import MUST, SHOULD, clause
+from spec_tests.clause import clauses
 from spec_tests.laws import durability, refusal
 from spec_tests.rig import judge
 
-BOTH = ("save_checkpoint", "load_checkpoint")
+clause = clauses(needs=("save_checkpoint", "load_checkpoint"), level="correct", worlds=(1,))
 CRASH = "Lightning issues 688 and 19970, prime-rl pull request 2992; Pillai et al. 2014 (ALICE)"
 
 
@@ -50,14 +50,7 @@ def old_or_new(rank, newer_step):
     durability.one_of([rank["final"]], newer)
 
 
-@clause(
-    "checkpoint.crash.old-or-new",
-    MUST,
-    level="correct",
-    needs=BOTH,
-    source=CRASH,
-    worlds=(1,),
-)
+@clause("checkpoint.crash.old-or-new", source=CRASH)
 def test_a_save_killed_at_any_moment_leaves_the_older_one(world):
     """A save killed at any moment MUST leave a folder that loads the older save or the new one."""
     with folder() as directory:
@@ -68,11 +61,7 @@ def test_a_save_killed_at_any_moment_leaves_the_older_one(world):
 
 @clause(
     "checkpoint.crash.same-step-again",
-    MUST,
-    level="correct",
-    needs=BOTH,
     source=CRASH + "; torch.distributed.checkpoint saves over what is there, tensor by tensor",
-    worlds=(1,),
 )
 def test_saving_a_step_again_never_tears(world):
     """A step saved again and killed at any moment MUST load as it was or as it is, never mixed.
@@ -122,9 +111,6 @@ FULL = pytest.mark.parametrize("after_bytes", [0, 5000])
 
 @clause(
     "checkpoint.failure.on-all-ranks",
-    MUST,
-    level="correct",
-    needs=BOTH,
     source="torch issue 143536; contract: a failure on any rank is an error on all",
     worlds=(2,),
 )
@@ -143,14 +129,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(world, after_bytes, full):
     )
 
 
-@clause(
-    "checkpoint.failure.is-reported",
-    MUST,
-    level="correct",
-    needs=BOTH,
-    source="contract: complete, or nothing",
-    worlds=(1, 2),
-)
+@clause("checkpoint.failure.is-reported", source="contract: complete, or nothing", worlds=(1, 2))
 def test_a_save_that_nobody_could_write_raises(world):
     """A save MUST raise where no rank can write."""
     with folder() as directory:
@@ -161,14 +140,7 @@ def test_a_save_that_nobody_could_write_raises(world):
     )
 
 
-@clause(
-    "checkpoint.failure.keeps-older",
-    MUST,
-    level="correct",
-    needs=BOTH,
-    source=CRASH,
-    worlds=(1, 2),
-)
+@clause("checkpoint.failure.keeps-older", source=CRASH, worlds=(1, 2))
 @FULL
 def test_after_a_failed_save_the_older_one_loads(world, after_bytes):
     """After a save that raised, the older one MUST load; after one that did not, the new one."""
@@ -188,9 +160,6 @@ def test_after_a_failed_save_the_older_one_loads(world, after_bytes):
 
 @clause(
     "checkpoint.failure.next-save-works",
-    MUST,
-    level="correct",
-    needs=BOTH,
     source="speechturn issue 15: what a killed save left behind is in the way of the next one",
     worlds=(1, 2),
 )
@@ -232,14 +201,7 @@ def whole_or_refused(rank):
     )
 
 
-@clause(
-    "checkpoint.damage.never-in-part",
-    MUST,
-    level="correct",
-    needs=BOTH,
-    source=CRASH,
-    worlds=(1,),
-)
+@clause("checkpoint.damage.never-in-part", source=CRASH)
 def test_a_damaged_save_is_never_loaded_in_part(world):
     """With a file cut, emptied or missing, a load MUST find a whole save or raise."""
     with folder() as directory:
@@ -250,11 +212,8 @@ def test_a_damaged_save_is_never_loaded_in_part(world):
 
 @clause(
     "checkpoint.damage.older-is-used",
-    SHOULD,
     level="production",
-    needs=BOTH,
     source="torchtitan looks for the newest folder that has its metadata",
-    worlds=(1,),
 )
 def test_with_a_damaged_newest_the_older_save_is_used(world):
     """With a file of the newest save cut, emptied or missing, a load SHOULD use the one before."""
@@ -269,11 +228,8 @@ def test_with_a_damaged_newest_the_older_save_is_used(world):
 
 @clause(
     "checkpoint.damage.flipped-bit-is-noticed",
-    SHOULD,
     level="production",
-    needs=BOTH,
     source="torch.load does not look at the check sums that torch.save wrote",
-    worlds=(1,),
 )
 def test_a_flipped_bit_is_noticed(world):
     """With a bit flipped in a file, a load SHOULD find a whole save or raise."""

@@ -14,10 +14,10 @@ import pytest
 
 from spec_tests.checkpoint.disk import folder
 from spec_tests.checkpoint.trainee import Trainee, part
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.rig import judge
 
-BOTH = ("save_checkpoint", "load_checkpoint")
+clause = clauses(needs=("save_checkpoint", "load_checkpoint"), level="correct")
 CONTRACT = "contract: by the plain model's names, at any world size"
 
 
@@ -45,14 +45,7 @@ def same_under_both(world, saver, loader):
     )
 
 
-@clause(
-    "checkpoint.names.across-own-wrappers",
-    MUST,
-    level="correct",
-    judges=("ddp", "ddp_bucketed"),
-    needs=BOTH,
-    source=CONTRACT,
-)
+@clause("checkpoint.names.across-own-wrappers", judges=("ddp", "ddp_bucketed"), source=CONTRACT)
 @pytest.mark.parametrize("direction", ["to-plain", "from-plain"])
 def test_wrapped_and_plain_models_load_each_others(world, subject, direction):
     """What is saved under the implementation's wrapper MUST load plain, and the other way round."""
@@ -62,9 +55,6 @@ def test_wrapped_and_plain_models_load_each_others(world, subject, direction):
 
 @clause(
     "checkpoint.names.across-torch-wrapper",
-    MUST,
-    level="correct",
-    needs=BOTH,
     source=CONTRACT + "; the `module.` prefix of DistributedDataParallel's state_dict",
 )
 @pytest.mark.parametrize("direction", ["to-plain", "from-plain"])
@@ -88,9 +78,7 @@ def in_other_groups(ctx, directory):
 
 @clause(
     "checkpoint.names.optimizer-by-parameter",
-    MUST,
     level="production",
-    needs=BOTH,
     source="torch.distributed.checkpoint.state_dict: state keyed by name; torch issue 126948",
 )
 def test_optimizer_state_follows_the_parameters_name(world):
@@ -125,9 +113,6 @@ def load_only(ctx, directory):
 
 @clause(
     "checkpoint.world-size.any",
-    MUST,
-    level="correct",
-    needs=BOTH,
     source=CONTRACT + "; torchtitan issue 1136, Lightning issue 16815",
     worlds=(1, 2, 3),
 )
@@ -174,9 +159,7 @@ def from_elsewhere(ctx, directory, how):
 
 @clause(
     "checkpoint.place.any",
-    MUST,
     level="production",
-    needs=BOTH,
     source="paths inside a checkpoint are relative to it, as torch.distributed.checkpoint's are",
     worlds=(1, 2),
 )

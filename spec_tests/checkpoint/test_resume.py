@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from spec_tests.checkpoint.disk import folder
 from spec_tests.checkpoint.trainee import Trainee, part
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.rig import judge
 from spec_tests.rig.symptoms import Hint
 
-BOTH = ("save_checkpoint", "load_checkpoint")
+clause = clauses(needs=("save_checkpoint", "load_checkpoint"), level="correct", worlds=(2, 3))
 TWIN = "the twin run; KempnerForge pull request 115, Megatron issue 7468, torchtitan issue 811"
 STEPS = 4
 
@@ -53,14 +53,7 @@ def equal_to_the_whole(ranks, stops, given):
         )
 
 
-@clause(
-    "checkpoint.resume.equals-uninterrupted",
-    MUST,
-    level="correct",
-    needs=BOTH,
-    source=TWIN,
-    worlds=(1, 2),
-)
+@clause("checkpoint.resume.equals-uninterrupted", source=TWIN, worlds=(1, 2))
 def test_a_run_stopped_at_any_step_ends_like_one_that_was_not(world):
     """A run that is stopped, at any step, and loaded MUST end with the uninterrupted run's bits."""
     stops = range(STEPS + 1)
@@ -70,15 +63,7 @@ def test_a_run_stopped_at_any_step_ends_like_one_that_was_not(world):
     equal_to_the_whole(ranks, stops, "DistributedDataParallel")
 
 
-@clause(
-    "checkpoint.resume.wrapped",
-    MUST,
-    level="correct",
-    judges=("ddp", "ddp_bucketed"),
-    needs=BOTH,
-    source=TWIN,
-    worlds=(2, 3),
-)
+@clause("checkpoint.resume.wrapped", judges=("ddp", "ddp_bucketed"), source=TWIN)
 def test_a_wrapped_run_goes_on_as_if_it_had_not_stopped(world, subject):
     """A run of the implementation's own wrapper MUST resume with the uninterrupted run's bits.
 
@@ -108,11 +93,7 @@ def buffers_after_load(ctx, directory):
 
 @clause(
     "checkpoint.resume.buffers-of-first-rank",
-    MUST,
-    level="correct",
-    needs=BOTH,
     source="DistributedDataParallel takes the first rank's buffers before each forward; contract",
-    worlds=(2, 3),
 )
 def test_where_buffers_differ_the_first_ranks_are_loaded(world):
     """Where replicas' buffers differ, a load MUST bring back the first rank's, all of them.

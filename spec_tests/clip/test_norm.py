@@ -14,19 +14,19 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.clip import layouts
 from spec_tests.clip.layouts import EMPTY_SHARDS, HYBRID, MIXED, PLAIN, SHARDED, clip
 from spec_tests.laws import refusal, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.symptoms import Hint
 
-CLIP = ("clip_grad_norm_",)
+clause = clauses(needs=("clip_grad_norm_",), level="correct", worlds=(2, 3))
 ISSUES = "torchtitan issues 19 and 766; PyTorch's test_fully_shard_clip_grad_norm_"
 
 
 def is_global(ranks, layout, order=2.0, given=""):
-    """Every rank was told the norm of the whole gradient."""
+    """Every rank must have got the norm of the whole gradient."""
     __tracebackhide__ = True
     size = len(ranks)
     replicated = {name: how for name, how in layout.items() if how in ("plain", "replicate")}
@@ -49,33 +49,21 @@ def _counted(layout, replicated, size):
     return {"norm": (layouts.norm(layout).square() + (size - 1) * copies.square()).sqrt()}
 
 
-@clause("clip.norm.global", MUST, level="correct", needs=CLIP, source=ISSUES, worlds=(2, 3))
+@clause("clip.norm.global", source=ISSUES)
 def test_the_norm_is_that_of_the_whole_gradient(world):
     """With sharded gradients every rank MUST get the norm of the whole gradient."""
     is_global(world.run(clip, SHARDED), SHARDED)
 
 
-@clause(
-    "clip.norm.orders",
-    MUST,
-    level="correct",
-    needs=CLIP,
-    source="torch.nn.utils.clip_grad_norm_, norm_type; torchrec issue 3199",
-    worlds=(2, 3),
-)
+@clause("clip.norm.orders", source="torch.nn.utils.clip_grad_norm_, norm_type; torchrec issue 3199")
 @pytest.mark.parametrize("order", [1.0, 3.0, math.inf])
 def test_every_order_is_combined_as_it_must_be(world, order):
-    """For p = 1, 3 and infinity the parts MUST be combined as that norm demands."""
+    """For p = 1, 3 and infinity the ranks' parts MUST be combined by the formula of the p-norm."""
     is_global(world.run(clip, SHARDED, order=order), SHARDED, order)
 
 
 @clause(
-    "clip.norm.empty-shards",
-    MUST,
-    level="correct",
-    needs=CLIP,
-    source="torchrec issues 3809 and 3891; pytorch pull request 173238",
-    worlds=(2, 3),
+    "clip.norm.empty-shards", source="torchrec issues 3809 and 3891; pytorch pull request 173238"
 )
 @pytest.mark.parametrize("order", [2.0, math.inf])
 def test_a_rank_with_an_empty_shard_takes_part(world, order):
@@ -85,11 +73,7 @@ def test_a_rank_with_an_empty_shard_takes_part(world, order):
 
 @clause(
     "clip.norm.replicated-once",
-    MUST,
-    level="correct",
-    needs=CLIP,
     source="torch.nn.utils.clip_grad_norm_ after DistributedDataParallel; pytorch issue 88955",
-    worlds=(2, 3),
 )
 def test_replicated_gradients_count_once(world):
     """Gradients that all ranks hold MUST count once, not once per rank."""
@@ -98,9 +82,6 @@ def test_replicated_gradients_count_once(world):
 
 @clause(
     "clip.norm.replicated-axes-once",
-    MUST,
-    level="correct",
-    needs=CLIP,
     source="hyper-parallel issue 526, VeOmni issue 184: hybrid sharding",
     worlds=(4,),
 )
@@ -111,11 +92,7 @@ def test_an_axis_of_replicas_counts_once(world):
 
 @clause(
     "clip.norm.mixed",
-    MUST,
-    level="correct",
-    needs=CLIP,
     source="contract: replicated, sharded and mixed; PyTorch refuses tensors beside DTensors",
-    worlds=(2, 3),
 )
 def test_plain_and_sharded_gradients_count_together_or_are_refused(world):
     """Plain gradients beside sharded ones MUST count once each, or be refused with an error."""
@@ -127,10 +104,8 @@ def test_plain_and_sharded_gradients_count_together_or_are_refused(world):
 
 @clause(
     "clip.norm.absent-gradients",
-    MUST,
-    level="correct",
-    needs=CLIP,
     source="torch.nn.utils.clip_grad_norm_: None is left out",
+    worlds=(2,),
 )
 def test_a_parameter_without_a_gradient_counts_nothing(world):
     """A parameter whose gradient is None MUST count nothing and keep None."""
@@ -150,11 +125,7 @@ def at_scales(ctx):
 
 @clause(
     "clip.norm.plain-and-equal",
-    MUST,
-    level="correct",
-    needs=CLIP,
     source="contract: a plain tensor, equal on all ranks; miles_diffusion issue 35",
-    worlds=(2, 3),
 )
 def test_all_ranks_get_the_same_bits_in_a_plain_tensor(world):
     """The norm MUST be a plain tensor with equal bits on all ranks.
@@ -180,10 +151,8 @@ def any_iterable(ctx):
 
 @clause(
     "clip.norm.any-iterable",
-    MUST,
-    level="correct",
-    needs=CLIP,
     source="torch.nn.utils.clip_grad_norm_: an iterable of tensors or a single tensor",
+    worlds=(2,),
 )
 def test_it_takes_a_tensor_or_any_iterable(world):
     """A tensor, a generator and a list MUST be taken alike: `parameters()` is a generator."""
@@ -199,14 +168,11 @@ def test_it_takes_a_tensor_or_any_iterable(world):
 
 @clause(
     "clip.traffic.one-number",
-    MUST,
     level="production",
-    needs=CLIP,
     source="measured: PyTorch sends one scalar for all parameters",
-    worlds=(2, 3),
 )
 def test_one_small_message_is_sent(world):
-    """With sharded gradients one collective MUST do, of a few numbers."""
+    """With sharded gradients one collective of a few numbers MUST be enough."""
     ranks = world.run(clip, EMPTY_SHARDS)
 
     for rank, seen in enumerate(ranks):
@@ -221,10 +187,9 @@ def test_one_small_message_is_sent(world):
 
 @clause(
     "clip.traffic.replicated-sends-nothing",
-    MUST,
     level="production",
-    needs=CLIP,
     source="after data parallelism every rank has the whole gradient",
+    worlds=(2,),
 )
 def test_nothing_is_sent_for_replicated_gradients(world):
     """Where all gradients are plain nothing MUST be sent: every rank has them all."""
@@ -245,12 +210,10 @@ def of_many_elements(ctx):
 
 @clause(
     "clip.norm.of-many-elements",
-    MUST,
     level="production",
-    needs=CLIP,
     source="torch.linalg.vector_norm on a CPU: 0.3 % are missing at 38 million elements",
-    transports=("gloo", "sim"),
     worlds=(1,),
+    transports=("gloo", "sim"),
 )
 def test_the_norm_of_a_large_gradient_is_right_in_six_digits(world):
     """The norm of two million elements MUST be right to one in a million.

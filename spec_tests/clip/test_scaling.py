@@ -9,13 +9,13 @@ import math
 
 import pytest
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.clip import layouts
 from spec_tests.clip.layouts import EMPTY_SHARDS, PLAIN, SHARDED, clip
 from spec_tests.rig import judge
 from spec_tests.rig.symptoms import Hint
 
-CLIP = ("clip_grad_norm_",)
+clause = clauses(needs=("clip_grad_norm_",), level="correct", worlds=(2, 3))
 TORCH = "torch.nn.utils.clip_grad_norm_"
 
 
@@ -32,7 +32,7 @@ def gradients_are(ranks, layout, factor, within, hints=()):
     )
 
 
-@clause("clip.scaling.factor", MUST, level="correct", needs=CLIP, source=TORCH, worlds=(2, 3))
+@clause("clip.scaling.factor", source=TORCH)
 @pytest.mark.parametrize("layout", [SHARDED, PLAIN], ids=["sharded", "replicated"])
 def test_all_gradients_shrink_by_the_same_factor(world, layout):
     """Gradients of a larger norm MUST be scaled by max_norm / norm, all by the same factor."""
@@ -54,7 +54,7 @@ def test_all_gradients_shrink_by_the_same_factor(world, layout):
     )
 
 
-@clause("clip.scaling.untouched-below", MUST, level="correct", needs=CLIP, source=TORCH)
+@clause("clip.scaling.untouched-below", source=TORCH, worlds=(2,))
 @pytest.mark.parametrize("layout", [EMPTY_SHARDS, PLAIN], ids=["sharded", "replicated"])
 def test_small_gradients_stay_as_they_are(world, layout):
     """Gradients of a smaller norm MUST keep their bits: nothing is scaled up to `max_norm`."""
@@ -63,14 +63,7 @@ def test_small_gradients_stay_as_they_are(world, layout):
     gradients_are(ranks, layout, 1.0, None)
 
 
-@clause(
-    "clip.nonfinite.agreed",
-    MUST,
-    level="correct",
-    needs=CLIP,
-    source="Megatron-LM issue 5529; pytorch issue 73405",
-    worlds=(2, 3),
-)
+@clause("clip.nonfinite.agreed", source="Megatron-LM issue 5529; pytorch issue 73405")
 @pytest.mark.parametrize("poison", [math.nan, math.inf], ids=["nan", "inf"])
 def test_a_norm_that_is_no_number_is_none_on_all_ranks(world, poison):
     """Where one rank's part is NaN or infinite, the norm MUST be so on all ranks.
@@ -88,12 +81,7 @@ def test_a_norm_that_is_no_number_is_none_on_all_ranks(world, poison):
 
 
 @clause(
-    "clip.nonfinite.largest-of-nan",
-    MUST,
-    level="correct",
-    needs=CLIP,
-    source="a maximum over ranks may lose a NaN, a sum does not",
-    worlds=(2, 3),
+    "clip.nonfinite.largest-of-nan", source="a maximum over ranks may lose a NaN, a sum does not"
 )
 @pytest.mark.parametrize("poisoned", [0, 1])
 def test_the_largest_of_nan_is_nan(world, poisoned):
@@ -108,14 +96,7 @@ def test_the_largest_of_nan_is_nan(world, poisoned):
     )
 
 
-@clause(
-    "clip.nonfinite.error-on-all-ranks",
-    MUST,
-    level="correct",
-    needs=CLIP,
-    source=TORCH + ", error_if_nonfinite",
-    worlds=(2, 3),
-)
+@clause("clip.nonfinite.error-on-all-ranks", source=TORCH + ", error_if_nonfinite")
 def test_asked_to_raise_it_raises_on_all_ranks(world):
     """With `error_if_nonfinite` all ranks MUST raise, whichever has the NaN."""
     ranks = world.run(clip, SHARDED, max_norm=1.0, poisoned=1, error_if_nonfinite=True)
@@ -129,15 +110,9 @@ def test_asked_to_raise_it_raises_on_all_ranks(world):
     )
 
 
-@clause(
-    "clip.nonfinite.error-scales-nothing",
-    MUST,
-    level="correct",
-    needs=CLIP,
-    source=TORCH + ", error_if_nonfinite",
-)
+@clause("clip.nonfinite.error-scales-nothing", source=TORCH + ", error_if_nonfinite", worlds=(2,))
 def test_where_it_raises_nothing_is_scaled(world):
-    """Where it raises, gradients MUST be as they were: a caller may look at them, or skip."""
+    """Where clipping raises, gradients MUST be unchanged: a caller may inspect them, or skip."""
     ranks = world.run(clip, SHARDED, max_norm=1.0, poisoned=1, error_if_nonfinite=True)
 
     names = [name for name in SHARDED if name != "a"]
@@ -148,15 +123,9 @@ def test_where_it_raises_nothing_is_scaled(world):
     )
 
 
-@clause(
-    "clip.nonfinite.finite-is-no-error",
-    MUST,
-    level="correct",
-    needs=CLIP,
-    source=TORCH + ", error_if_nonfinite",
-)
+@clause("clip.nonfinite.finite-is-no-error", source=TORCH + ", error_if_nonfinite", worlds=(2,))
 def test_a_finite_norm_is_no_error(world):
-    """With `error_if_nonfinite` and a finite norm it MUST clip as it does without."""
+    """With `error_if_nonfinite` and a finite norm, clipping MUST be the same as without it."""
     ranks = world.run(clip, PLAIN, max_norm=1e9, error_if_nonfinite=True)
 
     judge.equal([rank["error"] for rank in ranks], "", quantity="error")

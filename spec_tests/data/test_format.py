@@ -1,4 +1,4 @@
-"""Format: what stands in the file arrives, as int64, and nothing the caller does comes back to it.
+"""Format: the file's tokens arrive as int64, and nothing that the caller does changes the file.
 
 A token is a uint16 and a batch is int64: whoever reads int16 on the way turns half of a large
 vocabulary negative. A batch that is a view of the file or of a reused buffer changes under the
@@ -7,10 +7,12 @@ caller's hands. The format is Karpathy's (llm.c, dev/data/data_common.py).
 
 from __future__ import annotations
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.data.reading import CONTRACT, LOADER, Layout, files_of, folder_of, open_loader
 from spec_tests.laws import stream
 from spec_tests.rig import judge, shards
+
+clause = clauses(judges=LOADER, level="correct", worlds=(1,))
 
 SMALL = Layout((30, 21), sequence_length=4, batch_size=2)
 
@@ -22,14 +24,7 @@ def described(ctx, layout):
     return sorted({(str(t.dtype), tuple(t.shape)) for t in tensors})
 
 
-@clause(
-    "data.format.int64-of-batch-and-length",
-    MUST,
-    level="course",
-    judges=LOADER,
-    worlds=(1,),
-    source=CONTRACT,
-)
+@clause("data.format.int64-of-batch-and-length", level="course", source=CONTRACT)
 def test_batches_are_int64_of_the_asked_shape(world, subject):
     """Inputs and targets MUST be int64 tensors of shape [batch_size, sequence_length].
 
@@ -54,10 +49,6 @@ def read_ids(ctx, ids):
 
 @clause(
     "data.format.every-id",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
     source="llm.c data_common.py: uint16 tokens; 65535 is used as a marker there",
 )
 def test_every_id_of_the_format_arrives_as_written(world, subject):
@@ -95,12 +86,7 @@ def overwritten(ctx, layout):
 
 
 @clause(
-    "data.format.batches-own-their-memory",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
-    source=CONTRACT + "; torch.from_numpy over a memory map",
+    "data.format.batches-own-their-memory", source=CONTRACT + "; torch.from_numpy over a memory map"
 )
 def test_writing_into_a_batch_changes_nothing_else(world, subject):
     """Writing into a batch MUST change no other tensor, no later pass and no file.
@@ -140,10 +126,6 @@ def files_after(ctx, layout):
 
 @clause(
     "data.format.files-are-only-read",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
     source="torch.from_file(shared=True) makes a file as long as it is told to",
 )
 def test_reading_leaves_the_files_as_they_were(world, subject):
@@ -174,10 +156,7 @@ def far_away(ctx, count, ids):
 
 @clause(
     "data.format.beyond-two-gigabytes",
-    MUST,
     level="production",
-    judges=LOADER,
-    worlds=(1,),
     source="llm.c pull request 828: an offset cast to int; count * 2 in int32",
 )
 def test_tokens_beyond_two_gigabytes_are_found(world, subject):

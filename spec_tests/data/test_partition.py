@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.data.reading import (
     CONTRACT,
     LOADER,
@@ -20,6 +20,8 @@ from spec_tests.data.reading import (
 )
 from spec_tests.laws import stream
 from spec_tests.rig import judge
+
+clause = clauses(judges=LOADER, level="correct", worlds=(1,))
 
 NANOGPT = "build-nanogpt DataLoaderLite and llm.c train_gpt2.py; build-nanogpt pull request 109"
 
@@ -38,14 +40,7 @@ def some_on_every_rank(streams, layout):
     judge.holds(not empty, f"expected batches, got none on ranks {empty}", given=str(layout))
 
 
-@clause(
-    "data.partition.shifted-by-one",
-    MUST,
-    level="course",
-    judges=LOADER,
-    worlds=(1,),
-    source=CONTRACT,
-)
+@clause("data.partition.shifted-by-one", level="course", source=CONTRACT)
 @pytest.mark.parametrize("length", [1, 4, 7])
 def test_the_target_is_the_next_token(world, subject, length):
     """Every target MUST be the token after its input in the file, in the last column too.
@@ -65,14 +60,7 @@ def test_the_target_is_the_next_token(world, subject, length):
     judge.holds(bool(ranks[0][0]), "expected at least one batch, got none")
 
 
-@clause(
-    "data.partition.sequences-in-order",
-    MUST,
-    level="course",
-    judges=LOADER,
-    worlds=(1,),
-    source=CONTRACT,
-)
+@clause("data.partition.sequences-in-order", level="course", source=CONTRACT)
 def test_one_rank_reads_a_shard_from_front_to_back(world, subject):
     """Alone, a rank MUST read sequence after sequence, each beginning where the last one ended."""
     layout = Layout((50,), sequence_length=5, batch_size=2)
@@ -83,10 +71,7 @@ def test_one_rank_reads_a_shard_from_front_to_back(world, subject):
 
 @clause(
     "data.partition.ranks-differ",
-    MUST,
     level="course",
-    judges=LOADER,
-    worlds=(1,),
     source="the loss of W ranks with the same data falls as well; mlcommons/training issue 625",
 )
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -113,14 +98,7 @@ def test_no_sequence_is_read_by_two_ranks_or_twice(world, subject, size):
             )
 
 
-@clause(
-    "data.partition.sequences-stay-in-a-shard",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
-    source=CONTRACT,
-)
+@clause("data.partition.sequences-stay-in-a-shard", source=CONTRACT)
 @pytest.mark.parametrize("length", [4, 5])
 def test_no_sequence_crosses_from_one_shard_into_the_next(world, subject, length):
     """A sequence and its targets MUST lie in one shard; what is left of a shard is not used."""
@@ -130,14 +108,7 @@ def test_no_sequence_crosses_from_one_shard_into_the_next(world, subject, length
     judged(ranks[0], layout)
 
 
-@clause(
-    "data.partition.global-order",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
-    source=CONTRACT,
-)
+@clause("data.partition.global-order", source=CONTRACT)
 @given(layout=layouts())
 @example(layout=Layout((100, 100), 8, 1, 2))
 @example(layout=Layout((129,), 64, 1, 2))
@@ -153,14 +124,7 @@ def test_batch_and_rank_say_which_sequences_are_read(world, subject, layout):
     judged(ranks[0], layout)
 
 
-@clause(
-    "data.partition.ranks-change-shard-together",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
-    source=NANOGPT,
-)
+@clause("data.partition.ranks-change-shard-together", source=NANOGPT)
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_are_in_the_same_window_of_the_order(world, subject, size):
     """At every step all ranks together MUST read the next W * B sequences, also at a shard's end.
@@ -186,10 +150,6 @@ def test_all_ranks_are_in_the_same_window_of_the_order(world, subject, size):
 
 @clause(
     "data.partition.equally-many-batches",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
     source="datasets split_dataset_by_node gives 6, 6, 5; torch join exists because of it",
 )
 @given(layout=layouts())
@@ -229,10 +189,6 @@ def at_sizes(ctx, layout, batch_sizes):
 
 @clause(
     "data.partition.any-world-size",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
     source="torch streaming's elastic determinism; a course's baseline and distributed loader",
 )
 @given(layout=layouts().map(lambda drawn: Layout(drawn.lengths, drawn.sequence_length, 12, 1)))
@@ -260,14 +216,7 @@ def test_the_same_global_batches_at_every_world_size(world, subject, layout):
         )
 
 
-@clause(
-    "data.partition.short-shards",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
-    source=CONTRACT,
-)
+@clause("data.partition.short-shards", source=CONTRACT)
 @pytest.mark.parametrize("position", ["first", "between", "last"])
 def test_a_shard_too_short_for_a_sequence_contributes_nothing(world, subject, position):
     """A shard of at most sequence_length tokens MUST contribute nothing and end nothing."""

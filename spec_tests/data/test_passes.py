@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 
-from spec_tests.clause import MUST, SHOULD, clause
+from spec_tests.clause import clauses
 from spec_tests.data.reading import CONTRACT, LOADER, Layout, files_of, open_loader, take
 from spec_tests.laws import stream
+
+clause = clauses(judges=LOADER, level="correct", worlds=(1,))
 
 
 def in_given_order(ctx, layout, order):
@@ -20,12 +22,7 @@ def in_given_order(ctx, layout, order):
 
 
 @clause(
-    "data.partition.callers-order",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
-    source=CONTRACT + "; sorted() over strings puts 10 before 9",
+    "data.partition.callers-order", source=CONTRACT + "; sorted() over strings puts 10 before 9"
 )
 def test_files_are_read_in_the_callers_order(world, subject):
     """Files MUST be read in the caller's order, whatever their names, dates or sizes."""
@@ -46,16 +43,9 @@ def three_passes(ctx, layout):
         return [first, take(loader, layout.limit)]
 
 
-@clause(
-    "data.partition.one-pass-per-iter",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
-    source=CONTRACT,
-)
+@clause("data.partition.one-pass-per-iter", source=CONTRACT)
 def test_every_iter_is_one_pass_from_the_start(world, subject):
-    """Each `iter` MUST give one pass and end; the next one MUST start anew, the last one left."""
+    """Each `iter` MUST give one pass and end; the next starts anew, even if the last was left."""
     layout = Layout((31, 22), sequence_length=4, batch_size=2)
     ranks = world.run(three_passes, layout)
 
@@ -65,7 +55,7 @@ def test_every_iter_is_one_pass_from_the_start(world, subject):
 
 
 def own_stream(ctx, layout, *, explicit):
-    """What this live rank reads, told by its environment or, against it, by arguments."""
+    """What this live rank reads, placed by its environment or by arguments that override it."""
     numbers = {"rank": 0, "world_size": 1} if explicit else {}
     with files_of(ctx, layout.lengths) as paths:
         loader = ctx.impl.token_loader(
@@ -79,11 +69,8 @@ def own_stream(ctx, layout, *, explicit):
 
 @clause(
     "data.partition.rank-from-environment",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1, 2, 3),
     source=CONTRACT + "; torchrun sets RANK and WORLD_SIZE",
+    worlds=(1, 2, 3),
 )
 def test_live_ranks_read_their_own_part(world, subject):
     """Without arguments a rank MUST read the part that RANK and WORLD_SIZE say is its own."""
@@ -93,14 +80,7 @@ def test_live_ranks_read_their_own_part(world, subject):
     stream.same(ranks, layout.expected(), given="RANK and WORLD_SIZE set, no arguments")
 
 
-@clause(
-    "data.partition.arguments-win",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(2,),
-    source=CONTRACT,
-)
+@clause("data.partition.arguments-win", source=CONTRACT, worlds=(2,))
 def test_arguments_win_over_the_environment(world, subject):
     """An explicit rank and world_size MUST win over RANK and WORLD_SIZE.
 
@@ -123,10 +103,7 @@ def interleaved(ctx, layout):
 
 @clause(
     "data.partition.independent-passes",
-    SHOULD,
     level="production",
-    judges=LOADER,
-    worlds=(1,),
     source="iterators of a Python sequence do not disturb each other",
 )
 def test_two_passes_at_a_time_do_not_disturb_each_other(world, subject):

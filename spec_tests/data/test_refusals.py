@@ -14,10 +14,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from spec_tests.clause import MUST, SHOULD, clause
+from spec_tests.clause import clauses
 from spec_tests.data.reading import CONTRACT, LOADER, files_of, folder_of
 from spec_tests.laws import refusal
 from spec_tests.rig import judge, shards
+
+clause = clauses(judges=LOADER, level="correct", worlds=(1,))
 
 TIMEOUT_S = 10.0  # none of this reads more than a header
 LENGTH = 40
@@ -69,10 +71,6 @@ def refused(ranks, given, *, kinds=("ValueError",)):
 
 @clause(
     "data.refusal.bad-arguments",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
     source=CONTRACT + "; a course's loader loops for ever when rank >= world_size",
 )
 @pytest.mark.parametrize("argument", BAD_ARGUMENTS)
@@ -88,14 +86,7 @@ def without_files(ctx):
     return opened(ctx, [])
 
 
-@clause(
-    "data.refusal.no-files",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
-    source=CONTRACT + "; a glob that matches nothing",
-)
+@clause("data.refusal.no-files", source=CONTRACT + "; a glob that matches nothing")
 def test_an_empty_list_of_files_is_refused(world, subject):
     """An empty list of files MUST be a ValueError: a glob that matches nothing is no data set."""
     ranks = world.run(without_files, timeout_s=TIMEOUT_S)
@@ -114,10 +105,6 @@ def in_environment(ctx, variables):
 
 @clause(
     "data.refusal.half-an-environment",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
     source=CONTRACT + "; a course's loader reads the two independently",
 )
 @pytest.mark.parametrize("variables", ["RANK", "WORLD_SIZE"])
@@ -133,14 +120,7 @@ def test_rank_without_world_size_is_refused(world, subject, variables):
     refused(ranks, f"{variables}={value} alone in the environment")
 
 
-@clause(
-    "data.refusal.neither-is-one-rank",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
-    source=CONTRACT,
-)
+@clause("data.refusal.neither-is-one-rank", source=CONTRACT)
 def test_without_both_variables_there_is_one_rank(world, subject):
     """With neither RANK nor WORLD_SIZE set, a loader MUST be made: a baseline is one process."""
     ranks = world.run(in_environment, {}, timeout_s=TIMEOUT_S)
@@ -158,10 +138,6 @@ def with_damage(ctx, damage, *, first):
 
 @clause(
     "data.refusal.bad-files",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
     source=CONTRACT + "; llm.c checks magic, version and exact size when it opens a file",
 )
 @pytest.mark.parametrize("damage", list(shards.DAMAGES))
@@ -176,14 +152,7 @@ def test_a_bad_file_is_refused_at_construction(world, subject, damage):
     refused(ranks, f"damage {damage!r}")
 
 
-@clause(
-    "data.refusal.no-file-there",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
-    source=CONTRACT,
-)
+@clause("data.refusal.no-file-there", source=CONTRACT)
 @pytest.mark.parametrize("damage", shards.NO_FILES)
 def test_a_path_without_a_file_is_refused_at_construction(world, subject, damage):
     """A missing file or a directory MUST be an error at construction: ValueError, or OSError."""
@@ -201,14 +170,7 @@ def with_length(ctx, size):
         return opened(ctx, [path])
 
 
-@clause(
-    "data.refusal.any-other-size",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
-    source=CONTRACT + ": the file ends there",
-)
+@clause("data.refusal.any-other-size", source=CONTRACT + ": the file ends there")
 @given(size=st.integers(0, shards.HEADER_BYTES + 2 * LENGTH + 64))
 @example(size=shards.HEADER_BYTES + 2 * LENGTH - 1)
 @example(size=shards.HEADER_BYTES + 2 * LENGTH)
@@ -223,14 +185,7 @@ def test_a_file_of_any_other_size_is_refused(world, subject, size):
         refused(ranks, f"a shard of {LENGTH} tokens, cut or extended to {size} bytes")
 
 
-@clause(
-    "data.refusal.names-the-file",
-    MUST,
-    level="production",
-    judges=LOADER,
-    worlds=(1,),
-    source="one bad file of 103: which?",
-)
+@clause("data.refusal.names-the-file", level="production", source="one bad file of 103: which?")
 @pytest.mark.parametrize("damage", ["foreign-magic", "half", "empty", "one-byte-long", "missing"])
 def test_the_message_names_the_file(world, subject, damage):
     """The message about a bad file MUST name it: there are a hundred of them."""
@@ -243,10 +198,7 @@ def test_the_message_names_the_file(world, subject, damage):
 
 @clause(
     "data.refusal.says-what-it-found",
-    SHOULD,
     level="production",
-    judges=LOADER,
-    worlds=(1,),
     source="a message says what was expected, what came, what to do",
 )
 @pytest.mark.parametrize("damage", ["foreign-magic", "later-version", "one-token-short"])

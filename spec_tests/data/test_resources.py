@@ -10,11 +10,13 @@ import os
 import unittest
 from pathlib import Path
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.data.reading import LOADER, Layout, files_of, folder_of, open_loader, take
 from spec_tests.laws import footprint
 from spec_tests.rig import judge, shards
 from spec_tests.rig.errors import NOT_HERE
+
+clause = clauses(judges=LOADER, level="production", worlds=(1,))
 
 MIB = 2**20
 BIG = 40_000_000  # tokens: 76 MiB, sparse
@@ -45,10 +47,6 @@ def growth(ctx, layout, count):
 
 @clause(
     "data.resources.resident-memory",
-    MUST,
-    level="production",
-    judges=LOADER,
-    worlds=(1,),
     source="nanoGPT makes a new memory map per batch for this reason; Megatron's bin reader",
 )
 def test_a_pass_does_not_grow_with_the_shard(world, subject):
@@ -86,10 +84,6 @@ def descriptors(ctx, layout, passes):
 
 @clause(
     "data.resources.descriptors",
-    MUST,
-    level="production",
-    judges=LOADER,
-    worlds=(1,),
     source="a file that is opened again for every pass and never closed",
 )
 def test_passes_leave_no_descriptor_behind(world, subject):

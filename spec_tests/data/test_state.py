@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_tests.clause import MUST, SHOULD, clause
+from spec_tests.clause import clauses
 from spec_tests.data.reading import (
     CONTRACT,
     LOADER,
@@ -26,6 +26,8 @@ from spec_tests.data.reading import (
 )
 from spec_tests.laws import stream
 from spec_tests.rig import judge
+
+clause = clauses(judges=LOADER, level="correct", worlds=(1,))
 
 HERE = Layout((61, 4, 50, 37), sequence_length=4, batch_size=2, world_size=2)
 
@@ -69,10 +71,6 @@ def goes_on(found, layout, taken, after=None):
 
 @clause(
     "data.state.resumes-exactly",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
     source=CONTRACT + "; nanoGPT issue 467: resuming repeats the seed's batches",
 )
 @given(taken=st.integers(0, 8), size=st.integers(1, 3))
@@ -86,10 +84,6 @@ def test_a_stopped_pass_goes_on_with_the_next_batch(world, subject, taken, size)
 
 @clause(
     "data.state.at-any-place",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
     source=CONTRACT + "; restart at the shard's start, as loaders with a file index do",
 )
 @given(layout=layouts(), share=st.integers(0, 100))
@@ -104,18 +98,11 @@ def test_any_layout_can_be_stopped_anywhere(world, subject, layout, share):
     goes_on(ranks[0], layout, taken)
 
 
-@clause(
-    "data.state.another-world-size",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
-    source=CONTRACT + "; torchtitan issues 811 and 816",
-)
+@clause("data.state.another-world-size", source=CONTRACT + "; torchtitan issues 811 and 816")
 @pytest.mark.parametrize("cut", ["2x2", "4x1", "1x4"])
 @given(taken=st.integers(0, 8), size=st.sampled_from([1, 2, 4]))
 def test_a_run_goes_on_at_another_world_size(world, subject, cut, taken, size):
-    """With the same W * B the state MUST be good at any world size.
+    """With the same W * B, a state MUST be valid at any world size.
 
     The machine that comes back has fewer devices. State per rank dies there, or repeats the data of
     some ranks and loses that of others.
@@ -130,10 +117,6 @@ def test_a_run_goes_on_at_another_world_size(world, subject, cut, taken, size):
 
 @clause(
     "data.state.counts-what-was-yielded",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
     source=CONTRACT + "; StatefulDataLoader's snapshots are made for this",
 )
 @pytest.mark.parametrize("taken", ["none", "one"])
@@ -145,14 +128,7 @@ def test_what_was_only_prefetched_is_not_counted(world, subject, taken):
     goes_on(ranks[0], HERE, number)
 
 
-@clause(
-    "data.state.at-the-end",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
-    source=CONTRACT + "; accelerate issue 2016",
-)
+@clause("data.state.at-the-end", source=CONTRACT + "; accelerate issue 2016")
 @pytest.mark.parametrize("how", ["last-batch-read", "pass-ended"])
 def test_a_state_from_the_end_has_nothing_left(world, subject, how):
     """From a state taken at the end the next pass MUST be empty, and the one after it whole."""
@@ -179,10 +155,6 @@ def twice_resumed(ctx, layout, first, second):
 
 @clause(
     "data.state.of-a-resumed-pass",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
     source="accelerate issue 2859: batches skipped on resuming are not counted again",
 )
 @given(first=st.integers(0, 5), second=st.integers(0, 5))
@@ -222,10 +194,6 @@ def _rest(ctx, paths, layout, state):
 
 @clause(
     "data.state.is-a-snapshot",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
     source="a state dict that holds the live counter is that of the end by the time it is written",
 )
 def test_a_state_does_not_change_once_it_is_taken(world, subject):
@@ -239,10 +207,7 @@ def test_a_state_does_not_change_once_it_is_taken(world, subject):
 
 @clause(
     "data.state.is-plain-data",
-    SHOULD,
     level="production",
-    judges=LOADER,
-    worlds=(1,),
     source="torch.load with weights_only; torchdata's tests of JSON state",
 )
 def test_the_state_is_plain_and_small(world, subject):
@@ -269,14 +234,7 @@ def place_of(ctx, layout, taken):
         return list(itertools.chain(take(iter(loader), 1)))
 
 
-@clause(
-    "data.state.load-moves-a-used-loader",
-    MUST,
-    level="correct",
-    judges=LOADER,
-    worlds=(1,),
-    source=CONTRACT,
-)
+@clause("data.state.load-moves-a-used-loader", source=CONTRACT)
 def test_a_loader_that_was_used_takes_a_state_as_well(world, subject):
     """After `load_state_dict` the next `iter` MUST go on there, wherever the loader stood."""
     layout = Layout((61, 50), sequence_length=4, batch_size=2)

@@ -17,7 +17,7 @@ import torch
 from hypothesis import example, given
 from torch import nn
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.ddp.replica import Replica, wrap
 from spec_tests.laws import equivalence, refusal, traffic
 from spec_tests.rig import fingerprint, judge, strategies
@@ -25,7 +25,7 @@ from spec_tests.rig.recorder import Kind
 from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.tolerance import rounding
 
-DDP = ("ddp", "ddp_bucketed")
+clause = clauses(judges=("ddp", "ddp_bucketed"), needs=("no_sync",), level="correct", worlds=(2, 3))
 NO_SYNC = "DistributedDataParallel.no_sync; Li et al. 2020, section 3.2.4"
 
 
@@ -41,15 +41,7 @@ def silent_window(ctx, subject, toy, seed, steps_before):
     return recorder.log()
 
 
-@clause(
-    "ddp.no-sync.sends-nothing",
-    MUST,
-    level="correct",
-    judges=DDP,
-    needs=("no_sync",),
-    source=NO_SYNC,
-    worlds=(2, 3),
-)
+@clause("ddp.no-sync.sends-nothing", source=NO_SYNC)
 @pytest.mark.parametrize("toy", ["mlp", "buffers"])
 @pytest.mark.parametrize("steps_before", [0, 3])
 def test_nothing_is_sent_inside_no_sync(world, subject, toy, steps_before):
@@ -75,15 +67,7 @@ def local_window(ctx, subject, toy, seed):
     return {"wrapped": replica.gradients(), "bare": replica.local_gradients((0, 1))}
 
 
-@clause(
-    "ddp.no-sync.keeps-local-sums",
-    MUST,
-    level="correct",
-    judges=DDP,
-    needs=("no_sync",),
-    source=NO_SYNC,
-    worlds=(2, 3),
-)
+@clause("ddp.no-sync.keeps-local-sums", source=NO_SYNC)
 @pytest.mark.parametrize("toy", ["ragged", "tied"])
 def test_gradients_inside_no_sync_are_plain_local_sums(world, subject, toy):
     """Inside `no_sync` `.grad` MUST hold the plain sum of this rank's gradients, not yet divided.
@@ -108,15 +92,7 @@ def accumulated(ctx, subject, toy, seed, flags):
     return replica.gradients()
 
 
-@clause(
-    "ddp.accumulation.equals-big-batch",
-    MUST,
-    level="correct",
-    judges=DDP,
-    needs=("no_sync",),
-    source=NO_SYNC,
-    worlds=(2, 3, 4),
-)
+@clause("ddp.accumulation.equals-big-batch", source=NO_SYNC, worlds=(2, 3, 4))
 @pytest.mark.parametrize("micros", [2, 4])
 def test_accumulated_micro_batches_equal_one_big_batch(world, subject, micros):
     """N micro-batches, the last synchronised, MUST give the mean gradient of them all."""
@@ -129,12 +105,7 @@ def test_accumulated_micro_batches_equal_one_big_batch(world, subject, micros):
 
 @clause(
     "ddp.accumulation.any-schedule",
-    MUST,
-    level="correct",
-    judges=DDP,
-    needs=("no_sync",),
     source="DeepSpeed issue 7985; contract: a local gradient is everything since zero_grad",
-    worlds=(2, 3),
 )
 @given(flags=strategies.schedules(), seed=strategies.seeds)
 @example(flags=(True, True, True), seed=7)
@@ -188,12 +159,7 @@ def tagged(ctx, subject, micros):
 
 @clause(
     "ddp.accumulation.nothing-lost",
-    MUST,
-    level="correct",
-    judges=DDP,
-    needs=("no_sync",),
     source="open-instruct pull request 1498, InfiniTrain pull request 183",
-    worlds=(2, 3),
 )
 def test_every_contribution_arrives_exactly_once(world, subject):
     """Every rank's every micro-batch MUST arrive exactly once, in every element, on every rank.
@@ -231,11 +197,8 @@ def after_exception(ctx, subject, toy, seed):
 
 @clause(
     "ddp.no-sync.restores-after-exception",
-    MUST,
-    level="correct",
-    judges=DDP,
-    needs=("no_sync",),
     source=NO_SYNC + "; a context manager without try/finally, as in picotron",
+    worlds=(2,),
 )
 def test_an_exception_inside_no_sync_does_not_leave_it_on(world, subject):
     """After the body of `no_sync` has raised, the next backward MUST be reduced.
@@ -259,11 +222,8 @@ def nested(ctx, subject, toy, seed):
 
 @clause(
     "ddp.no-sync.nests",
-    MUST,
-    level="correct",
-    judges=DDP,
-    needs=("no_sync",),
     source=NO_SYNC + "; picotron restores a constant, not the previous value",
+    worlds=(2,),
 )
 def test_an_inner_window_does_not_end_the_outer_one(world, subject):
     """Leaving a nested `no_sync` MUST restore the outer one, which still sends nothing."""
@@ -292,11 +252,8 @@ def discarded(ctx, subject, toy, seed, set_to_none):
 
 @clause(
     "ddp.accumulation.zero-grad-discards",
-    MUST,
-    level="correct",
-    judges=DDP,
-    needs=("no_sync",),
     source="contract: a local gradient is everything since zero_grad; LongCat-Image issue 46",
+    worlds=(2,),
 )
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
 def test_zero_grad_inside_a_window_discards_what_was_pending(world, subject, set_to_none):
@@ -332,14 +289,7 @@ def evaluated(ctx, subject, toy, seed):
     return replica.gradients()
 
 
-@clause(
-    "ddp.accumulation.evaluation-in-between",
-    MUST,
-    level="correct",
-    judges=DDP,
-    needs=("no_sync",),
-    source=NO_SYNC,
-)
+@clause("ddp.accumulation.evaluation-in-between", source=NO_SYNC, worlds=(2,))
 def test_an_evaluation_forward_disturbs_nothing(world, subject):
     """A forward without gradients, inside or outside a window, MUST change no gradient."""
     ranks = world.run(evaluated, subject, "mlp", 7)
@@ -359,16 +309,10 @@ def used_early(ctx, subject, seed):
 
 
 @clause(
-    "ddp.accumulation.unused-in-last",
-    MUST,
-    level="correct",
-    judges=DDP,
-    needs=("no_sync",),
-    source="pytorch issues 69031 and 42793, pull request 124193",
-    worlds=(2, 3),
+    "ddp.accumulation.unused-in-last", source="pytorch issues 69031 and 42793, pull request 124193"
 )
 def test_a_parameter_used_only_in_an_early_micro_batch_is_reduced(world, subject):
-    """Used only before the last micro-batch, a parameter MUST be reduced, or be an error.
+    """A parameter used only before the last micro-batch MUST be reduced, or be an error.
 
     A reduction that only hooks trigger never happens for it, and a local gradient is stepped.
     """
@@ -399,11 +343,8 @@ def two_finishes(ctx, subject, seed):
 
 @clause(
     "ddp.accumulation.two-finishes",
-    MUST,
-    level="correct",
-    judges=DDP,
+    needs=(),
     source="contract: a local gradient is everything since zero_grad",
-    worlds=(2, 3),
 )
 def test_two_synchronised_micro_batches_add_up(world, subject):
     """Two synchronised micro-batches MUST add up to the mean of both, or be an error.
@@ -446,11 +387,9 @@ def counted(ctx, subject, toy, seed, flags):
 
 @clause(
     "ddp.accumulation.one-reduction-per-step",
-    MUST,
     level="production",
-    judges=DDP,
-    needs=("no_sync",),
     source="accelerate issue 1726, sentence-transformers issue 4027, PiPPy issue 1133",
+    worlds=(2,),
 )
 @given(flags=strategies.schedules())
 @example(flags=(False, False, False, True))

@@ -10,13 +10,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.ddp.replica import Replica
 from spec_tests.rig import judge, oracle
 from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.tolerance import rounding
 
-DDP = ("ddp", "ddp_bucketed")
+clause = clauses(judges=("ddp", "ddp_bucketed"), level="correct")
 PAPER = "Li et al. 2020, section 3.1; DistributedDataParallel, constructor"
 
 
@@ -31,12 +31,7 @@ def construct(ctx, subject, toy, seed):
 
 
 @clause(
-    "ddp.construction.parameters-from-first-rank",
-    MUST,
-    level="course",
-    judges=DDP,
-    source=PAPER,
-    worlds=(2, 3, 4),
+    "ddp.construction.parameters-from-first-rank", level="course", source=PAPER, worlds=(2, 3, 4)
 )
 @pytest.mark.parametrize("toy", ["mlp", "frozen", "tied"])
 def test_every_rank_starts_from_the_first_ranks_parameters(world, subject, toy):
@@ -47,14 +42,7 @@ def test_every_rank_starts_from_the_first_ranks_parameters(world, subject, toy):
     judged(world, subject, toy)
 
 
-@clause(
-    "ddp.construction.parameters-of-any-layout",
-    MUST,
-    level="correct",
-    judges=DDP,
-    source=PAPER,
-    worlds=(2,),
-)
+@clause("ddp.construction.parameters-of-any-layout", source=PAPER)
 @pytest.mark.parametrize("toy", ["strided", "mixed"])
 def test_parameters_of_any_layout_start_from_the_first_ranks(world, subject, toy):
     """After construction parameters of any dtype and memory layout MUST be the first rank's.
@@ -84,14 +72,7 @@ def judged(world, subject, toy):
     )
 
 
-@clause(
-    "ddp.construction.buffers-from-first-rank",
-    MUST,
-    level="correct",
-    judges=DDP,
-    source=PAPER,
-    worlds=(2, 3),
-)
+@clause("ddp.construction.buffers-from-first-rank", source=PAPER, worlds=(2, 3))
 def test_every_rank_starts_from_the_first_ranks_buffers(world, subject):
     """After construction every rank MUST hold the first rank's buffers, integers and booleans too.
 
@@ -109,13 +90,7 @@ def test_every_rank_starts_from_the_first_ranks_buffers(world, subject):
     )
 
 
-@clause(
-    "ddp.construction.keeps-requires-grad",
-    MUST,
-    level="correct",
-    judges=DDP,
-    source=PAPER,
-)
+@clause("ddp.construction.keeps-requires-grad", source=PAPER)
 def test_wrapping_does_not_freeze_or_thaw(world, subject):
     """Wrapping MUST leave requires_grad of every parameter as it was."""
     ranks = world.run(construct, subject, "frozen", 7)
@@ -134,9 +109,7 @@ def forward(ctx, subject, toy, seed):
 
 @clause(
     "ddp.construction.forward-is-unchanged",
-    MUST,
     level="course",
-    judges=DDP,
     source="DistributedDataParallel, forward",
 )
 @pytest.mark.parametrize("toy", ["mlp", "tied", "buffers"])
@@ -167,9 +140,6 @@ def hooks_that_run(ctx, subject, seed):
 
 @clause(
     "ddp.construction.runs-the-modules-hooks",
-    MUST,
-    level="correct",
-    judges=DDP,
     source="torch.nn.Module: call the module, not its forward, which ignores hooks",
 )
 def test_a_forward_runs_the_hooks_of_the_module(world, subject):
@@ -197,13 +167,7 @@ def as_module(ctx, subject, seed):
     }
 
 
-@clause(
-    "ddp.construction.is-a-module",
-    MUST,
-    level="correct",
-    judges=DDP,
-    source="torch.nn.Module: parameters(), train(), eval()",
-)
+@clause("ddp.construction.is-a-module", source="torch.nn.Module: parameters(), train(), eval()")
 def test_the_wrapper_passes_on_parameters_and_modes(world, subject):
     """The wrapper's `parameters()` MUST be the original ones; `train` and `eval` MUST reach it.
 

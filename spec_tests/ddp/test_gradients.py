@@ -13,13 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.ddp.replica import SMALL_BUCKET_MB, Replica
 from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import judge, strategies
 from spec_tests.rig.symptoms import Hint
 
 DDP = ("ddp", "ddp_bucketed")
+clause = clauses(judges=DDP, level="correct", worlds=(2, 3))
 PAPER = "Li et al. 2020, section 3.2.1"
 
 
@@ -30,7 +31,7 @@ def one_backward(ctx, subject, toy, seed):
     return replica.gradients()
 
 
-@clause("ddp.gradients.mean", MUST, level="course", judges=DDP, source=PAPER, worlds=(2, 3, 4))
+@clause("ddp.gradients.mean", level="course", source=PAPER, worlds=(2, 3, 4))
 @pytest.mark.parametrize("toy", ["mlp", "ragged"])
 def test_every_rank_holds_the_mean_gradient(world, subject, toy):
     """Every rank MUST hold the mean over ranks of the local gradients.
@@ -43,7 +44,7 @@ def test_every_rank_holds_the_mean_gradient(world, subject, toy):
     equivalence.mean_gradients(ranks, toy, 7)
 
 
-@clause("ddp.gradients.mean-at-any-seed", MUST, level="correct", judges=DDP, source=PAPER)
+@clause("ddp.gradients.mean-at-any-seed", source=PAPER, worlds=(2,))
 @given(seed=strategies.seeds, toy=st.sampled_from(["mlp", "ragged", "tied", "reused"]))
 def test_the_mean_does_not_depend_on_weights_or_data(world, subject, seed, toy):
     """For any weights and data every rank MUST hold the mean of the local gradients."""
@@ -54,11 +55,8 @@ def test_the_mean_does_not_depend_on_weights_or_data(world, subject, seed, toy):
 
 @clause(
     "ddp.gradients.tied-parameter",
-    MUST,
     level="course",
-    judges=DDP,
     source="CS336 assignment 2, the tied toy model of its DDP tests",
-    worlds=(2, 3),
 )
 def test_a_tied_parameter_is_reduced_once_with_its_whole_gradient(world, subject):
     """A parameter used under two names MUST hold the mean of its complete gradient.
@@ -70,14 +68,7 @@ def test_a_tied_parameter_is_reduced_once_with_its_whole_gradient(world, subject
     equivalence.mean_gradients(ranks, "tied", 7)
 
 
-@clause(
-    "ddp.gradients.reused-module",
-    MUST,
-    level="correct",
-    judges=DDP,
-    source="torch reducer: hooks on AccumulateGrad, not on uses",
-    worlds=(2, 3),
-)
+@clause("ddp.gradients.reused-module", source="torch reducer: hooks on AccumulateGrad, not on uses")
 def test_a_module_applied_twice_is_reduced_with_its_whole_gradient(world, subject):
     """A module applied twice in one forward MUST hold the mean of its complete gradient."""
     ranks = world.run(one_backward, subject, "reused", 7)
@@ -87,10 +78,9 @@ def test_a_module_applied_twice_is_reduced_with_its_whole_gradient(world, subjec
 
 @clause(
     "ddp.gradients.frozen-stay-none",
-    MUST,
     level="course",
-    judges=DDP,
     source="CS336 assignment 2, toy model with a frozen parameter; DistributedDataParallel",
+    worlds=(2,),
 )
 def test_frozen_parameters_keep_no_gradient(world, subject):
     """Frozen parameters MUST keep `grad is None`, and the others MUST hold the mean.
@@ -104,11 +94,7 @@ def test_frozen_parameters_keep_no_gradient(world, subject):
 
 @clause(
     "ddp.gradients.dtype-and-layout",
-    MUST,
-    level="correct",
-    judges=DDP,
     source="torch reducer: one bucket per dtype and device, stride contract of bucket views",
-    worlds=(2, 3),
 )
 @pytest.mark.parametrize("toy", ["mixed", "double", "conv", "strided"])
 def test_every_dtype_and_layout_lands_in_its_place(world, subject, toy):
@@ -135,10 +121,8 @@ def weights_around_backward(ctx, subject, toy, seed):
 
 @clause(
     "ddp.gradients.weights-untouched",
-    MUST,
-    level="correct",
-    judges=DDP,
     source="picotron issue 39: a post-accumulate hook receives the parameter, not the gradient",
+    worlds=(2,),
 )
 def test_backward_changes_no_weight(world, subject):
     """Backward and finish MUST leave every parameter's value as it was.
@@ -172,14 +156,7 @@ def finish_twice(ctx, subject, toy, seed):
     return replica.gradients()
 
 
-@clause(
-    "ddp.gradients.finish-is-idempotent",
-    MUST,
-    level="correct",
-    judges=DDP,
-    source="contract: a second call changes nothing",
-    worlds=(2, 3),
-)
+@clause("ddp.gradients.finish-is-idempotent", source="contract: a second call changes nothing")
 def test_a_second_finish_changes_nothing(world, subject):
     """A second `finish_gradient_synchronization` MUST change no gradient."""
     ranks = world.run(finish_twice, subject, "mlp", 7)
@@ -202,11 +179,7 @@ def late_peer(ctx, subject, toy, seed):
 
 @clause(
     "ddp.gradients.final-after-finish",
-    MUST,
-    level="correct",
-    judges=DDP,
     source="c10d: asynchronous collectives complete in the background, wait() makes them final",
-    worlds=(2, 3),
 )
 def test_gradients_are_final_when_finish_returns(world, subject):
     """When finish returns, gradients MUST be final, however late a peer is.
@@ -230,11 +203,7 @@ def two_steps(ctx, subject, toy, seed, set_to_none):
 
 @clause(
     "ddp.gradients.zero-grad-modes",
-    MUST,
-    level="correct",
-    judges=DDP,
     source="torch.optim.Optimizer.zero_grad, set_to_none; fairscale issue 354",
-    worlds=(2, 3),
 )
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
 def test_both_ways_of_zero_grad_give_the_same_next_gradient(world, subject, set_to_none):
@@ -256,14 +225,7 @@ def two_forwards(ctx, subject, toy, seed):
     return replica.gradients()
 
 
-@clause(
-    "ddp.gradients.two-forwards-one-backward",
-    MUST,
-    level="correct",
-    judges=DDP,
-    source="pytorch issue 175024",
-    worlds=(2, 3),
-)
+@clause("ddp.gradients.two-forwards-one-backward", source="pytorch issue 175024")
 def test_two_forwards_and_one_backward_give_the_whole_gradient(world, subject):
     """Two forwards followed by one backward MUST give the mean of the complete gradients."""
     ranks = world.run(two_forwards, subject, "mlp", 7)
@@ -282,11 +244,7 @@ def unused_everywhere(ctx, subject, seed, bucket_size_mb):
 
 @clause(
     "ddp.gradients.unused-everywhere",
-    MUST,
-    level="correct",
-    judges=DDP,
     source="DistributedDataParallel, find_unused_parameters; pytorch issue 128949",
-    worlds=(2, 3),
 )
 @pytest.mark.parametrize("bucket_size_mb", [SMALL_BUCKET_MB, 1.0], ids=["apart", "together"])
 def test_a_parameter_that_nobody_uses_never_hangs_the_step(world, subject, bucket_size_mb):
@@ -317,12 +275,7 @@ def unused_somewhere(ctx, subject, seed, uses):
 
 
 @clause(
-    "ddp.gradients.unused-somewhere",
-    MUST,
-    level="correct",
-    judges=DDP,
-    source="DistributedDataParallel, find_unused_parameters=True",
-    worlds=(2, 3),
+    "ddp.gradients.unused-somewhere", source="DistributedDataParallel, find_unused_parameters=True"
 )
 @pytest.mark.parametrize("uses", [("abc", "a", "ab"), ("b", "c", "a")], ids=["some", "disjoint"])
 def test_a_parameter_used_on_some_ranks_holds_the_mean_with_zeros(world, subject, uses):
@@ -362,10 +315,8 @@ def nothing_used(ctx, subject, seed):
 
 @clause(
     "ddp.gradients.unused-on-a-whole-rank",
-    MUST,
-    level="correct",
-    judges=DDP,
     source="contract: unused on some ranks is the mean with zero, or an error; never a hang",
+    worlds=(2,),
 )
 def test_a_rank_whose_loss_touches_nothing_hangs_nobody(world, subject):
     """Where a rank's loss touches no parameter, the others MUST NOT hang: mean or error.
@@ -402,12 +353,7 @@ def _order(rank: int, micro: int) -> str:
 
 
 @clause(
-    "ddp.gradients.rank-dependent-order",
-    MUST,
-    level="correct",
-    judges=DDP,
-    source="pytorch issues 72843 and 174862",
-    worlds=(2, 3, 4),
+    "ddp.gradients.rank-dependent-order", source="pytorch issues 72843 and 174862", worlds=(2, 3, 4)
 )
 @pytest.mark.parametrize("bucket_size_mb", [SMALL_BUCKET_MB, BRANCH_MB], ids=["mixed", "alike"])
 def test_the_order_in_which_gradients_become_ready_does_not_matter(world, subject, bucket_size_mb):
@@ -439,11 +385,7 @@ def scaled_loss(ctx, subject, seed, exponent):
 
 @clause(
     "ddp.gradients.loss-scale-invariance",
-    MUST,
-    level="correct",
-    judges=DDP,
     source="IEEE 754: scaling by a power of two commutes with rounding",
-    worlds=(2, 3),
 )
 @given(seed=strategies.seeds, exponent=st.integers(-6, 6).filter(bool))
 def test_a_power_of_two_on_the_loss_scales_the_gradients_exactly(world, subject, seed, exponent):
@@ -464,12 +406,7 @@ def test_a_power_of_two_on_the_loss_scales_the_gradients_exactly(world, subject,
 
 
 @clause(
-    "ddp.gradients.single-rank",
-    MUST,
-    level="correct",
-    judges=DDP,
-    source="design: a world of one is the plain module",
-    worlds=(1,),
+    "ddp.gradients.single-rank", source="design: a world of one is the plain module", worlds=(1,)
 )
 @pytest.mark.parametrize("toy", ["mlp", "tied", "frozen"])
 def test_a_world_of_one_is_the_plain_module(world, subject, toy):

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import pytest
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.ddp.replica import Replica
 from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import judge, oracle
 from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.toys import TOYS
 
-DDP = ("ddp", "ddp_bucketed")
+clause = clauses(judges=("ddp", "ddp_bucketed"), level="correct", worlds=(4,))
 GROUPS = "DistributedDataParallel, process_group; verl issue 7493"
 # Not neighbours: the first rank of a group is then no multiple of the group's size.
 GROUPS_OF = {3: ((0, 2), (1,)), 4: ((0, 2), (1, 3))}
 
 
 def in_groups(ctx, subject, toy, seed, groups, uses=None):
-    """State after wrapping, buffers in the next forward, and gradients, in a group of one's own."""
+    """State after wrapping, buffers in the next forward, and gradients, in a sub-group."""
     replica = Replica(ctx, subject, toy, seed, weights_differ=True, process_group=ctx.split(groups))
     state = {**replica.weights(), **_buffers(replica)}
     flags = {"use": uses[ctx.rank]} if uses else {}
@@ -37,14 +37,7 @@ def _buffers(replica):
     return {name: buffer.clone() for name, buffer in replica.module.named_buffers()}
 
 
-@clause(
-    "ddp.group.starts-from-its-first-rank",
-    MUST,
-    level="correct",
-    judges=DDP,
-    source=GROUPS,
-    worlds=(4,),
-)
+@clause("ddp.group.starts-from-its-first-rank", source=GROUPS)
 @pytest.mark.parametrize("toy", ["mlp", "buffers"])
 def test_each_group_starts_from_its_own_first_rank(world, subject, toy):
     """In a sub-group every rank MUST start from the state of that group's first rank."""
@@ -64,14 +57,7 @@ def test_each_group_starts_from_its_own_first_rank(world, subject, toy):
     )
 
 
-@clause(
-    "ddp.group.divides-by-its-size",
-    MUST,
-    level="correct",
-    judges=DDP,
-    source=GROUPS,
-    worlds=(3, 4),
-)
+@clause("ddp.group.divides-by-its-size", source=GROUPS, worlds=(3, 4))
 def test_each_group_divides_by_its_own_size(world, subject):
     """In a sub-group gradients MUST be the mean over that group alone, divided by its size."""
     groups = GROUPS_OF[world.size]
@@ -99,14 +85,7 @@ def test_each_group_divides_by_its_own_size(world, subject):
     )
 
 
-@clause(
-    "ddp.group.keeps-to-itself",
-    MUST,
-    level="correct",
-    judges=DDP,
-    source=GROUPS,
-    worlds=(4,),
-)
+@clause("ddp.group.keeps-to-itself", source=GROUPS)
 def test_what_another_group_uses_does_not_matter(world, subject):
     """A parameter that another group uses MUST keep None in a group that does not, or be an error.
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_tests.clause import MUST, SHOULD, clause
+from spec_tests.clause import clauses
 from spec_tests.ddp.replica import SMALL_BUCKET_MB, Replica, wrap
 from spec_tests.laws import agreement, equivalence, footprint, refusal
 from spec_tests.rig import judge, oracle, strategies
@@ -15,7 +15,7 @@ from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.tolerance import rounding
 from spec_tests.rig.toys import TOYS
 
-DDP = ("ddp", "ddp_bucketed")
+clause = clauses(judges=("ddp", "ddp_bucketed"), level="correct", worlds=(2, 3))
 STEPS = 5
 RATE = 2.0**-16
 """Weights move by forty times what rounding is allowed to move them, or more."""
@@ -34,9 +34,7 @@ def trained(ctx, subject, toy, seed, steps):
 
 @clause(
     "ddp.training.equals-full-batch",
-    MUST,
     level="course",
-    judges=DDP,
     source="Li et al. 2020, section 2.2; CS336 assignment 2",
     worlds=(2, 3, 4),
 )
@@ -78,9 +76,6 @@ def history(ctx, subject, seed):
 
 @clause(
     "ddp.training.ranks-stay-equal",
-    MUST,
-    level="correct",
-    judges=DDP,
     source="Li et al. 2020, section 2.2: replicas start equal and see equal gradients",
     worlds=(2, 3, 4),
 )
@@ -95,14 +90,7 @@ def test_replicas_hold_the_same_bits_after_every_step(world, subject):
     agreement.same_bits(ranks, quantity="gradient or weight", given="float32, AdamW")
 
 
-@clause(
-    "ddp.training.repeatable",
-    MUST,
-    level="correct",
-    judges=DDP,
-    source="the same inputs in the same order give the same bits",
-    worlds=(2, 3),
-)
+@clause("ddp.training.repeatable", source="the same inputs in the same order give the same bits")
 def test_the_same_run_twice_gives_the_same_bits(world, subject):
     """Two equal runs MUST end with equal bits: no race decides a result."""
     first = world.run(history, subject, 7)
@@ -133,11 +121,7 @@ def interleaved(ctx, subject, seed):
 
 @clause(
     "ddp.lifecycle.two-models",
-    MUST,
-    level="correct",
-    judges=DDP,
     source="adversarial training, teachers, moving averages: two wrapped models at once",
-    worlds=(2, 3),
 )
 def test_two_wrapped_models_do_not_disturb_each_other(world, subject):
     """Two wrapped models whose passes interleave MUST each hold their own mean gradients."""
@@ -172,11 +156,7 @@ def after_failure(ctx, subject, seed, where, to_none, bucket_size_mb):
 
 @clause(
     "ddp.lifecycle.after-exception",
-    MUST,
-    level="correct",
-    judges=DDP,
     source="torch reducer: 'Expected to have finished reduction in the prior iteration'",
-    worlds=(2, 3),
 )
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("to_none", [True, False], ids=["to-none", "to-zero"])
@@ -224,11 +204,8 @@ def buffers_at_forward(ctx, subject, seed):
 
 @clause(
     "ddp.lifecycle.buffers-follow-first-rank",
-    MUST,
     level="production",
-    judges=DDP,
     source="DistributedDataParallel, broadcast_buffers",
-    worlds=(2, 3),
 )
 def test_a_training_forward_sees_the_first_ranks_buffers(world, subject):
     """At the start of a training forward every rank MUST see the first rank's buffers.
@@ -266,7 +243,7 @@ class Wide(torch.nn.Module):
 def gradient_memory(ctx, subject):
     """The most bytes that were alive in the last steps, of those made since before wrapping.
 
-    A wrapper may move the parameters into a buffer of its own: that is no growth, and left out.
+    A wrapper may move the parameters into its own buffer: that is not growth and is not counted.
     """
     module = Wide().to(ctx.device)
     before = [p.untyped_storage() for p in module.parameters()]
@@ -287,10 +264,9 @@ def gradient_memory(ctx, subject):
 
 @clause(
     "ddp.footprint.gradients",
-    MUST,
     level="production",
-    judges=DDP,
     source="DistributedDataParallel, gradient_as_bucket_view: one copy, or two without views",
+    worlds=(2,),
 )
 def test_gradients_cost_two_copies_at_most(world, subject):
     """In a steady step gradients and buckets MUST cost at most two copies of the parameters."""
@@ -321,10 +297,9 @@ def traceless(ctx, subject, seed):
 
 @clause(
     "ddp.lifecycle.leaves-no-trace",
-    SHOULD,
     level="production",
-    judges=DDP,
     source="process-global state belongs to the program, not to a wrapper",
+    worlds=(2,),
 )
 def test_wrapping_and_training_leave_no_global_state_behind(world, subject):
     """Wrapping and training SHOULD leave no process-global state changed."""

@@ -11,12 +11,12 @@ import time
 
 import torch
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.ddp.replica import Replica, wrap
 from spec_tests.rig import judge
 from spec_tests.rig.recorder import Kind
 
-DDP = ("ddp", "ddp_bucketed")
+clause = clauses(judges=("ddp", "ddp_bucketed"), level="production")
 OVERLAP = "Li et al. 2020, section 3.2.3"
 # Right code gives the sign at once; only a crowded machine needs any of this.
 PATIENCE_S = 4.0
@@ -53,13 +53,7 @@ def stream_of_events(ctx, subject):
     return recorder.log()
 
 
-@clause(
-    "ddp.overlap.starts-during-backward",
-    MUST,
-    level="production",
-    judges=DDP,
-    source=OVERLAP,
-)
+@clause("ddp.overlap.starts-during-backward", source=OVERLAP)
 def test_the_first_reduction_starts_before_the_last_gradient_is_ready(world, subject):
     """The first reduction MUST be launched before the last gradient is ready."""
     logs = world.run(stream_of_events, subject)
@@ -116,14 +110,7 @@ def run_ahead(ctx, subject, seed):
     return seen
 
 
-@clause(
-    "ddp.overlap.hooks-do-not-block",
-    MUST,
-    level="production",
-    judges=DDP,
-    source=OVERLAP,
-    transports=("gloo", "cuda"),  # a simulated rank that waits for a file keeps the others waiting
-)
+@clause("ddp.overlap.hooks-do-not-block", source=OVERLAP, transports=("gloo", "cuda"))
 def test_a_rank_does_not_wait_inside_its_backward(world, subject):
     """A rank MUST be able to finish computing its backward while a peer has not begun to reduce.
 

@@ -6,11 +6,13 @@ rank to rank and from step to step. The order is an input here (`laws.schedules`
 
 from __future__ import annotations
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.ddp.replica import Replica
 from spec_tests.laws import equivalence, schedules
 
-DDP = ("ddp", "ddp_bucketed")
+clause = clauses(
+    judges=("ddp", "ddp_bucketed"), level="correct", worlds=(2, 3), transports=schedules.SIM
+)
 TOY, SEED = "stack", 7  # several buckets, of equal and of unequal size
 
 
@@ -23,15 +25,7 @@ def three_steps(ctx, subject, toy, seed):
     return replica.gradients()
 
 
-@clause(
-    "ddp.schedule.same-gradients",
-    MUST,
-    level="correct",
-    judges=DDP,
-    source=schedules.LAUNCH_ORDER,
-    worlds=(2, 3),
-    transports=schedules.SIM,
-)
+@clause("ddp.schedule.same-gradients", source=schedules.LAUNCH_ORDER)
 @schedules.drawn
 def test_no_order_of_events_changes_the_gradients(world, subject, schedule):
     """The gradients MUST be the mean, whatever rank runs when and whatever completes first.
@@ -45,15 +39,7 @@ def test_no_order_of_events_changes_the_gradients(world, subject, schedule):
     equivalence.mean_gradients(ranks, TOY, SEED, micros=(2,), given=str(schedule))
 
 
-@clause(
-    "ddp.schedule.waits-for-every-launch",
-    MUST,
-    level="correct",
-    judges=DDP,
-    source=schedules.WAITED_FOR,
-    worlds=(2, 3),
-    transports=schedules.SIM,
-)
+@clause("ddp.schedule.waits-for-every-launch", source=schedules.WAITED_FOR)
 def test_every_reduction_is_waited_for(world, subject):
     """Every reduction that is launched MUST be waited for by the rank that launched it.
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.ddp.replica import Replica
 from spec_tests.laws import agreement, equivalence, traffic
 from spec_tests.rig import judge, oracle, strategies
 from spec_tests.rig.recorder import Kind
 from spec_tests.rig.toys import TOYS
 
-DDP = ("ddp", "ddp_bucketed")
+clause = clauses(judges=("ddp", "ddp_bucketed"), level="production", worlds=(2, 3))
 BUCKETED = ("ddp_bucketed",)
 BUCKETS = "Li et al. 2020, section 3.2.2; torch reducer, compute_bucket_assignment_by_size"
 
@@ -36,14 +36,7 @@ def third_step(ctx, subject, toy, seed, bucket_size_mb, uses=None):
     return {"log": recorder.log(), "gradients": replica.gradients()}
 
 
-@clause(
-    "ddp.traffic.one-copy-per-step",
-    MUST,
-    level="production",
-    judges=DDP,
-    source=BUCKETS,
-    worlds=(2, 3),
-)
+@clause("ddp.traffic.one-copy-per-step", source=BUCKETS)
 @pytest.mark.parametrize("toy", ["ragged", "tied", "mixed"])
 def test_a_step_reduces_every_trainable_element_once(world, subject, toy):
     """A step MUST reduce every trainable element exactly once: no bucket lost, none sent twice."""
@@ -60,10 +53,8 @@ def test_a_step_reduces_every_trainable_element_once(world, subject, toy):
 
 @clause(
     "ddp.traffic.frozen-not-sent",
-    MUST,
-    level="production",
-    judges=DDP,
     source="DistributedDataParallel: parameters that do not require gradients are left out",
+    worlds=(2,),
 )
 def test_frozen_parameters_are_not_sent(world, subject):
     """A step MUST NOT send anything for frozen parameters."""
@@ -78,13 +69,7 @@ def test_frozen_parameters_are_not_sent(world, subject):
     )
 
 
-@clause(
-    "ddp.traffic.bucket-count",
-    MUST,
-    level="production",
-    judges=BUCKETED,
-    source=BUCKETS,
-)
+@clause("ddp.traffic.bucket-count", judges=BUCKETED, source=BUCKETS, worlds=(2,))
 @pytest.mark.parametrize("extreme", ["all-in-one", "one-each"])
 def test_the_bucket_size_decides_how_many_reductions_there_are(world, subject, extreme):
     """A bucket that holds all MUST be one reduction; one that holds nothing, one per parameter.
@@ -103,13 +88,7 @@ def test_the_bucket_size_decides_how_many_reductions_there_are(world, subject, e
     )
 
 
-@clause(
-    "ddp.traffic.bucket-capacity",
-    MUST,
-    level="production",
-    judges=BUCKETED,
-    source=BUCKETS,
-)
+@clause("ddp.traffic.bucket-capacity", judges=BUCKETED, source=BUCKETS, worlds=(2,))
 @given(elements=st.sampled_from([8, 16, 24, 48]))
 def test_a_bucket_closes_near_its_size(world, subject, elements):
     """A bucket MUST NOT exceed its size by more than the one parameter that filled it."""
@@ -127,12 +106,7 @@ def test_a_bucket_closes_near_its_size(world, subject, elements):
 
 
 @clause(
-    "ddp.buckets.size-invariance",
-    MUST,
-    level="correct",
-    judges=BUCKETED,
-    source="pytorch issue 30509",
-    worlds=(2, 3),
+    "ddp.buckets.size-invariance", level="correct", judges=BUCKETED, source="pytorch issue 30509"
 )
 @given(
     toy=st.sampled_from(["mlp", "ragged", "tied", "mixed"]),
@@ -152,14 +126,7 @@ def test_the_bucket_size_changes_no_gradient(world, subject, toy, bucket_size_mb
     )
 
 
-@clause(
-    "ddp.traffic.same-order-on-all-ranks",
-    MUST,
-    level="production",
-    judges=DDP,
-    source="pytorch issues 72843 and 174862",
-    worlds=(2, 3),
-)
+@clause("ddp.traffic.same-order-on-all-ranks", source="pytorch issues 72843 and 174862")
 def test_all_ranks_issue_the_same_collectives(world, subject):
     """All ranks MUST issue the same sequence of collectives, whatever becomes ready first."""
     ranks = world.run(third_step, subject, "branches", 7, 0.0001, uses=("abc", "cba", "bca"))
@@ -180,5 +147,5 @@ def _trainable_bytes(toy: str) -> int:
 
 
 def _flags(toy: str) -> int:
-    """What an implementation may send besides: a flag per parameter, say, for the unused ones."""
+    """Elements that may be sent in addition, for example a flag per unused parameter."""
     return len(oracle.parameters(toy, 7)) + 8

@@ -10,12 +10,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded
 from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import judge
 from spec_tests.rig.recorder import Kind
 from spec_tests.rig.symptoms import Hint
+
+clause = clauses(judges=FULLY_SHARD, level="correct")
 
 PAGE = "FSDPModule.set_requires_gradient_sync, set_reshard_after_backward"
 WINDOWS = {
@@ -40,9 +42,6 @@ def accumulated(ctx, subject, toy, seed, flags, keeps, reshard_after_forward):
 
 @clause(
     "fsdp.accumulation.any-schedule",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
     source=f"{PAGE}; Efficient DL week 5, the two bonuses on accumulation",
     worlds=(2, 3),
 )
@@ -68,14 +67,7 @@ def silent_window(ctx, subject, toy, seed):
     return len(recorder.log().collectives(Kind.REDUCTION))
 
 
-@clause(
-    "fsdp.accumulation.sends-no-gradient",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
-    source=PAGE,
-    worlds=(2,),
-)
+@clause("fsdp.accumulation.sends-no-gradient", source=PAGE)
 def test_a_micro_batch_that_is_not_reduced_sends_no_gradient(world, subject):
     """With gradient synchronisation off, a backward MUST NOT reduce anything.
 
@@ -99,14 +91,11 @@ def discarded(ctx, subject, toy, seed, set_to_none):
 
 @clause(
     "fsdp.accumulation.zero-grad-discards",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
     source="contract: zero_grad clears what waits for its reduction too; as ddp does",
 )
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
 def test_zero_grad_inside_a_window_discards_what_was_pending(world, subject, set_to_none):
-    """`zero_grad` in mid-window MUST discard what waits on each rank, as it discards `.grad`.
+    """`zero_grad` between micro-batches MUST discard unreduced gradients as it discards `.grad`.
 
     Otherwise a step that was skipped, for an overflow say, comes back with the next one.
     """
@@ -136,14 +125,11 @@ def used_early(ctx, subject, seed):
 
 @clause(
     "fsdp.accumulation.unused-in-last",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
     source="pytorch issue 69031, on DistributedDataParallel",
     worlds=(2, 3),
 )
 def test_a_unit_used_only_in_an_early_micro_batch_is_reduced(world, subject):
-    """Used only before the micro-batch that reduces, a unit MUST be reduced, or be an error."""
+    """A unit used only before the reducing micro-batch MUST be reduced, or be an error."""
     ranks = refusal.answer_or_refusal(
         world, used_early, subject, 7, ordinary=(evaluated, subject, "even", 7)
     )
@@ -172,13 +158,7 @@ def evaluated(ctx, subject, toy, seed):
     return sharded.stepped()
 
 
-@clause(
-    "fsdp.accumulation.evaluation-in-between",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
-    source=PAGE,
-)
+@clause("fsdp.accumulation.evaluation-in-between", source=PAGE)
 def test_an_evaluation_in_mid_window_disturbs_nothing(world, subject):
     """A forward without gradients between micro-batches MUST change no gradient."""
     ranks = world.run(evaluated, subject, "stack", 7)

@@ -17,11 +17,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, Sharded, divisible
 from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import judge, oracle
 from spec_tests.rig.toys import TOYS, sum_of_squares
+
+clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
 
 PAPER = "Zhao et al. 2023, section 3.2"
 TRAINING = "test_fully_shard_training"
@@ -34,9 +36,7 @@ def one_backward(ctx, subject, toy, seed, units="children"):
     return sharded.stepped()
 
 
-@clause(
-    "fsdp.backward.mean-gradient", MUST, level="course", judges=BOTH, source=PAPER, worlds=(2, 3, 4)
-)
+@clause("fsdp.backward.mean-gradient", level="course", judges=BOTH, source=PAPER, worlds=(2, 3, 4))
 def test_a_step_uses_the_mean_gradient(world, subject):
     """A step MUST use the mean over ranks of the local gradients, in every row.
 
@@ -47,19 +47,12 @@ def test_a_step_uses_the_mean_gradient(world, subject):
     equivalence.mean_gradients(ranks, "even", 7, absent_is_zero=True)
 
 
-@clause(
-    "fsdp.backward.mean-gradient-of-any-model",
-    MUST,
-    level="correct",
-    judges=BOTH,
-    source=PAPER,
-    worlds=(2, 3),
-)
+@clause("fsdp.backward.mean-gradient-of-any-model", judges=BOTH, source=PAPER)
 @pytest.mark.parametrize(
     "toy", ["ragged", "stack", "tied", "reused", "reordered", "frozen", "mixed", "unused"]
 )
 def test_a_step_uses_the_mean_gradient_of_any_model(world, subject, toy):
-    """Odd sizes, ties, reuse, frozen and unused layers: mean gradients, or a refusal, MUST come."""
+    """Odd sizes, ties, reuse, frozen or unused layers MUST get mean gradients, or be refused."""
     ranks = refusal.answer_or_refusal(
         world, one_backward, subject, toy, 7, ordinary=(one_backward, subject, "even", 7)
     )
@@ -74,11 +67,7 @@ def test_a_step_uses_the_mean_gradient_of_any_model(world, subject, toy):
 
 @clause(
     "fsdp.backward.any-granularity",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
     source="torch.distributed.fsdp.fully_shard: called bottom-up on any modules",
-    worlds=(2, 3),
 )
 @pytest.mark.parametrize("units", ["root", "layers", "nested"])
 def test_what_is_gathered_together_changes_no_gradient(world, subject, units):
@@ -100,9 +89,6 @@ def frozen_subset(ctx, subject, seed, frozen):
 
 @clause(
     "fsdp.backward.frozen-subset",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
     source="test_fully_shard_frozen, which freezes whole modules only",
     worlds=(3,),
 )
@@ -112,7 +98,7 @@ def frozen_subset(ctx, subject, seed, frozen):
     ids=["last", "inside", "ends"],
 )
 def test_any_subset_of_a_unit_may_be_frozen(world, subject, frozen):
-    """Frozen parameters MUST keep `grad is None`, and the rest of their unit the mean gradient."""
+    """Frozen parameters MUST keep `grad is None`, and the others of their unit get the mean."""
     ranks = world.run(frozen_subset, subject, 7, frozen)
 
     batches = [TOYS["stack"].batch(7, rank=rank) for rank in range(world.size)]
@@ -140,11 +126,8 @@ def gradient_of_input(ctx, subject, toy, seed):
 
 @clause(
     "fsdp.backward.inputs-keep-their-gradient",
-    MUST,
-    level="correct",
     judges=BOTH,
     source=f"{PAPER}: parameters are averaged, activations are this rank's own",
-    worlds=(2, 3),
 )
 def test_gradients_of_inputs_are_not_averaged(world, subject):
     """The gradient of a rank's inputs MUST be its own, neither averaged nor divided."""
@@ -175,17 +158,10 @@ def flags_of(use: str) -> equivalence.Flags:
     return lambda rank, micro: {"use": use}
 
 
-@clause(
-    "fsdp.backward.unused-unit",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
-    source=f"{TRAINING}: unused modules",
-    worlds=(2,),
-)
+@clause("fsdp.backward.unused-unit", source=f"{TRAINING}: unused modules", worlds=(2,))
 @pytest.mark.parametrize("uses", [("ab", "abc", "c"), ("abc", "ba", "cba")], ids=["later", "less"])
 def test_a_unit_may_be_left_out_and_come_back(world, subject, uses):
-    """A unit that a step does not use MUST disturb no gradient, then or when it is used again."""
+    """A unit left out of a step MUST NOT disturb any gradient, in that step or when used again."""
     ranks = world.run(branches_in_turn, subject, 7, uses)
 
     like = oracle.parameters("branches", 7)
@@ -220,9 +196,6 @@ def entangled(ctx, subject, seed, how):
 
 @clause(
     "fsdp.backward.forwards-and-backwards-entangled",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
     source=f"{TRAINING}: several forwards, 1F1B; retain_graph",
     worlds=(2,),
 )
@@ -262,16 +235,13 @@ class _Recompute(nn.Module):
 
 @clause(
     "fsdp.backward.activation-checkpointing",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
     source=f"{TRAINING}: activation checkpointing",
     worlds=(2,),
 )
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor-hooks", "reentrant"])
 def test_recomputing_a_unit_changes_no_gradient(world, subject, reentrant, reshard_after_forward):
-    """Units that are recomputed in backward MUST have the gradients that they have without.
+    """Units recomputed in backward MUST get the same gradients as without recomputation.
 
     A recomputation ends like a forward; freed there, the weights are gone when backward needs them.
     """
@@ -305,15 +275,12 @@ def _about(tensor: torch.Tensor | None) -> dict[str, object]:
 
 @clause(
     "fsdp.backward.gradients-are-shards",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
     source="test_fully_shard_init, check_sharded_parity; an optimizer steps over shards",
     worlds=(2, 4),
 )
 @pytest.mark.parametrize("toy", ["ragged", "mixed"])
 def test_gradients_are_sharded_as_their_parameters_are(world, subject, toy):
-    """A gradient MUST have its parameter's placements, shapes and dtype, on ranks without rows too.
+    """A gradient MUST have its parameter's placements, shape and dtype, also on ranks without rows.
 
     None where a rank has no rows, and its peers wait for it in the next clipping.
     """

@@ -14,12 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import FULLY_SHARD, of_integers
 from spec_tests.laws import refusal, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.toys import sum_of_squares
+
+clause = clauses(judges=FULLY_SHARD, level="production")
 
 METHODS = "torch.distributed.fsdp.register_fsdp_forward_method; its test"
 IGNORED = "torch.distributed.fsdp.fully_shard, ignored_params; test_fully_shard_ignore_params"
@@ -106,17 +108,10 @@ def entered(ctx, subject, entrance, setting):
     return {"output": {"output": output.detach()}, "gradients": gradients, "kinds": kinds}
 
 
-@clause(
-    "fsdp.lifecycle.registered-method",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
-    needs=("register_fsdp_forward_method",),
-    source=METHODS,
-)
+@clause("fsdp.lifecycle.registered-method", needs=("register_fsdp_forward_method",), source=METHODS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_registered_method_is_like_forward(world, subject, way):
-    """A registered method MUST compute with full weights, and get mean gradients, as `forward`.
+    """Like `forward`, a registered method MUST compute with full weights and get mean gradients.
 
     Also where `forward` calls it and computes on, or it calls `forward` and does: what is called is
     then no end of anything.
@@ -159,14 +154,12 @@ def unregistered(ctx, subject, case):
 
 @clause(
     "fsdp.refusals.unregistered-method",
-    MUST,
     level="correct",
-    judges=FULLY_SHARD,
     source=f"{METHODS}: a DTensor does not mix with plain tensors",
 )
 @pytest.mark.parametrize("case", CALLS)
 def test_a_method_that_is_not_registered_does_not_compute_on_a_shard(world, subject, case):
-    """A method that is not registered MUST raise or use full weights, never the rows of a shard."""
+    """An unregistered method MUST raise or use full weights, never compute on a shard."""
     ranks = world.run(unregistered, subject, case)
 
     for rank, seen in enumerate(ranks):
@@ -192,15 +185,9 @@ def ignoring(ctx, subject):
     return {"seen": seen, "own": {"table": held.grad}, "others": others, "sent": sent}
 
 
-@clause(
-    "fsdp.init.ignored-parameters",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
-    source=IGNORED,
-)
+@clause("fsdp.init.ignored-parameters", source=IGNORED)
 def test_an_ignored_parameter_stays_what_it_is(world, subject):
-    """An ignored parameter MUST stay the object it was: plain, whole, with its values."""
+    """An ignored parameter MUST stay the same object: plain, whole, with its values."""
     ranks = world.run(ignoring, subject)
 
     judge.equal(
@@ -210,15 +197,9 @@ def test_an_ignored_parameter_stays_what_it_is(world, subject):
     )
 
 
-@clause(
-    "fsdp.traffic.ignored-parameters",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
-    source=IGNORED,
-)
+@clause("fsdp.traffic.ignored-parameters", source=IGNORED)
 def test_an_ignored_parameter_is_neither_gathered_nor_reduced(world, subject):
-    """An ignored parameter MUST NOT be sent: its gradient is this rank's, the others' the mean."""
+    """An ignored parameter MUST NOT be sent: its gradient stays local, the others get the mean."""
     ranks = world.run(ignoring, subject)
 
     names = [name for name, _ in encoder().named_parameters()]

@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, shard
 from spec_tests.laws import footprint, refusal
 from spec_tests.rig import judge
+
+clause = clauses(judges=BOTH, level="correct")
 
 MEMORY = "test_fully_shard_memory"
 WIDTH = 72
@@ -81,9 +83,7 @@ def footprints(ctx, subject, depth, reshard_after_forward=True, steps=2):
 
 @clause(
     "fsdp.footprint.shards-alone-stay",
-    MUST,
     level="course",
-    judges=BOTH,
     source="Zhao et al. 2023, section 4.1; the CS336 tests, which code that shards nothing passes",
     worlds=(2, 4),
 )
@@ -110,16 +110,12 @@ def test_between_steps_a_rank_holds_its_shards_and_no_more(world, subject):
 
 @clause(
     "fsdp.footprint.freed-after-use",
-    MUST,
-    level="correct",
-    judges=BOTH,
     source=f"{MEMORY}; Efficient DL week 5, task 1; CS336: free the gathered weights after use",
-    worlds=(2,),
 )
 def test_full_weights_are_freed_after_forward_and_backward(world, subject):
-    """Unless they are to be kept, full weights MUST be gone after forward and after backward.
+    """Full weights MUST be freed after forward and after backward, unless they are to be kept.
 
-    Autograd holds views of them: dropping every reference of one's own frees nothing.
+    Autograd holds views of them: dropping the wrapper's references frees nothing.
     """
     ranks = world.run(footprints, subject, 6)
 
@@ -156,11 +152,7 @@ def above_a_trained_layer(ctx, subject, depth):
 
 @clause(
     "fsdp.footprint.frozen-is-freed",
-    MUST,
-    level="correct",
-    judges=BOTH,
     source="test_fully_shard_frozen; freeing hung on the gradient, which a frozen weight never has",
-    worlds=(2,),
 )
 def test_frozen_weights_are_freed_after_backward(world, subject):
     """Frozen weights that a backward passes through MUST be freed after it, or be refused."""
@@ -181,14 +173,12 @@ def test_frozen_weights_are_freed_after_backward(world, subject):
 
 @clause(
     "fsdp.footprint.kept-on-request",
-    MUST,
     level="production",
     judges=FULLY_SHARD,
     source="torch.distributed.fsdp.fully_shard, reshard_after_forward=False",
-    worlds=(2,),
 )
 def test_full_weights_stay_where_that_was_asked_for(world, subject):
-    """Without reshard_after_forward, full weights MUST stay until their backward, not longer."""
+    """With reshard_after_forward=False, full weights MUST stay until their backward, not longer."""
     ranks = world.run(footprints, subject, 6, False)
 
     shards = 6 * UNIT // world.size
@@ -208,14 +198,7 @@ def test_full_weights_stay_where_that_was_asked_for(world, subject):
     )
 
 
-@clause(
-    "fsdp.footprint.peak-does-not-grow-with-depth",
-    MUST,
-    level="production",
-    judges=BOTH,
-    source=MEMORY,
-    worlds=(2,),
-)
+@clause("fsdp.footprint.peak-does-not-grow-with-depth", level="production", source=MEMORY)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_the_peak_above_the_shards_does_not_grow_with_depth(world, subject, phase):
     """Above shards, moments, gradients and activations, the peak MUST NOT grow with depth.
@@ -242,11 +225,7 @@ def test_the_peak_above_the_shards_does_not_grow_with_depth(world, subject, phas
 
 @clause(
     "fsdp.footprint.no-growth",
-    MUST,
-    level="correct",
-    judges=BOTH,
     source="buffers, hooks and handles that gather over thousands of steps",
-    worlds=(2,),
 )
 def test_memory_does_not_grow_from_step_to_step(world, subject):
     """Live bytes MUST be the same after every step but the first."""
@@ -280,7 +259,6 @@ def window(ctx, subject, depth):
 
 @clause(
     "fsdp.footprint.window-costs-one-copy",
-    MUST,
     level="production",
     judges=FULLY_SHARD,
     source=f"{MEMORY}: unsharded gradients are kept between micro-batches, and freed when reduced",

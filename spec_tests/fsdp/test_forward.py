@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, Sharded, divisible, shard
 from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import judge
 from spec_tests.rig.toys import TOYS
+
+clause = clauses(judges=BOTH, level="correct", worlds=(2, 3))
 
 PAPER = "Zhao et al. 2023, section 3.2"
 
@@ -29,7 +31,7 @@ def outputs(ctx, subject, toy, seed, mode, number=2):
         return {f"micro-batch {m}": sharded.model(sharded.batch(m)).detach() for m in range(number)}
 
 
-@clause("fsdp.forward.equals-plain", MUST, level="course", judges=BOTH, source=PAPER, worlds=(2, 3))
+@clause("fsdp.forward.equals-plain", level="course", source=PAPER)
 def test_the_output_is_that_of_the_plain_model(world, subject):
     """A forward MUST give the bits that the plain model gives."""
     ranks = world.run(outputs, subject, "even", 7, "training", 1)
@@ -37,14 +39,7 @@ def test_the_output_is_that_of_the_plain_model(world, subject):
     judge.tensors(ranks, _plain_outputs("even", world.size, number=1), quantity="output")
 
 
-@clause(
-    "fsdp.forward.equals-any-plain-model",
-    MUST,
-    level="correct",
-    judges=BOTH,
-    source=PAPER,
-    worlds=(2, 3),
-)
+@clause("fsdp.forward.equals-any-plain-model", source=PAPER)
 @pytest.mark.parametrize("toy", ["ragged", "stack", "tied", "reused", "frozen", "mixed"])
 def test_the_output_is_that_of_any_plain_model(world, subject, toy):
     """Odd sizes, ties, reuse, mixed dtypes: a forward MUST give the plain bits, or be refused."""
@@ -63,16 +58,9 @@ def test_the_output_is_that_of_any_plain_model(world, subject, toy):
         judge.tensors(ranks, plain, quantity="output", given=f"toy {toy!r}")
 
 
-@clause(
-    "fsdp.forward.without-gradients",
-    MUST,
-    level="correct",
-    judges=BOTH,
-    source="evaluation between steps",
-    worlds=(2, 3),
-)
+@clause("fsdp.forward.without-gradients", source="evaluation between steps")
 def test_a_forward_without_gradients_gives_the_same_output(world, subject):
-    """Under `no_grad` as well a forward MUST give the bits that the plain model gives."""
+    """Under `no_grad`, a forward MUST give the bits that the plain model gives."""
     toy = divisible(subject, "stack")
     ranks = world.run(outputs, subject, toy, 7, "evaluation")
 
@@ -104,15 +92,12 @@ def after_evaluation(ctx, subject, toy, seed, how):
 
 @clause(
     "fsdp.forward.evaluation-leaves-no-trace",
-    MUST,
-    level="correct",
-    judges=BOTH,
     source="test_fully_shard_training; torch.inference_mode: its tensors take no part in autograd",
     worlds=(2,),
 )
 @pytest.mark.parametrize("how", ["no-grad", "inference", "inference-first"])
 def test_an_evaluation_changes_nothing_about_the_next_step(world, subject, how):
-    """A training step after an evaluation MUST have the gradients that it has without."""
+    """A training step after an evaluation MUST have the same gradients as without it."""
     toy = divisible(subject, "stack")
     ranks = world.run(after_evaluation, subject, toy, 7, how)
 
@@ -171,11 +156,7 @@ def structured(ctx, subject, seed):
 
 @clause(
     "fsdp.forward.nested-containers",
-    MUST,
-    level="correct",
-    judges=BOTH,
     source="test_fully_shard_training: inputs and outputs in containers, keyword arguments",
-    worlds=(2, 3),
 )
 def test_inputs_and_outputs_may_sit_in_containers(world, subject):
     """Inputs by keyword and outputs in nested containers MUST get right gradients.
@@ -226,11 +207,8 @@ def under_setting(ctx, subject, seed, reshard_after_forward, units):
 
 @clause(
     "fsdp.forward.resharding-changes-no-bit",
-    MUST,
-    level="correct",
     judges=FULLY_SHARD,
     source="reshard_after_forward trades memory for traffic, and nothing else",
-    worlds=(2, 3),
 )
 @pytest.mark.parametrize("setting", [False, None], ids=["False", "None"])
 def test_what_is_kept_after_forward_changes_no_bit(world, subject, setting):
@@ -248,7 +226,6 @@ def test_what_is_kept_after_forward_changes_no_bit(world, subject, setting):
 
 @clause(
     "fsdp.forward.resharding-to-a-part",
-    MUST,
     level="production",
     judges=FULLY_SHARD,
     source="torch.distributed.fsdp.fully_shard: reshard_after_forward as an int",
@@ -274,10 +251,8 @@ def hooks_that_run(ctx, subject, seed):
 
 @clause(
     "fsdp.forward.runs-the-modules-hooks",
-    MUST,
-    level="correct",
-    judges=BOTH,
     source="torch.nn.Module: call the module, not its forward, which ignores hooks",
+    worlds=(2,),
 )
 def test_a_forward_runs_the_hooks_of_the_module(world, subject):
     """A forward of the sharded model MUST run the original module's forward hooks, each once."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, RATE, Sharded, shard
 from spec_tests.fsdp.test_backward import one_backward
 from spec_tests.laws import programs, refusal
@@ -21,6 +21,8 @@ from spec_tests.rig import judge
 from spec_tests.rig.symptoms import Hint, gap
 from spec_tests.rig.tolerance import rounding
 from spec_tests.rig.toys import TOYS, sum_of_squares
+
+clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
 
 FRESH = "contract: after an update, the next forward uses current weights"
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -80,14 +82,7 @@ def after_steps(ctx, subject, toy, seed, setting):
     return _output(sharded)
 
 
-@clause(
-    "fsdp.lifecycle.fresh-after-step",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
-    source=FRESH,
-    worlds=(2, 3),
-)
+@clause("fsdp.lifecycle.fresh-after-step", source=FRESH)
 @pytest.mark.parametrize("setting", [*SETTINGS, "kept-after-backward", "by-hand"])
 def test_a_forward_after_a_step_uses_the_new_weights(world, subject, setting):
     """The forward after a step MUST use the new weights, whatever was kept unsharded before it."""
@@ -106,14 +101,7 @@ def after_evaluation_and_step(ctx, subject, toy, seed, setting, records=False):
     return _output(sharded)
 
 
-@clause(
-    "fsdp.lifecycle.fresh-after-evaluation",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
-    source=FRESH,
-    worlds=(2,),
-)
+@clause("fsdp.lifecycle.fresh-after-evaluation", source=FRESH, worlds=(2,))
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_an_evaluation_before_a_step_leaves_nothing_stale(world, subject, setting):
     """After backward, evaluation, step: the next forward MUST use the new weights."""
@@ -124,8 +112,6 @@ def test_an_evaluation_before_a_step_leaves_nothing_stale(world, subject, settin
 
 @clause(
     "fsdp.lifecycle.fresh-after-evaluation-of-a-whole-model",
-    MUST,
-    level="correct",
     judges=("fsdp",),
     source=FRESH,
     worlds=(2,),
@@ -184,16 +170,9 @@ def after_leaving_out(ctx, subject, raises=""):
     return {"output": model(x).detach()}
 
 
-@clause(
-    "fsdp.lifecycle.fresh-after-layers-left-out",
-    MUST,
-    level="correct",
-    judges=BOTH,
-    source=FRESH,
-    worlds=(2, 3),
-)
+@clause("fsdp.lifecycle.fresh-after-layers-left-out", judges=BOTH, source=FRESH)
 def test_layers_that_a_forward_left_out_are_not_stale_after_a_step(world, subject):
-    """After a forward that left layers out, and a step, a forward MUST use the new weights of all.
+    """After a forward that skipped layers, and a step, a forward MUST use all layers' new weights.
 
     What was gathered ahead for a layer that did not run lies ready, and is old after the step.
     """
@@ -202,14 +181,7 @@ def test_layers_that_a_forward_left_out_are_not_stale_after_a_step(world, subjec
     _judge_ladder(ranks)
 
 
-@clause(
-    "fsdp.lifecycle.fresh-after-exception-in-a-whole-model",
-    MUST,
-    level="correct",
-    judges=("fsdp",),
-    source=FRESH,
-    worlds=(2, 3),
-)
+@clause("fsdp.lifecycle.fresh-after-exception-in-a-whole-model", judges=("fsdp",), source=FRESH)
 @pytest.mark.parametrize("where", ["within a layer", "between layers"], ids=["within", "between"])
 def test_no_layer_of_a_whole_model_is_stale_after_an_exception(world, subject, where):
     """After an exception in forward and a step, a whole model's forward MUST use the new weights.
@@ -260,9 +232,6 @@ def after_writing(ctx, subject, toy, seed, how, setting):
 
 @clause(
     "fsdp.lifecycle.fresh-after-load",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
     source=f"{FRESH}; a load, or an operation under no_grad on the Parameter or its local tensor",
     worlds=(2,),
 )

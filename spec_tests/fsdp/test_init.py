@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, Sharded, full_parameters, shard
 from spec_tests.laws import refusal
 from spec_tests.rig import judge, oracle
 from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.toys import TOYS
+
+clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
 
 PAGE = "torch.distributed.fsdp.fully_shard"
 
@@ -33,14 +35,13 @@ def after_sharding(ctx, subject, toy, seed):
 
 @clause(
     "fsdp.init.nothing-lost",
-    MUST,
     level="course",
     judges=BOTH,
     source="CS336 assignment 2, fsdp_gather_full_params; Zhao et al. 2023, section 4.1",
     worlds=(2, 3, 4),
 )
 def test_sharding_loses_no_value(world, subject):
-    """The full parameters of a freshly sharded model MUST be those it was built with, on all ranks.
+    """On all ranks the full parameters after sharding MUST be those that the model was built with.
 
     The sizes here divide by the number of ranks, which is all that the exercises ask.
     """
@@ -51,15 +52,13 @@ def test_sharding_loses_no_value(world, subject):
 
 @clause(
     "fsdp.init.nothing-lost-of-any-model",
-    MUST,
-    level="correct",
     judges=BOTH,
     source="Zhao et al. 2023, section 4.1; pytorch issue 176225 on tied parameters",
     worlds=(3,),
 )
 @pytest.mark.parametrize("toy", ["ragged", "stack", "tied", "frozen"])
 def test_sharding_loses_no_value_of_any_model(world, subject, toy):
-    """Odd sizes, ties and frozen layers: the full parameters MUST be those built, or be refused."""
+    """With odd sizes, ties or frozen layers, full parameters MUST be those built, or be refused."""
     ranks = refusal.answer_or_refusal(
         world, after_sharding, subject, toy, 7, ordinary=(after_sharding, subject, "even", 7)
     )
@@ -93,9 +92,7 @@ def local_rows(ctx, subject, rows):
 
 @clause(
     "fsdp.init.rows-as-torch-chunk",
-    MUST,
     level="production",
-    judges=FULLY_SHARD,
     source="torch.distributed.tensor.Shard: as torch.chunk deals the rows out",
     worlds=(3, 4),
 )
@@ -129,11 +126,8 @@ def test_each_rank_keeps_the_rows_that_chunk_would_give_it(world, subject, rows)
 
 @clause(
     "fsdp.init.any-number-of-rows",
-    MUST,
-    level="correct",
     judges=BOTH,
     source="torchtitan issue 1136; the contract asks for no divisibility",
-    worlds=(2, 3),
 )
 @given(rows=st.integers(1, 7))
 @example(rows=1)
@@ -218,14 +212,7 @@ def _judge_descriptions(ranks, toy, size, keys):
             )
 
 
-@clause(
-    "fsdp.init.parameters-are-dtensors",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
-    source=PAGE,
-    worlds=(2, 3),
-)
+@clause("fsdp.init.parameters-are-dtensors", source=PAGE)
 @pytest.mark.parametrize("toy", ["stack", "tied", "frozen"])
 def test_parameters_are_dtensors_sharded_on_dim_0(world, subject, toy):
     """Sharded parameters MUST be DTensor Parameters of the plain names, order and global shape."""
@@ -237,11 +224,8 @@ def test_parameters_are_dtensors_sharded_on_dim_0(world, subject, toy):
 
 @clause(
     "fsdp.init.dtensor-metadata",
-    MUST,
     level="production",
-    judges=FULLY_SHARD,
     source="flashoptim issue 6: DTensor.from_local without shape and stride",
-    worlds=(2, 3),
 )
 @pytest.mark.parametrize("toy", ["ragged", "mixed"])
 def test_dtensors_carry_mesh_stride_and_dtype_of_the_whole(world, subject, toy):
@@ -271,13 +255,7 @@ def surroundings(ctx, subject, toy, seed):
     }
 
 
-@clause(
-    "fsdp.init.the-rest-stays",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
-    source=PAGE,
-)
+@clause("fsdp.init.the-rest-stays", source=PAGE, worlds=(2,))
 def test_buffers_modules_and_keys_stay_what_they_were(world, subject):
     """Buffers MUST stay plain and whole; modules and state-dict keys MUST stay as they were."""
     ranks = world.run(surroundings, subject, "buffers", 7)
@@ -304,15 +282,10 @@ def materialised(ctx, subject, seed):
 
 
 @clause(
-    "fsdp.init.meta-device",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
-    source=f"{PAGE}, initialisation on the meta device",
-    worlds=(2, 3),
+    "fsdp.init.meta-device", level="production", source=f"{PAGE}, initialisation on the meta device"
 )
 def test_a_model_may_be_sharded_before_it_has_values(world, subject):
-    """Sharded on the meta device and filled after `to_empty`, a model MUST compute with the values.
+    """Sharded on the meta device and filled after `to_empty`, a model MUST use the filled values.
 
     Models that fit no single device are built so.
     """

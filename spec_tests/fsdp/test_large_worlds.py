@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import FULLY_SHARD, shard
 from spec_tests.laws import agreement, footprint, large_worlds, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.pretended import pretended
+
+clause = clauses(judges=FULLY_SHARD, level="production", worlds=(1,))
 
 WIDTH, DEPTH = 64, 4
 UNIT = WIDTH * WIDTH
@@ -46,11 +48,7 @@ def one_rank(ctx, subject, rank, num_ranks):
 
 @clause(
     "fsdp.traffic.any-world-size",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
     source="Rajbhandari et al. 2020, section 7: volume does not depend on the number of ranks",
-    worlds=(1,),
 )
 @large_worlds.SIZES
 def test_a_step_sends_no_more_on_many_ranks(world, subject, num_ranks):
@@ -78,11 +76,7 @@ def test_a_step_sends_no_more_on_many_ranks(world, subject, num_ranks):
 
 @clause(
     "fsdp.footprint.any-world-size",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
     source="Rajbhandari et al. 2020, figure 1: memory falls with the number of ranks",
-    worlds=(1,),
 )
 @large_worlds.SIZES
 def test_what_stays_is_one_part_in_so_many_ranks(world, subject, num_ranks):

@@ -13,11 +13,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, Sharded, divisible
 from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import judge, oracle
 from spec_tests.rig.toys import TOYS
+
+clause = clauses(judges=FULLY_SHARD, level="correct")
 
 
 def after_failure(ctx, subject, seed, where):
@@ -46,11 +48,7 @@ def after_failure(ctx, subject, seed, where):
 
 @clause(
     "fsdp.lifecycle.after-exception",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
     source="test_fully_shard_training: a caught exception, out of memory for instance",
-    worlds=(2,),
 )
 @pytest.mark.parametrize("where", ["forward", "backward", "forward-reset", "backward-reset"])
 def test_a_step_after_a_caught_exception_is_right(world, subject, where):
@@ -79,11 +77,8 @@ def interleaved(ctx, subject, toy, seed):
 
 @clause(
     "fsdp.lifecycle.two-models",
-    MUST,
-    level="correct",
     judges=BOTH,
     source="adversarial training, teachers, moving averages: two sharded models at once",
-    worlds=(2,),
 )
 def test_two_models_do_not_disturb_each_other(world, subject):
     """Two sharded models whose passes interleave MUST each have their own mean gradients."""
@@ -107,14 +102,11 @@ def on_a_mesh(ctx, subject, seed, shape):
 
 @clause(
     "fsdp.lifecycle.part-of-the-world",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
     source="torch.distributed.fsdp.fully_shard, mesh; verl issue 7493",
     worlds=(4,),
 )
 def test_a_mesh_decides_who_talks_and_what_is_divided_by(world, subject):
-    """On a part of the world, gradients MUST be the mean over that part alone."""
+    """On a mesh of a part of the ranks, gradients MUST be the mean over that part alone."""
     ranks = world.run(on_a_mesh, subject, 7, "part")
 
     for pair in ((0, 1), (2, 3)):
@@ -129,9 +121,7 @@ def test_a_mesh_decides_who_talks_and_what_is_divided_by(world, subject):
 
 @clause(
     "fsdp.lifecycle.hybrid",
-    MUST,
     level="production",
-    judges=FULLY_SHARD,
     source="torch.distributed.fsdp.fully_shard, mesh of two dimensions; pytorch issue 125484",
     worlds=(4,),
 )
@@ -153,8 +143,6 @@ def alone(ctx, subject, seed):
 
 @clause(
     "fsdp.lifecycle.world-of-one",
-    MUST,
-    level="correct",
     judges=BOTH,
     source="a job that is tried on one device",
     worlds=(1,),
@@ -169,7 +157,6 @@ def test_one_rank_alone_is_the_plain_model(world, subject):
 
 @clause(
     "fsdp.traffic.world-of-one",
-    MUST,
     level="production",
     judges=BOTH,
     source="a job that is tried on one device: there is nobody to talk to",
@@ -208,14 +195,12 @@ def collected_in_a_step(ctx, subject, toy, seed):
 
 @clause(
     "fsdp.lifecycle.collected-in-a-step",
-    MUST,
     level="production",
     judges=BOTH,
     source="ours, once: OrderedDict mutated during iteration, when the collector came in a step",
-    worlds=(2,),
 )
 def test_a_model_may_be_collected_in_the_middle_of_a_step(world, subject):
-    """A sharded model that the collector takes during a step MUST NOT disturb that step.
+    """A sharded model that is garbage-collected during a step MUST NOT disturb that step.
 
     When the collector comes is chance: a hook that leaves with its model fails once in a thousand
     steps, and on one rank only.
@@ -245,14 +230,7 @@ def by_hand(ctx, subject, seed):
     return {"whole": whole, "kinds": kinds, "sent": sent, "output": {"output": output}}
 
 
-@clause(
-    "fsdp.lifecycle.by-hand",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
-    source="FSDPModule.unshard, FSDPModule.reshard",
-    worlds=(2, 3),
-)
+@clause("fsdp.lifecycle.by-hand", source="FSDPModule.unshard, FSDPModule.reshard", worlds=(2, 3))
 def test_a_unit_may_be_unsharded_and_resharded_by_hand(world, subject):
     """After `unshard` a module MUST have full plain parameters, after `reshard` its shards."""
     ranks = world.run(by_hand, subject, 7)

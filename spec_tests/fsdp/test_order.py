@@ -1,8 +1,8 @@
 """Order: gathers begin before their weights are needed, reductions while backward still runs.
 
-Without it every gather is waited for in full. The order of events on one rank shows it without a
-clock: where in the stream of collectives each layer computes. Level `production`; that a hint
-changes no number belongs to `correct`. See Zhao et al. 2023, section 3.3.
+Without overlap, every gather is waited for in full. The order of events on one rank shows overlap
+without a clock: where each layer computes in the sequence of collectives. Level `production`; that
+a hint changes no number belongs to `correct`. See Zhao et al. 2023, section 3.3.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import FULLY_SHARD, shard
 from spec_tests.laws import traffic
 from spec_tests.rig import judge
 from spec_tests.rig.recorder import Log
+
+clause = clauses(judges=FULLY_SHARD, level="production")
 
 OVERLAP = "Zhao et al. 2023, section 3.3; test_fully_shard_comm"
 WIDTH, DEPTH = 12, 4
@@ -99,15 +101,9 @@ def _before(log, label, since=None):
     return Log(part, peak_bytes=0)
 
 
-@clause(
-    "fsdp.order.gathers-ahead-in-backward",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
-    source=OVERLAP,
-)
+@clause("fsdp.order.gathers-ahead-in-backward", source=OVERLAP)
 def test_backward_gathers_the_next_unit_before_it_computes(world, subject):
-    """In backward, a unit MUST be gathered before the one in front of it has computed."""
+    """In backward, the next unit's gather MUST begin before the current unit has computed."""
     logs = world.run(events, subject, {})
 
     for rank, log in enumerate(logs):
@@ -122,13 +118,7 @@ def test_backward_gathers_the_next_unit_before_it_computes(world, subject):
             )
 
 
-@clause(
-    "fsdp.order.reduces-during-backward",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
-    source=OVERLAP,
-)
+@clause("fsdp.order.reduces-during-backward", source=OVERLAP)
 def test_a_unit_is_reduced_while_backward_still_runs(world, subject):
     """In backward, a unit's reduction MUST begin before the second unit after it has computed."""
     logs = world.run(events, subject, {})
@@ -147,9 +137,6 @@ def test_a_unit_is_reduced_while_backward_still_runs(world, subject):
 
 @clause(
     "fsdp.order.hints-are-followed",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
     source="FSDPModule.set_modules_to_forward_prefetch, set_modules_to_backward_prefetch",
 )
 def test_hinted_units_are_gathered_ahead(world, subject):
@@ -195,15 +182,11 @@ HINTS = {
 
 
 @clause(
-    "fsdp.order.hints-change-no-bit",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
-    source="a hint says when to gather, not what",
+    "fsdp.order.hints-change-no-bit", level="correct", source="a hint says when to gather, not what"
 )
 @pytest.mark.parametrize("hints", HINTS)
 def test_no_hint_changes_a_bit(world, subject, hints):
-    """Whatever is hinted, used or not, outputs and gradients MUST have the same bits."""
+    """Whatever the prefetch hints, used or not, outputs and gradients MUST have the same bits."""
     order = [[0, 1, 2, 3], [3, 1, 0, 2], [0, 2], [0, 1, 2, 3]]
     ranks = world.run(hinted_training, subject, HINTS[hints], order)
     plain = world.run(hinted_training, subject, {}, order)
@@ -246,12 +229,8 @@ def overtaken(ctx, subject, phase):
 
 @clause(
     "fsdp.order.runs-ahead-of-a-straggler",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
     source=f"{OVERLAP}; Efficient DL week 5, tasks 2 and 3",
-    worlds=(2,),
-    transports=("gloo", "cuda"),  # a simulated rank that waits for a file keeps the others waiting
+    transports=("gloo", "cuda"),
 )
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_rank_held_up_in_a_layer_does_not_hold_up_the_next(world, subject, phase):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, full_parameters, shard
 from spec_tests.laws import refusal, traffic
 from spec_tests.rig import judge
@@ -22,7 +22,7 @@ from spec_tests.rig.recorder import Kind
 from spec_tests.rig.symptoms import Hint
 
 POLICY = "torch.distributed.fsdp.MixedPrecisionPolicy"
-NEEDS = ("MixedPrecisionPolicy",)
+clause = clauses(judges=FULLY_SHARD, needs=("MixedPrecisionPolicy",), level="correct")
 HALF = torch.bfloat16
 FINE = 2.0**-12
 """Lost next to 1 in both half precisions, and not in float32."""
@@ -59,9 +59,9 @@ def output_of_fine_weights(ctx, subject):
 
 @clause(
     "fsdp.precision.computes-in-its-dtype",
-    MUST,
     level="course",
     judges=BOTH,
+    needs=(),
     source=f"CS336 assignment 2, compute_dtype; {POLICY}, param_dtype",
 )
 def test_a_forward_computes_with_rounded_weights(world, subject):
@@ -93,9 +93,9 @@ def small_updates(ctx, subject):
 
 @clause(
     "fsdp.precision.updates-are-not-lost",
-    MUST,
     level="course",
     judges=BOTH,
+    needs=(),
     source="Micikevicius et al. 2018, section 3.1; pytorch issue 106395",
 )
 def test_small_updates_are_not_rounded_away(world, subject):
@@ -146,12 +146,7 @@ def kept_dtypes(ctx, subject):
 
 
 @clause(
-    "fsdp.precision.shards-keep-their-dtype",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
-    needs=NEEDS,
-    source=f"{POLICY}; pytorch issue 146114 on buffers",
+    "fsdp.precision.shards-keep-their-dtype", source=f"{POLICY}; pytorch issue 146114 on buffers"
 )
 def test_what_an_optimizer_sees_keeps_its_dtype(world, subject):
     """Shards, their gradients, optimizer state and buffers MUST keep the original dtype."""
@@ -184,14 +179,7 @@ def tagged(ctx, subject, tags, reduce_dtype, cells):
     return {"gradient": gradient.full_tensor().clone()}
 
 
-@clause(
-    "fsdp.precision.reduces-in-its-dtype",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
-    needs=NEEDS,
-    source=f"{POLICY}, reduce_dtype",
-)
+@clause("fsdp.precision.reduces-in-its-dtype", source=f"{POLICY}, reduce_dtype")
 def test_gradients_are_added_in_the_reduction_dtype(world, subject):
     """With reduce_dtype float32, gradients MUST be added up over ranks in float32.
 
@@ -209,10 +197,6 @@ def test_gradients_are_added_in_the_reduction_dtype(world, subject):
 
 @clause(
     "fsdp.precision.accumulates-in-its-dtype",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
-    needs=NEEDS,
     source="test_fully_shard_pending_grad; DeepSpeed issues 2352 and 2768",
 )
 def test_gradients_wait_in_the_reduction_dtype(world, subject):
@@ -242,14 +226,7 @@ def sent_dtypes(ctx, subject, reduce_dtype):
     }
 
 
-@clause(
-    "fsdp.precision.sends-in-its-dtype",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
-    needs=NEEDS,
-    source=POLICY,
-)
+@clause("fsdp.precision.sends-in-its-dtype", level="production", source=POLICY)
 @pytest.mark.parametrize("wide", [True, False], ids=["reduce-float32", "reduce-default"])
 def test_weights_and_gradients_travel_in_their_dtypes(world, subject, wide):
     """Weights MUST travel in param_dtype, gradients in reduce_dtype or else in param_dtype."""
@@ -276,12 +253,8 @@ def mean_of_large_gradients(ctx, subject):
 
 @clause(
     "fsdp.precision.float16-does-not-overflow",
-    MUST,
     level="production",
-    judges=FULLY_SHARD,
-    needs=NEEDS,
     source="FSDP2 divides by about the root of the number of ranks before it adds up in float16",
-    worlds=(2,),
 )
 def test_a_mean_that_float16_holds_does_not_overflow_on_the_way(world, subject):
     """In float16, gradients of 60000 on all ranks MUST give 60000: their sum is beyond it."""
@@ -321,15 +294,14 @@ def reused_in_half(ctx, subject):
 
 @clause(
     "fsdp.precision.layer-used-twice",
-    MUST,
-    level="correct",
     judges=BOTH,
+    needs=(),
     source="contract: gradients are the mean; a layer that is called twice has two shares in one",
 )
 def test_a_layer_used_twice_in_half_precision_gets_both_shares(world, subject):
     """In half precision, a layer called twice MUST get the sum of both gradients, or be refused.
 
-    Each call may make a cast copy of its own, and all of them need a way back to the shard.
+    Each call may make its own cast copy, and the gradient of each must reach the shard.
     """
     ranks = refusal.answer_or_refusal(
         world, reused_in_half, subject, ordinary=(output_of_fine_weights, subject)

@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded
 from spec_tests.laws import program_machine, programs
 from spec_tests.rig import judge
 from spec_tests.rig.oracle import Named
 from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.tolerance import rounding
+
+clause = clauses(judges=FULLY_SHARD, level="correct")
 
 TOY, SEED = "mlp", 7
 
@@ -74,9 +76,6 @@ def judge_programs(world, subject, reshard):
 
 @clause(
     "fsdp.programs.any-sequence",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
     source="contract, FullyShard; hypothesis, stateful testing",
     worlds=(2, 3),
 )
@@ -85,18 +84,14 @@ def test_any_sequence_of_calls_does_what_one_process_does(world, subject):
 
     Micro-batches with and without gradient synchronisation, `step`, `zero_grad` both ways,
     evaluation, save, load, a changed learning rate, an exception caught in forward. (A `zero_grad`
-    within a window has a clause of its own.)
+    within a window has a separate clause.)
     """
     judge_programs(world, subject, True)
 
 
 @clause(
     "fsdp.programs.any-sequence-with-kept-weights",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
     source="contract, FullyShard; hypothesis, stateful testing",
-    worlds=(2,),
 )
 def test_any_sequence_with_weights_kept_after_forward(world, subject):
     """With `reshard_after_forward=False` any sequence of training calls MUST do the same.
@@ -115,14 +110,7 @@ def after_interruption(ctx, subject):
     return run.evaluate(2)
 
 
-@clause(
-    "fsdp.lifecycle.fresh-after-exception",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
-    source="found by fsdp.programs.any-sequence",
-    worlds=(2,),
-)
+@clause("fsdp.lifecycle.fresh-after-exception", source="found by fsdp.programs.any-sequence")
 def test_a_step_after_an_interrupted_forward_is_seen(world, subject):
     """After an exception in forward was caught and a step taken, a forward MUST see new weights.
 

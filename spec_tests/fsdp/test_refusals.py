@@ -13,10 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded
 from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import judge
+
+clause = clauses(judges=FULLY_SHARD, level="production")
 
 PAGE = "torch.distributed.fsdp.fully_shard; test_fully_shard_init"
 
@@ -93,13 +95,7 @@ def refused(ctx, subject, case):
     return error_of(lambda: ctx.impl.fully_shard(module, **options), kinds)
 
 
-@clause(
-    "fsdp.refusals.at-once-and-by-name",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
-    source=PAGE,
-)
+@clause("fsdp.refusals.at-once-and-by-name", source=PAGE)
 @pytest.mark.parametrize("case", CASES)
 def test_what_cannot_be_sharded_is_refused_at_once(world, subject, case):
     """Scalars, strided parameters, containers and odd meshes MUST be refused when sharding."""
@@ -177,14 +173,11 @@ def tried(ctx, subject, case):
 
 @clause(
     "fsdp.refusals.by-the-first-step",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
     source=f"{PAGE}: called twice, parameters without values, an option of another type",
 )
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_an_error_on_every_rank_by_the_first_step(world, subject, case):
-    """Bad modules and options MUST be an error that names them, on every rank, by the first step.
+    """Bad modules and options MUST raise an error naming them, on every rank, by the first step.
 
     Integers among the parameters may also be right, gathered like the others; so may what is
     distributed already, taken whole and cut anew.
@@ -222,9 +215,6 @@ def unequal(ctx, subject, difference):
 
 @clause(
     "fsdp.refusals.unequal-ranks",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
     source="DistributedDataParallel verifies parameters across ranks at construction",
 )
 @pytest.mark.parametrize("difference", ["shape", "scalar"])
@@ -256,15 +246,12 @@ def without_forward(ctx, subject, seed, how):
 
 @clause(
     "fsdp.refusals.backward-without-forward",
-    MUST,
     level="correct",
-    judges=FULLY_SHARD,
     source="torch.Tensor.backward: a graph is freed by its backward",
-    worlds=(2,),
 )
 @pytest.mark.parametrize("how", ["twice", "no-grad"])
 def test_a_backward_without_its_forward_is_an_error_and_no_more(world, subject, how):
-    """A backward whose graph is gone or never was MUST raise, and leave the next step right."""
+    """A backward without a live graph MUST raise an error and leave the next step right."""
     ranks = world.run(without_forward, subject, 7, how)
 
     all_raise([seen["said"] for seen in ranks], given=f"after {how}")

@@ -7,9 +7,11 @@ where completion is an input (`laws.schedules`).
 
 from __future__ import annotations
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded
 from spec_tests.laws import equivalence, schedules
+
+clause = clauses(judges=FULLY_SHARD, level="correct", transports=schedules.SIM)
 
 TOY, SEED = "stack", 7
 
@@ -23,15 +25,7 @@ def two_steps(ctx, subject, toy, seed):
     return sharded.whole_gradients()
 
 
-@clause(
-    "fsdp.schedule.same-gradients",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
-    source=schedules.LAUNCH_ORDER,
-    worlds=(3,),
-    transports=schedules.SIM,
-)
+@clause("fsdp.schedule.same-gradients", source=schedules.LAUNCH_ORDER, worlds=(3,))
 @schedules.drawn
 def test_no_order_of_events_changes_the_gradients(world, subject, schedule):
     """Whatever schedule the ranks of a sharded model run by, its gradients MUST be the mean."""
@@ -40,15 +34,7 @@ def test_no_order_of_events_changes_the_gradients(world, subject, schedule):
     equivalence.mean_gradients(ranks, TOY, SEED, micros=(1,), given=str(schedule))
 
 
-@clause(
-    "fsdp.schedule.waits-for-every-launch",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
-    source=schedules.WAITED_FOR,
-    worlds=(2, 3),
-    transports=schedules.SIM,
-)
+@clause("fsdp.schedule.waits-for-every-launch", source=schedules.WAITED_FOR, worlds=(2, 3))
 def test_every_gather_and_every_reduction_is_waited_for(world, subject):
     """Every collective that is launched MUST be waited for by the rank that launched it.
 

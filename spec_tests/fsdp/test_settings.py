@@ -1,7 +1,7 @@
-"""Settings that trade one thing for another, as PyTorch's FSDPModule has them.
+"""Settings of PyTorch's FSDPModule.
 
-Each is a promise about what is sent, kept or divided, and a promise that gradients stay right. A
-setter that is taken and ignored shows nowhere but here. Level `production`.
+Each setting promises something about what is sent, kept or divided, and that gradients stay right.
+Only these clauses notice a setter that is accepted and ignored. Level `production`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded
 from spec_tests.laws import equivalence, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.toys import TOYS
+
+clause = clauses(judges=FULLY_SHARD, level="production")
 
 
 def numel(toy, *names):
@@ -28,7 +30,7 @@ def numel(toy, *names):
 
 
 def in_a_window(ctx, subject, seed):
-    """Gradients of three micro-batches, all reduced, of which the third is the last."""
+    """Gradients of three reduced micro-batches; the third is marked as the last backward."""
     sharded = Sharded(ctx, subject, "stack", seed)
     module: Any = sharded.module
     for micro in range(3):
@@ -37,13 +39,7 @@ def in_a_window(ctx, subject, seed):
     return sharded.stepped()
 
 
-@clause(
-    "fsdp.accumulation.last-backward",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
-    source="FSDPModule.set_is_last_backward",
-)
+@clause("fsdp.accumulation.last-backward", source="FSDPModule.set_is_last_backward")
 def test_reductions_that_need_not_be_finished_are_by_the_last_backward(world, subject):
     """After the last backward of a window, gradients MUST be the mean over all of it."""
     ranks = world.run(in_a_window, subject, 7)
@@ -52,7 +48,7 @@ def test_reductions_that_need_not_be_finished_are_by_the_last_backward(world, su
 
 
 def cleared_under_way(ctx, subject, seed):
-    """Gradients of a micro-batch after one whose reductions were not finished, and cleared."""
+    """Gradients of a micro-batch after one that was cleared while its reduction was in flight."""
     sharded = Sharded(ctx, subject, "stack", seed)
     module: Any = sharded.module
     module.set_is_last_backward(False)
@@ -65,14 +61,10 @@ def cleared_under_way(ctx, subject, seed):
 
 @clause(
     "fsdp.accumulation.clears-what-is-under-way",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
     source="FSDPModule.set_is_last_backward; torch.optim.Optimizer.zero_grad",
-    worlds=(2,),
 )
 def test_zero_grad_reaches_a_reduction_that_is_not_finished(world, subject):
-    """What zero_grad is called after MUST NOT be in later gradients, finished by then or not."""
+    """Gradients from before `zero_grad` MUST NOT reappear, even with their reduction in flight."""
     ranks = world.run(cleared_under_way, subject, 7)
 
     equivalence.mean_gradients(ranks, "stack", 7, micros=(1,), absent_is_zero=True)
@@ -107,15 +99,12 @@ WINDOWS: dict[str, Any] = {
 
 @clause(
     "fsdp.accumulation.all-reduce-at-the-last",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
     source="FSDPModule.set_requires_all_reduce; test_fully_shard_training, HSDP",
     worlds=(4,),
 )
 @pytest.mark.parametrize("case", WINDOWS)
 def test_replicas_are_averaged_once_per_window(world, subject, case):
-    """Without all-reduce, a micro-batch MUST be added up over shards, and averaged with the last.
+    """Without all-reduce, micro-batches MUST be summed over shards and averaged with the last one.
 
     What waits for replicas waits like any other gradient: `zero_grad` discards it, and the last
     micro-batch averages it also where that does not use its layer.
@@ -154,13 +143,7 @@ def divided(ctx, subject, seed, factor):
     return sharded.stepped()
 
 
-@clause(
-    "fsdp.backward.divide-factor",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
-    source="FSDPModule.set_gradient_divide_factor",
-)
+@clause("fsdp.backward.divide-factor", source="FSDPModule.set_gradient_divide_factor")
 @pytest.mark.parametrize("factor", [1.0, 4.0])
 def test_sums_are_divided_by_the_factor(world, subject, factor):
     """With a divide factor, gradients MUST be the sum over ranks divided by it alone."""
@@ -173,7 +156,7 @@ def test_sums_are_divided_by_the_factor(world, subject, factor):
 
 
 def without_weights(ctx, subject, seed):
-    """What a backward gathers where an embedding is told that it needs none, and gradients."""
+    """What a backward gathers with unshard-in-backward off for an embedding, and gradients."""
     sharded = Sharded(ctx, subject, "even", seed, reshard_after_forward=True)
     embed: Any = sharded.module.embed
     embed.set_unshard_in_backward(False)
@@ -185,15 +168,9 @@ def without_weights(ctx, subject, seed):
     return {"gathered": gathered, "gradients": sharded.stepped()}
 
 
-@clause(
-    "fsdp.traffic.not-unsharded-in-backward",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
-    source="FSDPModule.set_unshard_in_backward",
-)
+@clause("fsdp.traffic.not-unsharded-in-backward", source="FSDPModule.set_unshard_in_backward")
 def test_a_unit_that_needs_no_weights_in_backward_is_not_gathered_there(world, subject):
-    """A unit that is not to be unsharded in backward MUST NOT be gathered there; nor lose anything.
+    """With unshard-in-backward off, a unit MUST NOT be gathered in backward; gradients stay right.
 
     The gradient of an embedding needs the rows' numbers, and no weight.
     """
@@ -209,7 +186,7 @@ def test_a_unit_that_needs_no_weights_in_backward_is_not_gathered_there(world, s
 
 
 def along_columns(ctx, subject):
-    """What comes of a weight that is to be cut along its second dim."""
+    """The error, or the local shape, of a weight to be sharded along dim 1."""
     layer: Any = nn.Linear(4, 6, bias=False, device=ctx.device)
     ctx.impl.fully_shard(nn.Linear(4, 6))  # who cannot do this refuses nothing
     try:
@@ -219,15 +196,9 @@ def along_columns(ctx, subject):
     return {"says": "", "rows": tuple(layer.weight.to_local().shape)}
 
 
-@clause(
-    "fsdp.refusals.other-dims",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
-    source="torch.distributed.fsdp.fully_shard, shard_placement_fn",
-)
+@clause("fsdp.refusals.other-dims", source="torch.distributed.fsdp.fully_shard, shard_placement_fn")
 def test_another_dim_is_followed_or_refused(world, subject):
-    """A weight that is to be cut along another dim MUST be, or be refused; never cut by rows."""
+    """A request to shard along another dim MUST be honoured or refused, never sharded by rows."""
     ranks = world.run(along_columns, subject)
 
     right = (6, 4 // world.size)

@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded
 from spec_tests.rig import judge, oracle
 from spec_tests.rig.toys import TOYS
+
+clause = clauses(judges=FULLY_SHARD, level="correct")
 
 PAGE = "test_fully_shard_state_dict; pytorch issues 131965 and 154655"
 
@@ -39,14 +41,7 @@ def at_a_moment(ctx, subject, toy, seed, moment):
     }
 
 
-@clause(
-    "fsdp.state-dict.sharded-at-any-moment",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
-    source=PAGE,
-    worlds=(2, 3),
-)
+@clause("fsdp.state-dict.sharded-at-any-moment", source=PAGE, worlds=(2, 3))
 @pytest.mark.parametrize("moment", ["at-once", "after-evaluation", "unsharded-by-hand"])
 def test_a_state_dict_is_sharded_whatever_came_before(world, subject, moment):
     """A state dict MUST hold shards under the plain model's keys, whatever is unsharded."""
@@ -84,14 +79,7 @@ def carried_over(ctx, subject, toy, seed):
     }
 
 
-@clause(
-    "fsdp.state-dict.round-trip",
-    MUST,
-    level="correct",
-    judges=FULLY_SHARD,
-    source=PAGE,
-    worlds=(3,),
-)
+@clause("fsdp.state-dict.round-trip", source=PAGE, worlds=(3,))
 @pytest.mark.parametrize("toy", ["ragged", "tied"])
 def test_what_one_model_gives_another_takes(world, subject, toy):
     """A state dict, loaded into another model, MUST give it the weights and the output."""

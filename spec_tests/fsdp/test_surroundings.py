@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded, shard
 from spec_tests.laws import equivalence
 from spec_tests.rig import judge
+
+clause = clauses(judges=FULLY_SHARD, level="production")
 
 NAMES = ("_schedule", "_unit", "_units", "_state", "_group", "_mesh", "_params", "_handles")
 """What a model may call its own, and a wrapper might."""
@@ -43,11 +45,7 @@ def names_afterwards(ctx, subject, kind):
 
 @clause(
     "fsdp.init.names-of-the-model",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
     source="ours, once: a noise schedule called _schedule was overwritten",
-    worlds=(2,),
 )
 @pytest.mark.parametrize("kind", ["values", "modules"])
 def test_attributes_of_the_model_stay_its_own(world, subject, kind):
@@ -80,11 +78,7 @@ def told(ctx, subject, seed):
 
 @clause(
     "fsdp.backward.post-accumulate-hooks",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
     source="torch.Tensor.register_post_accumulate_grad_hook; test_fully_shard_autograd",
-    worlds=(2,),
 )
 def test_a_hook_that_waits_for_a_gradient_is_called_with_it(world, subject):
     """A post-accumulate hook MUST be called once per reduction, when `.grad` is the mean.
@@ -122,11 +116,8 @@ def attended(ctx, subject):
 
 @clause(
     "fsdp.forward.layers-that-are-not-called",
-    MUST,
-    level="production",
     judges=("fsdp",),
     source="torch.nn.MultiheadAttention reads the weight of out_proj, a Linear, without calling it",
-    worlds=(2,),
 )
 def test_a_layer_whose_weight_is_read_from_outside_is_whole_then(world, subject):
     """A model with an `nn.MultiheadAttention`, sharded in one call, MUST compute the same."""

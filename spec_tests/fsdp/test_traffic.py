@@ -1,9 +1,9 @@
 """Traffic: how often weights are gathered and gradients reduced, in copies of the model.
 
-Sharding buys memory with bytes: one more copy of the weights per step than replication sends, or
-two. The settings trade the one for the other, and a setting that is ignored shows nowhere else.
-Counted is what is sent, by meaning: a gather may be one operation, or a broadcast or a letter from
-each rank.
+Sharding saves memory and sends one or two more copies of the weights per step than replication.
+The settings trade one for the other, and only the traffic shows a setting that is ignored. Traffic
+is counted by meaning: a gather may be one all-gather, or a broadcast or a point-to-point message
+from each rank.
 Level `production`. See Rajbhandari et al. 2020, section 7, and Zhao et al. 2023, section 3.2.
 """
 
@@ -16,12 +16,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded, units_of
 from spec_tests.laws import agreement, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.recorder import Kind
 from spec_tests.rig.toys import TOYS
+
+clause = clauses(judges=FULLY_SHARD, level="production")
 
 STAGES = "Rajbhandari et al. 2020, section 7; test_fully_shard_comm"
 
@@ -70,14 +72,7 @@ def _numel(toy, *names):
     return sum(p.numel() for n, p in named.items() if not names or n in names)
 
 
-@clause(
-    "fsdp.traffic.copies-per-step",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
-    source=STAGES,
-    worlds=(2, 3),
-)
+@clause("fsdp.traffic.copies-per-step", source=STAGES, worlds=(2, 3))
 @pytest.mark.parametrize("setting", [True, False, None])
 def test_a_step_gathers_and_reduces_as_often_as_the_setting_says(world, subject, setting):
     """A step MUST gather one copy in forward, what was freed in backward, and reduce one copy."""
@@ -88,14 +83,7 @@ def test_a_step_gathers_and_reduces_as_often_as_the_setting_says(world, subject,
     _judge_volumes(ranks, [(whole, again, whole)], f"reshard_after_forward={setting}")
 
 
-@clause(
-    "fsdp.traffic.copies-per-window",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
-    source=f"{STAGES}; Efficient DL week 5, the bonuses",
-    worlds=(2,),
-)
+@clause("fsdp.traffic.copies-per-window", source=f"{STAGES}; Efficient DL week 5, the bonuses")
 @pytest.mark.parametrize("reduces", ["each", "last"])
 @pytest.mark.parametrize("keeps", [False, True], ids=["freed", "kept"])
 def test_a_window_sends_as_often_as_its_settings_say(world, subject, keeps, reduces):
@@ -117,9 +105,6 @@ def test_a_window_sends_as_often_as_its_settings_say(world, subject, keeps, redu
 
 @clause(
     "fsdp.traffic.frozen-not-reduced",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
     source="test_fully_shard_frozen: reduce-scatter of trainable elements only",
 )
 def test_frozen_parameters_are_gathered_and_not_reduced(world, subject):
@@ -151,9 +136,6 @@ def half_frozen(ctx, subject, seed):
 
 @clause(
     "fsdp.traffic.one-gather-per-unit",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
     source="test_fully_shard_comm: one collective per group of parameters",
     worlds=(2, 3),
 )
@@ -176,14 +158,7 @@ def test_the_parameters_of_a_unit_travel_together(world, subject):
         )
 
 
-@clause(
-    "fsdp.traffic.same-on-all-ranks",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
-    source="pytorch issue 174862",
-    worlds=(3,),
-)
+@clause("fsdp.traffic.same-on-all-ranks", source="pytorch issue 174862", worlds=(3,))
 def test_all_ranks_issue_the_same_collectives(world, subject):
     """All ranks MUST issue the same sequence of collectives, those without rows too."""
     ranks = world.run(passes, subject, "ragged", 7, True)
@@ -194,9 +169,6 @@ def test_all_ranks_issue_the_same_collectives(world, subject):
 
 @clause(
     "fsdp.traffic.update-is-silent",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
     source="Rajbhandari et al. 2020: each rank updates its own rows",
 )
 def test_an_update_sends_nothing(world, subject):
@@ -217,13 +189,7 @@ def gathered_by_hand(ctx, subject, seed):
     return [traffic.gathered(recorder.log(), ctx.world_size) for recorder in (first, second)]
 
 
-@clause(
-    "fsdp.traffic.unsharded-once",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
-    source="FSDPModule.unshard",
-)
+@clause("fsdp.traffic.unsharded-once", source="FSDPModule.unshard")
 def test_what_is_unsharded_is_not_gathered_again(world, subject):
     """What was unsharded by hand MUST NOT be gathered again, by hand or by the forward after it."""
     ranks = world.run(gathered_by_hand, subject, 7)
@@ -250,9 +216,6 @@ def recomputing(ctx, subject):
 
 @clause(
     "fsdp.traffic.recomputation",
-    MUST,
-    level="production",
-    judges=FULLY_SHARD,
     source="a course's scripts: checkpoint() around each unit, ten gathers where seven would do",
 )
 def test_a_unit_that_is_recomputed_is_gathered_once_in_backward(world, subject):

@@ -9,13 +9,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, RATE, Sharded
 from spec_tests.laws import refusal
 from spec_tests.rig import judge, oracle
 from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.tolerance import rounding
 from spec_tests.rig.toys import TOYS
+
+clause = clauses(judges=BOTH, level="correct")
 
 STEPS = 4
 DECAY = 2.0**8
@@ -52,9 +54,7 @@ def _judge_training(ranks, size, toy, seed, decay=0.0):
 
 @clause(
     "fsdp.training.equals-full-batch",
-    MUST,
     level="course",
-    judges=BOTH,
     source="CS336 assignment 2, test_fsdp; Efficient DL week 5",
     worlds=(2, 3, 4),
 )
@@ -67,15 +67,12 @@ def test_training_in_shards_equals_training_on_the_whole(world, subject):
 
 @clause(
     "fsdp.training.equals-full-batch-of-any-model",
-    MUST,
-    level="correct",
-    judges=BOTH,
     source="Zhao et al. 2023, section 3.2",
     worlds=(3,),
 )
 @pytest.mark.parametrize("toy", ["mlp", "frozen", "tied", "reordered"])
 def test_training_any_model_in_shards_equals_training_on_the_whole(world, subject, toy):
-    """Training of odd sizes, ties, any order MUST give one process's weights, or be refused.
+    """Training with odd sizes, ties or any order MUST give one process's weights, or be refused.
 
     Weights decay: what has become two parameters of one decays twice.
     """
@@ -105,11 +102,8 @@ def identities(ctx, subject, seed):
 
 @clause(
     "fsdp.training.same-parameter-objects",
-    MUST,
-    level="correct",
     judges=FULLY_SHARD,
     source="test_fully_shard_state; pytorch issue 149205",
-    worlds=(2,),
 )
 def test_the_optimizer_keeps_the_objects_that_it_was_given(world, subject):
     """Gradients MUST arrive at the Parameter objects that an optimizer took after sharding.
@@ -143,9 +137,6 @@ def history(ctx, subject, seed):
 
 @clause(
     "fsdp.training.repeatable",
-    MUST,
-    level="correct",
-    judges=BOTH,
     source="the same inputs in the same order give the same bits",
     worlds=(2, 3),
 )

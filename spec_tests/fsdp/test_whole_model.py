@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import Sharded
 from spec_tests.fsdp.test_precision import HALF, constant, embedding
 from spec_tests.laws import equivalence, footprint, refusal, traffic
@@ -23,7 +23,7 @@ from spec_tests.rig import judge, oracle
 from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.toys import TOYS
 
-ONLY = ("fsdp",)
+clause = clauses(judges=("fsdp",), level="correct", worlds=(2, 4))
 ROWS = 480
 """Of a table: two, three and four ranks divide them."""
 
@@ -37,9 +37,6 @@ def frozen_before(ctx, subject, seed, frozen):
 
 @clause(
     "fsdp.backward.frozen-in-a-whole-model",
-    MUST,
-    level="correct",
-    judges=ONLY,
     source="contract: what is frozen stays frozen, or is refused; `nn.Parameter(shard)` trains",
     worlds=(2, 3),
 )
@@ -47,7 +44,7 @@ def frozen_before(ctx, subject, seed, frozen):
     "frozen", [("embed.weight",), ("down.weight", "gain")], ids=["first", "last"]
 )
 def test_frozen_weights_of_a_whole_model_stay_frozen(world, subject, frozen):
-    """Frozen weights of a whole model MUST stay frozen, or be refused; the rest has its mean.
+    """Frozen weights of a whole model MUST stay frozen, or be refused; the others get the mean.
 
     A Parameter made of the shard trains, whatever the weight was.
     """
@@ -86,14 +83,12 @@ def rest_of_a_whole_model(ctx, subject, seed):
 
 @clause(
     "fsdp.backward.replicated-rest",
-    MUST,
     level="course",
-    judges=ONLY,
     source="CS336 assignment 2, test_fsdp_gradient_sync: norms are not sharded",
     worlds=(2, 3),
 )
 def test_what_is_no_layer_stays_whole_and_gets_the_mean_gradient(world, subject):
-    """A parameter of no Linear or Embedding MUST stay plain and whole, with the mean as gradient.
+    """A parameter of no Linear or Embedding MUST stay plain and whole and get the mean gradient.
 
     Sharding a norm costs more than it saves, and a loop that reads its gradient meets a DTensor.
     """
@@ -132,14 +127,10 @@ def finished_each(ctx, subject, toy, seed):
 
 @clause(
     "fsdp.accumulation.of-a-whole-model",
-    MUST,
-    level="correct",
-    judges=ONLY,
     source="contract: gradients add up until zero_grad, or a second backward is an error",
-    worlds=(2, 4),  # the first mean is divided once more: exact where that is a power of two
 )
 def test_gradients_of_a_whole_model_add_up_until_they_are_cleared(world, subject):
-    """Without `zero_grad`, the gradients of a whole model MUST add up, or be an error.
+    """Without `zero_grad`, gradients of a whole model MUST accumulate, or be refused with an error.
 
     Code that sets the shard's gradient where it ought to add trains on the last micro-batch alone.
     """
@@ -159,14 +150,7 @@ def finished_twice(ctx, subject, seed):
     return sharded.stepped()
 
 
-@clause(
-    "fsdp.backward.finish-is-idempotent",
-    MUST,
-    level="correct",
-    judges=ONLY,
-    source="contract: a second call changes nothing",
-    worlds=(2, 4),  # the mean is divided once more: exact where that is a power of two
-)
+@clause("fsdp.backward.finish-is-idempotent", source="contract: a second call changes nothing")
 def test_a_second_finish_of_a_whole_model_changes_nothing(world, subject):
     """A second `finish_gradient_synchronization` MUST NOT change what the next update uses."""
     ranks = world.run(finished_twice, subject, 7)
@@ -192,11 +176,8 @@ def table(ctx, subject):
 
 @clause(
     "fsdp.footprint.embedding-of-a-whole-model",
-    MUST,
     level="course",
-    judges=ONLY,
     source="CS336 assignment 2: this leaves us with the embedding layer and every linear layer",
-    worlds=(2, 4),
 )
 def test_the_embedding_of_a_whole_model_is_divided(world, subject):
     """A rank MUST hold its rows of an embedding, and not those of others."""
@@ -227,10 +208,8 @@ def single_layer(ctx, subject, kind):
 
 @clause(
     "fsdp.footprint.layer-as-the-whole-model",
-    MUST,
-    level="correct",
-    judges=ONLY,
     source="contract: shards Linear and Embedding weights; `named_children` of a layer is empty",
+    worlds=(2,),
 )
 @pytest.mark.parametrize("kind", ["Linear", "Embedding"])
 def test_a_whole_model_that_is_one_layer_is_divided(world, subject, kind):
@@ -260,10 +239,9 @@ def gathered_dtypes(ctx, subject):
 
 @clause(
     "fsdp.precision.gathers-in-its-dtype",
-    MUST,
     level="course",
-    judges=ONLY,
     source="CS336 assignment 2: cast the weights to that dtype before communicating",
+    worlds=(2,),
 )
 def test_a_whole_model_gathers_its_weights_in_the_dtype_that_computes(world, subject):
     """With `compute_dtype`, a whole model's forward MUST gather its weights in that dtype.

@@ -1,4 +1,4 @@
-"""Laws: what many clauses say in common, each once, with hints that make a failure speak.
+"""Laws: judgements that many clauses share, with hints at the likely cause of a failure.
 
 equivalence   gradients and weights equal those of one process with the whole batch
 agreement     all ranks hold the same bits, issue the same collectives

@@ -1,8 +1,8 @@
-"""Durability: whatever happened to the disk, a load finds one whole state, or says that it cannot.
+"""Durability: whatever happened to the disk, a load finds one whole state, or raises.
 
-A checkpoint is many numbers that belong together. Half of them from one step and half from another
-load without a word and train on, so "it loads" proves nothing: each reading is compared with the
-complete states that were ever saved, bit by bit.
+A checkpoint is many tensors that belong together. Half of them from one step and half from another
+load without an error and train on, so "it loads" proves nothing: each reading is compared bit by
+bit with the complete states that were ever saved.
 
 A reading is a mapping: `where` (what had happened), `step` (what load returned), `error` (what it
 raised, else ""), `before` and `state` (everything that training depends on, by name).

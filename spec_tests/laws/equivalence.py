@@ -1,4 +1,4 @@
-"""Equivalence: many ranks with a part each do what one process does with the whole.
+"""Equivalence: many ranks, each with a part of the batch, do what one process does with all of it.
 
 The law takes *how the batch is laid out*: which rank computes which micro-batch, with which flags.
 The same law therefore serves replicas, shards and any mesh of the two.
@@ -56,7 +56,7 @@ def mean_gradients(
     hints: Sequence[Hint] = (),
     given: str = "",
 ) -> None:
-    """On all ranks: the mean over ranks of `W * loss`, which is the gradient of the full batch.
+    """Every rank must hold the mean over ranks of `W * loss`: the gradient of the full batch.
 
     Args:
         observed: `.grad` by name, one mapping per rank.

@@ -1,8 +1,8 @@
 """Large worlds: what one rank of 8 or 64 sends and keeps, counted in a world that is not there.
 
-Two and three ranks do not tell a share from a half, or padding from data. Counts and bytes follow
-from shapes, so PyTorch's fake process group shows them where no such machine is at hand
-(`rig.pretended`): on the first and on the last rank, where a division leaves its rest.
+Two and three ranks do not distinguish a share from a half, or padding from data. Counts and bytes
+follow from shapes, so PyTorch's fake process group shows them without such a machine
+(`rig.pretended`): on the first and on the last rank, which gets the remainder of a division.
 """
 
 from __future__ import annotations

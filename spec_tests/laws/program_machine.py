@@ -1,9 +1,9 @@
 """A state machine that writes programs: hypothesis draws legal calls and shrinks what fails.
 
-The rule only notes calls; the program runs as a whole when the machine is torn down. One run on the
-ranks is then one example, whichever transport they live on, and a rank that hangs or dies is no
-exception that hypothesis would try to shrink. What is legal needs little state: is there something
-local that was not reduced yet, and has there been a save?
+The rule only records calls; the whole program runs when the machine is torn down. One run on the
+ranks is then one example, on any transport, and a rank that hangs or dies is not an exception that
+hypothesis would try to shrink. The legal calls depend on little state: whether there are unreduced
+local gradients, and whether there has been a save.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Machine(RuleBasedStateMachine):
     def __init__(self, judge: Callable[[Program], None], calls: frozenset[str]) -> None:
         super().__init__()
         self.judge, self.calls = judge, calls
-        # Moments exist from the start: that an empty state replaces them has a clause of its own.
+        # Moments exist from the start: another clause judges that an empty state replaces them.
         self.program: list[Call] = [("micro", 0), ("step",)]
         self.is_window_open = False  # gradients of single ranks wait for their reduction
         self.is_saved = False
@@ -77,7 +77,7 @@ class _Machine(RuleBasedStateMachine):
             names += ["micro", "local", "discard"]
         else:  # a step of unreduced gradients is a mistake of the trainer: replicas then differ
             names += ["zero_grad", "save"]
-            # What an exception leaves gathered, and a step makes stale, has a clause of its own.
+            # Another clause judges weights left gathered by an exception and made stale by a step.
             names += [] if self.is_interrupted else ["step", "step", "step"]
             names += ["load"] if self.is_saved else []
             names += ["finish"] if last == "micro" else []

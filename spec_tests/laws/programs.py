@@ -1,10 +1,10 @@
 """Programs: any sequence of training calls does on many ranks what it does in one process.
 
-A single clause asks about one situation. Faults that need three calls in an order that nobody
-thought of pass them all: weights that are stale after an evaluation *between* backward and step, a
-window that stays open after an exception, momentum that a load brings back to one rank only. So
-hypothesis draws the sequence (`program_machine`), the ranks run it, one process runs it too, and
-what both see is compared call by call.
+A single clause tests one situation. Faults that need three calls in an unexpected order pass all of
+them: weights that are stale after an evaluation *between* backward and step, a window that stays
+open after an exception, momentum that a load restores on one rank only. So hypothesis draws the
+sequence (`program_machine`), the ranks and one process run it, and the results are compared call by
+call.
 
     micro(n)        forward, backward and finish of micro-batch n, synchronised
     local(n)        the same inside no_sync
@@ -16,8 +16,8 @@ what both see is compared call by call.
     interrupt(n)    an exception in the middle, on every rank, which the trainer catches
     save(), load()  weights and optimizer, to memory and back; then the weights are compared
 
-Both sides are a `Trainee`; a program is a tuple of calls on it, and so the expectation cannot
-differ from the observation but by what is judged.
+Both sides are a `Trainee`, and a program is a tuple of calls on it, so that expectation and
+observation differ only in what is judged.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class OneProcess(Trainee):
 
 
 def two_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """Every second parameter in a group of its own."""
+    """Return two parameter groups, of the even and of the odd parameters."""
     held = list(parameters)
     return [{"params": held[::2]}, {"params": held[1::2]}]
 

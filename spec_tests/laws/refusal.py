@@ -1,9 +1,9 @@
 """Refusal: where the contract leaves a choice, an implementation is right or says that it cannot.
 
-What it may never do is hang, end a process, or go on with wrong numbers. Any exception says that it
-cannot, a `TypeError` from the depth of its code as well: whoever trains stops, and sees where. An
-exception is an answer only of an implementation that does the ordinary thing, though. One that
-raises at every call has refused nothing, and `NotImplementedError` means "not offered" there.
+It may never hang, end a process, or continue with wrong numbers. Any exception is a refusal, also a
+`TypeError` from deep inside its code: training stops, and the user sees where. An exception counts
+as an answer only if the implementation does the ordinary case. One that raises at every call has
+refused nothing, and `NotImplementedError` means "not offered" there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spec_tests.rig.errors import NotOffered, RankRaised, RigError
 from spec_tests.rig.sim.faults import SimError
 from spec_tests.rig.world import Ranks, World
 
-# What is no word of the implementation on what was asked: it has left that out, or the rig speaks.
+# Exceptions that are no refusal: the function is not offered, or the rig raised them.
 NO_ANSWERS = (NotImplementedError, unittest.SkipTest, RigError, SimError)
 
 

@@ -1,10 +1,10 @@
 """Schedules: in whichever order ranks run and operations complete, the answer is the same.
 
-Ranks of a job run at speeds of their own, and a network completes what it likes first. Code that
-takes part of that order for granted (the handle launched last is done last, the same operation is
-done first on all ranks, the buffer is free by now) passes every test on one quiet machine. Here the
-order is an input: the ranks are simulated (`rig.sim`), hypothesis draws who runs next, who
-straggles and how late an operation admits that it is done, and shrinks what fails.
+Ranks of a job run at different speeds, and a network completes operations in any order. Code that
+assumes part of that order (the handle launched last is done last, the same operation is done first
+on all ranks, the buffer is free by now) passes every test on one quiet machine. Here the order is
+an input: the ranks are simulated (`rig.sim`), hypothesis draws which rank runs next, which one is a
+straggler and how late an operation reports its completion, and shrinks what fails.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spec_tests.rig.sim import Schedule
 from spec_tests.rig.world import Ranks, World
 
 SIM = ("sim",)
-"""The transport of such clauses: live ranks take no orders."""
+"""The transport of such clauses: the scheduling of live ranks cannot be controlled."""
 
 LAUNCH_ORDER = (
     "c10d: collectives of a group are ordered by their launch, and nothing else is ordered"
@@ -38,5 +38,5 @@ def drawn(test: Callable[..., None]) -> Callable[..., None]:
 def run(
     world: World, schedule: Schedule, body: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Ranks:
-    """`World.run` by a schedule; that work is left behind unwaited is another clause's matter."""
+    """`World.run` by a schedule; another clause judges work that is never waited for."""
     return world.scheduled(replace(schedule, unwaited="ignore")).run(body, *args, **kwargs)

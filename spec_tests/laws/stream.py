@@ -1,7 +1,7 @@
 """Stream: which tokens each rank receives, batch by batch, against the one global order.
 
 Expected values come from an oracle of a few lines of plain Python over numbered shards (see
-`rig.shards`); a difference is told by shard and token, with what the wrong batch looks like.
+`rig.shards`); a difference is reported by shard and token, with what the wrong batch looks like.
 """
 
 from __future__ import annotations

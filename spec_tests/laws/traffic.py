@@ -13,27 +13,27 @@ from spec_tests.rig import judge
 from spec_tests.rig.recorder import Event, Kind, Log
 
 GATHERS = (Kind.GATHER, Kind.BROADCAST, Kind.RECEIVE)
-"""What a gather may be made of: one operation, a broadcast from each rank, a letter from each."""
+"""A gather is one all-gather, or a broadcast or a point-to-point message from each rank."""
 
 
 def volume(log: Log, *kinds: Kind) -> int:
-    """Elements of floating-point numbers that were sent; what else is sent is bookkeeping."""
+    """Return the number of floating-point elements sent; other dtypes are bookkeeping."""
     return sum(e.numel for e in log.collectives(*kinds) if e.dtypes[0].startswith("float"))
 
 
 def reduced(log: Log) -> int:
-    """Likewise, those that were reduced."""
+    """Return the number of floating-point elements that were reduced."""
     return volume(log, Kind.REDUCTION)
 
 
 def gathered(log: Log, num_ranks: int) -> int:
-    """Likewise, those that a rank has gathered, its own share among them.
+    """Return the number of floating-point elements that a rank gathered, with its own share.
 
-    Who gathers by letters receives all but that share, which no letter brings.
+    A gather by point-to-point messages receives all but the rank's own share, which is added.
     """
-    letters = volume(log, Kind.RECEIVE)
-    share = letters // (num_ranks - 1) if letters else 0
-    return volume(log, Kind.GATHER, Kind.BROADCAST) + letters + share
+    received = volume(log, Kind.RECEIVE)
+    share = received // (num_ranks - 1) if received else 0
+    return volume(log, Kind.GATHER, Kind.BROADCAST) + received + share
 
 
 def silent(logs: Sequence[Log], *, when: str, likely: str = "", given: str = "") -> None:
@@ -70,7 +70,7 @@ def reduced_once(
 
     Args:
         num_bytes: bytes of those elements in their own dtypes; not looked at if left out.
-        bookkeeping: elements that may be sent besides: flags of unused parameters, token counts.
+        bookkeeping: further elements that may be sent: flags of unused parameters, token counts.
     """
     __tracebackhide__ = True
     for rank, log in enumerate(logs):
@@ -100,7 +100,7 @@ def sent_once(
     """What a rank receives adds up to one copy of `numel` elements, and nothing is reduced.
 
     Args:
-        padding: elements that may be sent besides, for alignment and equal lengths.
+        padding: further elements that may be sent, for alignment and equal lengths.
     """
     __tracebackhide__ = True
     for rank, log in enumerate(logs):

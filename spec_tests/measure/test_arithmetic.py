@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.measure.models import Stack
 from spec_tests.rig import judge
 
 FLOPS, MFU, LARGER = ("flops_per_token",), ("model_flops_utilization",), ("extrapolate_training",)
+clause = clauses(judges=MFU, level="correct", worlds=(1,))
 PALM = "Chowdhery et al. 2022, appendix B"
 # Data sheets round to three digits.
 SHARE = 0.005
@@ -54,12 +55,7 @@ def counted(ctx, kind, length):
 
 
 @clause(
-    "measure.flops.of-matrix-products",
-    MUST,
-    level="correct",
-    judges=FLOPS,
-    worlds=(1,),
-    source="contract: flops_per_token; " + PALM,
+    "measure.flops.of-matrix-products", judges=FLOPS, source="contract: flops_per_token; " + PALM
 )
 @pytest.mark.parametrize("length", [8, 32])
 @pytest.mark.parametrize("kind", ["plain", "tied", "attention"])
@@ -98,14 +94,7 @@ def used(ctx, device_name, dtype, tokens_per_s=1000.0, flops=10**9):
     )
 
 
-@clause(
-    "measure.mfu.dense-peak",
-    MUST,
-    level="correct",
-    judges=MFU,
-    worlds=(1,),
-    source=PALM + "; vendors' data sheets, columns without sparsity",
-)
+@clause("measure.mfu.dense-peak", source=PALM + "; vendors' data sheets, columns without sparsity")
 @pytest.mark.parametrize("device", list(KNOWN))
 def test_the_part_of_a_known_device_is_of_its_dense_peak(world, subject, device):
     """Utilisation of a known device MUST be of its dense peak in that dtype; None is allowed."""
@@ -123,14 +112,7 @@ def test_the_part_of_a_known_device_is_of_its_dense_peak(world, subject, device)
         )
 
 
-@clause(
-    "measure.mfu.knows-a-device",
-    MUST,
-    level="production",
-    judges=MFU,
-    worlds=(1,),
-    source=PALM,
-)
+@clause("measure.mfu.knows-a-device", level="production", source=PALM)
 def test_the_common_devices_are_known(world, subject):
     """At least one of A100, H100 and H200 MUST be known in bfloat16."""
     names = [name for name, dtype, _ in KNOWN.values() if dtype == torch.bfloat16]
@@ -146,10 +128,6 @@ UNKNOWN = ("NVIDIA GeForce GTX 9999", "cpu", "NVIDIA A1000 Laptop GPU", "")
 
 @clause(
     "measure.mfu.unknown-is-none",
-    MUST,
-    level="correct",
-    judges=MFU,
-    worlds=(1,),
     source="nanoGPT pull request 464: 104 % on an H100, of an A100's peak",
 )
 @pytest.mark.parametrize("device", range(len(UNKNOWN)))
@@ -162,10 +140,6 @@ def test_an_unknown_device_has_no_utilisation(world, subject, device):
 
 @clause(
     "measure.mfu.similar-names",
-    MUST,
-    level="correct",
-    judges=MFU,
-    worlds=(1,),
     source="an H20 has a seventh of an H200's peak, and the beginning of its name",
 )
 def test_a_device_is_not_taken_for_one_with_a_longer_name(world, subject):
@@ -203,10 +177,8 @@ def extrapolated(ctx, keys):
 
 @clause(
     "measure.extrapolation.larger-model",
-    MUST,
     level="course",
     judges=LARGER,
-    worlds=(1,),
     source="contract: extrapolate_training; a course prints 4.055 tokens/s and 78,208 years",
 )
 def test_a_larger_model_takes_in_proportion(world, subject):
@@ -225,10 +197,7 @@ def test_a_larger_model_takes_in_proportion(world, subject):
 
 @clause(
     "measure.extrapolation.operations-and-devices",
-    MUST,
-    level="correct",
     judges=LARGER,
-    worlds=(1,),
     source="contract: extrapolate_training; Rajbhandari et al. 2020, section 3.1",
 )
 def test_a_larger_model_takes_operations_and_devices(world, subject):

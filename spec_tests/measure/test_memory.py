@@ -13,7 +13,7 @@ import gc
 import pytest
 import torch
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.laws import footprint, refusal
 from spec_tests.measure.models import (
     CASES,
@@ -25,6 +25,8 @@ from spec_tests.measure.models import (
 )
 from spec_tests.rig import judge
 
+clause = clauses(judges=ESTIMATE, level="correct", worlds=(1,))
+
 # A formula may leave out norms' statistics and scalars, a tracker an operator's scratch space.
 SHARE = 0.05
 SMALL_CHANGE = 2**14
@@ -32,12 +34,8 @@ SMALL_CHANGE = 2**14
 
 @clause(
     "measure.memory.activations",
-    MUST,
-    level="correct",
-    judges=ESTIMATE,
-    worlds=(1,),
-    transports=("gloo",),
     source=CONTRACT + "; Korthikanti et al. 2022, section 4",
+    transports=("gloo",),
 )
 @pytest.mark.parametrize("model", ["wide", "deep", "checkpointed"])
 def test_activations_are_what_the_loss_leaves(world, subject, model):
@@ -49,12 +47,8 @@ def test_activations_are_what_the_loss_leaves(world, subject, model):
 
 @clause(
     "measure.memory.peak",
-    MUST,
-    level="correct",
-    judges=ESTIMATE,
-    worlds=(1,),
-    transports=("gloo",),
     source=CONTRACT + "; CUDA semantics: max_memory_allocated",
+    transports=("gloo",),
 )
 @pytest.mark.parametrize("model", ["wide", "deep", "heavy", "frozen"])
 def test_the_peak_is_the_highest_moment_of_a_step(world, subject, model):
@@ -94,10 +88,6 @@ def _likely(found, said):
 
 @clause(
     "measure.memory.peak-covers-the-terms",
-    MUST,
-    level="correct",
-    judges=ESTIMATE,
-    worlds=(1,),
     source=CONTRACT + "; a course's table gave current memory as the peak, a fifth of it",
 )
 @pytest.mark.parametrize("model", ["wide", "heavy"])
@@ -117,14 +107,7 @@ def test_no_moment_is_below_what_is_alive_in_it(world, subject, model):
             )
 
 
-@clause(
-    "measure.memory.grows-with-the-batch",
-    MUST,
-    level="correct",
-    judges=ESTIMATE,
-    worlds=(1,),
-    source=CONTRACT,
-)
+@clause("measure.memory.grows-with-the-batch", source=CONTRACT)
 @pytest.mark.parametrize("model", ["wide", "deep"])
 def test_twice_the_batch_takes_twice_the_activations(world, subject, model):
     """Twice the batch MUST take about twice the activations, a higher peak and the same state."""
@@ -152,10 +135,6 @@ def test_twice_the_batch_takes_twice_the_activations(world, subject, model):
 
 @clause(
     "measure.memory.each-answer-its-own",
-    MUST,
-    level="correct",
-    judges=ESTIMATE,
-    worlds=(1,),
     source="a course's sweep never reset its peak: batches 1 and 4 show that of batch 8",
 )
 def test_an_answer_does_not_depend_on_what_was_asked_before(world, subject):
@@ -203,10 +182,6 @@ def undisturbed(ctx):
 
 @clause(
     "measure.memory.leaves-the-model-alone",
-    MUST,
-    level="correct",
-    judges=ESTIMATE,
-    worlds=(1,),
     source=CONTRACT + ": model and generators are afterwards as before",
 )
 def test_an_estimate_changes_nothing(world, subject):
@@ -235,12 +210,7 @@ def left_behind(ctx):
 
 
 @clause(
-    "measure.memory.leaves-nothing-behind",
-    MUST,
-    level="correct",
-    judges=ESTIMATE,
-    worlds=(1,),
-    source=CONTRACT + ": memory is afterwards as before",
+    "measure.memory.leaves-nothing-behind", source=CONTRACT + ": memory is afterwards as before"
 )
 def test_an_estimate_keeps_no_memory(world, subject):
     """After an estimate no memory MUST be in use that was not in use before."""
@@ -269,12 +239,9 @@ def of_a_large_model(ctx):
 
 @clause(
     "measure.memory.before-anything-is-allocated",
-    MUST,
     level="production",
-    judges=ESTIMATE,
-    worlds=(1,),
-    transports=("gloo",),
     source="PyTorch: FakeTensorMode estimates without memory; a course built the model to count it",
+    transports=("gloo",),
 )
 def test_a_model_on_meta_is_estimated_without_its_memory(world, subject):
     """A model on `meta` MUST be estimated with less than a hundredth of its memory."""
@@ -302,14 +269,7 @@ def refused(ctx, batch_size, sequence_length):
     return []
 
 
-@clause(
-    "measure.memory.refuses-no-batch",
-    MUST,
-    level="correct",
-    judges=ESTIMATE,
-    worlds=(1,),
-    source=CONTRACT,
-)
+@clause("measure.memory.refuses-no-batch", source=CONTRACT)
 @pytest.mark.parametrize("sizes", ["0x8", "-1x8", "2x0"])
 def test_sizes_that_are_not_positive_are_refused(world, subject, sizes):
     """A batch size or sequence length that is not positive MUST be a ValueError."""

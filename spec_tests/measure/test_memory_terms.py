@@ -4,36 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.measure.models import CASES, CONTRACT, ESTIMATE, estimated, static_bytes
 from spec_tests.rig import judge
+
+clause = clauses(judges=ESTIMATE, worlds=(1,))
 
 SOURCE = CONTRACT + "; Rajbhandari et al. 2020, section 3.1"
 COUNTER_BYTES = 8  # AdamW counts its steps, in a scalar per parameter; some count in one for all
 
 
-@clause(
-    "measure.memory.static-terms",
-    MUST,
-    level="course",
-    judges=ESTIMATE,
-    worlds=(1,),
-    source=SOURCE,
-)
+@clause("measure.memory.static-terms", level="course", source=SOURCE)
 @pytest.mark.parametrize("model", ["deep", "tied"])
 def test_parameters_gradients_and_moments_are_those_of_the_tensors(world, subject, model):
     """Bytes of parameters, gradients and AdamW's moments MUST be those of the model's tensors."""
     judged(world, model, "a shared tensor counted twice, or 8 bytes for 4")
 
 
-@clause(
-    "measure.memory.static-terms-of-any-model",
-    MUST,
-    level="correct",
-    judges=ESTIMATE,
-    worlds=(1,),
-    source=SOURCE,
-)
+@clause("measure.memory.static-terms-of-any-model", level="correct", source=SOURCE)
 @pytest.mark.parametrize("model", ["frozen", "bfloat16"])
 def test_terms_follow_from_what_trains_and_from_dtypes(world, subject, model):
     """Frozen parameters MUST have no gradients and moments, and tensors count in their dtype."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.laws import refusal
 from spec_tests.measure.machine import MODEL_BYTES, SAME, SEQUENCE_BYTES, Bench, expected_row
 from spec_tests.rig import judge
 
-SWEEP = ("sweep_batch_sizes",)
+clause = clauses(judges=("sweep_batch_sizes",), level="correct", worlds=(1,))
 CONTRACT = "contract: sweep_batch_sizes"
 CAPACITY = 20 * MODEL_BYTES
 TOO_LARGE = CAPACITY // SEQUENCE_BYTES + 1
@@ -46,14 +46,7 @@ def _rows(found, expected, *, likely, given):
         )
 
 
-@clause(
-    "measure.sweep.rows",
-    MUST,
-    level="course",
-    judges=SWEEP,
-    worlds=(1,),
-    source=CONTRACT,
-)
+@clause("measure.sweep.rows", level="course", source=CONTRACT)
 def test_there_is_a_row_for_each_size(world, subject):
     """Each batch size MUST have a row, in the caller's order, with its own rate and peak."""
     [(rows, _)] = world.run(swept, [1, 4, 8])
@@ -68,10 +61,6 @@ def test_there_is_a_row_for_each_size(world, subject):
 
 @clause(
     "measure.sweep.resets-peaks",
-    MUST,
-    level="correct",
-    judges=SWEEP,
-    worlds=(1,),
     source="a course's table: the peaks of batches 1 and 4 are that of batch 8",
 )
 def test_a_small_size_after_a_large_one_has_its_own_peak(world, subject):
@@ -86,16 +75,9 @@ def test_a_small_size_after_a_large_one_has_its_own_peak(world, subject):
     )
 
 
-@clause(
-    "measure.sweep.peaks-of-steps",
-    MUST,
-    level="correct",
-    judges=SWEEP,
-    worlds=(1,),
-    source=CONTRACT + ": a row's peak is of its own steps",
-)
+@clause("measure.sweep.peaks-of-steps", source=CONTRACT + ": a row's peak is of its own steps")
 def test_the_peak_is_that_of_the_steps(world, subject):
-    """What building a model takes for a moment MUST NOT be in a row's peak."""
+    """A row's peak MUST NOT include memory used only while a model was built."""
     [(rows, _)] = world.run(swept, [1, 4], building=100 * MODEL_BYTES)
 
     _rows(
@@ -108,10 +90,6 @@ def test_the_peak_is_that_of_the_steps(world, subject):
 
 @clause(
     "measure.sweep.one-model-at-a-time",
-    MUST,
-    level="correct",
-    judges=SWEEP,
-    worlds=(1,),
     source="a course's sweep: a second live model adds 475 MB to every row",
 )
 def test_a_model_is_gone_before_the_next_is_built(world, subject):
@@ -128,10 +106,7 @@ def test_a_model_is_gone_before_the_next_is_built(world, subject):
 
 @clause(
     "measure.sweep.frees-cycles",
-    MUST,
     level="production",
-    judges=SWEEP,
-    worlds=(1,),
     source="modules and their hooks refer to each other: only the collector frees them",
 )
 def test_a_model_in_a_cycle_is_gone_as_well(world, subject):
@@ -143,10 +118,6 @@ def test_a_model_in_a_cycle_is_gone_as_well(world, subject):
 
 @clause(
     "measure.sweep.survives-out-of-memory",
-    MUST,
-    level="correct",
-    judges=SWEEP,
-    worlds=(1,),
     source=CONTRACT + "; PyTorch FAQ: my out of memory exception handler can't allocate memory",
 )
 @pytest.mark.parametrize("where", ["step", "build"])
@@ -192,10 +163,6 @@ def failing(ctx, kind):
 
 @clause(
     "measure.sweep.other-errors-reach-the-caller",
-    MUST,
-    level="correct",
-    judges=SWEEP,
-    worlds=(1,),
     source=CONTRACT + "; `except RuntimeError: continue` makes a defect look like a large batch",
 )
 @pytest.mark.parametrize("kind", ["ValueError", "RuntimeError", "KeyError"])

@@ -10,12 +10,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.laws import refusal
 from spec_tests.measure.machine import DURATIONS, LIMIT, SAME, Machine
 from spec_tests.rig import judge
 
-THROUGHPUT = ("measure_throughput",)
+clause = clauses(judges=("measure_throughput",), level="correct", worlds=(1,))
 CONTRACT = "contract: measure_throughput"
 TOKENS = 4096
 
@@ -37,14 +37,7 @@ def _is(found, key, expected, *, likely, given):
     )
 
 
-@clause(
-    "measure.throughput.rate",
-    MUST,
-    level="course",
-    judges=THROUGHPUT,
-    worlds=(1,),
-    source=CONTRACT,
-)
+@clause("measure.throughput.rate", level="course", source=CONTRACT)
 def test_the_rate_is_tokens_over_the_time_of_a_step(world, subject):
     """Of equal steps, tokens/s and steps/s MUST be those of one step by the clock that is given."""
     [found] = world.run(measured, "constant")
@@ -59,14 +52,7 @@ def test_the_rate_is_tokens_over_the_time_of_a_step(world, subject):
         )
 
 
-@clause(
-    "measure.throughput.without-warm-up",
-    MUST,
-    level="course",
-    judges=THROUGHPUT,
-    worlds=(1,),
-    source=CONTRACT,
-)
+@clause("measure.throughput.without-warm-up", level="course", source=CONTRACT)
 def test_slow_first_steps_are_no_part_of_the_rate(world, subject):
     """Slow first steps MUST NOT change the rate."""
     [found] = world.run(measured, "slow-start")
@@ -82,10 +68,6 @@ def test_slow_first_steps_are_no_part_of_the_rate(world, subject):
 
 @clause(
     "measure.throughput.median",
-    MUST,
-    level="correct",
-    judges=THROUGHPUT,
-    worlds=(1,),
     source=CONTRACT + "; torch.utils.benchmark reports medians for the same reason",
 )
 def test_an_outlier_does_not_move_the_rate(world, subject):
@@ -102,14 +84,7 @@ def test_an_outlier_does_not_move_the_rate(world, subject):
     _is(found, "tokens_per_s", float(TOKENS), likely="not of the median step", given="as above")
 
 
-@clause(
-    "measure.throughput.spread",
-    MUST,
-    level="correct",
-    judges=THROUGHPUT,
-    worlds=(1,),
-    source=CONTRACT,
-)
+@clause("measure.throughput.spread", source=CONTRACT)
 def test_the_spread_is_reported_with_the_number_of_steps(world, subject):
     """Minimum, quartiles and numbers of steps MUST be those of steps that were taken."""
     [found] = world.run(measured, "uneven")
@@ -136,10 +111,7 @@ def test_the_spread_is_reported_with_the_number_of_steps(world, subject):
 
 @clause(
     "measure.throughput.warms-up-until-steady",
-    MUST,
     level="production",
-    judges=THROUGHPUT,
-    worlds=(1,),
     source="an allocator's growth and autotuning take more steps than any fixed number",
 )
 def test_the_warm_up_lasts_until_steps_are_steady(world, subject):
@@ -157,10 +129,6 @@ def test_the_warm_up_lasts_until_steps_are_steady(world, subject):
 
 @clause(
     "measure.throughput.says-when-unsteady",
-    MUST,
-    level="correct",
-    judges=THROUGHPUT,
-    worlds=(1,),
     source=CONTRACT + ": calls are bounded, also where nothing is ever steady",
 )
 @pytest.mark.parametrize("steps", ["never-steady", "constant"])
@@ -198,10 +166,6 @@ def failing(ctx, kind, at):
 
 @clause(
     "measure.throughput.errors-are-the-callers",
-    MUST,
-    level="correct",
-    judges=THROUGHPUT,
-    worlds=(1,),
     source=CONTRACT + ": what `step` raises goes to the caller",
 )
 @pytest.mark.parametrize("at", [1, 3])
@@ -227,14 +191,7 @@ def with_tokens(ctx, tokens):
     return []
 
 
-@clause(
-    "measure.throughput.refuses-no-tokens",
-    MUST,
-    level="correct",
-    judges=THROUGHPUT,
-    worlds=(1,),
-    source=CONTRACT,
-)
+@clause("measure.throughput.refuses-no-tokens", source=CONTRACT)
 @pytest.mark.parametrize("tokens", [0, -8])
 def test_tokens_that_are_not_positive_are_refused(world, subject, tokens):
     """Tokens per step that are not positive MUST be a ValueError."""
@@ -265,12 +222,9 @@ def of_device_work(ctx):
 
 @clause(
     "measure.throughput.waits-for-the-device",
-    MUST,
     level="course",
-    judges=THROUGHPUT,
-    worlds=(1,),
-    transports=("cuda",),
     source="CUDA semantics: asynchronous execution",
+    transports=("cuda",),
     no_impostor="seen on a GPU alone: a CPU step has done its work when it returns",
 )
 def test_work_of_the_device_is_inside_the_time(world, subject):

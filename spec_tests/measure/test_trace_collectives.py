@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import pytest
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.measure.timeline import CONTRACT, DEVICES, TRACE, Timeline, observed
 from spec_tests.rig import judge
+
+clause = clauses(judges=TRACE, level="correct", worlds=(1,))
 
 
 def step_of(device="cpu"):
@@ -26,14 +28,7 @@ def judge_collectives(found, expected):
     judge.equal([found["collectives"]], expected, quantity="collectives")
 
 
-@clause(
-    "measure.trace.collectives",
-    MUST,
-    level="correct",
-    judges=TRACE,
-    worlds=(1,),
-    source=CONTRACT + "; FSDP: gathers and reductions per step",
-)
+@clause("measure.trace.collectives", source=CONTRACT + "; FSDP: gathers and reductions per step")
 @pytest.mark.parametrize("device", DEVICES)
 def test_collectives_are_counted_by_kind(world, subject, device):
     """Collectives MUST be counted by what was asked for, each once."""
@@ -55,14 +50,7 @@ def test_collectives_are_counted_by_kind(world, subject, device):
     )
 
 
-@clause(
-    "measure.trace.collective-bytes",
-    MUST,
-    level="correct",
-    judges=TRACE,
-    worlds=(1,),
-    source=CONTRACT,
-)
+@clause("measure.trace.collective-bytes", source=CONTRACT)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype"), ["float", "c10::BFloat16", "long int"])
 def test_bytes_are_elements_times_their_size(world, subject, dtype, device):
@@ -85,10 +73,6 @@ def test_bytes_are_elements_times_their_size(world, subject, dtype, device):
 
 @clause(
     "measure.trace.lists-of-tensors",
-    MUST,
-    level="correct",
-    judges=TRACE,
-    worlds=(1,),
     source=CONTRACT + "; coalesced collectives; a list bears no dtype in a trace",
 )
 def test_all_tensors_of_a_list_count(world, subject):
@@ -106,10 +90,6 @@ def test_all_tensors_of_a_list_count(world, subject):
 
 @clause(
     "measure.trace.functional-collectives",
-    MUST,
-    level="correct",
-    judges=TRACE,
-    worlds=(1,),
     source="DTensor calls _c10d_functional, which calls c10d",
 )
 def test_a_functional_collective_is_one(world, subject):
@@ -124,14 +104,7 @@ def test_a_functional_collective_is_one(world, subject):
     judge_collectives(found, {"all_reduce": {"count": 1, "bytes": 32}})
 
 
-@clause(
-    "measure.trace.collectives-outside",
-    MUST,
-    level="correct",
-    judges=TRACE,
-    worlds=(1,),
-    source=CONTRACT,
-)
+@clause("measure.trace.collectives-outside", source=CONTRACT)
 @pytest.mark.parametrize("device", DEVICES)
 def test_collectives_outside_of_steps_do_not_count(world, subject, device):
     """Collectives before the first step and after the last MUST NOT count."""
@@ -146,16 +119,9 @@ def test_collectives_outside_of_steps_do_not_count(world, subject, device):
     judge_collectives(found, {"all_reduce": {"count": 2, "bytes": 64}})
 
 
-@clause(
-    "measure.trace.unknown-bytes",
-    MUST,
-    level="correct",
-    judges=TRACE,
-    worlds=(1,),
-    source=CONTRACT + "; record_shapes=False",
-)
+@clause("measure.trace.unknown-bytes", source=CONTRACT + "; record_shapes=False")
 def test_bytes_that_the_trace_does_not_say_are_unknown(world, subject):
-    """Where a trace bears no sizes, bytes MUST be None: zero would be a finding."""
+    """Where a trace has no sizes, bytes MUST be None: zero would be a measurement."""
     line = step_of()
     line.add("cpu_op", "c10d::allreduce_", 100, 110)
     line.add("user_annotation", "gloo:all_reduce", 120, 300, thread=100)
@@ -169,14 +135,7 @@ def test_bytes_that_the_trace_does_not_say_are_unknown(world, subject):
     )
 
 
-@clause(
-    "measure.trace.no-collectives",
-    MUST,
-    level="correct",
-    judges=TRACE,
-    worlds=(1,),
-    source=CONTRACT,
-)
+@clause("measure.trace.no-collectives", source=CONTRACT)
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_run_of_one_rank_has_no_collectives(world, subject, device):
     """Without a collective there MUST be none: an empty dict."""
@@ -188,15 +147,11 @@ def test_a_run_of_one_rank_has_no_collectives(world, subject, device):
 
 @clause(
     "measure.trace.peak-memory",
-    MUST,
-    level="correct",
-    judges=TRACE,
-    worlds=(1,),
     source=CONTRACT + "; profile_memory=True; a course prints what is allocated at the end",
 )
 @pytest.mark.parametrize("device", DEVICES)
 def test_peak_memory_is_the_largest_total(world, subject, device):
-    """Peak memory MUST be the largest total on the trace's device, and None if none is said."""
+    """Peak memory MUST be the largest total on the trace's device, or None if none is recorded."""
     line, silent = step_of(device), step_of(device)
     own, other = (0, 1) if device == "cpu" else (1, 0)
     for at, total in ((100, 500), (200, 9_000_000_000), (300, 100)):

@@ -12,10 +12,12 @@ import random
 
 import pytest
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.laws import refusal
 from spec_tests.measure.timeline import CONTRACT, DEVICES, TRACE, Timeline, observed
 from spec_tests.rig import judge
+
+clause = clauses(judges=TRACE, level="correct", worlds=(1,))
 
 
 def example_of(device="cpu"):
@@ -32,16 +34,11 @@ def example_of(device="cpu"):
 
 
 @clause(
-    "measure.trace.any-form",
-    MUST,
-    level="correct",
-    judges=TRACE,
-    worlds=(1,),
-    source=CONTRACT + "; another tool finds rank 0 in every compact file",
+    "measure.trace.any-form", source=CONTRACT + "; another tool finds rank 0 in every compact file"
 )
 @pytest.mark.parametrize("form", ["compact", "gzip"])
 def test_every_form_of_a_file_says_the_same(world, subject, form):
-    """A compact or gzipped trace MUST say what the same trace says as PyTorch writes it."""
+    """A compact or gzipped trace MUST give the same results as the trace that PyTorch writes."""
     line = example_of()
 
     found = observed(world, line, form=form)
@@ -51,15 +48,11 @@ def test_every_form_of_a_file_says_the_same(world, subject, form):
 
 @clause(
     "measure.trace.any-order",
-    MUST,
-    level="correct",
-    judges=TRACE,
-    worlds=(1,),
     source="torch.profiler writes events thread by thread, steps after what is inside them",
 )
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_order_of_events_does_not_matter(world, subject, device):
-    """Events in any order MUST say the same: files are ordered by thread, and not by time."""
+    """The order of events MUST NOT matter: files are ordered by thread, not by time."""
     line = example_of(device)
     expected = observed(world, line)
 
@@ -106,17 +99,10 @@ BAD = {
 }
 
 
-@clause(
-    "measure.trace.refuses",
-    MUST,
-    level="correct",
-    judges=TRACE,
-    worlds=(1,),
-    source=CONTRACT + "; a run too short to record leaves no step",
-)
+@clause("measure.trace.refuses", source=CONTRACT + "; a run too short to record leaves no step")
 @pytest.mark.parametrize("bad", list(BAD))
 def test_what_is_no_whole_trace_is_refused(world, subject, bad):
-    """What is no whole trace with a step MUST be a ValueError or OSError, never zeros."""
+    """A file without a whole trace and a step MUST be a ValueError or OSError, never zeros."""
     (found,) = world.run(ending, BAD[bad]())
 
     judge.holds(
@@ -127,12 +113,7 @@ def test_what_is_no_whole_trace_is_refused(world, subject, bad):
 
 
 @clause(
-    "measure.trace.names-the-file",
-    MUST,
-    level="production",
-    judges=TRACE,
-    worlds=(1,),
-    source="sixteen files of one folder: which?",
+    "measure.trace.names-the-file", level="production", source="sixteen files of one folder: which?"
 )
 @pytest.mark.parametrize("bad", list(BAD))
 def test_the_refusal_names_the_file(world, subject, bad):

@@ -1,6 +1,6 @@
 """Steps of a trace: all that were recorded, each with what was done in it, the last one too.
 
-An analysis that leaves out the last step (Holistic Trace Analysis, unless told otherwise) or ends a
+An analysis that leaves out the last step (Holistic Trace Analysis by default) or ends a
 step on a GPU with the host's mark loses the work that matters: the optimizer's, and what had been
 launched and not done yet.
 """
@@ -10,9 +10,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.measure.timeline import CONTRACT, TRACE, Timeline, observed, times
 from spec_tests.rig import judge
+
+clause = clauses(judges=TRACE, level="correct", worlds=(1,))
 
 
 def numbers(found):
@@ -22,10 +24,6 @@ def numbers(found):
 
 @clause(
     "measure.trace.every-step",
-    MUST,
-    level="correct",
-    judges=TRACE,
-    worlds=(1,),
     source=CONTRACT + "; Holistic Trace Analysis drops the last one by default",
 )
 def test_every_recorded_step_counts_the_last_one_too(world, subject):
@@ -46,10 +44,6 @@ def test_every_recorded_step_counts_the_last_one_too(world, subject):
 
 @clause(
     "measure.trace.late-kernels",
-    MUST,
-    level="correct",
-    judges=TRACE,
-    worlds=(1,),
     source=CONTRACT + "; a host runs ahead of its device by whole steps",
 )
 def test_a_step_ends_with_the_last_kernel_launched_in_it(world, subject):
@@ -77,10 +71,6 @@ def test_a_step_ends_with_the_last_kernel_launched_in_it(world, subject):
 
 @clause(
     "measure.trace.optimizer-steps",
-    MUST,
-    level="correct",
-    judges=TRACE,
-    worlds=(1,),
     source=CONTRACT + "; a course calls profiler.step() once per micro-batch",
 )
 def test_updates_are_counted_in_each_step(world, subject):
@@ -103,10 +93,6 @@ def test_updates_are_counted_in_each_step(world, subject):
 
 @clause(
     "measure.trace.rank",
-    MUST,
-    level="correct",
-    judges=TRACE,
-    worlds=(1,),
     source=CONTRACT + "; without distributedInfo another tool overwrites the other ranks",
 )
 def test_the_rank_is_what_the_trace_says(world, subject):
@@ -169,12 +155,9 @@ def judge_recorded(ranks, device):
 
 @clause(
     "measure.trace.of-a-run",
-    MUST,
-    level="correct",
-    judges=TRACE,
+    source="torch.profiler with gloo, as it is",
     worlds=(2,),
     transports=("gloo",),
-    source="torch.profiler with gloo, as it is",
 )
 def test_a_real_trace_says_what_was_done(world, subject):
     """A trace that torch.profiler has just recorded MUST say what was done in it."""
@@ -183,12 +166,8 @@ def test_a_real_trace_says_what_was_done(world, subject):
 
 @clause(
     "measure.trace.of-a-run-on-a-gpu",
-    MUST,
-    level="correct",
-    judges=TRACE,
-    worlds=(1,),
-    transports=("cuda",),
     source="torch.profiler with nccl, as it is",
+    transports=("cuda",),
     no_impostor="seen on a GPU alone; what it judges is judged on synthetic traces, too",
 )
 def test_a_real_trace_of_a_gpu_says_what_was_done(world, subject):

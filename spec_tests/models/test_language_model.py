@@ -10,12 +10,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spec_tests.clause import MUST, SHOULD, clause
+from spec_tests.clause import clauses
 from spec_tests.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.rig.tolerance import rounding
 
-MODEL = ("language_model",)
+clause = clauses(judges=("language_model",), level="course", worlds=(1,))
 CONTRACT = "contract: language_model"
 VOCABULARY, LONGEST = 13, 8
 SIZES = {
@@ -56,7 +56,7 @@ def shapes(ctx):
     return found
 
 
-@clause("models.logits.shape", MUST, level="course", judges=MODEL, worlds=(1,), source=CONTRACT)
+@clause("models.logits.shape", source=CONTRACT)
 def test_ids_become_logits_over_the_vocabulary(world, subject):
     """Ids [batch, seq] MUST become logits [batch, seq, vocab], up to max_sequence_length."""
     ranks = world.run(shapes)
@@ -81,14 +81,7 @@ def around_a_change(ctx, place):
         return [model(i.to(ctx.device)).cpu() for i in (ids, changed)]
 
 
-@clause(
-    "models.logits.causal",
-    MUST,
-    level="course",
-    judges=MODEL,
-    worlds=(1,),
-    source=CONTRACT + ": a decoder; Vaswani et al. 2017, section 3.1",
-)
+@clause("models.logits.causal", source=CONTRACT + ": a decoder; Vaswani et al. 2017, section 3.1")
 @pytest.mark.parametrize("place", [1, 4, 7])
 def test_a_token_alters_no_logit_before_it(world, subject, place):
     """Changing the token at a place MUST alter no logit before it."""
@@ -103,14 +96,7 @@ def test_a_token_alters_no_logit_before_it(world, subject, place):
     )
 
 
-@clause(
-    "models.logits.see-the-past",
-    MUST,
-    level="course",
-    judges=MODEL,
-    worlds=(1,),
-    source=CONTRACT + ": a decoder",
-)
+@clause("models.logits.see-the-past", source=CONTRACT + ": a decoder")
 @pytest.mark.parametrize("place", [0, 3])
 def test_a_token_alters_the_logits_from_there_on(world, subject, place):
     """Changing the token at a place MUST alter the logits there and at every later place."""
@@ -140,10 +126,7 @@ def alone_and_in_company(ctx):
 
 @clause(
     "models.logits.rows-are-independent",
-    MUST,
     level="correct",
-    judges=MODEL,
-    worlds=(1,),
     source="a batch is a convenience: accumulation and data parallelism rest on it",
 )
 def test_a_row_does_not_see_its_neighbours(world, subject):
@@ -172,10 +155,7 @@ def in_other_orders(ctx):
 
 @clause(
     "models.logits.see-the-order",
-    MUST,
     level="correct",
-    judges=MODEL,
-    worlds=(1,),
     source="Vaswani et al. 2017, section 3.5: attention alone does not see it",
 )
 def test_the_order_of_earlier_tokens_matters(world, subject):
@@ -212,10 +192,7 @@ def trained_once(ctx):
 
 @clause(
     "models.gradients.reach-every-parameter",
-    MUST,
     level="production",
-    judges=MODEL,
-    worlds=(1,),
     source="DistributedDataParallel: a parameter without a gradient is an error by default",
 )
 def test_every_parameter_gets_a_finite_gradient(world, subject):
@@ -242,10 +219,7 @@ def too_long(ctx):
 
 @clause(
     "models.refusal.too-long",
-    SHOULD,
     level="production",
-    judges=MODEL,
-    worlds=(1,),
     source="an index error on the CPU and a device assert, which ends the process, on CUDA",
 )
 def test_a_sequence_that_is_too_long_is_refused(world, subject):

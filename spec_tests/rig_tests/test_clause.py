@@ -11,7 +11,7 @@ import pytest
 
 from spec_tests import clause as module
 from spec_tests import impostors, ledger
-from spec_tests.clause import MUST, REGISTER, SHOULD, Clause, clause, clause_of
+from spec_tests.clause import REGISTER, Clause, clause, clause_of, clauses
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,8 +32,8 @@ def declare(sentence: str = "This MUST hold.", **changes: Any) -> Any:
     def test(world: object, subject: object) -> None: ...
 
     test.__doc__ = sentence
-    given = {"id": "ddp.trial.only", "strength": MUST, "level": "correct", "source": "x"} | changes
-    return clause(given.pop("id"), given.pop("strength"), **given)(test)
+    given = {"id": "ddp.trial.only", "level": "correct", "source": "x"} | changes
+    return clause(given.pop("id"), **given)(test)
 
 
 # --------------------------------------------------------------------------------------- declaring
@@ -71,10 +71,10 @@ def test_words_with_hyphens_and_digits_are_ids(register, id: str):
         ({"judges": ("dpd",)}, r"\['dpd'\] are no functions of the contract"),
         ({"needs": ("ddp", "sync")}, r"\['sync'\] are no functions of the contract"),
         ({"sentence": ""}, "the docstring must begin with one sentence"),
-        ({"sentence": "This holds."}, "with MUST as its verb"),
+        ({"sentence": "This holds."}, "with one of MUST, SHOULD, MAY as its verb"),
         ({"sentence": "This MUST hold"}, "a full stop"),
         ({"sentence": "This MUST hold " + "for very long " * 8 + "."}, "at most 100 characters"),
-        ({"strength": SHOULD}, "with SHOULD as its verb"),
+        ({"sentence": "This MUST or SHOULD hold."}, "with one of MUST, SHOULD, MAY as its verb"),
         ({"sentence": "This\nMUST hold."}, "got 'This'"),
     ],
     ids=str,
@@ -83,6 +83,20 @@ def test_a_clause_that_is_not_one_is_refused(register, changes: dict[str, Any], 
     with pytest.raises(ValueError, match=said):
         declare(**changes)
     assert "ddp.trial.only" not in register
+
+
+@pytest.mark.parametrize("strength", module.Strength)
+def test_the_verb_of_the_sentence_is_the_strength(register, strength: module.Strength):
+    declare(f"This {strength} hold.")
+    assert register["ddp.trial.only"].strength is strength
+
+
+def test_a_clause_overrides_the_defaults_of_its_file(register):
+    own = clauses(level="course", judges=("ddp",), worlds=(3,))
+    test = declare()
+    own("ddp.trial.only", source="x", worlds=(4,))(test)
+    found = register["ddp.trial.only"]
+    assert (found.level, found.judges, found.worlds) == ("course", ("ddp",), (4,))
 
 
 def test_an_id_used_twice_is_refused(register):

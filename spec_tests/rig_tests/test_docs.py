@@ -66,6 +66,29 @@ def test_every_pattern_and_impostor_in_a_command_exists(page: Path):
                 assert value.removeprefix("impostor:") in CATALOGUE
 
 
+def test_every_clause_that_is_named_anywhere_exists():
+    """In prose, code and TOML; the tests of the rig itself make up ids of their own."""
+    ids = {clause.id for clause in ledger.load_all()}
+    word = r"[a-z0-9]+(?:-[a-z0-9]+)*"
+    chapter = "|".join(ledger.CHAPTERS)
+    # Neither a module ("spec_tests.data.x"), nor a file, a call or a pattern ("ddp.traffic.*").
+    named = re.compile(rf"(?<![\w./*-])(?:{chapter})(?:\.{word}){{2,3}}(?![\w/(*-]|\.[a-z*])")
+    own = SUITE / "rig_tests"
+    files = [
+        file
+        for folder in (SUITE, REFERENCE, REPOSITORY_ROOT / ".github")
+        for file in folder.rglob("*")
+        if file.suffix in {".py", ".md", ".toml", ".yml"} and own not in file.parents
+    ]
+    unknown = {
+        f"{file.relative_to(REPOSITORY_ROOT)}: {id}"
+        for file in [*files, REPOSITORY_ROOT / "README.md"]
+        for id in named.findall(file.read_text(encoding="utf-8"))
+        if id not in ids and not id.endswith((".weight", ".bias"))  # parameters of a model
+    }
+    assert unknown == set()
+
+
 def test_the_five_lines_are_an_implementation(tmp_path: Path):
     (text,) = [block for block in blocks(SUITE / "README.md", "python") if "def ddp" in block]
     assert len([line for line in text.splitlines() if line]) <= 5

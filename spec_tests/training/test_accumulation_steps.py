@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_tests.clause import MUST, SHOULD, clause
+from spec_tests.clause import clauses
 from spec_tests.laws import refusal
 from spec_tests.rig import judge
 
-STEPS = ("accumulation_steps",)
+clause = clauses(judges=("accumulation_steps",), worlds=(1,))
 CONTRACT = "contract: accumulation_steps"
 
 
@@ -31,14 +31,7 @@ def asked(ctx, global_batch, micro_batch, world_size):
     return {"steps": found, "type": type(found).__name__}
 
 
-@clause(
-    "training.accumulation.fills-the-global-batch",
-    MUST,
-    level="course",
-    judges=STEPS,
-    worlds=(1,),
-    source=CONTRACT,
-)
+@clause("training.accumulation.fills-the-global-batch", level="course", source=CONTRACT)
 @given(micro=st.integers(1, 64), world_size=st.integers(1, 64), number=st.integers(1, 64))
 def test_steps_times_micro_batch_times_ranks_is_the_global_batch(
     world, subject, micro, world_size, number
@@ -56,10 +49,7 @@ def test_steps_times_micro_batch_times_ranks_is_the_global_batch(
 
 @clause(
     "training.accumulation.refuses-a-remainder",
-    MUST,
     level="correct",
-    judges=STEPS,
-    worlds=(1,),
     source=CONTRACT + "; a course's trainer floors, and trains with another batch than asked for",
 )
 @pytest.mark.parametrize("sizes", ["6/2/2", "2/2/2", "7/1/2", "1/2/1", "10/4/1", "12/5/2"])
@@ -77,10 +67,7 @@ def test_a_global_batch_that_does_not_divide_is_refused(world, subject, sizes):
 
 @clause(
     "training.accumulation.names-the-numbers",
-    SHOULD,
     level="production",
-    judges=STEPS,
-    worlds=(1,),
     source="a message says what was expected, what came, what to do",
 )
 def test_the_refusal_names_the_numbers(world, subject):

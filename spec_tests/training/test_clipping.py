@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import pytest
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.rig import judge
 from spec_tests.training.loop import CONTRACT, TRAIN, WRAPPERS, Job, alone, at, trained
+
+clause = clauses(judges=TRAIN, level="correct")
 
 TORCH = "torch.nn.utils.clip_grad_norm_"
 # torch adds 1e-6 to the norm before it divides; other right code does not.
@@ -31,14 +33,7 @@ def judged(ranks, job):
     )
 
 
-@clause(
-    "training.clip.once-per-step",
-    MUST,
-    level="correct",
-    judges=TRAIN,
-    worlds=(1, 2, 3),
-    source=CONTRACT + "; " + TORCH,
-)
+@clause("training.clip.once-per-step", source=CONTRACT + "; " + TORCH, worlds=(1, 2, 3))
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_the_whole_mean_gradient_is_clipped_once(world, subject, wrapper):
     """With max_norm the whole, reduced gradient MUST be clipped once, after all micro-batches."""
@@ -48,14 +43,7 @@ def test_the_whole_mean_gradient_is_clipped_once(world, subject, wrapper):
     judged(ranks, job)
 
 
-@clause(
-    "training.clip.leaves-small-gradients",
-    MUST,
-    level="correct",
-    judges=TRAIN,
-    worlds=(2,),
-    source=TORCH,
-)
+@clause("training.clip.leaves-small-gradients", source=TORCH)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_gradient_below_the_bound_is_left_alone(world, subject, wrapper):
     """A gradient whose norm is below max_norm MUST be left as it is, neither cut nor stretched."""

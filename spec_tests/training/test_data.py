@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.training.loop import (
@@ -24,13 +24,11 @@ from spec_tests.training.loop import (
     trained,
 )
 
+clause = clauses(judges=TRAIN, level="correct", worlds=(1, 2))
+
 
 @clause(
     "training.data.takes-what-it-uses",
-    MUST,
-    level="correct",
-    judges=TRAIN,
-    worlds=(1, 2),
     source=CONTRACT + "; a course's loop fetched 21 batches for 20",
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -74,11 +72,8 @@ def refused(ctx, wrapper, job, global_batch):
 
 @clause(
     "training.data.refuses-a-remainder",
-    MUST,
-    level="correct",
-    judges=TRAIN,
-    worlds=(1, 2, 3),
     source="contract: accumulation_steps; a course's loop floors and trains with less",
+    worlds=(1, 2, 3),
 )
 def test_a_global_batch_that_does_not_divide_is_refused(world, subject):
     """A global batch that ranks and micro-batch do not divide MUST be a ValueError, with no update.
@@ -113,10 +108,6 @@ def cut_short(ctx, wrapper, job, ends):
 
 @clause(
     "training.data.no-partial-step-in-silence",
-    MUST,
-    level="correct",
-    judges=TRAIN,
-    worlds=(1, 2),
     source=CONTRACT + "; Lightning issue 19987, NeMo pull request 2257",
 )
 def test_a_step_without_all_its_data_is_not_taken_as_if_it_had_them(world, subject):
@@ -151,11 +142,9 @@ def _is_close(weights, right, job):
 
 @clause(
     "training.data.ranks-end-together",
-    MUST,
     level="production",
-    judges=TRAIN,
-    worlds=(2, 3),
     source="torch.distributed.algorithms.Join; a loader that gives one rank a batch less",
+    worlds=(2, 3),
 )
 def test_no_rank_is_left_waiting_when_ones_data_end(world, subject):
     """When one rank's data end before the others', all MUST stop at the same step, none hang."""
@@ -174,15 +163,12 @@ def test_no_rank_is_left_waiting_when_ones_data_end(world, subject):
 
 @clause(
     "training.finite.decided-together",
-    MUST,
-    level="correct",
-    judges=TRAIN,
-    worlds=(2, 3),
     source="torchtitan asserts on a reduced value; a check of rank 0's loss sees rank 0",
+    worlds=(2, 3),
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_ranks_agree_on_what_a_nan_on_one_of_them_means(world, subject, wrapper):
-    """A NaN on one rank MUST be dealt with alike on all: raise, skip or go on, and never hang."""
+    """A NaN on one rank MUST have one effect on all: raise, skip or continue, and never hang."""
     job = Job(2, 2, world.size, steps=3, poisoned_step=1)
     ranks = world.run(cut_short, wrapper, job, [job.steps * job.accumulate] * world.size)
 
@@ -200,11 +186,9 @@ def test_ranks_agree_on_what_a_nan_on_one_of_them_means(world, subject, wrapper)
 
 @clause(
     "training.finite.spares-the-weights",
-    MUST,
     level="production",
-    judges=TRAIN,
-    worlds=(2,),
     source="torch.nn.utils.clip_grad_norm_, error_if_nonfinite; a NaN norm spreads by clipping",
+    worlds=(2,),
 )
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_a_nan_never_reaches_the_weights(world, subject, max_norm):

@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.rig import judge, strategies
 from spec_tests.rig.symptoms import Hint
 from spec_tests.training.loop import (
@@ -29,6 +29,8 @@ from spec_tests.training.loop import (
     series,
     trained,
 )
+
+clause = clauses(judges=TRAIN, level="correct", worlds=(2, 3))
 
 TOKENS = "transformers issues 34191 and 34242; torchtune issue 1875"
 
@@ -64,14 +66,7 @@ def _change(after, before):
     return {name: before[name] - after[name] for name in before}
 
 
-@clause(
-    "training.gradient.plain-model",
-    MUST,
-    level="course",
-    judges=TRAIN,
-    worlds=(1,),
-    source=CONTRACT,
-)
+@clause("training.gradient.plain-model", level="course", source=CONTRACT, worlds=(1,))
 @given(micro=st.integers(1, 3), accumulate=st.integers(1, 4), seed=strategies.seeds)
 @example(micro=1, accumulate=4, seed=7)
 def test_micro_batches_add_up_to_the_whole_batch(world, subject, micro, accumulate, seed):
@@ -87,10 +82,7 @@ def test_micro_batches_add_up_to_the_whole_batch(world, subject, micro, accumula
 
 @clause(
     "training.gradient.equals-one-process",
-    MUST,
     level="course",
-    judges=TRAIN,
-    worlds=(2, 3),
     source=CONTRACT + "; Li et al. 2020, section 3: replicas equal to local training",
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -108,14 +100,7 @@ def test_ranks_train_as_one_process_does(world, subject, wrapper, micro, accumul
     judged(ranks, job)
 
 
-@clause(
-    "training.gradient.several-steps",
-    MUST,
-    level="course",
-    judges=TRAIN,
-    worlds=(1, 2),
-    source=CONTRACT,
-)
+@clause("training.gradient.several-steps", level="course", source=CONTRACT, worlds=(1, 2))
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_every_step_starts_without_old_gradients(world, subject, wrapper):
     """Several steps MUST end where one process ends: no gradient is carried into the next step.
@@ -128,14 +113,7 @@ def test_every_step_starts_without_old_gradients(world, subject, wrapper):
     judged(ranks, job)
 
 
-@clause(
-    "training.gradient.token-weighted",
-    MUST,
-    level="correct",
-    judges=TRAIN,
-    worlds=(2, 3),
-    source=CONTRACT + "; " + TOKENS,
-)
+@clause("training.gradient.token-weighted", source=CONTRACT + "; " + TOKENS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @given(micro=st.integers(1, 2), accumulate=st.integers(1, 3), seed=strategies.seeds)
 @example(micro=1, accumulate=2, seed=7)
@@ -153,10 +131,6 @@ def test_every_target_weighs_the_same(world, subject, wrapper, micro, accumulate
 
 @clause(
     "training.gradient.nothing-to-learn-here",
-    MUST,
-    level="correct",
-    judges=TRAIN,
-    worlds=(2, 3),
     source=CONTRACT + "; a local mean over no target is NaN",
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -191,11 +165,8 @@ def with_leftovers(ctx, wrapper, job):
 
 @clause(
     "training.gradient.leftovers-do-not-count",
-    MUST,
-    level="correct",
-    judges=TRAIN,
-    worlds=(1, 2),
     source=CONTRACT + "; zero_grad only after the step",
+    worlds=(1, 2),
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_gradients_from_before_do_not_count(world, subject, wrapper):
@@ -217,11 +188,8 @@ def in_two_calls(ctx, wrapper, job, first):
 
 @clause(
     "training.gradient.two-calls-are-one",
-    MUST,
-    level="correct",
-    judges=TRAIN,
-    worlds=(1, 2),
     source=CONTRACT + "; a course's trainer leaves gradients behind for the next call",
+    worlds=(1, 2),
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_training_in_two_calls_is_training_in_one(world, subject, wrapper):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.rig import judge
 from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.tolerance import rounding
@@ -26,13 +26,11 @@ from spec_tests.training.loop import (
     trained,
 )
 
+clause = clauses(judges=TRAIN, level="correct", worlds=(1, 2))
+
 
 @clause(
     "training.records.one-per-step",
-    MUST,
-    level="correct",
-    judges=TRAIN,
-    worlds=(1, 2),
     source=CONTRACT + "; a course's loop returned the last step only, and a test compared it",
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -49,14 +47,7 @@ def test_there_is_one_record_and_one_update_per_step(world, subject, wrapper):
     )
 
 
-@clause(
-    "training.records.loss",
-    MUST,
-    level="correct",
-    judges=TRAIN,
-    worlds=(1, 2),
-    source=CONTRACT + "; transformers issue 35438",
-)
+@clause("training.records.loss", source=CONTRACT + "; transformers issue 35438")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_the_reported_loss_is_the_mean_over_all_targets(world, subject, wrapper):
     """The loss MUST be the mean over all valid tokens of the step on all ranks, on every rank."""
@@ -77,14 +68,7 @@ def test_the_reported_loss_is_the_mean_over_all_targets(world, subject, wrapper)
     )
 
 
-@clause(
-    "training.records.tokens",
-    MUST,
-    level="correct",
-    judges=TRAIN,
-    worlds=(1, 2),
-    source=CONTRACT,
-)
+@clause("training.records.tokens", source=CONTRACT)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_the_reported_tokens_are_those_that_counted(world, subject, wrapper):
     """`tokens` MUST be the number of targets that counted in the step, on all ranks together."""
@@ -99,14 +83,7 @@ def test_the_reported_tokens_are_those_that_counted(world, subject, wrapper):
     )
 
 
-@clause(
-    "training.records.grad-norm",
-    MUST,
-    level="correct",
-    judges=TRAIN,
-    worlds=(1, 2),
-    source=CONTRACT,
-)
+@clause("training.records.grad-norm", source=CONTRACT)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_the_reported_norm_is_that_of_the_mean_gradient(world, subject, wrapper):
     """`grad_norm` MUST be the norm of the gradient that the update used, over all parameters."""
@@ -124,11 +101,9 @@ def test_the_reported_norm_is_that_of_the_mean_gradient(world, subject, wrapper)
 
 @clause(
     "training.records.norm-before-clipping",
-    MUST,
     level="production",
-    judges=TRAIN,
-    worlds=(2,),
     source="torch.nn.utils.clip_grad_norm_ returns the norm from before",
+    worlds=(2,),
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_the_reported_norm_is_that_before_clipping(world, subject, wrapper):
@@ -150,10 +125,6 @@ def test_the_reported_norm_is_that_before_clipping(world, subject, wrapper):
 
 @clause(
     "training.rate.pure-function-of-the-step",
-    MUST,
-    level="correct",
-    judges=TRAIN,
-    worlds=(1, 2),
     source="contract: lr(k) is the rate of the update after k finished ones",
 )
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -176,10 +147,6 @@ def test_each_update_uses_the_rate_of_its_step(world, subject, accumulate):
 
 @clause(
     "training.rate.reported-is-used",
-    MUST,
-    level="correct",
-    judges=TRAIN,
-    worlds=(1, 2),
     source=CONTRACT + "; a course's loop reads it after the scheduler has moved on",
 )
 @pytest.mark.parametrize("given_by", ["function", "optimizer"])

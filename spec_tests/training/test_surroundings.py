@@ -11,9 +11,11 @@ from unittest import mock
 
 import pytest
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.training.loop import CONTRACT, TRAIN, WRAPPERS, Counted, Job, Trainee
 from spec_tests.training.test_gradient import judged
+
+clause = clauses(judges=TRAIN, level="correct")
 
 LIE = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "5"}
 
@@ -28,17 +30,13 @@ def in_a_lying_environment(ctx, wrapper, job):
 
 @clause(
     "training.gradient.world-of-the-group",
-    MUST,
-    level="correct",
-    judges=TRAIN,
-    worlds=(2,),
     source=f"{CONTRACT}; a course's trainer divides by WORLD_SIZE",
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_the_process_group_says_how_many_ranks_there_are(world, subject, wrapper):
     """How many ranks train MUST be read from the process group, not from the environment.
 
-    The two differ in a notebook, under a launcher of one's own, and on a part of the world.
+    The two differ in a notebook, under a custom launcher, and on a sub-group.
     """
     job = Job(2, 2, world.size, steps=2)
     ranks = world.run(in_a_lying_environment, wrapper, job)
@@ -62,14 +60,11 @@ def _sliced(rows):
 
 @clause(
     "training.gradient.slices",
-    MUST,
-    level="correct",
-    judges=TRAIN,
-    worlds=(1, 2),
     source=f"{CONTRACT}; a course's trainer calls .view(-1) on tokens[:, 1:]",
+    worlds=(1, 2),
 )
 def test_batches_may_be_slices(world, subject):
-    """Ids and targets that do not lie one after another in memory MUST be trained on alike.
+    """Ids and targets that are not contiguous in memory MUST be trained on alike.
 
     Inputs and targets of a window are `tokens[:, :-1]` and `tokens[:, 1:]`: neither is contiguous.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clause
 from spec_tests.laws import traffic
 from spec_tests.training.loop import TRAIN, WRAPPERS, Counted, Job, ToyLanguageModel, Trainee
 
@@ -26,18 +26,17 @@ def sent(ctx, wrapper, job):
 
 @clause(
     "training.traffic.one-reduction-per-step",
-    MUST,
     level="production",
     judges=TRAIN,
-    worlds=(2, 3),
     source="accelerate issue 1726, sentence-transformers issue 4027, speechbrain issue 1802",
+    worlds=(2, 3),
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_gradients_are_reduced_once_per_optimizer_step(world, subject, wrapper, accumulate):
     """Each optimizer step MUST reduce every trainable element once, not once per micro-batch.
 
-    On the implementation's own wrapper. Counts of tokens, losses and flags may be sent besides.
+    On the implementation's own wrapper. Token counts, losses and flags may be sent in addition.
     """
     job = Job(1, accumulate, world.size, steps=2)
     logs = world.run(sent, wrapper, job)

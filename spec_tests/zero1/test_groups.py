@@ -1,7 +1,7 @@
 """Parameter groups: options belong to groups, schedulers change them, and both must be obeyed.
 
-A sharded optimizer keeps an optimizer of its own part inside. What users and schedulers write goes
-into the outer groups, so whatever is copied once and for all goes stale without a word: the
+A sharded optimizer holds an inner optimizer for the parameters of its rank. Users and schedulers
+write into the outer groups, so options that are copied only once go stale without an error: the
 warm-up never warms up. The second half is about process groups, which are not the world.
 """
 
@@ -10,11 +10,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.rig import judge
 from spec_tests.zero1.runs import Run, like_unsharded, plain, same_as_unsharded, sharded
 
-ZERO = ("sharded_optimizer",)
+clause = clauses(needs=("sharded_optimizer",), level="correct")
 GROUPS = "torch.optim: per-parameter options; pytorch issue 60284"
 
 
@@ -33,7 +33,7 @@ def three_steps(run):
     return run.steps(1, 2, 3)
 
 
-@clause("zero1.groups.own-options", MUST, level="course", needs=ZERO, source=GROUPS, worlds=(2, 3))
+@clause("zero1.groups.own-options", level="course", source=GROUPS, worlds=(2, 3))
 def test_every_group_is_updated_with_its_own_options(world):
     """Every parameter group MUST be updated with its own options, also where a rank has none of it.
 
@@ -53,9 +53,9 @@ def options_that_change(run):
     return run.seen
 
 
-@clause("zero1.groups.live", MUST, level="correct", needs=ZERO, source=GROUPS)
+@clause("zero1.groups.live", source=GROUPS)
 def test_what_is_written_into_a_group_acts_at_the_next_step(world):
-    """What is written into `param_groups` MUST act at the next step, on all ranks."""
+    """A value written into `param_groups` MUST take effect at the next step, on all ranks."""
     same_as_unsharded(world, options_that_change)
 
 
@@ -72,13 +72,10 @@ def scheduled(run):
 
 @clause(
     "zero1.groups.schedulers",
-    MUST,
-    level="correct",
-    needs=ZERO,
     source="torch.optim.lr_scheduler; upstream's own test zeroes the gradients before its step",
 )
 def test_schedulers_drive_it(world):
-    """A scheduler of torch.optim MUST drive it as it drives the unsharded optimizer."""
+    """A torch.optim scheduler MUST drive the sharded optimizer as it drives the unsharded one."""
     same_as_unsharded(world, scheduled)
 
 
@@ -99,9 +96,7 @@ def grows(run):
 
 @clause(
     "zero1.groups.added-later",
-    MUST,
     level="course",
-    needs=ZERO,
     source="CS336 assignment 2: add_param_group during training",
     worlds=(2, 3),
 )
@@ -137,9 +132,6 @@ def _described(run):
 
 @clause(
     "zero1.groups.complete",
-    MUST,
-    level="correct",
-    needs=ZERO,
     source="contract: a torch.optim.Optimizer; schedulers and clipping read its groups",
 )
 @pytest.mark.parametrize("toy", ["ragged", "frozen"])
@@ -164,13 +156,7 @@ def after_zero_grad(ctx):
     return [name for name, p in run.parameters.items() if p.grad is not None and bool(p.grad.any())]
 
 
-@clause(
-    "zero1.groups.zero-grad",
-    MUST,
-    level="correct",
-    needs=ZERO,
-    source="contract: `zero_grad` clears all gradients",
-)
+@clause("zero1.groups.zero-grad", source="contract: `zero_grad` clears all gradients")
 def test_zero_grad_clears_what_others_own(world):
     """`zero_grad` MUST clear the gradients of all parameters, also of those that others own.
 
@@ -180,7 +166,7 @@ def test_zero_grad_clears_what_others_own(world):
 
 
 def in_two_groups(ctx, groups):
-    """Each process group trains on gradients of its own."""
+    """Each process group trains on different gradients."""
     group = ctx.split(groups)
     run = Run(sharded(ctx, group), optimizer="sgd")
     own = next(i for i, ranks in enumerate(groups) if ctx.rank in ranks)
@@ -190,12 +176,7 @@ def in_two_groups(ctx, groups):
 
 
 @clause(
-    "zero1.group.keeps-to-itself",
-    MUST,
-    level="correct",
-    needs=ZERO,
-    source="ZeroRedundancyOptimizer, process_group",
-    worlds=(3, 4),
+    "zero1.group.keeps-to-itself", source="ZeroRedundancyOptimizer, process_group", worlds=(3, 4)
 )
 def test_process_groups_train_apart(world):
     """In a sub-group the ranks MUST update and exchange among themselves alone."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.laws import agreement, footprint, large_worlds, traffic
 from spec_tests.rig.pretended import pretended
 from spec_tests.zero1.runs import OPTIMIZERS, sharded, state_bytes
 
-ZERO = ("sharded_optimizer",)
+clause = clauses(needs=("sharded_optimizer",), level="production", worlds=(1,))
 NUM_LAYERS, LAYER = 64, 16 * 16
 
 
@@ -41,11 +41,7 @@ def state_of_one_rank(ctx, rank, num_ranks):
 
 @clause(
     "zero1.traffic.any-world-size",
-    MUST,
-    level="production",
-    needs=ZERO,
     source="Rajbhandari et al. 2020, section 7: volume does not depend on the number of ranks",
-    worlds=(1,),
 )
 @large_worlds.SIZES
 def test_a_step_sends_one_copy_on_many_ranks(world, num_ranks):
@@ -64,11 +60,7 @@ def test_a_step_sends_one_copy_on_many_ranks(world, num_ranks):
 
 @clause(
     "zero1.footprint.any-world-size",
-    MUST,
-    level="production",
-    needs=ZERO,
     source="Rajbhandari et al. 2020, figure 1: memory falls with the number of ranks",
-    worlds=(1,),
 )
 @large_worlds.SIZES
 def test_a_rank_of_many_keeps_one_part_of_the_state(world, num_ranks):

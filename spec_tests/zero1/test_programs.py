@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.laws import program_machine, programs
 from spec_tests.rig import judge
 from spec_tests.rig.oracle import Named
 from spec_tests.rig.tolerance import rounding
 from spec_tests.rig.toys import TOYS
 from spec_tests.zero1.runs import SEED, TOY, gradient
+
+clause = clauses(needs=("sharded_optimizer", "full_optimizer_state"), level="correct")
 
 # Gradients arrive reduced: there are no windows, and a forward is not the optimizer's.
 CALLS = frozenset({"micro", "step", "zero_grad", "rate", "interrupt", "save", "load"})
@@ -76,9 +78,6 @@ def trained(ctx, program):
 
 @clause(
     "zero1.programs.any-sequence",
-    MUST,
-    level="correct",
-    needs=("sharded_optimizer", "full_optimizer_state"),
     source="contract, ShardedOptimizer; hypothesis, stateful testing",
     worlds=(2, 3),
 )
@@ -120,14 +119,10 @@ def rewound(ctx):
 
 @clause(
     "zero1.state.load-replaces",
-    MUST,
-    level="correct",
-    needs=("sharded_optimizer", "full_optimizer_state"),
     source="found by zero1.programs.any-sequence; torch.optim.Optimizer.load_state_dict",
-    worlds=(2,),
 )
 def test_a_loaded_state_replaces_the_one_before(world):
-    """A load MUST replace the whole state: what the loaded one does not have is gone."""
+    """A load MUST replace the whole state: entries missing from the loaded state are gone."""
     ranks = world.run(rewound)
 
     judge.tensors(

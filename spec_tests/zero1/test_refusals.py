@@ -1,4 +1,4 @@
-"""Refusals: ranks that were given different things are told so, all of them, before they train.
+"""Refusals: where ranks were given different arguments, all of them raise before they train.
 
 Every rank decides for itself who owns what. Where one has another model, or another rate, they
 send each other what does not fit, wait for what nobody sends, or train each parameter with the rate
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clause
 from spec_tests.laws import refusal
 from spec_tests.rig import judge
 
@@ -41,7 +41,6 @@ def unequal(ctx, difference):
 
 @clause(
     "zero1.refusals.unequal-ranks",
-    MUST,
     level="production",
     needs=ZERO,
     source="DistributedDataParallel verifies parameters across ranks at construction",

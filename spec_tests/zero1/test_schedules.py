@@ -7,11 +7,11 @@ or parameters. Who overlaps them relies on what has arrived; here arrival is an 
 
 from __future__ import annotations
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.laws import schedules
 from spec_tests.zero1.runs import in_ranks, like_unsharded
 
-ZERO = ("sharded_optimizer",)
+clause = clauses(needs=("sharded_optimizer",), level="correct", transports=schedules.SIM)
 
 
 def two_steps(run):
@@ -19,15 +19,7 @@ def two_steps(run):
     return run.steps(1, 2)
 
 
-@clause(
-    "zero1.schedule.same-weights",
-    MUST,
-    level="correct",
-    needs=ZERO,
-    source=schedules.LAUNCH_ORDER,
-    worlds=(3,),
-    transports=schedules.SIM,
-)
+@clause("zero1.schedule.same-weights", source=schedules.LAUNCH_ORDER, worlds=(3,))
 @schedules.drawn
 def test_no_order_of_events_changes_the_weights(world, schedule):
     """All ranks MUST hold the unsharded weights, whatever rank runs when and what completes first.
@@ -40,15 +32,7 @@ def test_no_order_of_events_changes_the_weights(world, schedule):
     like_unsharded(ranks, two_steps, optimizer="momentum")
 
 
-@clause(
-    "zero1.schedule.waits-for-every-launch",
-    MUST,
-    level="correct",
-    needs=ZERO,
-    source=schedules.WAITED_FOR,
-    worlds=(2, 3),
-    transports=schedules.SIM,
-)
+@clause("zero1.schedule.waits-for-every-launch", source=schedules.WAITED_FOR, worlds=(2, 3))
 def test_every_exchange_is_waited_for(world):
     """Every exchange that is launched MUST be waited for by the rank that launched it."""
     ranks = world.run(in_ranks, two_steps, optimizer="momentum")

@@ -12,7 +12,7 @@ import copy
 
 import torch
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.laws import footprint
 from spec_tests.rig import judge
 from spec_tests.zero1.runs import (
@@ -26,7 +26,7 @@ from spec_tests.zero1.runs import (
     wide,
 )
 
-ZERO = ("sharded_optimizer",)
+clause = clauses(needs=("sharded_optimizer",), level="correct", worlds=(2, 3))
 BOTH = ("sharded_optimizer", "full_optimizer_state")
 PAPER = "Rajbhandari et al. 2020, section 5.1; nanotron issue 37"
 PORTABLE = "ZeroRedundancyOptimizer.consolidate_state_dict and load_state_dict"
@@ -59,7 +59,7 @@ def divided(parts, given):
     )
 
 
-@clause("zero1.state.divided", MUST, level="course", needs=ZERO, source=PAPER, worlds=(2, 3))
+@clause("zero1.state.divided", level="course", source=PAPER)
 def test_the_parts_of_the_state_add_up_to_the_whole(world):
     """The ranks' state MUST add up to the unsharded optimizer's: every element on one rank."""
     divided(world.run(bytes_of_state, False), "adamw, after two steps")
@@ -67,11 +67,8 @@ def test_the_parts_of_the_state_add_up_to_the_whole(world):
 
 @clause(
     "zero1.state.balanced",
-    MUST,
     level="production",
-    needs=ZERO,
     source="ZeroRedundancyOptimizer: greedy partition by size; Graham 1969",
-    worlds=(2, 3),
 )
 def test_no_rank_keeps_much_more_than_its_share(world):
     """No rank's state MUST exceed its share by more than the state of the largest parameter.
@@ -123,14 +120,7 @@ def described(state):
     }
 
 
-@clause(
-    "zero1.state.full-equals-unsharded",
-    MUST,
-    level="correct",
-    needs=BOTH,
-    source=PORTABLE,
-    worlds=(2, 3),
-)
+@clause("zero1.state.full-equals-unsharded", needs=BOTH, source=PORTABLE)
 def test_the_full_state_is_the_unsharded_optimizers(world):
     """On every rank `full_optimizer_state` MUST be the state dict of the unsharded optimizer.
 
@@ -172,10 +162,9 @@ def without_exports(run):
 
 @clause(
     "zero1.state.export-is-inert",
-    MUST,
-    level="correct",
     needs=BOTH,
     source="pytorch issue 164929: an optimizer is stepped to learn what its state will be",
+    worlds=(2,),
 )
 def test_taking_the_full_state_changes_nothing(world):
     """Taking the full state, before the first step too, MUST NOT change what training does."""
@@ -208,14 +197,7 @@ def saved():
     return {"model": run.module.state_dict(), "optimizer": run.optimizer.state_dict()}
 
 
-@clause(
-    "zero1.state.resumes-at-any-size",
-    MUST,
-    level="correct",
-    needs=ZERO,
-    source=PORTABLE,
-    worlds=(1, 2, 3),
-)
+@clause("zero1.state.resumes-at-any-size", source=PORTABLE, worlds=(1, 2, 3))
 def test_it_goes_on_from_the_unsharded_optimizers_state(world):
     """Loaded from the unsharded state dict, training MUST go on as the unsharded optimizer does.
 
@@ -228,14 +210,7 @@ def test_it_goes_on_from_the_unsharded_optimizers_state(world):
     like_unsharded(ranks, continued_plain, state, groups=matrices_and_the_rest)
 
 
-@clause(
-    "zero1.state.divided-after-load",
-    MUST,
-    level="correct",
-    needs=ZERO,
-    source=PAPER,
-    worlds=(2, 3),
-)
+@clause("zero1.state.divided-after-load", source=PAPER)
 def test_a_loaded_state_is_divided_as_well(world):
     """After `load_state_dict` the ranks' state MUST still add up to the unsharded optimizer's.
 
@@ -261,14 +236,7 @@ def uninterrupted(run):
     return run.steps(1, 2, 3, 4)
 
 
-@clause(
-    "zero1.state.round-trip",
-    MUST,
-    level="correct",
-    needs=BOTH,
-    source=PORTABLE,
-    worlds=(2, 3),
-)
+@clause("zero1.state.round-trip", needs=BOTH, source=PORTABLE)
 def test_its_own_full_state_loads(world):
     """A run that goes on from its own full state MUST give the weights of an uninterrupted one."""
     like_unsharded(world.run(round_trip), uninterrupted)
@@ -288,13 +256,11 @@ def own_state_dict(ctx):
 
 @clause(
     "zero1.state.no-partial-state-dict",
-    MUST,
-    level="correct",
-    needs=ZERO,
     source="ZeroRedundancyOptimizer.state_dict raises before consolidation",
+    worlds=(2,),
 )
 def test_a_state_dict_is_whole_or_an_error(world):
-    """`state_dict()` MUST be whole or an error: a part looks like a state and loads like one."""
+    """`state_dict()` MUST be whole or raise: a partial state would load without an error."""
     ranks = world.run(own_state_dict)
 
     run = Run(plain)

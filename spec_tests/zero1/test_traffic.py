@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import torch
 
-from spec_tests.clause import MUST, SHOULD, clause
+from spec_tests.clause import clauses
 from spec_tests.laws import agreement, footprint, traffic
 from spec_tests.rig import judge
 from spec_tests.zero1.runs import DEPTH, OPTIMIZERS, WIDTH, Run, sharded, wide
 
-ZERO = ("sharded_optimizer",)
+clause = clauses(needs=("sharded_optimizer",), level="production", worlds=(2, 3))
 VOLUME = "Rajbhandari et al. 2020, section 7; ZeroRedundancyOptimizer, one broadcast per parameter"
 LAYER = (WIDTH + 1) * WIDTH
 # Beginnings on cache lines, lengths that W divides: less than 64 bytes for each parameter.
@@ -54,14 +54,7 @@ def _deal(model):
             parameter.grad = torch.ones_like(parameter)
 
 
-@clause(
-    "zero1.traffic.one-copy-per-step",
-    MUST,
-    level="production",
-    needs=ZERO,
-    source=VOLUME,
-    worlds=(2, 3),
-)
+@clause("zero1.traffic.one-copy-per-step", source=VOLUME)
 def test_a_step_sends_one_copy_of_the_parameters(world):
     """A step MUST send every parameter once, and neither gradients nor state.
 
@@ -75,10 +68,8 @@ def test_a_step_sends_one_copy_of_the_parameters(world):
 
 @clause(
     "zero1.traffic.frozen-not-sent",
-    MUST,
-    level="production",
-    needs=ZERO,
     source="a frozen parameter does not change; ZeroRedundancyOptimizer sends it all the same",
+    worlds=(2,),
 )
 def test_frozen_parameters_are_not_sent(world):
     """A step MUST NOT send frozen parameters."""
@@ -92,13 +83,7 @@ def test_frozen_parameters_are_not_sent(world):
     )
 
 
-@clause(
-    "zero1.traffic.at-most-one-message-each",
-    MUST,
-    level="production",
-    needs=ZERO,
-    source=VOLUME,
-)
+@clause("zero1.traffic.at-most-one-message-each", source=VOLUME, worlds=(2,))
 def test_a_step_sends_at_most_one_message_per_parameter(world):
     """A step MUST NOT need more collectives than there are parameters."""
     for rank, log in enumerate(world.run(wide_step, 0)):
@@ -113,11 +98,7 @@ def test_a_step_sends_at_most_one_message_per_parameter(world):
 
 @clause(
     "zero1.traffic.few-messages",
-    SHOULD,
-    level="production",
-    needs=ZERO,
     source="ZeroRedundancyOptimizer, parameters_as_bucket_view=True: one per rank",
-    worlds=(2, 3),
 )
 def test_a_step_sends_a_few_messages(world):
     """A step SHOULD send one message per rank, not one per parameter: small ones are slow."""
@@ -130,14 +111,7 @@ def test_a_step_sends_a_few_messages(world):
         )
 
 
-@clause(
-    "zero1.traffic.same-order-on-all-ranks",
-    MUST,
-    level="production",
-    needs=ZERO,
-    source="collectives are paired by position",
-    worlds=(2, 3),
-)
+@clause("zero1.traffic.same-order-on-all-ranks", source="collectives are paired by position")
 def test_all_ranks_issue_the_same_collectives(world):
     """All ranks MUST issue the same collectives in a step, whoever owns what."""
     agreement.same_collectives(world.run(third_step), given="third step")
@@ -156,9 +130,6 @@ def bytes_that_stay(ctx):
 
 @clause(
     "zero1.footprint.state-is-a-share",
-    MUST,
-    level="production",
-    needs=ZERO,
     source="Rajbhandari et al. 2020, section 5.1 and figure 1",
     worlds=(4,),
 )

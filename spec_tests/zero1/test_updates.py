@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spec_tests.clause import MUST, clause
+from spec_tests.clause import clauses
 from spec_tests.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.rig.fingerprint import contribution, digits
@@ -28,7 +28,7 @@ from spec_tests.zero1.runs import (
     tolerance,
 )
 
-ZERO = ("sharded_optimizer",)
+clause = clauses(needs=("sharded_optimizer",), level="correct", worlds=(2, 3))
 PAPER = "Rajbhandari et al. 2020, section 5.1; CS336 assignment 2, sharded optimizer"
 
 
@@ -37,9 +37,7 @@ def four_steps(run):
     return run.steps(1, 2, 3, 4)
 
 
-@clause(
-    "zero1.step.equals-unsharded", MUST, level="course", needs=ZERO, source=PAPER, worlds=(2, 3)
-)
+@clause("zero1.step.equals-unsharded", level="course", source=PAPER)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_every_step_gives_the_unsharded_optimizers_weights(world, optimizer):
     """After every step all ranks MUST hold the weights that the unsharded optimizer gives."""
@@ -48,10 +46,9 @@ def test_every_step_gives_the_unsharded_optimizers_weights(world, optimizer):
 
 @clause(
     "zero1.step.tied-parameter",
-    MUST,
     level="course",
-    needs=ZERO,
     source="CS336 assignment 2, the tied toy model of its sharded optimizer tests",
+    worlds=(2,),
 )
 def test_a_tied_parameter_is_updated_once(world):
     """A parameter that is used under two names MUST be updated once."""
@@ -60,10 +57,8 @@ def test_a_tied_parameter_is_updated_once(world):
 
 @clause(
     "zero1.step.layouts",
-    MUST,
-    level="correct",
-    needs=ZERO,
     source="ZeroRedundancyOptimizer broadcasts each parameter as it lies in memory",
+    worlds=(2,),
 )
 @pytest.mark.parametrize("toy", ["conv", "strided"])
 def test_every_memory_layout_arrives_in_its_place(world, toy):
@@ -76,10 +71,8 @@ def test_every_memory_layout_arrives_in_its_place(world, toy):
 
 @clause(
     "zero1.step.dtypes",
-    MUST,
-    level="correct",
-    needs=ZERO,
     source="the answer or a refusal; ZeroRedundancyOptimizer refuses unequal dtypes",
+    worlds=(2,),
 )
 @pytest.mark.parametrize("toy", ["mixed", "double"])
 def test_unequal_dtypes_are_updated_or_refused(world, toy):
@@ -93,12 +86,7 @@ def test_unequal_dtypes_are_updated_or_refused(world, toy):
 
 
 @clause(
-    "zero1.step.frozen-untouched",
-    MUST,
-    level="correct",
-    needs=ZERO,
-    source="torch.optim: a parameter without a gradient is skipped",
-    worlds=(2, 3),
+    "zero1.step.frozen-untouched", source="torch.optim: a parameter without a gradient is skipped"
 )
 def test_frozen_parameters_stay(world):
     """Frozen parameters MUST keep their values, whatever the weight decay."""
@@ -115,11 +103,7 @@ def now_and_then(run):
 
 @clause(
     "zero1.step.skips-absent-gradients",
-    MUST,
-    level="correct",
-    needs=ZERO,
     source="Megatron-LM issues 5974 and 5976; torch.optim: None is skipped",
-    worlds=(2, 3),
 )
 def test_a_parameter_without_a_gradient_is_skipped(world):
     """Where a gradient is None a step MUST NOT decay the weight, move its moments or count."""
@@ -147,9 +131,6 @@ def trains_two_and_one_more(run):
 
 @clause(
     "zero1.step.more-ranks-than-parameters",
-    MUST,
-    level="correct",
-    needs=ZERO,
     source="ZeroRedundancyOptimizer's tests; an empty parameter list is an error in torch.optim",
     worlds=(3, 4),
 )
@@ -170,11 +151,7 @@ def thawed(run):
 
 @clause(
     "zero1.step.thawed-later",
-    MUST,
-    level="correct",
-    needs=ZERO,
     source="fine-tuning by stages; contract: `param_groups` are the caller's, and whole",
-    worlds=(2, 3),
 )
 def test_what_was_frozen_at_first_is_updated_once_it_trains(world):
     """Parameters that were frozen at construction MUST be updated once they have gradients."""
@@ -182,7 +159,7 @@ def test_what_was_frozen_at_first_is_updated_once_it_trains(world):
 
 
 def two_at_once(ctx):
-    """Weights of two runs, each with an optimizer of its own, whose steps alternate."""
+    """Weights of two runs with separate optimizers, whose steps alternate."""
     runs = Run(sharded(ctx)), Run(sharded(ctx), toy="tied", optimizer="momentum")
     for number in range(1, 5):
         for run in runs:
@@ -192,10 +169,8 @@ def two_at_once(ctx):
 
 @clause(
     "zero1.step.two-optimizers",
-    MUST,
-    level="correct",
-    needs=ZERO,
     source="adversarial training; a dict in the class, not the instance, in a solution of CS336",
+    worlds=(2,),
 )
 def test_two_optimizers_do_not_disturb_each_other(world):
     """Two optimizers whose steps alternate MUST each update their own parameters."""
@@ -228,14 +203,7 @@ def weights_with_closure(run):
     return with_closure(run)["weights"]
 
 
-@clause(
-    "zero1.step.closure",
-    MUST,
-    level="correct",
-    needs=ZERO,
-    source="torch.optim.Optimizer.step(closure)",
-    worlds=(2, 3),
-)
+@clause("zero1.step.closure", source="torch.optim.Optimizer.step(closure)")
 @pytest.mark.parametrize("parameters", ["all", "two"])
 def test_a_closure_is_evaluated_and_its_loss_returned(world, parameters):
     """`step(closure)` MUST evaluate the closure once, before updating, and return its loss.
@@ -277,11 +245,7 @@ def own_gradients(ctx, optimizer):
 
 @clause(
     "zero1.step.equal-on-all-ranks",
-    MUST,
-    level="correct",
-    needs=ZERO,
     source="contract: `step` leaves all ranks with equal parameters",
-    worlds=(2, 3),
 )
 def test_all_ranks_end_with_equal_bits(world):
     """A step MUST leave all ranks with equal bits, even where their gradients differ.
@@ -296,11 +260,8 @@ def test_all_ranks_end_with_equal_bits(world):
 
 @clause(
     "zero1.step.one-owner-decides",
-    MUST,
     level="production",
-    needs=ZERO,
     source="pytorch pull request 54736; ZeroRedundancyOptimizer broadcasts from the owner",
-    worlds=(2, 3),
 )
 def test_each_element_is_updated_by_one_rank(world):
     """Each element MUST be updated by one rank, from that rank's gradient alone.
@@ -344,11 +305,7 @@ def in_time(run, number_of_steps):
 
 @clause(
     "zero1.step.waits-for-late-owners",
-    MUST,
-    level="correct",
-    needs=ZERO,
     source="DeepSpeed issues 5545, 6351 and 8061: an exchange that overlaps too far",
-    worlds=(2, 3),
 )
 def test_new_weights_are_there_when_step_returns(world):
     """When `step` returns, the weights MUST be the new ones, however late their owner was."""

@@ -8,7 +8,7 @@
     [[item]]
     name = "Forward prefetch"
     points = 2
-    clauses = ["fsdp.order.gathers-ahead-in-forward", "fsdp.traffic.*"]
+    clauses = ["fsdp.order.gathers-ahead-in-backward", "fsdp.traffic.*"]
     share = false                         # optional; true: points by the share that passes
 
     [[item]]
