@@ -28,6 +28,6 @@ from solution.parallel.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from solution.parallel.fsdp.whole import FullySharded, fsdp, full_parameters
+from solution.parallel.fsdp.api import FullySharded, fsdp, full_parameters
 from solution.parallel.zero1 import ShardedOptimizer, full_optimizer_state, sharded_optimizer
 from solution.trainer import accumulation_steps, train

@@ -7,7 +7,7 @@ import hashlib
 import torch
 from torch import nn
 
-from solution.parallel.fsdp.whole import full_parameters
+from solution.parallel.fsdp.api import full_parameters
 
 __all__ = ["fingerprint"]
 

@@ -1,8 +1,7 @@
-"""How training is spread over ranks: one file per method, strangers to each other.
+"""Data-parallel training: one file per method; they do not import each other.
 
-The two functions below are what a training loop needs to know of any of them. They take the module
-that a wrapper returned, or a plain one, for which there is nothing to postpone and nothing to
-finish; so a loop is written once.
+A training loop needs only the two functions below. They accept the module that a wrapper returned,
+or a plain one, for which they do nothing; so one loop serves all methods.
 """
 
 from __future__ import annotations
@@ -13,20 +12,17 @@ from torch import nn
 
 
 def no_sync(wrapped: nn.Module) -> AbstractContextManager[None]:
-    """A context for forward *and* backward of a micro-batch whose gradients stay on this rank.
+    """Return a context for forward *and* backward of a micro-batch whose gradients stay local.
 
-    Inside, `.grad` holds plain local sums and nothing is sent. It nests, and restores the previous
-    state also when the body raises. For a module without `no_sync` it does nothing.
+    Inside, `.grad` holds local sums and nothing is sent. It nests, and restores the previous state
+    also when the body raises. For a module without `no_sync` it does nothing.
     """
-    postpone = getattr(wrapped, "no_sync", None)
-    if postpone is None:
-        return nullcontext()
-    context: AbstractContextManager[None] = postpone()
+    context: AbstractContextManager[None] = getattr(wrapped, "no_sync", nullcontext)()
     return context
 
 
 def finish_gradient_synchronization(wrapped: nn.Module) -> None:
-    """Called once after every backward outside `no_sync`: makes `.grad` the mean over the group.
+    """Make `.grad` the mean over the group; call it once after every backward outside `no_sync`.
 
     A second call changes nothing. For a module that has nothing to finish it does nothing.
     """

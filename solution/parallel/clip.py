@@ -1,26 +1,26 @@
-"""Clipping by the global gradient norm, whatever is sharded: each element counts once.
+"""Clipping by the global gradient norm of replicated and sharded gradients.
 
-Problem. The norm that a training loop clips by is that of the whole gradient. Where each rank holds
-a part of it, the norm of that part is another number on every rank, and scaling by it tears the
-parts of one tensor apart; where ranks hold copies, summing over them counts each element W times.
+Problem. A training loop clips by the norm of the whole gradient. If each rank holds a part of it,
+the norm of that part is another number on every rank, and scaling by it makes the parts of one
+tensor inconsistent; if ranks hold copies, summing over them counts each element W times.
 
-1. A gradient says by itself who else has what: a plain tensor is replicated, a DTensor is divided
-   over those axes of its mesh on which it is not replicated.
+1. A plain tensor is replicated; a DTensor is divided over those dims of its mesh on which it is not
+   replicated.
 2. Gradients that are divided over the same ranks add up their |x|^p on each rank; one collective of
-   one number per such set of ranks adds those up. What is replicated adds to the total without any.
-3. Gradients shrink in place by max_norm / norm, where that is less than 1.
+   one number per such set of ranks adds those up. Replicated ones need no collective.
+3. Gradients are scaled in place by max_norm / norm, if that is less than 1.
 
 So data parallelism sends nothing here, FSDP one number, and both together one number too.
 
-Invariants. All ranks get equal bits, and do the same whatever the values: which collectives there
-are follows from the parameters, not from which gradients exist. NaN on one rank is NaN on all.
+Invariants. All ranks get equal bits, and issue the same collectives whatever the values: these
+follow from the parameters, not from which gradients exist. NaN on one rank is NaN on all.
 
 Cost. One pass over the gradients for the norm, one for the scaling.
 
 Paper: Pascanu et al. 2013, "On the difficulty of training recurrent neural networks". PyTorch
 counterpart: `torch.nn.utils.clip_grad_norm_`, which refuses plain tensors beside DTensors, raises
 on ranks with an empty shard for p = inf, and returns a DTensor whose `.item()` is the local part.
-Left out: axes that divide one tensor twice cost a collective each.
+Left out: mesh dims that divide one tensor twice cost a collective each.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients in place, so that their global norm is at most `max_norm`.
 
-    Called once per step on all ranks, after gradients have been reduced, with the same parameters.
+    Call it once per step on all ranks, after gradients have been reduced, with the same parameters.
 
     Args:
-        parameters: those whose `.grad` counts, plain or DTensor; one that is None counts nothing.
+        parameters: plain or DTensor; those without `.grad` are skipped.
         max_norm: at least 0.
         norm_type: p of the p-norm: above 0, or inf.
-        error_if_nonfinite: raise, on all ranks, in place of scaling by NaN or zero.
+        error_if_nonfinite: raise, on all ranks, instead of scaling by NaN or zero.
 
     Returns:
         The norm before clipping, a plain tensor without dims, equal on all ranks.
@@ -79,9 +79,9 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def total_norm(parameters: Tensors, norm_type: float = 2.0) -> torch.Tensor:
-    """The global norm of the gradients of `parameters`; all ranks call it. See `clip_grad_norm_`.
+    """Return the global norm of the gradients; all ranks call it. See `clip_grad_norm_`.
 
-    In float32, or in float64 where a parameter is.
+    Its dtype is float32, or float64 if a parameter's is.
     """
     order = float(norm_type)
     if not order > 0:
@@ -112,21 +112,21 @@ def scale_to_norm_(parameters: Tensors, max_norm: float, norm: torch.Tensor) -> 
         if tensor.grad is not None:
             local = _local(tensor.grad)
             gradients.setdefault((local.device, local.dtype), []).append(local)
-    # Times one rather than a question: asking would wait for the device.
+    # Multiply by 1 rather than branch: a branch would wait for the device.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for (device, _), alike in gradients.items():
         torch._foreach_mul_(alike, factor.to(device))
 
 
 def _listed(tensors: Tensors) -> list[torch.Tensor]:
-    """Each tensor once: what is tied would otherwise count, and shrink, twice."""
+    """Return each tensor once: tied ones would otherwise be counted, and scaled, twice."""
     found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     return list(dict.fromkeys(found))
 
 
 def _divided_over(tensor: torch.Tensor) -> tuple[comm.Group, ...]:
-    """The groups of ranks that hold other elements of this gradient; () where it is replicated."""
-    # Where this rank has no gradient, others may: then it is laid out as the parameter is.
+    """Return the groups of ranks that hold other elements of this gradient."""
+    # Without a gradient on this rank, take the layout of those on others: the parameter's.
     layout = tensor if tensor.grad is None else tensor.grad
     if not isinstance(layout, DTensor):
         return ()
@@ -148,7 +148,7 @@ def _local(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _local_part(gradients: Sequence[torch.Tensor], order: float) -> torch.Tensor:
-    """What this rank adds, in float64: [sum of |x|^p], or [largest |x|, whether one is NaN].
+    """Return this rank's part, in float64: [sum of |x|^p], or [largest |x|, whether one is NaN].
 
     A maximum over ranks may lose a NaN, a sum does not.
     """
@@ -164,10 +164,10 @@ def _local_part(gradients: Sequence[torch.Tensor], order: float) -> torch.Tensor
 
 
 def _norms(gradients: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """Norms, in float64, whose own p-norm is that of all elements; summed in float32 if narrower.
+    """Return norms, in float64, whose own p-norm is that of all elements.
 
-    On a CPU PyTorch adds up all squares of a tensor in a few numbers of float32: of 38 million
-    elements its norm lacks 0.3 %. Of pieces it is right, and takes hardly longer.
+    On a CPU PyTorch adds up all squares of a tensor in a few float32 accumulators: of 38 million
+    elements its norm is 0.3 % too small. Norms of pieces are right, and take hardly longer.
     """
     norms: list[torch.Tensor] = []
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
@@ -180,7 +180,7 @@ def _norms(gradients: Sequence[torch.Tensor], order: float) -> list[torch.Tensor
 
 
 def _norm_of(parts: torch.Tensor, order: float) -> torch.Tensor:
-    """The norm from the parts `[sets of ranks, 1 or 2]`, each the same on all its ranks."""
+    """Return the norm from the parts `[sets of ranks, 1 or 2]`, each equal on all its ranks."""
     if order != math.inf:
         return parts[:, 0].sum().pow(1.0 / order)
     largest, is_nan = parts[:, 0].max(), parts[:, 1].any()

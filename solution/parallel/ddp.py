@@ -3,13 +3,13 @@
 Problem. Every rank computes gradients from its own data; all ranks must step with their mean, and
 the network should work while the backward still computes.
 
-The algorithm (the order of things, and what happens to absent gradients, is in `reducer.py`):
+The algorithm (`reducer.py` describes the order of messages, and absent gradients):
 1. At construction every rank takes the first rank's parameters and buffers.
 2. When a gradient is complete, it is multiplied by 1/W where it lies and its all-reduce is
    launched, in reverse order of registration: last layers are ready first.
 3. `finish_gradient_synchronization` waits for all of them.
 
-Invariants. `.grad` is the very memory that is reduced: no copies, no further memory.
+Invariants. The memory of `.grad` itself is reduced: no copies, no further memory.
 
 Cost. With n bytes of gradients 2n(W-1)/W bytes per step and rank, in as many messages as there are
 parameters. Each has its latency (about a millisecond on gloo), which for small parameters is more
@@ -30,7 +30,7 @@ from solution.parallel.replica import Replica
 
 
 def ddp(module: nn.Module, *, process_group: comm.Group = None) -> DDPIndividualParameters:
-    """Wraps `module` so that each gradient is averaged over `process_group` by itself."""
+    """Wrap `module` so that each gradient is averaged over `process_group` by itself."""
     return DDPIndividualParameters(module, process_group=process_group)
 
 

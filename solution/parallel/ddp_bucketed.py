@@ -2,9 +2,9 @@
 
 Problem. A collective costs about a millisecond before it moves a byte, so a message per parameter
 wastes most of its time on small ones; one message for all gradients could only start when backward
-is over. Buckets are the middle: few messages, and the first leaves early.
+is over. Buckets are a compromise: few messages, and the first leaves early.
 
-The one idea added to `ddp.py`: gradients live in flat buffers.
+The one idea added to `ddp.py`: gradients are kept in flat buffers.
 1. Parameters are assigned to buckets in reverse order of registration, so that a bucket fills with
    gradients that are complete at about the same time (`flat.plan_buckets`).
 2. When a gradient is complete it is written, times 1/W, to its slot, a view of the bucket's buffer,
@@ -39,12 +39,13 @@ from solution.parallel.replica import Replica
 def ddp_bucketed(
     module: nn.Module, *, bucket_size_mb: float, process_group: comm.Group = None
 ) -> DDPBucketed:
-    """Wraps `module` so that gradients are averaged over `process_group` in flat buckets.
+    """Wrap `module` so that gradients are averaged over `process_group` in flat buckets.
 
     Args:
-        module: the model; its Parameter objects stay what they are. bucket_size_mb: a bucket is
-        closed once it holds this many MiB; 0 means a bucket per parameter. process_group: who
-        takes part; None is the default group.
+        module: the model; its Parameter objects are kept.
+        bucket_size_mb: a bucket is closed once it holds this many MiB; 0 means a bucket per
+            parameter.
+        process_group: None is the default group.
 
     Raises:
         ValueError: a negative bucket size, or a group that this rank does not belong to.
@@ -66,7 +67,7 @@ class DDPBucketed(Replica):
 
 
 class _Slots(Reducer):
-    """A gradient is sent from its slot, a view of its bucket's buffer."""
+    """A reducer that sends each gradient from its slot, a view of its bucket's buffer."""
 
     def __init__(
         self, named: Sequence[tuple[str, nn.Parameter]], *, cap_bytes: float, group: comm.Group

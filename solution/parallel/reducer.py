@@ -1,9 +1,9 @@
-"""Rounds: how gradients of many parameters become means, in an order on which all ranks agree.
+"""The reducer of the data-parallel wrappers: gradients become means, in one order on all ranks.
 
-Problem. Gradients should be sent while the backward still computes others. What makes this hard is
-not the mean but agreement: a collective pairs up with its peers by its place in the order, so all
-ranks must send the same things in the same order, although autograd finishes parameters in whatever
-order it likes, and although a parameter may go unused on one rank and not on another.
+Problem. Gradients should be sent while the backward still computes others. A collective pairs up
+with its peers by its place in the order, so all ranks must send the same buckets in the same order,
+although autograd finishes parameters in any order, and although a parameter may be unused on one
+rank and used on another.
 
 The life of a gradient, from one `finish` to the next (a *round*):
 1. A hook runs when a parameter's gradient is complete. It *stages* the gradient: writes it, times
@@ -18,14 +18,15 @@ The life of a gradient, from one `finish` to the next (a *round*):
       backward   |grad 3|grad 2|grad 1|grad 0|
       network           |  bucket 0   |  bucket 1   |  <- `finish` returns here
 
-Who was absent everywhere? -0.0 is the identity of IEEE addition: x + -0.0 is x for every x, +0.0
-included. A staged gradient is 0.0 + grad/W, which is never -0.0. So a place that is still all -0.0
-after the sum was absent on every rank and its `.grad` stays None; any other holds the mean, with
-zero for the absent. Ranks read this off the same bits, so they agree without a further message.
+A parameter that was unused on all ranks. -0.0 is the identity of IEEE addition: x + -0.0 is x for
+every x, +0.0 included. A staged gradient is 0.0 + grad/W, which is never -0.0. So a place that is
+all -0.0 after the sum was absent on every rank and its `.grad` stays None; any other holds the
+mean, with zero for the absent. Ranks read this from the same bits, so they agree without a further
+message.
 
 Invariants. Between rounds `.grad` is a mean, equal on all ranks, or a local sum since the last
 mean, or both added up; the mean over ranks of any of these is right. So accumulating first and
-reducing once, and reducing every micro-batch, come to the same. Nothing is kept beside `.grad`:
+reducing once gives the same as reducing every micro-batch. Nothing is kept beside `.grad`, so
 `zero_grad` discards all that is pending.
 
 After an exception in a backward some buckets are launched and others not. `abandon` ends that round
@@ -36,9 +37,9 @@ Paper: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Pa
 sections 3.2 and 4.2. PyTorch counterpart: the `Reducer` in C++ behind `DistributedDataParallel`. It
 finds unused parameters by a walk over the graph and one more all-reduce, refuses to go on after an
 interrupted backward, and reorders buckets after the first step; here parameters that are used in
-about the order in which they are registered overlap best. Left out: sparse gradients, hooks for
-compression, and two replicas in one backward that also disagree on what is unused (give each a
-process group of its own).
+about the order in which they are registered overlap best. Left out: sparse gradients, communication
+hooks, and two replicas in one backward that also disagree on what is unused (give each a process
+group of its own).
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ _ZERO = torch.zeros(())
 class Reducer(ABC):
     """Averages the gradients of `named` parameters over `group`, a round at a time.
 
-    Subclasses say where a gradient is sent from (`place`) and what memory a bucket is (`buffer`).
+    Subclasses define where a gradient is sent from (`place`) and a bucket's memory (`buffer`).
 
     Attributes:
-        parameters: what is averaged, in order of registration.
+        parameters: in order of registration.
         buckets: indices into `parameters`, in the order in which buckets are sent.
         is_sending: False inside `no_sync`: gradients then stay local.
         has_news: whether a gradient may have changed since the last mean.
@@ -89,26 +90,26 @@ class Reducer(ABC):
 
     @abstractmethod
     def place(self, index: int) -> torch.Tensor:
-        """Where gradient `index` is sent from, in the strides of `flat.strides_for`."""
+        """Return where gradient `index` is sent from, in the strides of `flat.strides_for`."""
 
     @abstractmethod
     def buffer(self, bucket: int) -> torch.Tensor:
-        """The 1-D memory of a bucket whose gradients are all staged."""
+        """Return the 1-D memory of a bucket whose gradients are all staged."""
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a backward began and never came to its end; asked outside of backward."""
+        """Whether a backward began and did not end; for use outside of backward."""
         return self._in_backward
 
     def begin(self) -> None:
-        """A training forward begins, outside of any backward: end a round that was interrupted."""
+        """Called when a training forward begins: end a round that was interrupted."""
         if self.is_interrupted:
             self.abandon()
-        # Also where this rank's loss turns out to touch no parameter: its peers' may.
+        # Even if this rank's loss turns out to use no parameter: its peers' may.
         self.has_news = True
 
     def finish(self) -> None:
-        """Returns when every `.grad` is the mean over the group; sends nothing without news."""
+        """Return when every `.grad` is the mean over the group; without news send nothing."""
         if not self.has_news:
             return
         try:
@@ -122,7 +123,7 @@ class Reducer(ABC):
             self._rearm()
 
     def abandon(self) -> None:
-        """Ends an interrupted round: peers get their messages, this rank drops its gradients."""
+        """End an interrupted round: complete all collectives, drop this rank's gradients."""
         logger.warning("a backward was interrupted: its gradients are dropped on this rank")
         try:
             while self._has_next():
@@ -139,7 +140,7 @@ class Reducer(ABC):
     # ------------------------------------------------------------------------- inside a backward
 
     def _register_hooks(self) -> None:
-        # Weakly, and removed with the reducer: parameters outlive it, and the hooks of a dead
+        # Weak references, removed with the reducer: parameters outlive it, and the hooks of a dead
         # replica would go on sending.
         this = weakref.ref(self)
 
@@ -175,7 +176,7 @@ class Reducer(ABC):
         self._launch_rest()
 
     def _raise_second_gradient(self, index: int) -> NoReturn:
-        # It was added to memory that is being sent: this round holds nothing of use any more.
+        # It was added to memory that is being sent, so this round's results are invalid.
         self._in_backward = True
         raise RuntimeError(
             f"rank {comm.rank(self.group)}: expected one gradient of {self.names[index]!r} between "
@@ -207,7 +208,7 @@ class Reducer(ABC):
             self._absent.append(index)
             _real(place).fill_(-0.0)
             return
-        if gradient.requires_grad:  # create_graph=True: its history is not sent
+        if gradient.requires_grad:  # create_graph=True: the history is not sent
             gradient = gradient.detach()
         # 0.0 + gradient/W in one pass: what is present is never -0.0.
         torch.add(_ZERO, gradient, alpha=self._scale, out=place)
@@ -231,7 +232,7 @@ class Reducer(ABC):
 
 
 class InPlace(Reducer):
-    """A gradient by itself, sent from where it lies."""
+    """A reducer that sends each gradient by itself, from its own memory."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], group: comm.Group) -> None:
         # A cap that every parameter reaches: each is a bucket of its own.
@@ -239,11 +240,11 @@ class InPlace(Reducer):
         self.strides = [flat.strides_for(parameter) for parameter in self.parameters]
 
     def place(self, index: int) -> torch.Tensor:
-        """The gradient itself, unless it is absent or its strides may differ from a peer's."""
+        """Return the gradient itself, unless it is absent or has other strides than peers'."""
         parameter, strides = self.parameters[index], self.strides[index]
         gradient = parameter.grad
         if gradient is not None and gradient.stride() == strides:
-            # create_graph=True gives gradients a history, which nothing may be written into.
+            # With create_graph=True gradients have a history and cannot be written to.
             return gradient.detach() if gradient.requires_grad else gradient
         # Expanded, transposed.
         return torch.empty_strided(
@@ -251,14 +252,14 @@ class InPlace(Reducer):
         )
 
     def buffer(self, bucket: int) -> torch.Tensor:
-        """Its one gradient, flat."""
+        """Return its one gradient, flat."""
         [index] = self.buckets[bucket]
         gradient = self.staged[index]
         return gradient.as_strided((gradient.numel(),), (1,))
 
 
 def is_inside_backward() -> bool:
-    """Whether a backward is running, as where activation checkpointing repeats a forward."""
+    """Whether a backward is running, as when activation checkpointing repeats a forward."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -1,36 +1,43 @@
-"""What both kinds of data-parallel wrapper share: a module that starts equal and stays equal.
+"""The shared base class of the data-parallel wrappers: a module that starts equal and stays equal.
 
 Problem. W ranks hold the same model and each sees other data. If all of them start from the same
-values and step with the same gradient, they stay the same without ever comparing: no parameter
-is sent again after construction.
+values and step with the same gradient, they stay the same without ever comparing. If they start
+from unequal ones, they stay unequal, with a loss that falls all the same.
 
-1. At construction all ranks take the first rank's parameters, frozen ones too, and buffers
-   (`equal_start.py`).
-2. During backward, and in `finish_gradient_synchronization`, gradients become means
-   (`reducer.py`); a subclass brings the reducer.
-3. Buffers are changed by the forward itself (running statistics), from each rank's own data. So a
+1. At construction all ranks compare names, shapes, dtypes and what is frozen (`agreement.py`): with
+   different models they would send messages of different sizes, and hang or mix them up.
+2. Then they take the first rank's values, of frozen parameters and buffers too, since these shape
+   every gradient. Values travel as bytes, so all dtypes share a message; strides are kept.
+3. During backward, and in `finish_gradient_synchronization`, gradients become means
+   (`reducer.py`); a subclass chooses the reducer.
+4. Buffers are changed by the forward itself (running statistics), from each rank's own data. So a
    training forward outside `no_sync` takes the first rank's before it starts.
 
-Cost. Nothing per step beyond the reducer's, but one broadcast for a model that has buffers.
+Cost. Nothing per step beyond the reducer's, but one broadcast for a model that has buffers. At
+construction one collective of 16 bytes, and one broadcast per `CHUNK_BYTES` of values.
 
 Paper: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 sections 3.1 and 4.1. PyTorch counterpart: `DistributedDataParallel`, which waits by itself at the
-end of backward where this waits in `finish_gradient_synchronization`, and which decides in the
-forward whether a backward is reduced where this decides in the backward.
+end of backward where this waits in `finish_gradient_synchronization`, decides in the forward
+whether a backward is reduced where this decides in the backward, compares shapes only, and sends
+one broadcast for each dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from solution import comm
-from solution.parallel import equal_start
+from solution import comm, flat
+from solution.parallel.agreement import on_all_ranks
 from solution.parallel.reducer import Reducer, is_inside_backward
+
+# Values travel in pieces of this size, so that wrapping a model needs little further memory.
+CHUNK_BYTES = 256 * flat.MIB
 
 
 class Replica(nn.Module):
@@ -47,10 +54,20 @@ class Replica(nn.Module):
         self, module: nn.Module, *, options: tuple[object, ...], process_group: comm.Group
     ) -> None:
         super().__init__()
-        equal_start.require_replicable(module)
-        comm.require_group(process_group, caller=type(self).__name__)
-        options = (type(self).__name__, *options)
-        equal_start.require_same_module(module, options, process_group)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"expected an nn.Module to wrap, got {type(module).__name__}")
+        name = type(self).__name__
+        comm.require_group(process_group, caller=name)
+
+        def describe() -> Iterator[str]:
+            _require_replicable(module)
+            yield f"{name} with options {options}"
+            for where, tensor in (*module.named_parameters(), *module.named_buffers()):
+                kind = f"{tuple(tensor.shape)} {tensor.dtype}"
+                yield f"{where!r}: {kind}, requires_grad={tensor.requires_grad}"
+
+        expected = "the same module on all ranks (names, shapes, dtypes, what is frozen)"
+        on_all_ranks(describe, [process_group], expected=f"{expected} and the same wrapper")
         self.module = module
         self._group = process_group
         named = list(module.named_parameters())
@@ -62,11 +79,11 @@ class Replica(nn.Module):
             for owner in module.modules()
             for name, _ in owner.named_buffers(recurse=False)
         ]
-        equal_start.take_first_ranks([p for _, p in named] + self._present_buffers(), self._group)
+        _take_first_ranks([p for _, p in named] + self._present_buffers(), self._group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's; when it trains outside `no_sync`, on the first rank's buffers."""
-        # A forward that activation checkpointing repeats inside backward is not a new one.
+        """Call the module; in training outside `no_sync`, on the first rank's buffers."""
+        # A forward that activation checkpointing repeats inside a backward is not a new one.
         if torch.is_grad_enabled() and not is_inside_backward():
             self._before_training_forward()
         return self.module(*args, **kwargs)
@@ -78,7 +95,7 @@ class Replica(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Around forward and backward: `.grad` holds plain local sums and nothing is sent."""
+        """A context for forward and backward: `.grad` holds local sums and nothing is sent."""
         previous = self._reducer.is_sending
         self._reducer.is_sending = False
         try:
@@ -87,9 +104,9 @@ class Replica(nn.Module):
             self._reducer.is_sending = previous
 
     def finish_gradient_synchronization(self) -> None:
-        """Returns when `.grad` is the mean over the group; a second call changes nothing.
+        """Return when `.grad` is the mean over the group; a second call changes nothing.
 
-        Called once after every backward outside `no_sync`, before the optimizer.
+        Call it once after every backward outside `no_sync`, before the optimizer.
 
         Raises:
             RuntimeError: inside `no_sync`, or when the backward before it was interrupted.
@@ -108,7 +125,7 @@ class Replica(nn.Module):
         self._reducer.finish()
 
     def __getstate__(self) -> NoReturn:
-        """Refuses: a copy would have parameters without hooks, and train alone without a word."""
+        """Refuse to be copied: the copy's parameters would have no hooks, and train alone."""
         raise TypeError(
             f"a {type(self).__name__} cannot be copied or pickled; copy its `.module`, or save its "
             "state_dict"
@@ -123,8 +140,30 @@ class Replica(nn.Module):
                     "which nothing would reduce; wrap after choosing what is trained"
                 )
         if self._reducer.is_sending and self.module.training:
-            equal_start.take_first_ranks(self._present_buffers(), self._group)
+            _take_first_ranks(self._present_buffers(), self._group)
 
     def _present_buffers(self) -> list[torch.Tensor]:
         present = (owner._buffers[name] for owner, name in self._buffer_places)
         return [buffer for buffer in present if buffer is not None]
+
+
+def _require_replicable(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
+            raise ValueError(f"expected {name!r} to have values, got none; materialise it first")
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise NotImplementedError(f"expected dense gradients, got sparse=True in {name!r}")
+
+
+@torch.no_grad()
+def _take_first_ranks(tensors: Sequence[torch.Tensor], group: comm.Group) -> None:
+    """Overwrite `tensors` with the values of the first rank of `group`."""
+    if comm.size(group) == 1:
+        return
+    is_first = comm.rank(group) == 0
+    for chunk in flat.group_by_bytes(tensors, CHUNK_BYTES):
+        message = flat.pack_bytes(chunk, fill=is_first)
+        comm.broadcast_from_first(message, group)
+        if not is_first:
+            flat.unpack_bytes(message, chunk)

@@ -4,51 +4,57 @@ Problem. Replicas with equal gradients all compute the same update, and all keep
 with AdamW twice the size of the model, on every rank. But an update is needed once. So each
 parameter gets one *owner*, who keeps its state and updates it; the others receive the new value.
 
-1. Construction: parameters are dealt out, and all ranks agree that they hold the same ones
-   (`owners.py`). Each rank builds an optimizer of the given class over what it owns, maybe nothing.
-2. `step`: options of `param_groups` go to that local optimizer; it steps; the owners' new values go
-   to all ranks (`slabs.py`).
+1. Construction: parameters get owners (`ownership.py`), and all ranks check that they hold the same
+   ones (`agreement.py`). Each rank builds an optimizer of the given class over what it owns, maybe
+   nothing.
+2. `step`: options of `param_groups` go to that local optimizer; it steps; the owners broadcast the
+   new values to all ranks.
 
        rank 0   step embedding, norm    |-- broadcast --|
        rank 1   step up, down, bias     |-- broadcast --|   <- `step` returns here
 
-3. `full_optimizer_state` collects the parts (`whole_state.py`) as the state dict of the unsharded
-   optimizer, and `load_state_dict` takes such a one and keeps its part. So what was saved at one
-   world size, or without sharding, goes on at any other.
+3. `full_optimizer_state` collects the parts as the state dict of the unsharded optimizer: every
+   rank describes its tensors, then broadcasts them in a few large messages. Pickling them would
+   hold the state three times. `load_state_dict` takes such a state dict and keeps this rank's part.
+   So what was saved at one world size, or without sharding, can be loaded at any other.
 
 Invariants.
 - `.state` holds what this rank owns; `param_groups` hold all parameters, in the caller's order.
 - After `step` all ranks hold the owners' bits, whatever their own gradients were.
-- Parameters are whole, so each update is the unsharded optimizer's, bit for bit, also where it
-  looks at a whole tensor (Muon, Adafactor). Refused is what looks at several at once (LBFGS).
+- Parameters are unsharded, so each update is the unsharded optimizer's, bit for bit, also where it
+  depends on a whole tensor (Muon, Adafactor). One that depends on several (LBFGS) is refused.
 
 Cost. Per step and rank one copy of the parameters that train, in W messages for each dtype. State
 is 1/W of the unsharded one's, within one parameter.
 
 Paper: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", section 5.1 (P_os). PyTorch counterpart: `ZeroRedundancyOptimizer`. It wants one dtype,
-sends frozen parameters too, and pickles state to one rank at a time. Left out: shards that cut
-through parameters (exactly 1/W, but for elementwise optimizers only); a step that overlaps with the
-backward; and help for the others when `step` raises on one rank alone: they wait for it.
+compares nothing between ranks, sends frozen parameters too, and pickles state to one rank at a
+time. Left out: shards that cut through parameters (exactly 1/W, but for elementwise optimizers
+only); a step that overlaps with the backward; and help for the others when `step` raises on one
+rank alone: they wait for it.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
-from solution import comm
-from solution.parallel import whole_state
-from solution.parallel.owners import Group, Owners, options, together
-from solution.parallel.slabs import Slabs
+from solution import comm, flat
+from solution.parallel.agreement import on_all_ranks
+from solution.parallel.ownership import OptimizerGroup, Ownership, described, options
 
 __all__ = ["ShardedOptimizer", "full_optimizer_state", "sharded_optimizer"]
 
-Parameters = Iterable[torch.Tensor] | Iterable[Group] | Iterable[tuple[str, torch.Tensor]]
+State = dict[Any, dict[str, Any]]  # of each parameter, by its number in a state dict
+_CHUNK_BYTES = 256 * flat.MIB  # of state, sent in one message
+_EXPECTED = "the same model and the same parameter groups on all ranks"
+Parameters = Iterable[torch.Tensor] | Iterable[OptimizerGroup] | Iterable[tuple[str, torch.Tensor]]
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -76,25 +82,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: `optimizer_cls` is no class of optimizers.
-            ValueError: no parameters, some that cannot be divided, or others than on another rank.
-            Both on every rank, also if only one of them is wrong.
+            ValueError: no parameters, some that cannot be divided, or other ones than on another
+                rank. Raised on every rank, also if only one of them is wrong.
         """
         comm.require_group(process_group, caller="ShardedOptimizer")
         self._group = process_group
-        self._owners = Owners(comm.size(process_group), comm.rank(process_group))
-        self._slabs = Slabs(process_group)
+        self._ownership = Ownership(process_group)
 
-        def build() -> list[Group]:
+        def build() -> Iterator[str]:
             _require_divisible(optimizer_cls)
             torch.optim.Optimizer.__init__(self, params, {})
-            self._owners.deal(self.param_groups)
-            own = [self._owners.own_part(group) for group in self.param_groups]
+            self._ownership.deal(self.param_groups)
+            own = [self._ownership.own_part(group) for group in self.param_groups]
             self._local = optimizer_cls(own, **kwargs)
             self.defaults, self.state = self._local.defaults, self._local.state
             self._take_options(self._local)
-            return self.param_groups
+            return described(self.param_groups)
 
-        together(build, process_group)
+        on_all_ranks(build, [process_group], expected=_EXPECTED)
 
     @property
     def process_group(self) -> comm.Group:
@@ -103,9 +108,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether this rank keeps the state of `parameter`."""
-        return self._owners.are_me(parameter)
+        return self._ownership.is_mine(parameter)
 
-    def add_param_group(self, param_group: Group) -> None:
+    def add_param_group(self, param_group: OptimizerGroup) -> None:
         """As the unsharded optimizer's; all ranks call it.
 
         Raises:
@@ -117,31 +122,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         first = len(self.param_groups)
 
-        def add() -> list[Group]:
+        def add() -> Iterator[str]:
             torch.optim.Optimizer.add_param_group(self, param_group)
-            self._owners.deal(self.param_groups[first:])
-            local.add_param_group(self._owners.own_part(self.param_groups[first]))
+            self._ownership.deal(self.param_groups[first:])
+            local.add_param_group(self._ownership.own_part(self.param_groups[first]))
             self._take_options(local)
-            return self.param_groups[first:]
+            return described(self.param_groups[first:])
 
         try:
-            together(add, self._group)
+            on_all_ranks(add, [self._group], expected=_EXPECTED)
         except Exception:
             for group in self.param_groups[first:]:
-                self._owners.take_back(group["params"])
+                self._ownership.take_back(group["params"])
             del self.param_groups[first:], local.param_groups[first:]
             raise
 
     # ---------------------------------------------------------------------------------- a step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # one signature for both overloads
-        """Updates what this rank owns; returns when every rank has all new values.
+        """Update what this rank owns; return when every rank has all new values.
 
         Args:
             closure: evaluated on every rank, by the local optimizer.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
         """
         local = self._local
         assert local is not None
@@ -149,21 +154,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
             mine.update(options(group))
         loss = local.step() if closure is None else local.step(closure)
         self._take_options(local)
-        self._slabs.exchange(self._owners.of)
+        self._ownership.exchange()
         return loss
 
     def _take_options(self, local: torch.optim.Optimizer) -> None:
-        """Defaults that the class fills in, and what its steps write into groups."""
+        """Copy to `param_groups` the defaults of the class, and what its steps write to groups."""
         for mine, group in zip(local.param_groups, self.param_groups, strict=True):
             group.update(options(mine))
 
     # ----------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Of a group of one rank; elsewhere the state is divided.
+        """Return the state dict, for a group of one rank.
 
         Raises:
-            RuntimeError: use `full_optimizer_state`, on all ranks.
+            RuntimeError: the state is divided; use `full_optimizer_state`, on all ranks.
         """
         if comm.size(self._group) > 1:
             raise RuntimeError(
@@ -176,18 +181,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def full_state_dict(self) -> dict[str, Any]:
         """See `full_optimizer_state`."""
         packed = torch.optim.Optimizer.state_dict(self)
-        device = next(iter(self._owners.of)).device  # where the group's backend can send from
-        state = whole_state.gathered(packed["state"], self._group, device)
+        device = next(
+            iter(self._ownership.owners)
+        ).device  # where the group's backend can send from
+        state = _gathered(packed["state"], self._group, device)
         return {"state": state, "param_groups": copy.deepcopy(packed["param_groups"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over this rank's part of the unsharded optimizer's state; all ranks call it.
+        """Load this rank's part of the unsharded optimizer's state; all ranks call it.
 
         Args:
             state_dict: of `full_optimizer_state` at any world size, or of a plain optimizer.
 
         Raises:
-            ValueError: it has other groups.
+            ValueError: its groups differ from this optimizer's.
         """
         local = self._local
         assert local is not None
@@ -198,7 +205,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         kept = {index: entries for index, entries in state_dict["state"].items() if index in mine}
         super().load_state_dict({**state_dict, "state": kept})
         # Through the class's own method, which may bring an older state up to date.
-        groups = [self._owners.own_part(group) for group in self.param_groups]
+        groups = [self._ownership.own_part(group) for group in self.param_groups]
         local.__setstate__({"state": self.state, "param_groups": groups})
         self.state = local.state
         self._take_options(local)
@@ -217,14 +224,14 @@ def sharded_optimizer(
     process_group: comm.Group = None,
     **kwargs: Any,
 ) -> ShardedOptimizer:
-    """`optimizer_cls(params, **kwargs)` with its state divided over the group."""
+    """Return `optimizer_cls(params, **kwargs)` with its state divided over the group."""
     return ShardedOptimizer(params, optimizer_cls, process_group=process_group, **kwargs)
 
 
 def full_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state dict of the unsharded optimizer, on every rank; all ranks call it.
+    """Return the state dict of the unsharded optimizer, on every rank; all ranks call it.
 
-    Tensors are copies on the CPU. A plain optimizer's is its own `state_dict()`.
+    Tensors are copies on the CPU. For a plain optimizer it is the own `state_dict()`.
     """
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.full_state_dict()
@@ -244,3 +251,43 @@ def _require_divisible(optimizer_cls: type[torch.optim.Optimizer]) -> None:
             "expected an optimizer that updates each parameter by itself, got LBFGS, whose steps "
             "depend on all gradients at once; use it unsharded"
         )
+
+
+# ------------------------------------------------------------------------------ state of all ranks
+
+
+def _gathered(part: State, group: comm.Group, device: torch.device) -> State:
+    """Return the state of all ranks, on every rank; the group can send from `device`."""
+    own = tree_map(_copied, part)
+    descriptions = comm.gather_objects(tree_map(_description, own), group)
+    whole: State = {}
+    for source, description in enumerate(descriptions):
+        entries = own if source == comm.rank(group) else tree_map(_space, description)
+        _send(tree_leaves(entries), source, group, device)
+        whole |= entries
+    return dict(sorted(whole.items()))
+
+
+def _send(values: Sequence[Any], source: int, group: comm.Group, device: torch.device) -> None:
+    """Fill the tensors among `values` with those of rank `source`."""
+    is_source = source == comm.rank(group)
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    for chunk in flat.group_by_bytes(tensors, _CHUNK_BYTES):
+        message = flat.pack_bytes(chunk, fill=is_source).to(device)
+        comm.broadcast(message, source, group).wait()
+        if not is_source:
+            flat.unpack_bytes(message, chunk)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    return copy.deepcopy(value)
+
+
+def _description(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def _space(value: Any) -> Any:
+    return torch.empty_like(value, device="cpu") if isinstance(value, torch.Tensor) else value

@@ -1,12 +1,9 @@
-"""Fully sharded data parallelism. Read `api.py` first, then what it stands on, from the ground up.
+"""Fully sharded data parallelism. Read `api.py` first, then bottom-up.
 
-layout.py    where rows lie in a message          policy.py, nested.py   dtypes, and whose
-grid.py      who shards, who replicates           param.py     shard and full tensor
-message.py   what is sent, its memory and views
-unit.py      gather and reduce, start             reduction.py finish: one mean, or two
-schedule.py  when: hooks, prefetch, end           module.py    what a sharded module can do
-api.py       fully_shard                          checks.py    what is refused
-whole.py     a model in one call
+mesh.py      process groups: shard, replicate    options.py   dtypes, and what is refused
+param.py     shard and unsharded parameter       message.py   buffers of collectives
+unit.py      all-gather and reduce-scatter       schedule.py  hooks, prefetching
+module.py    methods of a sharded module         api.py       fully_shard, fsdp
 
 The names below are those of `torch.distributed.fsdp`: code changes over by one import.
 """
@@ -17,7 +14,7 @@ from solution.parallel.fsdp.module import (
     UnshardHandle,
     register_fsdp_forward_method,
 )
-from solution.parallel.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from solution.parallel.fsdp.options import MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
     "FSDPModule",

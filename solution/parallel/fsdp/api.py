@@ -2,32 +2,39 @@
 
 Problem. With data parallelism every rank holds all parameters, gradients and optimizer state: 16
 bytes per parameter for Adam in float32. Here each rank keeps 1/W of each, and a layer's parameters
-are whole on a rank only while that layer computes.
+are unsharded on a rank only while that layer computes.
 
     for block in model.blocks:
         fully_shard(block)
-    fully_shard(model)                      # what is left: embedding, norm, head
+    fully_shard(model)                      # the rest: embedding, norm, head
     optimizer = AdamW(model.parameters())   # afterwards: it gets the shards
 
-1. Every call makes one *unit* of the parameters that no earlier call has taken, so calls go
-   bottom-up, and cuts each along dim 0, as `torch.chunk` does, into a DTensor (`param.py`).
-2. A unit is gathered in one message and reduced in one (`unit.py`).
-3. Hooks of the modules and of autograd do so at the right moments, ahead of time (`schedule.py`).
+1. Every call makes one *unit* (FSDP2: parameter group) of the parameters that no earlier call has
+   taken, so calls go bottom-up, and cuts each along dim 0, as `torch.chunk` does, into a DTensor
+   (`param.py`).
+2. A unit takes one all-gather and one reduce-scatter (`unit.py`, `message.py`).
+3. Hooks of the modules and of autograd start both at the right moments (`schedule.py`).
 
-Cost. Per step and rank, n bytes of parameters: gather n, gather n again (`reshard_after_forward`),
-reduce n; data parallelism has 2n. Memory beside the shards: about two units' values, and two units'
-gradients. Only the order of units and the size of messages decide how much of it overlaps.
+`fsdp` shards a whole model in one call: every Linear and Embedding is a unit, layers that share a
+weight together; everything else (norms) stays replicated, being too small to be worth a message in
+forward, and its gradients are averaged as in `ddp.py`.
+
+Cost. Per step and rank, n bytes of parameters: all-gather n, all-gather n again
+(`reshard_after_forward`), reduce-scatter n; data parallelism has 2n. Memory beside the shards:
+about two units' values, and two units' gradients. The order of units and the size of messages
+decide how much of it overlaps.
 
 PyTorch counterpart: `torch.distributed.fsdp.fully_shard`, with the same names, defaults, layout of
 messages and bits. Where it differs: a copy of the weights is never used after an update;
 `zero_grad` discards pending gradients too; parameters are the shards whenever no module computes;
-forwards run ahead on a CPU as well; after an exception nothing needs to be reset. What is left out
-is refused by name, and listed in `solution/README.md`.
+forwards prefetch on a CPU as well; after an exception nothing needs to be reset. What is left out
+is refused by name, and listed in `solution/README.md`. `fsdp` has no counterpart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,18 +42,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from solution.parallel.fsdp import checks
-from solution.parallel.fsdp.grid import Grid
+from solution import comm
+from solution.parallel.agreement import on_all_ranks
+from solution.parallel.fsdp import options
+from solution.parallel.fsdp.mesh import ShardingMesh
 from solution.parallel.fsdp.module import FSDPModule
+from solution.parallel.fsdp.options import MixedPrecisionPolicy, OffloadPolicy
 from solution.parallel.fsdp.param import Place, ShardedParameter
-from solution.parallel.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 from solution.parallel.fsdp.schedule import Schedule
 from solution.parallel.fsdp.unit import Unit
+from solution.parallel.reducer import InPlace, is_inside_backward
 
-_Found = tuple[str, nn.Parameter, list[Place]]  # name, and where else it is registered
-_CLASSES: dict[type, type] = {}  # a module's class to the one that it has once sharded
-_AS_IT_IS = MixedPrecisionPolicy()
-_WHERE_IT_IS = OffloadPolicy()
+_Found = tuple[str, nn.Parameter, list[Place]]  # name, parameter, all its places
+_CLASSES: dict[type, type] = {}  # a module's class to its subclass with FSDPModule
+_NO_CASTS = MixedPrecisionPolicy()
+_NO_OFFLOAD = OffloadPolicy()
 
 
 def fully_shard(
@@ -55,29 +65,30 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
-    mp_policy: MixedPrecisionPolicy | None = _AS_IT_IS,
-    offload_policy: OffloadPolicy = _WHERE_IT_IS,
+    mp_policy: MixedPrecisionPolicy | None = _NO_CASTS,
+    offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: None = None,
 ) -> Any:
-    """Shard what is not sharded yet of `module`, in place; call it bottom-up.
+    """Shard in place the parameters of `module` that are not sharded yet; call it bottom-up.
 
     Values are not synchronised: seed all ranks alike. A module on the meta device stays there until
     `to_empty`. Parameters, buffers and the module's class keep their names; the class becomes a
     subclass of itself and of `FSDPModule`.
 
     Args:
-        module: something with a forward of its own, or several that make one unit: gathered when
-            the first of them runs, freed when all have, reduced when the first one's backward is
-            over. They are inside of a module that is sharded later.
+        module: a module with a forward, or several that make one unit: gathered when the first of
+            them runs, freed when all have, reduced when the first one's backward is over. They are
+            inside a module that is sharded later.
         mesh: 1-D: its ranks shard. 2-D (replicate, shard): its rows shard, and its columns
             average. None: all ranks shard.
-        reshard_after_forward: True frees the full values after forward and gathers them again in
-            backward. False keeps them. None is False for the outermost module and True for others.
-            An int keeps the part of them that its group of so many neighbours needs to gather.
-        shard_placement_fn: None, or says for each parameter None or `Shard(0)`: there is one way.
+        reshard_after_forward: True frees the unsharded parameters after forward and gathers them
+            again in backward. False keeps them. None is False for the outermost module and True for
+            others. An int keeps 1/int of them, so that the all-gather in backward stays within
+            groups of so many neighbours.
+        shard_placement_fn: None, or a function that returns None or `Shard(0)`.
         mp_policy: dtypes; see `MixedPrecisionPolicy`. None is the default, too.
-        offload_policy: there is only the one that keeps shards on the device that computes.
+        offload_policy: only `OffloadPolicy()`: shards stay on the device that computes.
         ignored_params: stay as they are: neither sharded, nor moved, nor reduced.
         dp_mesh_dims: None: all dims of the mesh are data-parallel.
 
@@ -87,42 +98,40 @@ def fully_shard(
     Raises:
         ValueError: a container without a forward, a module that is sharded already, a parameter
             that cannot be cut or is tied to another unit, a mesh without this rank, or ranks that
-            disagree on the module.
+            disagree on the module. On all ranks, also if only one of them is wrong.
         NotImplementedError: parameters that are not contiguous, or DTensors, or an option that is
             not offered.
     """
-    modules = checks.as_modules(module)
+    modules = options.as_modules(module)
     name = ", ".join(type(part).__name__ for part in modules)
     ignored = {id(parameter) for parameter in ignored_params or ()}
     found = [entry for entry in _own_parameters(modules) if id(entry[1]) not in ignored]
     parameters = [parameter for _, parameter, _ in found]
     inside = [p for part in modules for p in part.parameters() if id(p) not in ignored]
-    grid = Grid.of(mesh, device_type=checks.device_type(inside))
-    policy = _AS_IT_IS if mp_policy is None else mp_policy
+    groups = ShardingMesh.of(mesh, device_type=_device_type(inside))
+    policy = _NO_CASTS if mp_policy is None else mp_policy
 
-    def describe() -> list[str]:
-        checks.require_offered(name, offload_policy, dp_mesh_dims)
-        checks.require_options(name, reshard_after_forward, policy)
+    def describe() -> Iterator[str]:
+        options.require_options(name, reshard_after_forward, policy, offload_policy, dp_mesh_dims)
         for part in modules:
-            checks.require_shardable(part, is_sharded=isinstance(part, FSDPModule))
-        checks.require_one_device(name, inside)
+            options.require_shardable(part, is_sharded=isinstance(part, FSDPModule))
+        options.require_one_device(name, inside)
         if type(reshard_after_forward) is int:
-            grid.require_part(reshard_after_forward)
-        lines = [f"parameters for {grid.mesh.device_type}"]
-        lines.append(f"reshard_after_forward={reshard_after_forward}, {policy}")
+            groups.require_part(reshard_after_forward)
+        yield f"parameters for {groups.mesh.device_type}"
+        yield f"reshard_after_forward={reshard_after_forward}, {policy}"
         for where, parameter, _ in found:
-            described = checks.described_as(name, where, parameter)
-            checks.require_cuttable(described, parameter)
-            checks.require_rows(described, shard_placement_fn and shard_placement_fn(parameter))
-            lines.append(f"{described}, requires_grad={parameter.requires_grad}")
-        return lines
+            described = options.described_as(name, where, parameter)
+            options.require_rows(described, parameter, shard_placement_fn)
+            yield f"{described}, requires_grad={parameter.requires_grad}"
 
-    checks.require_same_on_all_ranks(grid, name, describe)
-    _move([*parameters, *(b for part in modules for b in part.buffers())], grid.device)
+    expected = f"all ranks to call fully_shard on {name} alike"
+    on_all_ranks(describe, groups.groups, expected=expected)
+    _move([*parameters, *(b for part in modules for b in part.buffers())], groups.device)
     unit = Unit(
         modules,
-        [ShardedParameter(where, parameter, places, grid) for where, parameter, places in found],
-        grid,
+        [ShardedParameter(where, parameter, places, groups) for where, parameter, places in found],
+        groups,
         policy,
         reshard_after_forward=reshard_after_forward,
     )
@@ -142,7 +151,7 @@ def _make_fsdp_module(module: nn.Module, unit: Unit) -> None:
     if original not in _CLASSES:
         _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
     module.__class__ = _CLASSES[original]
-    # Not through nn.Module: a unit is no part of the model.
+    # Not through nn.Module: a unit is not a submodule.
     object.__setattr__(module, "_fsdp_unit", unit)
 
     def show_shards(*_: object) -> None:
@@ -154,7 +163,7 @@ def _make_fsdp_module(module: nn.Module, unit: Unit) -> None:
 
 
 def _schedule(modules: Sequence[nn.Module]) -> None:
-    """Put `modules` and all that is sharded inside of them under one schedule."""
+    """Put `modules` and all sharded modules inside them under one schedule."""
     names: dict[Unit, list[str]] = {}  # outermost first
     sharded = []
     for module in modules:
@@ -170,10 +179,10 @@ def _schedule(modules: Sequence[nn.Module]) -> None:
 
 
 def _own_parameters(modules: Sequence[nn.Module]) -> list[_Found]:
-    """What no inner call has taken, each once with all its places; a child's before its parent's.
+    """Return the parameters that no inner call has taken, a child's before its parent's.
 
-    The order is PyTorch's: at three ranks and more the last bits of a sum depend on where in a
-    message it lies.
+    The order is PyTorch's: at three ranks and more the last bits of a sum depend on its place in
+    the message.
     """
     found: dict[int, _Found] = {}
     visited: set[nn.Module] = set()
@@ -183,7 +192,7 @@ def _own_parameters(modules: Sequence[nn.Module]) -> list[_Found]:
 
 
 def _visit(part: nn.Module, prefix: str, found: dict[int, _Found], visited: set[nn.Module]) -> None:
-    # Not a function in a function: one that calls itself would keep the model until a collection.
+    # Not a closure: a recursive one is a reference cycle, which would keep the model alive.
     visited.add(part)
     for name, child in part.named_children():
         if child not in visited and not isinstance(child, FSDPModule):
@@ -195,7 +204,134 @@ def _visit(part: nn.Module, prefix: str, found: dict[int, _Found], visited: set[
 
 
 def _move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Parameters and buffers to where this rank computes; what has no values yet stays."""
+    """Move parameters and buffers to this rank's device; those on the meta device stay."""
     for tensor in tensors:
         if not tensor.is_meta and tensor.device != device and not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)
+
+
+def _device_type(parameters: Iterable[nn.Parameter]) -> str:
+    for parameter in parameters:
+        if not parameter.is_meta:
+            return parameter.device.type
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+# ------------------------------------------------------------------------------------- whole model
+
+
+class FullySharded(nn.Module):
+    """A sharded model with the interface of the data-parallel wrappers.
+
+    Attributes:
+        module: the model, sharded in place.
+    """
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module, *, process_group: comm.Group = None) -> None:
+        super().__init__()
+        self.module = module
+        self.process_group = process_group
+        self._reducer = InPlace(
+            [
+                (name, parameter)
+                for name, parameter in module.named_parameters()
+                if parameter.requires_grad and not isinstance(parameter, DTensor)
+            ],
+            process_group,
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's outputs."""
+        if torch.is_grad_enabled() and not is_inside_backward():
+            self._reducer.begin()
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context around forward and backward of a micro-batch: gradients stay local."""
+        assert isinstance(self.module, FSDPModule)
+        previous = self._reducer.is_sending
+        self._reducer.is_sending = False
+        try:
+            with self.module.no_sync():
+                yield
+        finally:
+            self._reducer.is_sending = previous
+
+    def finish_gradient_synchronization(self) -> None:
+        """Wait for the means of replicated gradients; those of shards are in place already.
+
+        Call it once after every backward outside `no_sync`, before the optimizer.
+        """
+        self._reducer.finish()
+
+
+def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> FullySharded:
+    """Shard the Linear and Embedding layers of `module`; the rest stays replicated.
+
+    Layers are recognised by the name of their class or of one of its bases, so also those that an
+    exercise defines itself. Replicated as well are layers that share a parameter with a module of
+    another kind, and those inside an `nn.MultiheadAttention`, which reads their weights without
+    calling them. If something else does so, as in `x @ embedding.weight.T`, call `fully_shard` on a
+    module around both. Values are not synchronised: seed all ranks alike.
+
+    Args:
+        compute_dtype: of the sharded layers in all-gathers and in computation. Shards, gradients,
+            and whatever is replicated keep their own dtype.
+
+    Raises:
+        ValueError, NotImplementedError: see `fully_shard`.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype)
+    for layers in _units(module):
+        fully_shard(layers, mp_policy=policy)
+    if not isinstance(module, FSDPModule):
+        # A unit without parameters, which puts the others under one schedule.
+        rest = {p for p in module.parameters() if not isinstance(p, DTensor)}
+        fully_shard(module, ignored_params=rest)
+    return FullySharded(module)
+
+
+def _units(module: nn.Module) -> list[list[nn.Module]]:
+    """Return the layers to shard; layers that share a parameter make one unit."""
+    read_from_outside = {
+        part
+        for attention in module.modules()
+        if isinstance(attention, nn.MultiheadAttention)
+        for part in attention.modules()
+    }
+    users: dict[nn.Parameter, list[nn.Module]] = {}
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                users.setdefault(parameter, []).append(part)
+    units: dict[nn.Module, list[nn.Module]] = {}
+    for layer in module.modules():
+        found = [part for p in layer.parameters() for part in users[p]]
+        together = list(dict.fromkeys([layer, *found]))  # in one order on all ranks
+        may_be_sharded = all(map(_is_layer, together)) and read_from_outside.isdisjoint(together)
+        if found and layer not in units and may_be_sharded:
+            units |= dict.fromkeys(together, together)
+    return list({id(layers): layers for layers in units.values()}.values())
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return any(base.__name__ in ("Linear", "Embedding") for base in type(module).__mro__)
+
+
+@torch.no_grad()
+def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of all parameters, unsharded, on every rank; all ranks call it.
+
+    Keys are the names in the model without wrapper.
+    """
+    model = model.module if isinstance(model, FullySharded) else model
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in model.named_parameters()
+    }

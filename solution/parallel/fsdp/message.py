@@ -1,135 +1,212 @@
-"""A message: parameters of one dtype on their way between ranks, and the memory it lies in.
+"""The buffers of all-gathers and reduce-scatters: where rows lie in them, and their memory.
 
-Filling fresh memory costs about as much as sending it, so within a pass messages use the same
-stretches of memory, *slabs*, one after another. Between steps a model is its shards: when a pass
-ends, slabs are emptied. What stays is where things lie in them. To make a view takes as long as to
-copy a small tensor, so a message keeps its views for the next time that it lies in that slab.
+A parameter `[n, ...]` is cut along dim 0 into W pieces as `torch.chunk` cuts it: each of
+`ceil(n / W)` rows, the last ones shorter or empty. Many parameters share a collective, which needs
+each rank's pieces in one stretch of memory. So a message is a matrix `[W, m]`: row r holds rank r's
+pieces, one parameter after another, each in `ceil(n / W)` rows.
+
+    message    |  weight     |  bias |      a weight of 5 rows and a bias of 3 over W = 2 ranks;
+    rank 0     | row 0 1 2   |  0 1  |      x: padding, sent and never read
+    rank 1     | row 3 4 x   |  2 x  |
+
+All whole pieces of a parameter are one strided view of the matrix, and the rest is a second, so
+copying in or out costs one or two copies per parameter, whatever W is.
+
+Filling fresh memory costs about as much as sending it, so messages of one pass share a pool of
+memory, which is emptied at the end of the pass. Making a view takes as long as copying a small
+tensor, so views are kept with the memory, also while it is empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
 from operator import is_
 
 import torch
 
 from solution import comm
-from solution.parallel.fsdp.layout import Layout, Pairs, layout_of
-from solution.parallel.fsdp.param import ShardedParameter
+from solution.parallel.fsdp.param import ShardedParameter, rows_of
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-class Message:
-    """Parameters of one dtype on their way.
+class Layout:
+    """The places of tensors in a message `[W, m]`.
 
     Attributes:
-        parameters: in the order in which they lie in it.
-        layout: where.
-        matrix: `[W, m]`; what it holds at first is undefined.
+        shapes: of the unsharded tensors.
+        num_ranks: W.
+        width: m, elements per rank, padding included.
+
+    >>> Layout([torch.Size([5, 2]), torch.Size([3])], num_ranks=2).width
+    8
     """
 
-    def __init__(
-        self, parameters: list[ShardedParameter], layout: Layout, rank: int, matrix: torch.Tensor
-    ) -> None:
-        self.parameters = parameters
-        self.layout = layout
-        self.matrix = matrix
-        self._own = layout.pieces(matrix[rank], rank)
-        self._places = layout.places(matrix)
-        self._fulls: Sequence[torch.Tensor] = ()
-        self._pairs: Pairs = []
+    def __init__(self, shapes: Sequence[torch.Size], num_ranks: int) -> None:
+        self.shapes = tuple(shapes)
+        self.num_ranks = num_ranks
+        self._sizes = [-(-shape[0] // num_ranks) * shape[1:].numel() for shape in shapes]
+        self.width = sum(self._sizes)
 
-    def fill_own(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Fill this rank's row."""
-        copy(list(zip(self._own, pieces, strict=True)))
+    def pieces(self, row: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """Return views of one rank's `row` `[m]`: its piece of each tensor, in the piece's shape.
 
-    def fill(self, fulls: Sequence[torch.Tensor]) -> None:
-        """Fill all rows, from tensors that are new every time."""
-        pairs = self.layout.pairs(fulls, self._places)
-        copy([(places, rows) for rows, places in pairs])
+        >>> layout = Layout([torch.Size([5, 2]), torch.Size([3])], num_ranks=2)
+        >>> [piece.tolist() for piece in layout.pieces(torch.arange(8), rank=1)]
+        [[[0, 1], [2, 3]], [6]]
+        """
+        found = []
+        shapes = _piece_shapes(self.shapes, rank, self.num_ranks)
+        for place, shape in zip(row.split(self._sizes), shapes, strict=True):
+            is_short = shape.numel() < place.numel()
+            found.append((place[: shape.numel()] if is_short else place).view(shape))
+        return found
 
-    def copy_to(self, fulls: Sequence[torch.Tensor]) -> None:
-        """Copy all rows out, into tensors that are the same every time, mostly."""
-        is_same = len(fulls) == len(self._fulls) and all(map(is_, fulls, self._fulls))
-        if not is_same:
-            self._fulls, self._pairs = fulls, self.layout.pairs(fulls, self._places)
-        copy(self._pairs)
+    def places(self, matrix: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return views of all ranks' pieces of each tensor, `[W, ...]`."""
+        return matrix.split(self._sizes, dim=1)
 
+    def pairs(self, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> Pairs:
+        """Return pairs of views with the same elements: of a contiguous tensor, and of its place.
 
-class _Slab:
-    """A stretch of memory that grows, and is emptied, under the views that there are of it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
-        self._messages: dict[tuple[object, ...], Message] = {}
-
-    def grow(self, num_bytes: int) -> None:
-        """Hold so many bytes at least; what it held is lost."""
-        if self.storage.nbytes() < num_bytes:
-            self.storage.resize_(0)
-            self.storage.resize_(num_bytes)
-
-    def message(
-        self, parameters: list[ShardedParameter], dtype: torch.dtype, layout: Layout, rank: int
-    ) -> Message:
-        """The message for these; the one that lay here before, if there was one."""
-        key = parameters[0], dtype, layout.num_ranks  # so there are only so many
-        found = self._messages.get(key)
-        if found is None or found.parameters != parameters:
-            matrix = torch.empty(0, dtype=dtype, device=self.storage.device)
-            matrix.set_(self.storage, 0, (layout.num_ranks, layout.width), (layout.width, 1))
-            found = self._messages[key] = Message(parameters, layout, rank, matrix)
+        >>> tensor, matrix = torch.arange(5), torch.zeros(2, 3, dtype=torch.int64)
+        >>> layout = Layout([tensor.shape], num_ranks=2)
+        >>> for rows, row_places in layout.pairs([tensor], layout.places(matrix)):
+        ...     _ = row_places.copy_(rows)
+        >>> matrix.tolist()
+        [[0, 1, 2], [3, 4, 0]]
+        """
+        found: Pairs = []
+        for tensor, place, size in zip(tensors, places, self._sizes, strict=True):
+            if tensor.numel() == place.numel():  # W divides the rows: one view is enough
+                found.append((tensor.view(place.shape), place))
+                continue
+            flat = tensor.view(-1)
+            whole = flat.numel() // size
+            found.append((flat[: whole * size].view(whole, size), place[:whole]))
+            rest = flat[whole * size :]
+            if rest.numel():
+                found.append((rest, place[whole, : rest.numel()]))
         return found
 
 
-class Buffers:
-    """Memory for messages; the schedule empties it when a pass ends."""
+@lru_cache(maxsize=1024)
+def _piece_shapes(shapes: tuple[torch.Size, ...], rank: int, num_ranks: int) -> list[torch.Size]:
+    rows = [rows_of(shape[0], rank, num_ranks) for shape in shapes]
+    return [
+        torch.Size([own.stop - own.start, *shape[1:]])
+        for own, shape in zip(rows, shapes, strict=True)
+    ]
+
+
+layout_of = lru_cache(maxsize=1024)(Layout)  # the same in every step
+
+
+class _Memory:
+    """A stretch of memory that can grow or be emptied under the views of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        self.messages: dict[tuple[object, ...], Message] = {}
+
+
+class Message:
+    """The buffer of one collective, for parameters of one dtype.
+
+    Attributes:
+        parameters: in the order in which they lie in the buffer.
+        layout: their places.
+        matrix: `[W, m]`, uninitialised.
+    """
+
+    def __init__(
+        self,
+        parameters: list[ShardedParameter],
+        dtype: torch.dtype,
+        layout: Layout,
+        rank: int,
+        storage: torch.UntypedStorage,
+    ) -> None:
+        self.parameters = parameters
+        self.layout = layout
+        self.matrix = torch.empty(0, dtype=dtype, device=storage.device)
+        self.matrix.set_(storage, 0, (layout.num_ranks, layout.width), (layout.width, 1))
+        self._own = layout.pieces(self.matrix[rank], rank)
+        self._places = layout.places(self.matrix)
+        self._tensors: Sequence[torch.Tensor] = ()
+        self._pairs: Pairs = []
+
+    def fill_own(self, pieces: Sequence[torch.Tensor]) -> None:
+        """Copy this rank's pieces to its row."""
+        copy(list(zip(self._own, pieces, strict=True)))
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy unsharded tensors, which are new every time, to all rows."""
+        pairs = self.layout.pairs(tensors, self._places)
+        copy([(places, rows) for rows, places in pairs])
+
+    def copy_to(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy all rows to unsharded tensors, which usually are the same every time."""
+        is_same = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
+        if not is_same:
+            self._tensors, self._pairs = tensors, self.layout.pairs(tensors, self._places)
+        copy(self._pairs)
+
+
+class BufferPool:
+    """The memory of messages, shared by the units of a model and emptied when a pass ends."""
 
     def __init__(self) -> None:
-        self._slabs: list[_Slab] = []
-        self._lent: dict[Message, _Slab] = {}
+        self._memories: list[_Memory] = []
+        self._in_use: dict[Message, _Memory] = {}
 
     def take(
         self, parameters: list[ShardedParameter], dtype: torch.dtype, group: comm.Group
     ) -> Message:
-        """A message for these parameters between the ranks of `group`."""
+        """Return a message for `parameters` between the ranks of `group`."""
         layout = layout_of(tuple(p.shape for p in parameters), comm.size(group))
-        slab = self._smallest(
-            layout.num_ranks * layout.width * dtype.itemsize, parameters[0].local.device
-        )
-        message = slab.message(parameters, dtype, layout, comm.rank(group))
-        self._lent[message] = slab
+        num_bytes = layout.num_ranks * layout.width * dtype.itemsize
+        memory = self._smallest(num_bytes, parameters[0].local.device)
+        key = parameters[0], dtype, layout.num_ranks  # bounds the number of messages kept
+        message = memory.messages.get(key)
+        if message is None or message.parameters != parameters:
+            message = Message(parameters, dtype, layout, comm.rank(group), memory.storage)
+            memory.messages[key] = message
+        self._in_use[message] = memory
         return message
 
-    def give(self, message: Message) -> None:
-        """Take back what `take` gave, once nothing reads or writes it."""
-        del self._lent[message]
+    def give_back(self, message: Message) -> None:
+        """Return the memory of `message` to the pool, once nothing reads or writes it."""
+        del self._in_use[message]
 
     def empty(self) -> None:
-        """Give the memory back of all that is not lent."""
-        for slab in self._unused():
-            slab.storage.resize_(0)
+        """Free all memory that is not in use."""
+        for memory in self._unused():
+            memory.storage.resize_(0)
 
-    def _smallest(self, num_bytes: int, device: torch.device) -> _Slab:
-        """The smallest that is free and fits, else the largest that is free, or a new one."""
-        free = [slab for slab in self._unused() if slab.storage.device == device]
-        free.sort(key=lambda slab: slab.storage.nbytes())
-        fitting = [slab for slab in free if slab.storage.nbytes() >= num_bytes]
-        if fitting:
-            return fitting[0]
+    def _smallest(self, num_bytes: int, device: torch.device) -> _Memory:
+        """Return the smallest unused memory that is large enough, or enlarge the largest."""
+        free = [memory for memory in self._unused() if memory.storage.device == device]
+        free.sort(key=lambda memory: memory.storage.nbytes())
+        found = next((m for m in free if m.storage.nbytes() >= num_bytes), None)
+        if found is not None:
+            return found
         if not free:
-            free.append(_Slab(device))
-            self._slabs += free
-        free[-1].grow(num_bytes)
+            free.append(_Memory(device))
+            self._memories += free
+        free[-1].storage.resize_(0)  # or the values would be copied
+        free[-1].storage.resize_(num_bytes)
         return free[-1]
 
-    def _unused(self) -> list[_Slab]:
-        lent = set(self._lent.values())
-        return [slab for slab in self._slabs if slab not in lent]
+    def _unused(self) -> list[_Memory]:
+        in_use = set(self._in_use.values())
+        return [memory for memory in self._memories if memory not in in_use]
 
 
 def outside_of_autograd() -> AbstractContextManager[None]:
-    """Nothing is recorded, and what is made here serves a training step after an evaluation."""
+    """Disable recording, and inference mode: what an evaluation makes serves training as well."""
     return _outside_of_inference() if torch.is_inference_mode_enabled() else torch.no_grad()
 
 
@@ -140,7 +217,7 @@ def _outside_of_inference() -> Iterator[None]:
 
 
 def copy(pairs: Pairs) -> None:
-    """Copy the second of each pair into the first, whatever their dtypes."""
+    """Copy the second tensor of each pair to the first, converting dtypes."""
     if pairs:
-        into, values = zip(*pairs, strict=True)
-        torch._foreach_copy_(list(into), list(values))
+        targets, values = zip(*pairs, strict=True)
+        torch._foreach_copy_(list(targets), list(values))

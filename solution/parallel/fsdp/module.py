@@ -1,6 +1,6 @@
-"""`FSDPModule`: what a sharded module can do besides what its own class can.
+"""`FSDPModule`: the methods that `fully_shard` adds to a module.
 
-Names, parameters and defaults are PyTorch's. Setters that say `recurse` set every sharded module
+Names, parameters and defaults are PyTorch's. Setters that take `recurse` set every sharded module
 inside as well; the others set this one only.
 
 PyTorch counterpart: `FSDPModule` in `_fully_shard.py`. `solution/README.md` lists what is left out.
@@ -15,19 +15,18 @@ from typing import Any, NoReturn, cast
 
 from torch import nn
 
-from solution.parallel.fsdp import checks
 from solution.parallel.fsdp.schedule import Schedule
 from solution.parallel.fsdp.unit import Unit
 
 
 class FSDPModule:
-    """A module that `fully_shard` was called on; its class is made of this one and its own."""
+    """A base class of every module that `fully_shard` was called on."""
 
     _fsdp_unit: Unit
     _fsdp_schedule: Schedule
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An object of the original class: a slice of a sharded container is a plain container."""
+        """Return an object of the original class: slices of a sharded container are plain."""
         original: Any = cls.__mro__[2]
         self = original.__new__(original)
         self.__init__(*args, **kwargs)  # type: ignore[misc]  # an object of another class
@@ -40,9 +39,9 @@ class FSDPModule:
         )
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's own unit; with `async_op` the handle or the forward waits."""
-        self._fsdp_unit.drop_outdated()
-        self._fsdp_unit.start_gather()
+        """All-gather this module's own unit; with `async_op` the handle or the forward waits."""
+        self._fsdp_unit.drop_stale()
+        self._fsdp_unit.unshard()
         handle = UnshardHandle(self._fsdp_unit)
         if async_op:
             return handle
@@ -50,24 +49,24 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Free the full values of this module's own unit; the next use gathers them."""
+        """Free the unsharded parameters of this module's own unit; the next use gathers them."""
         self._fsdp_unit.reshard()
 
     def reset_iter_state(self) -> None:
-        """Forget a step that was interrupted.
+        """Discard what an interrupted step has left.
 
-        After an exception the next forward does so by itself. After what is none to `except
-        Exception`, a KeyboardInterrupt in a forward, only this does: hooks do not see it.
+        After an Exception the next forward does so by itself. After a KeyboardInterrupt in a
+        forward this must be called, because module hooks do not run then.
         """
         self._fsdp_schedule.recover()
 
     # ------------------------------------------------------------------------------------ gathers
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether full values are freed after forwards, from the next one on.
+        """Set whether unsharded parameters are freed after forwards, from the next one on.
 
         Raises:
-            ValueError: no bool; parts are asked for when sharding.
+            ValueError: not a bool; an int is an option of `fully_shard`.
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
@@ -80,55 +79,55 @@ class FSDPModule:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether full values are freed after backwards; if not, micro-batches share a gather."""
+        """Set whether backwards free unsharded parameters; if not, the next forward finds them."""
         for unit in _units_in(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backwards gather; an Embedding's needs no weights, so it can do without.
+        """Set whether backwards all-gather; an Embedding's backward needs no weights.
 
         Raises:
-            ValueError: some parameter is of another class: its backward would read freed memory.
+            ValueError: a parameter of another class, whose backward would read freed memory.
         """
         if not unshard_in_backward:
-            checks.require_embeddings(self._fsdp_unit)
+            _require_embeddings(self._fsdp_unit)
         self._fsdp_unit.unshards_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """The modules whose gathers start in this one's forward, instead of the next one's."""
-        self._fsdp_unit.prefetch_in_forward = units_of(modules)
+        """Set which modules are prefetched in this one's forward, instead of the next one."""
+        self._fsdp_unit.forward_prefetch = _units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """The modules whose gathers start in this one's backward, instead of the previous one's."""
-        self._fsdp_unit.prefetch_in_backward = units_of(modules)
+        """Set which modules are prefetched in this one's backward, instead of the previous one."""
+        self._fsdp_unit.backward_prefetch = _units_of(modules)
 
     # ---------------------------------------------------------------------------------- gradients
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backwards reduce; where not, gradients add up, in full, until one does."""
+        """Set whether backwards reduce; if not, unsharded gradients accumulate until one does."""
         for unit in _units_in(self, recurse):
             unit.reduces = unit.all_reduces = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backwards on a 2-D mesh also average over replicas.
+        """Set whether backwards on an HSDP mesh also average over replicas.
 
-        Where not, what was added up over shards waits, as this rank's rows, until one does.
+        If not, sums over shards accumulate, as this rank's rows, until one does.
         """
         for unit in _units_in(self, recurse):
             unit.all_reduces = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward ends with all gradients in place; for the whole model.
+        """Set whether backwards end with all gradients in place; for the whole model.
 
-        Where not, its last reduction is finished by the next backward, and overlaps with what comes
-        between them: nobody may read gradients there.
+        If not, the last reduction is in flight until the next backward, and overlaps with what
+        comes between them. Gradients must not be read meanwhile.
         """
         self._fsdp_schedule.is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """By what sums over ranks are divided, instead of their number.
+        """Set what sums over ranks are divided by, instead of the number of ranks.
 
         Raises:
             ValueError: not a positive number.
@@ -144,7 +143,7 @@ class FSDPModule:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Around the backward of a micro-batch: nothing is reduced."""
+        """A context around the backward of a micro-batch: nothing is reduced."""
         previous = [(u, u.reduces, u.all_reduces) for u in _units_in(self)]
         self.set_requires_gradient_sync(False)
         try:
@@ -155,20 +154,20 @@ class FSDPModule:
 
 
 class UnshardHandle:
-    """An `unshard(async_op=True)` under way."""
+    """An `unshard(async_op=True)` in flight."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
 
     def wait(self) -> None:
-        """Let the module's parameters be the full values."""
-        self._unit.finish_gather()
+        """Wait for the all-gather; register the unsharded parameters in the module."""
+        self._unit.wait_for_unshard()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method of `module` beside `forward` compute with full values too.
+    """Let another method of `module` than `forward` compute with unsharded parameters.
 
-    Without it such a method finds the shards. A module that is not sharded is left alone.
+    Without it such a method finds the shards. A module that is not sharded is not changed.
 
     Raises:
         ValueError: there is no such method.
@@ -188,10 +187,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             return method(*args, **kwargs)
         output = None
         try:
-            args, kwargs = schedule.before_forward(unit, module, args, kwargs)
+            args, kwargs = schedule.pre_forward(unit, module, args, kwargs)
             output = method(*args, **kwargs)
         finally:
-            output = schedule.after_forward(unit, module, args, output)
+            output = schedule.post_forward(unit, module, args, output)
         return output
 
     setattr(module, method_name, like_forward)
@@ -203,15 +202,20 @@ def _units_in(module: FSDPModule, recurse: bool = True) -> list[Unit]:
     return [part._fsdp_unit for part in inside if isinstance(part, FSDPModule)]
 
 
-def units_of(modules: Sequence[FSDPModule]) -> list[Unit]:
-    """The units of sharded modules.
-
-    Raises:
-        ValueError: one is not sharded.
-    """
+def _units_of(modules: Sequence[FSDPModule]) -> list[Unit]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(
                 f"expected modules that fully_shard was called on, got {type(module).__name__}"
             )
     return [module._fsdp_unit for module in modules]
+
+
+def _require_embeddings(unit: Unit) -> None:
+    for parameter in unit.parameters:
+        for module, _ in parameter.places:
+            if not any(base.__name__.endswith("Embedding") for base in type(module).__mro__):
+                raise ValueError(
+                    f"expected a unit of Embeddings only, whose backward needs no weights, got "
+                    f"{parameter.name!r} of {type(module).__name__} in {unit.name}"
+                )

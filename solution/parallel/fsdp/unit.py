@@ -1,25 +1,27 @@
-"""A unit: the parameters that are gathered and reduced together (FSDP2: parameter group).
+"""FSDP units: the parameters that are all-gathered and reduced together.
 
-A gather. The rank's own rows of every parameter are copied into its row of a message (`layout.py`),
-cast to the dtype of the computation on the way; the other rows arrive; all are copied out into the
-full tensors. A reduction is the way back: full gradients into a message, in the dtype of the
-reduction; the mean of its own row comes back to each rank, and is cast to the parameter's dtype.
+A unit is what FSDP2 calls a parameter group. In an all-gather the rank's own rows of every
+parameter are copied into its row of a message (`message.py`), cast to `param_dtype` on the way; the
+other rows arrive; all are copied to the unsharded tensors. A reduction is the way back: unsharded
+gradients are copied into a message, in the dtype of the reduction; each rank receives the mean of
+its own row, cast to the parameter's dtype.
 
-      gather   shard    -> | row 0 | row 1 | -> full                      W * m elements
-      reduce   gradient -> | row 0 | row 1 | -> own row, mean -> shard's gradient
+      all-gather       shard    -> | row 0 | row 1 | -> unsharded               W * m elements
+      reduce-scatter   gradient -> | row 0 | row 1 | -> own row, mean -> shard's gradient
 
-Between start and finish the message belongs to the network, and the processor computes something
-else: that is all there is to overlap. On gloo, threads of its own carry it; on nccl, a stream of
-its own, which waits for this one where the message starts and lets this one wait where it is
-finished. So one order of calls serves both, and no stream is handled here.
+On an HSDP mesh replicas then sum their rows, now or in a later micro-batch.
 
-Never stale. A full copy is current as long as neither an optimizer has stepped over its parameters
-nor a version counter has moved (foreach updates move none). Both are the same on all ranks, so all
-of them gather again, or none. What neither tells, `torch._foreach_*` or `.data` outside of an
-optimizer, needs a `reshard()`.
+While a message is in flight the processor computes something else. On gloo its own threads carry
+it; on nccl a stream of its own, which waits for the current stream where the message starts, and
+for which the current stream waits where it is finished. So one order of calls serves both backends.
 
-PyTorch counterpart: `FSDPParamGroup`. There a copy that outlives its backward is used again
-whatever happened to the shards.
+Never stale. An unsharded copy is current as long as neither an optimizer has stepped over its
+parameters nor a version counter has moved (foreach updates move none). Both are the same on all
+ranks, so all of them gather again, or none. After changes that neither shows, `torch._foreach_*` or
+`.data` outside of an optimizer, call `reshard()`.
+
+PyTorch counterpart: `FSDPParamGroup` and `foreach_reduce`. There a copy that outlives its backward
+is used again even if the shards have changed.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, TypeVar
 
@@ -36,63 +39,61 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from solution import comm
-from solution.parallel.fsdp.grid import Grid
-from solution.parallel.fsdp.layout import layout_of, rows_of
-from solution.parallel.fsdp.message import Buffers, Message, copy, outside_of_autograd
-from solution.parallel.fsdp.param import ShardedParameter
-from solution.parallel.fsdp.policy import MixedPrecisionPolicy
-from solution.parallel.fsdp.reduction import Divisors, Reduction
+from solution.parallel.fsdp.mesh import ShardingMesh
+from solution.parallel.fsdp.message import BufferPool, Message, copy, layout_of, outside_of_autograd
+from solution.parallel.fsdp.options import MixedPrecisionPolicy
+from solution.parallel.fsdp.param import ShardedParameter, rows_of
 
 K = TypeVar("K", bound=Hashable)
 
 
 class State(Enum):
-    """Where a unit's values are, beside the shards.
+    """What a unit has in memory, beside the shards.
 
-    - SHARDED: nowhere.
-    - PART: in rows of larger pieces, those of a group of neighbours; only after a forward.
-    - GATHERING: under way, in messages of W * m elements.
-    - FULL: in the full tensors.
+    - SHARDED: nothing.
+    - PARTLY_SHARDED: larger pieces, of W / `reshard_after_forward` elements; only after a forward.
+    - GATHERING: messages of W * m elements; an all-gather is in flight.
+    - UNSHARDED: the unsharded parameters.
     """
 
     SHARDED = auto()
-    PART = auto()
+    PARTLY_SHARDED = auto()
     GATHERING = auto()
-    FULL = auto()
+    UNSHARDED = auto()
 
 
 class Unit:
-    """What is gathered and reduced together.
+    """The parameters that are all-gathered and reduced together.
 
     Attributes:
-        modules: most units have one.
+        modules: whose parameters they are; usually one.
         name: of the modules, in the outermost sharded one.
         parameters: in the order in which they lie in messages.
-        reshard_after_forward: None is True except for the outermost unit; an int is True, too, but
+        reshard_after_forward: None is True except for the outermost unit; an int is True, but
             keeps a part.
         reshard_after_backward, unshards_in_backward, reduces, all_reduces, divide_factor: see the
             setters of `FSDPModule`.
-        prefetch_in_forward, prefetch_in_backward: units whose gather starts with this one's use;
-            empty lets the schedule choose.
+        forward_prefetch, backward_prefetch: units whose all-gather starts when this one computes;
+            if empty, the schedule chooses.
         is_in_backward: its gradients are being computed.
-        was_kept: it was full before the forward that is running.
-        depth: how many calls of its modules are running, one inside of another.
+        was_kept: it was unsharded before the forward that is running.
+        depth: how many calls of its modules are running, one inside another.
         to_run: its modules that have not run yet since the first of them did.
-        hooks, buffers: the schedule's.
+        buffers: the pool of the schedule.
     """
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
         parameters: list[ShardedParameter],
-        grid: Grid,
+        mesh: ShardingMesh,
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | int | None,
     ) -> None:
         self.name = ""
         self.modules = modules
         self.parameters = parameters
-        self.grid = grid
+        self.mesh = mesh
         self.policy = policy
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
@@ -100,91 +101,91 @@ class Unit:
         self.reduces = True
         self.all_reduces = True
         self.divide_factor: float | None = None
-        self.prefetch_in_forward: list[Unit] = []
-        self.prefetch_in_backward: list[Unit] = []
+        self.forward_prefetch: list[Unit] = []
+        self.backward_prefetch: list[Unit] = []
         self.is_in_backward = False
         self.was_kept = False
         self.hooks: list[RemovableHandle] = []
         self.depth = 0
         self.to_run: set[nn.Module] = set()
-        self.buffers = Buffers()
+        self.buffers = BufferPool()
         self.state = State.SHARDED
         self.num_updates = 0  # steps of optimizers that hold parameters of this unit
-        self._gathered: tuple[object, ...] = ()  # what the values gathered were
-        self._under_way: list[tuple[Message, comm.Handle]] = []
+        self._gathered_versions: tuple[object, ...] = ()
+        self._in_flight: list[tuple[Message, comm.Handle]] = []
         self._parts: dict[torch.dtype, torch.Tensor] = {}  # [m] of the smaller group, by dtype
         self._part_group = None
         if type(reshard_after_forward) is int:
-            self._part_group = grid.part(reshard_after_forward)
+            self._part_group = mesh.part(reshard_after_forward)
         _watch_optimizers(self)
 
     # ------------------------------------------------------------------------------------ gather
 
-    def start_gather(self) -> None:
-        """Send the shards around, unless that has been done; waited for by `finish_gather`."""
-        if self.state in (State.GATHERING, State.FULL):
+    def unshard(self) -> None:
+        """Start the all-gather, if it is needed; waited for by `wait_for_unshard`."""
+        if self.state in (State.GATHERING, State.UNSHARDED):
             return
-        is_part = self.state is State.PART
+        is_part = self.state is State.PARTLY_SHARDED
         if not is_part:
-            self._gathered = self._versions()
+            self._gathered_versions = self._versions()
             self._require_values()
-        group = self._part_group if is_part else self.grid.shard_group
+        group = self._part_group if is_part else self.mesh.shard_group
         with outside_of_autograd():
-            for dtype, parameters in _grouped(self.parameters, self._computing_dtype):
+            for dtype, parameters in _grouped(self.parameters, self._param_dtype):
                 message = self.buffers.take(parameters, dtype, group)
                 if is_part:
                     message.matrix[comm.rank(group)].copy_(self._parts.pop(dtype))
                 else:
                     message.fill_own([p.local for p in parameters])
-                self._under_way.append((message, comm.all_gather_rows(message.matrix, group)))
+                self._in_flight.append((message, comm.all_gather_rows(message.matrix, group)))
         self.state = State.GATHERING
 
-    def finish_gather(self) -> None:
-        """Wait for the values and let the module compute with them."""
+    def wait_for_unshard(self) -> None:
+        """Wait for the all-gather; register the unsharded parameters in the modules."""
         if self.state is State.GATHERING:
             with outside_of_autograd():
-                for message, handle in self._under_way:
+                for message, handle in self._in_flight:
                     handle.wait()
                     message.copy_to([p.allocate(message.matrix.dtype) for p in message.parameters])
-                    self.buffers.give(message)
-            self._under_way.clear()
-            self.state = State.FULL
+                    self.buffers.give_back(message)
+            self._in_flight.clear()
+            self.state = State.UNSHARDED
         for parameter in self.parameters:
-            parameter.register_full()
+            parameter.register_unsharded()
 
     def reshard(self, *, keep_part: bool = False) -> None:
-        """Give the full values back; a gather under way is waited for and forgotten."""
+        """Free the unsharded parameters; an all-gather in flight is waited for and discarded."""
         self.register_sharded()
-        for message, handle in self._under_way:
+        for message, handle in self._in_flight:
             handle.wait()
-            self.buffers.give(message)
-        self._under_way.clear()
+            self.buffers.give_back(message)
+        self._in_flight.clear()
         self._parts.clear()
         if keep_part:
             self._keep_part()
-        if self.state is State.FULL:
+        if self.state is State.UNSHARDED:
             for parameter in self.parameters:
                 parameter.free()
-        self.state = State.PART if keep_part else State.SHARDED
+        self.state = State.PARTLY_SHARDED if keep_part else State.SHARDED
 
-    def drop_outdated(self) -> None:
-        """Forget what was gathered, or is on its way, if the shards have changed since."""
-        if self.state is not State.SHARDED and self._gathered != self._versions():
+    def drop_stale(self) -> None:
+        """Reshard if the shards have changed since the all-gather was started."""
+        if self.state is not State.SHARDED and self._gathered_versions != self._versions():
             self.reshard()
 
     def register_sharded(self) -> None:
-        """Let everybody see the shards, whether or not full values are kept."""
+        """Register the shards in the modules, whether or not unsharded values are kept."""
         for parameter in self.parameters:
             parameter.register_sharded()
 
     def _keep_part(self) -> None:
         rank, num_ranks = comm.rank(self._part_group), comm.size(self._part_group)
         with outside_of_autograd():
-            for dtype, parameters in _grouped(self.parameters, self._computing_dtype):
-                fulls = [p.full for p in parameters if p.full is not None]
+            for dtype, parameters in _grouped(self.parameters, self._param_dtype):
+                tensors = [p.unsharded for p in parameters if p.unsharded is not None]
                 layout = layout_of(tuple(p.shape for p in parameters), num_ranks)
-                row = torch.empty(layout.width, dtype=dtype, device=fulls[0].device)
-                rows = [full[rows_of(full.shape[0], rank, num_ranks)] for full in fulls]
+                row = torch.empty(layout.width, dtype=dtype, device=tensors[0].device)
+                rows = [tensor[rows_of(tensor.shape[0], rank, num_ranks)] for tensor in tensors]
                 copy(list(zip(layout.pieces(row, rank), rows, strict=True)))
                 self._parts[dtype] = row
 
@@ -197,7 +198,7 @@ class Unit:
                     "model, and initialise or load it"
                 )
 
-    def _computing_dtype(self, parameter: ShardedParameter) -> torch.dtype:
+    def _param_dtype(self, parameter: ShardedParameter) -> torch.dtype:
         return self.policy.param_dtype or parameter.local.dtype
 
     def _versions(self) -> tuple[object, ...]:
@@ -207,60 +208,122 @@ class Unit:
 
     @property
     def sends(self) -> bool:
-        """Whether a backward's gradients leave it; where rows are whole, for replicas only."""
-        return self.reduces and not (self.leaves_replicas and self.grid.num_ranks == 1)
+        """Whether a backward starts a reduction."""
+        return self.reduces and not (self.leaves_replicas and self.mesh.num_shards == 1)
 
     @property
     def leaves_replicas(self) -> bool:
-        """Whether replicas are not averaged yet."""
-        return not self.all_reduces and self.grid.replica_group is not None
+        """Whether reductions leave the sum over replicas to a later micro-batch."""
+        return not self.all_reduces and self.mesh.replica_group is not None
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there are gradients to be taken, or to be sent."""
+        """Whether there are gradients to take, or to send."""
         sends = self.sends
-        return any(p.is_left or (sends and p.is_waiting) for p in self.parameters)
+        return any(p.has_local_gradient or (sends and p.is_waiting) for p in self.parameters)
 
     def take_gradients(self) -> None:
-        """Make what a backward left on the full tensors pending."""
+        """Make what a backward left on the unsharded parameters pending."""
         with outside_of_autograd():
             for parameter in self.parameters:
-                # What is sent at once is cast on its way into the message.
-                parameter.take_gradient(None if self.sends else self.policy.reduce_dtype)
-                if not self.leaves_replicas:
-                    parameter.complete_partial()
+                # What is sent at once is cast when it is copied into the message.
+                dtype = None if self.sends else self.policy.reduce_dtype
+                parameter.take_gradient(dtype, sends_partial=not self.leaves_replicas)
 
     def start_reduction(self) -> list[Reduction]:
-        """Send what is pending; each is waited for by its `finish`."""
+        """Start reducing what is pending; each is waited for by its `finish`."""
         pending = [p for p in self.parameters if p.pending is not None]
         with outside_of_autograd():
             return [self._send(members) for _, members in _grouped(pending, self._dtypes)]
 
     def _dtypes(self, parameter: ShardedParameter) -> tuple[torch.dtype, torch.dtype]:
-        """Of a gradient on its way, and of the gradient that the optimizer sees."""
+        """Return the dtypes of the reduction, and of the gradient that the optimizer sees."""
         assert parameter.pending is not None
         return self.policy.reduce_dtype or parameter.pending.dtype, parameter.local.dtype
 
     def _send(self, parameters: list[ShardedParameter]) -> Reduction:
         gradients = [p.pending for p in parameters if p.pending is not None]
         dtype, _ = self._dtypes(parameters[0])
-        message = self.buffers.take(parameters, dtype, self.grid.shard_group)
+        message = self.buffers.take(parameters, dtype, self.mesh.shard_group)
         message.fill(gradients)
-        partials = [parameter.release_pending() for parameter in parameters]
-        divisors = Divisors.of(dtype, self.grid, self.divide_factor)
-        if divisors.before > 1:
-            message.matrix.div_(divisors.before)
-        own, handle = self.grid.start_sum(message.matrix)
-        return Reduction(
-            self.grid,
-            self.buffers,
-            message,
-            own,
-            partials,
-            handle,
-            divisors,
-            is_partial=self.leaves_replicas,
-        )
+        partials = [parameter.send_gradient() for parameter in parameters]
+        factors = _divisors(dtype, self.mesh.reduce_sizes, self.divide_factor)
+        if factors[0] > 1:
+            message.matrix.div_(factors[0])
+        own, handle = self.mesh.start_reduce(message.matrix)
+        return Reduction(self, message, own, partials, handle, factors, self.leaves_replicas)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Gradients of one message in flight, until `finish`.
+
+    Attributes:
+        own: `[m]`, the sum of this rank's row when `handle` is done.
+        partials: for each parameter, rows of earlier sums over shards, if any.
+        divisors: by what sums are divided before, between and after the two stages.
+        is_partial: whether the sum over replicas is left to a later micro-batch.
+    """
+
+    unit: Unit
+    message: Message
+    own: torch.Tensor
+    partials: Sequence[torch.Tensor | None]
+    handle: comm.Handle
+    divisors: tuple[float, float, float]
+    is_partial: bool
+
+    def finish(self) -> None:
+        """Wait for the means and add them to the gradients of the shards."""
+        with outside_of_autograd():
+            self.handle.wait()
+            mean = self.own / self.divisors[1]  # a copy: the message's memory is used again
+            self.unit.buffers.give_back(self.message)
+            if any(partial is not None for partial in self.partials):
+                for partial, rows in zip(self.partials, self._rows(mean), strict=True):
+                    if partial is not None:
+                        rows += partial
+            parameters = self.message.parameters
+            if not self.is_partial:
+                self.unit.mesh.reduce_over_replicas(mean)
+                if self.divisors[2] != 1:
+                    mean.div_(self.divisors[2])
+                mean = mean.to(parameters[0].local.dtype)
+            is_cleared = [parameter.remove_placeholder() for parameter in parameters]
+            for parameter, rows, cleared in zip(
+                parameters, self._rows(mean), is_cleared, strict=True
+            ):
+                if not cleared and self.is_partial:
+                    parameter.partial = rows
+                    parameter.leave_placeholder()
+                elif not cleared:
+                    parameter.add_gradient(rows)
+
+    def let_be_cleared(self) -> None:
+        """Make `zero_grad` discard these gradients too, until `finish`."""
+        for parameter in self.message.parameters:
+            parameter.leave_placeholder()
+
+    def drop(self) -> None:
+        """Wait, and discard the result."""
+        self.handle.wait()
+        self.unit.buffers.give_back(self.message)
+
+    def _rows(self, row: torch.Tensor) -> list[torch.Tensor]:
+        return self.message.layout.pieces(row, self.unit.mesh.rank)
+
+
+def _divisors(
+    dtype: torch.dtype, sizes: tuple[int, int], factor: float | None
+) -> tuple[float, float, float]:
+    # PyTorch's FSDP divides after each stage; doing the same gives the same bits. In float16 a sum
+    # of W gradients would overflow where the mean does not: there the power of two that is at least
+    # W goes first, which changes no bit of what neither overflows nor underflows.
+    first, second = sizes
+    if dtype is torch.float16:
+        power = 2.0 ** (first * second - 1).bit_length()
+        return power, 1.0, (factor or first * second) / power
+    return (1.0, first, second) if factor is None else (1.0, 1.0, factor)
 
 
 def _grouped(

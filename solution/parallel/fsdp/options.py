@@ -1,32 +1,76 @@
-"""What `fully_shard` refuses, before anything is changed, and on every rank alike.
+"""The options of `fully_shard`, and the refusals of what it cannot shard.
 
-(But for what is no module at all, and a bad mesh: about these a rank cannot even ask the others.)
-What one rank alone would refuse, or shard otherwise, would leave the others waiting in a gather. So
-ranks also compare a checksum of what they were called with, and of their refusals: one collective
-of 16 bytes per call, and the descriptions themselves where checksums differ.
+All ranks call `fully_shard` and compare what they were called with, refusals included, before
+anything is changed (`agreement.py`): a rank that refuses alone, or shards otherwise, would leave
+the others waiting in an all-gather. Refused on one rank alone are what is no module and a bad mesh:
+without them there is no group to ask.
+
+    shard, gradient, optimizer    the parameter's own dtype, always
+    all-gather, forward, backward param_dtype; inputs are cast, unless cast_forward_inputs=False
+    local sum, reduce-scatter     reduce_dtype, else the dtype of the backward
+    outputs                       output_dtype, else unchanged
+
+PyTorch counterpart: the classes of the same names and meaning.
 """
 
 from __future__ import annotations
 
-import itertools
-import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import is_lazy
 
-from solution.parallel.fsdp.grid import Grid
-from solution.parallel.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
-from solution.parallel.fsdp.unit import Unit
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """The dtypes of one `fully_shard` call; None leaves a dtype unchanged.
+
+    A layer that is sharded with its own policy ignores that of the model around it. Buffers are
+    never cast.
+
+    Attributes:
+        param_dtype: of parameters in all-gathers and in computation.
+        reduce_dtype: of gradients in reductions, and in accumulation between reductions.
+        output_dtype: of the module's floating-point outputs.
+        cast_forward_inputs: whether floating-point inputs are cast to `param_dtype`.
+
+    Raises:
+        ValueError: a dtype that is no floating-point `torch.dtype`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            value = getattr(self, name)
+            is_dtype = isinstance(value, torch.dtype) and value.is_floating_point
+            if value is not None and not is_dtype:
+                raise ValueError(
+                    f"expected {name} to be a floating-point torch.dtype or None, got {value!r}"
+                )
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """Return the dtype that floating-point inputs are cast to."""
+        return self.param_dtype if self.cast_forward_inputs else None
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """The policy that keeps shards on the device that computes. There is no other."""
 
 
 def as_modules(module: object) -> list[nn.Module]:
-    """The module, or the list without what is inside of another of its modules.
+    """Return the module, or those of the list that are not inside another one of it.
 
     Raises:
-        TypeError: neither: nothing else can be said about it, to this rank or to others.
+        TypeError: neither a module nor a list of modules.
         ValueError: an empty list.
     """
     given: list[nn.Module] = []
@@ -40,8 +84,14 @@ def as_modules(module: object) -> list[nn.Module]:
     return [part for part in given if part not in inside]
 
 
-def require_offered(name: str, offload_policy: object, dp_mesh_dims: object) -> None:
-    """Raises for options of PyTorch's that exist here by name only."""
+def require_options(
+    name: str,
+    reshard_after_forward: object,
+    policy: object,
+    offload_policy: object,
+    dp_mesh_dims: object,
+) -> None:
+    """Raise for options of the wrong type, and for those of PyTorch's that are not offered."""
     if type(offload_policy) is not OffloadPolicy:
         raise NotImplementedError(
             f"expected offload_policy of {name} to be OffloadPolicy(), got {offload_policy!r}; "
@@ -52,10 +102,6 @@ def require_offered(name: str, offload_policy: object, dp_mesh_dims: object) -> 
             f"expected dp_mesh_dims of {name} to be None, got {dp_mesh_dims!r}; pass the "
             "data-parallel part of the mesh, as in mesh=mesh['replicate', 'shard']"
         )
-
-
-def require_options(name: str, reshard_after_forward: object, policy: object) -> None:
-    """Raises unless these are of the types that they should be."""
     if not isinstance(policy, MixedPrecisionPolicy):
         raise ValueError(
             f"expected mp_policy of {name} to be a MixedPrecisionPolicy, got {policy!r}"
@@ -68,7 +114,7 @@ def require_options(name: str, reshard_after_forward: object, policy: object) ->
 
 
 def require_shardable(module: nn.Module, *, is_sharded: bool) -> None:
-    """Raises unless `module` can be a unit, by its kind."""
+    """Raise for containers, and for modules that are sharded already."""
     name = type(module).__name__
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         raise ValueError(
@@ -82,14 +128,18 @@ def require_shardable(module: nn.Module, *, is_sharded: bool) -> None:
 
 
 def require_one_device(name: str, parameters: Sequence[nn.Parameter]) -> None:
-    """Raises unless all parameters that have values are where the first one is."""
+    """Raise unless all parameters that have values are on one type of device."""
     types = sorted({p.device.type for p in parameters if not p.is_meta})
     if len(types) > 1:
         raise ValueError(f"expected {name} on one device, got {types}; move it first")
 
 
-def require_cuttable(described: str, parameter: nn.Parameter) -> None:
-    """Raises for a parameter that has no rows to be cut into."""
+def require_rows(
+    described: str,
+    parameter: nn.Parameter,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None,
+) -> None:
+    """Raise for a parameter that cannot be sharded along dim 0, or should not be."""
     if isinstance(parameter, DTensor):
         raise NotImplementedError(
             f"expected plain parameters, got the DTensor {described}; call fully_shard on inner "
@@ -118,21 +168,7 @@ def require_cuttable(described: str, parameter: nn.Parameter) -> None:
             f"expected contiguous parameters, got {described} with strides {parameter.stride()}; "
             "call contiguous() on it"
         )
-
-
-def require_embeddings(unit: Unit) -> None:
-    """Raises for a unit whose backward needs its weights: all but those of embeddings."""
-    for parameter in unit.parameters:
-        for module, _ in parameter.places:
-            if not any(base.__name__.endswith("Embedding") for base in type(module).__mro__):
-                raise ValueError(
-                    f"expected a unit of Embeddings only, whose backward needs no weights, got "
-                    f"{parameter.name!r} of {type(module).__name__} in {unit.name}"
-                )
-
-
-def require_rows(described: str, placement: object) -> None:
-    """Raises unless a `shard_placement_fn` asks for what is done anyway."""
+    placement = shard_placement_fn(parameter) if shard_placement_fn else None
     if placement is not None and placement != Shard(0):
         raise NotImplementedError(
             f"expected shard_placement_fn to say None or Shard(0), got {placement!r} for "
@@ -141,47 +177,6 @@ def require_rows(described: str, placement: object) -> None:
 
 
 def described_as(module: str, name: str, parameter: nn.Parameter) -> str:
-    """As errors call it."""
+    """Return how error messages refer to a parameter."""
     shape = "unknown" if is_lazy(parameter) else tuple(parameter.shape)
     return f"{name!r} of {module} ({parameter.dtype}, shape {shape})"
-
-
-def device_type(parameters: Sequence[nn.Parameter]) -> str:
-    """Where they are; for those without values yet, where they are expected to be."""
-    for parameter in parameters:
-        if not parameter.is_meta:
-            return parameter.device.type
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def require_same_on_all_ranks(grid: Grid, subject: str, describe: Callable[[], list[str]]) -> None:
-    """Calls `describe` on all ranks of `grid`; raises on all unless none does and all say the same.
-
-    Args:
-        subject: what is being sharded.
-
-    Raises:
-        ValueError: says what differs first, and on which rank; or this rank's own error.
-    """
-    error: Exception | None = None
-    lines: list[str] = []
-    try:
-        lines = describe()
-    except Exception as caught:  # also what a caller's own function raises: others wait for us
-        error, lines = caught, [f"the refusal {str(caught)!r}"]
-    is_same = grid.agrees(zlib.crc32(repr(lines).encode()))
-    told = [lines] if is_same else grid.gather_objects(lines)
-    if error is not None:
-        try:
-            raise error
-        finally:
-            del error  # it holds this frame, and so the refused module
-    if is_same:
-        return
-    for said in itertools.zip_longest(*told, fillvalue="nothing more"):
-        others = [place for place, line in enumerate(said) if line != said[0]]
-        if others:
-            raise ValueError(
-                f"expected all ranks to call fully_shard on {subject} alike, got {said[0]} on the "
-                f"first rank of its mesh and {said[others[0]]} on number {others[0]}"
-            )

@@ -1,0 +1,68 @@
+"""Preparing on all ranks, or raising on all of them.
+
+Problem. A rank that refuses what the others accept, or that holds another model, leaves the others
+waiting in their next collective. So every rank prepares, describes what it has got, and compares.
+
+Cost. One collective of 16 bytes for each process group; the descriptions themselves are sent only
+if ranks disagree.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+
+from solution import comm
+
+
+def on_all_ranks(
+    prepare: Callable[[], Iterable[str]], groups: Sequence[comm.Group], *, expected: str
+) -> None:
+    """Call `prepare` on all ranks; return only if it succeeds everywhere with the same result.
+
+    Args:
+        prepare: returns a description of what this rank holds, one line per part.
+        groups: process groups that connect all ranks: one, or those of the dims of a mesh, the
+            innermost first.
+        expected: what all ranks should have done, for the error message.
+
+    Raises:
+        ValueError: the first difference and the rank that has it, on every rank.
+        Exception: whatever `prepare` raised on this rank.
+    """
+    error: Exception | None = None
+    try:
+        lines = list(prepare())
+    except Exception as caught:  # including errors of a caller's function: other ranks wait
+        error, lines = caught, [f"the refusal {str(caught)!r}"]
+    is_same = _agree(zlib.crc32(repr(lines).encode()), groups)
+    everyones = [lines] if is_same else _gather(lines, groups)
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # its traceback refers to this frame, and so to the refused model
+    for parts in itertools.zip_longest(*everyones, fillvalue="nothing more"):
+        other = next((rank for rank, part in enumerate(parts) if part != parts[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"expected {expected}, got {parts[0]} on rank 0 of the group and {parts[other]} "
+                f"on rank {other}"
+            )
+
+
+def _agree(checksum: int, groups: Sequence[comm.Group]) -> bool:
+    is_same = True
+    for group in groups:
+        # A rank whose first group disagrees still takes part in the second, and tells it.
+        is_same = comm.agree(checksum if is_same else -1, group) and is_same
+    return is_same
+
+
+def _gather(lines: list[str], groups: Sequence[comm.Group]) -> list[list[str]]:
+    """Return every rank's lines, in the order of ranks in the mesh, on every rank."""
+    everyones = [lines]
+    for group in groups:
+        everyones = list(itertools.chain.from_iterable(comm.gather_objects(everyones, group)))
+    return everyones
