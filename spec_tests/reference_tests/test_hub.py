@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from spec_tests.scripts.hub_server import Hub, serving
-from spec_tests.scripts.launch import run, run_ranks
-from spec_tests.scripts.tokens import shard
+from spec_tests.reference_tests.hub_server import Hub, serving
+from spec_tests.reference_tests.launch import run, run_ranks
+from spec_tests.reference_tests.tokens import shard
 
 pytest.importorskip("huggingface_hub")
 
