@@ -1,12 +1,18 @@
 """`python -m spec_tests --impl A --impl B --report DIR`: judge implementations.
 
-    python -m spec_tests                        judge the reference
+    python -m spec_tests [check]                judge the reference
     python -m spec_tests --impl mine.py         judge a file, at level `correct`
     python -m spec_tests --impl mine.py --clause 'ddp.gradients.*' --level course
     python -m spec_tests compare BEFORE AFTER   two reports: what got better, what broke
     python -m spec_tests ledger [--check]       write (or compare) CLAUSES.md and the museum
     python -m spec_tests impostors [...]        see that the suite has teeth
     python -m spec_tests new ddp DIR            a file to begin with, the algorithm in steps
+    python -m spec_tests bench NAME [...]       time and memory, beside PyTorch's own
+    python -m spec_tests fuzz [...]             damaged token shards, read by a loader
+    python -m spec_tests kills [...]            kill ranks of the reference's training, and compare
+
+An installed package offers the same as `trainspec check`, `trainspec new` and so on. `COMMAND
+--help` lists a command's own options.
 
 Options are those of the pytest plugin (`--impl`, `--clause`, `--level`, `--transport`,
 `--profile`, `--report`, `--points`); whatever else is given goes to pytest. Runs in any interpreter
@@ -22,28 +28,38 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
+
+# Subcommand to the module whose `main` takes its arguments.
+COMMANDS = {
+    "bench": "spec_tests.benchmarks.__main__",
+    "compare": "spec_tests.rig.report.compare",
+    "fuzz": "spec_tests.reference_tests.fuzz",
+    "kills": "spec_tests.reference_tests.kills",
+    "new": "spec_tests.skeletons.__main__",
+}
 
 
 def main(arguments: list[str]) -> int:
     """Dispatch to a subcommand or to pytest; returns the exit status."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if arguments[:1] == ["ledger"]:
-        return _ledger(arguments[1:])
-    if arguments[:1] == ["compare"]:
-        from spec_tests.rig.report.compare import main as compare
-
-        return compare(arguments[1:])
-    if arguments[:1] == ["new"]:
-        from spec_tests.skeletons.__main__ import main as new
-
-        return new(arguments[1:])
-    if arguments[:1] == ["impostors"]:
-        return _impostors(arguments[1:])
-    if arguments[:1] in (["-h"], ["--help"]):
+    command, rest = "".join(arguments[:1]), arguments[1:]
+    if command in COMMANDS:
+        return int(import_module(COMMANDS[command]).main(rest))
+    if command == "ledger":
+        return _ledger(rest)
+    if command == "impostors":
+        return _impostors(rest)
+    if command in ("-h", "--help"):
         print(__doc__)
         return 0
-    return _judge(arguments)
+    return _judge(rest if command == "check" else arguments)
+
+
+def trainspec() -> int:
+    """Run the command of that name; the entry point of the installed package."""
+    return main(sys.argv[1:])
 
 
 def _impostors(arguments: list[str]) -> int:

@@ -5,7 +5,6 @@ NAME: rig, ddp, zero1, fsdp, checkpoint, attention, loader, trainer, trace.
 
 from __future__ import annotations
 
-import importlib
 import sys
 
 BENCHMARKS = (
@@ -24,8 +23,9 @@ def main(argv: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    benchmark = importlib.import_module(f"spec_tests.benchmarks.{argv[0]}")
-    return int(benchmark.main(argv[1:]))
+    from spec_tests.benchmarks.runner import run
+
+    return run(argv[0], argv[1:])
 
 
 if __name__ == "__main__":

@@ -21,26 +21,34 @@ import argparse
 import gc
 import math
 import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from spec_tests.benchmarks import attention_gpu, paired
+from spec_tests.benchmarks import attention_gpu, paired, runner
+from spec_tests.benchmarks.runner import Found, Section, bullets, table, verdict
+from spec_tests.rig.rank import Context
+from spec_tests.rig.world import Worlds
 from spec_tests.target import load, parse
 
-RESULTS = Path(__file__).with_name("results")
 HEAD_DIM = 64
 LENGTHS = (512, 1024, 2048, 4096)  # that are timed
-MEASURED = (512, 1024, 2048, 4096, 8192)  # whose memory is
+MEASURED = (*LENGTHS, 8192)  # whose memory is
 EXPONENT, PART_OF_PLAIN, AGAINST_PLAIN, LONG = 1.1, 0.1, 1.0, 2048
 PLAIN, SDPA, AGAIN = "plain", "sdpa", "plain again"
 
 Attention = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Case(runner.Case):
+    """A length with a mask or without."""
+
+    length: int = 0
+    is_causal: bool = False
 
 
 def plain(
@@ -61,12 +69,6 @@ def sdpa(
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def arms(impls: Sequence[str]) -> dict[str, Attention]:
-    """By label, in the order of an even round: equal things far apart."""
-    ours = {name: load(parse(name)).flash_attention for name in impls}
-    return {PLAIN: plain, **ours, SDPA: sdpa, AGAIN: plain}
-
-
 def inputs(length: int) -> tuple[torch.Tensor, ...]:
     """q, k, v that want gradients, and dO."""
     generator = torch.Generator().manual_seed(length)
@@ -78,9 +80,6 @@ def step(attention: Attention, tensors: tuple[torch.Tensor, ...], *, causal: boo
     """Forward and backward, without accumulating: what is timed."""
     q, k, v, upstream = tensors
     torch.autograd.grad(attention(q, k, v, causal=causal), (q, k, v), upstream)
-
-
-# ------------------------------------------------------------------------------------------ memory
 
 
 def peak_bytes(attention: Attention, length: int, *, causal: bool) -> int:
@@ -112,177 +111,129 @@ def exponent(lengths: Sequence[int], values: Sequence[float]) -> float:
     >>> round(exponent([1, 2, 4], [3, 12, 48]), 6)
     2.0
     """
-    xs, ys = [math.log(n) for n in lengths], [math.log(value) for value in values]
-    x_mean, y_mean = statistics.fmean(xs), statistics.fmean(ys)
-    above = sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True))
-    return above / sum((x - x_mean) ** 2 for x in xs)
+    logarithms = [math.log(n) for n in lengths], [math.log(value) for value in values]
+    return statistics.linear_regression(*logarithms).slope
 
 
-# -------------------------------------------------------------------------------------------- time
+class Arm(paired.Arm):
+    """One attention at one length; its fact is its peak memory."""
+
+    def __init__(self, attention: Attention, case: Case, *, counts_memory: bool) -> None:
+        super().__init__()
+        self.attention, self.is_causal = attention, case.is_causal
+        if counts_memory:
+            self.facts["peak"] = peak_bytes(attention, case.length, causal=case.is_causal)
+        self.tensors = inputs(case.length)
+
+    def step(self) -> None:
+        """What is timed."""
+        step(self.attention, self.tensors, causal=self.is_causal)
 
 
-def times(
-    attentions: dict[str, Attention], length: int, *, causal: bool, num_rounds: int
-) -> tuple[dict[str, list[float]], int]:
-    """Seconds of a step, per arm and kept round; how many rounds were dropped as noisy."""
-    tensors, labels = inputs(length), list(attentions)
-    for attention in attentions.values():
-        step(attention, tensors, causal=causal)
-    kept: dict[str, list[float]] = {label: [] for label in labels}
-    num_steps = max(1, 8192 // length)  # plain's time depends on whether malloc finds 16 MiB again
-    for index in range(num_rounds):
-        seconds = [0.0] * len(labels)
-        began, busy, own = time.perf_counter(), paired.busy_s(), time.process_time()
-        for number in paired.order(len(labels), index):
-            start = time.perf_counter()
-            for _ in range(num_steps):
-                step(attentions[labels[number]], tensors, causal=causal)
-            seconds[number] = (time.perf_counter() - start) / num_steps
-        now = paired.busy_s()
-        others = paired.share_of_others(
-            None if busy is None or now is None else now - busy,
-            time.process_time() - own,
-            time.perf_counter() - began,
-        )
-        if others > paired.MAX_OTHERS:
-            continue
-        for label, taken in zip(labels, seconds, strict=True):
-            kept[label].append(taken)
-    return kept, num_rounds - len(kept[PLAIN])
+class AttentionOnCpu(runner.Comparison):
+    """Attention by implementation, mask and length; on a GPU another comparison takes over."""
 
-
-# ----------------------------------------------------------------------------------------- results
-
-
-@dataclass(frozen=True)
-class Result:
-    """What one mask showed. `ms` and `against` (plain) by length, then label; None: not timed."""
-
-    mask: str
-    peak: dict[str, dict[int, int]]
-    exponents: dict[str, float]
-    ms: dict[int, dict[str, float]]
-    against: dict[int, dict[str, paired.Ratio]]
-    num_dropped: int
-    verdicts: list[str]
-
-
-def measure(impls: Sequence[str], *, causal: bool, num_rounds: int) -> Result:
-    """Memory at all lengths, and time at those that are timed unless `num_rounds` is 0."""
-    attentions = arms(impls)
-    peak = {
-        label: {n: peak_bytes(attention, n, causal=causal) for n in _lengths(label)}
-        for label, attention in attentions.items()
-        if label != AGAIN
-    }
-    exponents = {label: exponent(list(of), list(of.values())) for label, of in peak.items()}
-    ms, against, num_dropped = {}, {}, 0
-    for length in LENGTHS if num_rounds else ():
-        kept, dropped = times(attentions, length, causal=causal, num_rounds=num_rounds)
-        num_dropped += dropped
-        if len(kept[PLAIN]) < paired.FEWEST_ROUNDS:
-            raise SystemExit(
-                f"N={length}: {len(kept[PLAIN])} of {num_rounds} rounds were quiet enough, "
-                f"expected at least {paired.FEWEST_ROUNDS}; let nothing else run, or give more "
-                "--rounds"
-            )
-        ms[length] = {label: 1e3 * statistics.median(taken) for label, taken in kept.items()}
-        against[length] = {
-            label: paired.ratio(taken, kept[PLAIN])
-            for label, taken in kept.items()
-            if label != PLAIN
-        }
-    return Result(
-        mask="causal" if causal else "full",
-        peak=peak,
-        exponents=exponents,
-        ms=ms,
-        against=against,
-        num_dropped=num_dropped,
-        verdicts=verdicts(impls, peak, exponents, against),
-    )
-
-
-def _lengths(label: str) -> tuple[int, ...]:
-    return MEASURED if label != PLAIN else LENGTHS  # 8192 x 8192 scores, several times, are GBs
-
-
-def verdicts(
-    impls: Sequence[str],
-    peak: dict[str, dict[int, int]],
-    exponents: dict[str, float],
-    against: dict[int, dict[str, paired.Ratio]],
-) -> list[str]:
-    """Each bound in words: "holds", "missed" or "void"."""
-    said = []
-    for name in impls:
-        grows, part = exponents[name], peak[name][4096] / peak[PLAIN][4096]
-        word = "holds" if grows <= EXPONENT else "missed"
-        said.append(f"{word}: memory of {name} grows as N^{grows:.2f}, bound {EXPONENT}")
-        word = "holds" if part <= PART_OF_PLAIN else "missed"
-        said.append(f"{word}: {name} has {part:.3f} of plain's peak at 4096, bound {PART_OF_PLAIN}")
-        for length, of in against.items():
-            if length < LONG:
-                continue  # nothing is asked there
-            if paired.is_void(of[AGAIN]):
-                said.append(f"void: N={length}, plain against itself {of[AGAIN].median:.3f}")
-            else:
-                high = of[name].high
-                word = "holds" if high <= AGAINST_PLAIN else "missed"
-                said.append(
-                    f"{word}: {name} at N={length} takes at most {high:.3f} of plain's time, "
-                    f"bound {AGAINST_PLAIN}"
-                )
-    return said
-
-
-def render(results: list[Result], environment: dict[str, str]) -> str:
-    """The results as Markdown."""
-    lines = ["# Attention on a CPU, paired against its definition", ""]
-    lines += [f"- {key}: {value}" for key, value in environment.items()]
-    lines.append(
-        f"- 1 thread, float32, batch 1, one head of {HEAD_DIM}, forward and backward; ratios are "
+    name = "attention"
+    title = "Attention on a CPU, paired against its definition"
+    note = (
+        f"1 thread, float32, batch 1, one head of {HEAD_DIM}, forward and backward; ratios are "
         "paired medians with their 95 % interval"
     )
-    for result in results:
-        labels = list(result.peak)
-        head = ["peak MiB", *(f"N={n}" for n in MEASURED), "grows as"]
-        rows = [head]
-        for label in labels:
-            cells = [f"{of / 2**20:.1f}" for of in result.peak[label].values()]
-            cells += ["-"] * (len(MEASURED) - len(cells))
-            rows.append([label, *cells, f"N^{result.exponents[label]:.2f}"])
-        lines += ["", f"## {result.mask}", "", paired.table(rows), ""]
-        if result.ms:
-            rows = [["time against plain", *(f"N={n}" for n in result.ms)]]
-            rows += [[label, *(str(of[label]) for of in result.against.values())]
-                     for label in (*labels[1:], AGAIN)]  # fmt: skip
-            rows += [[f"{label}, ms", *(f"{of[label]:.1f}" for of in result.ms.values())]
-                     for label in labels]  # fmt: skip
-            lines += [paired.table(rows), "", f"{result.num_dropped} rounds dropped as noisy.", ""]
-        lines += [f"- {verdict}" for verdict in result.verdicts]
-    return "\n".join(lines) + "\n"
+    bases, again = (PLAIN,), AGAIN
+
+    def declare(self, parser: argparse.ArgumentParser) -> None:
+        """Where to measure."""
+        super().declare(parser)
+        parser.add_argument(
+            "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
+        )
+
+    def chosen(self, options: argparse.Namespace) -> runner.Benchmark:
+        """Return the comparison on a GPU where that is asked for, or where there is one."""
+        device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return attention_gpu.BENCHMARK if device == "cuda" else self
+
+    def arms(self, ctx: Context | None, case: Any, impls: list[str]) -> dict[str, paired.Arm]:
+        """The definition only where its scores fit: 8192 x 8192, several times, are GBs."""
+        attentions = {name: load(parse(name)).flash_attention for name in impls}
+        attentions = {PLAIN: plain, **attentions, SDPA: sdpa}
+        if case.length not in LENGTHS:
+            del attentions[PLAIN]
+        arms = {
+            label: Arm(attention, case, counts_memory=True)
+            for label, attention in attentions.items()
+        }
+        if case.length in LENGTHS:
+            arms[AGAIN] = Arm(plain, case, counts_memory=False)
+        for arm in arms.values():
+            arm.step()
+        return dict(arms)
+
+    def sections(self, options: argparse.Namespace, worlds: Worlds) -> Iterator[Section]:
+        """A mask after the other, each with all its lengths."""
+        for mask in ("full", "causal"):
+            found = {}
+            for length in MEASURED:
+                # Plain's time depends on whether malloc finds 16 MiB again.
+                steps = max(1, 8192 // length)
+                rounds = 20 if length in LENGTHS else 0
+                case = Case(mask, "", 1, steps, rounds, length, mask == "causal")
+                found[length] = self.compare(worlds, case, options)
+            yield self.section_of(mask, found)
+
+    def section_of(self, mask: str, found: dict[int, Found]) -> Section:
+        """Return both tables of a mask."""
+        peak = {
+            label: {n: of.most(label, "peak") for n, of in found.items() if label in of.labels}
+            for label in (PLAIN, *found[LONG].impls, SDPA)
+        }
+        exponents = {label: exponent(list(of), list(of.values())) for label, of in peak.items()}
+        timed = {n: of.timings for n, of in found.items() if n in LENGTHS and of.timings.num_rounds}
+        rows = [["peak MiB", *(f"N={n}" for n in MEASURED), "grows as"]]
+        for label, of in peak.items():
+            cells = [f"{of[n] / 2**20:.1f}" if n in of else "-" for n in MEASURED]
+            rows.append([label, *cells, f"N^{exponents[label]:.2f}"])
+        blocks = [table(rows)]
+        if timed:
+            labels, others = list(peak), [*list(peak)[1:], AGAIN]
+            head = ["time against plain", *(f"N={n}" for n in timed)]
+            ratios = [[a, *(str(of.ratio(a, PLAIN)) for of in timed.values())] for a in others]
+            ms = [[f"{a}, ms", *(f"{of.ms()[a]:.1f}" for of in timed.values())] for a in labels]
+            dropped = sum(of.num_dropped for of in timed.values())
+            blocks += [table([head, *ratios, *ms]), f"{dropped} rounds dropped as noisy."]
+        verdicts = [
+            said
+            for name in found[LONG].impls
+            for said in self.verdicts_of(name, peak, exponents, timed)
+        ]
+        against = {length: of.against(PLAIN) for length, of in timed.items()}
+        ms_of = {length: of.ms() for length, of in timed.items()}
+        record = {"mask": mask, "peak": peak, "exponents": exponents, "ms": ms_of}
+        record |= {"against": against, "verdicts": verdicts}
+        return Section(mask, [*blocks, bullets(verdicts)], record)
+
+    def verdicts_of(
+        self,
+        name: str,
+        peak: dict[str, dict[int, int]],
+        exponents: dict[str, float],
+        timed: dict[int, paired.Timings],
+    ) -> Iterator[str]:
+        """Yield each bound in words; void lengths are void for themselves."""
+        grows, part = exponents[name], peak[name][4096] / peak[PLAIN][4096]
+        words = f"memory of {name} grows as N^{grows:.2f}, bound {EXPONENT}"
+        yield verdict(grows <= EXPONENT, words)
+        words = f"{name} has {part:.3f} of plain's peak at 4096, bound {PART_OF_PLAIN}"
+        yield verdict(part <= PART_OF_PLAIN, words)
+        for length, timings in timed.items():
+            if length < LONG:
+                continue  # nothing is asked there
+            for void in timings.voids(PLAIN, AGAIN):
+                yield void.replace("void: ", f"void: N={length}, ")
+                break
+            else:
+                words = f"{name} at N={length} takes at most {{}} of plain's time"
+                yield runner.at_most(timings.ratio(name, PLAIN), AGAINST_PLAIN, words)
 
 
-def main(argv: list[str]) -> int:
-    """Measure, print, and write `attention.md` and `.json`; on a GPU that one's instead."""
-    parser = argparse.ArgumentParser(prog="python -m spec_tests.benchmarks attention")
-    parser.add_argument("--impl", action="append", help="as for the suite; default: solution")
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
-    )
-    parser.add_argument("--rounds", type=int, default=20, help="0: memory only (CPU)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the tables")
-    options = parser.parse_args(argv)
-    impls = options.impl or ["solution"]
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda":
-        return attention_gpu.run(impls, num_rounds=options.rounds, out=options.out)
-    torch.set_num_threads(1)
-    results = [measure(impls, causal=c, num_rounds=options.rounds) for c in (False, True)]
-    environment = paired.environment()
-    text = render(results, environment)
-    print(text)
-    record = {"environment": environment, "results": [asdict(result) for result in results]}
-    paired.write(options.out, "attention", text, record)
-    return int(any(not v.startswith("holds") for result in results for v in result.verdicts))
+BENCHMARK = AttentionOnCpu()

@@ -19,18 +19,20 @@ Bounds, against flash, from 2048 tokens on: forward at least as fast, backward 0
 
 from __future__ import annotations
 
+import argparse
 import itertools
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from spec_tests.benchmarks import paired
+from spec_tests.benchmarks import paired, runner
+from spec_tests.benchmarks.runner import Found, Section, bullets, table, verdict
+from spec_tests.rig.rank import Context
+from spec_tests.rig.world import Worlds
 from spec_tests.target import load, parse
 
 NUM_TOKENS, NUM_CHANNELS = 16_384, 2048
@@ -46,24 +48,26 @@ Attention = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Case:
-    """One shape."""
+class Case(runner.Case):
+    """One shape, in one direction."""
 
-    length: int
-    head_dim: int
-    is_causal: bool
+    length: int = 0
+    head_dim: int = 0
+    is_causal: bool = False
+    direction: str = "forward"
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """[batch, heads, seq, head_dim]."""
+        """`[batch, heads, seq, head_dim]`."""
         heads = NUM_CHANNELS // self.head_dim
         return NUM_TOKENS // self.length, heads, self.length, self.head_dim
 
-    def flops(self, direction: str) -> float:
-        """As the papers count."""
+    @property
+    def flops(self) -> float:
+        """Operations, as the papers count them."""
         batch, heads, length, head_dim = self.shape
         forward = 4.0 * batch * heads * length**2 * head_dim / (2 if self.is_causal else 1)
-        return forward if direction == "forward" else 2.5 * forward
+        return forward if self.direction == "forward" else 2.5 * forward
 
     def __str__(self) -> str:
         mask = "causal" if self.is_causal else "full"
@@ -71,7 +75,7 @@ class Case:
 
 
 def sdpa(backend: SDPBackend) -> Attention:
-    """PyTorch's attention by that kernel and no other."""
+    """Return PyTorch's attention by that kernel and no other."""
 
     def attention(q: Any, k: Any, v: Any, *, causal: bool) -> torch.Tensor:
         with sdpa_kernel(backend):
@@ -81,7 +85,7 @@ def sdpa(backend: SDPBackend) -> Attention:
 
 
 def flex() -> Attention:
-    """FlexAttention, compiled; its block mask is made once per length."""
+    """Return FlexAttention, compiled; its block mask is made once per length."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     compiled = torch.compile(flex_attention, dynamic=False)
@@ -99,161 +103,138 @@ def flex() -> Attention:
     return attention
 
 
-def arms(impls: Sequence[str]) -> dict[str, Attention]:
-    """By label, in the order of an even round: equal things far apart."""
-    ours = {name: load(parse(name)).flash_attention_triton for name in impls}
-    return {
-        FLASH: sdpa(SDPBackend.FLASH_ATTENTION),
-        **ours,
-        "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
-        "flex": flex(),
-        AGAIN: sdpa(SDPBackend.FLASH_ATTENTION),
-    }
+class Arm(paired.Arm):
+    """One attention on tensors of its own; a block is as many passes as fill `ROUND_MS`."""
+
+    def __init__(self, attention: Attention, case: Case) -> None:
+        super().__init__()
+        generator = torch.Generator("cuda").manual_seed(case.length)
+        drawn = [
+            torch.randn(case.shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+            for _ in range(4)
+        ]
+        self.q, self.k, self.v = (tensor.requires_grad_() for tensor in drawn[:3])
+        self.upstream, self.attention, self.case = drawn[3], attention, case
+        self.out = attention(self.q, self.k, self.v, causal=case.is_causal)
+        self.step()
+        self.num_passes = max(1, int(ROUND_MS / max(self.milliseconds(3), 1e-3)))
+
+    def step(self) -> None:
+        """One pass in the case's direction."""
+        if self.case.direction == "forward":
+            with torch.no_grad():
+                self.attention(self.q, self.k, self.v, causal=self.case.is_causal)
+        else:  # no accumulation: that is not attention's
+            inputs = (self.q, self.k, self.v)
+            torch.autograd.grad(self.out, inputs, self.upstream, retain_graph=True)
+
+    def milliseconds(self, num_passes: int) -> float:
+        """Return the time of one pass, by the device's own clock."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self.take(num_passes)
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / num_passes
+
+    def block(self, num_steps: int) -> tuple[float, float]:
+        """Return seconds of a pass; the device's clock counts for both."""
+        seconds = 1e-3 * self.milliseconds(num_steps * self.num_passes)
+        return seconds, seconds
 
 
-def passes(attention: Attention, case: Case) -> dict[str, Callable[[], Any]]:
-    """The two things to time, on tensors of their own."""
-    generator = torch.Generator("cuda").manual_seed(case.length)
-    drawn = [
-        torch.randn(case.shape, generator=generator, device="cuda", dtype=torch.bfloat16)
-        for _ in range(4)
-    ]
-    q, k, v = (tensor.requires_grad_() for tensor in drawn[:3])
-    out = attention(q, k, v, causal=case.is_causal)
+class AttentionOnGpu(runner.Comparison):
+    """Attention by shape and direction, in this process."""
 
-    def forward() -> None:
-        with torch.no_grad():
-            attention(q, k, v, causal=case.is_causal)
-
-    def backward() -> None:  # no accumulation: that is not attention's
-        torch.autograd.grad(out, (q, k, v), drawn[3], retain_graph=True)
-
-    return {"forward": forward, "backward": backward}
-
-
-def milliseconds(run: Callable[[], Any], num_passes: int) -> float:
-    """Of one pass, by the device's own clock."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(num_passes):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / num_passes
-
-
-@dataclass(frozen=True)
-class Result:
-    """One shape, one direction. `speed` is flash's time over the arm's; both by label."""
-
-    case: str
-    direction: str
-    tflops: dict[str, float]
-    speed: dict[str, paired.Ratio]
-    verdicts: list[str]
-
-
-def measure(
-    attentions: dict[str, Attention], impls: Sequence[str], case: Case, num_rounds: int
-) -> list[Result]:
-    """Both directions of one shape; an arm that does not run it is left out."""
-    ready: dict[str, dict[str, Callable[[], Any]]] = {}
-    for label, attention in attentions.items():
-        if label == "flex" and case.length not in FLEX_LENGTHS:
-            continue
-        try:
-            ready[label] = passes(attention, case)
-            for run in ready[label].values():
-                run()
-        except RuntimeError as error:  # no kernel for this shape or device, or none compiles
-            if label not in ("cudnn", "flex"):
-                raise
-            ready.pop(label, None)
-            print(f"{case}: without {label}: {str(error).splitlines()[0]}")
-    results = []
-    for direction in BOUNDS:
-        runs = [one[direction] for one in ready.values()]
-        num_passes = [max(1, int(ROUND_MS / max(milliseconds(run, 3), 1e-3))) for run in runs]
-        taken: dict[str, list[float]] = {label: [] for label in ready}
-        labels = list(ready)
-        for index in range(num_rounds):
-            for number in paired.order(len(runs), index):
-                one = milliseconds(runs[number], num_passes[number])
-                taken[labels[number]].append(one)
-        speed = {label: paired.ratio(taken[FLASH], times) for label, times in taken.items()}
-        results.append(
-            Result(
-                case=str(case),
-                direction=direction,
-                tflops={
-                    label: case.flops(direction) / statistics.median(times) / 1e9
-                    for label, times in taken.items()
-                },
-                speed=speed,
-                verdicts=_verdicts(impls, case, direction, speed),
-            )
-        )
-    return results
-
-
-def _verdicts(
-    impls: Sequence[str], case: Case, direction: str, speed: dict[str, paired.Ratio]
-) -> list[str]:
-    where, bound = f"{case} {direction}", BOUNDS[direction]
-    if paired.is_void(speed[AGAIN]):
-        return [f"void: {where}, flash against itself {speed[AGAIN].median:.3f}"]
-    if case.length < LONG:
-        return []
-    return [
-        f"{'holds' if speed[name].low >= bound else 'missed'}: {where}, {name} at least "
-        f"{speed[name].low:.3f} times as fast as flash, bound {bound}"
-        for name in impls
-    ]
-
-
-def render(results: list[Result], labels: Sequence[str], environment: dict[str, str]) -> str:
-    """The results as Markdown: speeds against flash, then TFLOP/s."""
-    lines = ["# Attention on a GPU, paired against SDPA's FlashAttention-2", ""]
-    lines += [f"- {key}: {value}" for key, value in environment.items()]
-    lines.append(
-        f"- bfloat16, {NUM_TOKENS} tokens, {NUM_CHANNELS} channels; ratios are paired medians with "
+    name = "attention_gpu"
+    title = "Attention on a GPU, paired against SDPA's FlashAttention-2"
+    note = (
+        f"bfloat16, {NUM_TOKENS} tokens, {NUM_CHANNELS} channels; ratios are paired medians with "
         "their 95 % interval, above 1 is faster; TFLOP/s as the papers count (a backward of seven "
         "products executes 1.4 times that)"
     )
-    for direction in BOUNDS:
-        of_direction = [result for result in results if result.direction == direction]
-        for title, cell in (("times flash's speed", _speed), ("TFLOP/s", _tflops)):
-            rows = [[title, *labels]]
-            rows += [[one.case, *(cell(one, label) for label in labels)] for one in of_direction]
-            lines += ["", f"## {direction}, {title}", "", paired.table(rows)]
-    lines += ["", *(f"- {verdict}" for result in results for verdict in result.verdicts)]
-    return "\n".join(lines) + "\n"
+    bases, again = (FLASH,), AGAIN
+    attentions: dict[str, Attention]
+
+    def arms(self, ctx: Context | None, case: Any, impls: list[str]) -> dict[str, paired.Arm]:
+        """An arm that does not run a shape is left out."""
+        ready: dict[str, paired.Arm] = {}
+        for label, attention in self.attentions.items():
+            if label == "flex" and case.length not in FLEX_LENGTHS:
+                continue
+            try:
+                ready[label] = Arm(attention, case)
+            except RuntimeError as error:  # no kernel for this shape or device, or none compiles
+                if label not in ("cudnn", "flex"):
+                    raise
+                print(f"{case.heading}: without {label}: {str(error).splitlines()[0]}")
+        return ready
+
+    def run(self, worlds: Worlds, case: Any, arguments: tuple[Any, ...]) -> list[dict[str, Any]]:
+        """Measure in this process, which has the device and the compiled arms."""
+        return [runner.measured(None, *arguments)]
+
+    def sections(self, options: argparse.Namespace, worlds: Worlds) -> Iterator[Section]:
+        """Speeds against flash and TFLOP/s, forward and backward, then all verdicts."""
+        self.device = torch.cuda.get_device_name()
+        options.max_others = float("inf")  # other processes do not use the device
+        self.attentions = {  # in the order of an even round: equal things far apart
+            FLASH: sdpa(SDPBackend.FLASH_ATTENTION),
+            **{name: load(parse(name)).flash_attention_triton for name in options.impl},
+            "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
+            "flex": flex(),
+            AGAIN: sdpa(SDPBackend.FLASH_ATTENTION),
+        }
+        of: dict[str, list[Found]] = {direction: [] for direction in BOUNDS}
+        for head_dim, causal, length in itertools.product(HEAD_DIMS, (False, True), LENGTHS):
+            torch.compiler.reset()  # or flex falls back when it has seen too many shapes
+            shape = f"D={head_dim} {'causal' if causal else 'full'} N={length}"
+            for direction, found in of.items():
+                case = Case(shape, "", 1, 1, 20, length, head_dim, causal, direction)
+                found.append(self.compare(worlds, case, options))
+            torch.cuda.empty_cache()
+        verdicts = {id(one): self.verdicts(one) for one in itertools.chain(*of.values())}
+        for direction, found in of.items():
+            for title, cell in (("times flash's speed", _speed), ("TFLOP/s", _tflops)):
+                rows = [[title, *self.attentions]]
+                rows += [[one.case.heading, *(cell(one, a) for a in self.attentions)]
+                         for one in found]  # fmt: skip
+                records = [self.record(one, verdicts[id(one)]) for one in found]
+                record = {"direction": direction, "cases": records} if cell is _speed else None
+                yield Section(f"{direction}, {title}", [table(rows)], record)
+        by_shape = zip(*of.values(), strict=True)
+        said = [line for pair in by_shape for one in pair for line in verdicts[id(one)]]
+        yield Section("", [bullets(said)])
+
+    def verdicts(self, found: Found) -> list[str]:
+        """Of short sequences only that they are not void."""
+        case = found.case
+        voids = found.timings.voids(FLASH, AGAIN)
+        said = voids or (super().verdicts(found) if case.length >= LONG else [])
+        word = f"{case.heading} {case.direction}, "
+        return [line.replace(": ", f": {word}", 1) for line in said]
+
+    def bounds(self, found: Found, name: str) -> Iterator[str]:
+        """Speed beside flash's."""
+        low, bound = _ratio(found, name).low, BOUNDS[found.case.direction]
+        words = f"{name} at least {low:.3f} times as fast as flash, bound {bound}"
+        yield verdict(low >= bound, words)
 
 
-def _speed(result: Result, label: str) -> str:
-    return str(result.speed[label]) if label in result.speed else "-"
+def _ratio(found: Found, label: str) -> paired.Ratio:
+    return found.timings.ratio(FLASH, label)
 
 
-def _tflops(result: Result, label: str) -> str:
-    if label not in result.tflops:
+def _speed(found: Found, label: str) -> str:
+    return str(_ratio(found, label)) if label in found.labels else "-"
+
+
+def _tflops(found: Found, label: str) -> str:
+    if label not in found.labels:
         return "-"
-    counted = result.tflops[label]
-    is_split = result.direction == "backward" and label not in (FLASH, AGAIN, "cudnn")
+    counted = found.case.flops / found.timings.ms()[label] / 1e9
+    is_split = found.case.direction == "backward" and label not in (FLASH, AGAIN, "cudnn")
     return f"{counted:.0f} ({1.4 * counted:.0f} executed)" if is_split else f"{counted:.0f}"
 
 
-def run(impls: Sequence[str], *, num_rounds: int, out: Path) -> int:
-    """Measure, print, and write `attention_gpu.md` and `.json`; 1 when a bound is missed."""
-    if num_rounds < paired.FEWEST_ROUNDS:
-        raise SystemExit(f"expected --rounds of at least {paired.FEWEST_ROUNDS}, got {num_rounds}")
-    attentions, results = arms(impls), []
-    for head_dim, causal, length in itertools.product(HEAD_DIMS, (False, True), LENGTHS):
-        torch.compiler.reset()  # or flex falls back when it has seen too many shapes
-        results += measure(attentions, impls, Case(length, head_dim, causal), num_rounds)
-        torch.cuda.empty_cache()
-    environment = {**paired.environment(), "device": torch.cuda.get_device_name()}
-    text = render(results, list(attentions), environment)
-    print(text)
-    record = {"environment": environment, "results": [asdict(result) for result in results]}
-    paired.write(out, "attention_gpu", text, record)
-    return int(any(not v.startswith("holds") for result in results for v in result.verdicts))
+BENCHMARK = AttentionOnGpu()

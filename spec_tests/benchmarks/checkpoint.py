@@ -17,209 +17,154 @@ then reads back which files there are, writes two small ones and flushes two fol
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import shutil
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import checkpoint as dcp
 
-from spec_tests.benchmarks import paired
+from spec_tests.benchmarks import paired, runner
+from spec_tests.benchmarks.runner import Found, against, milliseconds
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
 from spec_tests.target import load, parse
 
-RESULTS = Path(__file__).with_name("results")
-BARE, AGAIN = "bare", "bare again"
+BASE, AGAIN = "bare", "bare again"
 BOUND = 1.25
 
 
-class Arm:
-    """One way to save; `undo` removes what it wrote, outside of the clock."""
+@dataclass(frozen=True)
+class Case(runner.Case):
+    """Eight layers of so many features, saved below a folder."""
 
-    def __init__(self, label: str, act: Callable[[str], Any], undo: Callable[[], Any]) -> None:
-        self.label, self.act, self.undo = label, act, undo
+    width: int = 1024
+    folder: str = ""
 
 
-def body(
-    ctx: Context, width: int, impls: list[str], num_rounds: int, folder: str
-) -> dict[str, Any]:
-    """Rank body: all arms, all rounds; this rank's seconds and the machine's."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(8)])
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
-        model(torch.ones(1, width)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with contextlib.ExitStack() as stack:
-        arms = [_bare(BARE, model, optimizer)]
+class Arm(paired.Arm):
+    """A way to save or load; `undo` waits for what it started, outside of the clock."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        case: Case,
+        act: Callable[[str], object],
+        undo: Callable[[], object] = lambda: None,
+        close: Callable[[], object] = lambda: None,
+    ) -> None:
+        super().__init__()
+        self.ctx, self.place = ctx, f"{case.folder}/saved"
+        self.act, self.undo, self.end = act, undo, close
+        self.step()
+        self.settle()
+
+    def step(self) -> None:
+        """What is timed."""
+        self.act(self.place)
+
+    def settle(self) -> None:
+        """Remove what was written."""
+        self.undo()
+        self.ctx.barrier()
+        if self.ctx.rank == 0:
+            shutil.rmtree(self.place, ignore_errors=True)
+        self.ctx.barrier()
+
+    def close(self) -> None:
+        """End what saves in the background."""
+        self.end()
+
+
+class Checkpoint(runner.Comparison):
+    """Saving, loading, and saving in the background."""
+
+    name = "checkpoint"
+    title = "Saving a checkpoint, paired against a bare torch.distributed.checkpoint save"
+    bases, again = (BASE,), AGAIN
+    columns = {"ms": milliseconds(".1f"), "against bare": against(BASE)}
+
+    def declare(self, parser: argparse.ArgumentParser) -> None:
+        """What is saved, and where."""
+        super().declare(parser)
+        parser.add_argument(
+            "--width", type=int, default=1024, help="of 8 layers; default 1024, 96 MiB"
+        )
+        parser.add_argument(
+            "--folder", help="where to save; default: the system's temporary folder"
+        )
+
+    def sections(self, options: argparse.Namespace, worlds: Worlds) -> Iterator[runner.Section]:
+        """One table; the note says how much was saved, and where."""
+        with tempfile.TemporaryDirectory(prefix="trainspec-", dir=options.folder) as folder:
+            case = Case("", num_rounds=24, width=options.width, folder=folder)
+            found = self.compare(worlds, case, options)
+        self.note = (
+            f"2 ranks on gloo, 1 thread each, {found.most(BASE, 'bytes') / 2**20:.0f} MiB of "
+            f"weights and moments, below {options.folder or tempfile.gettempdir()}; ratios are "
+            "paired medians with their 95 % interval"
+        )
+        yield self.section(found)
+
+    def arms(self, ctx: Context, case: Any, impls: list[str]) -> dict[str, paired.Arm]:
+        """All save or load one model with its optimizer."""
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(case.width, case.width) for _ in range(8)])
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.ones(1, case.width)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        moments = {name: dict(optimizer.state[p]) for name, p in model.named_parameters()}
+        bare = {"model": model.state_dict(), "optimizer": {"state": moments}}
+        parts = {"model": model, "optimizer": optimizer}
+
+        def save_bare(place: str) -> None:
+            dcp.save(bare, checkpoint_id=place)
+
+        arms = {BASE: Arm(ctx, case, save_bare)}
         for name in impls:
-            arms += _of_implementation(name, model, optimizer, folder, stack)
-        arms.append(_bare(AGAIN, model, optimizer))
-        for arm in arms:
-            _once(ctx, arm, folder)
-        rounds = [_round(ctx, arms, index, folder) for index in range(num_rounds)]
-    tensors = [*model.parameters(), *(t for s in optimizer.state.values() for t in s.values())]
-    return {
-        "labels": [arm.label for arm in arms],
-        "bytes": sum(t.numel() * t.element_size() for t in tensors),
-        "rounds": rounds,
-    }
+            arms |= of_implementation(ctx, case, name, parts)
+        arms[AGAIN] = Arm(ctx, case, save_bare)
+        tensors = [*model.parameters(), *(t for s in moments.values() for t in s.values())]
+        arms[BASE].facts["bytes"] = sum(t.nbytes for t in tensors)
+        return dict(arms)
+
+    def bounds(self, found: Found, name: str) -> Iterator[str]:
+        """A save beside a bare one."""
+        ratio = found.timings.ratio(name, BASE)
+        yield runner.at_most(ratio, BOUND, f"{name} against bare at most {{}}")
+
+    def kept(self, timings: paired.Timings) -> str:
+        """Return what is said below the table."""
+        return f"{timings.num_kept} rounds kept."
 
 
-def _bare(label: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Arm:
-    state = {name: dict(optimizer.state[p]) for name, p in model.named_parameters()}
-    tensors = {"model": model.state_dict(), "optimizer": {"state": state}}
-    return Arm(label, lambda place: dcp.save(tensors, checkpoint_id=place), lambda: None)
-
-
-def _of_implementation(
-    name: str,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    folder: str,
-    stack: contextlib.ExitStack,
-) -> list[Arm]:
+def of_implementation(ctx: Context, case: Case, name: str, parts: dict[str, Any]) -> dict[str, Arm]:
+    """Return the arms of one implementation; in the background only where it offers that."""
     impl = load(parse(name))
-    parts = {"model": model, "optimizer": optimizer}
-    kept = f"{folder}/{name}-kept"
+    kept = f"{case.folder}/{name}-kept"
     impl.save_checkpoint(kept, step=1, **parts)
-    arms = [
-        Arm(name, lambda place: impl.save_checkpoint(place, step=1, **parts), lambda: None),
-        Arm(f"{name} load", lambda place: impl.load_checkpoint(kept, **parts), lambda: None),
-    ]
+    arms = {
+        name: Arm(ctx, case, lambda place: impl.save_checkpoint(place, step=1, **parts)),
+        f"{name} load": Arm(ctx, case, lambda place: impl.load_checkpoint(kept, **parts)),
+    }
     background = getattr(impl.namespace, "AsyncCheckpointer", None)
     if background is not None:
-        saver = stack.enter_context(background(f"{folder}/{name}-background", keep=1))
+        saver = background(f"{case.folder}/{name}-background", keep=1)
+        saver.__enter__()
         steps = iter(range(10**9))
-        arms.append(
-            Arm(f"{name} blocks", lambda place: saver.save(step=next(steps), **parts), saver.wait)
+        arms[f"{name} blocks"] = Arm(
+            ctx,
+            case,
+            lambda place: saver.save(step=next(steps), **parts),
+            saver.wait,
+            lambda: saver.__exit__(None, None, None),
         )
     return arms
 
 
-def _once(ctx: Context, arm: Arm, folder: str) -> float:
-    place = f"{folder}/saved"
-    ctx.barrier()
-    start = time.perf_counter()
-    arm.act(place)
-    seconds = time.perf_counter() - start
-    arm.undo()
-    ctx.barrier()
-    if ctx.rank == 0:
-        shutil.rmtree(place, ignore_errors=True)
-    return seconds
-
-
-def _round(ctx: Context, arms: list[Arm], index: int, folder: str) -> dict[str, Any]:
-    seconds = [0.0] * len(arms)
-    ctx.barrier()
-    began, busy, own = time.perf_counter(), paired.busy_s(), time.process_time()
-    for number in paired.order(len(arms), index):
-        seconds[number] = _once(ctx, arms[number], folder)
-    now = paired.busy_s()
-    return {
-        "seconds": seconds,
-        "elapsed": time.perf_counter() - began,
-        "own": time.process_time() - own,
-        "busy": None if busy is None or now is None else now - busy,
-    }
-
-
-def summarise(ranks: list[dict[str, Any]], max_others: float) -> dict[str, Any]:
-    """Medians, ratios to the bare save, and the verdict."""
-    labels = ranks[0]["labels"]
-    times: dict[str, list[float]] = {label: [] for label in labels}
-    for of_ranks in zip(*(rank["rounds"] for rank in ranks), strict=True):
-        own = sum(part["own"] for part in of_ranks)
-        first = of_ranks[0]
-        if paired.share_of_others(first["busy"], own, first["elapsed"]) > max_others:
-            continue
-        for number, label in enumerate(labels):
-            times[label].append(max(part["seconds"][number] for part in of_ranks))
-    num_kept = len(times[BARE])
-    if num_kept < paired.FEWEST_ROUNDS:
-        raise SystemExit(
-            f"{num_kept} of {len(ranks[0]['rounds'])} rounds were quiet enough, expected at least "
-            f"{paired.FEWEST_ROUNDS}; let nothing else run, or give more --rounds"
-        )
-    ratios = {label: paired.ratio(times[label], times[BARE]) for label in labels if label != BARE}
-    return {
-        "bytes": ranks[0]["bytes"],
-        "num_kept": num_kept,
-        "ms": {label: 1e3 * statistics.median(times[label]) for label in labels},
-        "ratios": ratios,
-        "verdicts": _verdicts(ratios),
-    }
-
-
-def _verdicts(ratios: dict[str, paired.Ratio]) -> list[str]:
-    if paired.is_void(ratios[AGAIN]):
-        low, high = paired.AA_RANGE
-        return [f"void: bare against itself {ratios[AGAIN]}, expected within {low}-{high}"]
-    return [
-        f"{'holds' if found.high <= BOUND else 'missed'}: {label} against bare at most "
-        f"{found.high:.3f}, bound {BOUND}"
-        for label, found in ratios.items()
-        if label != AGAIN and not label.endswith((" load", " blocks"))
-    ]
-
-
-def render(result: dict[str, Any], environment: dict[str, str], folder: str) -> str:
-    """The result as Markdown."""
-    lines = ["# Saving a checkpoint, paired against a bare torch.distributed.checkpoint save", ""]
-    lines += [f"- {key}: {value}" for key, value in environment.items()]
-    lines.append(
-        f"- 2 ranks on gloo, 1 thread each, {result['bytes'] / 2**20:.0f} MiB of weights and "
-        f"moments, below {folder}; ratios are paired medians with their 95 % interval"
-    )
-    rows = [("arm", "ms", "against bare")]
-    for label, ms in result["ms"].items():
-        rows.append((label, f"{ms:.1f}", str(result["ratios"].get(label, "1"))))
-    lines += ["", paired.table(rows), "", f"{result['num_kept']} rounds kept."]
-    return "\n".join([*lines, "", *[f"- {verdict}" for verdict in result["verdicts"]]]) + "\n"
-
-
-def main(argv: list[str]) -> int:
-    """Measure, print, and write `checkpoint.md` and `checkpoint.json`."""
-    parser = argparse.ArgumentParser(prog="python -m spec_tests.benchmarks checkpoint")
-    parser.add_argument("--impl", action="append", help="as for the suite; default: solution")
-    parser.add_argument("--width", type=int, default=1024, help="of 8 layers; default 1024, 96 MiB")
-    parser.add_argument("--rounds", type=int, default=24)
-    parser.add_argument("--folder", help="where to save; default: the system's temporary folder")
-    parser.add_argument(
-        "--max-others", type=float, default=paired.MAX_OTHERS, help="part of the cores"
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
-    options = parser.parse_args(argv)
-    worlds = Worlds()
-    try:
-        with tempfile.TemporaryDirectory(prefix="trainspec-", dir=options.folder) as folder:
-            ranks = worlds.world(2).run(
-                body,
-                options.width,
-                options.impl or ["solution"],
-                options.rounds,
-                folder,
-                timeout_s=3600.0,
-                grace_s=60.0,
-            )
-    finally:
-        worlds.close()
-    result, environment = summarise(list(ranks), options.max_others), paired.environment()
-    text = render(result, environment, options.folder or tempfile.gettempdir())
-    print(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "checkpoint.md").write_text(text)
-    result["ratios"] = {label: vars(ratio) for label, ratio in result["ratios"].items()}
-    record = {"environment": environment, "result": result}
-    (options.out / "checkpoint.json").write_text(json.dumps(record, indent=1) + "\n")
-    return int(any(not verdict.startswith("holds") for verdict in result["verdicts"]))
+BENCHMARK = Checkpoint()

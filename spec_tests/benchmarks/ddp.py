@@ -20,71 +20,70 @@ memory at most torch's. The exit status is 1 when one is missed or the A/A arm v
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from spec_tests.benchmarks import paired
-from spec_tests.benchmarks.rounds import Timings, report, run_rounds, section, verdict
+from spec_tests.benchmarks import blocks, machine, paired, runner
+from spec_tests.benchmarks.runner import Found, against, mebibytes, milliseconds, verdict
 from spec_tests.rig.rank import Context
-from spec_tests.rig.world import Worlds
-from spec_tests.target import Implementation, load, parse
+from spec_tests.target import load, parse
 
-RESULTS = Path(__file__).with_name("results")
 BUCKET_MB = 25
-NUM_TOKENS = 64
-BASELINE, VIEWS, AGAIN = "torch", "torch views", "torch again"
+BASE, VIEWS, AGAIN = "torch", "torch views", "torch again"
 
 
 @dataclass(frozen=True)
-class Size:
-    """A stack of residual feed-forward blocks, and how much of it to measure."""
+class Case(runner.Case):
+    """A size of the stack of blocks."""
 
-    name: str
-    width: int
-    num_blocks: int
-    steps_per_block: int
-    num_rounds: int
-    bounds: dict[str, float]
+    width: int = 0
+    num_blocks: int = 0
 
 
-SIZES = {
-    "1M": Size("1M", 128, 8, 12, 200, {BASELINE: 1.05}),
-    "25M": Size("25M", 512, 12, 2, 60, {BASELINE: 0.95, VIEWS: 1.05}),
-}
+SMALL = Case("1M (1,055,744 parameters)", "1M", 2, 12, 200, width=128, num_blocks=8)
+LARGE = Case("25M (25,208,832 parameters)", "25M", 2, 2, 60, width=512, num_blocks=12)
+BOUNDS = {"1M": {BASE: 1.05}, "25M": {BASE: 0.95, VIEWS: 1.05}}
 
 
-class Block(nn.Module):
-    """x + W2 gelu(W1 norm(x)): the greater part of a transformer's parameters."""
+class Arm(paired.Arm):
+    """A wrapped model with its optimizer after four steps (torch rebuilds its buckets after one).
 
-    def __init__(self, width: int) -> None:
+    Its facts are the bytes that wrapping and the steps added to the bare model: `live` after the
+    last backward, `peak` at the most.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        case: Case,
+        wrap: Callable[[nn.Module], nn.Module],
+        finish: Callable[[nn.Module], object],
+    ) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[tokens, width] to the same."""
-        hidden = nn.functional.gelu(self.up(self.norm(x)))
-        return x + self.down(hidden)
-
-
-# ------------------------------------------------------------------------------------- in the ranks
-
-
-@dataclass
-class Arm:
-    """A wrapped model with its optimizer, ready to step."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    finish: Callable[[nn.Module], None]
-    batch: torch.Tensor
+        model = blocks.stack(case.width, case.num_blocks)
+        [self.batch] = blocks.batches(case.width, ctx.rank)
+        ctx.barrier()
+        before, readings = machine.allocated_bytes(), [0]
+        self.model, self.finish = wrap(model), finish
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        handles = [
+            parameter.register_post_accumulate_grad_hook(
+                lambda _: readings.append(machine.allocated_bytes() - before)
+            )
+            for parameter in model.parameters()
+        ]
+        self.take(3)
+        self.backward()
+        ctx.barrier()
+        self.facts = {"live": machine.allocated_bytes() - before, "peak": max(readings)}
+        for handle in handles:
+            handle.remove()
+        self.optimizer.zero_grad()
 
     def backward(self) -> None:
         """Forward, backward, mean gradients."""
@@ -98,192 +97,57 @@ class Arm:
         self.optimizer.zero_grad()
 
 
-def body(ctx: Context, size: Size, impls: list[str], num_rounds: int) -> dict[str, Any]:
-    """Rank body: all arms, all rounds. Times per arm and round, this rank's and the machine's."""
-    loaded = {name: load(parse(name)) for name in impls}
-    labels = arm_labels(impls)
-    warm, _ = _arm(ctx, SIZES["1M"], AGAIN, loaded)  # whatever is allocated once and for all
-    arms, memory = [], {}
-    for label in labels:  # all are kept: what one frees late is no gain of the next
-        arm, memory[label] = _arm(ctx, size, label, loaded)
-        arms.append(arm)
-    del warm
-    rounds = run_rounds(ctx, arms, size.steps_per_block, num_rounds)
-    return {"memory": memory, "rounds": rounds}
+class Ddp(runner.Comparison):
+    """Wrappers, each with the finish of its implementation."""
 
-
-def arm_labels(impls: list[str]) -> list[str]:
-    """Names of the arms, in the order of an even round: equal things far apart."""
-    ours = [f"{name} {kind}" for name in impls for kind in ("bucketed", "ddp")]
-    return [BASELINE, *ours, VIEWS, AGAIN]
-
-
-def _arm(
-    ctx: Context, size: Size, label: str, loaded: dict[str, Implementation]
-) -> tuple[Arm, dict[str, int]]:
-    """An arm after four steps (torch rebuilds its buckets after the first), and its memory.
-
-    Memory is bytes that wrapping and the steps add to the bare model: `live` after the last
-    backward, `peak` at the most.
-    """
-    torch.manual_seed(0)
-    model = nn.Sequential(*[Block(size.width) for _ in range(size.num_blocks)])
-    batch = torch.randn(NUM_TOKENS, size.width, generator=torch.Generator().manual_seed(ctx.rank))
-    ctx.barrier()
-    before, readings = paired.allocated_bytes(), [0]
-    wrapped, finish = _wrap(model, label, loaded)
-    arm = Arm(wrapped, torch.optim.SGD(model.parameters(), lr=1e-3), finish, batch)
-    handles = [
-        parameter.register_post_accumulate_grad_hook(
-            lambda _: readings.append(paired.allocated_bytes() - before)
-        )
-        for parameter in model.parameters()
-    ]
-    for _ in range(3):
-        arm.step()
-    arm.backward()
-    ctx.barrier()
-    live = paired.allocated_bytes() - before
-    for handle in handles:
-        handle.remove()
-    arm.optimizer.zero_grad()
-    return arm, {"live": live, "peak": max(readings)}
-
-
-def _wrap(
-    model: nn.Module, label: str, loaded: dict[str, Implementation]
-) -> tuple[nn.Module, Callable[[nn.Module], None]]:
-    if label in (BASELINE, VIEWS, AGAIN):
-        views = label == VIEWS
-        wrapped: nn.Module = nn.parallel.DistributedDataParallel(
-            model, gradient_as_bucket_view=views
-        )
-        return wrapped, lambda _: None
-    name, kind = label.rsplit(" ", 1)
-    impl = loaded[name]
-    if kind == "ddp":
-        return impl.ddp(model), impl.finish_gradient_synchronization
-    wrapped = impl.ddp_bucketed(model, bucket_size_mb=BUCKET_MB)
-    return wrapped, impl.finish_gradient_synchronization
-
-
-# ----------------------------------------------------------------------------------- in the parent
-
-
-@dataclass(frozen=True)
-class Result:
-    """What one size showed."""
-
-    size: str
-    num_parameters: int
-    labels: list[str]
-    ms: dict[str, float]
-    core_ms: dict[str, float]
-    against: dict[str, dict[str, paired.Ratio]]
-    memory: dict[str, dict[str, int]]
-    num_rounds: int
-    num_dropped: int
-    verdicts: list[str]
-
-
-def summarise(size: Size, impls: list[str], ranks: list[dict[str, Any]]) -> Result:
-    """Times of the kept rounds, their paired ratios, and what they say about the bounds."""
-    labels = arm_labels(impls)
-    timings = Timings.of(labels, ranks)
-    against = {base: timings.against(base) for base in (BASELINE, VIEWS)}
-    memory = ranks[0]["memory"]
-    return Result(
-        size=size.name,
-        num_parameters=size.num_blocks * sum(p.numel() for p in Block(size.width).parameters()),
-        labels=labels,
-        ms=timings.ms,
-        core_ms=timings.core_ms,
-        against=against,
-        memory=memory,
-        num_rounds=timings.num_kept,
-        num_dropped=timings.num_dropped,
-        verdicts=timings.voids(BASELINE, AGAIN) or _verdicts(size, impls, against, memory),
+    name = "ddp"
+    title = "Data-parallel step, paired against PyTorch's DistributedDataParallel"
+    note = (
+        f"2 ranks on gloo, 1 thread each, fp32, {blocks.NUM_TOKENS} tokens per rank, SGD, "
+        f"buckets of {BUCKET_MB} MiB; ratios are paired medians with their 95 % interval"
     )
+    all_cases = (SMALL, LARGE)
+    bases, again = (BASE, VIEWS), AGAIN
+    columns = {
+        "ms": milliseconds(".1f"),
+        "core ms": milliseconds(".1f", "core_seconds"),
+        "against torch": against(BASE),
+        "against torch views": against(VIEWS),
+        "live MiB": mebibytes("live", ".1f"),
+        "peak MiB": mebibytes("peak", ".1f"),
+    }
 
+    def arms(self, ctx: Context, case: Any, impls: list[str]) -> dict[str, paired.Arm]:
+        """All are kept: what one frees late is no gain of the next."""
 
-def _verdicts(
-    size: Size,
-    impls: list[str],
-    against: dict[str, dict[str, paired.Ratio]],
-    memory: dict[str, dict[str, int]],
-) -> list[str]:
-    said: list[str] = []
-    for name in impls:
+        def theirs(case: Case, **options: Any) -> Arm:
+            wrap = partial(nn.parallel.DistributedDataParallel, **options)
+            return Arm(ctx, case, wrap, lambda _: None)
+
+        warm = theirs(SMALL)  # whatever is allocated once and for all
+        arms: dict[str, paired.Arm] = {BASE: theirs(case)}
+        for name in impls:
+            impl = load(parse(name))
+            finish = impl.finish_gradient_synchronization
+            bucketed = partial(impl.ddp_bucketed, bucket_size_mb=BUCKET_MB)
+            arms[f"{name} bucketed"] = Arm(ctx, case, bucketed, finish)
+            arms[f"{name} ddp"] = Arm(ctx, case, impl.ddp, finish)
+        arms[VIEWS] = theirs(case, gradient_as_bucket_view=True)
+        arms[AGAIN] = theirs(case)
+        del warm
+        return arms
+
+    def bounds(self, found: Found, name: str) -> Iterator[str]:
+        """Time and gradient memory of the bucketed one."""
         label = f"{name} bucketed"
-        for base, bound in size.bounds.items():
-            high = against[base][label].high
-            words = f"{label} against {base} at most {high:.3f}, bound {bound}"
-            said.append(verdict(high <= bound, words))
-        if not paired.can_count_allocations():
-            said.append("holds: gradient memory was not measured, glibc 2.33 or newer tells it")
-            continue
-        live, allowed = memory[label]["live"], memory[BASELINE]["live"]
-        said.append(verdict(live <= allowed, f"{label} keeps {live:,} bytes, torch {allowed:,}"))
-    return said
+        for base, bound in BOUNDS[found.case.size].items():
+            ratio = found.timings.ratio(label, base)
+            yield runner.at_most(ratio, bound, f"{label} against {base} at most {{}}")
+        if not machine.can_count_allocations():
+            yield "holds: gradient memory was not measured, glibc 2.33 or newer tells it"
+            return
+        live, allowed = (found.facts[arm][0]["live"] for arm in (label, BASE))
+        yield verdict(live <= allowed, f"{label} keeps {live:,} bytes, torch {allowed:,}")
 
 
-def sections(results: list[Result]) -> list[str]:
-    """The tables as lines of Markdown."""
-    lines = []
-    for result in results:
-        head = (
-            "arm",
-            "ms",
-            "core ms",
-            "against torch",
-            "against torch views",
-            "live MiB",
-            "peak MiB",
-        )
-        rows = [head]
-        for label in result.labels:
-            of_torch, of_views = (result.against[base].get(label) for base in (BASELINE, VIEWS))
-            used = result.memory[label]
-            rows.append(
-                (
-                    label,
-                    f"{result.ms[label]:.1f}",
-                    f"{result.core_ms[label]:.1f}",
-                    str(of_torch or "1"),
-                    str(of_views or "1"),
-                    f"{used['live'] / 2**20:.1f}",
-                    f"{used['peak'] / 2**20:.1f}",
-                )
-            )
-        lines += section(f"{result.size} ({result.num_parameters:,} parameters)", rows, result)
-    return lines
-
-
-def main(argv: list[str]) -> int:
-    """Measure, print, and write `ddp.md` and `ddp.json`."""
-    parser = argparse.ArgumentParser(prog="python -m spec_tests.benchmarks ddp")
-    parser.add_argument("--impl", action="append", help="as for the suite; default: solution")
-    parser.add_argument("--size", action="append", choices=list(SIZES), help="default: all")
-    parser.add_argument("--rounds", type=int, help="default: 200 at 1M, 60 at 25M")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for ddp.md and ddp.json")
-    options = parser.parse_args(argv)
-    impls = options.impl or ["solution"]
-    results = []
-    worlds = Worlds()
-    try:
-        for name in options.size or list(SIZES):
-            size = SIZES[name]
-            rounds = options.rounds or size.num_rounds
-            ranks = worlds.world(2).run(body, size, impls, rounds, timeout_s=3600.0)
-            results.append(summarise(size, impls, list(ranks)))
-    finally:
-        worlds.close()
-    return report(
-        options.out,
-        "ddp",
-        "Data-parallel step, paired against PyTorch's DistributedDataParallel",
-        f"2 ranks on gloo, 1 thread each, fp32, {NUM_TOKENS} tokens per rank, SGD, "
-        f"buckets of {BUCKET_MB} MiB; ratios are paired medians with their 95 % interval",
-        results,
-        sections(results),
-    )
+BENCHMARK = Ddp()

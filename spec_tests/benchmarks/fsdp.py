@@ -23,49 +23,45 @@ exit status is 1 when one is missed, when bits differ, or when the A/A arm voids
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from spec_tests.benchmarks import paired
-from spec_tests.benchmarks.ddp import NUM_TOKENS, Block
-from spec_tests.benchmarks.rounds import Timings, report, run_rounds, section, verdict
+from spec_tests.benchmarks import blocks, machine, paired, runner
+from spec_tests.benchmarks.runner import Found, against, mebibytes, milliseconds, verdict
 from spec_tests.rig.rank import Context
-from spec_tests.rig.world import Worlds
 from spec_tests.target import Implementation, load, parse
 
-RESULTS = Path(__file__).with_name("results")
-BASELINE, AGAIN = "torch", "torch again"
-ALONE = " alone"
+BASE, AGAIN, ALONE = "torch", "torch again", " alone"
 TIME_BOUNDS, AHEAD_BOUND, MEMORY_BOUND = {"1M": 0.85, "25M": 0.85, "124M": 0.7}, 1.02, 1.02
 
 
 @dataclass(frozen=True)
-class Case:
-    """One table."""
+class Case(runner.Case):
+    """A size and a setting; the heading names the number of ranks when that is known."""
 
-    size: str
-    width: int
-    num_blocks: int
-    num_steps: int
-    num_rounds: int
-    reshard_after_forward: bool
-    accumulation: int
-
-    @property
-    def name(self) -> str:
-        """As the table's heading shows it."""
-        raf, number = self.reshard_after_forward, self.accumulation
-        return f"{self.size}, raf {raf}, {number} micro-batch{'es' if number > 1 else ''}"
+    width: int = 0
+    num_blocks: int = 0
+    reshard_after_forward: bool = True
+    accumulation: int = 1
 
 
 CASES = [
-    Case(size, width, num_blocks, max(1, num_steps // accumulation), num_rounds, raf, accumulation)
+    Case(
+        f"{size}, raf {raf}, {accumulation} micro-batch{'es' if accumulation > 1 else ''}",
+        size,
+        num_steps=max(1, num_steps // accumulation),
+        num_rounds=num_rounds,
+        width=width,
+        num_blocks=num_blocks,
+        reshard_after_forward=raf,
+        accumulation=accumulation,
+    )
     for size, width, num_blocks, num_steps, num_rounds, accumulations in (
         ("1M", 128, 8, 4, 400, (1, 4)),
         ("25M", 512, 12, 1, 80, (1, 4)),
@@ -81,34 +77,36 @@ class Model(nn.Module):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(case.width) for _ in range(case.num_blocks))
+        self.blocks = blocks.stack(case.width, case.num_blocks)
         self.head = nn.Linear(case.width, case.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, width] to the same."""
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return self.head(self.blocks(x))
 
 
-# ------------------------------------------------------------------------------------- in the ranks
+class Arm(paired.Arm):
+    """A sharded model with its optimizer after some steps; its facts are peak bytes and bits."""
 
-
-class Arm:
-    """A sharded model with its optimizer, ready to step."""
-
-    def __init__(self, ctx: Context, case: Case, impl: Implementation) -> None:
-        torch.manual_seed(0)
+    def __init__(
+        self, ctx: Context, case: Case, impl: Implementation, *, is_alone: bool = False
+    ) -> None:
+        super().__init__()
         self.model: Any = Model(case)
         for block in self.model.blocks:
             impl.fully_shard(block, reshard_after_forward=case.reshard_after_forward)
         impl.fully_shard(self.model, reshard_after_forward=case.reshard_after_forward)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        generator = torch.Generator().manual_seed(ctx.rank)
-        self.batches = [
-            torch.randn(NUM_TOKENS, case.width, generator=generator)
-            for _ in range(case.accumulation)
-        ]
+        self.batches = blocks.batches(case.width, ctx.rank, case.accumulation)
+        if is_alone:
+            for unit in (*self.model.blocks, self.model):
+                unit.set_modules_to_forward_prefetch([unit])
+                unit.set_modules_to_backward_prefetch([unit])
+        self.take(3)
+        # When a message's memory is given back is up to the network: a step more or less.
+        self.facts["peak"] = statistics.median_low(self.peak_of_a_step() for _ in range(5))
+        parameters: list[Any] = list(self.model.parameters())
+        self.shards = [parameter.to_local().detach().clone() for parameter in parameters]
 
     def step(self) -> None:
         """What is timed."""
@@ -119,22 +117,12 @@ class Arm:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def gather_when_used(self) -> bool:
-        """Let no gather run ahead; whether the implementation can be told so."""
-        try:
-            for unit in (*self.model.blocks, self.model):
-                unit.set_modules_to_forward_prefetch([unit])
-                unit.set_modules_to_backward_prefetch([unit])
-        except (AttributeError, NotImplementedError):
-            return False
-        return True
-
     def peak_of_a_step(self) -> int:
-        """Bytes above those before it."""
-        before, readings = paired.allocated_bytes(), [0]
+        """Return the bytes above those before it."""
+        before, readings = machine.allocated_bytes(), [0]
 
         def read(*_: Any) -> None:
-            readings.append(paired.allocated_bytes() - before)
+            readings.append(machine.allocated_bytes() - before)
 
         handles = []
         for part in (*self.model.blocks, self.model.head):
@@ -147,188 +135,73 @@ class Arm:
             handle.remove()
         return max(readings)
 
-    def fingerprint(self) -> list[torch.Tensor]:
-        """This rank's shards."""
-        return [p.to_local().detach().clone() for p in self.model.parameters()]
 
+class Fsdp(runner.Comparison):
+    """`fully_shard` by each implementation, PyTorch's among them."""
 
-def body(
-    ctx: Context, case: Case, impls: list[str], num_rounds: int, seconds: float
-) -> dict[str, Any]:
-    """Rank body: all arms, all rounds. Times per arm and round, peak bytes, and who differs."""
-    loaded = {name: load(parse(name)) for name in ("torch", *impls)}
-    arms, peaks, bits = [], {}, {}
-    for label in arm_labels(case, impls):
-        name = BASELINE if label == AGAIN else label.removesuffix(ALONE)
-        arm = Arm(ctx, case, loaded[name])
-        if label.endswith(ALONE) and not arm.gather_when_used():
-            continue
-        for _ in range(3):
-            arm.step()
-        # When a message's memory is given back is up to the network: a step more or less.
-        peaks[label] = statistics.median_low(arm.peak_of_a_step() for _ in range(5))
-        bits[label] = arm.fingerprint()
-        arms.append(arm)
-    differing = [
-        label
-        for label in bits
-        if any(not torch.equal(a, b) for a, b in zip(bits[label], bits[BASELINE], strict=True))
-    ]
-    rounds = run_rounds(ctx, arms, case.num_steps, num_rounds, seconds=seconds)
-    return {"peaks": peaks, "rounds": rounds, "differing": differing}
-
-
-def arm_labels(case: Case, impls: list[str]) -> list[str]:
-    """Names of the arms, in the order of an even round: equal things far apart."""
-    alone = [name + ALONE for name in impls] if case.accumulation == 1 else []
-    return [BASELINE, *impls, *alone, AGAIN]
-
-
-# ----------------------------------------------------------------------------------- in the parent
-
-
-@dataclass(frozen=True)
-class Result:
-    """What one case showed."""
-
-    case: str
-    num_ranks: int
-    labels: list[str]
-    ms: dict[str, float]
-    core_ms: dict[str, float]
-    against: dict[str, paired.Ratio]
-    peaks: dict[str, int]
-    num_rounds: int
-    num_dropped: int
-    ahead: dict[str, paired.Ratio]
-    verdicts: list[str]
-    measured: str = ""
-
-
-def earlier(folder: Path) -> list[Result]:
-    """The tables that stand there, each with when and how it was measured."""
-    page = folder / "fsdp.json"
-    if not page.exists():
-        raise FileNotFoundError(f"--add expected {page}, found no file; measure once without --add")
-    record = json.loads(page.read_text())
-    found = []
-    for result in record["results"]:
-        for name in ("against", "ahead"):
-            result[name] = {key: paired.Ratio(**value) for key, value in result[name].items()}
-        found.append(Result(**{**result, "measured": result.get("measured") or _how(record)}))
-    return found
-
-
-def _how(record: dict[str, Any]) -> str:
-    return "{date}, {command}".format(**record["environment"])
-
-
-def summarise(case: Case, impls: list[str], ranks: list[dict[str, Any]]) -> Result:
-    """Times of the kept rounds, their paired ratios, and what they say about the bounds."""
-    labels = list(ranks[0]["peaks"])
-    timings = Timings.of(labels, ranks)
-    against = timings.against(BASELINE)
-    ahead = {name: timings.against(name + ALONE)[name] for name in impls if name + ALONE in labels}
-    peaks = {label: max(rank["peaks"][label] for rank in ranks) for label in labels}
-    differing = {label for rank in ranks for label in rank["differing"]}
-    return Result(
-        case=case.name,
-        num_ranks=len(ranks),
-        labels=labels,
-        ms=timings.ms,
-        core_ms=timings.core_ms,
-        against=against,
-        peaks=peaks,
-        num_rounds=timings.num_kept,
-        num_dropped=timings.num_dropped,
-        ahead=ahead,
-        verdicts=timings.voids(BASELINE, AGAIN)
-        or _verdicts(case, impls, against, ahead, peaks, differing),
+    name = "fsdp"
+    title = "Fully sharded step, paired against torch.distributed.fsdp.fully_shard"
+    note = (
+        f"gloo, 1 thread per rank, fp32, {blocks.NUM_TOKENS} tokens per micro-batch and rank, SGD, "
+        "all defaults; ratios are paired medians with their 95 % interval"
     )
+    all_cases = CASES
+    bases, again = (BASE,), AGAIN
+    columns = {
+        "ms": milliseconds(".1f"),
+        "core ms": milliseconds(".1f", "core_seconds"),
+        "against torch": against(BASE),
+        "peak MiB": mebibytes("peak", ".1f"),
+    }
 
+    def declare(self, parser: argparse.ArgumentParser) -> None:
+        """A minute for each table, and how many ranks."""
+        super().declare(parser)
+        parser.set_defaults(seconds=60.0)
+        parser.add_argument("--ranks", type=int, action="append", help="default: 2 and 4")
 
-def _verdicts(
-    case: Case,
-    impls: list[str],
-    against: dict[str, paired.Ratio],
-    ahead: dict[str, paired.Ratio],
-    peaks: dict[str, int],
-    differing: set[str],
-) -> list[str]:
-    said: list[str] = []
-    bound = TIME_BOUNDS[case.size]
-    for name in impls:
-        high, share = against[name].high, peaks[name] / max(1, peaks[BASELINE])
-        words = f"{name} takes at most {high:.3f} of torch's time, bound {bound}"
-        said.append(verdict(high <= bound, words))
-        if name in ahead:
-            words = f"with gathers ahead {name} takes {ahead[name]} of its time without"
-            said.append(verdict(ahead[name].median <= AHEAD_BOUND, f"{words}, bound {AHEAD_BOUND}"))
-        words = f"{name} peaks at {share:.3f} of torch's bytes, bound {MEMORY_BOUND}"
-        said.append(verdict(share <= MEMORY_BOUND, words))
-        wrong = differing & {name, name + ALONE}
-        said.append(verdict(not wrong, f"{name} has torch's bits"))
-    return said
-
-
-def sections(results: list[Result]) -> list[str]:
-    """The tables as lines of Markdown."""
-    lines = []
-    for result in results:
-        rows = [("arm", "ms", "core ms", "against torch", "peak MiB")]
-        rows += [
-            (
-                label,
-                f"{result.ms[label]:.1f}",
-                f"{result.core_ms[label]:.1f}",
-                str(result.against.get(label, 1)),
-                f"{result.peaks[label] / 2**20:.1f}",
-            )
-            for label in result.labels
-        ]
-        lines += section(f"{result.case}, {result.num_ranks} ranks", rows, result)
-        if result.measured:
-            lines += [f"- measured: {result.measured}"]
-    return lines
-
-
-def main(argv: list[str]) -> int:
-    """Measure, print, and write `fsdp.md` and `fsdp.json`."""
-    parser = argparse.ArgumentParser(prog="python -m spec_tests.benchmarks fsdp")
-    parser.add_argument("--impl", action="append", help="as for the suite; default: solution")
-    parser.add_argument("--size", action="append", choices=list(TIME_BOUNDS), help="default: all")
-    parser.add_argument("--case", default="", help="words of a table's heading; default: all")
-    parser.add_argument("--ranks", type=int, action="append", help="default: 2 and 4")
-    parser.add_argument("--rounds", type=int, help="at most; default: 400 at 1M, 80, 40 at 124M")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for the rounds of a table")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for fsdp.md, fsdp.json")
-    parser.add_argument("--add", action="store_true", help="keep --out's tables of other cases")
-    options = parser.parse_args(argv)
-    impls = options.impl or ["solution"]
-    results, kept = [], earlier(options.out) if options.add else []
-    worlds = Worlds(max_pools=1)  # at 124M the ranks of one take half of 24 GiB
-    try:
+    def cases(self, options: argparse.Namespace) -> Iterator[Case]:
+        """Every case on every number of ranks."""
         for num_ranks in options.ranks or [2, 4]:
-            for case in CASES:
-                if case.size in (options.size or TIME_BOUNDS) and options.case in case.name:
-                    rounds = options.rounds or case.num_rounds
-                    world = worlds.world(num_ranks)
-                    ranks = world.run(body, case, impls, rounds, options.seconds, timeout_s=3600.0)
-                    results.append(summarise(case, impls, list(ranks)))
-                    print(results[-1].case, num_ranks, *results[-1].verdicts, sep="\n  ")
-    finally:  # who interrupts a long run keeps the tables that are done
-        worlds.close()
-        done = {(result.num_ranks, result.case) for result in results}
-        results += [result for result in kept if (result.num_ranks, result.case) not in done]
-        names = [case.name for case in CASES]
-        results.sort(key=lambda result: (result.num_ranks, names.index(result.case)))
-        status = report(
-            options.out,
-            "fsdp",
-            "Fully sharded step, paired against torch.distributed.fsdp.fully_shard",
-            f"gloo, 1 thread per rank, fp32, {NUM_TOKENS} tokens per micro-batch and rank, SGD, "
-            "all defaults; ratios are paired medians with their 95 % interval",
-            results,
-            sections(results),
-        )
-    return status
+            for case in super().cases(options):
+                heading = f"{case.heading}, {num_ranks} ranks"
+                yield dataclasses.replace(case, heading=heading, num_ranks=num_ranks)
+
+    def place(self, heading: str) -> Any:
+        """By ranks, then as the cases are listed."""
+        name, _, ranks = heading.rpartition(", ")
+        return int(ranks.split()[0]), [case.heading for case in CASES].index(name)
+
+    def arms(self, ctx: Context, case: Any, impls: list[str]) -> dict[str, paired.Arm]:
+        """Those alone only where one micro-batch is a step, and where lists can be set."""
+        torchs = load(parse("torch"))
+        arms = {BASE: Arm(ctx, case, torchs)}
+        for name in impls:
+            arms[name] = Arm(ctx, case, load(parse(name)))
+        for name in impls if case.accumulation == 1 else ():
+            try:
+                arms[name + ALONE] = Arm(ctx, case, load(parse(name)), is_alone=True)
+            except (AttributeError, NotImplementedError):
+                continue
+        arms[AGAIN] = Arm(ctx, case, torchs)
+        for arm in arms.values():
+            arm.facts["differs"] = not all(map(torch.equal, arm.shards, arms[BASE].shards))
+        return dict(arms)
+
+    def bounds(self, found: Found, name: str) -> Iterator[str]:
+        """Time, what gathers ahead are worth, memory, bits."""
+        ratio, bound = found.timings.ratio(name, BASE), TIME_BOUNDS[found.case.size]
+        yield runner.at_most(ratio, bound, f"{name} takes at most {{}} of torch's time")
+        both = {name, name + ALONE} & set(found.labels)
+        if name + ALONE in both:
+            ahead = found.timings.ratio(name, name + ALONE)
+            words = f"with gathers ahead {name} takes {ahead} of its time without"
+            yield verdict(ahead.median <= AHEAD_BOUND, f"{words}, bound {AHEAD_BOUND}")
+        share = found.most(name, "peak") / max(1, found.most(BASE, "peak"))
+        words = f"{name} peaks at {share:.3f} of torch's bytes, bound {MEMORY_BOUND}"
+        yield verdict(share <= MEMORY_BOUND, words)
+        wrong = any(found.most(label, "differs") for label in both)
+        yield verdict(not wrong, f"{name} has torch's bits")
+
+
+BENCHMARK = Fsdp()

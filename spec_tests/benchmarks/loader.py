@@ -30,25 +30,24 @@ import argparse
 import functools
 import gc
 import importlib.util
-import json
-import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from spec_tests.benchmarks import paired
+from spec_tests.benchmarks import machine, paired, runner
+from spec_tests.benchmarks.runner import Found, Section, bullets, table, verdict
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
 from spec_tests.target import load, parse
 
-RESULTS = Path(__file__).with_name("results")
 MAPPED, TORCHDATA, AGAIN = "mapped", "torchdata", "mapped again"
 BOUNDS = {MAPPED: 1.0, TORCHDATA: 0.2}
 MOST_GROWTH_BYTES = 5_000_000
@@ -58,6 +57,15 @@ PLACES = (0.0, 0.25, 0.5, 0.75, 0.99)
 TRIES = 25  # of each place
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case(runner.Case):
+    """A shard and how it is cut; a step is a batch."""
+
+    path: Path = Path()
+    batch_size: int = 32
+    length: int = 1024
 
 
 class Sequences:
@@ -83,113 +91,49 @@ def _pair(tokens: Any, shape: tuple[int, ...]) -> Batch:
     return torch.from_numpy(inputs).view(shape), torch.from_numpy(targets).view(shape)
 
 
-def mapped_pass(path: Path, batch_size: int, length: int) -> Iterator[Batch]:
-    """One pass over a shard that is mapped for as long as it takes."""
-    tokens, size = _map(path), batch_size * length
+def mapped_pass(case: Case) -> Iterator[Batch]:
+    """Yield the batches of a shard that is mapped for as long as a pass takes."""
+    tokens, size = _map(case.path), case.batch_size * case.length
     for start in range(0, len(tokens) - size, size):
-        yield _pair(tokens[start : start + size + 1], (batch_size, length))
+        yield _pair(tokens[start : start + size + 1], (case.batch_size, case.length))
 
 
 def has_torchdata() -> bool:
-    """Whether the optional arm can be measured."""
+    """Return whether the optional arm can be measured."""
     return importlib.util.find_spec("torchdata") is not None
 
 
 # ------------------------------------------------------------------------------------- in the rank
 
 
-def passes(
-    impls: list[str], path: Path, batch_size: int, length: int
-) -> dict[str, Callable[[], Iterator[Batch]]]:
-    """Arm to what begins a pass over the shard."""
-    arms = {MAPPED: lambda: mapped_pass(path, batch_size, length)}
-    for name in impls:
-        new_loader = functools.partial(_loader, name, path, batch_size, length)
-        arms[name] = functools.partial(_begin, new_loader)
-    if has_torchdata():
-        package = importlib.import_module("torchdata.stateful_dataloader")
-        # Only whole batches, as everywhere here.
-        loader = package.StatefulDataLoader(
-            Sequences(path, length), batch_size=batch_size, num_workers=0, drop_last=True
-        )
-        arms[TORCHDATA] = lambda: iter(loader)
-    arms[AGAIN] = arms[MAPPED]
-    return arms
+class Arm(paired.Arm):
+    """Passes over the shard, one after another; `begin` returns the batches of one."""
+
+    def __init__(self, begin: Callable[[], Iterable[Batch]], *, counts_memory: bool) -> None:
+        super().__init__()
+        self.begin = begin
+        self.first = next(iter(begin()))  # this is also the warm-up
+        self.facts["growth"] = self._growth() if counts_memory else None
+        self.batches = (batch for _ in iter(int, 1) for batch in begin())
+
+    def step(self) -> None:
+        """What is timed: one batch."""
+        next(self.batches)
+
+    def _growth(self) -> int | None:
+        """Return the bytes by which this process grew at the most during a pass, if known."""
+        gc.collect()
+        before = most = machine.resident_bytes()
+        if before is None or most is None:
+            return None
+        for number, _ in enumerate(self.begin()):
+            if number % 64 == 0:
+                most = max(most, machine.resident_bytes() or 0)
+        return max(most, machine.resident_bytes() or 0) - before
 
 
-def _loader(name: str, path: Path, batch_size: int, length: int) -> Any:
-    return load(parse(name)).token_loader(
-        [path], batch_size=batch_size, sequence_length=length, rank=0, world_size=1
-    )
-
-
-def _begin(new_loader: Callable[[], Any]) -> Iterator[Batch]:
-    return iter(new_loader())
-
-
-def body(
-    ctx: Context, path: Path, impls: list[str], batch_size: int, length: int, num_rounds: int
-) -> dict[str, Any]:
-    """Rank body: memory of a pass, then times, then places."""
-    arms = passes(impls, path, batch_size, length)
-    firsts = [next(begin()) for begin in arms.values()]  # this is also the warm-up
-    if not all(
-        torch.equal(a, b) for first in firsts for a, b in zip(first, firsts[0], strict=True)
-    ):
-        raise ValueError(f"expected equal first batches of {list(arms)}, got {firsts}")
-    del firsts
-    growth = {
-        label: _growth(begin) for label, begin in arms.items() if label not in (TORCHDATA, AGAIN)
-    }
-    endless = [_endless(begin) for begin in arms.values()]
-    num_batches = max(1, TOKENS_PER_ROUND // (batch_size * length))
-    rounds = [_round(endless, num_batches, index) for index in range(num_rounds)]
-    places = {
-        name: _places(functools.partial(_loader, name, path, batch_size, length)) for name in impls
-    }
-    return {
-        "labels": list(arms),
-        "growth": growth,
-        "rounds": rounds,
-        "tokens": num_batches * batch_size * length,
-        "places": places,
-    }
-
-
-def _endless(begin: Callable[[], Iterator[Batch]]) -> Iterator[Batch]:
-    while True:
-        yield from begin()
-
-
-def _round(arms: list[Iterator[Batch]], num_batches: int, index: int) -> list[float]:
-    """Core seconds of each arm."""
-    seconds = [0.0] * len(arms)
-    for number in paired.order(len(arms), index):
-        start = time.process_time()
-        for _ in range(num_batches):
-            next(arms[number])
-        seconds[number] = time.process_time() - start
-    return seconds
-
-
-def _growth(begin: Callable[[], Iterator[Batch]]) -> int | None:
-    """Bytes by which this process grew at the most during a pass; None where that is not told."""
-    if not Path("/proc/self/statm").exists():
-        return None
-    gc.collect()
-    before, most = _resident_bytes(), 0
-    for number, _ in enumerate(begin()):
-        if number % 64 == 0:
-            most = max(most, _resident_bytes())
-    return max(most, _resident_bytes()) - before
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _places(new_loader: Callable[[], Any]) -> list[dict[str, float | None]]:
-    """Time and bytes read until the first batch after a resume, place by place."""
+def places(new_loader: Callable[[], Any]) -> list[dict[str, float | None]]:
+    """Return time and bytes read until the first batch after a resume, place by place."""
     loader = new_loader()
     next(iter(loader))
     one = loader.state_dict()
@@ -199,107 +143,137 @@ def _places(new_loader: Callable[[], Any]) -> list[dict[str, float | None]]:
     found = []
     for part in PLACES:
         state = {key: int(part * len(loader)) * step}
-        seconds, before = [], _bytes_asked_for()
+        seconds, before = [], machine.bytes_read()
         for _ in range(TRIES):
             start = time.perf_counter()
             loader.load_state_dict(state)
             next(iter(loader))
             seconds.append(time.perf_counter() - start)
-        after = _bytes_asked_for()
+        after = machine.bytes_read()
         asked = None if before is None or after is None else (after - before) / TRIES
         found.append({"part": part, "us": 1e6 * statistics.median(seconds), "bytes": asked})
     return found
 
 
-def _bytes_asked_for() -> int | None:
-    """What this process has read from files so far, from the page cache too; None if not told."""
-    try:
-        lines = Path("/proc/self/io").read_text().splitlines()
-    except OSError:
-        return None
-    return int(dict(line.split(": ") for line in lines)["rchar"])
-
-
 # ----------------------------------------------------------------------------------- in the parent
 
 
-def summarise(found: dict[str, Any], impls: list[str]) -> dict[str, Any]:
-    """Medians of the rounds, their ratios, and the verdicts."""
-    labels: list[str] = found["labels"]
-    times = dict(zip(labels, zip(*found["rounds"], strict=True), strict=True))
-    ratios = {
-        base: {label: paired.ratio(times[label], times[base]) for label in labels if label != base}
-        for base in BOUNDS
-        if base in times
-    }
-    result = {
-        "num_rounds": len(found["rounds"]),
-        "rate": {label: found["tokens"] / statistics.median(times[label]) for label in labels},
-        "ratios": ratios,
-        "growth": found["growth"],
-        "places": found["places"],
-    }
-    result["verdicts"] = _verdicts(result, impls)
-    return result
+class Loader(runner.Comparison):
+    """Loaders of one shard, in time on the core."""
 
+    name = "loader"
+    title = "Reading tokens, paired against a memory map and torchdata"
+    bases: Sequence[str] = (MAPPED,)
+    again = AGAIN
+    clock, max_others = "core_seconds", float("inf")
 
-def _verdicts(result: dict[str, Any], impls: list[str]) -> list[str]:
-    again = result["ratios"][MAPPED][AGAIN]
-    if paired.is_void(again):
-        low, high = paired.AA_RANGE
-        return [f"void: mapped against itself {again}, expected within {low}-{high}"]
-    said = []
-    for name in impls:
-        for base, of_base in result["ratios"].items():
-            high, bound = of_base[name].high, BOUNDS[base]
-            word = "holds" if high <= bound else "missed"
-            said.append(f"{word}: {name} against {base} at most {high:.3f}, bound {bound}")
-        growth = result["growth"][name]
-        if growth is not None:
-            word = "holds" if growth <= MOST_GROWTH_BYTES else "missed"
-            said.append(f"{word}: {name} grew by {growth:,} bytes, bound {MOST_GROWTH_BYTES:,}")
-        asked = {place["bytes"] for place in result["places"][name]} - {None}
-        if asked:
-            word = "holds" if max(asked) - min(asked) < 1024 else "missed"  # files of /proc itself
-            said.append(f"{word}: {name} asks for {min(asked):,.0f} to {max(asked):,.0f} bytes")
-    return said
-
-
-def render(result: dict[str, Any], environment: dict[str, str], what: str) -> str:
-    """The result as Markdown."""
-    lines = ["# Reading tokens, paired against a memory map and torchdata", ""]
-    lines += [f"- {key}: {value}" for key, value in environment.items()]
-    lines.append(f"- {what}; ratios of times are paired medians with their 95 % interval")
-    rows = [
-        ("arm", "M tokens/core s", *(f"time against {base}" for base in result["ratios"]), "MB")
-    ]
-    for label, rate in result["rate"].items():
-        ratios = (str(of.get(label, "1")) for of in result["ratios"].values())
-        growth = result["growth"].get(label)
-        rows.append(
-            (label, f"{rate / 1e6:.0f}", *ratios, "" if growth is None else f"{growth / 1e6:.1f}")
+    def declare(self, parser: argparse.ArgumentParser) -> None:
+        """How large the shard is, and how it is cut."""
+        super().declare(parser)
+        parser.add_argument("--tokens", type=int, default=200_000_000, help="in the shard")
+        parser.add_argument("--batch-size", type=int, default=32)
+        parser.add_argument("--sequence-length", type=int, default=1024)
+        parser.add_argument(
+            "--folder", help="for the shard; default: the system's temporary folder"
         )
-    lines += [
-        "",
-        paired.table(rows),
-        "",
-        "Seconds on the core; MB: growth of resident memory over one pass. ",
-    ]
-    lines[-1] += f"{result['num_rounds']} rounds."
-    for name, places in result["places"].items():
-        rows = [("resumed at", "first batch, us", "bytes asked for")]
-        for place in places:
-            asked = "" if place["bytes"] is None else f"{place['bytes']:,.0f}"
-            rows.append((f"{place['part']:.0%}", f"{place['us']:.0f}", asked))
-        lines += ["", f"## {name} after load_state_dict", "", paired.table(rows)]
-    lines += ["", *[f"- {verdict}" for verdict in result["verdicts"]]]
-    if TORCHDATA not in result["ratios"]:
-        lines.append("- torchdata is not installed and was not measured (pip install torchdata)")
-    return "\n".join(lines) + "\n"
+
+    def arms(self, ctx: Context, case: Any, impls: list[str]) -> dict[str, paired.Arm]:
+        """All begin with the same batch."""
+        arms = {MAPPED: Arm(functools.partial(mapped_pass, case), counts_memory=True)}
+        for name in impls:
+            new_loader = functools.partial(
+                load(parse(name)).token_loader,
+                [case.path],
+                batch_size=case.batch_size,
+                sequence_length=case.length,
+                rank=0,
+                world_size=1,
+            )
+            arms[name] = Arm(new_loader, counts_memory=True)
+            arms[name].facts["places"] = places(new_loader)
+        if has_torchdata():
+            package = importlib.import_module("torchdata.stateful_dataloader")
+            # Only whole batches, as everywhere here.
+            loader = package.StatefulDataLoader(
+                Sequences(case.path, case.length),
+                batch_size=case.batch_size,
+                num_workers=0,
+                drop_last=True,
+            )
+            arms[TORCHDATA] = Arm(lambda: loader, counts_memory=False)
+        arms[AGAIN] = Arm(arms[MAPPED].begin, counts_memory=False)
+        for label, arm in arms.items():
+            if not all(map(torch.equal, arm.first, arms[MAPPED].first)):
+                raise ValueError(f"expected equal first batches, {label} has {arm.first}")
+        return dict(arms)
+
+    def sections(self, options: argparse.Namespace, worlds: Worlds) -> Iterator[Section]:
+        """One table of passes, one of places for each implementation."""
+        size = options.batch_size, options.sequence_length
+        self.note = (
+            f"one process, 1 thread, {options.tokens:,} tokens in batches of {size[0]} x "
+            f"{size[1]}; ratios of times are paired medians with their 95 % interval"
+        )
+        steps = max(1, TOKENS_PER_ROUND // (size[0] * size[1]))
+        with tempfile.TemporaryDirectory(prefix="trainspec-", dir=options.folder) as folder:
+            case = Case("", "", 1, steps, 60, Path(folder) / "x_train_000000.bin", *size)
+            write_random_shard(case.path, options.tokens)
+            found = self.compare(worlds, case, options)
+        self.bases = [base for base in BOUNDS if base in found.labels]
+        self.columns = {
+            "M tokens/core s": _rate,
+            **{f"time against {base}": runner.against(base) for base in self.bases},
+            "MB": _growth,
+        }
+        passes = [self.table(found), self.kept(found.timings)]
+        verdicts = self.verdicts(found)
+        yield Section("", passes, self.record(found, verdicts))
+        for name in found.impls:
+            rows = [("resumed at", "first batch, us", "bytes asked for")]
+            for place in found.facts[name][0]["places"]:
+                asked = "" if place["bytes"] is None else f"{place['bytes']:,.0f}"
+                rows.append((f"{place['part']:.0%}", f"{place['us']:.0f}", asked))
+            yield Section(f"{name} after load_state_dict", [table(rows)])
+        if TORCHDATA not in found.labels:
+            missing = "torchdata is not installed and was not measured (pip install torchdata)"
+            sys.stderr.write(missing + "\n")
+            verdicts = [*verdicts, missing]
+        yield Section("", [bullets(verdicts)])
+
+    def kept(self, timings: paired.Timings) -> str:
+        """Return what is said below the table."""
+        return (
+            "Seconds on the core; MB: growth of resident memory over one pass. "
+            f"{timings.num_kept} rounds."
+        )
+
+    def bounds(self, found: Found, name: str) -> Iterator[str]:
+        """Time, memory, and reading nothing in vain after a resume."""
+        for base in self.bases:
+            ratio, bound = found.timings.ratio(name, base), BOUNDS[base]
+            yield runner.at_most(ratio, bound, f"{name} against {base} at most {{}}")
+        growth = found.facts[name][0]["growth"]
+        if growth is not None:
+            words = f"{name} grew by {growth:,} bytes, bound {MOST_GROWTH_BYTES:,}"
+            yield verdict(growth <= MOST_GROWTH_BYTES, words)
+        asked = {place["bytes"] for place in found.facts[name][0]["places"]} - {None}
+        if asked:
+            words = f"{name} asks for {min(asked):,.0f} to {max(asked):,.0f} bytes"
+            yield verdict(max(asked) - min(asked) < 1024, words)  # files of /proc itself
+
+
+def _rate(found: Found, label: str) -> str:
+    tokens = found.case.batch_size * found.case.length
+    return f"{tokens / found.timings.ms('core_seconds')[label] / 1e3:.0f}"
+
+
+def _growth(found: Found, label: str) -> str:
+    growth = found.facts[label][0]["growth"]
+    return "" if growth is None else f"{growth / 1e6:.1f}"
 
 
 def write_random_shard(path: Path, num_tokens: int) -> None:
-    """A shard of uniform ids, written in pieces."""
+    """Write a shard of uniform ids, in pieces."""
     draw = np.random.default_rng(0)
     with path.open("wb") as file:
         header = np.zeros(256, "<i4")
@@ -310,40 +284,4 @@ def write_random_shard(path: Path, num_tokens: int) -> None:
             file.write(draw.integers(0, 50257, count, dtype=np.uint16).astype("<u2").tobytes())
 
 
-def main(argv: list[str]) -> int:
-    """Measure, print, and write `loader.md` and `loader.json`."""
-    parser = argparse.ArgumentParser(prog="python -m spec_tests.benchmarks loader")
-    parser.add_argument("--impl", action="append", help="as for the suite; default: solution")
-    parser.add_argument("--tokens", type=int, default=200_000_000, help="in the shard")
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--sequence-length", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--folder", help="for the shard; default: the system's temporary folder")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
-    options = parser.parse_args(argv)
-    impls = options.impl or ["solution"]
-    if not has_torchdata():
-        sys.stderr.write(
-            "torchdata is not installed: that arm is left out (pip install torchdata)\n"
-        )
-    sizes = (options.batch_size, options.sequence_length)
-    worlds = Worlds()
-    try:
-        with tempfile.TemporaryDirectory(prefix="trainspec-", dir=options.folder) as folder:
-            path = Path(folder) / "x_train_000000.bin"
-            write_random_shard(path, options.tokens)
-            [found] = worlds.world(1).run(
-                body, path, impls, *sizes, options.rounds, timeout_s=3600.0, grace_s=60.0
-            )
-    finally:
-        worlds.close()
-    result, environment = summarise(found, impls), paired.environment()
-    what = f"one process, 1 thread, {options.tokens:,} tokens in batches of {sizes[0]} x {sizes[1]}"
-    text = render(result, environment, what)
-    print(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "loader.md").write_text(text)
-    plain = {b: {k: vars(r) for k, r in of.items()} for b, of in result["ratios"].items()}
-    record = {"environment": environment, "result": {**result, "ratios": plain}}
-    (options.out / "loader.json").write_text(json.dumps(record, indent=1) + "\n")
-    return int(any(not verdict.startswith("holds") for verdict in result["verdicts"]))
+BENCHMARK = Loader()

@@ -13,25 +13,23 @@ same machine:
 5. An arm that is A once more (A/A) shows what the machine does to equal things. When its median
    leaves `AA_RANGE`, the whole run is void.
 
-Pure arithmetic and files under /proc; whom to measure, and how, is the caller's.
+`run_rounds` runs in the ranks, `Timings` sums up in the parent.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
 import math
-import os
-import platform
 import statistics
-import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from spec_tests.benchmarks import machine
+from spec_tests.rig.rank import Context
 
 MAX_OTHERS = 0.08
 AA_RANGE = (0.97, 1.03)
@@ -39,7 +37,7 @@ FEWEST_ROUNDS = 6  # below this no pair of order statistics covers a median with
 
 
 def order(num_arms: int, round_index: int) -> list[int]:
-    """Arms of a round in the order in which they are measured.
+    """Return the arms of a round in the order in which they are measured.
 
     >>> order(3, 0), order(3, 1)
     ([0, 1, 2], [2, 1, 0])
@@ -62,7 +60,7 @@ class Ratio:
 
 
 def ratio(measured: Sequence[float], baseline: Sequence[float]) -> Ratio:
-    """`measured[i] / baseline[i]`, where both were measured in the same round.
+    """Return `measured[i] / baseline[i]`, where both were measured in the same round.
 
     >>> str(ratio([2.0] * 10, [4.0] * 10))
     '0.500 [0.500, 0.500]'
@@ -73,7 +71,7 @@ def ratio(measured: Sequence[float], baseline: Sequence[float]) -> Ratio:
 
 
 def median_interval(values: Sequence[float], *, miss: float = 0.05) -> tuple[float, float]:
-    """Two of the sorted `values` that enclose their true median but for a probability of `miss`.
+    """Return two of the sorted `values` that enclose their true median but for a chance of `miss`.
 
     A value lies below the median with probability 1/2, so the number that do is binomial.
 
@@ -92,97 +90,163 @@ def median_interval(values: Sequence[float], *, miss: float = 0.05) -> tuple[flo
     return values[below - 1], values[number - below]
 
 
-def is_void(aa: Ratio) -> bool:
-    """Whether equal things did not come out equal."""
-    return not AA_RANGE[0] <= aa.median <= AA_RANGE[1]
+# ------------------------------------------------------------------------------------- in the ranks
 
 
-def busy_s() -> float | None:
-    """Seconds that all cores of this machine have been busy since boot; None where not told."""
-    try:
-        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    except OSError:
-        return None
-    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
-    ticks = user + nice + system + irq + softirq + steal
-    return ticks / os.sysconf("SC_CLK_TCK")
+class Arm:
+    """One of the things that are compared, ready to step.
 
-
-def share_of_others(busy: float | None, own: float, elapsed: float) -> float:
-    """Part of all cores that other processes used: `busy` and `own` in core seconds.
-
-    >>> share_of_others(busy=2.5, own=2.0, elapsed=1.0) * (os.cpu_count() or 1)
-    0.5
+    Attributes:
+        facts: what else it showed on this rank, by name: bytes, for example.
     """
-    if busy is None:
-        return 0.0
-    return max(0.0, busy - own) / (elapsed * (os.cpu_count() or 1))
+
+    def __init__(self) -> None:
+        self.facts: dict[str, Any] = {}
+
+    def step(self) -> None:
+        """Run what is timed, once."""
+        raise NotImplementedError
+
+    def take(self, num_steps: int) -> None:
+        """Run so many steps."""
+        for _ in range(num_steps):
+            self.step()
+
+    def block(self, num_steps: int) -> tuple[float, float]:
+        """Run so many steps; return the seconds of one, and its seconds on the cores."""
+        start, core_start = time.perf_counter(), time.process_time()
+        self.take(num_steps)
+        seconds, core_seconds = time.perf_counter() - start, time.process_time() - core_start
+        return seconds / num_steps, core_seconds / num_steps
+
+    def settle(self) -> None:
+        """Undo what a block left behind, when its clock has stopped."""
+
+    def close(self) -> None:
+        """Give back what the arm holds, after the last round."""
 
 
-class _Mallinfo2(ctypes.Structure):
-    # Of ten counters two matter here: bytes in use of heaps, and of blocks mapped by themselves.
-    _fields_ = (
-        ("unused_0_to_3", ctypes.c_size_t * 4),
-        ("hblkhd", ctypes.c_size_t),
-        ("unused_5_to_6", ctypes.c_size_t * 2),
-        ("uordblks", ctypes.c_size_t),
-        ("unused_8_to_9", ctypes.c_size_t * 2),
-    )
+def run_rounds(
+    ctx: Context | None, arms: Sequence[Arm], num_steps: int, num_rounds: int, seconds: float
+) -> list[dict[str, Any]]:
+    """Run so many rounds, or as many as begin within `seconds`, but at least twice the fewest.
+
+    A round is every arm for `num_steps`. Without `ctx` there is no rank but this process.
+    """
+    began, rounds = time.perf_counter(), []
+    for index in range(num_rounds):
+        rounds.append(_round(ctx, arms, num_steps, index))
+        if math.isinf(seconds):
+            continue
+        elapsed = torch.tensor([time.perf_counter() - began])
+        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)  # all ranks stop after the same round
+        if elapsed.item() > seconds and len(rounds) >= 2 * FEWEST_ROUNDS:
+            break
+    return rounds
 
 
-def can_count_allocations() -> bool:
-    """Whether this system's malloc tells how much it has given out (glibc 2.33 or newer)."""
-    return hasattr(ctypes.CDLL(None), "mallinfo2")
-
-
-def allocated_bytes() -> int:
-    """Bytes in use of this process's malloc, whoever asked for them; 0 where it does not tell."""
-    if not can_count_allocations():
-        return 0
-    mallinfo2 = ctypes.CDLL(None).mallinfo2
-    mallinfo2.restype = _Mallinfo2
-    counts = mallinfo2()
-    return int(counts.uordblks + counts.hblkhd)
-
-
-def environment() -> dict[str, str]:
-    """What a table must say about where it was measured."""
-    settings = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("MALLOC_")]
-    libc = " ".join(platform.libc_ver())
+def _round(ctx: Context | None, arms: Sequence[Arm], num_steps: int, index: int) -> dict[str, Any]:
+    """Return seconds per step by arm, and what is needed to tell how busy the machine was."""
+    barrier = ctx.barrier if ctx else lambda: None
+    seconds, core_seconds = [0.0] * len(arms), [0.0] * len(arms)
+    barrier()
+    began, busy, own = time.perf_counter(), machine.busy_s(), time.process_time()
+    for number in order(len(arms), index):
+        barrier()
+        seconds[number], core_seconds[number] = arms[number].block(num_steps)
+        arms[number].settle()
+    barrier()
+    now = machine.busy_s()
     return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "device": f"{_cpu_name()}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "system": f"{platform.system()} {platform.machine()}",
-        "allocator": f"{libc or 'system malloc'}, {' '.join(settings) or 'default settings'}"
-        + (f", LD_PRELOAD={os.environ['LD_PRELOAD']}" if "LD_PRELOAD" in os.environ else ""),
-        "command": " ".join(["python -m spec_tests.benchmarks", *sys.argv[1:]]),
+        "seconds": seconds,
+        "core_seconds": core_seconds,
+        "elapsed": time.perf_counter() - began,
+        "own": time.process_time() - own,
+        "busy": None if busy is None or now is None else now - busy,
     }
 
 
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+# ----------------------------------------------------------------------------------- in the parent
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Markdown of `rows`, the first of which is the header."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
-        for row in rows
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
+@dataclass(frozen=True)
+class Timings:
+    """What the quiet rounds took.
+
+    Attributes:
+        seconds: by arm, per round: of a step, on the slowest rank.
+        core_seconds: by arm, per round: of a step, all threads of all ranks.
+        clock: "seconds" or "core_seconds": which of the two is compared.
+        num_dropped: rounds in which other processes were busy.
+    """
+
+    seconds: dict[str, list[float]]
+    core_seconds: dict[str, list[float]]
+    clock: str
+    num_kept: int
+    num_dropped: int
+
+    @classmethod
+    def of(
+        cls,
+        labels: Sequence[str],
+        ranks: Sequence[Sequence[dict[str, Any]]],
+        *,
+        clock: str = "seconds",
+        max_others: float = MAX_OTHERS,
+    ) -> Timings:
+        """Sum up what `run_rounds` returned on each rank.
+
+        Where too few rounds were quiet all are taken, to be shown; `voids` then says so.
+        """
+        seconds: dict[str, list[float]] = {label: [] for label in labels}
+        cores: dict[str, list[float]] = {label: [] for label in labels}
+        rounds = list(zip(*ranks, strict=True))
+        quiet = [of_ranks for of_ranks in rounds if _share_of_others(of_ranks) <= max_others]
+        for of_ranks in quiet if len(quiet) >= FEWEST_ROUNDS else rounds:
+            for number, label in enumerate(labels):
+                seconds[label].append(max(part["seconds"][number] for part in of_ranks))
+                cores[label].append(sum(part["core_seconds"][number] for part in of_ranks))
+        return cls(seconds, cores, clock, len(quiet), len(rounds) - len(quiet))
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds that were run."""
+        return self.num_kept + self.num_dropped
+
+    @property
+    def compared(self) -> Mapping[str, list[float]]:
+        """The times that ratios are of, by arm."""
+        return self.core_seconds if self.clock == "core_seconds" else self.seconds
+
+    def voids(self, base: str, again: str) -> list[str]:
+        """Return why no bound can be judged by these; `again` is `base` once more."""
+        if self.num_kept < FEWEST_ROUNDS:
+            return [
+                f"void: {self.num_kept} of {self.num_rounds} rounds were quiet "
+                f"enough, expected at least {FEWEST_ROUNDS}; let nothing else run, or give more "
+                "--rounds"
+            ]
+        aa, (low, high) = self.ratio(again, base), AA_RANGE
+        if low <= aa.median <= high:
+            return []
+        return [f"void: {base} against itself {aa.median:.3f}, expected within {low}-{high}"]
+
+    def ratio(self, measured: str, base: str) -> Ratio:
+        """Return one arm beside another, round by round."""
+        return ratio(self.compared[measured], self.compared[base])
+
+    def against(self, base: str) -> dict[str, Ratio]:
+        """Return every other arm beside `base`."""
+        return {label: self.ratio(label, base) for label in self.compared if label != base}
+
+    def ms(self, clock: str = "seconds") -> dict[str, float]:
+        """Return the median of a step by arm, in milliseconds of that clock."""
+        taken = self.core_seconds if clock == "core_seconds" else self.seconds
+        return {label: 1e3 * statistics.median(of) for label, of in taken.items() if of}
 
 
-def write(folder: Path, name: str, text: str, record: dict[str, Any]) -> None:
-    """Keep what was measured: `NAME.md` to read, `NAME.json` to compute with."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.md").write_text(text)
-    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+def _share_of_others(of_ranks: Sequence[dict[str, Any]]) -> float:
+    """Return the part of the cores that other processes used in a round."""
+    own, first = sum(part["own"] for part in of_ranks), of_ranks[0]
+    return machine.share_of_others(first["busy"], own, first["elapsed"])

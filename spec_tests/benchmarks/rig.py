@@ -18,22 +18,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import multiprocessing
 import os
 import signal
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from spec_tests.benchmarks.paired import environment, table
+from spec_tests.benchmarks import runner
 from spec_tests.ledger import load_all
 from spec_tests.rig import oracle
 from spec_tests.rig.errors import RankDied
@@ -45,18 +43,6 @@ from spec_tests.rig.strategies import register_profiles
 from spec_tests.rig.world import Worlds
 from spec_tests.rig.zygote import RANK_ENVIRONMENT, start_zygote
 from spec_tests.target import parse
-
-RESULTS = Path(__file__).with_name("results")
-BOUNDS = {
-    "calls": 1500.0,
-    "examples": 200.0,
-    "sim 2": 300.0,
-    "sim 4": 150.0,
-    "sim 8": 60.0,
-    "deadlock": 10.0,
-    "ddp on sim": 10.0,
-    "recovery": 0.25,
-}
 
 
 def empty(ctx: Context) -> None:
@@ -197,74 +183,78 @@ def _spawned(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-def measure(repetitions: int) -> dict[str, list[float]]:
-    """All figures, the measurements in turn so that a slow moment meets all of them."""
-    worlds = Worlds()
-    measures: dict[str, Callable[[], float]] = {
-        "calls": lambda: calls_per_second(worlds),
-        "examples": lambda: examples_per_second(worlds),
-        "sim 2": lambda: examples_per_second(worlds, size=2, transport="sim"),
-        "sim 4": lambda: examples_per_second(worlds, size=4, transport="sim"),
-        "sim 8": lambda: examples_per_second(worlds, 100, size=8, transport="sim"),
-        "deadlock": lambda: deadlock_ms(worlds),
-        "ddp on sim": ddp_chapter_s,
-        "recovery": lambda: recovery_s(worlds),
-        "spawned": spawned_test_s,
-    }
-    found: dict[str, list[float]] = {name: [] for name in measures}
-    try:
-        for _ in range(repetitions):
-            for name, run in measures.items():
-                found[name].append(run())
-    finally:
-        worlds.close()
-    return found
+@dataclass(frozen=True)
+class Figure:
+    """What is measured, how, and what must hold of its median."""
+
+    name: str
+    label: str
+    measure: Callable[[Worlds], float]
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def row(self, values: list[float]) -> list[str]:
+        """Return median, range, bound and verdict."""
+        middle = statistics.median(values)
+        form = ".3g" if middle < 100 else ".0f"
+        row = [self.label, *(f"{value:{form}}" for value in (middle, min(values), max(values)))]
+        if self.at_least is not None:
+            return [*row, f"at least {self.at_least:g}", _word(middle >= self.at_least)]
+        if self.at_most is not None:
+            return [*row, f"at most {self.at_most:g}", _word(middle <= self.at_most)]
+        return [*row, "", ""]
 
 
-def render(found: dict[str, list[float]]) -> str:
-    """The table."""
-    rows = [["what", "median", "lowest", "highest", "bound", "verdict"]]
-    words = {
-        "calls": ("empty calls per second", "at least"),
-        "examples": ("hypothesis examples per second", "at least"),
-        "sim 2": ("hypothesis examples per second, 2 simulated ranks", "at least"),
-        "sim 4": ("hypothesis examples per second, 4 simulated ranks", "at least"),
-        "sim 8": ("hypothesis examples per second, 8 simulated ranks", "at least"),
-        "deadlock": ("a deadlock of simulated ranks, told after: ms", "at most"),
-        "ddp on sim": ("the whole ddp chapter on simulated ranks: s", "at most"),
-        "recovery": ("kill, respawn, first all-reduce: s", "at most"),
-        "spawned": ("the same all-reduce in spawned ranks: s", ""),
-    }
-    for name, values in found.items():
-        label, sense = words[name]
-        middle, bound = statistics.median(values), BOUNDS.get(name)
-        holds = bound is None or (middle >= bound if sense == "at least" else middle <= bound)
-        rows.append(
-            [
-                label,
-                f"{middle:.3g}" if middle < 100 else f"{middle:.0f}",
-                f"{min(values):.3g}" if middle < 100 else f"{min(values):.0f}",
-                f"{max(values):.3g}" if middle < 100 else f"{max(values):.0f}",
-                f"{sense} {bound:g}" if bound else "",
-                "" if bound is None else "holds" if holds else "missed",
-            ]
-        )
-    return table(rows)
+def _word(holds: bool) -> str:
+    return "holds" if holds else "missed"
 
 
-def main(argv: list[str]) -> int:
-    """Measure, print, write `results/rig.md` and `.json`; 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(prog="python -m spec_tests.benchmarks rig")
-    parser.add_argument("--repetitions", type=int, default=5)
-    options = parser.parse_args(argv)
-    start_zygote()
-    torch.set_num_threads(1)
-    found = measure(options.repetitions)
-    where: dict[str, Any] = environment()
-    lines = "\n".join(f"- {key}: {value}" for key, value in where.items())
-    text = f"# The rig\n\n{render(found)}\n\n{lines}\n"
-    print(text)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "rig.md").write_text(text)
-    (RESULTS / "rig.json").write_text(json.dumps({"environment": where, "found": found}, indent=1))
-    return int("missed" in text)
+def _on_sim(size: int, number: int) -> Callable[[Worlds], float]:
+    return lambda worlds: examples_per_second(worlds, number, size=size, transport="sim")
+
+
+EXAMPLES = "hypothesis examples per second"
+FIGURES = (
+    Figure("calls", "empty calls per second", calls_per_second, at_least=1500.0),
+    Figure("examples", EXAMPLES, examples_per_second, at_least=200.0),
+    Figure("sim 2", f"{EXAMPLES}, 2 simulated ranks", _on_sim(2, 200), at_least=300.0),
+    Figure("sim 4", f"{EXAMPLES}, 4 simulated ranks", _on_sim(4, 200), at_least=150.0),
+    Figure("sim 8", f"{EXAMPLES}, 8 simulated ranks", _on_sim(8, 100), at_least=60.0),
+    Figure("deadlock", "a deadlock of simulated ranks, told after: ms", deadlock_ms, at_most=10.0),
+    Figure(
+        "ddp on sim",
+        "the whole ddp chapter on simulated ranks: s",
+        lambda _: ddp_chapter_s(),
+        at_most=10.0,
+    ),
+    Figure("recovery", "kill, respawn, first all-reduce: s", recovery_s, at_most=0.25),
+    Figure("spawned", "the same all-reduce in spawned ranks: s", lambda _: spawned_test_s()),
+)
+
+
+class Rig(runner.Benchmark):
+    """Figures of the rig itself, not of an implementation."""
+
+    name = "rig"
+    title = "The rig"
+    facts_last = True
+
+    def declare(self, parser: argparse.ArgumentParser) -> None:
+        """How often."""
+        parser.add_argument("--repetitions", type=int, default=5)
+
+    def sections(self, options: argparse.Namespace, worlds: Worlds) -> Iterator[runner.Section]:
+        """All figures, in turn, so that a slow moment meets all of them."""
+        start_zygote()
+        torch.set_num_threads(1)
+        worlds.max_pools = len(FIGURES)
+        found: dict[str, list[float]] = {figure.name: [] for figure in FIGURES}
+        for _ in range(options.repetitions):
+            for figure in FIGURES:
+                found[figure.name].append(figure.measure(worlds))
+        rows = [["what", "median", "lowest", "highest", "bound", "verdict"]]
+        rows += [figure.row(found[figure.name]) for figure in FIGURES]
+        yield runner.Section("", [runner.table(rows)], found)
+
+
+BENCHMARK = Rig()

@@ -19,16 +19,16 @@ import itertools
 import json
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spec_tests.benchmarks import paired
+from spec_tests.benchmarks import machine, runner
 from spec_tests.measure.timeline import DEVICES, Timeline
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
 from spec_tests.target import load, parse
 
-RESULTS = Path(__file__).with_name("results")
 JSON = "json.load"
 MOST_S, MOST_BYTES = 20.0, 1_000_000_000
 
@@ -69,71 +69,56 @@ def _loaded(path: Path) -> Any:
         return json.load(file)
 
 
-def _resident_bytes(key: str) -> int:
-    for text in Path("/proc/self/status").read_text().splitlines():
-        if text.startswith(key):
-            return int(text.split()[1]) * 1024
-    raise RuntimeError(f"expected {key} in /proc/self/status")
-
-
 def body(ctx: Context, name: str, path: Path) -> dict[str, Any]:
-    """What one arm takes: seconds on the core, and bytes at most beyond those before it."""
+    """Rank body: seconds on the core, and bytes at most beyond those before it."""
     read = _loaded if name == JSON else load(parse(name)).summarize_trace
-    before, begun = _resident_bytes("VmRSS"), time.process_time()
+    before, begun = machine.resident_bytes(), time.process_time()
     found = read(path)
-    taken = time.process_time() - begun
+    taken, most = time.process_time() - begun, machine.resident_bytes("VmHWM")
+    if before is None or most is None:
+        raise RuntimeError("expected VmRSS and VmHWM in /proc/self/status")
     steps = 0 if name == JSON else len(found["steps"])
-    return {"s": taken, "bytes": max(0, _resident_bytes("VmHWM") - before), "steps": steps}
+    return {"s": taken, "bytes": max(0, most - before), "steps": steps}
 
 
-def render(rows: list[dict[str, Any]], environment: dict[str, str], verdicts: list[str]) -> str:
-    """The result as Markdown."""
-    lines = ["# Reading a trace, beside json.load of the same file", ""]
-    lines += [f"- {key}: {value}" for key, value in environment.items()]
-    cells = [("trace of", "MB", "events", "arm", "s on the core", "peak MB")]
-    for row in rows:
-        size = (f"{row['file'] / 1e6:.0f}", f"{row['events']:,}")
-        cost = (f"{row['s']:.2f}", f"{row['bytes'] / 1e6:.0f}")
-        cells.append((row["device"], *size, row["arm"], *cost))
-    lines += ["", paired.table(cells), "", *(f"- {verdict}" for verdict in verdicts)]
-    return "\n".join(lines) + "\n"
+class Trace(runner.Benchmark):
+    """A file of each device, read by each arm in a process of its own."""
 
+    name = "trace"
+    title = "Reading a trace, beside json.load of the same file"
 
-def _verdicts(rows: list[dict[str, Any]]) -> list[str]:
-    said = []
-    for row in rows:
-        if row["arm"] != JSON:
-            holds = row["s"] <= MOST_S and row["bytes"] <= MOST_BYTES and row["steps"] > 0
-            said.append(
-                f"{'holds' if holds else 'missed'}: {row['arm']}, {row['device']}: {row['s']:.2f} "
-                f"s and {row['bytes'] / 1e6:.0f} MB, bounds {MOST_S:g} s and "
-                f"{MOST_BYTES / 1e6:g} MB"
-            )
-    return said
+    def declare(self, parser: argparse.ArgumentParser) -> None:
+        """How large the file is."""
+        parser.add_argument("--bytes", type=int, default=100_000_000, help="of the file")
 
-
-def main(argv: list[str]) -> int:
-    """Measure, print, and write `trace.md` and `trace.json`."""
-    parser = argparse.ArgumentParser(prog="python -m spec_tests.benchmarks trace")
-    parser.add_argument("--impl", action="append", help="as for the suite; default: solution")
-    parser.add_argument("--bytes", type=int, default=100_000_000, help="of the file")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
-    options = parser.parse_args(argv)
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="trainspec-") as folder:
-        for device in DEVICES:
-            path = Path(folder) / "rank0_trace.json"
-            count = write_trace(path, device, options.bytes)
-            size = {"device": device, "file": path.stat().st_size, "events": count}
-            for arm in (JSON, *(options.impl or ["solution"])):
-                worlds = Worlds()  # a new process for each: a peak does not go down again
-                try:
+    def sections(self, options: argparse.Namespace, worlds: Worlds) -> Iterator[runner.Section]:
+        """One table."""
+        rows = []
+        with tempfile.TemporaryDirectory(prefix="trainspec-") as folder:
+            for device in DEVICES:
+                path = Path(folder) / "rank0_trace.json"
+                count = write_trace(path, device, options.bytes)
+                size = {"device": device, "file": path.stat().st_size, "events": count}
+                for arm in (JSON, *options.impl):
+                    worlds.close()  # a new process for each: a peak does not go down again
                     [found] = worlds.world(1).run(body, arm, path, timeout_s=600, grace_s=60)
-                finally:
-                    worlds.close()
-                rows.append({**size, "arm": arm, **found})
-    verdicts, environment = _verdicts(rows), paired.environment()
-    text = render(rows, environment, verdicts)
-    print(text)
-    paired.write(options.out, "trace", text, {"environment": environment, "rows": rows})
-    return int(any(not verdict.startswith("holds") for verdict in verdicts))
+                    rows.append({**size, "arm": arm, **found})
+        cells = [("trace of", "MB", "events", "arm", "s on the core", "peak MB")]
+        for row in rows:
+            file = (f"{row['file'] / 1e6:.0f}", f"{row['events']:,}")
+            cost = (f"{row['s']:.2f}", f"{row['bytes'] / 1e6:.0f}")
+            cells.append((row["device"], *file, row["arm"], *cost))
+        verdicts = [_verdict(row) for row in rows if row["arm"] != JSON]
+        yield runner.Section("", [runner.table(cells), runner.bullets(verdicts)], rows)
+
+
+def _verdict(row: dict[str, Any]) -> str:
+    holds = row["s"] <= MOST_S and row["bytes"] <= MOST_BYTES and row["steps"] > 0
+    return runner.verdict(
+        holds,
+        f"{row['arm']}, {row['device']}: {row['s']:.2f} s and {row['bytes'] / 1e6:.0f} MB, bounds "
+        f"{MOST_S:g} s and {MOST_BYTES / 1e6:g} MB",
+    )
+
+
+BENCHMARK = Trace()

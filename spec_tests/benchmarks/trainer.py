@@ -26,16 +26,12 @@ missed or the A/A arm voids the run.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
-import json
 import math
 import os
 import statistics
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -43,12 +39,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from spec_tests.benchmarks import paired
+from spec_tests.benchmarks import paired, runner
+from spec_tests.benchmarks.runner import Found
 from spec_tests.rig.rank import Context
-from spec_tests.rig.world import Worlds
 from spec_tests.target import load, parse
 
-RESULTS = Path(__file__).with_name("results")
 BARE, COUNTS, AGREEMENT, RECORD, AGAIN = PARTS = (
     *("bare", "+ counts", "+ agreement", "+ record"),
     "bare again",
@@ -64,10 +59,11 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 # ------------------------------------------------------------------------------------ in the ranks
 
 
-class Loop:
-    """A loop with the parts that its label names; `take` runs so many steps."""
+class Loop(paired.Arm):
+    """A loop with the parts that its label names."""
 
     def __init__(self, ctx: Context, label: str) -> None:
+        super().__init__()
         torch.manual_seed(0)
         module = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY))
         self.num_ranks = ctx.world_size
@@ -80,9 +76,9 @@ class Loop:
         self.counts, self.agrees, self.records = (parts >= n for n in (1, 2, 3))
         self.agrees = self.agrees and self.num_ranks > 1
 
-    def take(self, steps: int) -> None:
-        """So many optimizer steps."""
-        for finished in range(steps):
+    def take(self, num_steps: int) -> None:
+        """Run so many optimizer steps."""
+        for finished in range(num_steps):
             self._step(finished)
 
     def _step(self, finished: int) -> dict[str, float] | None:
@@ -135,13 +131,13 @@ class Trained(Loop):
         super().__init__(ctx, BARE)
         self.train = load(parse(name)).train
 
-    def take(self, steps: int) -> None:
-        """So many optimizer steps, in one call."""
+    def take(self, num_steps: int) -> None:
+        """Run so many optimizer steps, in one call."""
         self.train(
             self.model,
             self.optimizer,
             self.batches,
-            steps=steps,
+            steps=num_steps,
             global_batch_size=NUM_MICRO * MICRO_BATCH * self.num_ranks,
             micro_batch_size=MICRO_BATCH,
             max_norm=MAX_NORM,
@@ -163,149 +159,80 @@ def _batches(seed: int) -> Iterator[Batch]:
     return itertools.cycle(pairs)  # type: ignore[arg-type]  # each has two
 
 
-def arm_labels(impls: list[str], num_ranks: int) -> list[str]:
-    """Names of the arms, in the order of an even round."""
-    parts = [p for p in PARTS[:-1] if p != AGREEMENT or num_ranks > 1]
-    return [*parts, *impls, AGAIN]
-
-
-def body(ctx: Context, impls: list[str], num_rounds: int) -> dict[str, Any]:
-    """Rank body: all arms, all rounds; this rank's seconds, and the weights of each arm."""
-    labels = arm_labels(impls, ctx.world_size)
-    loops = [Trained(ctx, name) if name in impls else Loop(ctx, name) for name in labels]
-    for loop in loops:
-        loop.take(STEPS_PER_BLOCK)
-    weights = [next(loop.model.parameters()).detach().clone() for loop in loops]
-    rounds = [_round(ctx, loops, index) for index in range(num_rounds)]
-    return {"weights": weights, "rounds": rounds}
-
-
-def _round(ctx: Context, loops: list[Loop], index: int) -> dict[str, list[float]]:
-    seconds, core_seconds = [0.0] * len(loops), [0.0] * len(loops)
-    for number in paired.order(len(loops), index):
-        ctx.barrier()
-        start, core_start = time.perf_counter(), time.process_time()
-        loops[number].take(STEPS_PER_BLOCK)
-        seconds[number] = (time.perf_counter() - start) / STEPS_PER_BLOCK
-        core_seconds[number] = (time.process_time() - core_start) / STEPS_PER_BLOCK
-    return {"seconds": seconds, "core_seconds": core_seconds}
-
-
 # ----------------------------------------------------------------------------------- in the parent
 
 
-def summarise(impls: list[str], ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians, what each arm adds to the one before it, and the verdicts."""
-    labels = arm_labels(impls, len(ranks))
-    _check_weights(labels, ranks)
-    times = {
-        kind: {label: _of_ranks(ranks, kind, number) for number, label in enumerate(labels)}
-        for kind in ("seconds", "core_seconds")
-    }
-    core = times["core_seconds"]
-    added = {}
-    for label in labels[1:]:
-        # What stands before an implementation is all that it has to do.
-        before = BARE if label == AGAIN else RECORD if label in impls else _before(labels, label)
-        differences = [1e6 * (a - b) for a, b in zip(core[label], core[before], strict=True)]
-        low, high = paired.median_interval(sorted(differences))
-        added[label] = [statistics.median(differences), low, high]
-    return {
-        "num_rounds": len(core[BARE]),
-        "us": {
-            kind: {label: 1e6 * statistics.median(v) for label, v in of.items()}
-            for kind, of in times.items()
-        },
-        "added_core_us": added,
-        "against_bare": {
-            label: paired.ratio(core[label], core[BARE]) for label in labels if label != BARE
-        },
-    }
+class Trainer(runner.Comparison):
+    """Loops with one thing more each, in time on the cores."""
 
-
-def _before(labels: list[str], label: str) -> str:
-    return labels[labels.index(label) - 1]
-
-
-def _of_ranks(ranks: list[dict[str, Any]], kind: str, number: int) -> list[float]:
-    """Per round: the slowest rank's seconds, or the core seconds of the mean rank."""
-    combine: Callable[[list[float]], float] = max if kind == "seconds" else statistics.fmean
-    return [
-        combine([rank["rounds"][index][kind][number] for rank in ranks])
-        for index in range(len(ranks[0]["rounds"]))
+    name = "trainer"
+    title = "A trainer's step, paired against a bare loop of the same arithmetic"
+    all_cases = [
+        runner.Case(f"{n} rank(s)", num_ranks=n, num_steps=STEPS_PER_BLOCK, num_rounds=100)
+        for n in (1, 2)
     ]
+    bases, again = (BARE,), AGAIN
+    clock, max_others = "core_seconds", float("inf")
+    columns = {
+        "us": lambda found, label: f"{1e3 * found.timings.ms()[label]:.0f}",
+        "core us": lambda found, label: (
+            f"{1e3 * found.timings.ms('core_seconds')[label] / found.case.num_ranks:.0f}"
+        ),
+        "adds, core us": lambda found, label: adds(found, label),
+        "core against bare": runner.against(BARE),
+    }
 
+    @property
+    def note(self) -> str:  # type: ignore[override]  # as busy as the machine is when it is over
+        """How it was measured, and how busy the machine was."""
+        return (
+            f"{NUM_MICRO} micro-batches of {MICRO_BATCH} x {LENGTH} tokens per step and rank, "
+            "AdamW, 1 thread; microseconds per step, `core` on the cores and per rank; what an arm "
+            "adds is the paired median with its 95 % interval, to the arm above it; load average "
+            f"meanwhile {os.getloadavg()[0]:.0f}, which core time feels least"
+        )
 
-def _check_weights(labels: list[str], ranks: list[dict[str, Any]]) -> None:
-    """The same arithmetic: equal weights but for rounding, or nothing here means anything."""
-    for rank in ranks:
-        for label, weights in zip(labels, rank["weights"], strict=True):
-            difference = float((weights - rank["weights"][0]).abs().max())
+    def arms(self, ctx: Context, case: Any, impls: list[str]) -> dict[str, paired.Arm]:
+        """All train alike: equal weights but for rounding, or nothing here means anything."""
+        parts = [p for p in PARTS[:-1] if p != AGREEMENT or ctx.world_size > 1]
+        arms = {
+            label: Trained(ctx, label) if label in impls else Loop(ctx, label)
+            for label in (*parts, *impls, AGAIN)
+        }
+        for label, arm in arms.items():
+            arm.take(STEPS_PER_BLOCK)
+            weights, expected = (next(a.model.parameters()) for a in (arm, arms[BARE]))
+            difference = float((weights - expected).detach().abs().max())
             # Twenty AdamW steps of 1e-3: another sum moves a weight by far more than this.
             if not difference <= 1e-5:
-                raise SystemExit(f"expected {label} to train as {BARE}, weights off {difference}")
+                raise ValueError(f"expected {label} to train as {BARE}, weights off {difference}")
+        return dict(arms)
+
+    def kept(self, timings: paired.Timings) -> str:
+        """Return what is said below the table."""
+        return f"{timings.num_kept} rounds of {STEPS_PER_BLOCK} steps."
+
+    def verdicts(self, found: Found) -> list[str]:
+        """Of one rank only, where nothing but this process decides."""
+        return super().verdicts(found) if found.case.num_ranks == 1 else []
+
+    def bounds(self, found: Found, name: str) -> Iterator[str]:
+        """Core time beside the bare loop."""
+        ratio = found.timings.ratio(name, BARE)
+        yield runner.at_most(ratio, BOUND, f"{name} against {BARE} at most {{}}")
 
 
-def verdicts(result: dict[str, Any], impls: list[str]) -> list[str]:
-    """Of one rank, where nothing but this process decides."""
-    again = result["against_bare"][AGAIN]
-    if paired.is_void(again):
-        low, high = paired.AA_RANGE
-        return [f"void: bare against itself {again}, expected within {low}-{high}"]
-    said = []
-    for name in impls:
-        high = result["against_bare"][name].high
-        word = "holds" if high <= BOUND else "missed"
-        said.append(f"{word}: {name} against {BARE} at most {high:.3f}, bound {BOUND}")
-    return said
+def adds(found: Found, label: str) -> str:
+    """Return what an arm costs beyond the one before it; an implementation has all to do."""
+    if label == BARE:
+        return ""
+    before = found.labels[found.labels.index(label) - 1]
+    before = BARE if label == AGAIN else RECORD if label in found.impls else before
+    core = found.timings.core_seconds
+    scale = 1e6 / found.case.num_ranks
+    differences = sorted(scale * (a - b) for a, b in zip(core[label], core[before], strict=True))
+    low, high = paired.median_interval(differences)
+    return f"{statistics.median(differences):.0f} [{low:.0f}, {high:.0f}]"
 
 
-def render(results: dict[int, dict[str, Any]], environment: dict[str, str]) -> str:
-    """The results as Markdown."""
-    lines = ["# A trainer's step, paired against a bare loop of the same arithmetic", ""]
-    lines += [f"- {key}: {value}" for key, value in environment.items()]
-    lines.append(
-        f"- {NUM_MICRO} micro-batches of {MICRO_BATCH} x {LENGTH} tokens per step and rank, AdamW, "
-        "1 thread; microseconds per step, `core` on the cores and per rank; what an arm adds is "
-        "the paired median with its 95 % interval, to the arm above it; load average meanwhile "
-        f"{os.getloadavg()[0]:.0f}, which core time feels least"
-    )
-    for num_ranks, result in results.items():
-        rows = [("arm", "us", "core us", "adds, core us", "core against bare")]
-        for label, us in result["us"]["core_seconds"].items():
-            added = result["added_core_us"].get(label)
-            says = "" if added is None else "{:.0f} [{:.0f}, {:.0f}]".format(*added)
-            wall, ratio = result["us"]["seconds"][label], result["against_bare"].get(label, "1")
-            rows.append((label, f"{wall:.0f}", f"{us:.0f}", says, str(ratio)))
-        lines += ["", f"## {num_ranks} rank(s)", "", paired.table(rows), ""]
-        lines.append(f"{result['num_rounds']} rounds of {STEPS_PER_BLOCK} steps.")
-        lines += ["", *[f"- {verdict}" for verdict in result.get("verdicts", [])]]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def main(argv: list[str]) -> int:
-    """Measure, print, and write `trainer.md` and `trainer.json`."""
-    parser = argparse.ArgumentParser(prog="python -m spec_tests.benchmarks trainer")
-    parser.add_argument("--impl", action="append", help="as for the suite; default: solution")
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
-    options = parser.parse_args(argv)
-    impls = options.impl or ["solution"]
-    worlds, results = Worlds(), {}
-    try:
-        for num_ranks in (1, 2):
-            ranks = worlds.world(num_ranks).run(
-                body, impls, options.rounds, timeout_s=3600.0, grace_s=60.0
-            )
-            results[num_ranks] = summarise(impls, list(ranks))
-    finally:
-        worlds.close()
-    results[1]["verdicts"] = said = verdicts(results[1], impls)
-    environment = paired.environment()
-    text = render(results, environment)
-    print(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "trainer.md").write_text(text)
-    record = {"environment": environment, "results": results}
-    (options.out / "trainer.json").write_text(json.dumps(record, indent=1, default=vars) + "\n")
-    return int(any(not verdict.startswith("holds") for verdict in said))
+BENCHMARK = Trainer()

@@ -20,230 +20,99 @@ voids the run.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from spec_tests.benchmarks import paired
-from spec_tests.benchmarks.ddp import Block
-from spec_tests.benchmarks.rounds import Timings, report, run_rounds, section, verdict
+from spec_tests.benchmarks import blocks, paired, runner
+from spec_tests.benchmarks.ddp import Case
+from spec_tests.benchmarks.runner import Found, against, mebibytes, milliseconds, verdict
 from spec_tests.rig.rank import Context
-from spec_tests.rig.world import Worlds
-from spec_tests.target import Implementation, load, parse
+from spec_tests.target import load, parse
 
-RESULTS = Path(__file__).with_name("results")
-BASELINE, VIEWS, AGAIN = "torch", "torch views", "torch again"
-NUM_RANKS = 2
+BASE, VIEWS, AGAIN = "torch", "torch views", "torch again"
+BOUNDS = {"1M": {BASE: 0.7, VIEWS: 1.05}, "25M": {BASE: 0.9, VIEWS: 1.05}}
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-RATE = 1e-3
 
 
-@dataclass(frozen=True)
-class Size:
-    """A stack of residual feed-forward blocks, and how much of it to measure."""
+class Arm(paired.Arm):
+    """A sharded AdamW of a model whose parameters all have a gradient, after two steps."""
 
-    name: str
-    width: int
-    num_blocks: int
-    steps_per_block: int
-    num_rounds: int
-    bounds: dict[str, float]
-
-    def build(self) -> nn.Module:
-        """The model, with a gradient for every parameter."""
-        torch.manual_seed(0)
-        model = nn.Sequential(*[Block(self.width) for _ in range(self.num_blocks)])
+    def __init__(self, case: Case, shard: Callable[..., Any], **options: Any) -> None:
+        super().__init__()
+        model = blocks.stack(case.width, case.num_blocks)
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
-        return model
+        self.optimizer = shard(model.parameters(), torch.optim.AdamW, lr=1e-3, **options)
+        self.take(2)  # state is made, parameters move into flat buffers
+        inner = getattr(
+            self.optimizer, "optim", self.optimizer
+        )  # PyTorch's keeps it one level down
+        values = (value for entry in inner.state.values() for value in entry.values())
+        self.facts["state"] = sum(v.nbytes for v in values if isinstance(v, torch.Tensor))
+
+    def step(self) -> None:
+        """What is timed."""
+        self.optimizer.step()
 
 
-SIZES = {
-    "1M": Size("1M", 128, 8, 8, 120, {BASELINE: 0.7, VIEWS: 1.05}),
-    "25M": Size("25M", 512, 12, 2, 40, {BASELINE: 0.9, VIEWS: 1.05}),
-}
+def sizes(case: Case) -> list[int]:
+    """Return the bytes of each parameter."""
+    return [p.nbytes for p in blocks.stack(case.width, case.num_blocks).parameters()]
 
 
-# ------------------------------------------------------------------------------------- in the ranks
+class Zero1(runner.Comparison):
+    """Sharded optimizers, by what they are called with."""
 
-
-def body(ctx: Context, size: Size, impls: list[str], num_rounds: int) -> dict[str, Any]:
-    """Rank body: all arms, all rounds. Times per arm and round, this rank's and the machine's."""
-    _keep_freed_memory()
-    loaded = {name: load(parse(name)) for name in impls}
-    arms = [_arm(size, label, loaded) for label in arm_labels(impls)]
-    for arm in arms:
-        arm.step()  # state is made, parameters move into flat buffers
-        arm.step()
-    rounds = run_rounds(ctx, arms, size.steps_per_block, num_rounds)
-    return {"state": [_state_bytes(arm) for arm in arms], "rounds": rounds}
-
-
-def _keep_freed_memory() -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
-    if mallopt is not None:
-        for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
-            mallopt(option, 2**30)
-
-
-def arm_labels(impls: list[str]) -> list[str]:
-    """Names of the arms, in the order of an even round: equal things far apart."""
-    return [BASELINE, *impls, VIEWS, AGAIN]
-
-
-def _arm(size: Size, label: str, loaded: dict[str, Implementation]) -> torch.optim.Optimizer:
-    parameters = size.build().parameters()
-    if label in (BASELINE, VIEWS, AGAIN):
-        views = label == VIEWS
-        return ZeroRedundancyOptimizer(
-            parameters, torch.optim.AdamW, parameters_as_bucket_view=views, lr=RATE
-        )
-    made: torch.optim.Optimizer = loaded[label].sharded_optimizer(
-        parameters, torch.optim.AdamW, lr=RATE
-    )
-    return made
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    inner = getattr(optimizer, "optim", optimizer)  # PyTorch's keeps it one floor down
-    return sum(
-        value.nbytes
-        for entry in inner.state.values()
-        for value in entry.values()
-        if isinstance(value, torch.Tensor)
-    )
-
-
-# ----------------------------------------------------------------------------------- in the parent
-
-
-@dataclass(frozen=True)
-class Result:
-    """What one size showed."""
-
-    size: str
-    num_parameters: int
-    labels: list[str]
-    ms: dict[str, float]
-    core_ms: dict[str, float]
-    against: dict[str, dict[str, paired.Ratio]]
-    state: dict[str, int]
-    unsharded_state: int
-    num_rounds: int
-    num_dropped: int
-    verdicts: list[str]
-
-
-def summarise(
-    size: Size, impls: list[str], ranks: list[dict[str, Any]], max_others: float
-) -> Result:
-    """Times of the kept rounds, their paired ratios, and what they say about the bounds."""
-    labels = arm_labels(impls)
-    timings = Timings.of(labels, ranks, max_others=max_others)
-    against = {base: timings.against(base) for base in (BASELINE, VIEWS)}
-    state = {label: max(rank["state"][n] for rank in ranks) for n, label in enumerate(labels)}
-    sizes = [p.nbytes for p in size.build().parameters()]
-    return Result(
-        size=size.name,
-        num_parameters=sum(sizes) // 4,
-        labels=labels,
-        ms=timings.ms,
-        core_ms=timings.core_ms,
-        against=against,
-        state=state,
-        unsharded_state=2 * sum(sizes),
-        num_rounds=timings.num_kept,
-        num_dropped=timings.num_dropped,
-        verdicts=timings.voids(BASELINE, AGAIN) or _verdicts(size, impls, against, state, sizes),
-    )
-
-
-def _verdicts(
-    size: Size,
-    impls: list[str],
-    against: dict[str, dict[str, paired.Ratio]],
-    state: dict[str, int],
-    sizes: list[int],
-) -> list[str]:
-    said: list[str] = []
-    for name in impls:
-        for base, bound in size.bounds.items():
-            high = against[base][name].high
-            words = f"{name} against {base} at most {high:.3f}, bound {bound}"
-            said.append(verdict(high <= bound, words))
-        # Two moments, and a counter of four bytes for each parameter.
-        allowed = 2 * sum(sizes) // NUM_RANKS + 2 * max(sizes) + 4 * len(sizes)
-        words = f"{name} keeps {state[name]:,} bytes of state on a rank, bound {allowed:,}"
-        said.append(verdict(state[name] <= allowed, words))
-    return said
-
-
-def sections(results: list[Result]) -> list[str]:
-    """The tables as lines of Markdown."""
-    lines = []
-    for result in results:
-        rows = [
-            (
-                "arm",
-                "ms",
-                "core ms",
-                "against torch",
-                "against torch views",
-                "state MiB",
-                "of unsharded",
-            )
-        ]
-        for label in result.labels:
-            of_torch, of_views = (result.against[base].get(label) for base in (BASELINE, VIEWS))
-            kept = result.state[label]
-            rows.append(
-                (
-                    label,
-                    f"{result.ms[label]:.2f}",
-                    f"{result.core_ms[label]:.2f}",
-                    str(of_torch or "1"),
-                    str(of_views or "1"),
-                    f"{kept / 2**20:.2f}",
-                    f"{kept / result.unsharded_state:.3f}",
-                )
-            )
-        lines += section(f"{result.size} ({result.num_parameters:,} parameters)", rows, result)
-    return lines
-
-
-def main(argv: list[str]) -> int:
-    """Measure, print, and write `zero1.md` and `zero1.json`."""
-    parser = argparse.ArgumentParser(prog="python -m spec_tests.benchmarks zero1")
-    parser.add_argument("--impl", action="append", help="as for the suite; default: solution")
-    parser.add_argument("--size", action="append", choices=list(SIZES), help="default: all")
-    parser.add_argument("--rounds", type=int, help="default: 120 at 1M, 40 at 25M")
-    parser.add_argument("--max-others", type=float, default=paired.MAX_OTHERS)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of zero1.md, zero1.json")
-    options = parser.parse_args(argv)
-    impls = options.impl or ["solution"]
-    results = []
-    worlds = Worlds()
-    try:
-        for name in options.size or list(SIZES):
-            size = SIZES[name]
-            rounds = options.rounds or size.num_rounds
-            ranks = worlds.world(NUM_RANKS).run(body, size, impls, rounds, timeout_s=3600.0)
-            results.append(summarise(size, impls, list(ranks), options.max_others))
-    finally:
-        worlds.close()
-    return report(
-        options.out,
-        "zero1",
-        "AdamW step of ZeRO-1, paired against PyTorch's ZeroRedundancyOptimizer",
+    name = "zero1"
+    title = "AdamW step of ZeRO-1, paired against PyTorch's ZeroRedundancyOptimizer"
+    note = (
         "2 ranks on gloo, 1 thread each, fp32, update and exchange only, malloc keeps what is "
         "freed; ratios are paired medians with their 95 % interval; state is of the rank that has "
-        "most",
-        results,
-        sections(results),
+        "most"
     )
+    all_cases = (
+        Case("1M (1,055,744 parameters)", "1M", 2, 8, 120, width=128, num_blocks=8),
+        Case("25M (25,208,832 parameters)", "25M", 2, 2, 40, width=512, num_blocks=12),
+    )
+    bases, again = (BASE, VIEWS), AGAIN
+    columns = {
+        "ms": milliseconds(".2f"),
+        "core ms": milliseconds(".2f", "core_seconds"),
+        "against torch": against(BASE),
+        "against torch views": against(VIEWS),
+        "state MiB": mebibytes("state", ".2f"),
+        "of unsharded": lambda found, label: (
+            f"{found.most(label, 'state') / (2 * sum(sizes(found.case))):.3f}"
+        ),
+    }
+
+    def arms(self, ctx: Context, case: Any, impls: list[str]) -> dict[str, paired.Arm]:
+        """PyTorch's in two ways, and those under test."""
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
+        if mallopt is not None:
+            for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+                mallopt(option, 2**30)
+        return {
+            BASE: Arm(case, ZeroRedundancyOptimizer),
+            **{name: Arm(case, load(parse(name)).sharded_optimizer) for name in impls},
+            VIEWS: Arm(case, ZeroRedundancyOptimizer, parameters_as_bucket_view=True),
+            AGAIN: Arm(case, ZeroRedundancyOptimizer),
+        }
+
+    def bounds(self, found: Found, name: str) -> Iterator[str]:
+        """Time, and half of the state."""
+        for base, bound in BOUNDS[found.case.size].items():
+            ratio = found.timings.ratio(name, base)
+            yield runner.at_most(ratio, bound, f"{name} against {base} at most {{}}")
+        # Two moments, and a counter of four bytes for each parameter.
+        each, kept = sizes(found.case), found.most(name, "state")
+        allowed = 2 * sum(each) // found.case.num_ranks + 2 * max(each) + 4 * len(each)
+        words = f"{name} keeps {kept:,} bytes of state on a rank, bound {allowed:,}"
+        yield verdict(kept <= allowed, words)
+
+
+BENCHMARK = Zero1()

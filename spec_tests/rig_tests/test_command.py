@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -279,6 +280,12 @@ def test_an_installed_suite_serves_pytest_from_another_folder(tmp_path: Path):
 def test_help_is_the_manual(capsys):
     assert command.main(["--help"]) == 0
     assert "Exit status" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_the_manual_names_every_subcommand_and_each_has_a_main(name: str):
+    assert f"python -m spec_tests {name} " in (command.__doc__ or "")
+    assert callable(import_module(command.COMMANDS[name]).main)
 
 
 def test_options_are_found_in_both_spellings():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from spec_tests import ledger
+from spec_tests.__main__ import COMMANDS
 from spec_tests.contract import FUNCTIONS
 from spec_tests.impostors import CATALOGUE
 from spec_tests.rig import expectations, judge
@@ -20,7 +21,7 @@ SUITE = PACKAGE_ROOT
 REFERENCE = REPOSITORY_ROOT / "solution"
 PAGES = [SUITE / "README.md", SUITE / "DISPUTE.md", SUITE / "impostors" / "README.md"]
 PAGES += [REFERENCE / "README.md"] if REFERENCE.is_dir() else []
-SUBCOMMANDS = {"ledger", "impostors", "compare", "new"}
+SUBCOMMANDS = {"check", "ledger", "impostors", *COMMANDS}
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")
 

@@ -50,7 +50,7 @@ def test_the_table_of_defects_names_clauses_and_files_that_exist():
     known = {clause.id for clause in ledger.load_all()}
 
     clauses = {name for name in named if re.fullmatch(r"[a-z0-9]+(\.[a-z0-9-]+){2}", name)}
-    files = {name for name in named if name.startswith("scripts/")}
+    files = {name for name in named if name.startswith("reference_tests/")}
 
     assert len(clauses) > 30
     assert clauses <= known, clauses - known

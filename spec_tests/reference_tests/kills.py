@@ -1,4 +1,4 @@
-"""`python -m spec_tests.scripts.kills [--runs 50] [--seed 0]`: kill ranks, compare with no kill.
+"""`python -m spec_tests kills [--runs 50] [--seed 0]`: kill ranks, compare with no kill.
 
 Each run is two ranks under `torchrun --max-restarts=1` that train for 40 steps and save after every
 third, half of the runs in the background. One rank, drawn at random, is killed with SIGKILL at a
@@ -33,9 +33,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spec_tests.reference_tests.agents import Agent, torchrun
+from spec_tests.reference_tests.tokens import shard
 from spec_tests.rig.zygote import start_zygote
-from spec_tests.scripts.agents import Agent, torchrun
-from spec_tests.scripts.tokens import shard
 
 STEPS, SAVE_EVERY, NUM_RANKS = 40, 3, 2
 FLAGS = (
@@ -255,7 +255,7 @@ def table(findings: Sequence[Finding]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """The command; 0 if no kill made a difference."""
-    parser = argparse.ArgumentParser(prog="python -m spec_tests.scripts.kills")
+    parser = argparse.ArgumentParser(prog="python -m spec_tests kills")
     parser.add_argument("--runs", type=int, default=50, help="how many, with one kill each")
     parser.add_argument("--seed", type=int, default=0, help="of ranks and moments")
     options = parser.parse_args(arguments)
@@ -290,7 +290,3 @@ def prepare(place: Path) -> None:
     for index in range(2):
         path = place / "data" / f"x_train_{index:06d}.bin"
         path.write_bytes(shard(3000, seed=index, vocabulary=64))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

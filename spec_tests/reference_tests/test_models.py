@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from spec_tests.scripts.launch import run
+from spec_tests.reference_tests.launch import run
 
 PROGRAM = """
 import collections

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_tests.scripts.tokens import shard
+from spec_tests.reference_tests.tokens import shard
 
 
 def pytest_configure(config):

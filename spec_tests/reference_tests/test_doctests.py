@@ -2,7 +2,7 @@
 
 import json
 
-from spec_tests.scripts.launch import run
+from spec_tests.reference_tests.launch import run
 
 PROGRAM = """
 import doctest

@@ -3,7 +3,7 @@
 import importlib.util
 import json
 
-from spec_tests.scripts.launch import run
+from spec_tests.reference_tests.launch import run
 
 PROGRAM = """
 import functools

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from spec_tests.scripts.hub_server import Hub, serving
-from spec_tests.scripts.launch import run, run_ranks
-from spec_tests.scripts.tokens import shard
+from spec_tests.reference_tests.hub_server import Hub, serving
+from spec_tests.reference_tests.launch import run, run_ranks
+from spec_tests.reference_tests.tokens import shard
 
 pytest.importorskip("huggingface_hub")
 
@@ -46,6 +46,11 @@ def fetch(hub, tmp_path, *flags):
     return run(
         PREPARE, "--hub", "--out", tmp_path / "out", *flags, folder=tmp_path, environment=settings
     )
+
+
+def fetch_on_two_ranks(hub, tmp_path):
+    flags, settings = ("--hub", "--out", tmp_path / "out"), environment(hub, tmp_path)
+    return run_ranks(PREPARE, *flags, num_ranks=2, folder=tmp_path, environment=settings)
 
 
 def arrived(tmp_path):
@@ -94,13 +99,7 @@ def test_an_interrupted_download_goes_on_where_it_stopped(hub, tmp_path):
 
 
 def test_of_two_ranks_the_first_one_downloads(hub, tmp_path):
-    ranks = run_ranks(
-        PREPARE,
-        *("--hub", "--out", tmp_path / "out"),
-        num_ranks=2,
-        folder=tmp_path,
-        environment=environment(hub, tmp_path),
-    )
+    ranks = fetch_on_two_ranks(hub, tmp_path)
 
     assert [rank.status for rank in ranks] == [0, 0], ranks
     assert downloads(hub) == [VAL, FIRST]
@@ -111,13 +110,7 @@ def test_of_two_ranks_the_first_one_downloads(hub, tmp_path):
 def test_a_failed_download_ends_every_rank(hub, tmp_path):
     hub.files.clear()
 
-    ranks = run_ranks(
-        PREPARE,
-        *("--hub", "--out", tmp_path / "out"),
-        num_ranks=2,
-        folder=tmp_path,
-        environment=environment(hub, tmp_path),
-    )
+    ranks = fetch_on_two_ranks(hub, tmp_path)
 
     assert [rank.status for rank in ranks] == [2, 2], ranks
     assert "fineweb_val_000000.bin" in ranks[0].err

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from spec_tests.scripts.launch import Outcome, Started, start
+from spec_tests.reference_tests.launch import Outcome, Started, start
 
 # In a store that attempts share, the ranks of the second one find the addresses of the first.
 ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from spec_tests.scripts.launch import run, run_ranks
+from spec_tests.reference_tests.launch import run, run_ranks
 
 BASELINE, DDP, FSDP = (f"solution.train_{name}" for name in ("baseline", "ddp", "fsdp"))
 SMALL = (

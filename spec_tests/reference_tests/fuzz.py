@@ -1,4 +1,4 @@
-"""`python -m spec_tests.scripts.fuzz [--files 1000] [--seed 0]`: damaged shards, one after another.
+"""`python -m spec_tests fuzz [--files 1000] [--seed 0]`: damaged shards, one after another.
 
 A right shard of random tokens is cut, extended, has bits flipped, is replaced by something foreign,
 by nothing, by a folder, by what is no file, or claims another number of tokens. `token_loader` of
@@ -30,11 +30,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spec_tests.reference_tests.tokens import shard
 from spec_tests.rig.errors import RankDied, RankHung, RankRaised
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import World, Worlds
 from spec_tests.rig.zygote import start_zygote
-from spec_tests.scripts.tokens import shard
 from spec_tests.target import load, parse
 
 HEADER_BYTES, MAGIC, VERSION = 1024, 20240520, 1
@@ -224,7 +224,7 @@ def table(counts: Counter[tuple[str, str]]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """The command; 0 if every file was read as it is or refused in words."""
-    parser = argparse.ArgumentParser(prog="python -m spec_tests.scripts.fuzz")
+    parser = argparse.ArgumentParser(prog="python -m spec_tests fuzz")
     parser.add_argument("--files", type=int, default=1000, help="how many")
     parser.add_argument("--seed", type=int, default=0, help="of kinds and damages")
     parser.add_argument("--impl", default="solution", help="as for the suite")
@@ -236,9 +236,3 @@ def main(arguments: Sequence[str]) -> int:
     end += f"{time.perf_counter() - begun:.0f} s"
     sys.stdout.write("\n".join([table(counts), "", *wrong, end]) + "\n")
     return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    from spec_tests.scripts import fuzz  # a body travels by the name of its module
-
-    sys.exit(fuzz.main(sys.argv[1:]))

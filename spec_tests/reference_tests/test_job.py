@@ -5,8 +5,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from spec_tests.scripts.launch import run, run_ranks, start
-from spec_tests.scripts.tokens import shard
+from spec_tests.reference_tests.launch import run, run_ranks, start
+from spec_tests.reference_tests.tokens import shard
 
 BASELINE, DDP = "solution.train_baseline", "solution.train_ddp"
 SMALL = (

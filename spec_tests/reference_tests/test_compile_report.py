@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_tests.scripts.launch import ROOT, run
+from spec_tests.reference_tests.launch import ROOT, run
 
 # Three kernels as shipped, delta, and one of the other kind: a tile that four warps cannot hold.
 PROGRAM = """

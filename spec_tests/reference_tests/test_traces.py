@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from spec_tests.measure.timeline import Timeline
-from spec_tests.scripts.launch import ROOT, run, run_ranks
+from spec_tests.reference_tests.launch import ROOT, run, run_ranks
 
 BASELINE, DDP, FSDP = (f"solution.train_{name}" for name in ("baseline", "ddp", "fsdp"))
 NUM_STEPS, RECORDED, MICRO_BATCHES = 5, [4, 5], 2

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from spec_tests.scripts.launch import run, run_ranks, start
-from spec_tests.scripts.test_job import BASELINE, DDP, SMALL, steps, summary
+from spec_tests.reference_tests.launch import run, run_ranks, start
+from spec_tests.reference_tests.test_job import BASELINE, DDP, SMALL, steps, summary
 
 STEPS = ("--steps", 20, "--save-every", 1)
 INTERRUPTED = 4

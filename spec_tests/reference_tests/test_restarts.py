@@ -1,7 +1,7 @@
 """torchrun's own engine around the reference: a rank killed, a run told to stop, two nodes.
 
 The commands for several nodes are taken from `solution/README.md` and run. A few pinned kills;
-fifty drawn at random are a command, `python -m spec_tests.scripts.kills`.
+fifty drawn at random are a command, `python -m spec_tests kills`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import subprocess
 import pytest
 from torch.distributed.run import get_args_parser
 
-from spec_tests.scripts import kills
-from spec_tests.scripts.agents import HAS_PROC, torchrun
-from spec_tests.scripts.kills import FLAGS, MODES, Finding, Kill, Whole
-from spec_tests.scripts.launch import ROOT, free_port, run, run_ranks
+from spec_tests.reference_tests import kills
+from spec_tests.reference_tests.agents import HAS_PROC, torchrun
+from spec_tests.reference_tests.kills import FLAGS, MODES, Finding, Kill, Whole
+from spec_tests.reference_tests.launch import ROOT, free_port, run, run_ranks
 
 DDP = "solution.train_ddp"
 LATER = 12

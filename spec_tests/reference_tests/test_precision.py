@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from spec_tests.scripts.launch import run, run_ranks
+from spec_tests.reference_tests.launch import run, run_ranks
 
 PROGRAM = """
 import json

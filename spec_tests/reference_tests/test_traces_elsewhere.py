@@ -15,7 +15,7 @@ from importlib.util import find_spec
 import pytest
 
 from spec_tests.measure.timeline import Timeline
-from spec_tests.scripts.launch import run
+from spec_tests.reference_tests.launch import run
 
 pytestmark = pytest.mark.skipif(
     find_spec("hta") is None,

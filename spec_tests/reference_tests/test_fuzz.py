@@ -1,4 +1,4 @@
-"""`python -m spec_tests.scripts.fuzz`: a part of its files, and that it knows what is wrong."""
+"""`python -m spec_tests fuzz`: a part of its files, and that it knows what is wrong."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from spec_tests.scripts import fuzz
-from spec_tests.scripts.tokens import shard
+from spec_tests.reference_tests import fuzz
+from spec_tests.reference_tests.tokens import shard
 
 TOKENS = 9
 WINDOWS = [([0, 0, 0, 0], [0, 0, 0, 0])] * 2

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from spec_tests.scripts.launch import run, run_ranks
-from spec_tests.scripts.test_job import BASELINE, DDP, SMALL, steps, summary
+from spec_tests.reference_tests.launch import run, run_ranks
+from spec_tests.reference_tests.test_job import BASELINE, DDP, SMALL, steps, summary
 
 SAVES = ("--checkpoint-dir", "saved", "--save-every", 1)
 

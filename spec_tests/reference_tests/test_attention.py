@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from spec_tests.scripts.launch import run
+from spec_tests.reference_tests.launch import run
 
 PROGRAM = """
 import json

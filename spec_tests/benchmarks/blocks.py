@@ -1,0 +1,35 @@
+"""The model of the benchmarks of wrappers: a stack of residual feed-forward blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+NUM_TOKENS = 64  # per micro-batch and rank
+
+
+class Block(nn.Module):
+    """x + W2 gelu(W1 norm(x)): the greater part of a transformer's parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, width] to the same."""
+        hidden = nn.functional.gelu(self.up(self.norm(x)))
+        return x + self.down(hidden)
+
+
+def stack(width: int, num_blocks: int) -> nn.Sequential:
+    """Return the model, the same on every rank and in every arm."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block(width) for _ in range(num_blocks)])
+
+
+def batches(width: int, rank: int, number: int = 1) -> list[torch.Tensor]:
+    """Return a rank's micro-batches, each `[NUM_TOKENS, width]`."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(NUM_TOKENS, width, generator=generator) for _ in range(number)]

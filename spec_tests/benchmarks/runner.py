@@ -1,0 +1,362 @@
+"""One declaration per benchmark, and what runs them all.
+
+A `Benchmark` says what is measured, beside what, and what must hold; `Comparison` is the common
+form of it: in the ranks `arms` builds the things that are compared, in the parent every case
+becomes a table of `columns` and every bound a line of `bounds`. `run` reads the options, measures
+section by section and writes `NAME.md` to read and `NAME.json` to compute with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spec_tests.benchmarks import machine, paired
+from spec_tests.benchmarks.paired import Arm, Ratio, Timings
+from spec_tests.rig.rank import Context
+from spec_tests.rig.world import Worlds
+
+RESULTS = Path(__file__).with_name("results")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: Markdown below a heading (or none), and the same as data."""
+
+    heading: str
+    blocks: Sequence[str]
+    record: Any = None
+
+    @property
+    def text(self) -> str:
+        """The Markdown, without a newline at its end."""
+        return "\n\n".join(
+            [f"## {self.heading}"] * bool(self.heading) + [*filter(None, self.blocks)]
+        )
+
+
+class Benchmark:
+    """What is measured, and what must hold.
+
+    Attributes:
+        name: of the module and of the files that are written.
+        title: of the page.
+        note: what the page says about how it was measured; may be set while measuring.
+        device: what the page names instead of the CPU; may be set while measuring.
+        facts_last: the tables come before date, machine and note.
+    """
+
+    name: str
+    title: str
+    note: str = ""
+    device: str = ""
+    facts_last = False
+
+    def declare(self, parser: argparse.ArgumentParser) -> None:
+        """Add the benchmark's own options."""
+
+    def sections(self, options: argparse.Namespace, worlds: Worlds) -> Iterator[Section]:
+        """Measure; yield each part of the page as soon as it is done."""
+        raise NotImplementedError
+
+    def chosen(self, options: argparse.Namespace) -> Benchmark:
+        """Return the benchmark that the options ask for: another one on another device."""
+        return self
+
+    def place(self, heading: str) -> Any:
+        """Return where a section belongs among the others, as a sort key."""
+        return 0
+
+
+# ----------------------------------------------------------------------------- paired comparisons
+
+
+@dataclass(frozen=True)
+class Case:
+    """One table: on how many ranks, and how much is timed.
+
+    Attributes:
+        heading: of the table; empty where there is one table only.
+        size: what --size chooses by.
+        num_steps: that an arm runs in a round.
+    """
+
+    heading: str
+    size: str = ""
+    num_ranks: int = 2
+    num_steps: int = 1
+    num_rounds: int = 20
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one case showed.
+
+    Attributes:
+        impls: the implementations, by the names under which they were given.
+        facts: arm to what it showed, rank by rank.
+    """
+
+    case: Any
+    impls: list[str]
+    labels: list[str]
+    timings: Timings
+    facts: dict[str, list[dict[str, Any]]]
+
+    def most(self, label: str, fact: str) -> Any:
+        """Return the largest value of a fact over ranks."""
+        return max(of_rank[fact] for of_rank in self.facts[label])
+
+
+Column = Callable[[Found, str], str]
+
+
+def milliseconds(form: str, clock: str = "seconds") -> Column:
+    """Return the column of medians: of a step, on the slowest rank or on all cores."""
+    return lambda found, label: format(found.timings.ms(clock)[label], form)
+
+
+def against(base: str) -> Column:
+    """Return the column of ratios to an arm."""
+    return lambda found, label: str(found.timings.against(base).get(label, 1))
+
+
+def mebibytes(fact: str, form: str) -> Column:
+    """Return the column of a fact that is a number of bytes."""
+    return lambda found, label: format(found.most(label, fact) / 2**20, form)
+
+
+class Comparison(Benchmark):
+    """Arms measured round by round, all in the same ranks.
+
+    Attributes:
+        bases: arms that others are compared with; the first is the one that `again` repeats.
+        clock: "seconds" or "core_seconds": of what the ratios are.
+        max_others: rounds in which others used more of the cores are dropped.
+    """
+
+    bases: Sequence[str]
+    again: str
+    columns: Mapping[str, Column]
+    clock = "seconds"
+    max_others = paired.MAX_OTHERS
+    all_cases: Sequence[Any] = ()
+
+    def arms(self, ctx: Context, case: Any, impls: list[str]) -> dict[str, Arm]:
+        """In the ranks: return the arms in the order of an even round, equal things far apart."""
+        raise NotImplementedError
+
+    def bounds(self, found: Found, name: str) -> Iterator[str]:
+        """Yield a verdict for each thing that must hold of an implementation."""
+        raise NotImplementedError
+
+    def cases(self, options: argparse.Namespace) -> Iterator[Any]:
+        """Yield the tables that the options ask for."""
+        for case in self.all_cases:
+            if options.case in case.heading and case.size in (options.size or [case.size]):
+                yield case
+
+    def declare(self, parser: argparse.ArgumentParser) -> None:
+        """Add what all comparisons take."""
+        parser.add_argument("--rounds", type=int, help="at most; default: as the case has it")
+        parser.add_argument(
+            "--seconds", type=float, default=float("inf"), help="for the rounds of a table"
+        )
+        parser.add_argument(
+            "--max-others",
+            type=float,
+            default=self.max_others,
+            help="part of the cores; noisier rounds are dropped",
+        )
+        parser.add_argument("--case", default="", help="words of a table's heading; default: all")
+        parser.add_argument("--add", action="store_true", help="keep --out's tables of other cases")
+        sizes = list(dict.fromkeys(case.size for case in self.all_cases if case.size))
+        parser.add_argument("--size", action="append", choices=sizes, help="default: all")
+
+    def sections(self, options: argparse.Namespace, worlds: Worlds) -> Iterator[Section]:
+        """Measure case by case."""
+        for case in self.cases(options):
+            yield self.section(self.compare(worlds, case, options))
+
+    def compare(self, worlds: Worlds, case: Any, options: argparse.Namespace) -> Found:
+        """Measure one case in its ranks."""
+        wanted = case.num_rounds if options.rounds is None else options.rounds
+        # A case without rounds of its own is not timed, however many are asked for.
+        arguments = (self.name, case, options.impl, min(wanted, case.num_rounds * wanted))
+        ranks = self.run(worlds, case, (*arguments, options.seconds))
+        labels = list(ranks[0]["facts"])
+        rounds = [rank["rounds"] for rank in ranks]
+        timings = Timings.of(labels, rounds, clock=self.clock, max_others=options.max_others)
+        facts = {label: [rank["facts"][label] for rank in ranks] for label in labels}
+        return Found(case, options.impl, labels, timings, facts)
+
+    def run(self, worlds: Worlds, case: Any, arguments: tuple[Any, ...]) -> list[dict[str, Any]]:
+        """Return what `measured` returns on each rank."""
+        world = worlds.world(case.num_ranks)
+        return list(world.run(measured, *arguments, timeout_s=3600.0, grace_s=60.0))
+
+    def verdicts(self, found: Found) -> list[str]:
+        """Return a verdict for each bound, or why there is none."""
+        return found.timings.voids(self.bases[0], self.again) or [
+            said for name in found.impls for said in self.bounds(found, name)
+        ]
+
+    def section(self, found: Found) -> Section:
+        """Return the table of one case with its verdicts."""
+        verdicts = self.verdicts(found)
+        blocks = [self.table(found), self.kept(found.timings), bullets(verdicts)]
+        return Section(found.case.heading, blocks, self.record(found, verdicts))
+
+    def table(self, found: Found) -> str:
+        """Return a row for each arm."""
+        rows = [[label, *(cell(found, label) for cell in self.columns.values())]
+                for label in found.labels]  # fmt: skip
+        return table([["arm", *self.columns], *rows])
+
+    def kept(self, timings: Timings) -> str:
+        """Return what is said below the table."""
+        return f"{timings.num_kept} rounds kept, {timings.num_dropped} dropped as noisy."
+
+    def record(self, found: Found, verdicts: list[str]) -> dict[str, Any]:
+        """Return the case as data."""
+        timings = found.timings
+        return {
+            "heading": found.case.heading,
+            "num_ranks": found.case.num_ranks,
+            "labels": found.labels,
+            "ms": timings.ms(),
+            "core_ms": timings.ms("core_seconds"),
+            "against": {base: timings.against(base) for base in self.bases},
+            "facts": found.facts,
+            "num_rounds": timings.num_kept,
+            "num_dropped": timings.num_dropped,
+            "verdicts": verdicts,
+        }
+
+
+def measured(
+    ctx: Context | None, name: str, case: Any, impls: list[str], num_rounds: int, seconds: float
+) -> dict[str, Any]:
+    """Rank body: build the arms of a case and run its rounds."""
+    arms = find(name).arms(ctx, case, impls)
+    try:
+        rounds = paired.run_rounds(ctx, list(arms.values()), case.num_steps, num_rounds, seconds)
+    finally:
+        for arm in arms.values():
+            arm.close()
+    return {"facts": {label: arm.facts for label, arm in arms.items()}, "rounds": rounds}
+
+
+# ----------------------------------------------------------------------------------------- a page
+
+
+def verdict(holds: bool, words: str) -> str:
+    """Return one bound in words."""
+    return f"{'holds' if holds else 'missed'}: {words}"
+
+
+def at_most(ratio: Ratio, bound: float, words: str) -> str:
+    """Return the verdict on the upper end of a ratio; `words` has a place for it."""
+    return verdict(ratio.high <= bound, f"{words.format(f'{ratio.high:.3f}')}, bound {bound}")
+
+
+def bullets(lines: Sequence[str]) -> str:
+    """Return Markdown of a list."""
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return Markdown of `rows`, the first of which is the header."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def find(name: str) -> Any:
+    """Return the declaration of a benchmark."""
+    return importlib.import_module(f"spec_tests.benchmarks.{name}").BENCHMARK
+
+
+def earlier(folder: Path, name: str) -> list[Section]:
+    """Return the sections that are there, each with when and how it was measured.
+
+    Raises:
+        FileNotFoundError: nothing was measured there.
+    """
+    page, data = folder / f"{name}.md", folder / f"{name}.json"
+    if not (page.exists() and data.exists()):
+        missing = page if not page.exists() else data
+        raise FileNotFoundError(f"--add expected {missing}, found no file; measure without --add")
+    record = json.loads(data.read_text())
+    how = "measured: {date}, {command}".format(**record["environment"])
+    sections = []
+    _, *texts = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
+    for text, result in zip(texts, record["results"], strict=True):
+        heading, _, body = text.strip().partition("\n\n")
+        body = body if "\n- measured: " in body else f"{body}\n- {how}"
+        record_of = {**result, "measured": result.get("measured") or how}
+        sections.append(Section(heading, [body], record_of))
+    return sections
+
+
+def run(name: str, arguments: Sequence[str]) -> int:
+    """Measure and write the page; return 1 where a bound is missed or a measurement void."""
+    benchmark = find(name)
+    parser = argparse.ArgumentParser(prog=f"python -m spec_tests.benchmarks {name}")
+    parser.add_argument("--impl", action="append", help="as for the suite; default: solution")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    benchmark.declare(parser)
+    options = parser.parse_args(arguments)
+    options.impl = options.impl or ["solution"]
+    benchmark = benchmark.chosen(options)
+    sections, kept = (
+        [],
+        earlier(options.out, benchmark.name) if getattr(options, "add", False) else [],
+    )
+    worlds = Worlds(max_pools=1)  # at 124M the ranks of one take half of 24 GiB
+    status = 0
+    try:
+        for section in benchmark.sections(options, worlds):
+            sections.append(section)
+            sys.stderr.write(f"measured: {section.heading or name}\n")
+    finally:  # who interrupts a long run keeps the tables that are done
+        worlds.close()
+        if sections:
+            done = {section.heading for section in sections}
+            sections += [section for section in kept if section.heading not in done]
+            sections.sort(key=lambda section: benchmark.place(section.heading))
+            environment = machine.environment([name, *arguments])
+            environment["device"] = benchmark.device or environment["device"]
+            status = write(benchmark, options.out, sections, environment)
+    return status
+
+
+def write(
+    benchmark: Benchmark, folder: Path, sections: Sequence[Section], environment: dict[str, str]
+) -> int:
+    """Print and write the page; return 1 where anything on it is missed or void."""
+    facts = [f"{key}: {value}" for key, value in environment.items()]
+    head = bullets([*facts, benchmark.note] if benchmark.note else facts)
+    texts = [section.text for section in sections]
+    blocks = [*texts, head] if benchmark.facts_last else [head, *texts]
+    text = "\n\n".join([f"# {benchmark.title}", *blocks]) + "\n"
+    print(text)
+    results = [section.record for section in sections if section.record is not None]
+    record = {"environment": environment, "results": results}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{benchmark.name}.md").write_text(text)
+    (folder / f"{benchmark.name}.json").write_text(
+        json.dumps(record, indent=1, default=vars) + "\n"
+    )
+    return int(bool(re.search(r"^- (?:missed|void): ", text, flags=re.MULTILINE)))
