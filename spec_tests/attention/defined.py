@@ -36,14 +36,15 @@ def as_defined(world: World, subject: str, problem: Problem, *names: str) -> Non
 
     Raises:
         Violation: it names the tensors, the broken rule and what the values look like.
-        NotOffered: the backward is left open, and the forward is right.
+        NotOffered: the backward is left open, and what the clause asks of the forward holds.
     """
     __tracebackhide__ = True
     if {*GRADIENTS} & {*names} and not offers_backward(world, subject):
         names = tuple(name for name in names if name not in GRADIENTS)
-        seen = bodies.observe(world, subject, bodies.forward, problem, lse="L" in names)
-        rules.close(seen, problem, names=names, tf32=is_tf32(world))
-        raise NotOffered("the backward is left open; the forward is right")
+        if names:  # the forward is judged all the same
+            seen = bodies.observe(world, subject, bodies.forward, problem, lse="L" in names)
+            rules.close(seen, problem, names=names, tf32=is_tf32(world))
+        raise NotOffered("the backward is left open")
     if not {*GRADIENTS} & {*names}:
         seen = bodies.observe(world, subject, bodies.forward, problem, lse="L" in names)
     else:
@@ -146,15 +147,16 @@ def offers_backward(world: World, subject: str) -> bool:
     return _TAKES[key]
 
 
-def takes_dtype(world: World, subject: str, dtype: str) -> bool:
-    """Whether a forward of the exercise's sizes has an answer in that dtype."""
-    key = (world.target, subject, world.transport, dtype)
+def takes_dtype(world: World, subject: str, dtype: str, *, is_differentiated: bool = False) -> bool:
+    """Whether a forward of the exercise's sizes, or its backward, has an answer in that dtype."""
+    key = (world.target, subject, world.transport, dtype, is_differentiated)
+    body = bodies.gradients if is_differentiated else bodies.forward
     if dtype == "float32":
         return True
     if key not in _TAKES:
         _TAKES[key] = False
         with _aside(), contextlib.suppress(*FAILURES):
-            bodies.observe(world, subject, bodies.forward, AS_THE_EXERCISE.but(dtype=dtype))
+            bodies.observe(world, subject, body, AS_THE_EXERCISE.but(dtype=dtype))
             _TAKES[key] = True
     return _TAKES[key]
 

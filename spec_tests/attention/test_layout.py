@@ -292,7 +292,8 @@ def test_offsets_may_exceed_two_to_the_31(world, subject, dim):
     long sequence still wraps round, to other values or to a fault of the process.
     """
     # Half the bytes of float32, where it is taken.
-    dtype = "float16" if takes_dtype(world, subject, "float16") else "float32"
+    takes_half = takes_dtype(world, subject, "float16", is_differentiated=True)
+    dtype = "float16" if takes_half else "float32"
     # One head or one batch: what joins the two copies nothing, and keeps the stride.
     batch, heads = [(3, 1), (1, 3), (1, 1)][dim]
     problem = Problem(seq_q=20, seq_k=40, batch=batch, heads=heads, dtype=dtype)

@@ -73,20 +73,21 @@ def judged(world, subject, toy):
 
 
 @clause("ddp.construction.buffers-from-first-rank", source=PAPER, worlds=(2, 3))
-def test_every_rank_starts_from_the_first_ranks_buffers(world, subject):
+@pytest.mark.parametrize("toy", ["buffers", "transient"])
+def test_every_rank_starts_from_the_first_ranks_buffers(world, subject, toy):
     """After construction every rank MUST hold the first rank's buffers, integers and booleans too.
 
     Running statistics that differ between ranks make evaluation depend on the rank that does it.
     """
-    ranks = world.run(construct, subject, "buffers", 7)
+    ranks = world.run(construct, subject, toy, 7)
 
-    own = [oracle.buffers("buffers", 7 + rank) for rank in range(world.size)]
+    own = [oracle.buffers(toy, 7 + rank) for rank in range(world.size)]
     judge.tensors(
         [rank["buffers"] for rank in ranks],
         own[0],
         quantity="first rank's buffer",
         hints=[Hint("the rank kept its own buffers: only parameters were broadcast", own)],
-        given="toy 'buffers', seed 7 + rank",
+        given=f"toy {toy!r}, seed 7 + rank",
     )
 
 

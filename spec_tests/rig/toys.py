@@ -131,7 +131,6 @@ class Buffers(nn.Module):
 
     counts: torch.Tensor
     mask: torch.Tensor
-    table: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,10 +140,17 @@ class Buffers(nn.Module):
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("counts", torch.zeros(3, dtype=torch.int64))
         self.register_buffer("mask", torch.zeros(4, dtype=torch.bool))
-        self.register_buffer("table", torch.zeros(3), persistent=False)  # in no state dict
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.linear(x)) * x[:, :4]
+
+
+class Transient(Buffers):
+    """A buffer that is in no state dict, such as a table of rotations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(3), persistent=False)
 
 
 class Convolution(nn.Module):
@@ -329,6 +335,7 @@ TOYS = {
         Toy("branches", Branches),
         Toy("unused", Unused, weights=2, inputs=3),
         Toy("buffers", Buffers, weights=2, inputs=3),
+        Toy("transient", Transient, weights=2, inputs=3),
         Toy("conv", Convolution, weights=2, inputs=3),
         Toy("strided", Strided, weights=2, inputs=3),
         Toy("mixed", Mixed, reach=4 * 4),
