@@ -4,6 +4,7 @@
 
     solution                    the reference next to this suite, found by location
     torch                       PyTorch's own wrappers (spec_tests/impls/torch.py)
+    plain                       the shortest right code (spec_tests/plain)
     package.module              any importable module
     path/to/mine.py             a file; mine.toml beside it holds declared deviations
     path/to/package             a folder with an __init__.py
@@ -36,7 +37,11 @@ from spec_tests.rig import not_here
 
 PACKAGE_ROOT = Path(__file__).resolve().parent
 REPOSITORY_ROOT = PACKAGE_ROOT.parent
-KNOWN_IMPLEMENTATIONS = {"torch": PACKAGE_ROOT / "impls" / "torch.py"}
+KNOWN_IMPLEMENTATIONS = {
+    "torch": ("trainspec_impl_torch", PACKAGE_ROOT / "impls" / "torch.py"),
+    "plain": ("spec_tests.plain", None),
+}
+"""Module and file of the implementations in this package; one without a file is imported."""
 LAYOUTS = {
     "cs336": ("tests/adapters.py",),
     "effdl": ("fsdp.py", "homework/fsdp.py", "week05_fsdp/homework/fsdp.py"),
@@ -97,7 +102,7 @@ def parse(spec: str) -> Target:
     if spec == "solution":
         return Target(spec, "solution", _solution_folder())
     if spec in KNOWN_IMPLEMENTATIONS:
-        return Target(spec, f"trainspec_impl_{spec}", KNOWN_IMPLEMENTATIONS[spec])
+        return Target(spec, *KNOWN_IMPLEMENTATIONS[spec])
     layout, colon, path = spec.partition(":")
     if colon and layout in LAYOUTS:
         return _parse_layout(spec, layout, path)

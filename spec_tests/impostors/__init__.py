@@ -15,76 +15,23 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
-from spec_tests.impostors import (
-    attention_benign,
-    attention_calls,
-    attention_gradients,
-    attention_kernels,
-    attention_masks,
-    attention_operator,
-    attention_shapes,
-    attention_values,
-    checkpoint_benign,
-    checkpoint_content,
-    checkpoint_disk,
-    clip_benign,
-    clip_norm,
-    clip_scaling,
-    data_benign,
-    data_files,
-    data_order,
-    data_state,
-    ddp_benign,
-    ddp_construction,
-    ddp_corners,
-    ddp_costs,
-    ddp_gradients,
-    ddp_groups,
-    ddp_reductions,
-    ddp_schedules,
-    ddp_windows,
-    fsdp_benign,
-    fsdp_corners,
-    fsdp_costs,
-    fsdp_entrances,
-    fsdp_order,
-    fsdp_rows,
-    fsdp_schedules,
-    fsdp_settings,
-    fsdp_values,
-    fsdp_windows,
-    measure_memory,
-    measure_sweep,
-    measure_throughput,
-    models,
-    programs,
-    trace_content,
-    trace_times,
-    training,
-    training_benign,
-    training_gradient,
-    training_records,
-    zero1_benign,
-    zero1_groups,
-    zero1_schedules,
-    zero1_state,
-    zero1_updates,
-)
+from spec_tests.contract import FUNCTIONS
+from spec_tests.impostors import catalogue
 from spec_tests.impostors.card import Functions, Impostor
 from spec_tests.impostors.patching import forget, patched
-from spec_tests.impostors.plain_ddp import overlay
 from spec_tests.target import Target, import_target
 
 
-def _raises_always() -> Functions:
-    from spec_tests.contract import FUNCTIONS
+class _RaisesAlways:
+    @classmethod
+    def functions(cls) -> Functions:
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("forced failure")
 
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("forced failure")
-
-    return dict.fromkeys(FUNCTIONS, fail)
+        return dict.fromkeys(FUNCTIONS, fail)
 
 
 FORCED_FAILURE = Impostor(
@@ -93,7 +40,7 @@ FORCED_FAILURE = Impostor(
     "A control: machinery that rejects nothing would accept it.",
     "",
     ("ddp.gradients.mean",),
-    functions=_raises_always,
+    code=_RaisesAlways,
 )
 
 REFERENCE = Impostor(
@@ -104,65 +51,7 @@ REFERENCE = Impostor(
     (),
 )
 
-CATALOGUE: dict[str, Impostor] = {
-    impostor.id: impostor
-    for chapter in (
-        data_order,
-        data_files,
-        data_state,
-        attention_values,
-        attention_masks,
-        attention_shapes,
-        attention_gradients,
-        attention_calls,
-        attention_operator,
-        attention_kernels,
-        ddp_construction,
-        ddp_gradients,
-        ddp_reductions,
-        ddp_groups,
-        ddp_windows,
-        ddp_corners,
-        ddp_costs,
-        ddp_schedules,
-        zero1_updates,
-        zero1_groups,
-        zero1_schedules,
-        zero1_state,
-        clip_norm,
-        clip_scaling,
-        checkpoint_content,
-        checkpoint_disk,
-        training_gradient,
-        training_records,
-        training,
-        models,
-        measure_memory,
-        trace_times,
-        trace_content,
-        measure_throughput,
-        measure_sweep,
-        fsdp_corners,
-        fsdp_costs,
-        fsdp_entrances,
-        fsdp_order,
-        fsdp_rows,
-        fsdp_schedules,
-        fsdp_settings,
-        fsdp_values,
-        fsdp_windows,
-        programs,
-        attention_benign,
-        ddp_benign,
-        fsdp_benign,
-        zero1_benign,
-        clip_benign,
-        checkpoint_benign,
-        data_benign,
-        training_benign,
-    )
-    for impostor in chapter.IMPOSTORS
-} | {FORCED_FAILURE.id: FORCED_FAILURE}
+CATALOGUE: dict[str, Impostor] = {**catalogue.load(), FORCED_FAILURE.id: FORCED_FAILURE}
 
 
 def find(words: str) -> Impostor:
@@ -218,4 +107,6 @@ def build(words: str, target: Target) -> Any:
         base = import_target(target)
         for module, _, _ in patches:
             importlib.import_module(module)  # some are imported on first use
-    return overlay(base, impostor.functions() if impostor.functions else {})
+    kept = {name: getattr(base, name) for name in dir(base) if not name.startswith("_")}
+    own = impostor.functions() if impostor.functions else {}
+    return SimpleNamespace(**{**kept, **own})

@@ -1,8 +1,8 @@
 """A world of one rank without a process: for near-misses of functions that only compute.
 
 Starting a rank for each near-miss costs a second or two, which buys isolation that a function from
-a file to a dict does not need. Such a card says `alone=True`; its clauses for one rank then run in
-this process, those for several still on live ranks.
+a file to a dict does not need. Such a class says `alone = True`; its clauses for one rank then run
+in this process, those for several still on live ranks.
 """
 
 from __future__ import annotations

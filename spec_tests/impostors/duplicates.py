@@ -4,8 +4,8 @@
 
 Written alike: the same clauses must reject them in the same ways, and what they bring besides the
 bases of their chapter is the same text but for names and one token in ten. What a near-miss brings
-is the source of what its card's function reaches: what it closes over, and what of its own module
-that names. Seen alike: those clauses find the same in the same case, numbers aside.
+is the source of its class and of what that names and inherits in files of near-misses. Seen alike:
+those clauses find the same in the same case, numbers aside.
 
 The first needs no ranks and leaves a handful of pairs for the second. Two that are seen alike and
 written differently both stay: clauses observe little, and it is the writing that is repeated.
@@ -58,46 +58,34 @@ def likeness(one: list[str], other: list[str]) -> float:
 
 def tokens_of(card: Impostor) -> list[str]:
     """What the near-miss changes, in tokens."""
-    tokens = [
-        word for patch in card.patches for word in re.findall(r"\w+|[^\w\s]", " ".join(patch))
-    ]
-    for text in dict.fromkeys(_texts(card.functions, set())):
+    if card.patches:
+        return re.findall(r"\w+|[^\w\s]", " ".join(card.patches[0]))
+    tokens: list[str] = []
+    for text in dict.fromkeys(_texts(card.code, set())):
         tokens += split(text)
     return tokens
 
 
 def _texts(thing: Any, visited: set[int]) -> Iterator[str]:
-    """Sources and values of all that `thing` reaches in files of near-misses."""
-    if id(thing) in visited:
+    """Sources of the classes and functions that `thing` reaches in files of near-misses."""
+    if id(thing) in visited or not _is_own(thing):
         return
     visited.add(id(thing))
-    if isinstance(thing, types.FunctionType):
-        yield from _of_function(thing, visited)
-    elif inspect.isclass(thing):
-        yield from _of_class(thing, visited) if _is_own(thing) else ()
-    elif not callable(thing):
-        yield repr(thing)
-
-
-def _of_function(thing: types.FunctionType, visited: set[int]) -> Iterator[str]:
-    if thing.__name__ != "<lambda>":
-        yield inspect.getsource(thing)
-    elif _is_own(thing):
-        yield repr([const for const in thing.__code__.co_consts if const is not None])
-    for cell in thing.__closure__ or ():
-        yield from _texts(cell.cell_contents, visited)
-    yield from _named(thing.__code__, thing.__globals__, visited)
-
-
-def _of_class(thing: type, visited: set[int]) -> Iterator[str]:
-    yield inspect.getsource(thing)
-    for parent in thing.__mro__[1:]:
+    yield _source(thing)
+    members = [thing] if isinstance(thing, types.FunctionType) else [*vars(thing).values()]
+    for parent in getattr(thing, "__mro__", ()):
         yield from _texts(parent, visited)
-    for member in vars(thing).values():
+    for member in members:
         function = getattr(member, "__func__", member)
         function = inspect.unwrap(function) if callable(function) else function
         if isinstance(function, types.FunctionType) and _is_own(function):
             yield from _named(function.__code__, function.__globals__, visited)
+
+
+def _source(thing: Any) -> str:
+    """The text without the decorators of a class, which is the card's."""
+    text = inspect.getsource(thing)
+    return text[text.index("class ") :] if inspect.isclass(thing) else text
 
 
 def _named(code: types.CodeType, names: dict[str, Any], visited: set[int]) -> Iterator[str]:
@@ -105,15 +93,14 @@ def _named(code: types.CodeType, names: dict[str, Any], visited: set[int]) -> It
     for each in (code, *inner):
         for name in each.co_names:
             found = names.get(name)
-            if (inspect.isclass(found) or isinstance(found, types.FunctionType)) and _is_own(found):
+            if inspect.isclass(found) or isinstance(found, types.FunctionType):
                 yield from _texts(found, visited)
 
 
 def _is_own(thing: Any) -> bool:
-    """Whether it stands in a file of near-misses, and not in the bases that they share."""
+    """Whether it is in a file of near-misses, and not among the bases that they share."""
     module = getattr(thing, "__module__", "") or ""
-    place, _, file = module.rpartition(".")
-    return place == "spec_tests.impostors" and not file.startswith(("plain_", "card"))
+    return module.startswith("spec_tests.impostors.catalogue.")
 
 
 def split(text: str) -> list[str]:

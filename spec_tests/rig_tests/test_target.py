@@ -55,12 +55,13 @@ def test_the_reference_is_found_by_location():
     assert found.path == target.REPOSITORY_ROOT / "solution"
 
 
-def test_known_implementations_have_a_file_with_their_deviations():
-    for name, path in target.KNOWN_IMPLEMENTATIONS.items():
-        found = target.parse(name)
-        assert found.path == path
-        assert path.is_file()
-        assert found.expectations == path.with_suffix(".toml")
+def test_torch_has_a_file_with_its_deviations_and_plain_has_none():
+    found = target.parse("torch")
+    assert found.path == target.PACKAGE_ROOT / "impls" / "torch.py"
+    assert found.path.is_file()
+    assert found.expectations == found.path.with_suffix(".toml")
+    found = target.parse("plain")
+    assert (found.module, found.path, found.expectations) == ("spec_tests.plain", None, None)
 
 
 def test_any_importable_module_may_be_named():
@@ -104,7 +105,7 @@ def test_an_impostor_has_no_deviations():
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("nowhere", "--impl 'nowhere': expected 'solution', 'torch', an importable module, or a"),
+        ("nowhere", "--impl 'nowhere': expected 'solution', 'torch', 'plain', an importable"),
         ("no.such.module", "no such module was found. For a file give its path with the ending"),
         ("", "--impl '': expected"),
         ("two words", "--impl 'two words': expected"),

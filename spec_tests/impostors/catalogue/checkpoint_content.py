@@ -1,0 +1,295 @@
+"""Near-misses of saving and loading: something is missing, another's, or has another name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spec_tests.impostors.card import near_miss
+from spec_tests.plain.checkpoint import PlainCheckpoint, bare, rank
+
+
+@near_miss(
+    "checkpoint.step-before-counting",
+    rejected_by=("checkpoint.content.step", "checkpoint.resume.equals-uninterrupted"),
+)
+class StepBeforeCounting(PlainCheckpoint):
+    """Stores the step as it was before it was counted.
+
+    From: a course's trainer: one more update than asked for after each restart
+    Unseen: Off by one, and only after a restart.
+    """
+
+    def step_to_store(self, step):
+        return max(0, step - 1)
+
+
+@near_miss(
+    "checkpoint.no-random-state",
+    rejected_by=("checkpoint.content.random-state", "checkpoint.resume.equals-uninterrupted"),
+)
+class ForgetsGenerators(PlainCheckpoint):
+    """Does not bring back torch's generator.
+
+    From: nanoGPT, picotron and most trainers that save a state dict
+    Unseen: Models without dropout resume exactly.
+    """
+
+    def restore_rank(self, everyone, loader):
+        state = torch.get_rng_state()
+        super().restore_rank(everyone, loader)
+        torch.set_rng_state(state)
+
+
+@near_miss(
+    "checkpoint.first-ranks-random-state",
+    rejected_by=("checkpoint.content.random-state", "checkpoint.resume.wrapped"),
+)
+class FirstRanksGenerators(PlainCheckpoint):
+    """Gives the first rank's generators and loader to all ranks.
+
+    From: torchtitan issue 291: one key, many ranks, one survivor
+    Unseen: On one rank it is right.
+    """
+
+    def whose(self, everyone):
+        return 0
+
+
+@near_miss(
+    "checkpoint.no-loader",
+    rejected_by=("checkpoint.content.loader", "checkpoint.resume.equals-uninterrupted"),
+)
+class ForgetsLoader(PlainCheckpoint):
+    """Starts the data anew after each restart.
+
+    From: nanoGPT issue 467
+    Unseen: The loss is even better than before.
+    """
+
+    def restore_rank(self, everyone, loader):
+        super().restore_rank(everyone, None)
+
+
+@near_miss(
+    "checkpoint.no-moments",
+    rejected_by=("checkpoint.content.optimizer", "checkpoint.resume.equals-uninterrupted"),
+)
+class ForgetsMoments(PlainCheckpoint):
+    """Saves options of the optimizer, not its state.
+
+    From: KempnerForge pull request 115
+    Unseen: A bump in the loss that looks like noise.
+    """
+
+    def of_optimizer(self, model, optimizer):
+        found = super().of_optimizer(model, optimizer)
+        return {name: {**entry, "state": {}} for name, entry in found.items()}
+
+
+@near_miss(
+    "checkpoint.first-ranks-moments", rejected_by="checkpoint.sharded-optimizer.any-world-size"
+)
+class FirstRanksMoments(PlainCheckpoint):
+    """Saves the state that the first rank has of a sharded optimizer.
+
+    From: `if rank == 0: torch.save(optimizer.state)`, from before the optimizer was sharded
+    Unseen: It saves, it loads, and a part of the moments is warm.
+    """
+
+    def joined(self, parts):
+        return parts[0]
+
+
+@near_miss("checkpoint.no-options", rejected_by="checkpoint.content.optimizer")
+class ForgetsOptions(PlainCheckpoint):
+    """Saves state of the optimizer, not its options: the learning rate starts anew.
+
+    From: Megatron issue 7468: weight decay of the launch for a step after loading
+    Unseen: Schedules that are computed from the step hide it.
+    """
+
+    def of_optimizer(self, model, optimizer):
+        found = super().of_optimizer(model, optimizer)
+        return {name: {**entry, "options": {}} for name, entry in found.items()}
+
+
+@near_miss("checkpoint.no-buffers", rejected_by="checkpoint.content.model")
+class ForgetsBuffers(PlainCheckpoint):
+    """Leaves buffers as they were built.
+
+    From: checkpoints made of named_parameters()
+    Unseen: Transformers have none that matter.
+    """
+
+    def restore_model(self, model, saved):
+        own = dict(bare(model).named_buffers())
+        super().restore_model(model, {**saved, **{n: t.clone() for n, t in own.items()}})
+
+
+@near_miss("checkpoint.buffers-of-any-rank", rejected_by="checkpoint.resume.buffers-of-first-rank")
+class BuffersOfAnyRank(PlainCheckpoint):
+    """Saves each buffer from another rank.
+
+    From: torch.distributed.checkpoint balances who writes which name of a replicated state
+    Unseen: The statistics of each rank look plausible.
+    """
+
+    def of_model(self, model, everyone):
+        found = super().of_model(model, everyone)
+        for number, name in enumerate(everyone[0]["buffers"]):
+            found[name] = everyone[number % len(everyone)]["buffers"][name]
+        return found
+
+
+@near_miss("checkpoint.first-rank-loads", rejected_by="checkpoint.content.model")
+class OnlyFirstRankLoads(PlainCheckpoint):
+    """Fills the model on the first rank alone.
+
+    From: `if rank == 0: load()` after wrapping, when nothing is broadcast any more
+    Unseen: The first rank's log is right.
+    """
+
+    def restore_model(self, model, saved):
+        if rank() == 0:
+            super().restore_model(model, saved)
+
+
+@near_miss("checkpoint.new-parameters", rejected_by="checkpoint.content.reaches-live-objects")
+class NewParameters(PlainCheckpoint):
+    """Puts new Parameter objects into the model.
+
+    From: load_state_dict(assign=True) with an optimizer that was built before
+    Unseen: The loaded values are right; they only never change again.
+    """
+
+    def restore_model(self, model, saved):
+        bare(model).load_state_dict(saved, assign=True)
+
+
+@near_miss("checkpoint.shared-cache", rejected_by="checkpoint.content.shares-no-memory")
+class CachesReads(PlainCheckpoint):
+    """Hands out the same tensors at each load.
+
+    From: a cache of what was read, with optimizers that keep what they are given
+    Unseen: Needs two runs in one process.
+    """
+
+    def __init__(self):
+        self.known: dict[Path, dict[str, Any]] = {}
+
+    def read(self, path):
+        if path not in self.known:
+            self.known[path] = super().read(path)
+        return self.known[path]
+
+
+@near_miss(
+    "checkpoint.written-later",
+    rejected_by=("checkpoint.content.model", "checkpoint.world-size.any"),
+)
+class WritesLater(PlainCheckpoint):
+    """Writes from the live tensors some time after save has returned.
+
+    From: asynchronous saves without a copy; the step tensors of an offloaded state dict
+    Unseen: Each tensor is whole, only from different steps.
+    """
+
+    def __init__(self):
+        self.waiting: list[tuple[Path, int, dict[str, Any]]] = []
+
+    def put(self, root, step, state):
+        self.waiting.append((root, step, state))
+
+    def load(self, directory, *, model, optimizer, loader=None):
+        while self.waiting:
+            super().put(*self.waiting.pop())
+        return super().load(directory, model=model, optimizer=optimizer, loader=loader)
+
+
+@near_miss("checkpoint.steps-cold-optimizer", rejected_by="checkpoint.save.changes-nothing")
+class StepsColdOptimizer(PlainCheckpoint):
+    """Steps an optimizer without state to find out what its state is.
+
+    From: torch issue 164929, get_optimizer_state_dict
+    Unseen: No weight moves; the first real update is corrected like the second.
+    """
+
+    def of_optimizer(self, model, optimizer):
+        if not optimizer.state:
+            rates = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+                for parameter in group["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+        return super().of_optimizer(model, optimizer)
+
+
+@near_miss(
+    "checkpoint.wrappers-names",
+    rejected_by=("checkpoint.names.across-torch-wrapper", "checkpoint.names.across-own-wrappers"),
+)
+class WrappersNames(PlainCheckpoint):
+    """Saves the wrapper's state dict, `module.` prefix included.
+
+    From: the course's distributed trainer; half of all forum threads on loading
+    Unseen: It loads where it was saved.
+    """
+
+    def of_model(self, model, everyone):
+        return model.state_dict()
+
+    def check(self, module, saved):
+        pass
+
+    def restore_model(self, model, saved):
+        model.load_state_dict(saved)
+
+
+@near_miss(
+    "checkpoint.optimizer-by-position", rejected_by="checkpoint.names.optimizer-by-parameter"
+)
+class OptimizerByPosition(PlainCheckpoint):
+    """Keys optimizer state by the number of the parameter.
+
+    From: torch.optim's own state_dict
+    Unseen: The same script in the same order loads it.
+    """
+
+    def of_optimizer(self, model, optimizer):
+        return optimizer.state_dict()
+
+    def restore_optimizer(self, model, optimizer, saved):
+        optimizer.load_state_dict(saved)
+
+
+@near_miss("checkpoint.file-per-rank", rejected_by="checkpoint.world-size.any")
+class FilePerRank(PlainCheckpoint):
+    """Each rank saves and loads a file of its own.
+
+    From: the first version of every sharded checkpoint
+    Unseen: It is right as long as the world stays the same.
+    """
+
+    def root(self, directory):
+        return super().root(directory) / f"rank-{rank()}"
+
+    def save(self, directory, *, step, model, optimizer, loader=None):
+        everyone = self.gather(self.of_rank(model, loader))
+        state = {
+            "step": step,
+            "model": self.of_model(model, everyone),
+            "optimizer": self.of_optimizer(model, optimizer),
+            "ranks": everyone,
+        }
+        self.put(self.root(directory), step, state)
+
+    def load(self, directory, *, model, optimizer, loader=None):
+        self.share = lambda value: self.newest(self.root(directory))  # type: ignore[method-assign]  # every rank its own
+        return super().load(directory, model=model, optimizer=optimizer, loader=loader)

@@ -1,0 +1,194 @@
+"""Near-misses of construction and of process groups: who starts from whom, who is asked."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from spec_tests.impostors.card import near_miss
+from spec_tests.plain.ddp import PlainDdp
+
+
+@near_miss(
+    "ddp.no-broadcast",
+    rejected_by=(
+        "ddp.construction.parameters-from-first-rank",
+        "ddp.construction.buffers-from-first-rank",
+    ),
+)
+class NoBroadcast(PlainDdp):
+    """Broadcasts nothing at construction.
+
+    From: picotron's naive and bucketed wrappers rely on equal seeds.
+    Unseen: Tests seed all ranks alike, so there is nothing to broadcast.
+    """
+
+    def start_equal(self):
+        pass
+
+
+@near_miss(
+    "ddp.broadcasts-trainable-only", rejected_by="ddp.construction.parameters-from-first-rank"
+)
+class BroadcastsTrainableOnly(PlainDdp):
+    """Broadcasts trainable parameters and forgets frozen ones.
+
+    From: The loop over `requires_grad` parameters is reused for the broadcast.
+    Unseen: Few toy models have a frozen layer, and fewer tests look at it.
+    """
+
+    def start_equal(self):
+        self.take_first([p for p in self.module.parameters() if p.requires_grad])
+        self.take_first(list(self.module.buffers()))
+
+
+@near_miss("ddp.broadcasts-copies", rejected_by="ddp.construction.parameters-of-any-layout")
+class BroadcastsCopies(PlainDdp):
+    """Broadcasts `p.contiguous()` and forgets that it may be a copy.
+
+    From: gloo refuses what is not contiguous; the call is added, the copy back is not.
+    Unseen: Where parameters are contiguous it is the tensor itself.
+    """
+
+    @torch.no_grad()
+    def take_first(self, tensors):
+        for tensor in tensors:
+            dist.broadcast(tensor.detach().contiguous(), src=self.first_rank(), group=self.group)
+
+
+@near_miss("ddp.averages-at-start", rejected_by="ddp.construction.parameters-from-first-rank")
+class AveragesAtStart(PlainDdp):
+    """Averages the ranks' weights in place of taking the first rank's.
+
+    From: An all-reduce is at hand where a broadcast is meant.
+    Unseen: The ranks agree with each other afterwards.
+    """
+
+    @torch.no_grad()
+    def start_equal(self):
+        for parameter in self.module.parameters():
+            whole = parameter.detach().contiguous()
+            dist.all_reduce(whole, group=self.group)
+            parameter.copy_(whole / self.size())
+        self.take_first(list(self.module.buffers()))
+
+
+@near_miss("ddp.no-buffers-at-start", rejected_by="ddp.construction.buffers-from-first-rank")
+class NoBuffersAtStart(PlainDdp):
+    """Broadcasts parameters and forgets buffers.
+
+    From: `parameters()` does not list buffers.
+    Unseen: Models of exercises have no buffers.
+    """
+
+    def start_equal(self):
+        self.take_first(list(self.module.parameters()))
+
+
+@near_miss("ddp.float-buffers-only", rejected_by="ddp.construction.buffers-from-first-rank")
+class FloatBuffersOnly(PlainDdp):
+    """Broadcasts floating-point buffers and forgets counters and masks.
+
+    From: Buffers are flattened together, and integers do not fit in.
+    Unseen: Only running means are compared.
+    """
+
+    def start_equal(self):
+        self.take_first(list(self.module.parameters()))
+        self.take_first([b for b in self.module.buffers() if b.is_floating_point()])
+
+
+@near_miss(
+    "ddp.thaws-frozen",
+    rejected_by=("ddp.construction.keeps-requires-grad", "ddp.gradients.frozen-stay-none"),
+)
+class ThawsFrozen(PlainDdp):
+    """Switches gradients on for every parameter.
+
+    From: A wrapper that calls `requires_grad_()` so that its hooks can be registered.
+    Unseen: The loss falls faster.
+    """
+
+    def choose(self):
+        self.module.requires_grad_()
+        return list(self.module.parameters())
+
+
+@near_miss("ddp.rounds-output", rejected_by="ddp.construction.forward-is-unchanged")
+class RoundsOutput(PlainDdp):
+    """Casts the output down and up again.
+
+    From: Mixed-precision wrappers that cast outputs whatever the policy says.
+    Unseen: `allclose` with default tolerances, on outputs near one.
+    """
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        return output.bfloat16().to(output.dtype)
+
+
+@near_miss("ddp.sets-precision", rejected_by="ddp.lifecycle.leaves-no-trace")
+class SetsPrecision(PlainDdp):
+    """Sets the precision of matrix products for the whole process.
+
+    From: `torch.set_float32_matmul_precision("high")` in a recipe, moved into the wrapper.
+    Unseen: Gradients are right; what was measured before and after cannot be compared.
+
+    Right, and everything else in the process multiplies differently from here on.
+    """
+
+    def start_equal(self):
+        super().start_equal()
+        torch.set_float32_matmul_precision("high")
+
+
+@near_miss("ddp.calls-forward", rejected_by="ddp.construction.runs-the-modules-hooks")
+class CallsForward(PlainDdp):
+    """Calls the module's `forward` in place of the module.
+
+    From: `return self.module.forward(*inputs)`, as solutions of CS336 have it.
+    Unseen: Models of exercises have no hooks on the outermost module.
+    """
+
+    def forward(self, *args, **kwargs):
+        module, self._modules["module"] = self.module, _Bare(self.module)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._modules["module"] = module
+
+
+class _Bare(nn.Module):
+    """A module as it is without hooks."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return self.module.forward(*args, **kwargs)
+
+
+@near_miss("ddp.divides-by-world", rejected_by="ddp.group.divides-by-its-size")
+class DividesByWorld(PlainDdp):
+    """Divides by the size of the world in place of the group.
+
+    From: `dist.get_world_size()` without an argument; verl issue 7493 is its sibling.
+    Unseen: Tests have one group.
+    """
+
+    def scale(self, flat):
+        return flat / dist.get_world_size()
+
+
+@near_miss("ddp.first-rank-of-world", rejected_by="ddp.group.starts-from-its-first-rank")
+class FirstRankOfWorld(PlainDdp):
+    """Broadcasts over the world in place of the group.
+
+    From: `src=0` and no group in the constructor.
+    Unseen: Tests have one group.
+    """
+
+    def take_first(self, tensors):
+        group, self.group = self.group, None
+        super().take_first(tensors)
+        self.group = group

@@ -1,0 +1,254 @@
+"""Near-misses of reductions: not finished, not begun, begun anew, or in another order."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from spec_tests.impostors.card import near_miss
+from spec_tests.plain.ddp import PlainDdp
+
+
+@near_miss("ddp.drops-last-bucket", rejected_by="ddp.gradients.mean")
+class DropsLastBucket(PlainDdp):
+    """Never writes back the last, partial bucket.
+
+    From: The flush after the loop is missing.
+    Unseen: With one big bucket there is no partial one.
+    """
+
+    def finish(self):
+        if not self.has_news:
+            return
+        used = self.used_anywhere()
+        for bucket, flat, handle in self.flying[: max(1, len(self.flying) - 1)]:
+            handle.wait()
+            self.write_back(bucket, flat, used)
+        for _, _, handle in self.flying:
+            handle.wait()
+        self.new_round()
+
+
+@near_miss("ddp.sums-again-in-finish", rejected_by="ddp.gradients.finish-is-idempotent")
+class SumsAgainInFinish(PlainDdp):
+    """Sums once more at every finish.
+
+    From: The division sits in the hook, the reduction in finish.
+    Unseen: Nobody calls finish twice in a test; trainers with two optimizers do.
+
+    Divides in the hook, sums in finish, and does not ask whether there is anything new.
+    """
+
+    def on_gradient(self, index):
+        if self.is_synchronised:
+            gradient = self.trainable[index].grad
+            assert gradient is not None
+            gradient /= self.size()
+
+    @torch.no_grad()
+    def finish(self):
+        used = self.used_anywhere()
+        for index, parameter in enumerate(self.trainable):
+            if used[index]:
+                whole = self.local(index).contiguous()
+                dist.all_reduce(whole, group=self.group)
+                parameter.grad = whole.clone()
+
+
+class _NoSecondMessage(PlainDdp):
+    """Without the message about unused parameters, which waits for all that was sent before."""
+
+    def used_anywhere(self):
+        return [p.grad is not None for p in self.trainable]
+
+
+@near_miss("ddp.drops-handles", rejected_by="ddp.gradients.final-after-finish")
+class DropsHandles(_NoSecondMessage):
+    """Waits for no reduction.
+
+    From: The list of handles is filled and never read.
+    Unseen: Small tensors and punctual ranks: gloo is done before anyone looks.
+    """
+
+    def wait(self, handle):
+        pass
+
+
+@near_miss("ddp.waits-for-first-only", rejected_by="ddp.gradients.final-after-finish")
+class WaitsForFirstOnly(_NoSecondMessage):
+    """Waits for the first reduction only.
+
+    From: One variable for the handle, overwritten or read once.
+    Unseen: As before; the later ones are mostly done as well.
+    """
+
+    def wait(self, handle):
+        if handle is self.flying[0][2]:
+            handle.wait()
+
+
+@near_miss(
+    "ddp.stale-bucket",
+    rejected_by=("ddp.gradients.zero-grad-modes", "ddp.training.equals-full-batch"),
+)
+class StaleBucket(PlainDdp):
+    """Adds into buckets that nobody clears.
+
+    From: fairscale issue 354: persistent buffers and `zero_grad`.
+    Unseen: The first step is right, and tests take one step.
+    """
+
+    def launch(self, bucket):
+        self.launched += 1
+        if not hasattr(self, "store"):
+            self.store: dict[int, torch.Tensor] = {}
+        fresh = self.scale(self.flatten(bucket))
+        kept = self.store.setdefault(bucket[0], torch.zeros_like(fresh))
+        kept += fresh
+        self.flying.append((bucket, kept, self.send(kept)))
+
+
+@near_miss("ddp.sums-zeroed-views", rejected_by="ddp.gradients.zero-grad-modes")
+class SumsZeroedViews(PlainDdp):
+    """Adds the last mean again where gradients were zeroed in place.
+
+    From: Code that asks `grad is None` to learn whether a bucket is fresh.
+    Unseen: `set_to_none=True` is the default.
+
+    Takes a gradient that was set to zero for one that was set to None: keeps the old mean.
+    """
+
+    def __init__(self, *args):
+        self.means: dict[int, torch.Tensor] = {}
+        super().__init__(*args)
+
+    def register(self, index, parameter):
+        def before(gradient):
+            # In-place mode: "the gradient is still there, so the bucket still holds it too".
+            if parameter.grad is not None and index in self.means and self.is_synchronised:
+                return gradient + self.means[index]
+            return gradient
+
+        parameter.register_hook(before)
+        super().register(index, parameter)
+
+    def write_back(self, bucket, flat, used):
+        super().write_back(bucket, flat, used)
+        for index in bucket:
+            self.means[index] = self.local(index).detach().clone()
+
+
+@near_miss(
+    "ddp.waits-for-unused", rejected_by="ddp.gradients.unused-everywhere", outcomes=("hang",)
+)
+class WaitsForUnused(PlainDdp):
+    """Waits until every parameter has a gradient.
+
+    From: A counter that must reach the number of parameters.
+    Unseen: Every toy uses all its parameters.
+    """
+
+    def finish(self):
+        while self.has_news and len(self.ready) < len(self.trainable):
+            time.sleep(0.01)
+        super().finish()
+
+
+@near_miss(
+    "ddp.reduces-what-it-has",
+    rejected_by="ddp.gradients.unused-somewhere",
+    outcomes=("failed", "hang", "died"),
+)
+class ReducesWhatItHas(PlainDdp):
+    """Reduces the gradients that this rank has, in order.
+
+    From: `for p in parameters: if p.grad is not None: all_reduce(p.grad)`.
+    Unseen: All ranks use the same parameters; where sizes agree nothing even crashes.
+    """
+
+    def launch_what_is_ready(self):
+        pass
+
+    @torch.no_grad()
+    def finish(self):
+        for parameter in self.trainable:
+            if parameter.grad is not None and self.has_news:
+                whole = parameter.grad.contiguous()
+                dist.all_reduce(whole, group=self.group)
+                parameter.grad.copy_(whole / self.size())
+        self.new_round()
+
+
+@near_miss("ddp.divides-by-contributors", rejected_by="ddp.gradients.unused-somewhere")
+class DividesByContributors(PlainDdp):
+    """Divides by the number of ranks that have a gradient.
+
+    From: It looks fairer than dividing by the world size.
+    Unseen: All ranks contribute.
+    """
+
+    def launch_what_is_ready(self):
+        pass
+
+    @torch.no_grad()
+    def finish(self):
+        if not self.has_news:
+            return
+        for index, parameter in enumerate(self.trainable):
+            whole = self.local(index).contiguous()
+            count = torch.tensor(float(parameter.grad is not None))
+            dist.all_reduce(whole, group=self.group)
+            dist.all_reduce(count, group=self.group)
+            if count:
+                parameter.grad = whole / count
+        self.new_round()
+
+
+@near_miss(
+    "ddp.launches-as-ready",
+    rejected_by=("ddp.gradients.rank-dependent-order", "ddp.traffic.same-order-on-all-ranks"),
+    outcomes=("failed", "hang", "died"),
+)
+class LaunchesAsReady(PlainDdp):
+    """Launches each bucket as it becomes ready on this rank.
+
+    From: pytorch issues 72843 and 174862: collectives are paired by position.
+    Unseen: All ranks run the same graph in the same order.
+    """
+
+    def launch_what_is_ready(self):
+        flown = [bucket for bucket, _, _ in self.flying]
+        for bucket in self.buckets:
+            if bucket not in flown and self.ready.issuperset(bucket):
+                self.launch(bucket)
+
+    def finish(self):
+        flown = [bucket for bucket, _, _ in self.flying]
+        for bucket in self.buckets:
+            if bucket not in flown:
+                self.launch(bucket)
+        super().finish()
+
+
+@near_miss("ddp.divides-untouched", rejected_by="ddp.accumulation.two-finishes")
+class DividesUntouched(PlainDdp):
+    """Divides every gradient in `finish`, those as well that this backward did not touch.
+
+    From: `for p in module.parameters(): p.grad /= world_size`, the usual solution of CS336.
+    Unseen: Tests call zero_grad before each backward, and use every parameter in it.
+    """
+
+    def scale(self, flat):
+        return flat.clone()
+
+    def write_back(self, bucket, flat, used):
+        super().write_back(bucket, flat, [index in self.ready for index in range(len(used))])
+
+    def finish(self):
+        is_due = self.has_news
+        super().finish()
+        for parameter in self.trainable:
+            if is_due and parameter.grad is not None:
+                parameter.grad /= self.size()

@@ -1,0 +1,330 @@
+"""Near-misses of sharded data parallelism: what a rank keeps, and calls besides forward."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from spec_tests.impostors.card import near_miss
+from spec_tests.plain.fully_shard import PlainFsdp
+
+# ------------------------------------------------------------------------------------------- rows
+
+
+@near_miss("fsdp.deals-rows", rejected_by=("fsdp.init.nothing-lost", "fsdp.forward.equals-plain"))
+class DealsRows(PlainFsdp):
+    """Deals rows out in turns and puts them together in blocks.
+
+    From: `whole[rank::size]` next to an all-gather.
+    Unseen: Shapes are right, and a random model with mixed-up rows trains.
+    """
+
+    def cut(self, whole):
+        rows = super().cut(whole).shape[0]
+        return whole[self.rank() :: self.size()][:rows]
+
+
+@near_miss(
+    "fsdp.drops-tail",
+    rejected_by=(
+        "fsdp.init.nothing-lost-of-any-model",
+        "fsdp.init.any-number-of-rows",
+        "fsdp.forward.equals-any-plain-model",
+        "fsdp.training.equals-full-batch-of-any-model",
+    ),
+)
+class DropsTail(PlainFsdp):
+    """Keeps only as many rows as divide by the number of ranks.
+
+    From: Floor division; the Efficient DL homework demands divisibility for it.
+    Unseen: Hidden sizes are powers of two, vocabularies are not.
+    """
+
+    def cut(self, whole):
+        kept = whole.clone()
+        kept[whole.shape[0] // self.size() * self.size() :] = 0
+        return super().cut(kept)
+
+
+@near_miss("fsdp.balances-rows", rejected_by="fsdp.init.rows-as-torch-chunk")
+class BalancesRows(PlainFsdp):
+    """Deals rows out evenly under a placement that means torch.chunk.
+
+    From: `numpy.array_split` and `tensor_split` deal so.
+    Unseen: Sizes that divide are dealt out alike.
+    """
+
+    def cut(self, whole):
+        return whole.tensor_split(self.size())[self.rank()]
+
+
+@near_miss(
+    "fsdp.shape-from-local",
+    rejected_by=("fsdp.init.parameters-are-dtensors", "fsdp.init.dtensor-metadata"),
+)
+class ShapeFromLocal(PlainFsdp):
+    """Leaves shape and stride to DTensor.from_local.
+
+    From: flashoptim issue 6.
+    Unseen: Right wherever the rows divide.
+    """
+
+    def as_dtensor(self, local, like):
+        placements = [Replicate()] * (self.mesh.ndim - 1) + [Shard(0)]
+        return DTensor.from_local(local, self.mesh, placements, run_check=False)
+
+
+@near_miss("fsdp.bookkeeps-in-buffer", rejected_by="fsdp.init.the-rest-stays")
+class BookkeepsInBuffer(PlainFsdp):
+    """Keeps its rank in a buffer of the module.
+
+    From: `register_buffer` as a place for state that moves with the module.
+    Unseen: Nobody compares the keys of a checkpoint with the plain model's.
+    """
+
+    def __init__(self, module, *rest):
+        super().__init__(module, *rest)
+        module.register_buffer("shard_rank", torch.tensor(self.rank()))
+
+
+@near_miss("fsdp.holds-first-shards", rejected_by="fsdp.init.meta-device")
+class HoldsFirstShards(PlainFsdp):
+    """Gathers from the tensors of construction.
+
+    From: A list of shards made once; `to_empty` and loading put other tensors there.
+    Unseen: Optimizers update in place.
+    """
+
+    held: tuple[torch.Tensor, ...] = ()
+
+    def keep(self, rows):
+        kept = super().keep(rows)
+        self.held = (*self.held, kept)
+        return kept
+
+    def padded(self, local, piece):
+        number = next(i for i, known in enumerate(self.pieces) if known is piece)
+        return super().padded(self.held[number], piece)
+
+
+# ---------------------------------------------------------------------------------------- forward
+
+
+@near_miss("fsdp.copies-out-in-order", rejected_by="fsdp.forward.equals-plain")
+class CopiesOutInOrder(PlainFsdp):
+    """Cuts the gathered buffer by parameter first and by rank second.
+
+    From: One flat gather for several parameters without the view [ranks, elements].
+    Unseen: Units of one parameter are right.
+    """
+
+    def cut_gathered(self, pieces, whole):
+        lengths = [self.rows(p.parameter) * p.parameter.shape[1:].numel() for p in pieces]
+        return whole.split([self.size() * length for length in lengths])
+
+
+@near_miss("fsdp.evaluates-in-half", rejected_by="fsdp.forward.without-gradients")
+class EvaluatesInHalf(PlainFsdp):
+    """Gathers in bfloat16 where no gradient is recorded.
+
+    From: A fast path for evaluation.
+    Unseen: Validation loss is off in the third digit.
+    """
+
+    is_evaluation = False
+
+    def pre_forward(self, *args):
+        self.is_evaluation = not torch.is_grad_enabled()
+        return super().pre_forward(*args)
+
+    def cast_for_gather(self, own, piece):
+        own = super().cast_for_gather(own, piece)
+        return (own / 3).bfloat16().to(own.dtype) * 3 if self.is_evaluation else own
+
+
+@near_miss("fsdp.keeps-inference-tensors", rejected_by="fsdp.forward.evaluation-leaves-no-trace")
+class KeepsInferenceTensors(PlainFsdp):
+    """Cannot train after a first forward in inference mode.
+
+    From: FSDP2 of torch 2.13, whose full parameters are made in whatever mode there is.
+    Unseen: Tests train first and evaluate later.
+    """
+
+    def making_tensors(self):
+        return contextlib.nullcontext()
+
+
+@near_miss(
+    "fsdp.hooks-bare-tensors",
+    rejected_by="fsdp.forward.nested-containers",
+    outcomes=("failed", "died"),
+)
+class HooksBareTensors(PlainFsdp):
+    """Hooks outputs only where they are a tensor or a tuple of tensors.
+
+    From: `isinstance(output, torch.Tensor)` in a forward hook.
+    Unseen: Toy models return a tensor; those of the hub return a dictionary.
+    """
+
+    def post_forward(self, module, args, output):
+        if isinstance(output, torch.Tensor | tuple):
+            return super().post_forward(module, args, output)
+        super().post_forward(module, args, None)
+        return output
+
+
+@near_miss("fsdp.rounds-in-backward", rejected_by="fsdp.forward.resharding-changes-no-bit")
+class RoundsInBackward(PlainFsdp):
+    """Gathers in bfloat16 for backward.
+
+    From: A second code path for the gather in backward.
+    Unseen: Integers survive it, and losses are those of forward.
+    """
+
+    def cast_for_gather(self, own, piece):
+        own = super().cast_for_gather(own, piece)
+        return own.bfloat16().to(own.dtype) if self.in_backward else own
+
+
+@near_miss("fsdp.part-in-wrong-order", rejected_by="fsdp.forward.resharding-to-a-part")
+class PartInWrongOrder(PlainFsdp):
+    """Puts the rows of a smaller world together in another order.
+
+    From: Ranks of a sub-group taken for ranks of the world.
+    Unseen: An int for `reshard_after_forward` is seldom given.
+    """
+
+    def cut_gathered(self, pieces, whole):
+        if type(self.raf) is int and self.in_backward:
+            whole = whole.view(self.size(), -1).roll(self.raf, dims=0).reshape(-1)
+        return super().cut_gathered(pieces, whole)
+
+
+@near_miss("fsdp.registers-nothing", rejected_by="fsdp.lifecycle.registered-method")
+class RegistersNothing(PlainFsdp):
+    """Takes the registration of a method, and does nothing about it.
+
+    From: FSDP1, whose hooks know forward alone: generate() and encode() find shards.
+    Unseen: Tests call the module.
+    """
+
+    registers = False
+
+
+@near_miss("fsdp.frees-under-its-caller", rejected_by="fsdp.lifecycle.registered-method")
+class FreesUnderItsCaller(PlainFsdp):
+    """Ends a registered method as it ends a forward, in the middle of a forward as well.
+
+    From: FSDP2 of torch 2.13, with reshard_after_forward=True.
+    Unseen: A forward seldom computes on after the method that it calls.
+    """
+
+    @property
+    def num_running(self):
+        return 0
+
+    @num_running.setter
+    def num_running(self, value):
+        pass
+
+
+@near_miss("fsdp.ends-with-the-call", rejected_by="fsdp.lifecycle.registered-method")
+class EndsWithTheCall(PlainFsdp):
+    """Ends with a forward, also with one that a registered method has called.
+
+    From: Ours, once: a flag where a count belongs.
+    Unseen: Methods are called by forwards, mostly.
+    """
+
+    def post_forward(self, module, args, output):
+        self.num_running = 1
+        return super().post_forward(module, args, output)
+
+
+@near_miss("fsdp.takes-a-name", rejected_by="fsdp.init.names-of-the-model")
+class TakesANameOfTheModel(PlainFsdp):
+    """Sets `_schedule` in the module, which may have one.
+
+    From: Ours, once, and each wrapper that keeps its state in `module._state`.
+    Unseen: Toys have no attributes of their own.
+
+    Notes its pass in the module under a name that anybody might use.
+    """
+
+    def find_root(self):
+        super().find_root()
+        object.__setattr__(self.module, "_schedule", self.run)
+
+
+@near_miss("fsdp.tells-nobody", rejected_by="fsdp.backward.post-accumulate-hooks")
+class TellsNobody(PlainFsdp):
+    """Assigns gradients to shards and calls no hook that waits for them.
+
+    From: Ours, once: autograd calls such hooks for leaves of the graph, which shards are not.
+    Unseen: Optimizers mostly step after the backward.
+    """
+
+    def tell(self, piece):
+        pass
+
+
+@near_miss("fsdp.shards-what-is-not-called", rejected_by="fsdp.forward.layers-that-are-not-called")
+class ShardsWhatIsNotCalled(PlainFsdp):
+    """Makes a unit of every Linear, also of one whose weight others read.
+
+    From: nn.MultiheadAttention and its out_proj.
+    Unseen: Course models have attention of their own.
+
+    Takes every Linear for a layer that is called.
+    """
+
+    leaves_attention = False
+
+
+@near_miss("fsdp.local-for-shard", rejected_by="fsdp.refusals.unregistered-method")
+class LocalForShard(PlainFsdp):
+    """Leaves plain rows in the module between steps, where a DTensor would object.
+
+    From: Shards as plain Parameters, as courses have them: an embedding finds its first rows.
+    Unseen: A wrong shape raises in most layers.
+    """
+
+    def register(self, *, sharded):
+        super().register(sharded=sharded)
+        if sharded and self.gathered is not None:
+            for piece in self.pieces:
+                for owner, name in piece.places:
+                    owner._parameters[name] = nn.Parameter(piece.local)
+
+
+@near_miss("fsdp.ignores-nothing", rejected_by="fsdp.init.ignored-parameters")
+class IgnoresNothing(PlainFsdp):
+    """Shards the parameters that it should leave.
+
+    From: An option that is taken and not read.
+    Unseen: Outputs are the same.
+    """
+
+    def managed(self):
+        self.ignored.clear()
+        return super().managed()
+
+
+@near_miss("fsdp.reduces-ignored", rejected_by="fsdp.traffic.ignored-parameters")
+class ReducesIgnored(PlainFsdp):
+    """Averages the gradients of what it should leave.
+
+    From: A loop over all parameters at the end of backward, for those that no hook has reached.
+    Unseen: With equal batches on all ranks the mean is each one's own.
+    """
+
+    def end_of_backward(self):
+        super().end_of_backward()
+        for parameter in self.module.parameters():
+            if id(parameter) in self.ignored and parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()

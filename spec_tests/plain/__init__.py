@@ -1,0 +1,54 @@
+"""Plain implementations: the shortest right code for each function of the contract.
+
+Read these to understand an algorithm; `solution` shows it fast. One file per algorithm, each with
+every decision in a method of its own, and written apart from `solution`:
+
+    ddp            gradients averaged in buckets          train        the loop around it
+    zero1          optimizer state divided                checkpoint   save and resume
+    fsdp           parameters divided                     loader       batches for each rank
+    fully_shard    FSDP2's surface over `fsdp`            clip         norm of sharded gradients
+    attention      softmax(q k^T) v in tiles              decoder      a language model
+    memory         the peak of a step                     throughput   rates and a sweep
+    trace          what a profiler's trace says
+
+    python -m spec_tests --impl plain
+
+judges them: they conform at level `correct`. The near-misses in `spec_tests/impostors` are
+subclasses that override one method.
+"""
+
+from spec_tests.plain.attention import PlainAttention
+from spec_tests.plain.checkpoint import PlainCheckpoint
+from spec_tests.plain.clip import PlainClip
+from spec_tests.plain.decoder import PlainDecoder
+from spec_tests.plain.fully_shard import PlainFsdp
+from spec_tests.plain.loader import PlainLoader
+from spec_tests.plain.memory import PlainMemory
+from spec_tests.plain.throughput import (
+    PlainExtrapolation,
+    PlainMfu,
+    PlainSweep,
+    PlainThroughput,
+)
+from spec_tests.plain.trace import PlainTrace
+from spec_tests.plain.train import PlainTrain
+from spec_tests.plain.zero1 import PlainZero1
+
+# PlainTrain after PlainFsdp: its wrapper's finish_gradient_synchronization ends either's backward.
+for _base in (
+    PlainAttention,
+    PlainCheckpoint,
+    PlainClip,
+    PlainDecoder,
+    PlainFsdp,
+    PlainLoader,
+    PlainMemory,
+    PlainExtrapolation,
+    PlainMfu,
+    PlainSweep,
+    PlainThroughput,
+    PlainTrace,
+    PlainTrain,
+    PlainZero1,
+):
+    globals().update(_base.functions())

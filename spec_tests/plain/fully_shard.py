@@ -1,0 +1,316 @@
+"""`fully_shard`, as PyTorch's FSDP2 offers it, on top of the units of `fsdp`.
+
+Problem: a model is sharded unit by unit, in place, and must still look like the user's module.
+
+Idea: `fully_shard(module)` makes a unit of what no unit further down has taken and gives the
+module's class the methods of `FSDPModule`. The unit knows what a user may do between passes.
+
+Steps
+    1. Refuse what cannot be sharded, by name: scalars, integers, modules without a forward.
+    2. Cast inputs to `param_dtype` and outputs to `output_dtype`; gather in `param_dtype`.
+    3. A call of the root while a backward is still on means that an exception ended it: start anew.
+    4. Before a state dict is made or loaded, register the shards; after a load adopt new ones.
+
+`fsdp` is CS336's whole-model shape: each Linear and Embedding whose weight nobody shares is a unit,
+the rest is replicated, and its gradients are averaged.
+
+Source: torch.distributed.fsdp.fully_shard; CS336, assignment 2.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from spec_tests.plain.fsdp import Done, Unit, modules_without_units
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """In which dtypes a unit computes, reduces and returns; None means that of its input."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+class PlainFsdp(Unit):
+    """A unit with casts, prefetch hints, loads between steps, and recovery after an exception."""
+
+    refuses = True
+    registers = True  # methods beside forward
+    leaves_attention = True  # whose inner layer is not called
+    replicates_rest = True  # what belongs to no layer of a whole model
+    shards_itself = True  # a whole model that is a layer
+    layers: Any = nn.Linear | nn.Embedding  # that are sharded in a whole model
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.forward_prefetch: list[PlainFsdp] = []
+        self.backward_prefetch: list[PlainFsdp] | None = None
+        self.module.register_state_dict_pre_hook(self.before_state_dict)
+        self.module.register_load_state_dict_pre_hook(self.before_load)
+
+    def before_state_dict(self, *ignored: Any) -> None:
+        self.reshard()
+
+    def before_load(self, *ignored: Any) -> None:
+        self.reshard()
+
+    def launch_gather(self) -> None:
+        self.adopt()
+        super().launch_gather()
+
+    def adopt(self) -> None:
+        """Whatever is registered now is the parameter: a load may have put a new one there."""
+        for piece in self.pieces:
+            owner, name = piece.places[0]
+            current = owner._parameters[name]
+            if current is not piece.parameter and isinstance(current, DTensor):
+                piece.parameter = current  # type: ignore[assignment]  # a DTensor Parameter
+                for other, word in piece.places:
+                    other._parameters[word] = piece.parameter
+            if piece.full is not None:
+                piece.full.requires_grad_(piece.parameter.requires_grad)
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.find_root()
+        self.recover()
+        if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
+            args, kwargs = self.cast((args, kwargs), self.policy.param_dtype)
+        return super().pre_forward(module, args, kwargs)
+
+    def recover(self) -> None:
+        """A backward that is still on when the model is called anew was interrupted."""
+        if self.is_root and self.run.is_callback_queued:
+            for unit in self.run.units:
+                unit.in_backward, unit.num_running = False, 0
+                for piece in unit.pieces:
+                    if piece.full is not None:
+                        piece.full.grad = None
+            self.run.order.clear()
+            self.run.is_callback_queued = False
+
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        output = super().post_forward(module, args, output)
+        if self.num_running == 0 and self.policy.output_dtype is not None:
+            output = self.cast(output, self.policy.output_dtype)
+        return output
+
+    def cast(self, values: Any, dtype: torch.dtype) -> Any:
+        return tree_map_only(
+            torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values
+        )
+
+    def next_in_forward(self) -> list[Unit]:
+        return [*self.forward_prefetch]
+
+    def next_in_backward(self) -> list[Unit]:
+        hints = self.backward_prefetch
+        return super().next_in_backward() if hints is None else [*hints]
+
+    def finish(self) -> None:
+        """Whatever is left after a backward of a whole model: nothing."""
+
+    @classmethod
+    def functions(cls) -> dict[str, Any]:
+        """Return the contract's functions for this class of units."""
+
+        def fully_shard(
+            module, *, mesh=None, reshard_after_forward=None, mp_policy=None, ignored_params=(),
+            **options,
+        ):  # fmt: skip
+            if isinstance(module, list):
+                for part in module:
+                    fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward)
+                return module
+            if mesh is None:
+                mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            policy = mp_policy or MixedPrecisionPolicy()
+            if cls.refuses:
+                require_shardable(module, mesh, reshard_after_forward, policy)
+            module._plain_fsdp = cls(module, mesh, reshard_after_forward, policy, ignored_params)
+            kind = type(module)
+            module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+            return module
+
+        def fsdp(module, *, compute_dtype=None):
+            policy = MixedPrecisionPolicy(param_dtype=compute_dtype)
+            uses = Counter(
+                id(p) for m in module.modules() for p in m._parameters.values() if p is not None
+            )
+            for layer in cls.layers_of(module):
+                if uses[id(layer.weight)] == 1:
+                    fully_shard(layer, mp_policy=policy)
+            if not hasattr(module, "_plain_fsdp"):
+                plain = [p for p in module.parameters() if not isinstance(p, DTensor)]
+                fully_shard(module, ignored_params=plain if cls.replicates_rest else ())
+            return WholeModel(module)
+
+        return {
+            "finish_gradient_synchronization": lambda model: model.finish(),
+            "fully_shard": fully_shard,
+            "register_fsdp_forward_method": register_fsdp_forward_method,
+            "fsdp": fsdp,
+            "full_parameters": full_parameters,
+            "MixedPrecisionPolicy": MixedPrecisionPolicy,
+        }
+
+    @classmethod
+    def layers_of(cls, module: nn.Module) -> list[Any]:
+        """The layers of a whole model that become units."""
+        inside = {
+            part
+            for attention in module.modules()
+            if isinstance(attention, nn.MultiheadAttention) and cls.leaves_attention
+            for part in attention.modules()
+        }
+        layers = [part for part in module.modules() if isinstance(part, cls.layers)]
+        if not cls.shards_itself:
+            inside.add(module)
+        return [layer for layer in layers if layer not in inside]
+
+
+class FSDPModule:
+    """The methods that a sharded module gains."""
+
+    _plain_fsdp: PlainFsdp
+
+    def _units(self, recurse: bool = True) -> list[PlainFsdp]:
+        modules = self.modules() if recurse else [self]  # type: ignore[attr-defined]  # a Module
+        return [m._plain_fsdp for m in modules if hasattr(m, "_plain_fsdp")]
+
+    def unshard(self, async_op: bool = False) -> Any:
+        self._plain_fsdp.unshard()
+        self._plain_fsdp.register(sharded=False)
+        return Done() if async_op else None
+
+    def reshard(self) -> None:
+        self._plain_fsdp.reshard()
+
+    def set_requires_gradient_sync(self, flag: bool, *, recurse: bool = True) -> None:
+        for unit in self._units(recurse):
+            unit.is_synchronised = flag
+
+    def set_reshard_after_backward(self, flag: bool, *, recurse: bool = True) -> None:
+        for unit in self._units(recurse):
+            unit.reshard_after_backward = flag
+
+    def set_requires_all_reduce(self, flag: bool, *, recurse: bool = True) -> None:
+        for unit in self._units(recurse):
+            unit.all_reduces = flag
+
+    def set_is_last_backward(self, flag: bool) -> None:
+        for unit in self._units():
+            unit.is_last_backward = flag
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        self._plain_fsdp.factor = factor
+
+    def reset_iter_state(self) -> None:
+        """The base recovers by itself."""
+
+    def set_unshard_in_backward(self, flag: bool) -> None:
+        """The base gathers whatever a backward may need."""
+
+    def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
+        self._plain_fsdp.forward_prefetch = [m._plain_fsdp for m in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
+        self._plain_fsdp.backward_prefetch = [m._plain_fsdp for m in modules]
+
+
+def require_shardable(module: nn.Module, mesh: Any, raf: Any, policy: Any) -> None:
+    """Raise ValueError where the base cannot shard, by name."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise ValueError(f"{type(module).__name__} has no forward: shard what it holds")
+    if hasattr(module, "_plain_fsdp"):
+        raise ValueError(f"{type(module).__name__} is sharded already; call fully_shard once")
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2:
+        raise ValueError(f"mesh: expected a DeviceMesh of one or two dimensions, got {mesh!r}")
+    _require_options(raf, policy)
+    for part in modules_without_units(module):
+        for name, parameter in part.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                raise ValueError(f"{name} is distributed already: shard plain parameters")
+    _require_plain_parameters(module)
+
+
+def _require_options(raf: Any, policy: Any) -> None:
+    if not isinstance(raf, bool | int | None):
+        raise ValueError(f"reshard_after_forward: expected a bool or an int, got {raf!r}")
+    if policy.param_dtype is not None and not policy.param_dtype.is_floating_point:
+        raise ValueError(f"param_dtype: expected a floating-point dtype, got {policy.param_dtype}")
+
+
+def _require_plain_parameters(module: nn.Module) -> None:
+    if len({parameter.is_meta for parameter in module.parameters()}) > 1:
+        raise ValueError("some weights have values and some are on the meta device")
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0:
+            raise ValueError(f"{name} is a scalar: give it a dimension, as in torch.ones(1)")
+        if not parameter.is_floating_point():
+            raise ValueError(f"{name} has dtype {parameter.dtype}: make it a buffer")
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            raise ValueError(f"{name} is not contiguous: call contiguous() first")
+
+
+class WholeModel(nn.Module):
+    """The CS336 shape: a wrapper with `.module`, which averages gradients of what is replicated."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.units: list[Any] = [
+            m._plain_fsdp for m in module.modules() if hasattr(m, "_plain_fsdp")
+        ]
+        for parameter in module.parameters():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                parameter.register_post_accumulate_grad_hook(average)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def finish(self) -> None:
+        for unit in self.units:
+            unit.finish()
+
+
+def average(parameter: torch.Tensor) -> None:
+    """Average the gradient of a replicated parameter over all ranks."""
+    assert parameter.grad is not None
+    dist.all_reduce(parameter.grad)
+    parameter.grad /= dist.get_world_size()
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Gather and free around a call of this method too."""
+    method = getattr(module, method_name)
+    own: PlainFsdp = module._plain_fsdp  # type: ignore[assignment]  # a mark of ours
+
+    def like_forward(*args: Any, **kwargs: Any) -> Any:
+        if own.num_running or not own.registers:
+            return method(*args, **kwargs)
+        args, kwargs = own.pre_forward(module, args, kwargs)
+        return own.post_forward(module, args, method(*args, **kwargs))
+
+    setattr(module, method_name, like_forward)
+
+
+@torch.no_grad()
+def full_parameters(model: Any) -> dict[str, torch.Tensor]:
+    """Return whole copies of all parameters by the names of the model that was wrapped."""
+    model = getattr(model, "module", model)
+    return {
+        name: p.full_tensor() if isinstance(p, DTensor) else p.detach().clone()
+        for name, p in model.named_parameters()
+    }

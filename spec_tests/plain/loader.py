@@ -1,0 +1,165 @@
+"""Batches of token sequences out of shard files, divided among ranks.
+
+Problem: each rank reads its own part of the data, no token twice, and can resume in the middle.
+
+Idea: number all sequences of all shards once. Which ones belong to batch i of rank r is arithmetic,
+so ranks agree without a message, and the whole state is a count of batches.
+
+Steps
+    1. Read each file's header (llm.c's format: 1024 bytes, then uint16 tokens) and check its size.
+    2. A shard of n tokens holds (n - 1) // length sequences; each overlaps the next by one token,
+       since targets are inputs shifted by one.
+    3. Batch i of rank r is the sequences from (i * ranks + r) * batch_size on.
+    4. Read each row with NumPy, return int64 inputs and targets that own their memory.
+
+Cost: one small read per row, and nothing held between batches.
+
+Source: the loader of llm.c and of nanoGPT's `.bin` files; sequences never cross shards here.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+HEADER_BYTES = 1024
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class PlainLoader:
+    """One global list of sequences; batch i of rank r is a slice of it."""
+
+    def __init__(self, paths: Any, batch_size: int, length: int, rank: Any, size: Any) -> None:
+        self.batch_size, self.length = batch_size, length
+        self.rank, self.size = self.who(rank, size)
+        self.paths = self.files(paths)
+        self.check_arguments()
+        self.counts = [self.count_of(path) for path in self.paths]
+        self.begin = self.yielded = 0
+
+    # ---------------------------------------------------------------------------- construction
+
+    def who(self, rank: int | None, size: int | None) -> tuple[int, int]:
+        if rank is not None and size is not None:
+            return rank, size
+        return self.from_environment()
+
+    def from_environment(self) -> tuple[int, int]:
+        found = [os.environ.get("RANK"), os.environ.get("WORLD_SIZE")]
+        if found == [None, None]:
+            return 0, 1
+        if None in found:
+            raise ValueError(f"expected RANK and WORLD_SIZE, got {found}")
+        return int(str(found[0])), int(str(found[1]))
+
+    def files(self, paths: Any) -> list[Path]:
+        return [Path(path) for path in paths]
+
+    def check_arguments(self) -> None:
+        self.check_sizes()
+        self.check_rank()
+        self.check_files()
+
+    def check_sizes(self) -> None:
+        if self.batch_size < 1 or self.length < 1:
+            raise ValueError(f"expected sizes > 0, got {self.batch_size} and {self.length}")
+
+    def check_rank(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"expected a rank below {self.size}, got {self.rank}")
+
+    def check_files(self) -> None:
+        if not self.paths:
+            raise ValueError("expected at least one file")
+
+    def count_of(self, path: Path) -> int:
+        """Tokens in the file, or a ValueError."""
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file")
+        with path.open("rb") as file:
+            head = file.read(HEADER_BYTES)
+        if len(head) < HEADER_BYTES:
+            raise ValueError(f"{path}: a header of {len(head)} bytes")
+        magic, version, count = struct.unpack("<3i", head[:12])
+        if (magic, version) != (20240520, 1):
+            raise ValueError(f"{path}: expected 20240520 and 1, got {magic} and {version}")
+        self.check_size(path, count, path.stat().st_size)
+        return count
+
+    def check_size(self, path: Path, count: int, size: int) -> None:
+        if size != HEADER_BYTES + 2 * count:
+            raise ValueError(f"{path}: {size} bytes do not hold {count} tokens exactly")
+
+    # --------------------------------------------------------------------------------- reading
+
+    def sequences_in(self, count: int) -> int:
+        return max(0, count - 1) // self.length
+
+    def num_sequences(self) -> int:
+        return sum(self.sequences_in(count) for count in self.counts)
+
+    def num_batches(self) -> int:
+        return self.num_sequences() // (self.batch_size * self.size)
+
+    def numbers(self, batch: int) -> list[int]:
+        """Global numbers of the sequences of this rank's batch."""
+        first = (batch * self.size + self.rank) * self.batch_size
+        return list(range(first, first + self.batch_size))
+
+    def find(self, number: int) -> tuple[int, int]:
+        """Shard and first token of a global sequence."""
+        for shard, count in enumerate(self.counts):
+            held = self.sequences_in(count)
+            if number < held:
+                return shard, number * self.length
+            number -= held
+        raise IndexError(number)
+
+    def row(self, number: int) -> np.ndarray:
+        shard, start = self.find(number)
+        return self.read(shard, start, self.length + 1)
+
+    def read(self, shard: int, start: int, count: int) -> np.ndarray:
+        offset = HEADER_BYTES + 2 * start
+        return np.fromfile(self.paths[shard], dtype="<u2", count=count, offset=offset)
+
+    def batch(self, index: int) -> Batch:
+        rows = [self.row(number).astype(np.int64) for number in self.numbers(index)]
+        return self.pair(torch.from_numpy(np.stack(rows)))
+
+    def pair(self, rows: torch.Tensor) -> Batch:
+        return rows[:, :-1].clone(), rows[:, 1:].clone()
+
+    # -------------------------------------------------------------------------------- one pass
+
+    def __iter__(self) -> Iterator[Batch]:
+        begin, self.begin = self.begin, 0
+        self.yielded = begin
+        return self.walk(begin)
+
+    def walk(self, begin: int) -> Iterator[Batch]:
+        for index in range(begin, self.num_batches()):
+            batch = self.batch(index)
+            self.yielded = index + 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.yielded}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begin = self.yielded = state["batches"]
+
+    @classmethod
+    def functions(cls) -> dict[str, Any]:
+        """Return the contract's function for this class of loaders."""
+
+        def token_loader(paths, *, batch_size, sequence_length, rank=None, world_size=None):
+            return cls(paths, batch_size, sequence_length, rank, world_size)
+
+        return {"token_loader": token_loader}
