@@ -109,12 +109,7 @@ def _judge(arguments: list[str]) -> int:
 
     for spec in _options(arguments, "--impl"):
         if lacking := missing(spec):
-            print(
-                f"ERROR: --impl {spec}: expected an implementation that loads, but importing it "
-                f"failed\n{lacking}",
-                file=sys.stderr,
-            )
-            return 2
+            return _refuse(spec, lacking, _option(arguments, "--report"))
 
     import pytest
 
@@ -135,6 +130,20 @@ def _judge(arguments: list[str]) -> int:
         return int(events[-1]["exit_status"])
     if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         print("the run ended without a verdict", file=sys.stderr)
+    return 2
+
+
+def _refuse(spec: str, lacking: str, directory: str | None) -> int:
+    """Report an implementation that cannot load, and leave no older report behind."""
+    if directory:
+        from spec_tests.rig.report import forget
+
+        forget(directory)
+    print(
+        f"ERROR: --impl {spec}: expected an implementation that loads, but importing it failed\n"
+        f"{lacking}",
+        file=sys.stderr,
+    )
     return 2
 
 
