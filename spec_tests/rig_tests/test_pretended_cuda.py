@@ -326,4 +326,4 @@ def test_every_report_says_once_that_cuda_was_stood_in_for(tmp_path: Path):
     assert as_report(log.events)["run"]["notices"] == [notice]
     assert render_terminal(log.events).count(notice) == 1
     assert f"- notice: {notice}" in render_summary(log.events)
-    assert render_page(log.events).count(f"<p class='small'>{notice}</p>") == 1
+    assert render_page(log.events).count(f'<p class="small">{notice}</p>') == 1
