@@ -154,16 +154,22 @@ def after_failure(ctx, subject, seed, where, to_none, bucket_size_mb):
     return replica.gradients()
 
 
+EXCEPTIONS = {
+    "forward": ("forward", True, SMALL_BUCKET_MB),
+    "backward": ("backward", True, SMALL_BUCKET_MB),
+    "backward-to-zero": ("backward", False, SMALL_BUCKET_MB),
+    "within-a-bucket": ("backward", True, 1.0),
+    "within-a-bucket-to-zero": ("backward", False, 1.0),
+}
+"""Where it is raised, whether gradients are then set to None, and the size of the buckets."""
+
+
 @clause(
     "ddp.lifecycle.after-exception",
     source="torch reducer: 'Expected to have finished reduction in the prior iteration'",
 )
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("to_none", [True, False], ids=["to-none", "to-zero"])
-@pytest.mark.parametrize("bucket_size_mb", [SMALL_BUCKET_MB, 1.0], ids=["between", "within"])
-def test_a_step_after_an_exception_is_right_or_refused(
-    world, subject, where, to_none, bucket_size_mb
-):
+@pytest.mark.parametrize("how", EXCEPTIONS)
+def test_a_step_after_an_exception_is_right_or_refused(world, subject, how):
     """After a caught exception the next clean step MUST be right, or an error.
 
     A ready count that was not reset fires early, with half a bucket: in one bucket for all, the
@@ -174,16 +180,12 @@ def test_a_step_after_an_exception_is_right_or_refused(
         after_failure,
         subject,
         7,
-        where,
-        to_none,
-        bucket_size_mb,
+        *EXCEPTIONS[how],
         ordinary=(trained, subject, "mlp", 7, 1),
     )
 
     if ranks is not None:
-        equivalence.mean_gradients(
-            ranks, "mlp", 7, micros=(2,), given=f"after an exception in {where}"
-        )
+        equivalence.mean_gradients(ranks, "mlp", 7, micros=(2,), given=f"after an exception, {how}")
 
 
 def buffers_at_forward(ctx, subject, seed):

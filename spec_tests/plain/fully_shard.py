@@ -157,7 +157,7 @@ class PlainFsdp(Unit):
             return WholeModel(module)
 
         return {
-            "finish_gradient_synchronization": lambda model: model.finish(),
+            "finish_gradient_synchronization": finish,
             "fully_shard": fully_shard,
             "register_fsdp_forward_method": register_fsdp_forward_method,
             "fsdp": fsdp,
@@ -283,6 +283,12 @@ class WholeModel(nn.Module):
     def finish(self) -> None:
         for unit in self.units:
             unit.finish()
+
+
+def finish(wrapped: Any) -> None:
+    """End a backward; what others have wrapped, say the reference's DDP, ends it by itself."""
+    theirs = getattr(wrapped, "finish_gradient_synchronization", bool)
+    getattr(wrapped, "finish", theirs)()
 
 
 def average(parameter: torch.Tensor) -> None:
