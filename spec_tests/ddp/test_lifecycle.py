@@ -167,6 +167,7 @@ EXCEPTIONS = {
 @clause(
     "ddp.lifecycle.after-exception",
     source="torch reducer: 'Expected to have finished reduction in the prior iteration'",
+    transports=("gloo", "cuda"),  # simulated reductions end with their wait alone, never by time
 )
 @pytest.mark.parametrize("how", EXCEPTIONS)
 def test_a_step_after_an_exception_is_right_or_refused(world, subject, how):
