@@ -19,24 +19,25 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from solution.measure import trace_plots
-from solution.measure.operators import Change, difference_of
+from solution.measure.plots import can_plot, plot_traces
 from solution.measure.trace_file import TraceError
-from solution.measure.trace_folder import RankTrace, find_setups, read_setup
-from solution.measure.trace_page import page
-from solution.measure.trace_report import as_json, diff_table, setup_table, warnings_of
+from solution.measure.trace_folder import difference_of, find_setups, read_setup
+from solution.measure.trace_report import as_json, diff_table, page, setup_table, warnings_of
 
 __all__ = ["main"]
 
-Setups = dict[str, list[RankTrace]]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status."""
+    """Run the command and return the exit status."""
     options = _parser().parse_args(arguments)
+    data, html, picture = (options.out / f"traces.{kind}" for kind in ("json", "html", "png"))
     try:
-        outputs = [options.out / f"traces.{kind}" for kind in ("json", "html", "png")]
-        _require_absent(outputs, overwrite=options.overwrite)
+        there = [str(path) for path in (data, html, picture) if path.exists()]
+        if there and not options.overwrite:
+            raise TraceError(
+                f"expected nothing to overwrite, got {', '.join(there)}; give another --out, or "
+                "--overwrite"
+            )
         found = find_setups(options.traces)
         unknown = [name for name in options.diff or () if name not in found]
         if unknown:
@@ -45,14 +46,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TraceError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    diff = _diff(setups, options.diff)
     print(setup_table(setups))
-    if diff is not None:
-        print(f"\n{diff_table(diff[2], *diff[:2])}")
+    diff = None
+    if options.diff:
+        first, second = options.diff  # their first ranks are compared
+        changes = difference_of(setups[first][0].operators, setups[second][0].operators)
+        diff = first, second, changes
+        print(f"\n{diff_table(changes, first, second)}")
     for text in warnings_of(setups):
         sys.stderr.write(f"warning: {text}\n")
-    for path in _written(setups, diff, outputs, plots=options.plots):
-        print(path)
+    options.out.mkdir(parents=True, exist_ok=True)
+    data.write_text(json.dumps(as_json(setups, diff and diff[2]), indent=1) + "\n")
+    html.write_text(page(setups, diff), encoding="utf-8")
+    print(f"{data}\n{html}")
+    if options.plots:
+        plot_traces(setups, picture)
+        print(picture)
     return 0
 
 
@@ -80,42 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--plots",
         action=argparse.BooleanOptionalAction,
-        default=trace_plots.is_available(),
+        default=can_plot(),
         help="whether to draw traces.png (default: where matplotlib is installed)",
     )
     return parser
-
-
-def _require_absent(outputs: list[Path], *, overwrite: bool) -> None:
-    there = [str(path) for path in outputs if path.exists()]
-    if there and not overwrite:
-        raise TraceError(
-            f"expected nothing to overwrite, got {', '.join(there)}; give another --out, or "
-            "--overwrite"
-        )
-
-
-def _diff(setups: Setups, names: Sequence[str] | None) -> tuple[str, str, list[Change]] | None:
-    """The first ranks' operators, compared."""
-    if names is None:
-        return None
-    first, second = (setups[name][0].operators for name in names)
-    return names[0], names[1], difference_of(first, second)
-
-
-def _written(
-    setups: Setups,
-    diff: tuple[str, str, list[Change]] | None,
-    outputs: list[Path],
-    *,
-    plots: bool,
-) -> list[Path]:
-    """Write all that was asked for; the paths."""
-    data, html, picture = outputs
-    data.parent.mkdir(parents=True, exist_ok=True)
-    data.write_text(json.dumps(as_json(setups, diff and diff[2]), indent=1) + "\n")
-    html.write_text(page(setups, diff), encoding="utf-8")
-    return [data, html, *([trace_plots.draw(setups, picture)] if plots else [])]
 
 
 if __name__ == "__main__":

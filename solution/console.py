@@ -1,11 +1,12 @@
-"""The progress of a run at a terminal: one line that overwrites itself.
+"""The terminal: a line that overwrites itself while a run is under way, and tables.
 
-Nothing is written where stderr is not a terminal, so logs hold no control characters.
+Of the line nothing is written where stderr is not a terminal, so logs hold no control characters.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 
 def status_line(text: str) -> None:
@@ -20,3 +21,18 @@ def progress_bar(done: int, total: int, text: str = "", *, width: int = 30) -> N
     filled = width * done // max(1, total)
     bar = "#" * filled + "." * (width - filled)
     status_line(f"[{bar}] {done}/{total} {text}" if done < total else "")
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as a table: the first column to the left, the others to the right.
+
+    >>> print(aligned([("", "ms"), ("ours", "7.25"), ("theirs", "12.5")]))
+              ms
+    ours    7.25
+    theirs  12.5
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in rows
+    )

@@ -1,6 +1,6 @@
 """The collectives of a trace: how many of each kind, and how many bytes.
 
-What was asked for counts, not how a backend does it: gloo runs PyTorch's reduce-scatter as an
+Counted is what was asked for, not how a backend does it: gloo runs PyTorch's reduce-scatter as an
 all-reduce, and its annotation says so, but the operator `c10d::_reduce_scatter_base_` was called.
 So on a CPU the operators of c10d are counted; with nccl the kernels, which bear the name and the
 sizes of what was asked for. Bytes are of the payload on this rank, the larger of what goes in and
@@ -39,9 +39,9 @@ ITEM_BYTES = {
 
 
 def collectives_between(trace: Trace, begin: float, end: float) -> dict[str, dict[str, Any]]:
-    """Kind to `count` and `bytes` of the collectives that begin between two moments.
+    """Return kind to `count` and `bytes` of the collectives that begin between two moments.
 
-    `bytes` is None for a kind of which some collective bears no sizes.
+    `bytes` is None for a kind of which some collective has no sizes in the trace.
     """
     found: dict[str, dict[str, Any]] = {}
     for kind, at, num_bytes in _collectives(trace):
@@ -54,7 +54,7 @@ def collectives_between(trace: Trace, begin: float, end: float) -> dict[str, dic
 
 
 def kind_of(name: str) -> str:
-    """The kind of a collective, whoever names it.
+    """Return the kind of a collective from the name of an operator, kernel or annotation.
 
     >>> kind_of("c10d::_allgather_base_"), kind_of("ncclDevKernel_AllReduce_Sum_f32_RING_LL")
     ('all_gather', 'all_reduce')
@@ -67,38 +67,38 @@ def kind_of(name: str) -> str:
 
 
 def _collectives(trace: Trace) -> list[tuple[str, float, int | None]]:
-    """Kind, begin and bytes of each: from kernels, else operators, else annotations."""
-    kernels = [launch.span for launch in trace.kernels if "nccl" in launch.span.name.lower()]
+    """Return kind, begin and bytes of each: from kernels, else operators, else annotations."""
+    kernels = [kernel for kernel in trace.kernels if "nccl" in kernel.name.lower()]
     if kernels:
-        return [_of_kernel(span) for span in kernels]
+        return [_of_kernel(kernel) for kernel in kernels]
     noted = [note for note in trace.annotations if note.name.startswith(("gloo:", "nccl:"))]
-    types = {_dims_key((note.args or {}).get("Input Dims")): _types(note) for note in noted}
+    # A trace does not give the types of a list of tensors, but an annotation of the same dims does.
+    types = {repr(n.args.get("Input Dims")): n.args.get("Input type", []) for n in noted}
     asked = [span for span in trace.operators if span.name.startswith("c10d::")]
     return [
         (kind_of(span.name), span.begin, _payload_bytes(span, types)) for span in asked or noted
     ]
 
 
-def _of_kernel(span: Span) -> tuple[str, float, int | None]:
-    args = span.args or {}
+def _of_kernel(kernel: Span) -> tuple[str, float, int | None]:
+    args = kernel.args
     sizes = [args[key] for key in ("In msg nelems", "Out msg nelems") if key in args]
     item = _item_bytes(args.get("dtype"))
     num_bytes = int(max(sizes)) * item if sizes and item is not None else None
-    return kind_of(args.get("Collective name") or span.name), span.begin, num_bytes
+    return kind_of(args.get("Collective name") or kernel.name), kernel.begin, num_bytes
 
 
 def _payload_bytes(span: Span, types: dict[str, list[str]]) -> int | None:
-    """Of the largest argument: a tensor, or a list of tensors, whose types annotations know."""
-    args = span.args or {}
+    """Return the bytes of the largest argument: a tensor, or a list of tensors."""
     largest = None
-    for dims, kind in zip(args.get("Input Dims", ()), _types(span), strict=False):
+    arguments = zip(span.args.get("Input Dims", ()), span.args.get("Input type", ()), strict=False)
+    for dims, kind in arguments:
         if kind == "GenericList":
             return None  # lists of lists bear no sizes, and are the larger side
         is_list = kind == "TensorList"
-        tensors = dims if is_list else [dims]
-        kinds = types.get(_dims_key(dims), []) if is_list else [kind]
         if not is_list and _item_bytes(kind) is None:
             continue  # no tensor: a group, a number
+        tensors, kinds = (dims, types.get(repr(dims), [])) if is_list else ([dims], [kind])
         items = [_item_bytes(one) for one in kinds]
         if len(items) != len(tensors) or None in items:
             return None
@@ -107,15 +107,7 @@ def _payload_bytes(span: Span, types: dict[str, list[str]]) -> int | None:
     return largest
 
 
-def _types(span: Span) -> list[str]:
-    return list((span.args or {}).get("Input type", ()))
-
-
-def _dims_key(dims: Any) -> str:
-    return repr(dims)
-
-
 def _item_bytes(dtype: Any) -> int | None:
-    """Bytes per element by the names that the profiler has for a dtype; None if it is none."""
+    """Return bytes per element by the profiler's names of a dtype; None if it is none."""
     word = str(dtype).lower().removeprefix("c10::")
     return 1 if word.startswith("float8") else ITEM_BYTES.get(word)

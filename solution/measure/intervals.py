@@ -1,9 +1,5 @@
 """Arithmetic of sets of time: a set is a sorted list of disjoint intervals.
 
-    merged(...)          the union of any intervals, which may nest and overlap
-    intersection(a, b)   in both          difference(a, b)   in a and not in b
-    length(a)            how long it is
-
 Sums of durations count nested and concurrent work several times; lengths of unions do not. All
 operations are linear in the number of intervals, after sorting.
 """
@@ -14,14 +10,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from operator import itemgetter
 
-__all__ = ["Interval", "Intervals", "clipped", "difference", "intersection", "length", "merged"]
+__all__ = ["Intervals", "clipped", "difference", "intersection", "length", "merged"]
 
-Interval = tuple[float, float]
-Intervals = list[Interval]
+Intervals = list[tuple[float, float]]
 
 
-def merged(intervals: Iterable[Interval]) -> Intervals:
-    """The union, in order, of intervals in any order; what has no length is left out.
+def merged(intervals: Iterable[tuple[float, float]], *, gap: float = 0.0) -> Intervals:
+    """Return the union of intervals in any order; neighbours at most `gap` apart become one.
 
     >>> merged([(4, 6), (0, 2), (1, 3), (6, 7), (9, 9)])
     [(0, 3), (4, 7)]
@@ -30,16 +25,15 @@ def merged(intervals: Iterable[Interval]) -> Intervals:
     for begin, end in sorted(intervals):
         if begin >= end:
             continue
-        if union and begin <= union[-1][1]:
-            if end > union[-1][1]:
-                union[-1] = (union[-1][0], end)
+        if union and begin - union[-1][1] <= gap:
+            union[-1] = (union[-1][0], max(union[-1][1], end))
         else:
             union.append((begin, end))
     return union
 
 
 def intersection(a: Intervals, b: Intervals) -> Intervals:
-    """What lies in both sets.
+    """Return what is in both sets.
 
     >>> intersection([(0, 4), (6, 9)], [(2, 7)])
     [(2, 4), (6, 7)]
@@ -58,24 +52,17 @@ def intersection(a: Intervals, b: Intervals) -> Intervals:
 
 
 def difference(a: Intervals, b: Intervals) -> Intervals:
-    """What lies in `a` and not in `b`.
+    """Return what is in `a` and not in `b`.
 
     >>> difference([(0, 4), (6, 9)], [(2, 7)])
     [(0, 2), (7, 9)]
     """
-    if not a:
-        return []
-    outside: Intervals = []
-    begin = a[0][0]
-    for hole in b:
-        outside.append((begin, hole[0]))
-        begin = hole[1]
-    outside.append((begin, a[-1][1]))
-    return intersection(a, [piece for piece in outside if piece[0] < piece[1]])
+    edges = [float("-inf"), *(edge for hole in b for edge in hole), float("inf")]
+    return intersection(a, list(zip(edges[::2], edges[1::2], strict=True)))
 
 
 def clipped(a: Intervals, begin: float, end: float) -> Intervals:
-    """What lies between `begin` and `end`.
+    """Return what lies between `begin` and `end`; needs no pass over what lies outside.
 
     >>> clipped([(0, 4), (6, 9)], 3, 7)
     [(3, 4), (6, 7)]
@@ -86,7 +73,7 @@ def clipped(a: Intervals, begin: float, end: float) -> Intervals:
 
 
 def length(a: Intervals) -> float:
-    """The time that a set covers.
+    """Return the time that a set covers.
 
     >>> length([(0, 4), (6, 9)])
     7

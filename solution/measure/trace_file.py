@@ -1,43 +1,41 @@
 """Read a profiler trace: Chrome's JSON as torch.profiler writes it, plain or gzipped.
 
-Events are taken one by one from the text and only what an analysis needs is kept, so a trace of
-100 MB costs its text and some tens of MB; `json.load` makes ten dicts of every event first. What is
-cut off, empty or foreign is a `TraceError` that says what was expected, what came, what to do.
+The JSON decoder hands over each event as soon as it is parsed, and only what an analysis needs is
+kept. So a trace of 100 MB costs its text and some tens of MB; `json.load` alone keeps ten dicts of
+every event. A file that is cut off, empty or foreign raises a `TraceError`, which says what was
+expected, what came, and what to do.
 
     kept         events (ph, cat)
     operators    X, cpu_op              name, begin, end, thread
     annotations  X, user_annotation     likewise; ProfilerStep#N, Optimizer.step#*, gloo:*
-    kernels      X, kernel, gpu_memcpy, gpu_memset    and when the host launched them
+    kernels      X, kernel, gpu_memcpy, gpu_memset
+    launches     X, cuda_runtime, cuda_driver         when the host launched which kernel
     memory       i, cpu_instant_event, [memory]       bytes allocated in total, by device
 
-Times are microseconds on the clock of the trace. `gpu_user_annotation` is left out: it repeats on
-the device's time line what the host has annotated.
+Times are microseconds on the clock of the trace. `gpu_user_annotation` is left out: it repeats the
+host's annotations on the device's time line.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import re
 import sys
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Launch", "MemoryUse", "Span", "Trace", "TraceError", "read_trace"]
+__all__ = ["MemoryUse", "Span", "Trace", "TraceError", "read_trace"]
 
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHERS = ("cuda_runtime", "cuda_driver")
 COLLECTIVE_MARKS = ("c10d::", "gloo:", "nccl")
-_BLANKS = re.compile(r"[\s,]*")
-_decode = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # not in stubs
 
 
 class TraceError(ValueError):
-    """A file that is no trace of torch.profiler, or not a whole one."""
+    """A file that is not a whole trace of torch.profiler."""
 
 
 class Span(NamedTuple):
@@ -47,14 +45,7 @@ class Span(NamedTuple):
     begin: float
     end: float
     thread: Any  # of the host; on a GPU the stream
-    args: dict[str, Any] | None  # of collectives and kernels; the rest's are not kept
-
-
-class Launch(NamedTuple):
-    """A kernel, and when the host asked for it; None where the trace does not say."""
-
-    span: Span
-    launched: float | None
+    args: dict[str, Any]  # kept for collectives and kernels only
 
 
 class MemoryUse(NamedTuple):
@@ -73,6 +64,7 @@ class Trace:
         path: of the file.
         rank, world_size: of the process; 0 and 1 where the trace does not say.
         operators, annotations, kernels, memory: see the module.
+        launches: correlation of a kernel to the moment when the host launched it.
     """
 
     path: Path
@@ -80,97 +72,108 @@ class Trace:
     world_size: int = 1
     operators: list[Span] = field(default_factory=list)
     annotations: list[Span] = field(default_factory=list)
-    kernels: list[Launch] = field(default_factory=list)
+    kernels: list[Span] = field(default_factory=list)
     memory: list[MemoryUse] = field(default_factory=list)
+    launches: dict[Any, float] = field(default_factory=dict)
+    num_events: int = 0
 
     @property
     def device(self) -> str:
-        """Where the work was done: "cuda" where there are kernels, else "cpu"."""
+        """Return "cuda" where there are kernels, else "cpu"."""
         return "cuda" if self.kernels else "cpu"
 
+    @property
+    def device_memory(self) -> list[MemoryUse]:
+        """Return the memory events of that device."""
+        return [use for use in self.memory if use.device_type == (self.device == "cuda")]
 
-def read_trace(path: str | PathLike[str]) -> Trace:
-    """The trace in a file.
-
-    Raises:
-        TraceError: the file is missing, empty, cut off, no JSON, or not of torch.profiler.
-    """
-    path = Path(path)
-    trace, kept = Trace(path), _Kept()
-    for key, value in _members(path, _text(path), kept):
-        if key == "distributedInfo" and isinstance(value, dict):
-            trace.rank, trace.world_size = int(value["rank"]), int(value["world_size"])
-    if not kept.num_events:
-        raise TraceError(
-            f"{path}: expected traceEvents of torch.profiler, got none; export the trace with "
-            "`export_chrome_trace` after at least one recorded step"
-        )
-    for spans in (kept.operators, kept.annotations, kept.device):
-        spans.sort(key=lambda span: span.begin)
-    trace.operators, trace.annotations = kept.operators, kept.annotations
-    trace.kernels = [
-        Launch(span, kept.launches.get((span.args or {}).get("correlation")))
-        for span in kept.device
-    ]
-    trace.memory = sorted(kept.memory)
-    return trace
-
-
-class _Kept:
-    """What is kept of the events, as they come."""
-
-    def __init__(self) -> None:
-        self.num_events = 0
-        self.operators: list[Span] = []
-        self.annotations: list[Span] = []
-        self.device: list[Span] = []
-        self.launches: dict[Any, float] = {}
-        self.memory: list[MemoryUse] = []
-
-    def take(self, event: dict[str, Any]) -> None:
-        """Keep what an analysis needs of one event."""
+    def take(self, value: dict[str, Any]) -> dict[str, Any] | None:
+        """Keep what an analysis needs of an event and drop it; return other objects unchanged."""
+        if "ph" not in value:
+            return value  # not an event: the arguments of one, or metadata of the file
         self.num_events += 1
-        category = event.get("cat")
-        if event.get("ph") == "i":
+        try:
+            self._take_event(value)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise TraceError(
+                f"{self.path}: expected events of torch.profiler, got number {self.num_events} "
+                f"without {error}: {str(value)[:120]}; this trace comes from another tool"
+            ) from None
+        return None
+
+    def _take_event(self, event: dict[str, Any]) -> None:
+        category, args = event.get("cat"), event.get("args", {})
+        if event["ph"] == "i":
             if event.get("name") == "[memory]":
-                args = event["args"]
-                self.memory.append(
-                    MemoryUse(event["ts"], args["Device Type"], args["Total Allocated"])
-                )
+                use = MemoryUse(event["ts"], args["Device Type"], args["Total Allocated"])
+                self.memory.append(use)
         elif category == "cpu_op":
             self.operators.append(_span(event))
         elif category == "user_annotation":
             self.annotations.append(_span(event))
         elif category in KERNELS:
-            self.device.append(_span(event, is_kernel=True))
-        elif category in LAUNCHERS and "correlation" in (args := event.get("args", {})):
+            self.kernels.append(_span(event, is_kernel=True))
+        elif category in LAUNCHERS and "correlation" in args:
             self.launches[args["correlation"]] = event["ts"]
 
 
 def _span(event: dict[str, Any], *, is_kernel: bool = False) -> Span:
-    name, begin, args = sys.intern(event["name"]), event["ts"], event.get("args")
+    name, begin, args = sys.intern(event["name"]), event["ts"], event.get("args", {})
     thread = event.get("tid")
     if is_kernel:
-        args = args or {}
         thread = args.get("stream", thread)
         if "nccl" not in name.lower():
             args = {"correlation": args.get("correlation")}
     elif not name.startswith(COLLECTIVE_MARKS):
-        args = None
+        args = {}
     return Span(name, begin, begin + event.get("dur", 0), thread, args)
 
 
-# ------------------------------------------------------------------------------------- the file
+def read_trace(path: str | PathLike[str]) -> Trace:
+    """Return the trace in a file.
+
+    Raises:
+        TraceError: the file is missing, empty, cut off, no JSON, or not of torch.profiler.
+    """
+    trace = Trace(Path(path))
+    text = _text(trace.path)
+    start = text.lstrip()[:20]
+    if start[:1] != "{":
+        raise TraceError(
+            f"{path}: expected a JSON object with traceEvents, got {start!r}...; give a file that "
+            "torch.profiler's `export_chrome_trace` wrote"
+        )
+    try:
+        whole = json.loads(text, object_hook=trace.take)
+    except json.JSONDecodeError as error:
+        raise TraceError(
+            f"{path}: expected JSON to its end, got none at character {error.pos:,} of "
+            f"{len(text):,}, after {trace.num_events:,} events: "
+            f"{text[error.pos : error.pos + 30]!r}; the file is cut off or damaged, probably by a "
+            "run that was killed: record it again"
+        ) from None
+    if not trace.num_events:
+        raise TraceError(
+            f"{path}: expected traceEvents of torch.profiler, got none; export the trace with "
+            "`export_chrome_trace` after at least one recorded step"
+        )
+    info = whole.get("distributedInfo")
+    if isinstance(info, dict):
+        trace.rank, trace.world_size = int(info["rank"]), int(info["world_size"])
+    for spans in (trace.operators, trace.annotations, trace.kernels):
+        spans.sort(key=lambda span: span.begin)
+    trace.memory.sort()
+    return trace
 
 
 def _text(path: Path) -> str:
-    """The whole text; gzip is known by its first bytes, not by the name."""
+    """Return the whole text; gzip is recognised by its first bytes, not by the name."""
     try:
         data = path.read_bytes()
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
         text = data.decode()
-    except OSError as error:  # gzip's own complaints are of this kind, too
+    except OSError as error:  # includes gzip's own errors
         raise TraceError(
             f"{path}: expected a trace, got {error.strerror or error}; see what was recorded with "
             "`ls`, or record it again with --profile"
@@ -185,65 +188,3 @@ def _text(path: Path) -> str:
     if not text.strip():
         raise TraceError(f"{path}: expected a trace, got an empty file; record it again")
     return text
-
-
-def _members(path: Path, text: str, kept: _Kept) -> Iterator[tuple[str, Any]]:
-    """The members of the outermost object; traceEvents go to `kept`, one by one."""
-    at = _skip(text, 0)
-    if text[at] != "{":
-        raise TraceError(
-            f"{path}: expected a JSON object with traceEvents, got {text[at : at + 20]!r}...; give "
-            "a file that torch.profiler's `export_chrome_trace` wrote"
-        )
-    at = _skip(text, at + 1)
-    while text[at : at + 1] != "}":
-        key, at = _value(path, text, at, kept)
-        at = _skip(text, at)
-        if text[at : at + 1] != ":":
-            raise _cut(path, text, at, kept)
-        at = _skip(text, at + 1)
-        if key == "traceEvents" and text[at : at + 1] == "[":
-            at = _events(path, text, at + 1, kept)
-        else:
-            value, at = _value(path, text, at, kept)
-            yield key, value
-        at = _skip(text, at)
-
-
-def _events(path: Path, text: str, at: int, kept: _Kept) -> int:
-    """Every event of the list that begins at `at`; returns where it ends."""
-    skip, take = _BLANKS.match, kept.take
-    try:
-        at = skip(text, at).end()  # type: ignore[union-attr]  # matches everywhere
-        while text[at] != "]":
-            event, at = _decode(text, at)
-            take(event)
-            at = skip(text, at).end()  # type: ignore[union-attr]  # as above
-    except (StopIteration, IndexError, json.JSONDecodeError):
-        raise _cut(path, text, at, kept) from None
-    except (KeyError, TypeError, AttributeError) as error:
-        raise TraceError(
-            f"{path}: expected events of torch.profiler, got number {kept.num_events} without "
-            f"{error}: {str(event)[:120]}; this trace comes from another tool"
-        ) from None
-    return at + 1
-
-
-def _value(path: Path, text: str, at: int, kept: _Kept) -> tuple[Any, int]:
-    try:
-        return _decode(text, at)
-    except (StopIteration, IndexError, json.JSONDecodeError):
-        raise _cut(path, text, at, kept) from None
-
-
-def _cut(path: Path, text: str, at: int, kept: _Kept) -> TraceError:
-    """What does not go on as JSON: cut off, most of the time."""
-    return TraceError(
-        f"{path}: expected JSON to its end, got none at character {at:,} of {len(text):,}, after "
-        f"{kept.num_events:,} events: {text[at : at + 30]!r}; the file is cut off or damaged, "
-        "probably by a run that was killed: record it again"
-    )
-
-
-def _skip(text: str, at: int) -> int:
-    return _BLANKS.match(text, at).end()  # type: ignore[union-attr]  # matches everywhere

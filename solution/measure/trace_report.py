@@ -1,58 +1,75 @@
-"""What traces say in words: a table of setups, an operator diff, warnings, and all as JSON."""
+"""What traces show: a table of setups, an operator diff, warnings, drawings, a page and JSON.
+
+The page (`traces.html.jinja`) is one file of HTML with drawings in SVG: it opens from anywhere.
+"""
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from solution.measure.operators import Change
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from solution.console import aligned
+from solution.measure.intervals import merged
 from solution.measure.trace_folder import RankTrace
 
-__all__ = ["as_json", "diff_table", "setup_table", "warnings_of"]
+__all__ = [
+    *("Drawing", "as_json", "diff_table", "memory_drawing", "page", "setup_table"),
+    *("timeline_drawing", "warnings_of"),
+]
 
 Setups = dict[str, list[RankTrace]]
-SHARES = ("compute_us", "exposed_us", "idle_us")
+Changes = list[dict[str, Any]]  # of `difference_of`
+MOST_CHANGES = 15  # operators that are listed
 
 
 def setup_table(setups: Setups) -> str:
-    """One line per rank: what a step takes, its parts, what was hidden, what was sent."""
-    header: tuple[str, ...] = (
+    """Return one line per rank: what a step takes, its parts, what was hidden, what was sent."""
+    header = (
         *("setup", "rank", "steps", "step ms", "compute", "exposed", "idle"),
         *("overlapped", "collectives per step", "MB per step", "peak MB"),
     )
-    rows = [header]
-    for name, ranks in setups.items():
-        rows += [(name, *_cells(rank.summary)) for rank in ranks]
-    return _aligned(rows)
+    rows = [(name, *_cells(rank.summary)) for name, ranks in setups.items() for rank in ranks]
+    return aligned([header, *rows])
 
 
-def diff_table(changes: list[Change], first: str, second: str, *, limit: int = 15) -> str:
-    """The operators that one setup runs more often than the other."""
-    header: tuple[str, ...] = (
-        "operator",
-        f"{first}: per step",
-        f"{second}: per step",
-        "difference",
-        "ms per step",
+def _cells(summary: dict[str, Any]) -> tuple[str, ...]:
+    total, num_steps = summary["total"], len(summary["steps"])
+    durations = [step["duration_us"] for step in summary["steps"]]
+    collectives = summary["collectives"]
+    kinds = (f"{entry['count'] / num_steps:g} {kind}" for kind, entry in collectives.items())
+    sizes = [entry["bytes"] for entry in collectives.values()]
+    fraction, peak = total["overlap_fraction"], summary["peak_memory_bytes"]
+    parts = [total[key] / (total["duration_us"] or 1) for key in ("compute_us", "exposed_us")]
+    parts.append(total["idle_us"] / (total["duration_us"] or 1))
+    return (
+        str(summary["rank"]),
+        str(num_steps),
+        f"{statistics.median(durations) / 1e3:.2f}",
+        *(f"{100 * part:.1f} %" for part in parts),
+        "-" if fraction is None else f"{100 * fraction:.1f} %",
+        ", ".join(kinds) or "-",
+        "?" if None in sizes else f"{sum(sizes) / num_steps / 1e6:.3f}",
+        "?" if peak is None else f"{peak / 1e6:.1f}",
     )
-    rows = [header]
-    rows += [
-        (
-            change.name,
-            f"{change.first.count:g}",
-            f"{change.second.count:g}",
-            f"{change.count:+g}",
-            f"{change.time_us / 1e3:+.3f}",
-        )
-        for change in changes[:limit]
-    ]
-    rest = len(changes) - limit
-    return _aligned(rows) + (f"\n... and {rest} more" if rest > 0 else "")
+
+
+def diff_table(changes: Changes, first: str, second: str) -> str:
+    """Return the operators that one setup runs more often than the other."""
+    header = ("operator", f"{first}: per step", f"{second}: per step", "difference", "ms per step")
+    rows = []
+    for change in changes[:MOST_CHANGES]:
+        (count_a, us_a), (count_b, us_b) = change["first"].values(), change["second"].values()
+        counts = (f"{count_a:g}", f"{count_b:g}", f"{count_b - count_a:+g}")
+        rows.append((change["name"], *counts, f"{(us_b - us_a) / 1e3:+.3f}"))
+    rest = len(changes) - MOST_CHANGES
+    return aligned([header, *rows]) + (f"\n... and {rest} more" if rest > 0 else "")
 
 
 def warnings_of(setups: Setups) -> list[str]:
-    """What speaks against a comparison."""
+    """Return the reasons why a comparison of these setups would mislead."""
     found = []
     for name, ranks in setups.items():
         for rank in ranks:
@@ -72,14 +89,14 @@ def warnings_of(setups: Setups) -> list[str]:
     return found
 
 
-def as_json(setups: Setups, changes: list[Change] | None) -> dict[str, Any]:
-    """Everything, as plain data."""
-    result: dict[str, Any] = {
+def as_json(setups: Setups, changes: Changes | None) -> dict[str, Any]:
+    """Return everything as plain data."""
+    result = {
         name: [
             {
                 **rank.summary,
                 "path": str(rank.path),
-                "operators": {key: asdict(use) for key, use in rank.operators.items()},
+                "operators": rank.operators,
                 "memory": rank.memory,
                 "timeline": rank.timeline,
             }
@@ -87,35 +104,51 @@ def as_json(setups: Setups, changes: list[Change] | None) -> dict[str, Any]:
         ]
         for name, ranks in setups.items()
     }
-    diff = None if changes is None else [asdict(change) for change in changes]
-    return {"setups": result, "diff": diff, "warnings": warnings_of(setups)}
+    return {"setups": result, "diff": changes, "warnings": warnings_of(setups)}
 
 
-def _cells(summary: dict[str, Any]) -> tuple[str, ...]:
-    total, num_steps = summary["total"], len(summary["steps"])
-    durations = [step["duration_us"] for step in summary["steps"]]
-    collectives = summary["collectives"]
-    kinds = (f"{entry['count'] / num_steps:g} {kind}" for kind, entry in collectives.items())
-    sizes = [entry["bytes"] for entry in collectives.values()]
-    fraction, peak = total["overlap_fraction"], summary["peak_memory_bytes"]
-    return (
-        str(summary["rank"]),
-        str(num_steps),
-        f"{statistics.median(durations) / 1e3:.2f}",
-        *(f"{100 * total[key] / (total['duration_us'] or 1):.1f} %" for key in SHARES),
-        "-" if fraction is None else f"{100 * fraction:.1f} %",
-        ", ".join(kinds) or "-",
-        "?" if None in sizes else f"{sum(sizes) / num_steps / 1e6:.3f}",
-        "?" if peak is None else f"{peak / 1e6:.1f}",
+class Drawing(str):
+    """SVG as text; a notebook shows the picture."""
+
+    def _repr_html_(self) -> str:
+        return str(self)
+
+
+def timeline_drawing(timeline: dict[str, Any], *, longest_us: float | None = None) -> Drawing:
+    """Draw one step of one rank: computation, communication, and what of it is exposed.
+
+    Args:
+        timeline: of `Lanes.from_begin`.
+        longest_us: what fills the whole width; None takes the step's own duration.
+    """
+    return Drawing(_template("drawings.svg.jinja").module.timeline(timeline, longest_us))
+
+
+def memory_drawing(ranks: list[list[tuple[float, int]]]) -> Drawing:
+    """Draw the bytes over time of all ranks."""
+    return Drawing(_template("drawings.svg.jinja").module.memory(ranks))
+
+
+def page(setups: Setups, diff: tuple[str, str, Changes] | None) -> str:
+    """Return the whole page.
+
+    Args:
+        setups: name to ranks.
+        diff: names of two setups and what differs between them.
+    """
+    shown = None
+    if diff is not None:
+        first, second, changes = diff
+        shown = {"title": f"{first} and {second}", "table": diff_table(changes, first, second)}
+    table, warnings = setup_table(setups), warnings_of(setups)
+    template = _template("traces.html.jinja")
+    return template.render(setups=setups, table=table, warnings=warnings, diff=shown).lstrip()
+
+
+def _template(name: str) -> Any:
+    folder = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(
+        loader=folder, autoescape=True, trim_blocks=True, undefined=StrictUndefined
     )
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if index == 0 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    environment.filters["merged"] = merged
+    return environment.get_template(name)
