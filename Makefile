@@ -22,7 +22,7 @@ BENCH ?= rig ddp attention
 # Two threads per rank on two cores make a small step twenty times slower: one each, always.
 export OMP_NUM_THREADS := 1
 
-.PHONY: check test demo lint bench clean env env-dev
+.PHONY: check test demo lint bench clean env env-dev env-plots
 .DEFAULT_GOAL := check
 
 check: env
@@ -31,7 +31,7 @@ check: env
 test: env
 	$(PY) -m pytest $(ARGS)
 
-demo: env
+demo: env-plots
 	$(PY) -m solution.demo $(ARGS)
 
 lint: env-dev
@@ -50,6 +50,7 @@ clean:
 
 env: $(VENV)/.stamp-test
 env-dev: env $(VENV)/.stamp-dev
+env-plots: env $(VENV)/.stamp-plots
 
 # A line for each file that pip fetches, and one for the unpacking: torch alone takes minutes. A pipe
 # would forget pip's exit status, so that travels through it. (awk and sed may wait for a full buffer.)
@@ -75,4 +76,9 @@ $(VENV)/.stamp-test: pyproject.toml
 $(VENV)/.stamp-dev: $(VENV)/.stamp-test
 	@echo "adding to $(VENV): what make lint needs" >&2
 	@{ $(PIP) -e '.[test,dev]'; $(STATUS); } | $(SHOWN)
+	@touch $@
+
+$(VENV)/.stamp-plots: $(VENV)/.stamp-test
+	@echo "adding to $(VENV): what draws the charts of make demo" >&2
+	@{ $(PIP) -e '.[test,plots]'; $(STATUS); } | $(SHOWN)
 	@touch $@

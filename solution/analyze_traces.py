@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     diff = None
     if options.diff:
         first, second = options.diff  # their first ranks are compared
-        changes = difference_of(setups[first][0].operators, setups[second][0].operators)
+        changes = difference_of(setups[first][0]["operators"], setups[second][0]["operators"])
         diff = first, second, changes
         print(f"\n{diff_table(changes, first, second)}")
     for text in warnings_of(setups):

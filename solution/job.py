@@ -42,15 +42,8 @@ from solution.data.prepare import read_meta
 from solution.data.shards import find_shards, write_atomically
 from solution.evaluate import evaluate
 from solution.measure.fingerprint import fingerprint
-from solution.measure.holdings import Holdings, watched
-from solution.measure.memory import peak_memory_bytes
-from solution.measure.recording import (
-    WARM_UP,
-    Recording,
-    ShortRunError,
-    memory_history,
-    require_free,
-)
+from solution.measure.memory_used import Holdings, memory_history, peak_memory_bytes
+from solution.measure.recording import WARM_UP, Recording, ShortRunError, require_free
 from solution.measure.traffic import Traffic
 from solution.models import families
 from solution.optim import cosine_schedule, decay_groups
@@ -238,10 +231,11 @@ class Job:
         """Time one optimizer step; profile it and count its traffic where that is due."""
         is_counted = step == self._counted_step
         started = time.perf_counter()
-        with (
-            self.recording.step(step + 1),
-            watched(self._traffic, self._holdings) if is_counted else contextlib.nullcontext(),
-        ):
+        with contextlib.ExitStack() as instruments:
+            instruments.enter_context(self.recording.step(step + 1))
+            if is_counted:
+                instruments.enter_context(self._traffic)
+                instruments.enter_context(self._holdings)
             yield
         self.times.append(time.perf_counter() - started)
 

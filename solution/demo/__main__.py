@@ -16,7 +16,7 @@ from typing import Any
 from solution.config import GPT2Config
 from solution.data.prepare import read_meta
 from solution.data.shards import write_atomically
-from solution.demo import checks, page, results
+from solution.demo import checks, results
 from solution.demo.runs import PRESET, RUNS, Run, prepare, train
 from solution.demo.theory import Theory
 
@@ -36,6 +36,10 @@ SHORT_CHECK = [
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns 0 if every check holds, 1 if not, 2 if a run failed."""
     flags = _flags(arguments)
+    if not find_spec("matplotlib"):
+        said = "expected matplotlib, which draws the charts, found none"
+        print(f"error: {said}; python -m pip install 'trainspec[plots]'", file=sys.stderr)
+        return 2
     started = time.perf_counter()
     if status := prepare(flags.out):
         return status
@@ -112,6 +116,8 @@ def _conformance(flags: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _write(found: dict[str, Any], out: Path) -> None:
+    from solution.demo import page  # here: it needs matplotlib, which is optional
+
     text = json.dumps(found, indent=1) + "\n"
     write_atomically(out / "results.json", text.encode())
     write_atomically(out / "index.html", page.render(found).encode())

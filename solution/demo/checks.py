@@ -1,4 +1,4 @@
-"""What must hold of the runs, and the table on the terminal."""
+"""The checks of the runs, and the table on the terminal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from solution.console import aligned
 from solution.demo.runs import Run
 from solution.demo.theory import Theory
 
@@ -20,13 +21,13 @@ Bound = dict[str, Any]
 
 
 def distance(run: Run, other: Run, out: Path, key: str) -> float:
-    """The largest difference between two curves, over all steps."""
+    """Return the largest difference between two curves, over all steps."""
     pairs = zip(run.curve(out, key), other.curve(out, key), strict=True)
     return max(abs(a - b) for a, b in pairs)
 
 
 def check(runs: Sequence[Run], theory: Theory, out: Path) -> tuple[list[Bound], list[str]]:
-    """The bounds that applied, and what does not hold, one line each."""
+    """Return the bounds that applied, and what does not hold, one line each."""
     baseline, control, *others = runs
     bounds, problems = [], []
     # Adam and clipping hide a gradient of the wrong size from the loss, but not from its own norm.
@@ -52,7 +53,7 @@ def check(runs: Sequence[Run], theory: Theory, out: Path) -> tuple[list[Bound], 
 
 
 def _check_restart(run: Run, same: Run, out: Path) -> list[str]:
-    """Whether a run that was killed and restarted equals one that was not."""
+    """Return problems unless a run that was killed and restarted equals one that was not."""
     if not run.was_restarted(out):
         return [f"FAILED: {run.title}: expected another process after the kill, got the same"]
     differing = [
@@ -82,7 +83,7 @@ def _check_ranks(run: Run, summaries: Sequence[Mapping[str, Any]], expected: int
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """One line per run: where it ended, how far from one rank, what it cost."""
+    """Return one line per run: where it ended, how far from one rank, what it cost."""
     rows = [["", "last loss", "differs", "norms", "tokens/s", "sent MB", "theory", "weights"]]
     rows += [
         [
@@ -97,8 +98,4 @@ def table(results: Mapping[str, Any]) -> str:
         ]
         for run in results["runs"]
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    )
+    return aligned(rows)

@@ -32,27 +32,27 @@ from typing import Any
 import torch
 
 from solution.demo.checks import distance
-from solution.demo.runs import Run
+from solution.demo.runs import GLOBAL_BATCH, SEQUENCE_LENGTH, Run
 from solution.demo.theory import REASONS, Theory
-from solution.measure.trace import Lanes, step_lanes
+from solution.measure.intervals import merged
+from solution.measure.trace import LANES, step_lanes
 from solution.measure.trace_file import TraceError, read_trace
 
 __all__ = ["SCHEMA", "conformance", "gather"]
 
 SCHEMA = "trainspec-demo/1"
-LANES = ("compute", "communication", "overlap", "exposed")
 FINEST = 1500  # parts of a step: gaps below one such part are not drawn
 
 
 def gather(runs: Sequence[Run], theory: Theory, out: Path) -> dict[str, Any]:
-    """All of it but the checks, the conformance and the seconds."""
+    """Return all of it but the checks, the conformance and the seconds."""
     first = runs[0].summaries(out)[0]
     config = first["config"]
     return {
         "schema": SCHEMA,
         "model": f"{config['model']} {config['preset']}",
         "parameters": first["parameter_bytes"] // 4,
-        "tokens_per_step": theory.tokens_per_step,
+        "tokens_per_step": GLOBAL_BATCH * SEQUENCE_LENGTH,
         "steps": first["steps"],
         "device": first["device"],
         "torch": torch.__version__,
@@ -64,6 +64,7 @@ def _gather_run(run: Run, baseline: Run, theory: Theory, out: Path) -> dict[str,
     summaries = run.summaries(out)
     losses, others = run.curve(out), baseline.curve(out)
     held = [summary["held_bytes"] for summary in summaries]
+    traces = sorted(run.traces(out).rglob("rank*_trace.json"))
     return {
         "title": run.title,
         "kind": run.kind,
@@ -83,43 +84,26 @@ def _gather_run(run: Run, baseline: Run, theory: Theory, out: Path) -> dict[str,
             "theory_bytes": theory.sent(run),
             "reason": REASONS[run.kind],
         },
-        "timeline": [lanes for path in _traces(run, out) for lanes in _timeline(path)],
+        "timeline": [lanes for path in traces for lanes in _timeline(path)],
         "weights": summaries[0]["weights_sha256"],
     }
 
 
-def _traces(run: Run, out: Path) -> list[Path]:
-    return sorted(run.traces(out).rglob("rank*_trace.json"))
-
-
 def _timeline(path: Path) -> list[dict[str, Any]]:
-    """The last recorded step of one rank, as coarse as it can be drawn."""
+    """Return the last recorded step of one rank, as coarse as it can be drawn; microseconds."""
     try:
-        lanes: Lanes = step_lanes(read_trace(path))[-1]
+        found = step_lanes(read_trace(path))[-1].from_begin()
     except TraceError:
         return []  # the page leaves out what cannot be read
-    found = lanes.from_begin()
     finest = found["duration_us"] / FINEST
-    return [found | {name: _coarse(found[name], finest) for name in LANES}]
-
-
-def _coarse(intervals: Sequence[Sequence[float]], finest: float) -> list[list[float]]:
-    """Neighbours that no eye could tell apart made one; microseconds.
-
-    >>> _coarse([[0, 5], [5.1, 9], [20, 21]], 1.0)
-    [[0, 9], [20, 21]]
-    """
-    kept: list[list[float]] = []
-    for begin, end in intervals:
-        if kept and begin - kept[-1][1] < finest:
-            kept[-1][1] = end
-        else:
-            kept.append([begin, end])
-    return [[round(begin, 1), round(end, 1)] for begin, end in kept]
+    for lane in LANES:
+        parts = merged(found[lane], gap=finest)
+        found[lane] = [[round(begin, 1), round(end, 1)] for begin, end in parts]
+    return [found]
 
 
 def conformance(path: Path) -> dict[str, Any] | None:
-    """Chapter by implementation out of the specification's report.json; None if there is none."""
+    """Return chapter by implementation, of the specification's report; None if there is none."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The runs of the demonstration: what to start, the kill, and what each left behind."""
+"""The runs of the demonstration: commands, the kill, and the files that each leaves behind."""
 
 from __future__ import annotations
 
@@ -55,23 +55,22 @@ class Run:
 
     @property
     def script(self) -> str:
-        """The module that trains it."""
+        """Return the module that trains it."""
         if self.num_ranks == 1:
             return "solution.train_baseline"
         return "solution.train_fsdp" if self.name.startswith("fsdp") else "solution.train_ddp"
 
     def traces(self, out: Path) -> Path:
-        """Where its recorded step lies."""
-        words = re.sub(r"\W+", "-", self.title.lower())
-        return out / "traces" / words
+        """Return the folder of its recorded step."""
+        return out / "traces" / re.sub(r"\W+", "-", self.title.lower())
 
     @property
     def num_micro_batches(self) -> int:
-        """Backward passes of one rank per step."""
+        """Return the backward passes of one rank per step."""
         return GLOBAL_BATCH // (self.micro_batch * self.num_ranks)
 
     def command(self, shared: Sequence[str], out: Path) -> list[str]:
-        """The command line, `torchrun` on a free port of the loopback for several ranks."""
+        """Return the command line, `torchrun` on a free port of the loopback for several ranks."""
         flags = [*shared, *self.flags, "--out", str(out / self.folder)]
         flags += ["--micro-batch-size", str(self.micro_batch)]
         if self.num_ranks == 1:
@@ -84,24 +83,23 @@ class Run:
         return [*torchrun, *tell, sys.executable, "-m", self.script, *flags]
 
     def pid(self, out: Path) -> str:
-        """Which process the rank to be killed is, of the newest start."""
+        """Return the process id of the rank to be killed, of the newest start."""
         return (out / self.folder / f"pid.{VICTIM}").read_text().strip()
 
     def was_restarted(self, out: Path) -> bool:
-        """Whether another process took over from the one that was killed."""
+        """Return whether another process took over from the one that was killed."""
         return (out / self.folder / "killed").read_text() != self.pid(out)
 
-    def lines(self, out: Path) -> list[dict[str, Any]]:
-        """The log, one dict per step."""
-        text = (out / self.folder / f"{self.name}.jsonl").read_text()
-        return [json.loads(line) for line in text.splitlines()]
+    def log(self, out: Path) -> Path:
+        """Return the file that gets a line per step."""
+        return out / self.folder / f"{self.name}.jsonl"
 
     def curve(self, out: Path, key: str = "loss") -> list[float]:
-        """`key` of each step."""
-        return [line[key] for line in self.lines(out)]
+        """Return `key` of each step, from the log."""
+        return [json.loads(line)[key] for line in self.log(out).read_text().splitlines()]
 
     def summaries(self, out: Path) -> list[dict[str, Any]]:
-        """What each rank said at the end."""
+        """Return what each rank wrote at the end."""
         paths = (out / self.folder / f"{self.name}.rank{r}.json" for r in range(self.num_ranks))
         return [json.loads(path.read_text()) for path in paths]
 
@@ -130,12 +128,12 @@ RUNS = [
 
 
 def prepare(out: Path) -> int:
-    """Make the shards, unless they are there; returns 2 if that failed."""
+    """Make the shards, unless they are there; return 2 if that failed."""
     return start([sys.executable, "-m", "solution.data.prepare", "--out", str(out / "data"), *DATA])
 
 
 def train(run: Run, flags: argparse.Namespace) -> int:
-    """One of the runs, with the kill if that is what it is for; returns 2 if it failed."""
+    """Train one of the runs, and kill it if that is its purpose; return 2 if it failed."""
     folder, shared = flags.out / run.folder, _shared_flags(flags)
     meanwhile = None
     if run.is_killed:
@@ -156,7 +154,7 @@ def train(run: Run, flags: argparse.Namespace) -> int:
 
 
 def _shared_flags(flags: argparse.Namespace) -> list[str]:
-    """What all runs have in common; a run's own flags come later, and win."""
+    """Return the flags that all runs share; a run's own flags come later, and win."""
     settings = {
         "data": flags.out / "data",
         "preset": PRESET,
@@ -178,9 +176,13 @@ def start(
     command: Sequence[str], meanwhile: Callable[[subprocess.Popen[bytes]], None] | None = None
 ) -> int:
     """Run `command` to its end with one thread per rank; 2 if it failed, having said why."""
-    # Ranks of a second start must not find the addresses of the first: see solution.resume.
-    settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    environment = {**os.environ, **settings}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        # Ranks of a second start must not find the addresses of the first: see solution.resume.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "KINETO_LOG_LEVEL": "6",  # the profiler's USDT lines have level 5
+    }
     # A rank of its own run, whoever started the demo.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
@@ -195,8 +197,8 @@ def start(
 
 
 def _kill(run: Run, out: Path, after: int, process: subprocess.Popen[bytes]) -> None:
-    """Kill a rank once `after` steps are in the log; leaves word which process that was."""
-    log = out / run.folder / f"{run.name}.jsonl"
+    """Kill a rank once `after` steps are in the log; write down which process that was."""
+    log = run.log(out)
     while not (log.exists() and log.read_bytes().count(b"\n") >= after):
         if process.poll() is not None:
             return  # it failed, and has said why

@@ -1,4 +1,4 @@
-"""What each way of training should hold in memory and send per step, in bytes and in words.
+"""What each way of training holds in memory and sends per step, in bytes and in words.
 
 Of a model of P bytes in W ranks, with M micro-batches per step and B bytes of P inside blocks:
 
@@ -10,7 +10,7 @@ Of a model of P bytes in W ranks, with M micro-batches per step and B bytes of P
     fsdp_shard_grad_op    P/W         P/W        2P/W            MP + P: one gather per micro-batch
     fsdp_full_shard       P/W         P/W        2P/W            M(P + B) + P: blocks gathered again
 
-Gradients are those that the update reads. Besides, AdamW keeps a step count of 4 bytes per tensor.
+Gradients are those that the update reads. AdamW also keeps a step count of 4 bytes per tensor.
 Bytes are those that a rank hands to its collectives (`solution.measure.traffic`). Activations, of
 one micro-batch, are predicted with fake tensors and do not depend on the ranks.
 """
@@ -20,11 +20,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from solution.config import ModelConfig
-from solution.demo.runs import GLOBAL_BATCH, SEQUENCE_LENGTH, Run
-from solution.measure.estimate import predict
+from solution.demo.runs import SEQUENCE_LENGTH, Run
+from solution.measure.memory import predict
 from solution.models import families
 
 __all__ = ["Theory"]
@@ -42,7 +41,7 @@ IS_SHARDED = ("fsdp_shard_grad_op", "fsdp_full_shard")
 
 @dataclass(frozen=True)
 class Theory:
-    """What is known about a model beforehand.
+    """What is known about a model before it is trained.
 
     Attributes:
         parameter_bytes, block_bytes: P and B of the module's table.
@@ -57,20 +56,19 @@ class Theory:
 
     @classmethod
     def of(cls, config: ModelConfig, *, attention: str, micro_batches: set[int]) -> Theory:
-        """Ask a model that exists in shapes only."""
+        """Return the theory of a model, built in shapes only."""
         with torch.device("meta"):
             model = families.build(config, attention=attention)
-        activations = {
-            size: predict(model, batch_size=size, sequence_length=SEQUENCE_LENGTH).terms[
-                "activations"
-            ]
-            for size in micro_batches
-        }
-        num_tensors = sum(1 for _ in model.parameters())
-        return cls(_num_bytes(model), _num_bytes(model.blocks), num_tensors, activations)
+        activations = {}
+        for size in micro_batches:
+            found = predict(model, batch_size=size, sequence_length=SEQUENCE_LENGTH)
+            activations[size] = found.terms["activations"]
+        tensors, of_blocks = list(model.parameters()), model.blocks.parameters()
+        sizes = sum(p.nbytes for p in tensors), sum(p.nbytes for p in of_blocks)
+        return cls(*sizes, len(tensors), activations)
 
     def held(self, run: Run) -> dict[str, int]:
-        """Bytes per rank by component, at the update; activations during a micro-batch."""
+        """Return the bytes per rank by component, at the update; activations of one micro-batch."""
         share = self.parameter_bytes // run.num_ranks
         kept = share if run.kind in IS_SHARDED else self.parameter_bytes
         divides_state = run.kind in IS_SHARDED or run.kind == "zero1"
@@ -83,7 +81,7 @@ class Theory:
         }
 
     def sent(self, run: Run) -> int:
-        """Bytes per rank and step."""
+        """Return the bytes that a rank sends per step."""
         whole, blocks, passes = self.parameter_bytes, self.block_bytes, run.num_micro_batches
         return {
             "alone": 0,
@@ -93,12 +91,3 @@ class Theory:
             "fsdp_shard_grad_op": passes * whole + whole,
             "fsdp_full_shard": passes * (whole + blocks) + whole,
         }[run.kind]
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Of all ranks together."""
-        return GLOBAL_BATCH * SEQUENCE_LENGTH
-
-
-def _num_bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())

@@ -10,8 +10,7 @@ a measurement.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,23 +18,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from solution.config import require, require_positive
-from solution.measure.estimate import fake_twin
+from solution.measure.memory import fake_twin
 
-__all__ = [
-    "DEVICES",
-    "Device",
-    "extrapolate_training",
-    "flops_per_token",
-    "model_flops_utilization",
-    "peak_flops",
-]
+__all__ = ["extrapolate_training", "flops_per_token", "model_flops_utilization", "peak_flops"]
 
 BYTES_PER_PARAMETER = 16  # in training in float32: itself, its gradient, two moments
 SECONDS_PER_DAY, DAYS_PER_YEAR = 86_400, 365
 
 
-@dataclass(frozen=True)
-class Device:
+class Device(NamedTuple):
     """Peaks in TFLOP/s, dense: 16-bit products, TF32 on tensor cores, float32 without them.
 
     Attributes:
@@ -74,7 +65,7 @@ DEVICES = (
 
 
 def flops_per_token(model: nn.Module, *, sequence_length: int) -> int:
-    """Operations of a forward and a backward, per token; matrix products only.
+    """Return the operations of a forward and a backward, per token; matrix products only.
 
     PyTorch's FlopCounterMode counts a forward on fake tensors, without memory or work, for any
     module from ids `[1, sequence_length]` to logits. A backward is twice that: each product has two
@@ -88,24 +79,16 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> int:
     with torch.random.fork_rng(), FakeTensorMode(allow_non_fake_inputs=True):
         twin = fake_twin(model, device="cpu")
         ids = torch.zeros(1, sequence_length, dtype=torch.int64)
-        # PyTorch has no formula for its fused attention on CPU.
+        # PyTorch has no formula for its fused attention on CPU, whose first arguments are q, k, v.
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        with (
-            torch.no_grad(),
-            FlopCounterMode(display=False, custom_mapping={fused: _attention}) as c,
-        ):
+        formula = {fused: lambda *shapes, **_: sdpa_flop_count(*shapes[:3])}
+        with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=formula) as counter:
             twin(ids)
-    return 3 * c.get_total_flops() // sequence_length
-
-
-def _attention(
-    q_BHQD: tuple[int, ...], k_BHKD: tuple[int, ...], v_BHKD: tuple[int, ...], *_: Any, **__: Any
-) -> int:
-    return sdpa_flop_count(q_BHQD, k_BHKD, v_BHKD)
+    return 3 * counter.get_total_flops() // sequence_length
 
 
 def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
-    """Dense operations per second of that device in that dtype; None where it is not known.
+    """Return the dense operations per second of a device in a dtype; None where not known.
 
     >>> peak_flops("NVIDIA H200", torch.bfloat16)
     989400000000000.0
@@ -135,7 +118,7 @@ def model_flops_utilization(
     dtype: torch.dtype,
     tf32: bool = False,
 ) -> float | None:
-    """The part of the device's peak that the model's own operations use; None if it is not known.
+    """Return the part of the device's peak that the model's own operations use, if it is known.
 
     >>> found = model_flops_utilization(
     ...     tokens_per_s=171_000, flops_per_token=854_438_400,
@@ -155,7 +138,7 @@ def extrapolate_training(
     target_tokens: int,
     device_memory_bytes: int,
 ) -> dict[str, Any]:
-    """What a rate measured on one device would mean for a larger model.
+    """Return what a rate measured on one device would mean for a larger model.
 
     Assumes that tokens per second fall as parameters grow (products with weights are all the work,
     utilisation stays), that devices add nothing and lose nothing, and 16 bytes per parameter for
@@ -171,13 +154,10 @@ def extrapolate_training(
     (4.055, 78208, 200)
     """
     require("tokens_per_s", tokens_per_s, "> 0", lambda value: value > 0)
-    for name, value in (
-        ("num_parameters", num_parameters),
-        ("target_parameters", target_parameters),
-        ("target_tokens", target_tokens),
-        ("device_memory_bytes", device_memory_bytes),
-    ):
-        require_positive(name, value)
+    require_positive("num_parameters", num_parameters)
+    require_positive("target_parameters", target_parameters)
+    require_positive("target_tokens", target_tokens)
+    require_positive("device_memory_bytes", device_memory_bytes)
     rate = tokens_per_s * num_parameters / target_parameters
     state_bytes = BYTES_PER_PARAMETER * target_parameters
     days = target_tokens / rate / SECONDS_PER_DAY

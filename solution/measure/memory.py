@@ -1,30 +1,247 @@
-"""How much memory a rank has used at most.
+"""Memory of a training step, predicted before anything is allocated: by term, phase and moment.
 
-On a GPU: the peak of what PyTorch allocated (not what it reserved, and not what is allocated now).
-On the CPU: the peak resident set of this process, interpreter and libraries included.
+`Ledger` is the accountant: a dispatch mode that sees what each operator returns. A new storage is
+booked under the name that the phase gives to new storages, and a weak reference takes it off the
+books when the last tensor on it goes. So views cost nothing, and an output that nobody keeps is
+gone at once. It works on real tensors and on fake ones (`torch._subclasses.FakeTensorMode`), which
+have sizes and no memory.
+
+`predict` uses it in three steps:
+
+1. The model is copied with fake tensors in place of parameters and buffers: shapes and dtypes, no
+   memory. The original is not touched.
+2. AdamW gets its state from one step on fake gradients.
+3. One more step runs under a `Ledger`: forward and loss, backward, update.
+
+The peak is a moment, not a sum: at the end of the loss activations are complete and there are no
+gradients yet; at the end of the backward it is the other way round; in the update there may be a
+copy of all parameters. Which of them is the highest depends on model and batch.
+
+Not counted: the allocator's rounding, workspaces of libraries (some 50 MiB on CUDA), scratch space
+inside kernels. PyTorch's MemTracker has the same idea, hooks into modules and optimizers, and is
+private. `solution.measure.memory_used` measures.
 """
 
 from __future__ import annotations
 
-import resource
-import sys
-from pathlib import Path
+import contextlib
+import copy
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["peak_memory_bytes"]
+from solution.config import require_positive
+
+__all__ = ["Ledger", "Prediction", "fake_twin", "memory_estimate", "optimizer_tensors", "predict"]
+
+PHASES = ("forward", "backward", "update")
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """The peak so far, in bytes."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    # getrusage inherits the peak of the process that started this one, torchrun's for instance; the
-    # kernel's own line does not.
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+class Ledger(TorchDispatchMode):
+    """The books of all live storages while it is entered.
+
+    Attributes:
+        live: bytes that are alive now, by name.
+        peaks: by phase, the bytes by name at the moment when most was alive.
+        ends: by phase, the bytes by name when it was over.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # unannotated in torch
+        self.live: Counter[str] = Counter()
+        self.peaks: dict[str, dict[str, int]] = {}
+        self.ends: dict[str, dict[str, int]] = {}
+        self._phase = self._new_name = ""
+        # Storage's address -> name, bytes, and the reference whose callback takes it off the books.
+        self._booked: dict[int, tuple[str, int, weakref.ref[Any]]] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str, *, new: str) -> Iterator[None]:
+        """Within the block, book new storages under `new` and keep the peak of `name`."""
+        self._phase, self._new_name, self.peaks[name] = name, new, {}
+        self._note_peak()
+        yield
+        self._phase, self.ends[name] = "", dict(self.live)
+
+    def own(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Book the storages of `tensors` under `name`, under whatever name they were before."""
+        for tensor in tensors:
+            self._book(tensor, name, moves=True)
+        self._note_peak()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._book(leaf, self._new_name, moves=False)
+        self._note_peak()
+        return out
+
+    def _book(self, tensor: torch.Tensor, name: str, *, moves: bool) -> None:
+        storage = tensor.untyped_storage()
+        key, num_bytes = storage._cdata, storage.nbytes()
+        old_name, old_bytes, reference = self._booked.get(key, (name, 0, None))
+        if not moves:
+            name = old_name
+        self.live[old_name] -= old_bytes
+        self.live[name] += num_bytes
+        if reference is None:
+            reference = weakref.ref(storage, lambda _: self._strike_out(key))
+        self._booked[key] = (name, num_bytes, reference)
+
+    def _strike_out(self, key: int) -> None:
+        name, num_bytes, _ = self._booked.pop(key)
+        self.live[name] -= num_bytes
+
+    def _note_peak(self) -> None:
+        if self._phase and self.live.total() > sum(self.peaks[self._phase].values()):
+            self.peaks[self._phase] = {name: size for name, size in self.live.items() if size}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes of one training step.
+
+    Attributes:
+        terms: `parameters`, `buffers`, `gradients`, `optimizer`, `activations`: the size of each
+            when it is complete.
+        peaks: by phase (`forward`, `backward`, `update`), the bytes by name at its highest moment.
+        after_step: what is alive between steps.
+    """
+
+    terms: dict[str, int]
+    peaks: dict[str, dict[str, int]]
+    after_step: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the bytes at the highest moment of the step."""
+        return max(sum(peak.values()) for peak in self.peaks.values())
+
+
+def memory_estimate(model: nn.Module, *, batch_size: int, sequence_length: int) -> dict[str, int]:
+    """Return the bytes of one training step with cross-entropy and AdamW, whose state exists.
+
+    Args:
+        model: ids `[batch_size, sequence_length]` -> logits `[..., vocab]`, on any device, `meta`
+            too. It is left as it was.
+        batch_size, sequence_length: of the step.
+
+    Returns:
+        `parameter_bytes`, `gradient_bytes`, `optimizer_bytes`, `activation_bytes` (what forward and
+        loss leave for the backward) and `peak_bytes`.
+
+    Raises:
+        ValueError: a size that is not a positive integer, or nothing to train.
+    """
+    found = predict(model, batch_size=batch_size, sequence_length=sequence_length)
+    terms = {f"{name.removesuffix('s')}_bytes": size for name, size in found.terms.items()}
+    del terms["buffer_bytes"]
+    return {**terms, "peak_bytes": found.peak_bytes}
+
+
+def predict(
+    model: nn.Module,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
+    keeps_logits: bool = False,
+    autocast: torch.dtype | None = None,
+) -> Prediction:
+    """Return what `memory_estimate` does, by term and phase.
+
+    Args:
+        model, batch_size, sequence_length: as there.
+        make_optimizer: from the list of trainable parameters.
+        keeps_logits: whether the caller holds them during the backward, as `out = model(ids)` does.
+        autocast: dtype of products in the forward, where it is not that of the weights.
+    """
+    require_positive("batch_size", batch_size)
+    require_positive("sequence_length", sequence_length)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("expected a model with trainable parameters, got none")
+    # A fake operator draws nothing, but a generator may advance.
+    with torch.random.fork_rng(), FakeTensorMode(allow_non_fake_inputs=True):
+        twin = fake_twin(model)
+        trainable = [parameter for parameter in twin.parameters() if parameter.requires_grad]
+        device = next(twin.parameters()).device
+        ids = torch.zeros(batch_size, sequence_length, dtype=torch.int64, device=device)
+        optimizer = make_optimizer(trainable)
+        for parameter in trainable:
+            parameter.grad = torch.empty_like(parameter)
+        optimizer.step()  # makes the state
+        optimizer.zero_grad(set_to_none=True)
+        ledger = Ledger()
+        ledger.own("parameters", twin.parameters())
+        ledger.own("buffers", twin.buffers())
+        ledger.own("optimizer", optimizer_tensors(optimizer))
+        ledger.own("inputs", [ids])
+        for parameter in trainable:
+            # What a backward returned becomes a gradient when a parameter takes it.
+            parameter.register_post_accumulate_grad_hook(
+                lambda taken: ledger.own("gradients", [cast(torch.Tensor, taken.grad)])
+            )
+        with ledger:
+            _step(twin, optimizer, ids, ledger, keeps_logits, autocast)
+        terms = {
+            "parameters": ledger.live["parameters"],
+            "buffers": ledger.live["buffers"],
+            "gradients": ledger.ends["backward"].get("gradients", 0),
+            "optimizer": ledger.live["optimizer"],
+            "activations": ledger.ends["forward"].get("activations", 0),
+        }
+        return Prediction(terms, ledger.peaks, ledger.live.total())
+
+
+def fake_twin(model: nn.Module, *, device: str | None = None) -> nn.Module:
+    """Return a copy with fake parameters and buffers; those on `meta` are taken to the CPU.
+
+    To be called, and used, under a FakeTensorMode.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        place = device or ("cpu" if tensor.is_meta else tensor.device)
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
+        if isinstance(tensor, nn.Parameter):
+            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = fake  # one for all modules that share it
+    return copy.deepcopy(model, memo)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return all tensors of an optimizer's state."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ids: torch.Tensor,
+    ledger: Ledger,
+    keeps_logits: bool,
+    autocast: torch.dtype | None,
+) -> None:
+    with ledger.phase("forward", new="activations"):
+        with torch.autocast(ids.device.type, dtype=autocast, enabled=autocast is not None):
+            logits = model(ids)
+            loss = F.cross_entropy(logits.flatten(0, -2), ids.flatten())
+        if not keeps_logits:
+            del logits
+    with ledger.phase("backward", new="temporaries"):
+        loss.backward()
+    with ledger.phase("update", new="temporaries"):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)

@@ -83,12 +83,12 @@ def plot_traces(setups: Mapping[str, Sequence[RankTrace]], path: Path) -> None:
     Raises:
         RuntimeError: matplotlib is not installed.
     """
-    bars = {f"{name} {rank.summary['rank']}": rank for name in setups for rank in setups[name]}
+    bars = {f"{name} {rank['rank']}": rank for name in setups for rank in setups[name]}
     figure = _figure(9, 2.5 + 0.35 * len(bars))
     times, memory = figure.subplots(2, 1, height_ratios=[max(2, len(bars)), 4])
     left = [0.0] * len(bars)
     for part, colour in PARTS.items():
-        summaries = [rank.summary for rank in bars.values()]
+        summaries = bars.values()
         widths = [one["total"][part] / len(one["steps"]) / 1e3 for one in summaries]
         times.barh(list(bars), widths, left=left, color=colour, label=part.removesuffix("_us"))
         left = [a + b for a, b in zip(left, widths, strict=True)]
@@ -96,9 +96,10 @@ def plot_traces(setups: Mapping[str, Sequence[RankTrace]], path: Path) -> None:
     times.set(xlabel="ms per step, mean of the recorded ones")
     times.legend()
     for name, rank in bars.items():
-        if rank.memory:
+        if rank["memory"]:
             memory.plot(
-                *([x / 1e3 for x, _ in rank.memory], [y / 1e6 for _, y in rank.memory]), label=name
+                *([x / 1e3 for x, _ in rank["memory"]], [y / 1e6 for _, y in rank["memory"]]),
+                label=name,
             )
     memory.set(xlabel="ms since the first recorded step", ylabel="MB allocated")
     if memory.lines:

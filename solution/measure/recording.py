@@ -1,4 +1,4 @@
-"""Record a few steps of a run: what each rank did when, and what its GPU's memory held.
+"""Record a few steps of a run: what each rank did when.
 
     recording = Recording(folder, rank=0, num_steps=3, device=device)    # refuses what cannot work
     for number in ...:
@@ -24,10 +24,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, _KinetoProfile, record_function
 
-__all__ = ["WARM_UP", "Recording", "ShortRunError", "memory_history", "require_free"]
+__all__ = ["WARM_UP", "Recording", "ShortRunError", "require_free"]
 
 WARM_UP = 3
-MAX_ENTRIES = 100_000  # of the memory history: a ring, some 50 MB; unlimited ones take gigabytes
 
 
 class ShortRunError(RuntimeError):
@@ -82,72 +81,29 @@ class Recording:
             yield
             return
         if index == 0:
-            self._profiler = self._started()
+            gpu = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
+            self._profiler = _KinetoProfile(
+                activities=[ProfilerActivity.CPU, *gpu], record_shapes=True, profile_memory=True
+            )
+            self._profiler.start()  # type: ignore[no-untyped-call]  # unannotated in torch
+        profiler = self._profiler
+        assert profiler is not None  # the first recorded step has started it
         try:
             with record_function(f"ProfilerStep#{number}"):
                 yield
-                self._wait()  # or the device's part of the step would lie behind its mark
+                if self._device.type == "cuda":  # or the device's part would lie behind the mark
+                    torch.cuda.synchronize(self._device)
         except BaseException:
-            self._stopped()
+            profiler.stop()  # type: ignore[no-untyped-call]  # as above
             raise
         if index == self.num_steps - 1:
-            self._write(self._stopped())
-
-    def _started(self) -> _KinetoProfile:
-        activities = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        profiler = _KinetoProfile(activities=activities, record_shapes=True, profile_memory=True)
-        profiler.start()  # type: ignore[no-untyped-call]  # unannotated in torch
-        return profiler
-
-    def _stopped(self) -> _KinetoProfile:
-        profiler, self._profiler = self._profiler, None
-        assert profiler is not None  # the first recorded step has started it
-        profiler.stop()  # type: ignore[no-untyped-call]  # as above
-        return profiler
-
-    def _write(self, profiler: _KinetoProfile) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_name(f".{self.path.name}.partial")
-        profiler.export_chrome_trace(str(partial))
-        partial.replace(self.path)
-        self.is_written = True
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-
-@contextmanager
-def memory_history(path: Path | None) -> Iterator[None]:
-    """Record every allocation on the GPU; the snapshot at `path` opens at pytorch.org/memory_viz.
-
-    It is written however the block ends, out of memory above all, and recording is off afterwards.
-
-    Args:
-        path: of the pickle; None records nothing.
-
-    Raises:
-        ValueError: there is no GPU.
-    """
-    if path is None:
-        yield
-        return
-    if not torch.cuda.is_available():
-        raise ValueError(
-            "expected a GPU for a memory snapshot, got a machine without CUDA; leave out "
-            "--memory-snapshot, or see `python -m solution.memory_analysis`, which predicts"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES, stacks="python")
-    try:
-        yield
-    finally:
-        try:
-            torch.cuda.memory._dump_snapshot(str(path))
-        finally:
-            torch.cuda.memory._record_memory_history(enabled=None)
+            profiler.stop()  # type: ignore[no-untyped-call]  # as above
+            self._profiler = None
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self.path.with_name(f".{self.path.name}.partial")
+            profiler.export_chrome_trace(str(partial))
+            partial.replace(self.path)
+            self.is_written = True
 
 
 def require_free(folder: Path, pattern: str) -> None:

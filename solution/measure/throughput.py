@@ -1,4 +1,4 @@
-"""How many tokens a step gets through per second, once it is steady; and for which batch sizes.
+"""Tokens per second of a training step once it is steady; and a sweep over batch sizes.
 
     measure_throughput(step, tokens_per_step=8192, clock=time.perf_counter)
 
@@ -50,7 +50,7 @@ class PeakMemory(Protocol):
 def measure_throughput(
     step: Step, *, tokens_per_step: int, clock: Clock, num_steps: int = 20
 ) -> dict[str, Any]:
-    """Steady-state tokens per second of `step`.
+    """Return the steady-state tokens per second of `step`.
 
     Args:
         step: one training step; may return before its device has finished.
@@ -77,21 +77,13 @@ def measure_throughput(
             f"expected a clock that advances, got a median step of {median} s; use "
             "time.perf_counter, or a step that takes longer"
         )
-    lower, _, upper = (
-        statistics.quantiles(timed, n=4, method="inclusive")
-        if num_steps > 1
-        else (
-            median,
-            median,
-            median,
-        )
-    )
+    quartiles = statistics.quantiles(timed if num_steps > 1 else 2 * timed, n=4, method="inclusive")
     return {
         "tokens_per_s": tokens_per_step / median,
         "steps_per_s": 1 / median,
         "step_s": median,
         "min_s": min(timed),
-        "iqr_s": upper - lower,
+        "iqr_s": quartiles[2] - quartiles[0],
         "num_warmup_steps": len(warmup),
         "num_steps": num_steps,
         "is_steady": _is_settled(warmup) and not _drifts(timed),
@@ -106,8 +98,12 @@ def _seconds(step: Step, clock: Clock) -> float:
     return clock() - begun
 
 
+def _is_cuda_used() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
 def _finish_device_work() -> None:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if _is_cuda_used():
         torch.cuda.synchronize()
 
 
@@ -121,7 +117,7 @@ def _is_settled(seconds: Sequence[float]) -> bool:
 
 def _drifts(seconds: Sequence[float]) -> bool:
     half = len(seconds) // 2
-    if not half:
+    if half == 0:
         return False
     first, last = statistics.median(seconds[:half]), statistics.median(seconds[-half:])
     return abs(last - first) > DRIFT * first
@@ -136,7 +132,7 @@ def sweep_batch_sizes(
     memory: PeakMemory,
     num_steps: int = 20,
 ) -> list[dict[str, Any]]:
-    """Throughput and peak memory by batch size: one row each, in the order given.
+    """Return throughput and peak memory by batch size: one row each, in the order given.
 
     Args:
         build: from a batch size to a step that owns its model and optimizer.
@@ -174,20 +170,17 @@ def sweep_batch_sizes(
     rows = []
     for size in batch_sizes:
         found = measured(size)
-        _release()  # here, where neither the step nor an exception's frames are alive any more
+        # Here neither the step nor an exception's frames are alive any more.
+        gc.collect()  # modules and their hooks are in cycles
+        if _is_cuda_used():
+            torch.cuda.empty_cache()
         nothing = {"tokens_per_s": None, "peak_bytes": None}
         rows.append({"batch_size": size, "is_oom": found is None, **(found or nothing)})
     return rows
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory did not suffice; on the CPU that is a RuntimeError like many others."""
+    """Return whether memory did not suffice; on the CPU that is a RuntimeError like many others."""
     return isinstance(error, torch.OutOfMemoryError) or (
         type(error) is RuntimeError and "DefaultCPUAllocator: can't allocate memory" in str(error)
     )
-
-
-def _release() -> None:
-    gc.collect()  # modules and their hooks are in cycles
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()

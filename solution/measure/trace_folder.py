@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 from solution.measure.trace import Lanes, step_lanes, summarize
 from solution.measure.trace_file import Trace, TraceError, read_trace
 
-__all__ = ["RankTrace", "difference_of", "find_setups", "read_setup"]
+__all__ = ["RankTrace", "difference_of", "find_setups", "read_rank", "read_setup"]
 
 RECORD = "record some with `python -m solution.train_baseline --profile-steps 3`"
 POINTS = 400  # of memory over time, about
@@ -35,40 +34,36 @@ Uses = dict[str, dict[str, float]]
 """Operator to `count` and `time_us` per step."""
 
 
-@dataclass(frozen=True)
-class RankTrace:
-    """What is kept of one rank's trace.
+RankTrace = dict[str, Any]
+"""What is kept of one rank's trace: the keys of the contract (`summarize_trace`), and
 
-    Attributes:
-        path: of the file.
-        summary: the keys of the contract (`summarize_trace`).
-        operators: per step; on a GPU the kernels.
-        memory: microseconds since the first step, bytes.
-        timeline: one typical step as lanes of intervals (`Lanes.from_begin`).
+path: of the file.
+operators: per step; on a GPU the kernels.
+memory: microseconds since the first step, bytes.
+timeline: one typical step as lanes of intervals (`Lanes.from_begin`).
+"""
+
+
+def read_rank(path: Path, *, step: int | None = None) -> RankTrace:
+    """Read one file; `step` is the number of the step to show, None takes the median one.
+
+    Raises:
+        TraceError: no whole trace, or none of that step.
     """
-
-    path: Path
-    summary: dict[str, Any]
-    operators: Uses
-    memory: list[tuple[float, int]]
-    timeline: dict[str, Any]
-
-    @classmethod
-    def read(cls, path: Path, *, step: int | None = None) -> RankTrace:
-        """Read one file; `step` is the number of the step to show, None takes the median one.
-
-        Raises:
-            TraceError: no whole trace, or none of that step.
-        """
-        trace = read_trace(path)
-        lanes = step_lanes(trace)
-        found = {one.step: one for one in lanes}
-        if step is not None and step not in found:
-            raise TraceError(f"{path}: expected step {step}, got {[*found]}; choose one of these")
-        by_duration = sorted(lanes, key=lambda one: one.end - one.begin)
-        shown = by_duration[(len(lanes) - 1) // 2] if step is None else found[step]
-        summary, operators = summarize(trace, lanes), _operators_per_step(trace, lanes)
-        return cls(path, summary, operators, _memory_over_time(trace, lanes), shown.from_begin())
+    trace = read_trace(path)
+    lanes = step_lanes(trace)
+    found = {one.step: one for one in lanes}
+    if step is not None and step not in found:
+        raise TraceError(f"{path}: expected step {step}, got {[*found]}; choose one of these")
+    by_duration = sorted(lanes, key=lambda one: one.end - one.begin)
+    shown = by_duration[(len(lanes) - 1) // 2] if step is None else found[step]
+    return {
+        **summarize(trace, lanes),
+        "path": str(path),
+        "operators": _operators_per_step(trace, lanes),
+        "memory": _memory_over_time(trace, lanes),
+        "timeline": shown.from_begin(),
+    }
 
 
 def _operators_per_step(trace: Trace, lanes: list[Lanes]) -> Uses:
@@ -151,15 +146,15 @@ def read_setup(paths: list[Path], *, step: int | None = None) -> list[RankTrace]
     """
     ranks: list[RankTrace] = []
     for path in paths:
-        rank = RankTrace.read(path, step=step)
+        rank = read_rank(path, step=step)
         _check(rank, ranks)
         ranks.append(rank)
-        step = rank.timeline["step"]  # all ranks show the same one
-    world_size = ranks[0].summary["world_size"]
+        step = rank["timeline"]["step"]  # all ranks show the same one
+    world_size = ranks[0]["world_size"]
     if len(ranks) != world_size:
-        there = [rank.summary["rank"] for rank in ranks]
+        there = [rank["rank"] for rank in ranks]
         raise TraceError(
-            f"{ranks[0].path.parent}: expected the traces of {world_size} ranks, got those of "
+            f"{paths[0].parent}: expected the traces of {world_size} ranks, got those of "
             f"{there}; copy the others there as well"
         )
     return ranks
@@ -167,24 +162,24 @@ def read_setup(paths: list[Path], *, step: int | None = None) -> list[RankTrace]
 
 def _check(new: RankTrace, earlier: list[RankTrace]) -> None:
     """Raise a TraceError unless a file belongs to those before it."""
-    first, reported = (earlier or [new])[0], new.summary["rank"]
-    match = _NAME.fullmatch(new.path.name)
+    path, first, reported = new["path"], (earlier or [new])[0], new["rank"]
+    match = _NAME.fullmatch(Path(path).name)
     named = int(match[1]) if match else reported
     if reported != named:
         raise TraceError(
-            f"{new.path}: expected the trace of rank {named}, got one of rank {reported}; it was "
+            f"{path}: expected the trace of rank {named}, got one of rank {reported}; it was "
             "renamed, or belongs to another run"
         )
-    if any(reported == other.summary["rank"] for other in earlier):
-        raise TraceError(f"{new.path}: expected one trace of rank {reported}, got two; remove one")
+    if any(reported == other["rank"] for other in earlier):
+        raise TraceError(f"{path}: expected one trace of rank {reported}, got two; remove one")
 
     def facts(rank: RankTrace) -> dict[str, Any]:
-        numbers = [step["step"] for step in rank.summary["steps"]]
-        return {key: rank.summary[key] for key in ("world_size", "device")} | {"steps": numbers}
+        numbers = [step["step"] for step in rank["steps"]]
+        return {"world_size": rank["world_size"], "device": rank["device"], "steps": numbers}
 
     for key, wanted in facts(first).items():
         if facts(new)[key] != wanted:
             raise TraceError(
-                f"{new.path}: expected {key} {wanted} as in {first.path.name}, got "
+                f"{path}: expected {key} {wanted} as in {Path(first['path']).name}, got "
                 f"{facts(new)[key]}; files of different runs lie in one folder"
             )

@@ -31,11 +31,11 @@ def setup_table(setups: Setups) -> str:
         *("setup", "rank", "steps", "step ms", "compute", "exposed", "idle"),
         *("overlapped", "collectives per step", "MB per step", "peak MB"),
     )
-    rows = [(name, *_cells(rank.summary)) for name, ranks in setups.items() for rank in ranks]
+    rows = [(name, *_cells(rank)) for name, ranks in setups.items() for rank in ranks]
     return aligned([header, *rows])
 
 
-def _cells(summary: dict[str, Any]) -> tuple[str, ...]:
+def _cells(summary: RankTrace) -> tuple[str, ...]:
     total, num_steps = summary["total"], len(summary["steps"])
     durations = [step["duration_us"] for step in summary["steps"]]
     collectives = summary["collectives"]
@@ -73,13 +73,13 @@ def warnings_of(setups: Setups) -> list[str]:
     found = []
     for name, ranks in setups.items():
         for rank in ranks:
-            counts = [step["optimizer_steps"] for step in rank.summary["steps"]]
+            counts = [step["optimizer_steps"] for step in rank["steps"]]
             if set(counts) != {1}:
                 found.append(
-                    f"{name}, rank {rank.summary['rank']}: expected one optimizer step per "
+                    f"{name}, rank {rank['rank']}: expected one optimizer step per "
                     f"ProfilerStep, got {counts}; its times are of another amount of work"
                 )
-    devices = {ranks[0].summary["device"] for ranks in setups.values()}
+    devices = {ranks[0]["device"] for ranks in setups.values()}
     if len(devices) > 1:
         found.append(f"expected traces of one device, got {sorted(devices)}; times do not compare")
     if "cpu" in devices:
@@ -91,20 +91,7 @@ def warnings_of(setups: Setups) -> list[str]:
 
 def as_json(setups: Setups, changes: Changes | None) -> dict[str, Any]:
     """Return everything as plain data."""
-    result = {
-        name: [
-            {
-                **rank.summary,
-                "path": str(rank.path),
-                "operators": rank.operators,
-                "memory": rank.memory,
-                "timeline": rank.timeline,
-            }
-            for rank in ranks
-        ]
-        for name, ranks in setups.items()
-    }
-    return {"setups": result, "diff": changes, "warnings": warnings_of(setups)}
+    return {"setups": setups, "diff": changes, "warnings": warnings_of(setups)}
 
 
 class Drawing(str):

@@ -15,9 +15,7 @@ bytes. On the wire a ring moves 2n(W-1)/W per rank for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,8 +27,7 @@ NAMESPACES = ("c10d", "_c10d_functional")
 WAITS = ("wait_tensor", "monitored_barrier_", "barrier")  # move no payload
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """One collective as one rank issued it."""
 
     name: str  # PyTorch's: "allreduce_", "broadcast_", ...
@@ -38,7 +35,7 @@ class Collective:
     dtype: torch.dtype
 
 
-class Traffic:
+class Traffic(TorchDispatchMode):
     """Records the collectives issued inside the `with` block, in order.
 
     Attributes:
@@ -46,31 +43,19 @@ class Traffic:
     """
 
     def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # unannotated in torch
         self.collectives: list[Collective] = []
-        self._mode = _Recorder(self.collectives)
-
-    def __enter__(self) -> Self:
-        self._mode.__enter__()  # type: ignore[no-untyped-call]  # unannotated in torch
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # as above
 
     def count(self, dtype: torch.dtype | None = None) -> int:
-        """How many collectives, of all dtypes or of one."""
+        """Return how many collectives there were, of all dtypes or of one."""
         return len(self._of(dtype))
 
     def num_bytes(self, dtype: torch.dtype | None = None) -> int:
-        """Their payload, of all dtypes or of one."""
+        """Return their payload, of all dtypes or of one."""
         return sum(collective.num_bytes for collective in self._of(dtype))
 
     def by_kind(self, dtype: torch.dtype | None = None) -> dict[str, dict[str, int]]:
-        """PyTorch's name of a collective to its `count` and `bytes`, in order of appearance."""
+        """Return PyTorch's name of a collective to its `count` and `bytes`, as they first came."""
         found: dict[str, dict[str, int]] = {}
         for one in self._of(dtype):
             kind = found.setdefault(one.name, {"count": 0, "bytes": 0})
@@ -80,14 +65,6 @@ class Traffic:
 
     def _of(self, dtype: torch.dtype | None) -> list[Collective]:
         return [c for c in self.collectives if dtype is None or c.dtype == dtype]
-
-
-class _Recorder(TorchDispatchMode):
-    """The hook itself: looks at the operator, then lets it run."""
-
-    def __init__(self, collectives: list[Collective]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # unannotated in torch
-        self._collectives = collectives
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -100,11 +77,10 @@ class _Recorder(TorchDispatchMode):
             ]
             largest = max(tensors, key=_num_bytes, default=[])
             if largest:
-                self._collectives.append(
-                    Collective(func._opname, _num_bytes(largest), largest[0].dtype)
-                )
+                collective = Collective(func._opname, _num_bytes(largest), largest[0].dtype)
+                self.collectives.append(collective)
         return func(*args, **(kwargs or {}))
 
 
 def _num_bytes(tensors: list[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)

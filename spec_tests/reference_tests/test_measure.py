@@ -3,6 +3,7 @@
 import importlib.util
 import json
 
+from spec_tests.reference_tests.course_model import OUT_OF_MEMORY_AT, PUBLISHED_MIB, SECOND_MODEL_MIB
 from spec_tests.reference_tests.launch import run
 
 PROGRAM = """
@@ -12,12 +13,11 @@ import json
 import torch
 
 from solution.config import GPT2Config, LlamaConfig
-from solution.measure.activations import activation_bytes
-from solution.measure.course_model import PUBLISHED_MIB, CourseModel
-from solution.measure.estimate import predict
 from solution.measure.flops import flops_per_token
-from solution.measure.measured import measured_step
+from solution.measure.memory import predict
+from solution.measure.memory_used import measured_step
 from solution.models import families
+from spec_tests.reference_tests.course_model import CourseModel
 
 SIZES = {"batch_size": 3, "sequence_length": 16}
 CONFIGS = {
@@ -36,7 +36,7 @@ for name, config in CONFIGS.items():
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     ids = torch.zeros(3, 16, dtype=torch.int64)
     found[name] = {
-        "closed": activation_bytes(config, **SIZES),
+        "closed": families.activation_bytes(config, **SIZES),
         "predicted": {**predicted.terms, "peak": predicted.peak_bytes},
         "measured": measured_step(model, optimizer, ids),
         "flops": [
@@ -45,12 +45,12 @@ for name, config in CONFIGS.items():
         ],
     }
 with torch.device("meta"):
-    model = CourseModel(GPT2Config())
+    model = CourseModel()
 foreach = functools.partial(torch.optim.AdamW, foreach=True)
-peak = predict(
-    model, batch_size=8, sequence_length=1024, keeps_logits=True, make_optimizer=foreach
-).peak_bytes
-found["course"] = [peak / 2**20, PUBLISHED_MIB[8]]
+options = {"sequence_length": 1024, "keeps_logits": True, "make_optimizer": foreach}
+found["course"] = {
+    size: predict(model, batch_size=size, **options).peak_bytes for size in (8, 16, 32, 64)
+}
 print(json.dumps(found))
 """
 
@@ -60,8 +60,12 @@ def test_predictions_are_exact_and_the_courses_peak_is_met(tmp_path):
 
     assert ended.status == 0, ended.err
     found = json.loads(ended.out.splitlines()[-1])
-    predicted, published = found.pop("course")
-    assert abs(predicted - published) <= 0.01 * published + 128
+    predicted = {int(size): peak for size, peak in found.pop("course").items()}
+    assert predicted[OUT_OF_MEMORY_AT] > 80 * 2**30
+    for size, published in PUBLISHED_MIB.items():
+        second_model = SECOND_MODEL_MIB if size > 8 else 0
+        error = predicted[size] / 2**20 + second_model - published
+        assert abs(error) <= 0.01 * published + 128, size
     for model in found.values():
         measured = model["measured"]
         assert model["flops"][0] == model["flops"][1]

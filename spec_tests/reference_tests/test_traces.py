@@ -125,7 +125,7 @@ import contextlib, json
 from pathlib import Path
 from unittest import mock
 import torch
-from solution.measure.recording import memory_history
+from solution.measure.memory_used import memory_history
 
 calls = []
 def noted(name):

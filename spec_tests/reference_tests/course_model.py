@@ -10,8 +10,8 @@ batch 64 does not fit on 80 GB. These are the peaks of *its* model and none of w
 - logits live on in a variable during the backward;
 - a mask of 1024 x 1024 booleans in every layer.
 
-For predictions only (`solution.memory_analysis --course`); nothing here is trained. From batch 16
-on the course's script had a second model alive, 475 MB, which is part of what it printed.
+For predictions only; nothing here is trained. From batch 16 on the course's script had a second
+model alive, 475 MB, which is part of what it printed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from solution.config import GPT2Config
-
-__all__ = ["OUT_OF_MEMORY_AT", "PUBLISHED_MIB", "CourseModel"]
+__all__ = ["OUT_OF_MEMORY_AT", "PUBLISHED_MIB", "SECOND_MODEL_MIB", "CourseModel"]
 
 PUBLISHED_MIB = {8: 15_619, 16: 30_224, 32: 58_438}
 OUT_OF_MEMORY_AT = 64
+SECOND_MODEL_MIB = 475
+VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 50257, 1024, 768, 12, 12
 DROPOUT = 0.1
 _SAVED = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 
@@ -42,13 +42,13 @@ _SAVED = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.ate
 class CourseModel(nn.Module):
     """ids `[batch, seq]` -> logits `[batch, seq, vocab]`."""
 
-    def __init__(self, config: GPT2Config) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(config.vocab_size, config.embedding_dim)
-        self.positions = nn.Embedding(config.max_sequence_length, config.embedding_dim)
-        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.num_layers))
-        self.norm = nn.LayerNorm(config.embedding_dim)
-        self.head = nn.Linear(config.embedding_dim, config.vocab_size, bias=False)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(_Block(WIDTH) for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -66,15 +66,12 @@ def _policy(context: object, operation: object, *args: object, **kwargs: object)
 
 
 class _Block(nn.Module):
-    def __init__(self, config: GPT2Config) -> None:
+    def __init__(self, e: int) -> None:
         super().__init__()
-        e = config.embedding_dim
-        self.num_heads = config.num_heads
         self.attention_norm, self.mlp_norm = nn.LayerNorm(e), nn.LayerNorm(e)
         self.qkv, self.out = nn.Linear(e, 3 * e), nn.Linear(e, e)
         self.up, self.down = nn.Linear(e, 4 * e), nn.Linear(4 * e, e)
-        length = config.max_sequence_length
-        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -84,8 +81,7 @@ class _Block(nn.Module):
 
     def _attend(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (
-            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for part in self.qkv(x).chunk(3, dim=-1)
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
         )
         length = x.shape[1]
         scores = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
