@@ -23,11 +23,28 @@ def who(ctx: Context, word: str = "") -> tuple[int, int, str]:
     return ctx.rank, ctx.world_size, word
 
 
+def pid(ctx: Context) -> int:
+    """The process of the rank."""
+    return os.getpid()
+
+
+def call_ddp(ctx: Context, argument: object = 0) -> object:
+    """What the implementation's `ddp` returns."""
+    return ctx.impl.ddp(argument)
+
+
 def total(ctx: Context, values: Any) -> torch.Tensor:
     """All-reduce of a tensor."""
     tensor = torch.as_tensor(values, dtype=torch.float64) * (ctx.rank + 1)
     dist.all_reduce(tensor)
     return tensor
+
+
+def work(seconds: float) -> None:
+    """Compute for so long."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
 
 
 class _Lingering:

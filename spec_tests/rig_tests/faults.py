@@ -13,7 +13,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from spec_tests.rig.errors import RankDied, RankHung, RankRaised
@@ -123,7 +123,7 @@ def complaints(findings: Sequence[Finding]) -> list[str]:
     return wrong + late
 
 
-def alive(pids: set[int]) -> list[int]:
+def alive(pids: Iterable[int]) -> list[int]:
     """Those of `pids` that still exist."""
     found = []
     for pid in pids:

@@ -11,16 +11,14 @@ import pytest
 import torch
 
 from spec_tests import target
-from spec_tests.clause import clause_of
 from spec_tests.ddp import test_construction, test_gradients
 from spec_tests.fsdp import test_casts, test_refusals
 from spec_tests.impls import course, cs336
-from spec_tests.rig import runner
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.world import Worlds
+from spec_tests.rig_tests.helpers import CHECKOUTS, judged, replaced
 
-CHECKOUTS = Path(__file__).parent / "checkouts"
-EFFDL = CHECKOUTS / "effdl" / "fsdp.py"
+EFFDL = target.parse(f"effdl:{CHECKOUTS / 'effdl' / 'fsdp.py'}")
 
 
 # ------------------------------------------------------------------------------------------ CS336
@@ -39,16 +37,12 @@ def plain_classes(tmp_path_factory: pytest.TempPathFactory) -> target.Target:
     """A checkout whose DDP wrappers are no nn.Module: called, with `parameters`, and no more."""
     folder = tmp_path_factory.mktemp("plain") / "checkout"
     shutil.copytree(CHECKOUTS / "cs336_2025", folder)
-    file = folder / "cs336_systems" / "ddp.py"
-    text = file.read_text(encoding="utf-8")
-    for old, new in (
+    replaced(
+        folder / "cs336_systems" / "ddp.py",
         ("class NaiveDDP(nn.Module)", "class NaiveDDP"),
         ("super().__init__()", "self.parameters = module.parameters"),
         ("def forward", "def __call__"),
-    ):
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    file.write_text(text, encoding="utf-8")
+    )
     return target.parse(f"cs336:{folder}")
 
 
@@ -69,10 +63,8 @@ def plain_classes(tmp_path_factory: pytest.TempPathFactory) -> target.Target:
 def test_a_wrapper_that_is_no_module_is_judged_by_what_it_does(
     worlds: Worlds, plain_classes: target.Target, subject, test, parameters, outcome
 ):
-    clause = clause_of(test)
-    assert clause is not None
     case = {"world": 2, "subject": subject, **parameters}
-    found = runner.run_case(clause, plain_classes, case, worlds)
+    found = judged(plain_classes, worlds, test, case)
     assert found.outcome is outcome, found.message
     assert outcome is Outcome.PASSED or "has no attribute 'eval'" in found.message
 
@@ -95,12 +87,9 @@ def test_a_wrapper_that_is_no_module_is_judged_by_what_it_does(
     ids=["tensors given by keyword", "sharded twice"],
 )
 def test_a_right_file_of_efficient_dl_passes_beyond_its_course(worlds: Worlds, test, parameters):
-    clause = clause_of(test)
-    assert clause is not None
     ((name, values),) = parameters.items()
     for value in values:
-        case = {"world": 2, "subject": "fully_shard", name: value}
-        found = runner.run_case(clause, target.parse(f"effdl:{EFFDL}"), case, worlds)
+        found = judged(EFFDL, worlds, test, {"world": 2, "subject": "fully_shard", name: value})
         assert found.outcome is Outcome.PASSED, found.message
 
 

@@ -5,22 +5,20 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from spec_tests import target
-from spec_tests.clause import clause_of
 from spec_tests.data import test_partition
-from spec_tests.rig import liveness, runner
+from spec_tests.rig import liveness
 from spec_tests.rig.errors import RankDied, RankHung
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
+from spec_tests.rig_tests import bodies
+from spec_tests.rig_tests.helpers import judged, python
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="children are forked")
 
@@ -60,21 +58,13 @@ def token_loader(paths, *, batch_size, sequence_length, rank=0, world_size=1):
     [(0, Outcome.PASSED, ""), (1, Outcome.FAILED, "rank 0, batch 0: expected inputs[0, 0] to be")],
     ids=["right", "one sequence too far"],
 )
-def test_a_loader_with_workers_is_judged(worlds: Worlds, tmp_path: Path, shift, outcome, said):
-    (tmp_path / "mine.py").write_text(f"SHIFT = {shift}\n{WORKERS}", encoding="utf-8")
-    which = target.parse(str(tmp_path / "mine.py"))
-    clause = clause_of(test_partition.test_one_rank_reads_a_shard_from_front_to_back)
-    assert clause is not None
-    result = runner.run_case(clause, which, next(clause.cases()), worlds)
+def test_a_loader_with_workers_is_judged(worlds: Worlds, mine, shift, outcome, said):
+    which = mine(f"SHIFT = {shift}\n{WORKERS}")
+    test = test_partition.test_one_rank_reads_a_shard_from_front_to_back
+    result = judged(which, worlds, test)
     worlds.drop(which)
     assert result.outcome is outcome, result.message
     assert said in result.message
-
-
-def work(seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        pass
 
 
 def write(seconds: float) -> None:
@@ -94,7 +84,7 @@ def with_a_child(ctx: Context, does: Callable[[float], None], seconds: float) ->
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="read from /proc")
-@pytest.mark.parametrize("does", [work, write])
+@pytest.mark.parametrize("does", [bodies.work, write])
 def test_who_waits_for_a_child_that_gets_on_is_not_blocked(worlds: Worlds, does):
     assert worlds.world(1).run(with_a_child, does, 2.0, grace_s=0.6) == ["done"]
 
@@ -138,21 +128,18 @@ def test_children_end_with_a_rank_that_is_killed(worlds: Worlds):
     assert ends(child)
 
 
-def test_children_end_with_a_parent_that_is_killed(tmp_path: Path):
+def test_ranks_and_their_children_end_with_a_parent_that_is_killed(tmp_path: Path):
     script = (
         "import os, signal\n"
         "from spec_tests.rig.world import Worlds\n"
         "from spec_tests.rig_tests import test_children\n"
-        "print(*Worlds().world(1).run(test_children.start_a_child), flush=True)\n"
+        "worlds = Worlds()\n"
+        "print(*worlds.world(2).run(test_children.start_a_child))\n"
+        "print(*worlds.pool(2, None, 'gloo').pids(), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TMPDIR": str(tmp_path)},  # nobody is left to remove the ranks' folder
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert ends(int(ended.stdout)), ended.stderr
+    # The parent, which would have removed the ranks' folder, is gone.
+    ended = python("-c", script, TMPDIR=str(tmp_path))
+    pids = [int(word) for word in ended.stdout.split()]
+    assert len(set(pids)) == 4, ended.stderr
+    assert [pid for pid in pids if not ends(pid)] == []

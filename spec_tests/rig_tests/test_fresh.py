@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 from spec_tests.rig.eventlog import read_log
+from spec_tests.rig_tests.helpers import python
 
-ROOT = Path(__file__).parents[2]
 # Of each process: the calls of `ddp` after the LAST double the gradients.
 KEEPS_STATE = """
 from torch.nn.parallel import DistributedDataParallel
@@ -29,8 +27,7 @@ CLAUSES = ("ddp.gradients.mean", "ddp.gradients.tied-parameter", "ddp.gradients.
 
 def judged(arguments: list[str], folder: Path) -> list[tuple[str, str, str, str]]:
     """Clause, case, outcome and message of everything that did not pass or was not offered."""
-    command = [sys.executable, *arguments, "--report", str(folder)]
-    subprocess.run(command, cwd=ROOT, capture_output=True, check=False, timeout=500)
+    python(*arguments, "--report", str(folder))
     return [
         (event["clause"], event["case"], event["rerun"], event["message"])
         for event in read_log(folder / "events.jsonl")

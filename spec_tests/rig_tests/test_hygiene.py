@@ -20,6 +20,7 @@ from spec_tests.rig import hygiene
 from spec_tests.rig.errors import RankRaised
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
+from spec_tests.rig_tests import bodies
 
 CHANGES: dict[str, Callable[[], object]] = {
     "default dtype": lambda: torch.set_default_dtype(torch.float16),
@@ -42,9 +43,9 @@ CHANGES: dict[str, Callable[[], object]] = {
 
 
 def change(ctx: Context, name: str, *, then_raise: bool = False) -> None:
-    """Change one piece of state, on rank 1 only."""
-    if ctx.rank == 1:
-        CHANGES[name]()
+    """Change one piece of state: what is harmless on all ranks, any other on rank 1 only."""
+    if ctx.rank == 1 or name in HARMLESS:
+        {**CHANGES, **LASTING, **HARMLESS}[name]()
     if then_raise:
         raise ValueError("after the change")
 
@@ -55,21 +56,17 @@ def state(ctx: Context) -> dict[str, str]:
     return {probe.name: repr(value) for probe, value in values if not probe.is_harmless}
 
 
-def pid(ctx: Context) -> int:
-    return os.getpid()
-
-
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_can_be_put_back_is_and_is_reported(worlds: Worlds, name: str):
     world = worlds.world(2)
-    before, pids = world.run(state), world.run(pid)
+    before, pids = world.run(state), world.run(bodies.pid)
     leaks = world.run(change, name).leaks
     assert [leak.partition(": ")[0] for leak in leaks if f": {name}: " in leak] == ["rank 1"]
     assert all(leak.endswith("(restored)") for leak in leaks)
     found = world.run(state)
     assert found.leaks == ()
     assert found == before
-    assert world.run(pid) == pids, "nothing was lost, so nobody had to die"
+    assert world.run(bodies.pid) == pids, "nothing was lost, so nobody had to die"
 
 
 def test_every_probe_is_put_to_the_test():
@@ -103,36 +100,25 @@ HARMLESS: dict[str, Callable[[], object]] = {
 """Name of the probe to a change that an implementation may want to keep."""
 
 
-def change_for_ever(ctx: Context, name: str, *, then_raise: bool = False) -> None:
-    if ctx.rank == 1:
-        LASTING[name]()
-    if then_raise:
-        raise ValueError("after the change")
-
-
 @pytest.mark.parametrize("name", LASTING)
 def test_what_cannot_be_put_back_ends_the_pool(worlds: Worlds, name: str):
     world = worlds.world(2)
-    before, pids = world.run(state), world.run(pid)
-    leaks = world.run(change_for_ever, name).leaks
+    before, pids = world.run(state), world.run(bodies.pid)
+    leaks = world.run(change, name).leaks
     assert any(leak.startswith(f"rank 1: {name}: ") for leak in leaks)
     assert any(leak.endswith("(not restorable)") for leak in leaks)
-    assert set(world.run(pid)).isdisjoint(pids)
+    assert set(world.run(bodies.pid)).isdisjoint(pids)
     assert_alike(world.run(state), before)
-
-
-def keep(ctx: Context, name: str) -> None:
-    HARMLESS[name]()
 
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_an_implementation_may_keep_is_reported_and_left_alone(worlds: Worlds, name: str):
     world = worlds.world(2)
-    pids = world.run(pid)
-    leaks = world.run(keep, name).leaks
+    pids = world.run(bodies.pid)
+    leaks = world.run(change, name).leaks
     assert any(leak.startswith(f"rank 1: {name}: ") for leak in leaks)
     assert all(leak.endswith("(kept)") for leak in leaks)
-    assert world.run(pid) == pids
+    assert world.run(bodies.pid) == pids
     worlds.drop(None)  # nobody after this one inherits it
 
 
@@ -150,14 +136,14 @@ def _without_places(text: str) -> str:
 
 def test_a_failing_body_is_cleaned_up_as_well(worlds: Worlds):
     world = worlds.world(2)
-    before, pids = world.run(state), world.run(pid)
+    before, pids = world.run(state), world.run(bodies.pid)
     with pytest.raises(RankRaised):
         world.run(change, "default dtype", then_raise=True)
     assert_alike(world.run(state), before)
-    assert world.run(pid) == pids
+    assert world.run(bodies.pid) == pids
     with pytest.raises(RankRaised):
-        world.run(change_for_ever, "inference mode", then_raise=True)
-    assert set(world.run(pid)).isdisjoint(pids)
+        world.run(change, "inference mode", then_raise=True)
+    assert set(world.run(bodies.pid)).isdisjoint(pids)
 
 
 def keep_a_group(ctx: Context) -> None:
@@ -184,10 +170,10 @@ def test_a_group_that_is_kept_works_in_the_next_call(worlds: Worlds):
 def test_a_kept_group_does_not_outlive_a_broken_default_group(worlds: Worlds):
     world = worlds.world(2)
     world.run(keep_a_group)
-    pids = world.run(pid)
+    pids = world.run(bodies.pid)
     with pytest.raises(RankRaised):
         world.run(change, "default dtype", then_raise=True)
-    assert set(world.run(pid)).isdisjoint(pids), "half of its groups would belong to nobody"
+    assert set(world.run(bodies.pid)).isdisjoint(pids), "half of its groups would belong to nobody"
 
 
 def destroy(ctx: Context) -> None:
@@ -197,10 +183,10 @@ def destroy(ctx: Context) -> None:
 
 def test_a_body_may_destroy_the_default_group(worlds: Worlds):
     world = worlds.world(2)
-    pids = world.run(pid)
+    pids = world.run(bodies.pid)
     world.run(destroy)
     assert world.run(group_names) == [(2,)] * 2
-    assert world.run(pid) == pids
+    assert world.run(bodies.pid) == pids
 
 
 def test_worlds_collect_what_was_left_behind(worlds: Worlds):

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import shutil
-import subprocess
-import sys
 import unittest
 from pathlib import Path
 from typing import Any
@@ -19,30 +16,20 @@ from typing import Any
 import pytest
 import torch
 
-from spec_tests import target
 from spec_tests.attention import interpreter, test_refusals
-from spec_tests.clause import clause_of
-from spec_tests.ddp import test_gradients
-from spec_tests.rig import not_here, runner
+from spec_tests.rig import not_here
 from spec_tests.rig.errors import RankRaised
 from spec_tests.rig.missing import missing
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
+from spec_tests.rig_tests.helpers import CHECKOUTS, judged, python, replaced
 
-CS336 = Path(__file__).parent / "checkouts" / "cs336_2026"
-MEAN = clause_of(test_gradients.test_every_rank_holds_the_mean_gradient)
+CS336 = CHECKOUTS / "cs336_2026"
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton, which is not installed"
 )
-
-
-@pytest.fixture(scope="module")
-def own():
-    worlds = Worlds()
-    yield worlds
-    worlds.close()
 
 
 # ---------------------------------------------------------------------------------------- Triton
@@ -66,16 +53,16 @@ def on_the_host(ctx: Context) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("is_doubled", [False, True])
-def test_block_pointers_and_a_plain_bool_are_interpreted(own: Worlds, is_doubled: bool):
-    (found,) = own.world(1).run(launch, "block_pointers", is_doubled)
+def test_block_pointers_and_a_plain_bool_are_interpreted(module_worlds: Worlds, is_doubled: bool):
+    (found,) = module_worlds.world(1).run(launch, "block_pointers", is_doubled)
     assert found.tolist() == [[1.0 + is_doubled] * 16] * 16
 
 
 @needs_triton
 @pytest.mark.parametrize("kernel", ["device_function", "assembly", "tuned"])
-def test_what_the_interpreter_cannot_do_is_not_here(own: Worlds, kernel: str):
+def test_what_the_interpreter_cannot_do_is_not_here(module_worlds: Worlds, kernel: str):
     with pytest.raises(unittest.SkipTest, match=r"not here: run it on .* \(\w+\.py:\d+\)"):
-        own.world(1).run(launch, kernel)
+        module_worlds.world(1).run(launch, kernel)
 
 
 @needs_triton
@@ -90,15 +77,17 @@ def test_what_the_interpreter_cannot_do_is_not_here(own: Worlds, kernel: str):
         ("asserting", "0 active drivers"),
     ],
 )
-def test_what_triton_refuses_in_a_kernel_is_a_failure(own: Worlds, kernel: str, said: str):
+def test_what_triton_refuses_in_a_kernel_is_a_failure(
+    module_worlds: Worlds, kernel: str, said: str
+):
     with pytest.raises(RankRaised, match=said):
-        own.world(1).run(launch, kernel)
+        module_worlds.world(1).run(launch, kernel)
 
 
 @needs_triton
-def test_tritons_language_without_a_kernel_is_a_failure(own: Worlds):
+def test_tritons_language_without_a_kernel_is_a_failure(module_worlds: Worlds):
     with pytest.raises(RankRaised, match="Did you forget to add @triton"):
-        own.world(1).run(on_the_host)
+        module_worlds.world(1).run(on_the_host)
 
 
 def raised(file: str, statement: str) -> BaseException:
@@ -175,13 +164,6 @@ def flash_attention(q, k, v, **options):
 """
 
 
-def judged(worlds: Worlds, path: Path, statement: str) -> runner.CaseResult:
-    path.write_text(LAZY.format(statement=statement), encoding="utf-8")
-    case = {"world": 2, "subject": "ddp", "toy": "mlp"}
-    assert MEAN is not None
-    return runner.run_case(MEAN, target.parse(str(path)), case, worlds)
-
-
 @pytest.mark.parametrize(
     ("statement", "advice"),
     [
@@ -196,8 +178,8 @@ def judged(worlds: Worlds, path: Path, statement: str) -> runner.CaseResult:
         ),
     ],
 )
-def test_what_is_not_installed_is_not_here(own: Worlds, tmp_path: Path, statement, advice):
-    found = judged(own, tmp_path / "mine.py", statement)
+def test_what_is_not_installed_is_not_here(module_worlds: Worlds, mine, statement, advice):
+    found = judged(mine(LAZY.format(statement=statement)), module_worlds)
     assert found.outcome is Outcome.NOT_HERE, found.message
     assert "\nnot here: " in found.message
     assert advice in found.message
@@ -216,10 +198,11 @@ def test_what_is_not_installed_is_not_here(own: Worlds, tmp_path: Path, statemen
         "from . import part",
     ],
 )
-def test_what_the_implementation_lacks_of_itself_is_a_failure(own: Worlds, tmp_path, statement):
-    (tmp_path / "mine_too").mkdir()
-    (tmp_path / "mine_too" / "__init__.py").write_text("")
-    found = judged(own, tmp_path / "mine.py", statement)
+def test_what_the_implementation_lacks_of_itself_is_a_failure(
+    module_worlds: Worlds, mine, statement
+):
+    mine("", "mine_too/__init__.py")
+    found = judged(mine(LAZY.format(statement=statement)), module_worlds)
     assert found.outcome is Outcome.FAILED, found.message
 
 
@@ -243,26 +226,12 @@ def test_a_name_of_another_python_is_not_here(statement: str, advice: str):
     assert advice in str(found)
 
 
-def test_a_missing_package_is_not_taken_for_a_refusal(own: Worlds, tmp_path: Path):
-    path = tmp_path / "mine.py"
-    path.write_text(LAZY.format(statement="import no_such_package"), encoding="utf-8")
-    clause = clause_of(test_refusals.test_inputs_that_do_not_fit_are_refused)
-    assert clause is not None
+def test_a_missing_package_is_not_taken_for_a_refusal(module_worlds: Worlds, mine):
+    which = mine(LAZY.format(statement="import no_such_package"))
+    test = test_refusals.test_inputs_that_do_not_fit_are_refused
     case = {"world": 1, "subject": "flash_attention", "case": "none"}
-    found = runner.run_case(clause, target.parse(str(path)), case, own)
+    found = judged(which, module_worlds, test, case)
     assert found.outcome is Outcome.NOT_HERE, found.message
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    return subprocess.run(
-        [sys.executable, "-m", "spec_tests", *arguments],
-        cwd=Path(__file__).parents[2],
-        env=kept,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
 
 
 @pytest.mark.parametrize(
@@ -294,14 +263,13 @@ def test_a_module_that_a_checkout_lacks_is_found_without_a_rank(tmp_path: Path):
     checkout = tmp_path / "mine"
     shutil.copytree(CS336, checkout)
     assert missing(f"cs336:{checkout}") == ""
-    ddp = checkout / "cs336_systems" / "fsdp.py"
-    ddp.write_text(f"import no_such_package\n{ddp.read_text(encoding='utf-8')}", encoding="utf-8")
+    fsdp = checkout / "cs336_systems" / "fsdp.py"
+    fsdp.write_text(f"import no_such_package\n{fsdp.read_text(encoding='utf-8')}", encoding="utf-8")
     assert "(fsdp.py:1)" in missing(f"cs336:{checkout}")
 
 
-def test_at_load_the_advice_takes_the_place_of_a_traceback(tmp_path: Path):
-    (tmp_path / "mine.py").write_text("import no_such_package\n", encoding="utf-8")
-    ended = command("--impl", str(tmp_path / "mine.py"))
+def test_at_load_the_advice_takes_the_place_of_a_traceback(mine):
+    ended = python("-m", "spec_tests", "--impl", mine("import no_such_package\n").name)
     assert ended.returncode == 2
     assert "python -m pip install no_such_package" in ended.stderr
     assert "(mine.py:1)" in ended.stderr
@@ -311,16 +279,14 @@ def test_at_load_the_advice_takes_the_place_of_a_traceback(tmp_path: Path):
 def test_a_package_of_the_course_that_is_missing_is_one_message(tmp_path: Path):
     checkout = tmp_path / "mine"
     shutil.copytree(CS336, checkout, ignore=shutil.ignore_patterns("cs336-basics"))
-    adapters = checkout / "tests" / "adapters.py"
-    text = adapters.read_text(encoding="utf-8")
     importing = "from cs336_systems.fsdp import FSDP\n"
-    lazily = text.replace(importing, "").replace(
-        "    return FSDP", f"    {importing}    return FSDP"
-    )
-    adapters.write_text(lazily, encoding="utf-8")
+    lazily = (importing, ""), ("    return FSDP", f"    {importing}    return FSDP")
+    replaced(checkout / "tests" / "adapters.py", *lazily)
     clauses = ("ddp.gradients.frozen-stay-none", "fsdp.backward.mean-gradient", "fsdp.forward.*")
     chosen = [word for each in clauses for word in ("--clause", each)]
-    ended = command("--impl", f"cs336:{checkout}", "--level", "course", *chosen)
+    ended = python(
+        *("-m", "spec_tests", "--impl", f"cs336:{checkout}", "--level", "course", *chosen)
+    )
     said = "not here, 2 clauses: the course's package cs336_basics is not in the checkout"
     assert ended.stdout.count(said) == 1, ended.stdout
     assert ended.returncode == 0, ended.stdout

@@ -9,9 +9,9 @@ import pytest
 from spec_tests import target
 from spec_tests.contract import FUNCTIONS
 from spec_tests.ledger import load_all
-from spec_tests.rig import runner
 from spec_tests.rig.outcomes import SILENT, Outcome
 from spec_tests.rig.world import Worlds
+from spec_tests.rig_tests.helpers import judged
 
 # Its functions are not seen to be left open: they look like functions that do something.
 OPEN = """
@@ -61,7 +61,7 @@ def outcomes(worlds: Worlds, file: Path, text: str, chosen: str = "") -> dict[st
         if clause.id.startswith(chosen) and "gloo" in clause.transports:
             for subject in clause.judges or ("",):
                 case = next(c for c in clause.cases() if c.get("subject", "") == subject)
-                result = runner.run_case(clause, implementation, case, worlds)
+                result = judged(implementation, worlds, clause, case)
                 found[f"{clause.id} {subject}".strip()] = result.outcome
     return found
 

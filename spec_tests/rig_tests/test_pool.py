@@ -3,7 +3,6 @@
 import gc
 import os
 import random
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -16,9 +15,8 @@ import torch.distributed as dist
 from spec_tests.rig.errors import RankRaised, RigError
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
-from spec_tests.rig_tests import bodies
+from spec_tests.rig_tests import bodies, faults
 
-SIZES = (1, 2, 3, 4)
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.bool),
@@ -26,27 +24,18 @@ DTYPES = (
 )
 
 
-@pytest.fixture
-def own():
-    """Worlds that nobody else uses: pools that a test may count, stop and kill."""
-    worlds = Worlds()
-    yield worlds
-    worlds.close()
-
-
 # ------------------------------------------------------------------------------------- arguments
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_every_rank_knows_who_it_is_and_gets_the_arguments(worlds: Worlds, size: int):
-    ranks = worlds.world(size).run(bodies.who, word="hello")
-    assert ranks == [(rank, size, "hello") for rank in range(size)]
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_collective_adds_up_over_all_ranks(worlds: Worlds, size: int):
+@pytest.mark.parametrize(
+    ("transport", "size"),
+    [*(("gloo", size) for size in (1, 2, 3, 4)), *(("sim", size) for size in (1, 2, 3, 16))],
+)
+def test_ranks_know_who_they_are_and_collectives_add_up(worlds: Worlds, transport, size: int):
+    world = worlds.world(size, transport=transport)
+    assert world.run(bodies.who, word="hello") == [(rank, size, "hello") for rank in range(size)]
     expected = torch.tensor([1.0, 2.0], dtype=torch.float64) * sum(range(1, size + 1))
-    for total in worlds.world(size).run(bodies.total, [1.0, 2.0]):
+    for total in world.run(bodies.total, [1.0, 2.0]):
         assert torch.equal(total, expected)
 
 
@@ -247,70 +236,38 @@ def test_a_group_that_leaves_a_rank_out_is_refused_there(worlds: Worlds):
 # ------------------------------------------------------------------------- life and cost of a pool
 
 
-def exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 @pytest.mark.parametrize("how", ["stop", "kill"])
 def test_no_rank_outlives_its_pool(own: Worlds, how: str):
     own.world(3).run(bodies.empty)
     pool = own.pool(3, None, "gloo")
     pids = pool.pids()
-    assert len(set(pids)) == 3
-    assert all(exists(pid) for pid in pids)
+    assert len(faults.alive(set(pids))) == 3
     getattr(pool, how)()
     getattr(pool, how)()  # a second time does no harm
-    assert not any(exists(pid) for pid in pids)
+    assert not faults.alive(pids)
 
 
 def test_a_world_outlives_the_pool_behind_it(own: Worlds):
     world = own.world(2)
-    before = world.run(pid_of)
-    assert world.run(pid_of) == before, "the ranks go on living between calls"
+    before = world.run(bodies.pid)
+    assert world.run(bodies.pid) == before, "the ranks go on living between calls"
     own.close()
-    assert not any(exists(pid) for pid in before)
-    after = world.run(pid_of)
+    assert not faults.alive(before)
+    after = world.run(bodies.pid)
     assert set(after).isdisjoint(before)
-
-
-def pid_of(ctx: Context) -> int:
-    return os.getpid()
 
 
 def test_the_longest_unused_pool_goes_first():
     worlds = Worlds(max_pools=2)
     try:
         first, second = worlds.world(1), worlds.world(2)
-        pids = first.run(pid_of), second.run(pid_of)
-        first.run(pid_of)
-        worlds.world(3).run(pid_of)
-        assert first.run(pid_of) == pids[0]
-        assert not any(exists(pid) for pid in pids[1])
+        pids = first.run(bodies.pid), second.run(bodies.pid)
+        first.run(bodies.pid)
+        worlds.world(3).run(bodies.pid)
+        assert first.run(bodies.pid) == pids[0]
+        assert not faults.alive(pids[1])
     finally:
         worlds.close()
-
-
-def test_a_killed_parent_takes_its_ranks_along(tmp_path: Path):
-    script = (
-        "import os, signal; from spec_tests.rig.world import Worlds\n"
-        "w = Worlds(); print(*w.pool(2, None, 'gloo').pids(), flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    root, command = Path(__file__).parents[2], [sys.executable, "-c", script]
-    own = {**os.environ, "TMPDIR": str(tmp_path)}  # nobody is left to remove the ranks' folder
-    ended = subprocess.run(
-        command, cwd=root, env=own, capture_output=True, text=True, timeout=250, check=False
-    )
-    pids = [int(word) for word in ended.stdout.split()]
-    assert len(pids) == 2, ended.stderr
-    for _ in range(100):
-        if any(exists(pid) for pid in pids):
-            threading.Event().wait(0.05)
-    assert not any(exists(pid) for pid in pids)
 
 
 def open_things() -> tuple[int, int]:

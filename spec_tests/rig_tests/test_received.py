@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from spec_tests import target
 from spec_tests.rig import received, runner, wire
 from spec_tests.rig.errors import RankRaised, RankReport
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.rank import Context, Reply
 from spec_tests.rig.recorder import Kind
 from spec_tests.rig.world import Worlds
+from spec_tests.rig_tests import bodies
 
 ELSEWHERE = """
 import collections, pathlib
@@ -39,10 +39,6 @@ def fail_without_words(ctx: Context) -> None:
     assert ctx.rank == 2
 
 
-def call_ddp(ctx: Context, argument: object) -> object:
-    return ctx.impl.ddp(argument)
-
-
 @pytest.mark.parametrize(
     ("statement", "said"),
     [
@@ -60,15 +56,13 @@ def call_ddp(ctx: Context, argument: object) -> object:
     ids=["class", "calls", "nested", "builtin", "torch", "suite", "words"],
 )
 def test_what_is_more_than_data_is_refused_and_never_called_in_the_parent(
-    worlds: Worlds, tmp_path: Path, statement: str, said: str
+    worlds: Worlds, tmp_path: Path, mine, statement: str, said: str
 ):
     witness = tmp_path / "ran"
     text = ELSEWHERE.format(witness=str(witness), statement=statement)
-    path = tmp_path / "mine.py"
-    path.write_text("import torch\nfrom spec_tests.rig import rank\n" + text, encoding="utf-8")
-    which = target.parse(str(path))
+    which = mine("import torch\nfrom spec_tests.rig import rank\n" + text)
     with pytest.raises(RankRaised, match=said) as caught:
-        worlds.world(1, which).run(call_ddp, 0)
+        worlds.world(1, which).run(bodies.call_ddp)
     assert runner.outcome_of(caught.value) is Outcome.FAILED
     assert str(caught.value.error.message) in runner.message_of(caught.value)
     assert not witness.exists()

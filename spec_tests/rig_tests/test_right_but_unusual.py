@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from spec_tests import target
-from spec_tests.clause import clause_of
 from spec_tests.ddp import test_lifecycle
-from spec_tests.rig import runner
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.world import Worlds
+from spec_tests.rig_tests.helpers import judged
 
 FLAT = """
 import torch
@@ -36,12 +32,9 @@ def ddp(module, *, process_group=None):
     ids=["moved", "moved, and copied twice"],
 )
 def test_a_module_that_was_moved_is_no_growth_of_gradients(
-    worlds: Worlds, tmp_path: Path, and_more: str, outcome: Outcome
+    worlds: Worlds, mine, and_more: str, outcome: Outcome
 ):
-    file = tmp_path / "flat.py"
-    file.write_text(FLAT.format(and_more=and_more), encoding="utf-8")
-    clause = clause_of(test_lifecycle.test_gradients_cost_two_copies_at_most)
-    assert clause is not None
-    case = {"world": 2, "subject": "ddp"}
-    found = runner.run_case(clause, target.parse(str(file)), case, worlds)
+    which = mine(FLAT.format(and_more=and_more))
+    test = test_lifecycle.test_gradients_cost_two_copies_at_most
+    found = judged(which, worlds, test, {"world": 2, "subject": "ddp"})
     assert found.outcome is outcome, found.message

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from spec_tests import ledger, target
-from spec_tests.clause import clause_of
 from spec_tests.contract import FUNCTIONS
 from spec_tests.data.test_partition import test_all_ranks_are_in_the_same_window_of_the_order
 from spec_tests.rig import judge, runner, unreadable
 from spec_tests.rig.errors import RigError
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.world import Ranks, World, Worlds
+from spec_tests.rig_tests.helpers import judged
 
 OBSERVATIONS = {
     "None": None,
@@ -62,7 +61,7 @@ def test_no_clause_stops_at_what_ranks_return(value: object):
     worlds, which = _AllReturning(value), target.parse("solution")
     found: Counter[Outcome] = Counter()
     for clause in ledger.load_all():
-        result = runner.run_case(clause, which, next(clause.cases()), worlds)
+        result = judged(which, worlds, clause, next(clause.cases()))
         found[result.outcome] += 1
         assert result.outcome is not Outcome.ERROR, f"{clause.id}: {result.message}"
     assert found[Outcome.FAILED] > 0.9 * found.total(), found
@@ -122,18 +121,13 @@ def test_what_the_rig_or_the_machine_is_at_fault_for_stays_an_error(error, obser
     ],
     ids=["raises on one rank's arguments", "is empty", "is None"],
 )
-def test_a_loader_that_fails_gets_a_finding(worlds: Worlds, tmp_path: Path, statement, said):
-    path = tmp_path / "mine.py"
-    path.write_text(
+def test_a_loader_that_fails_gets_a_finding(worlds: Worlds, mine, statement, said):
+    which = mine(
         "def token_loader(paths, *, batch_size, sequence_length, rank=0, world_size=1):\n"
         f"    {statement}\n"
-        "    return iter(())\n",
-        encoding="utf-8",
+        "    return iter(())\n"
     )
-    clause = clause_of(test_all_ranks_are_in_the_same_window_of_the_order)
-    assert clause is not None
-    which = target.parse(str(path))
-    result = runner.run_case(clause, which, next(clause.cases()), worlds)
+    result = judged(which, worlds, test_all_ranks_are_in_the_same_window_of_the_order)
     worlds.drop(which)
     assert result.outcome is Outcome.FAILED, result.message
     assert said in result.message

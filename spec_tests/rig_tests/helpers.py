@@ -1,0 +1,87 @@
+"""Functions that the tests of the rig share; see `conftest` for fixtures, `bodies` for ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from spec_tests import ledger
+from spec_tests.clause import LEVELS, Clause, clause_of
+from spec_tests.ddp import test_gradients
+from spec_tests.rig.runner import CaseResult, run_case
+from spec_tests.rig.world import Worlds
+from spec_tests.target import Target
+
+ROOT = Path(__file__).parents[2]
+CHECKOUTS = Path(__file__).parent / "checkouts"
+
+
+def declared(test: Callable[..., None]) -> Clause:
+    """Return the clause that a test is declared as."""
+    found = clause_of(test)
+    assert found is not None
+    return found
+
+
+MEAN = declared(test_gradients.test_every_rank_holds_the_mean_gradient)
+MEAN_CASE = {"world": 2, "subject": "ddp", "toy": "mlp"}
+
+
+def judged(
+    which: Target,
+    worlds: Worlds,
+    test: Clause | Callable[..., None] = MEAN,
+    case: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> CaseResult:
+    """Return what one case of a clause says of an implementation.
+
+    Args:
+        test: the clause, or the test that is declared as one; `ddp.gradients.mean` by default.
+        case: `MEAN_CASE` by default for that clause, and the first case for any other.
+    """
+    clause = test if isinstance(test, Clause) else declared(test)
+    if case is None:
+        case = MEAN_CASE if clause is MEAN else next(clause.cases())
+    return run_case(clause, which, case, worlds, **options)
+
+
+def clauses(chapter: str, level: str = LEVELS[-1]) -> list[Clause]:
+    """Return the clauses of a chapter up to a level that live ranks on a CPU can judge."""
+    return [
+        clause
+        for clause in ledger.load_all()
+        if clause.chapter == chapter
+        and "gloo" in clause.transports
+        and LEVELS.index(clause.level) <= LEVELS.index(level)
+    ]
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run this Python from the repository's root and return how it ended.
+
+    It gets none of pytest's variables: a run within a worker of xdist would take itself for one.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**kept, **environment},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+
+
+def replaced(path: Path, *changes: tuple[str, str]) -> None:
+    """Replace pieces of a file, each of which must be in it exactly once."""
+    text = path.read_text(encoding="utf-8")
+    for old, new in changes:
+        assert text.count(old) == 1, f"expected {old!r} once in {path}"
+        text = text.replace(old, new)
+    path.write_text(text, encoding="utf-8")
