@@ -2,7 +2,30 @@
 
 from __future__ import annotations
 
-from spec_tests.rig.outcomes import Event, count_outcomes, judge_run
+from typing import Any
+
+from spec_tests.rig.eventlog import EventLog
+from spec_tests.rig.outcomes import Event, Outcome, count_outcomes, judge_run
+
+MESSAGE = (
+    "[ddp.gradients.mean]  It MUST.\nrank 0: got 2\nlikely: summed and not divided\n"
+    "again: python -m x"
+)
+STORY = {"impostor": "ddp.sum", "does": "It sums.", "seen": "Here.", "unseen": "Adam."}
+TOLD: Event = {
+    "event": "clause",
+    "clause": "ddp.gradients.mean",
+    "sentence": "Every rank MUST hold the mean.",
+    "source": "Li et al. 2020",
+    "where": "spec_tests/ddp/test_gradients.py:41",
+    "stories": [STORY],
+}
+
+
+def profile(*items: dict[str, object], **more: object) -> dict[str, object]:
+    """A profile of points as it is in a header, after `points.resolve`."""
+    filled = [{"share": False, "by_hand": "", "clauses": [], **item} for item in items]
+    return {"title": "Week 5", "source": "", "items": filled, **more}
 
 
 def result(
@@ -47,3 +70,27 @@ def log(*found: Event, is_finished: bool = True, **head: object) -> list[Event]:
             }
         )
     return events
+
+
+START: dict[str, Any] = {
+    "level": "correct",
+    "implementations": ["solution"],
+    "transport": "gloo",
+    "profile": "quick",
+    "seed": 0,
+    "ledger": "abc",
+}
+"""What a log in a file is started with."""
+
+
+def add(writer: EventLog, outcome: Outcome = Outcome.PASSED, **more: Any) -> Event:
+    """Write one result to a log in a file."""
+    fields: dict[str, Any] = {
+        "clause": "ddp.gradients.mean",
+        "implementation": "solution",
+        "strength": "MUST",
+        "level": "correct",
+        "case": "w2",
+        **more,
+    }
+    return writer.result(outcome=outcome, **fields)

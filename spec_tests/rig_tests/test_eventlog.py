@@ -1,38 +1,15 @@
 """The event log: what is written, what survives a kill, what the schema check sees."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from spec_tests.rig.eventlog import EventLog, check_log, environment, read_log
-from spec_tests.rig.outcomes import Event, Outcome, is_complete, judge_run, verdict
-
-START: dict[str, Any] = {
-    "level": "correct",
-    "implementations": ["solution"],
-    "transport": "gloo",
-    "profile": "quick",
-    "seed": 0,
-    "ledger": "abc",
-}
-
-
-def add(log: EventLog, outcome: Outcome = Outcome.PASSED, **more: Any) -> Event:
-    fields: dict[str, Any] = {
-        "clause": "ddp.gradients.mean",
-        "implementation": "solution",
-        "strength": "MUST",
-        "level": "correct",
-        "case": "w2",
-        **more,
-    }
-    return log.result(outcome=outcome, **fields)
+from spec_tests.rig.outcomes import Outcome, is_complete, judge_run, verdict
+from spec_tests.rig_tests.helpers import python
+from spec_tests.rig_tests.logs import START, add
 
 
 def test_a_finished_log_reads_back_and_is_sound(tmp_path: Path):
@@ -67,13 +44,7 @@ def test_a_killed_run_leaves_its_results_and_no_verdict(tmp_path: Path):
         " strength='MUST', level='correct')\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(path)],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        check=False,
-    )
+    done = python("-c", program, str(path))
     assert done.returncode == -signal.SIGKILL
 
     events = read_log(path)

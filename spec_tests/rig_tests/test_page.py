@@ -13,7 +13,7 @@ from spec_tests.rig.outcomes import Event, Outcome
 from spec_tests.rig.report import data, render_page
 from spec_tests.rig.report.page import page_of
 from spec_tests.rig_tests.browser import Visit
-from spec_tests.rig_tests.logs import log, result
+from spec_tests.rig_tests.logs import STORY, log, profile, result
 
 MESSAGE = (
     "[{id}]  It MUST.\nrank 0, 'first.weight' (5, 6): got 2.000 x the mean\n"
@@ -22,7 +22,6 @@ MESSAGE = (
 )
 NAMES = ["mine.py", "solution", "torch"]
 MEAN = "ddp.gradients.mean"
-_STORY = ("impostor", "does", "seen", "unseen")
 
 
 def outcome_of(number: int, name: str) -> Outcome:
@@ -49,8 +48,7 @@ def every_clause() -> list[Event]:
                 fields["rerun"] = f"python -m spec_tests --impl {name} --clause {clause.id}"
             ran = {"clause": clause.id, "implementation": name, **fields}
             events += [result(str(outcome), case="w2", **ran), result(case="w3", **ran)]
-    items = [{"name": "Mean", "points": 2, "clauses": [MEAN], "share": False, "by_hand": ""}]
-    points = {"title": "Week 5", "source": "", "items": items}
+    points = profile({"name": "Mean", "points": 2, "clauses": [MEAN]})
     return log(*events, implementations=NAMES, points=points)
 
 
@@ -194,7 +192,7 @@ def test_markup_in_what_an_implementation_says_is_text():
 def test_what_stands_in_back_ticks_is_code():
     said = result("failed", message="likely: `a < b`\n`again` and a lone `")
     told = {"event": "clause", "clause": said["clause"], "source": "`x`", "where": "x.py:1"}
-    told |= {"sentence": "`x` MUST.", "stories": [dict.fromkeys(_STORY, "`<zeros>`")]}
+    told |= {"sentence": "`x` MUST.", "stories": [dict.fromkeys(STORY, "`<zeros>`")]}
     page = render_page(log(told, said))
     assert page.count("<code>a &lt; b</code>") == 2
     assert "<code>again</code> and a lone `" in page

@@ -1,5 +1,9 @@
-"""Outcomes, cells, exit status, and the renderings of a log."""
+"""Outcomes, cells, exit status, and the renderings of a log.
 
+Whole renderings are kept in `goldens/report`; see `golden` for how to write them anew.
+"""
+
+from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -9,17 +13,20 @@ from spec_tests import clause
 from spec_tests.rig import outcomes
 from spec_tests.rig.eventlog import EventLog
 from spec_tests.rig.junit import render_junit
-from spec_tests.rig.outcomes import Outcome, cells, compose, judge_run, verdict
+from spec_tests.rig.outcomes import Event, Outcome, cells, compose, judge_run, verdict
 from spec_tests.rig.report import (
     INCOMPLETE,
     WORDS,
-    render_counts,
+    render_gradescope,
+    render_json,
+    render_page,
+    render_points,
     render_summary,
-    render_table,
     render_terminal,
     write_report,
 )
-from spec_tests.rig_tests.logs import log, result
+from spec_tests.rig_tests import golden
+from spec_tests.rig_tests.logs import MESSAGE, START, TOLD, add, log, profile, result
 
 # ------------------------------------------------------------------------------------ composition
 
@@ -134,84 +141,72 @@ def test_a_log_without_footer_has_no_verdict():
 # -------------------------------------------------------------------------------------- renderings
 
 
-def test_the_table_groups_by_level_then_chapter_and_counts_cases():
-    events = log(
-        result(case="w1"),
-        result("failed", case="w2"),
-        result("not_offered", case="w4"),
-        result(clause="data.order.no-token-twice"),
-        result(clause="ddp.traffic.once", implementation="torch", strength="SHOULD"),
-        result(clause="ddp.traffic.once", implementation="torch", case="w4"),
-        result(clause="ddp.traffic.last", level="production"),
-        result(clause="ddp.traffic.first", level="course"),
-        implementations=["solution", "torch"],
-    )
-    lines = render_table(events).splitlines()
-    assert len({len(line) for line in lines}) == 1
-    assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]] == [
-        ["**course: ddp**", "", "", ""],
-        ["ddp.traffic.first", "MUST", "pass", ""],
-        ["**correct: ddp**", "", "", ""],
-        ["ddp.gradients.mean", "MUST", "FAIL 1/2", ""],
-        ["ddp.traffic.once", "SHOULD", "", "pass 2"],
-        ["**correct: data**", "", "", ""],
-        ["data.order.no-token-twice", "MUST", "pass", ""],
-        ["**production: ddp**", "", "", ""],
-        ["ddp.traffic.last", "MUST", "pass", ""],
-    ]
-    assert "course 1/1 · correct 1/2 · production 1/1" in render_terminal(events)
+ONE, HAND = "ddp.traffic.first", "a script's own run"
+PROFILE = profile(
+    {"name": "all", "points": 6, "clauses": [ONE, "zero1.step.closure"]},
+    {"name": "a share", "points": 3, "clauses": [ONE, "zero1.step.closure"], "share": True},
+    {"name": "one", "points": 2, "clauses": [ONE]},
+    {"name": "failed", "points": 6, "clauses": ["ddp.gradients.mean"]},
+    {"name": "essay", "points": 4, "by_hand": "a person reads it"},
+    {"name": "left out", "points": 1, "clauses": ["clip.never.run"]},
+    {"name": "by hand", "points": 1, "clauses": ["zero1.step.closure"], "by_hand": HAND},
+    {"name": "in part", "points": 1, "clauses": ["zero1.step.closure", ONE], "by_hand": HAND},
+    {"name": "not by hand", "points": 1, "clauses": [ONE], "by_hand": HAND},
+    level="production",
+)
 
 
-def test_the_counts_line_keeps_every_kind_apart():
-    events = log(
-        result(clause="a.one"),
-        result("expected_failure", clause="a.two"),
-        result("failed", clause="a.three", strength="SHOULD"),
-        result("not_offered", clause="a.four"),
-        result("not_here", clause="a.five"),
-        result(clause="a.six", level="production"),
-    )
-    assert render_counts(events, "solution") == (
-        "MUST 1/2 · SHOULD 0/1 · above level correct 1/1"
-        " · not offered 1 · not here 1 · expected failure 1 · failed 1"
-    )
-    assert render_counts(events, "torch") == "nothing ran"
-
-
-def test_the_summary_shows_failures_reasons_and_margins():
+def everything() -> list[Event]:
+    """A log in which every part of every rendering has something to show."""
+    again = "pytest -k long"
+    long = "\n".join([*map(str, range(100)), f"again: {again}"])
     margin = {"tolerance": 1e-9, "error": 9e-10, "ratio": 0.9}
-    events = log(
-        result("failed", message="got 2.000 × the mean\n```\nmore", rerun="pytest -k w2"),
-        result("failed", case="w4"),
-        result(clause="a.close", case="w3", margins=[margin]),
-        result(clause="a.nan", margins=[{**margin, "ratio": "nan"}]),
-        result("not_here", clause="a.gpu", message="no GPU\ndetails"),
+    torch = {"implementation": "torch"}
+    return log(
+        TOLD,
+        result("failed", message=MESSAGE, rerun="python -m x"),
+        *(result("failed", case="w3"), result(case="w4"), result("not_offered", case="w5")),
+        result("failed", clause="ddp.traffic.long", message=long, rerun=again),
+        result("failed", clause="ddp.traffic.fence", message="2\n```\nmore", rerun="pytest -k w2"),
+        result(clause="data.order.no-token-twice", margins=[margin]),
+        result(clause="data.order.nan", margins=[{**margin, "ratio": "nan"}]),
+        result("expected_failure", clause="data.order.declared", message="expected: known"),
+        result("not_here", clause="data.order.gpu", message="no GPU\ndetails"),
+        result("not_offered", clause="zero1.step.closure"),
+        result("skipped", clause="zero1.step.skipped"),
+        result("failed", clause="ddp.traffic.once", strength="SHOULD"),
+        result(clause="ddp.traffic.last", level="production"),
+        result("unexpected_pass", clause="ddp.traffic.first", level="course", **torch),
+        result(clause="ddp.traffic.first", level="course"),
+        result("hang", **torch),
+        *(result(clause="ddp.traffic.once", strength="SHOULD", case=w, **torch) for w in "ab"),
+        result("died", clause="ddp.traffic.died", **torch),
+        implementations=["solution", "torch", "idle"],
+        points=PROFILE,
         seed=7,
+        suite="2026.1",
     )
-    page = render_summary(events)
-    assert "does not conform" in page
-    assert "### FAIL: ddp.gradients.mean on solution" in page
-    assert "````text\ngot 2.000 × the mean\n```\nmore\n````" in page  # the fence holds
-    assert "failed as well: `w4`" in page
-    assert "again: `pytest -k w2`" in page
-    assert "- no GPU: a.gpu\n" in page
-    assert page.index("inf of the tolerance: a.nan") < page.index("0.9 of the tolerance: a.close")
-    assert "- seed: `7`" in page
 
 
-def test_the_line_to_run_it_again_stands_there_once():
-    page = render_summary(
-        log(result("failed", message="2\nagain: pytest -k w2", rerun="pytest -k w2"))
-    )
-    assert page.count("pytest -k w2") == 1
-    cut = "\n".join([*map(str, range(100)), "again: pytest -k w2"])
-    page = render_summary(log(result("failed", message=cut, rerun="pytest -k w2")))
-    assert page.count("again: `pytest -k w2`") == 1
+RENDERINGS: dict[str, Callable[[list[Event]], str]] = {
+    "terminal.txt": render_terminal,
+    "summary.md": render_summary,
+    "report.json": render_json,
+    "results.json": render_gradescope,
+    "points.txt": render_points,
+}
 
 
-def test_a_long_message_is_cut_with_a_word():
-    page = render_summary(log(result("failed", message="\n".join(map(str, range(100))))))
-    assert "... 60 more lines in events.jsonl" in page
+@pytest.mark.parametrize("name", RENDERINGS)
+def test_a_rendering_of_everything_is_as_it_was_kept(name: str):
+    golden.check(f"report/{name}", RENDERINGS[name](everything()))
+
+
+def test_what_a_reader_looks_for_is_there_once():
+    page = render_summary(everything())
+    assert page.count("again: `pytest -k long`") == 1
+    assert page.count("python -m x") == 1, "not again where the message has it"
+    assert "not judged, 1</span>" in render_page(everything())
 
 
 def test_junit_maps_outcomes_and_keeps_our_own():
@@ -246,22 +241,8 @@ def test_junit_survives_what_xml_forbids():
 
 
 def test_a_report_is_written_whole_beside_its_log(tmp_path: Path):
-    with EventLog.start(
-        tmp_path / "events.jsonl",
-        level="correct",
-        implementations=["solution"],
-        transport="gloo",
-        profile="quick",
-        seed=0,
-        ledger="abc",
-    ) as writer:
-        writer.result(
-            clause="a.b",
-            implementation="solution",
-            outcome=Outcome.PASSED,
-            strength="MUST",
-            level="course",
-        )
+    with EventLog.start(tmp_path / "events.jsonl", **START) as writer:
+        add(writer)
         writer.finish()
     names = ["events.jsonl", "summary.md", "report.json", "index.html", "junit.xml", "results.json"]
     assert [path.name for path in write_report(tmp_path, writer.path)] == names

@@ -9,56 +9,10 @@ from pathlib import Path
 import pytest
 
 from spec_tests import ledger
-from spec_tests.rig.report import compare, data, points, render_gradescope, render_json, render_page
-from spec_tests.rig_tests.logs import log, result
-
-MESSAGE = "[a.b]  It MUST.\nrank 0: got 2\nlikely: summed and not divided\nagain: python -m x"
-STORY = {"impostor": "ddp.sum", "does": "It sums.", "seen": "Here.", "unseen": "Adam."}
-TOLD = {
-    "event": "clause",
-    "clause": "ddp.gradients.mean",
-    "sentence": "Every rank MUST hold the mean.",
-    "source": "Li et al. 2020",
-    "where": "spec_tests/ddp/test_gradients.py:41",
-    "stories": [STORY],
-}
-
-
-def profile(*items: dict) -> dict:
-    """A profile as it stands in a header, after `resolve`."""
-    filled = [{"share": False, "by_hand": "", "clauses": [], **item} for item in items]
-    return {"title": "Week 5", "source": "", "items": filled}
-
+from spec_tests.rig.report import compare, data, points, render_gradescope, render_json
+from spec_tests.rig_tests.logs import MESSAGE, STORY, TOLD, log, profile, result
 
 # -------------------------------------------------------------------------------------- report.json
-
-
-def test_the_report_holds_what_the_log_says():
-    events = log(
-        TOLD,
-        result("failed", message=MESSAGE, rerun="python -m x", case="w2"),
-        result(case="w3"),
-        result(clause="ddp.traffic.once", level="course", implementation="torch"),
-        implementations=["solution", "torch"],
-        suite="2026.1",
-    )
-    found = json.loads(render_json(events))
-    assert found["schema"] == "trainspec-report/1"
-    assert found["complete"] is True
-    assert found["verdict"]["status"] == 1
-    assert found["verdict"]["reasons"] == ["failed: ddp.gradients.mean on solution"]
-    assert found["run"]["suite"] == "2026.1"
-    assert [row["id"] for row in found["clauses"]] == ["ddp.gradients.mean", "ddp.traffic.once"]
-    row = found["clauses"][0]
-    assert {key: row[key] for key in ("sentence", "source", "where", "stories")} == {
-        key: TOLD[key] for key in ("sentence", "source", "where", "stories")
-    }
-    assert list(row["cells"]) == ["solution"], "torch was not judged on it"
-    cell = row["cells"]["solution"]
-    assert (cell["outcome"], cell["text"]) == ("failed", "FAIL 1/2")
-    assert [case["likely"] for case in cell["cases"]] == ["summed and not divided", ""]
-    assert found["implementations"][0]["levels"] == {"correct": {"passed": 0, "judged": 1}}
-    assert found["implementations"][1]["levels"] == {"course": {"passed": 1, "judged": 1}}
 
 
 def test_every_key_that_the_schema_documents_is_there_and_no_other():
@@ -122,59 +76,15 @@ def test_the_profiles_of_the_courses_name_clauses_that_exist(name: str, of: floa
     assert max(map(order.index, needed)) <= order.index(read["level"]), "judged by default"
 
 
-def test_an_item_needs_every_clause_and_a_share_gives_a_share():
-    needed = ["ddp.gradients.mean", "ddp.traffic.once"]
-    half = {"name": "half", "points": 3, "clauses": needed, "share": True}
-    items = profile(
-        {"name": "all", "points": 6, "clauses": needed},
-        half,
-        {"name": "one", "points": 2, "clauses": needed[:1]},
-        {"name": "essay", "points": 4, "by_hand": "a person reads it"},
-        {"name": "left out", "points": 1, "clauses": ["zero1.step.closure"]},
-    )
-    events = log(result(), result("not_offered", clause="ddp.traffic.once"), points=items)
-    found = points.score(events, "solution")
-    assert found is not None
-    assert [item["points"] for item in found["items"]] == [0, 1.5, 2, 0, 0]
-    assert (found["points"], found["of"]) == (3.5, 11), "by hand and not judged are in no sum"
-    assert found["items"][0]["missing"] == {"ddp.traffic.once": "not_offered"}
-    assert found["items"][4]["missing"] == {"zero1.step.closure": "not run"}
-    said = points.render_points(events)
-    assert "  by hand, 4  essay (a person reads it)" in said
-    assert "  not judged, 1  left out (missing: zero1.step.closure not run)" in said
-    graded = json.loads(render_gradescope(events))["tests"]
-    assert "max_score" not in graded[4], "Gradescope would add it to the total"
-    assert "not judged, 1</span>" in render_page(events)
-
-
 def test_points_name_the_level_that_their_profile_needs():
     item = {"name": "one", "points": 2, "clauses": ["ddp.gradients.mean"]}
-    profiles = {level: {**profile(item), "level": level} for level in ("course", "production")}
+    profiles = {level: profile(item, level=level) for level in ("course", "production")}
     said = {
         level: points.render_points(log(result(), levels={"solution": "course"}, points=asked))
         for level, asked in profiles.items()
     }
     assert "this profile needs --level production; judged at course" in said["production"]
     assert "--level" not in said["course"]
-
-
-def test_an_item_is_by_hand_for_those_who_offer_nothing_of_its_clauses():
-    both = {"points": 1, "by_hand": "a script's own run"}
-    items = profile(
-        {"name": "neither", "clauses": ["zero1.step.closure"], **both},
-        {"name": "in part", "clauses": ["zero1.step.closure", "ddp.gradients.mean"], **both},
-        {"name": "passes", "clauses": ["ddp.gradients.mean"], **both},
-        {"name": "left out", "clauses": ["ddp.traffic.once"], **both},
-    )
-    events = log(result(), result("not_offered", clause="zero1.step.closure"), points=items)
-    found = points.score(events, "solution")
-    assert found is not None
-    assert [bool(item["by_hand"]) for item in found["items"]] == [True, False, False, False]
-    assert [item["points"] for item in found["items"]] == [0, 0, 1, 0]
-    assert (found["points"], found["of"]) == (1, 2)
-    assert [item["not_judged"] for item in found["items"]] == [False, False, False, True]
-    assert found["items"][0]["missing"] == {}
-    assert "by hand, 1  neither (a script's own run)" in points.render_points(events)
 
 
 @pytest.mark.parametrize("outcome", ["failed", "expected_failure", "not_here", "blocked", "hang"])
@@ -191,27 +101,6 @@ def test_an_incomplete_log_is_worth_no_point():
     found = json.loads(render_gradescope(events))
     assert [test["score"] for test in found["tests"]] == [0]
     assert "INCOMPLETE" in found["output"]
-
-
-def test_gradescope_gets_a_test_per_item_of_the_first_implementation():
-    items = profile(
-        {"name": "mean", "points": 6, "clauses": ["ddp.gradients.mean"]},
-        {"name": "once", "points": 2, "clauses": ["ddp.traffic.once"]},
-        {"name": "essay", "points": 4, "by_hand": "a person reads it"},
-    )
-    events = log(
-        result("failed", message=MESSAGE),
-        result(clause="ddp.traffic.once"),
-        result(implementation="torch"),
-        implementations=["solution", "torch"],
-        points=items,
-    )
-    first, second, third = json.loads(render_gradescope(events))["tests"]
-    assert (first["score"], first["max_score"], first["status"]) == (0, 6, "failed")
-    assert "likely: summed and not divided" in first["output"]
-    assert (second["score"], second["max_score"], second["status"]) == (2, 2, "passed")
-    assert "max_score" not in third, "Gradescope would add it to the total"
-    assert "by hand" in third["output"]
 
 
 def test_gradescope_gets_a_test_per_must_clause_where_no_points_were_asked_for():
