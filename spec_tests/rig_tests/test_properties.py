@@ -1,5 +1,6 @@
 """Hypothesis over live ranks: bugs are found, shrunk and told apart; hangs are not shrunk."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from spec_tests.rig import strategies
 from spec_tests.rig.errors import RankDied, RankHung, RankRaised
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import World, Worlds
+from spec_tests.rig_tests import bodies
 
 QUICK = settings(settings.get_profile("default"), deadline=None, derandomize=True, database=None)
 SIZES = st.lists(st.integers(min_value=1, max_value=9), max_size=4)
@@ -30,39 +32,28 @@ def buckets(ctx: Context, sizes: list[int]) -> list[float]:
     return sums
 
 
-def failing_example(body: Callable[..., Any], world: World, **options: Any) -> tuple[Any, int]:
-    """The smallest example at which the property fails, and how often it was executed."""
-    seen: list[list[int]] = []
+def run_property(
+    body: Callable[..., Any], world: World, seen: list[Any], examples: Any = SIZES, **options: Any
+) -> None:
+    """Run a body on the ranks for drawn examples; `seen` collects them in order."""
 
     @settings(QUICK, max_examples=60, phases=(Phase.generate, Phase.shrink), **options)
-    @given(sizes=SIZES)
-    def property_on_ranks(sizes: list[int]) -> None:
-        seen.append(sizes)
-        world.run(body, sizes, grace_s=0.5)
+    @given(example=examples)
+    def property_on_ranks(example: Any) -> None:
+        seen.append(example)
+        world.run(body, example, grace_s=0.5)
 
-    with pytest.raises((RankRaised, RankHung, RankDied)):
-        property_on_ranks()
-    return seen[-1], len(seen)
+    property_on_ranks()
 
 
-def test_a_planted_bug_shrinks_to_its_smallest_example(worlds: Worlds):
-    example, executions = failing_example(buckets, worlds.world(2))
-    assert example == [1, 5]
-    assert executions < 300
-
-
-def test_the_exception_bears_the_smallest_example_and_the_remote_line(worlds: Worlds):
-    world = worlds.world(2)
-
-    @settings(QUICK, max_examples=60)
-    @given(sizes=SIZES)
-    def property_on_ranks(sizes: list[int]) -> None:
-        world.run(buckets, sizes)
-
+def test_a_planted_bug_shrinks_to_its_smallest_example_and_remote_line(worlds: Worlds):
+    seen: list[list[int]] = []
     message = r"rank 1 of 2 raised IndexError: bucket 1 of \[1, 5\]"
     with pytest.raises(RankRaised, match=message) as caught:
-        property_on_ranks()
-    assert any("sizes=[1, 5]" in note for note in caught.value.__notes__)
+        run_property(buckets, worlds.world(2), seen)
+    assert seen[-1] == [1, 5]
+    assert len(seen) < 300
+    assert any("example=[1, 5]" in note for note in caught.value.__notes__)
     assert caught.traceback[-1].name == "buckets"
 
 
@@ -75,15 +66,9 @@ def two_bugs(ctx: Context, number: int) -> int:
 
 
 def test_two_planted_bugs_stay_two(worlds: Worlds):
-    world = worlds.world(2)
-
-    @settings(QUICK, max_examples=60, report_multiple_bugs=True)
-    @given(number=st.integers(min_value=0, max_value=1000))
-    def property_on_ranks(number: int) -> None:
-        world.run(two_bugs, number)
-
+    numbers = st.integers(min_value=0, max_value=1000)
     with pytest.raises(ExceptionGroup) as caught:
-        property_on_ranks()
+        run_property(two_bugs, worlds.world(2), [], numbers, report_multiple_bugs=True)
     messages = sorted(str(error).partition("\n")[0] for error in caught.value.exceptions)
     assert [message.rpartition(": ")[2] for message in messages] == ["large", "odd"]
 
@@ -96,8 +81,6 @@ def hang(ctx: Context, sizes: list[int]) -> None:
 
 def exits(ctx: Context, sizes: list[int]) -> None:
     if ctx.rank == 1 and len(sizes) > 1:
-        import os
-
         os._exit(7)
     dist.barrier()
 
@@ -106,19 +89,10 @@ def exits(ctx: Context, sizes: list[int]) -> None:
     ("body", "kind"), [(hang, RankHung), (exits, RankDied)], ids=["hang", "exit"]
 )
 def test_a_hang_or_a_death_ends_the_property_and_is_not_shrunk(worlds: Worlds, body, kind):
-    bad: list[list[int]] = []
-    world = worlds.world(2)
-
-    @settings(QUICK, max_examples=30)
-    @given(sizes=SIZES)
-    def property_on_ranks(sizes: list[int]) -> None:
-        if len(sizes) > 1:
-            bad.append(sizes)
-        world.run(body, sizes, grace_s=0.5)
-
+    seen: list[list[int]] = []
     with pytest.raises(kind):
-        property_on_ranks()
-    assert len(bad) == 1
+        run_property(body, worlds.world(2), seen)
+    assert [len(sizes) > 1 for sizes in seen].count(True) == 1
 
 
 def drawn(world: World) -> list[tuple[int, tuple[bool, ...], float]]:
@@ -132,14 +106,10 @@ def drawn(world: World) -> list[tuple[int, tuple[bool, ...], float]]:
     )
     def property_on_ranks(seed: int, schedule: tuple[bool, ...], size: float) -> None:
         seen.append((seed, schedule, size))
-        world.run(nothing, seed)
+        world.run(bodies.who, str(seed))
 
     property_on_ranks()
     return seen
-
-
-def nothing(ctx: Context, seed: int) -> None:
-    """Only called."""
 
 
 def test_the_quick_profile_draws_the_same_each_time(worlds: Worlds):

@@ -1,6 +1,7 @@
 """The recorder: every collective by its meaning and size, whoever issued it; bytes that live."""
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,82 +20,40 @@ N = 6
 """Elements that each rank hands in; the world has two."""
 
 
-def all_reduce(x):
-    dist.all_reduce(x)
+group = dist.distributed_c10d._get_default_group
 
 
-def all_reduce_asynchronously(x):
-    dist.all_reduce(x, async_op=True).wait()
+def half(x: torch.Tensor) -> torch.Tensor:
+    """Room for what a rank gets of a tensor that is scattered."""
+    return x.new_empty(N // 2)
 
 
-def all_reduce_coalesced(x):
-    dist.all_reduce_coalesced([x[:4], x[4:]])
-
-
-def reduce(x):
-    dist.reduce(x, dst=0)
-
-
-def broadcast(x):
-    dist.broadcast(x, src=0)
-
-
-def all_gather(x):
-    dist.all_gather([torch.empty_like(x), torch.empty_like(x)], x)
-
-
-def all_gather_into_tensor(x):
-    dist.all_gather_into_tensor(x.new_empty(2 * N), x)
-
-
-def reduce_scatter(x):
-    dist.reduce_scatter(x.new_empty(N // 2), list(x.clone().chunk(2)))
-
-
-def reduce_scatter_tensor(x):
-    dist.reduce_scatter_tensor(x.new_empty(N // 2), x)
-
-
-def all_to_all_single(x):
-    dist.all_to_all_single(torch.empty_like(x), x)
-
-
-def letter(x):
-    if dist.get_rank() == 0:
-        dist.send(x, dst=1)
-    else:
-        dist.recv(x, src=0)
-
-
-def functional_all_reduce(x):
-    functional.all_reduce(x, "sum", dist.distributed_c10d._get_default_group()) + 1
-
-
-def functional_all_gather(x):
-    functional.all_gather_tensor(x, 0, dist.distributed_c10d._get_default_group()) + 1
-
-
-def functional_reduce_scatter(x):
-    functional.reduce_scatter_tensor(x, "sum", 0, dist.distributed_c10d._get_default_group()) + 1
-
-
+BY_MEANING: dict[tuple[Kind, int], dict[str, Callable[[torch.Tensor], object]]] = {
+    (Kind.REDUCTION, N): {
+        "all_reduce": dist.all_reduce,
+        "all_reduce, asynchronous": lambda x: dist.all_reduce(x, async_op=True).wait(),
+        "all_reduce_coalesced": lambda x: dist.all_reduce_coalesced([x[:4], x[4:]]),
+        "reduce": lambda x: dist.reduce(x, dst=0),
+        "reduce_scatter": lambda x: dist.reduce_scatter(half(x), list(x.clone().chunk(2))),
+        "reduce_scatter_tensor": lambda x: dist.reduce_scatter_tensor(half(x), x),
+        "functional all_reduce": lambda x: functional.all_reduce(x, "sum", group()) + 1,
+        "functional reduce_scatter": lambda x: (
+            functional.reduce_scatter_tensor(x, "sum", 0, group()) + 1
+        ),
+    },
+    (Kind.BROADCAST, N): {"broadcast": lambda x: dist.broadcast(x, src=0)},
+    (Kind.GATHER, 2 * N): {
+        "all_gather": lambda x: dist.all_gather([x.clone(), x.clone()], x),
+        "all_gather_into_tensor": lambda x: dist.all_gather_into_tensor(x.new_empty(2 * N), x),
+        "functional all_gather": lambda x: functional.all_gather_tensor(x, 0, group()) + 1,
+    },
+    (Kind.EXCHANGE, N): {
+        "all_to_all_single": lambda x: dist.all_to_all_single(torch.empty_like(x), x)
+    },
+}
+"""Kind and elements, as the recorder must tell them, to the calls that mean this."""
 COLLECTIVES = {
-    function.__name__: (function, kind, numel)
-    for function, kind, numel in (
-        (all_reduce, Kind.REDUCTION, N),
-        (all_reduce_asynchronously, Kind.REDUCTION, N),
-        (all_reduce_coalesced, Kind.REDUCTION, N),
-        (reduce, Kind.REDUCTION, N),
-        (broadcast, Kind.BROADCAST, N),
-        (all_gather, Kind.GATHER, 2 * N),
-        (all_gather_into_tensor, Kind.GATHER, 2 * N),
-        (reduce_scatter, Kind.REDUCTION, N),
-        (reduce_scatter_tensor, Kind.REDUCTION, N),
-        (all_to_all_single, Kind.EXCHANGE, N),
-        (functional_all_reduce, Kind.REDUCTION, N),
-        (functional_all_gather, Kind.GATHER, 2 * N),
-        (functional_reduce_scatter, Kind.REDUCTION, N),
-    )
+    name: (call, *meaning) for meaning, calls in BY_MEANING.items() for name, call in calls.items()
 }
 
 
@@ -119,18 +78,22 @@ def test_a_collective_is_seen_once_with_its_meaning_and_size(worlds: Worlds, nam
 
 
 def send_and_receive(ctx: Context) -> Log:
+    x = torch.ones(N)
     with ctx.recording() as recorder:
-        letter(torch.ones(N))
+        if ctx.rank == 0:
+            dist.send(x, dst=1)
+        else:
+            dist.recv(x, src=0)
     return recorder.log()
 
 
-def test_the_halves_of_a_letter_are_told_apart(worlds: Worlds):
+def test_send_and_receive_are_told_apart(worlds: Worlds):
     sent, received = worlds.world(2).run(send_and_receive)
     assert [(e.kind, e.numel, e.bytes) for e in sent.collectives()] == [(Kind.SEND, N, 4 * N)]
     assert [(e.kind, e.numel) for e in received.collectives()] == [(Kind.RECEIVE, N)]
 
 
-def rows_by_letters(ctx: Context) -> Log:
+def rows_by_messages(ctx: Context) -> Log:
     """Every rank sends its row of a matrix to the others."""
     matrix = torch.ones(ctx.world_size, N)
     others = [rank for rank in range(ctx.world_size) if rank != ctx.rank]
@@ -143,8 +106,8 @@ def rows_by_letters(ctx: Context) -> Log:
 
 
 @pytest.mark.parametrize("transport", ["gloo", "sim"])
-def test_a_gather_by_letters_counts_as_a_gather(worlds: Worlds, transport: str):
-    for log in worlds.world(3, transport=transport).run(rows_by_letters):
+def test_a_gather_by_point_to_point_messages_counts_as_a_gather(worlds: Worlds, transport: str):
+    for log in worlds.world(3, transport=transport).run(rows_by_messages):
         assert traffic.gathered(log, 3) == 3 * N
         assert len(log.collectives(*traffic.GATHERS)) == 2
 
@@ -255,21 +218,14 @@ def test_what_is_made_counts_until_it_is_freed(recorder: Recorder):
 
 def test_views_and_in_place_operations_add_nothing(recorder: Recorder):
     one = torch.zeros(100)
-    view = one.view(10, 10).T[2:]
+    views = [one.view(10, 10).T[2:], one.detach(), one.split(2)[0], one.unflatten(0, (2, 50))]
+    storage = one.untyped_storage()
     one.add_(1).mul_(2)
-    view.zero_()
+    views[0].zero_()
     assert recorder.live_bytes == 400
-    del one
-    assert recorder.live_bytes == 400, "the view keeps the storage"
-    del view
-    assert recorder.live_bytes == 0
-
-
-def test_a_view_in_python_is_no_new_storage(recorder: Recorder):
-    one = torch.ones(4)
-    pieces = [one.detach(), one.split(2)[0], one.unflatten(0, (2, 2)), one.untyped_storage()]
-    assert recorder.live_bytes == 16
-    del one, pieces
+    del one, storage
+    assert recorder.live_bytes == 400, "the views keep the storage"
+    del views
     assert recorder.live_bytes == 0
 
 
