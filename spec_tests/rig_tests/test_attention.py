@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +13,8 @@ from spec_tests.attention.problem import FITS, RAGGED, WHOLE_TILES, Problem, ref
 from spec_tests.clause import LEVELS, Clause
 from spec_tests.rig.judge import Violation
 from spec_tests.rig.outcomes import Outcome
-from spec_tests.rig.runner import CaseResult, run_case
 from spec_tests.rig.world import Worlds
+from spec_tests.rig_tests.helpers import CHECKOUTS, judged
 
 SIZES = {
     "attention.shapes.ragged-lengths",
@@ -39,7 +37,7 @@ UNEQUAL = {
 }
 TILED_ONLY = "impostor:attention.whole-tiles-only"
 CAUSAL_IGNORED = "impostor:attention.causal-ignored"
-CHECKOUT = f"cs336:{Path(__file__).parent / 'checkouts' / 'cs336_2026'}"
+CHECKOUT = f"cs336:{CHECKOUTS / 'cs336_2026'}"
 
 
 def clauses(level: str) -> list[Clause]:
@@ -52,10 +50,6 @@ def clauses(level: str) -> list[Clause]:
         and "gloo" in c.transports
         and LEVELS.index(c.level) <= LEVELS.index(level)
     ]
-
-
-def judged(worlds: Worlds, words: str, clause: Clause, case: Mapping[str, Any]) -> CaseResult:
-    return run_case(clause, target.parse(words), case, worlds)
 
 
 def cases_of(clause: Clause) -> list[dict[str, Any]]:
@@ -74,14 +68,14 @@ def cases_of(clause: Clause) -> list[dict[str, Any]]:
 )
 def test_one_fault_fails_the_clauses_about_it_alone(worlds: Worlds, words: str, wanted: set[str]):
     cases = [(c, case) for c in clauses("correct") for case in cases_of(c)]
-    found = [judged(worlds, words, *case) for case in cases]
+    found = [judged(target.parse(words), worlds, *case) for case in cases]
     failed = [r for r in found if r.outcome not in (Outcome.PASSED, Outcome.SKIPPED)]
     assert {r.clause.id for r in failed} == wanted, [r.message for r in failed]
 
 
 def test_the_exercise_s_version_without_triton_may_ignore_the_causal_flag(worlds: Worlds):
     found = {
-        c.id: judged(worlds, CHECKOUT, c, case).outcome
+        c.id: judged(target.parse(CHECKOUT), worlds, c, case).outcome
         for c in clauses("course")
         for case in cases_of(c)
     }
@@ -99,7 +93,7 @@ def test_the_exercise_s_version_without_triton_may_ignore_the_causal_flag(worlds
 )
 def test_a_failure_says_on_which_sizes(worlds: Worlds, words: str, id: str, said: str):
     (clause,) = [c for c in clauses("correct") if c.id == id]
-    failed = [judged(worlds, words, clause, case) for case in cases_of(clause)]
+    failed = [judged(target.parse(words), worlds, clause, case) for case in cases_of(clause)]
     assert said in "".join(r.message for r in failed if r.outcome is Outcome.FAILED)
 
 
@@ -118,11 +112,10 @@ def flash_attention(q, k, v, *, causal=False, scale=None, return_lse=False):
 """
 
 
-def test_a_backward_that_is_left_out_is_not_offered(worlds: Worlds, tmp_path: Path):
-    file = tmp_path / "forward_alone.py"
-    file.write_text(FORWARD_ALONE, encoding="utf-8")
+def test_a_backward_that_is_left_out_is_not_offered(worlds: Worlds, mine):
+    which = mine(FORWARD_ALONE)
     found = {
-        c.id: judged(worlds, str(file), c, cases_of(c)[0]).outcome
+        c.id: judged(which, worlds, c, cases_of(c)[0]).outcome
         for c in clauses("course")
         if c.id in ("attention.forward.values", "attention.shapes.without-heads")
     }

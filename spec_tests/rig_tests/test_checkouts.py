@@ -6,10 +6,7 @@ faulty passes the course's own tests.
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,12 +15,11 @@ from spec_tests import target
 from spec_tests.rig.eventlog import read_log
 from spec_tests.rig.outcomes import cells, judge_run
 from spec_tests.rig.report import points
+from spec_tests.rig_tests.helpers import CHECKOUTS, ROOT, python, replaced
 
-ROOT = Path(__file__).parents[2]
-CHECKOUTS = "spec_tests/rig_tests/checkouts"
-CS336 = [f"cs336:{CHECKOUTS}/cs336_{name}" for name in ("2026", "2025", "faulty")]
-EFFDL, COURSE = f"effdl:{CHECKOUTS}/effdl/fsdp.py", f"course:{CHECKOUTS}/course"
-
+PLACE = "spec_tests/rig_tests/checkouts"  # from the repository's root
+CS336 = [f"cs336:{PLACE}/cs336_{name}" for name in ("2026", "2025", "faulty")]
+EFFDL, COURSE = f"effdl:{PLACE}/effdl/fsdp.py", f"course:{PLACE}/course"
 
 # The fewest clauses that show each right one passing and each fault found.
 CLAUSES = (
@@ -46,30 +42,19 @@ CLAUSES = (
 )
 
 
-def broken(source: Path, old: str, new: str) -> str:
-    """A file with one place of it changed."""
-    text = source.read_text(encoding="utf-8")
-    assert text.count(old) == 1
-    return text.replace(old, new)
-
-
 def faulty_effdl(folder: Path) -> str:
     """The right file with a sum where the mean belongs."""
-    right = ROOT / CHECKOUTS / "effdl" / "fsdp.py"
-    folder.mkdir()
-    summed = broken(right, "op=dist.ReduceOp.AVG", "op=dist.ReduceOp.SUM")
-    (folder / "fsdp.py").write_text(summed, encoding="utf-8")
+    shutil.copytree(CHECKOUTS / "effdl", folder)
+    replaced(folder / "fsdp.py", ("op=dist.ReduceOp.AVG", "op=dist.ReduceOp.SUM"))
     return f"effdl:{folder}"
 
 
 def faulty_course(folder: Path) -> str:
     """The right parts, where all ranks read the same rows and the number of ranks is forgotten."""
-    shutil.copytree(ROOT / CHECKOUTS / "course", folder)
-    for name, change in {
-        "data/distributed_data_loader.py": ("self.rank * self.local_batch_size", "0"),
-        "train/distributed_trainer.py": ("micro_batch_size * world_size", "micro_batch_size"),
-    }.items():
-        (folder / name).write_text(broken(folder / name, *change), encoding="utf-8")
+    shutil.copytree(CHECKOUTS / "course", folder)
+    loader, trainer = "data/distributed_data_loader.py", "train/distributed_trainer.py"
+    replaced(folder / loader, ("self.rank * self.local_batch_size", "0"))
+    replaced(folder / trainer, ("micro_batch_size * world_size", "micro_batch_size"))
     return f"course:{folder}"
 
 
@@ -80,17 +65,8 @@ def judged(tmp_path_factory: pytest.TempPathFactory):
     faulty = CS336[2], faulty_effdl(folder / "effdl"), faulty_course(folder / "course")
     chosen = [word for each in (*CS336[:2], EFFDL, COURSE, *faulty) for word in ("--impl", each)]
     chosen += [word for each in CLAUSES for word in ("--clause", each)]
-    # A run within a run of xdist would take itself for a worker.
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     flags = ["--level", "course", "--points", "cs336", "--report", str(folder)]
-    ended = subprocess.run(
-        [sys.executable, "-m", "spec_tests", *chosen, *flags],
-        cwd=ROOT,
-        env=kept,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    ended = python("-m", "spec_tests", *chosen, *flags)
     assert (folder / "events.jsonl").is_file(), ended.stdout + ended.stderr
     events = read_log(folder / "events.jsonl")
     assert ended.returncode == judge_run(events).status == 1

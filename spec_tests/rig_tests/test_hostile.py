@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from spec_tests import target
-from spec_tests.clause import clause_of
-from spec_tests.ddp import test_gradients
 from spec_tests.rig import judge, member, runner, world
 from spec_tests.rig.errors import RankDied, RankHung, RigError
 from spec_tests.rig.eventlog import read_log
@@ -25,8 +21,9 @@ from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.pool import Pool
 from spec_tests.rig.rank import Context, RankConfig
 from spec_tests.rig.world import Worlds
+from spec_tests.rig_tests import bodies
+from spec_tests.rig_tests.helpers import MEAN, judged, python
 
-ROOT = Path(__file__).parents[2]
 RIGHT = """
 from torch.nn.parallel import DistributedDataParallel
 def ddp(module, *, process_group=None):
@@ -34,15 +31,6 @@ def ddp(module, *, process_group=None):
 """
 UNANSWERED = "(did not answer: "
 CRASH = "import ctypes; ctypes.string_at(0)"
-MEAN = clause_of(test_gradients.test_every_rank_holds_the_mean_gradient)
-
-
-@pytest.fixture
-def own():
-    """Worlds that nobody else uses."""
-    worlds = Worlds()
-    yield worlds
-    worlds.close()
 
 
 @pytest.fixture(scope="session")
@@ -61,27 +49,9 @@ def beside(right: target.Target):
     worlds.close()
 
 
-@pytest.fixture
-def named(tmp_path: Path):
-    """Writes an implementation and names it."""
-
-    def write(text: str, name: str = "mine.py") -> target.Target:
-        path = tmp_path / name
-        path.write_text(text, encoding="utf-8")
-        return target.parse(str(path))
-
-    return write
-
-
 def calling(statement: str) -> str:
     """An implementation whose ddp does this."""
     return f"import os, sys, time\nimport torch\ndef ddp(module):\n    {statement}\n"
-
-
-def judged(which: target.Target, worlds: Worlds) -> runner.CaseResult:
-    """What the first clause of the ddp chapter says of it."""
-    assert MEAN is not None
-    return runner.run_case(MEAN, which, {"world": 2, "subject": "ddp", "toy": "mlp"}, worlds)
 
 
 # ------------------------------------------------------------------------------- while it is called
@@ -108,11 +78,11 @@ def judged(which: target.Target, worlds: Worlds) -> runner.CaseResult:
     ],
 )
 def test_what_a_call_does_is_a_result_for_its_clause(
-    beside: Worlds, right, named, statement: str, outcome: Outcome, said: str
+    beside: Worlds, right, mine, statement: str, outcome: Outcome, said: str
 ):
     if outcome is Outcome.NOT_HERE and torch.cuda.is_available():
         pytest.skip("needs a machine without CUDA")
-    which = named(calling(statement))
+    which = mine(calling(statement))
     found = judged(which, beside)
     assert found.outcome == outcome, found.message
     # On a crowded machine the rank may have no processor to say in time where it is.
@@ -122,32 +92,24 @@ def test_what_a_call_does_is_a_result_for_its_clause(
     assert judged(right, beside).outcome == Outcome.PASSED, "as if nothing had happened beside it"
 
 
-def call_ddp(ctx: Context, argument: object) -> object:
-    return ctx.impl.ddp(argument)
-
-
-def nothing(ctx: Context) -> None:
-    """So that this module is imported before a call whose time is short."""
-
-
 def test_what_floods_without_end_is_a_hang_with_its_stack_and_spares_the_disk(
-    own: Worlds, named, monkeypatch
+    own: Worlds, mine, monkeypatch
 ):
     monkeypatch.setattr(member, "_OUTPUT_BYTES", 2**14)
-    flood = named(calling("while True: os.write(1, b'on and on\\n' * 2**13)"))
-    own.world(1, flood).run(nothing)
+    flood = mine(calling("while True: os.write(1, b'on and on\\n' * 2**13)"))
+    own.world(1, flood).run(bodies.empty)
     with pytest.raises(RankHung) as caught:
-        own.world(1, flood).run(call_ddp, 0, timeout_s=2.0)
+        own.world(1, flood).run(bodies.call_ddp, 0, timeout_s=2.0)
     assert "while True: os.write" in str(caught.value) or UNANSWERED in str(caught.value)
     assert " bytes before this were dropped)" in str(caught.value)
 
 
-def test_patience_wears_out_with_the_function_that_computes_without_end(own: Worlds, right, named):
-    endless = named(calling("while True: pass"))
-    own.world(1, endless).run(nothing)
+def test_patience_wears_out_with_the_function_that_computes_without_end(own: Worlds, right, mine):
+    endless = mine(calling("while True: pass"))
+    own.world(1, endless).run(bodies.empty)
     with judge.judging(judge.Situation(subject="ddp")):
         with pytest.raises(RankHung, match="still computing after 2 s") as caught:
-            own.world(1, endless).run(call_ddp, 0, timeout_s=0.5)
+            own.world(1, endless).run(bodies.call_ddp, 0, timeout_s=0.5)
         patience = []
         for _ in range(7):
             patience.append(own.patience(endless))
@@ -167,10 +129,10 @@ def test_who_is_judged_stands_in_the_situation(right):
     assert runner.situation(needing, right, {"world": 2}, "").subject == "train, ddp"
 
 
-def test_a_huge_observation_is_refused_where_it_is_made(own: Worlds, named):
-    huge = named(calling("return torch.zeros(65 * 2**20, dtype=torch.uint8)"))
+def test_a_huge_observation_is_refused_where_it_is_made(own: Worlds, mine):
+    huge = mine(calling("return torch.zeros(65 * 2**20, dtype=torch.uint8)"))
     with pytest.raises(Exception, match="expected observations of at most 64 MB, got 65 MB"):
-        own.world(1, huge).run(call_ddp, 0)
+        own.world(1, huge).run(bodies.call_ddp, 0)
 
 
 # ----------------------------------------------------------------------------- while it is imported
@@ -187,7 +149,7 @@ def test_a_huge_observation_is_refused_where_it_is_made(own: Worlds, named):
     ids=["ends the process", "crashes", "sleeps", "floods"],
 )
 def test_what_never_loads_is_said_once_and_not_tried_for_every_clause(
-    own: Worlds, named, monkeypatch, text: str, said: str, limit_s: float
+    own: Worlds, mine, monkeypatch, text: str, said: str, limit_s: float
 ):
     monkeypatch.setattr(member, "START_TIMEOUT_S", limit_s)
     monkeypatch.setattr(member, "_OUTPUT_BYTES", 2**20)
@@ -201,7 +163,7 @@ def test_what_never_loads_is_said_once_and_not_tried_for_every_clause(
         return start(config)
 
     monkeypatch.setattr(member, "start", counted)
-    broken = named(text)
+    broken = mine(text)
     with pytest.raises((RankDied, RankHung)) as caught:  # how the command asks, before all clauses
         own.pool(2, broken, "gloo")
     assert said in str(caught.value)
@@ -253,9 +215,9 @@ def state(ctx: Context) -> dict[str, object]:
 
 
 def test_global_state_is_put_back_and_what_was_replaced_is_told(
-    own: Worlds, beside: Worlds, right, named
+    own: Worlds, beside: Worlds, right, mine
 ):
-    meddler = named(MEDDLER + RIGHT)
+    meddler = mine(MEDDLER + RIGHT)
     meddled = own.world(2, meddler).run(state)
     assert meddled == beside.world(2, right).run(state)
     assert judged(meddler, own).outcome == Outcome.PASSED
@@ -265,13 +227,13 @@ def test_global_state_is_put_back_and_what_was_replaced_is_told(
     assert "replaced torch.Tensor.norm" in said
 
 
-def test_a_group_of_its_own_is_left_before_the_rig_makes_one(own: Worlds, named):
+def test_a_group_of_its_own_is_left_before_the_rig_makes_one(own: Worlds, mine):
     text = (
         "import os, tempfile, torch.distributed as dist\n"
         "place = tempfile.mkdtemp()\n"
         "dist.init_process_group('gloo', init_method=f'file://{place}/s', rank=0, world_size=1)\n"
     )
-    assert judged(named(text + RIGHT), own).outcome == Outcome.PASSED
+    assert judged(mine(text + RIGHT), own).outcome == Outcome.PASSED
 
 
 @pytest.mark.parametrize("name", ["solution", *target.KNOWN_IMPLEMENTATIONS])
@@ -306,20 +268,12 @@ def test_one_command_survives_all_of_it_and_judges_the_others_as_ever(tmp_path: 
     )
     (tmp_path / "hostile.py").write_text(hostile)
     (tmp_path / "right.py").write_text(RIGHT)
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-m", "spec_tests"),
-            *("--impl", str(tmp_path / "hostile.py"), "--impl", str(tmp_path / "right.py")),
-            *("--clause", "ddp.gradients.frozen-stay-none", "--clause", "zero1.groups.live"),
-            *("--clause", "training.accumulation.fills-the-global-batch"),
-            *("--report", str(tmp_path / "out")),
-        ],
-        cwd=ROOT,
-        env=kept,
-        capture_output=True,
-        text=True,
-        timeout=250,
+    ended = python(
+        *("-m", "spec_tests"),
+        *("--impl", str(tmp_path / "hostile.py"), "--impl", str(tmp_path / "right.py")),
+        *("--clause", "ddp.gradients.frozen-stay-none", "--clause", "zero1.groups.live"),
+        *("--clause", "training.accumulation.fills-the-global-batch"),
+        *("--report", str(tmp_path / "out")),
     )
     events = read_log(tmp_path / "out" / "events.jsonl")
     found = {

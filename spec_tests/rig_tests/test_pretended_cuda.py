@@ -12,11 +12,8 @@ import torch
 
 from spec_tests import plugin, target
 from spec_tests.attention import test_gradients, test_masks, test_operator
-from spec_tests.clause import clause_of
-from spec_tests.ddp import test_gradients as ddp_gradients
 from spec_tests.rig import runner, world
 from spec_tests.rig.cuda_runtime import PRETENDED_CUDA
-from spec_tests.rig.eventlog import EventLog
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.rank import Context
 from spec_tests.rig.report.data import as_report
@@ -25,55 +22,42 @@ from spec_tests.rig.report.text import render_summary, render_terminal
 from spec_tests.rig.sim import hooks
 from spec_tests.rig.wire import Frame, RemoteError
 from spec_tests.rig.world import Worlds
+from spec_tests.rig_tests.helpers import CHECKOUTS, MEAN, MEAN_CASE, judged, replaced
+from spec_tests.rig_tests.logs import log
 
-CHECKOUT = Path(__file__).parent / "checkouts" / "cs336_gpu"
+CHECKOUT = CHECKOUTS / "cs336_gpu"
 GPU = target.parse(f"cs336:{CHECKOUT}")
-MEAN = {"world": 2, "subject": "ddp", "toy": "mlp"}
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-
-
-@pytest.fixture(scope="module")
-def own():
-    worlds = Worlds(max_pools=2)
-    yield worlds
-    worlds.close()
-
-
-def judged(which: target.Target, worlds: Worlds, test=None, case=None, **options):
-    """What one clause says of it."""
-    clause = clause_of(test or ddp_gradients.test_every_rank_holds_the_mean_gradient)
-    assert clause is not None
-    return runner.run_case(clause, which, case or MEAN, worlds, **options)
 
 
 # ------------------------------------------------------------------------------ a whole checkout
 
 
 @pytest.mark.parametrize("transport", ["gloo", "sim"])
-def test_a_wrapper_written_for_gpus_is_judged(own: Worlds, transport: str):
+def test_a_wrapper_written_for_gpus_is_judged(module_worlds: Worlds, transport: str):
     """NVTX, events, streams, cuda:N, a group of NCCL, all-reduces of AVG: see the file."""
     if transport == "sim" and hooks.needs():
         pytest.skip("this torch cannot be simulated")
-    found = judged(GPU, own, transport=transport)
+    found = judged(GPU, module_worlds, transport=transport)
     assert found.outcome is Outcome.PASSED, found.message
-    others = [leak for leak in own.leaks if "process groups" not in leak]
+    others = [leak for leak in module_worlds.leaks if "process groups" not in leak]
     assert others == [], "what the stand-in replaces is not the implementation's doing"
 
 
 @pytest.mark.parametrize("subject", ["flash_attention", "flash_attention_triton"])
-def test_attention_written_for_gpus_is_judged(own: Worlds, subject: str):
+def test_attention_written_for_gpus_is_judged(module_worlds: Worlds, subject: str):
     """Compiled, autotuned, and with buffers on "cuda" in its backward, where no mode reaches."""
     if subject == "flash_attention_triton":
         pytest.importorskip("triton")
     test = test_gradients.test_gradients_are_those_of_the_definition
-    found = judged(GPU, own, test, {"world": 1, "subject": subject})
+    found = judged(GPU, module_worlds, test, {"world": 1, "subject": subject})
     assert found.outcome is Outcome.PASSED, found.message
 
 
 @pytest.mark.parametrize(
     ("file", "right", "wrong", "test", "case"),
     [
-        ("ddp", "ReduceOp.AVG", "ReduceOp.SUM", None, MEAN),
+        ("ddp", "ReduceOp.AVG", "ReduceOp.SUM", MEAN, MEAN_CASE),
         (
             "kernel",
             "keys[None, :] <= rows",
@@ -85,17 +69,14 @@ def test_attention_written_for_gpus_is_judged(own: Worlds, subject: str):
     ids=["a sum for a mean", "a mask off by one"],
 )
 def test_a_fault_in_code_for_gpus_is_found(
-    own: Worlds, tmp_path: Path, file: str, right: str, wrong: str, test, case
+    module_worlds: Worlds, tmp_path: Path, file: str, right: str, wrong: str, test, case
 ):
     if file == "kernel":
         pytest.importorskip("triton")
     folder = tmp_path / "checkout"
     shutil.copytree(CHECKOUT, folder)
-    path = folder / "cs336_systems" / f"{file}.py"
-    text = path.read_text(encoding="utf-8")
-    assert text.count(right) == 1
-    path.write_text(text.replace(right, wrong), encoding="utf-8")
-    found = judged(target.parse(f"cs336:{folder}"), own, test, case)
+    replaced(folder / "cs336_systems" / f"{file}.py", (right, wrong))
+    found = judged(target.parse(f"cs336:{folder}"), module_worlds, test, case)
     assert found.outcome is Outcome.FAILED
     assert "likely: " in found.message
 
@@ -146,29 +127,28 @@ _TAIL = "\n    return DistributedDataParallel(module)\n"
 
 
 @pytest.fixture
-def named(tmp_path: Path):
+def named(mine):
     """Writes an implementation whose ddp does this, and names it."""
 
     def write(statement: str, pretends_cuda: bool = True) -> target.Target:
-        path = tmp_path / "mine.py"
-        path.write_text(_HEAD + f"    {statement}" + _TAIL, encoding="utf-8")
-        return dataclasses.replace(target.parse(str(path)), pretends_cuda=pretends_cuda)
+        which = mine(f"{_HEAD}    {statement}{_TAIL}")
+        return dataclasses.replace(which, pretends_cuda=pretends_cuda)
 
     return write
 
 
 @pytest.mark.parametrize("statement", HABITS.values(), ids=HABITS)
-def test_a_habit_of_code_for_gpus_is_judged(own: Worlds, named, statement: str):
-    found = judged(named(statement), own)
+def test_a_habit_of_code_for_gpus_is_judged(module_worlds: Worlds, named, statement: str):
+    found = judged(named(statement), module_worlds)
     assert found.outcome is Outcome.PASSED, found.message
 
 
 @ON_CPU
 @pytest.mark.parametrize("statement", HABITS.values(), ids=HABITS)
 def test_without_the_option_it_is_not_here_and_the_option_is_named(
-    own: Worlds, named, statement: str
+    module_worlds: Worlds, named, statement: str
 ):
-    found = judged(named(statement, pretends_cuda=False), own)
+    found = judged(named(statement, pretends_cuda=False), module_worlds)
     assert found.outcome is Outcome.NOT_HERE, found.message
     assert "not here: needs a CUDA device: " in found.message
     assert "; --pretend-cuda stands in for one" in found.message
@@ -193,29 +173,31 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("statement", OTHERS.values(), ids=OTHERS)
-def test_foreign_code_finds_what_it_would_find_on_a_gpu(own: Worlds, named, statement: str):
-    found = judged(named(statement), own)
+def test_foreign_code_finds_what_it_would_find_on_a_gpu(
+    module_worlds: Worlds, named, statement: str
+):
+    found = judged(named(statement), module_worlds)
     assert found.outcome is Outcome.PASSED, found.message
 
 
 @ON_CPU
-def test_what_cannot_be_stood_in_for_is_not_here(own: Worlds, named):
-    found = judged(named("torch.cuda.CUDAGraph()"), own)
+def test_what_cannot_be_stood_in_for_is_not_here(module_worlds: Worlds, named):
+    found = judged(named("torch.cuda.CUDAGraph()"), module_worlds)
     assert found.outcome is Outcome.NOT_HERE, found.message
     assert "stands in for one" not in found.message, "it does already"
 
 
 @ON_CPU
-def test_a_clause_about_compiled_code_is_not_here(own: Worlds):
+def test_a_clause_about_compiled_code_is_not_here(module_worlds: Worlds):
     test = test_operator.test_it_is_part_of_one_compiled_graph
     which = dataclasses.replace(target.parse("solution"), pretends_cuda=True)
-    found = judged(which, own, test, {"world": 1, "subject": "flash_attention"})
+    found = judged(which, module_worlds, test, {"world": 1, "subject": "flash_attention"})
     assert found.outcome is Outcome.NOT_HERE, found.message
     assert "torch.compile is not judged where CUDA is stood in for" in found.message
 
 
-def test_what_has_nothing_to_do_with_a_device_fails_as_ever(own: Worlds, named):
-    found = judged(named("raise ValueError('expected 2 buckets, got 3')"), own)
+def test_what_has_nothing_to_do_with_a_device_fails_as_ever(module_worlds: Worlds, named):
+    found = judged(named("raise ValueError('expected 2 buckets, got 3')"), module_worlds)
     assert found.outcome is Outcome.FAILED
     assert found.message.count("expected 2 buckets, got 3")
 
@@ -240,10 +222,10 @@ def seen_by_the_suite(ctx: Context):
 
 @ON_CPU
 @pytest.mark.parametrize("transport", ["gloo", "sim"])
-def test_the_suite_itself_is_told_the_truth(own: Worlds, transport: str):
+def test_the_suite_itself_is_told_the_truth(module_worlds: Worlds, transport: str):
     if transport == "sim" and hooks.needs():
         pytest.skip("this torch cannot be simulated")
-    (seen,) = own.world(1, GPU, transport=transport).run(seen_by_the_suite)
+    (seen,) = module_worlds.world(1, GPU, transport=transport).run(seen_by_the_suite)
     assert tuple(seen) == (False, 0, False, "cpu", True, "cpu")
 
 
@@ -287,43 +269,34 @@ def test_a_missing_device_is_told_from_a_fault(error: RemoteError, is_for_want_o
 # --------------------------------------------------------------------------------- what is said
 
 
-def test_the_option_pretends_for_all_and_a_courses_layout_does_anyway():
-    options = {"--impl": ["torch", GPU.name], "--transport": "gloo", "--pretend-cuda": True}
+@pytest.mark.parametrize(
+    ("pretends", "transport", "noticed"),
+    [(True, "gloo", ["torch", GPU.name]), (False, "gloo", [GPU.name]), (False, "cuda", [])],
+    ids=["asked for", "not asked for", "a real device is there"],
+)
+def test_the_option_pretends_for_all_and_a_courses_layout_does_anyway(
+    pretends: bool, transport: str, noticed: list[str]
+):
+    options = {
+        "--impl": ["torch", GPU.name],
+        "--transport": transport,
+        "--pretend-cuda": pretends,
+    }
     run = plugin._make_run(SimpleNamespace(getoption=options.get))  # type: ignore[arg-type]  # all that it asks for
-    assert [which.pretends_cuda for which in run.targets] == [True, True]
-    assert run.notices == [f"torch: {PRETENDED_CUDA}", f"{GPU.name}: {PRETENDED_CUDA}"]
-
-    options["--pretend-cuda"] = False
-    run = plugin._make_run(SimpleNamespace(getoption=options.get))  # type: ignore[arg-type]  # likewise
-    assert [which.pretends_cuda for which in run.targets] == [False, True]
-    assert run.notices == [f"{GPU.name}: {PRETENDED_CUDA}"]
-
-    options["--transport"] = "cuda"
-    run = plugin._make_run(SimpleNamespace(getoption=options.get))  # type: ignore[arg-type]  # likewise
-    assert run.notices == [], "a real device is there"
+    assert [which.pretends_cuda for which in run.targets] == [pretends, True]
+    assert run.notices == [f"{name}: {PRETENDED_CUDA}" for name in noticed]
 
 
 def test_the_line_to_run_a_clause_again_has_the_option(named):
-    clause = clause_of(ddp_gradients.test_every_rank_holds_the_mean_gradient)
-    assert clause is not None
     for which, has in ((named(""), True), (named("", False), False), (GPU, False)):
-        assert runner.situation(clause, which, MEAN, "").rerun.endswith("--pretend-cuda") == has
+        rerun = runner.situation(MEAN, which, MEAN_CASE, "").rerun
+        assert rerun.endswith("--pretend-cuda") == has
 
 
-def test_every_report_says_once_that_cuda_was_stood_in_for(tmp_path: Path):
+def test_every_report_says_once_that_cuda_was_stood_in_for():
     notice = f"mine.py: {PRETENDED_CUDA}"
-    with EventLog.start(
-        tmp_path / "events.jsonl",
-        level="course",
-        implementations=["mine.py"],
-        transport="gloo",
-        profile="quick",
-        seed=0,
-        ledger="",
-        notices=[notice],
-    ) as log:
-        log.finish()
-    assert as_report(log.events)["run"]["notices"] == [notice]
-    assert render_terminal(log.events).count(notice) == 1
-    assert f"- notice: {notice}" in render_summary(log.events)
-    assert render_page(log.events).count(f'<p class="small">{notice}</p>') == 1
+    events = log(implementations=["mine.py"], notices=[notice])
+    assert as_report(events)["run"]["notices"] == [notice]
+    assert render_terminal(events).count(notice) == 1
+    assert f"- notice: {notice}" in render_summary(events)
+    assert render_page(events).count(f'<p class="small">{notice}</p>') == 1

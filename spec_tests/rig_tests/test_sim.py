@@ -27,14 +27,6 @@ def sim(worlds: Worlds, size: int = 2) -> World:
     return worlds.world(size, transport="sim")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 16])
-def test_ranks_know_who_they_are_and_collectives_add_up(worlds: Worlds, size: int):
-    assert sim(worlds, size).run(bodies.who, "x") == [(rank, size, "x") for rank in range(size)]
-    expected = torch.tensor([1.0, 2.0], dtype=torch.float64) * sum(range(1, size + 1))
-    for total in sim(worlds, size).run(bodies.total, [1.0, 2.0]):
-        assert torch.equal(total, expected)
-
-
 def in_order(ctx: Context, late: tuple[int, ...]) -> list[int]:
     """Who passed this line before me, and I; the late ones first ask for a world of time."""
     if ctx.rank in late:

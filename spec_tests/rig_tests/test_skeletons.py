@@ -2,7 +2,6 @@
 
 import ast
 import fnmatch
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,13 +29,6 @@ ddp, ddp_bucketed, no_sync = _reference.ddp, _reference.ddp_bucketed, _reference
 finish_gradient_synchronization = _reference.finish_gradient_synchronization
 """
 """What the trainer's skeleton tells its reader to import."""
-
-
-@pytest.fixture
-def own() -> Iterator[Worlds]:
-    worlds = Worlds()
-    yield worlds
-    worlds.close()
 
 
 @pytest.fixture(params=skeletons.SUBJECTS)

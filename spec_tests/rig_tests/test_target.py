@@ -8,48 +8,34 @@ from spec_tests import target
 from spec_tests.contract import DEFAULTS, FUNCTIONS
 from spec_tests.rig import runner
 from spec_tests.rig.errors import NotOffered, RigError
-from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
+from spec_tests.rig_tests import bodies
 
 OFFER = "def ddp(module, *, process_group=None):\n    return module\n"
 
 
 @pytest.fixture
-def write(tmp_path: Path):
+def write(mine, tmp_path: Path):
     """Writes a file below the test's own folder and returns its path as text."""
 
     def written(name: str, text: str = OFFER) -> str:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        return str(path)
+        mine(text, name)
+        return str(tmp_path / name)
 
     return written
 
 
-@pytest.fixture
-def own():
-    """Worlds that nobody else uses."""
-    worlds = Worlds()
-    yield worlds
-    worlds.close()
-
-
-def load_error(worlds: Worlds, spec: str) -> str:
-    """What a rank says when it fails to load `spec`."""
-    error = worlds.pool(1, target.parse(spec), "gloo").load_error
+def load_error(worlds: Worlds, which: target.Target) -> str:
+    """What a rank says when it fails to load `which`."""
+    error = worlds.pool(1, which, "gloo").load_error
     assert error is not None
-    return f"{error.kind}: {error.message}"
-
-
-def call_ddp(ctx: Context, argument: object) -> object:
-    return ctx.impl.ddp(argument)
+    return f"{error.kind}: {error.message}\n{error.text}"
 
 
 # --------------------------------------------------------------------------------------- the words
 
 
-def test_the_reference_is_found_by_location():
+def test_the_reference_and_known_implementations_are_found_by_location():
     found = target.parse("solution")
     assert (found.name, found.module) == ("solution", "solution")
     assert found.path == target.REPOSITORY_ROOT / "solution"
@@ -132,44 +118,53 @@ def test_what_names_nothing_is_refused_with_what_was_expected(
 
 # ----------------------------------------------------------------------------------------- loading
 
-
-def test_a_file_may_use_what_lies_beside_it(own: Worlds, write):
-    write("trainspec_helper.py", "WORD = 'helped'\n")
-    text = "import trainspec_helper\ndef ddp(module):\n    return trainspec_helper.WORD\n"
-    world = own.world(1, target.parse(write("mine.py", text)))
-    assert world.run(call_ddp, 0) == ["helped"]
+MANY = "import os\nfor _ in range(2000):\n    print('x' * 100)\nos.write(2, b'y' * 100_000)\n"
+INSIDE = "from pack.inner import WORD\nfrom .inner import WORD as SAME\n"
 
 
-def test_a_package_may_import_its_own_parts(own: Worlds, write):
-    write("pack/inner.py", "from . import outer\nWORD = outer.WORD\n")
-    write("pack/outer.py", "WORD = 'inside'\n")
-    text = "from pack.inner import WORD\nfrom .inner import WORD as SAME\n"
-    init = write("pack/__init__.py", text + "def ddp(module):\n    return WORD, SAME\n")
-    world = own.world(1, target.parse(str(Path(init).parent)))
-    assert world.run(call_ddp, 0) == [("inside", "inside")]
+@pytest.mark.parametrize(
+    ("files", "named", "returned"),
+    [
+        (
+            {
+                "trainspec_helper.py": "WORD = 'helped'\n",
+                "mine.py": "import trainspec_helper\n"
+                "def ddp(module):\n    return trainspec_helper.WORD\n",
+            },
+            "mine.py",
+            "helped",
+        ),
+        (
+            {
+                "pack/inner.py": "from . import outer\nWORD = outer.WORD\n",
+                "pack/outer.py": "WORD = 'inside'\n",
+                "pack/__init__.py": INSIDE + "def ddp(module):\n    return WORD, SAME\n",
+            },
+            "pack",
+            ("inside", "inside"),
+        ),
+        ({"ddp.py": OFFER}, "ddp.py", 0),
+        ({"mine.py": OFFER}, "mine.py", 0),
+        ({"mine.py": MANY + OFFER}, "mine.py", 0),
+    ],
+    ids=["imports its neighbour", "imports its parts", "called like a module", "plain", "prints"],
+)
+def test_what_loads_is_the_same_on_all_ranks(
+    own: Worlds, write, tmp_path: Path, files: dict[str, str], named: str, returned: object
+):
+    for name, text in files.items():
+        write(name, text)
+    world = own.world(2, target.parse(str(tmp_path / named)))
+    assert world.run(bodies.call_ddp, 0) == [returned] * 2
 
 
 def test_a_package_called_solution_elsewhere_is_no_clash(own: Worlds, write):
     write("solution/part.py", "WORD = 'theirs'\n")
     text = "from solution.part import WORD\ndef ddp(module):\n    return WORD\n"
     theirs = target.parse(str(Path(write("solution/__init__.py", text)).parent))
-    assert own.world(1, theirs).run(call_ddp, 0) == ["theirs"]
+    assert own.world(1, theirs).run(bodies.call_ddp) == ["theirs"]
     assert "ddp_bucketed" in own.world(1, target.parse("solution")).offered()
     assert own.world(1, theirs).offered() == ("ddp",)
-
-
-def test_a_file_that_bears_the_name_of_a_module_is_loaded_all_the_same(own: Worlds, write):
-    world = own.world(1, target.parse(write("ddp.py")))
-    assert world.run(call_ddp, 5) == [5]
-
-
-def test_all_ranks_load_the_same(own: Worlds, write):
-    assert own.world(3, target.parse(write("mine.py"))).run(call_ddp, "x") == ["x"] * 3
-
-
-def test_an_implementation_that_prints_a_flood_loads(own: Worlds, write):
-    text = "import os\nfor _ in range(2000):\n    print('x' * 100)\nos.write(2, b'y' * 100_000)\n"
-    assert own.world(2, target.parse(write("mine.py", text + OFFER))).run(call_ddp, 1) == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -178,33 +173,24 @@ def test_an_implementation_that_prints_a_flood_loads(own: Worlds, write):
         ("import no_such_module_at_all\n", "ModuleNotFoundError: No module named 'no_such_module"),
         ("raise SystemExit(3)\n", "SystemExit: 3"),
         ("def ddp(:\n", "SyntaxError"),
+        ("x = 1\n1 / 0\n", 'mine.py", line 2'),
         ("x = 1\n", "offers none of the contract's functions; expected at least one of ddp, ddp_b"),
         ("ddp = 3\n", "offers none of the contract's functions"),
     ],
-    ids=["import error", "exits", "syntax", "nothing offered", "no function"],
+    ids=["import error", "exits", "syntax", "names the line", "nothing offered", "no function"],
 )
-def test_what_does_not_load_is_an_error_and_not_an_absence(
-    own: Worlds, write, text: str, said: str
-):
-    spec = write("mine.py", text)
-    assert said in load_error(own, spec)
-    world = own.world(1, target.parse(spec))
+def test_what_does_not_load_is_an_error_and_not_an_absence(own: Worlds, mine, text, said: str):
+    which = mine(text)
+    assert said in load_error(own, which)
     with pytest.raises(RigError, match=r"mine\.py does not load: "):
-        world.run(call_ddp, 0)
+        own.world(1, which).run(bodies.call_ddp)
     with pytest.raises(RigError, match="does not load"):
-        world.offered()
-
-
-def test_the_traceback_of_a_failed_import_names_the_line(own: Worlds, write):
-    error = own.pool(1, target.parse(write("mine.py", "x = 1\n1 / 0\n")), "gloo").load_error
-    assert error is not None
-    assert 'mine.py", line 2' in error.text
+        own.world(1, which).offered()
 
 
 def test_an_impostor_that_does_not_exist_is_named_with_those_that_are_near(own: Worlds):
-    assert "no impostor 'ddp.sum-for-meen'; close to it: ddp.sum-for-mean" in load_error(
-        own, "impostor:ddp.sum-for-meen"
-    )
+    said = load_error(own, target.parse("impostor:ddp.sum-for-meen"))
+    assert "no impostor 'ddp.sum-for-meen'; close to it: ddp.sum-for-mean" in said
 
 
 # ---------------------------------------------------------------- what cannot be called as promised
@@ -222,10 +208,9 @@ def test_an_impostor_that_does_not_exist_is_named_with_those_that_are_near(own: 
     ],
 )
 def test_a_function_that_cannot_take_what_every_caller_passes_is_a_misfit(
-    own: Worlds, write, signature: str, said: str
+    own: Worlds, mine, signature: str, said: str
 ):
-    text = f"def ddp({signature}):\n    return 0\n"
-    misfits = own.world(1, target.parse(write("mine.py", text))).misfits()
+    misfits = own.world(1, mine(f"def ddp({signature}):\n    return 0\n")).misfits()
     assert misfits.keys() == ({"ddp"} if said else set())
     if said:
         expected = f"expected a function that can be called as ddp(module), got ddp({signature})"
@@ -235,9 +220,8 @@ def test_a_function_that_cannot_take_what_every_caller_passes_is_a_misfit(
         )
 
 
-def test_keywords_of_the_contract_without_default_must_be_there(own: Worlds, write):
-    text = "def ddp_bucketed(module, size_mb):\n    return 0\n"
-    misfits = own.world(1, target.parse(write("mine.py", text))).misfits()
+def test_keywords_of_the_contract_without_default_must_be_there(own: Worlds, mine):
+    misfits = own.world(1, mine("def ddp_bucketed(module, size_mb):\n    return 0\n")).misfits()
     assert "called as ddp_bucketed(module, bucket_size_mb=)" in misfits["ddp_bucketed"]
 
 
@@ -249,8 +233,8 @@ def test_what_comes_with_the_suite_fits(own: Worlds, name: str):
 # ------------------------------------------------------------------------------ what is not offered
 
 
-def test_every_function_of_the_contract_is_there_or_says_that_it_is_not(write):
-    found = target.load(target.parse(write("trainspec_test_of_offers.py")))
+def test_every_function_of_the_contract_is_there_or_says_that_it_is_not(mine):
+    found = target.load(mine(OFFER, "trainspec_test_of_offers.py"))
     assert found.offered == ("ddp",)
     assert found.ddp(4) == 4
     for name in FUNCTIONS.keys() - {"ddp"} - DEFAULTS.keys():
@@ -262,28 +246,20 @@ def test_every_function_of_the_contract_is_there_or_says_that_it_is_not(write):
         _ = found.dpd
 
 
-def use_what_is_missing(ctx: Context) -> None:
-    ctx.impl.clip_grad_norm_([], 1.0)
-
-
-def test_calling_what_is_missing_is_the_outcome_not_offered(own: Worlds, write):
-    world = own.world(2, target.parse(write("mine.py")))
-    with pytest.raises(NotOffered, match=r"does not offer clip_grad_norm_\(\)") as caught:
-        world.run(use_what_is_missing)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def no_sync(module):\n    pass\n", r"does not offer ddp\(\)"),
+        ("def ddp(module):\n    raise NotImplementedError('on Thursday')\n", "on Thursday"),
+    ],
+    ids=["missing", "not implemented"],
+)
+def test_what_is_missing_or_not_implemented_is_not_offered(own: Worlds, mine, text, said: str):
+    with pytest.raises(NotOffered, match=said) as caught:
+        own.world(2, mine(text)).run(bodies.call_ddp)
     assert runner.outcome_of(caught.value) == "not_offered"
-
-
-def test_not_implemented_is_the_outcome_not_offered(own: Worlds, write):
-    text = "def ddp(module):\n    raise NotImplementedError('on Thursday')\n"
-    world = own.world(2, target.parse(write("mine.py", text)))
-    with pytest.raises(NotOffered, match="on Thursday"):
-        world.run(call_ddp, 0)
-
-
-def touch_implementation(ctx: Context) -> None:
-    ctx.impl.ddp(0)
 
 
 def test_a_world_without_implementation_says_so(worlds: Worlds):
     with pytest.raises(Exception, match="this world has no implementation"):
-        worlds.world(1).run(touch_implementation)
+        worlds.world(1).run(bodies.call_ddp)
