@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from spec_tests import ledger, target
+from spec_tests import target
 from spec_tests.attention import bodies, rules
 from spec_tests.attention.problem import FITS, RAGGED, WHOLE_TILES, Problem, reference
-from spec_tests.clause import LEVELS, Clause
+from spec_tests.clause import Clause
 from spec_tests.rig.judge import Violation
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.world import Worlds
+from spec_tests.rig_tests import helpers
 from spec_tests.rig_tests.helpers import CHECKOUTS, judged
 
 SIZES = {
@@ -42,14 +43,7 @@ CHECKOUT = f"cs336:{CHECKOUTS / 'cs336_2026'}"
 
 def clauses(level: str) -> list[Clause]:
     """Of attention in PyTorch operations, what a CPU can judge."""
-    return [
-        c
-        for c in ledger.load_all()
-        if c.chapter == "attention"
-        and bodies.TILED[0] in c.judges
-        and "gloo" in c.transports
-        and LEVELS.index(c.level) <= LEVELS.index(level)
-    ]
+    return [c for c in helpers.clauses("attention", level) if bodies.TILED[0] in c.judges]
 
 
 def cases_of(clause: Clause) -> list[dict[str, Any]]:

@@ -6,19 +6,14 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from spec_tests.rig import pool
-from spec_tests.rig.errors import (
-    NotOffered,
-    RankDied,
-    RankHung,
-    RankRaised,
-    RigError,
-)
+from spec_tests.rig.errors import NotOffered, RankDied, RankHung, RankRaised, RigError
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
 from spec_tests.rig_tests import bodies, faults
@@ -70,10 +65,6 @@ def test_the_traceback_ends_at_the_remote_line(worlds: Worlds):
     assert 'raise KeyError("planted")' in str(caught.getrepr())
 
 
-def assert_two(ctx: Context) -> None:
-    assert ctx.rank + 1 == 2, f"rank {ctx.rank} of all"
-
-
 def all_alike(ctx: Context) -> None:
     raise ValueError("the same everywhere")
 
@@ -84,11 +75,6 @@ def test_what_all_ranks_raise_alike_is_told_once(worlds: Worlds):
     assert caught.value.headline == "rank 0, 1 and 2 of 3 raised ValueError: the same everywhere"
     assert str(caught.value).count("Traceback") == 0
     assert str(caught.value).count("raised the same ValueError") == 2
-
-
-def test_an_assertion_in_a_body_reads_like_any_other(worlds: Worlds):
-    with pytest.raises(RankRaised, match="rank 0 of 2 raised AssertionError: rank 0 of all"):
-        worlds.world(2).run(assert_two)
 
 
 def test_who_fails_at_once_does_not_take_along_who_still_joins(worlds: Worlds):
@@ -114,6 +100,9 @@ def raise_odd(ctx: Context, which: str) -> None:
         raise Demanding(1, two=2)
     if which == "base":
         raise KeyboardInterrupt
+    if which == "assert":
+        assert ctx.rank == 1, f"rank {ctx.rank} of all"
+        return
     if which == "chained":
         try:
             raise KeyError("first")
@@ -128,6 +117,7 @@ def raise_odd(ctx: Context, which: str) -> None:
         ("mute", "Mute", "no message: its __str__ raised RuntimeError"),
         ("demanding", "Demanding", "1 and 2"),
         ("base", "KeyboardInterrupt", ""),
+        ("assert", "AssertionError", "rank 0 of all"),
         ("chained", "OSError", "second"),
         ("group", "ExceptionGroup", "several"),
     ],
@@ -291,36 +281,27 @@ def test_ranks_out_of_step_are_told_and_get_a_new_group(worlds: Worlds):
     assert_healthy(worlds, 2)
 
 
-def compute(ctx: Context, seconds: float) -> int:
-    end, turns = time.monotonic() + seconds, 0
-    while ctx.rank == 0 and time.monotonic() < end:
-        turns += 1
-    dist.barrier()
-    return turns
-
-
-def test_slow_but_computing_is_not_hung(worlds: Worlds):
-    ranks = worlds.world(2).run(compute, 2.5 * GRACE_S, grace_s=GRACE_S)
-    assert ranks[0] > 0
-
-
-def sleep(ctx: Context, seconds: float) -> int:
+def take_time(ctx: Context, does: Callable[[float], None], seconds: float) -> None:
     if ctx.rank == 0:
-        time.sleep(seconds)
+        does(seconds)
     dist.barrier()
-    return ctx.rank
 
 
-def test_a_sleep_shorter_than_the_grace_is_not_hung(worlds: Worlds):
-    assert worlds.world(2).run(sleep, 1.0, grace_s=2.0) == [0, 1]
+@pytest.mark.parametrize(
+    ("does", "seconds", "grace_s"),
+    [(bodies.work, 2.5 * GRACE_S, GRACE_S), (time.sleep, 1.0, 2.0)],
+    ids=["computes", "sleeps for less than the grace"],
+)
+def test_slow_is_not_hung(worlds: Worlds, does, seconds: float, grace_s: float):
+    worlds.world(2).run(take_time, does, seconds, grace_s=grace_s)
 
 
 def test_a_body_that_computes_for_ever_meets_the_time_limit(worlds: Worlds):
     with pytest.raises(RankHung, match="still computing after 2 s") as caught:
-        worlds.world(2).run(compute, 3600.0, timeout_s=0.5)
-    assert f"line {line_of(compute, 'turns += 1') - 1}" in caught.value.ranks[0].stack or (
-        f"line {line_of(compute, 'turns += 1')}" in caught.value.ranks[0].stack
-    )
+        worlds.world(2).run(take_time, bodies.work, 3600.0, timeout_s=0.5)
+    line = line_of(bodies.work, "pass")
+    stack = caught.value.ranks[0].stack
+    assert f"line {line - 1}, in work" in stack or f"line {line}, in work" in stack
     assert_healthy(worlds, 2)
 
 

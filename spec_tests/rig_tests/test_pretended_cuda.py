@@ -229,41 +229,38 @@ def test_the_suite_itself_is_told_the_truth(module_worlds: Worlds, transport: st
     assert tuple(seen) == (False, 0, False, "cpu", True, "cpu")
 
 
-def an_error(kind: str, message: str, file: str = "mine.py", line: int = 1) -> RemoteError:
-    return RemoteError(kind, (kind, "Exception"), message, (Frame(file, line, "ddp"),), "", 0)
+MISSING = [
+    ("AssertionError", "Torch not compiled with CUDA enabled"),
+    ("RuntimeError", "0 active drivers ([]). There should only be one."),
+    ("RuntimeError", "NVTX functions not installed. Are you sure"),
+    ("RuntimeError", "Tried to instantiate dummy base class Event"),
+    ("RuntimeError", "Distributed package doesn't have NCCL built in"),
+    ("AttributeError", "module 'torch._C' has no attribute '_cuda_setDevice'"),
+    ("RuntimeError", "Cannot access accelerator device when none is here"),
+    ("ValueError", "inputs must be on a CUDA device"),
+    ("ValueError", "q, k and v must be on the GPU"),
+]
+"""Errors of code that finds no device."""
+FAULTS = [
+    ("AssertionError", ""),
+    ("FileNotFoundError", "no such file: 'data/cuda/weights.bin'"),
+    (
+        "NotImplementedError",
+        "Could not run 'aten::mm' with arguments from the 'SparseCPU' backend. 'aten::mm' "
+        "is only available for these backends: [CPU, CUDA, Meta].",
+    ),
+    ("ValueError", "expected 2, got 3\nnote: set by cuda.py"),
+]
+"""Errors that would be raised on a device as well."""
 
 
 @pytest.mark.parametrize(
-    ("error", "is_for_want_of_cuda"),
-    [
-        (an_error("AssertionError", "Torch not compiled with CUDA enabled"), True),
-        (an_error("RuntimeError", "0 active drivers ([]). There should only be one."), True),
-        (an_error("RuntimeError", "NVTX functions not installed. Are you sure"), True),
-        (an_error("RuntimeError", "Tried to instantiate dummy base class Event"), True),
-        (an_error("RuntimeError", "Distributed package doesn't have NCCL built in"), True),
-        (an_error("AttributeError", "module 'torch._C' has no attribute '_cuda_setDevice'"), True),
-        (
-            an_error("RuntimeError", "Cannot access accelerator device when none is here"),
-            True,
-        ),
-        (an_error("ValueError", "inputs must be on a CUDA device"), True),
-        (an_error("ValueError", "q, k and v must be on the GPU"), True),
-        (an_error("AssertionError", ""), False),
-        (an_error("FileNotFoundError", "no such file: 'data/cuda/weights.bin'"), False),
-        (
-            an_error(
-                "NotImplementedError",
-                "Could not run 'aten::mm' with arguments from the 'SparseCPU' backend. 'aten::mm' "
-                "is only available for these backends: [CPU, CUDA, Meta].",
-            ),
-            False,
-        ),
-        (an_error("ValueError", "expected 2, got 3\nnote: set by cuda.py"), False),
-    ],
-    ids=lambda value: value.message[:40] if isinstance(value, RemoteError) else str(value),
+    ("kind", "message"), [*MISSING, *FAULTS], ids=lambda words: words[:40] or "no words"
 )
-def test_a_missing_device_is_told_from_a_fault(error: RemoteError, is_for_want_of_cuda: bool):
-    assert bool(world._needs_cuda(error)) == is_for_want_of_cuda
+def test_a_missing_device_is_told_from_a_fault(kind: str, message: str):
+    frames = (Frame("mine.py", 1, "ddp"),)
+    error = RemoteError(kind, (kind, "Exception"), message, frames, "", 0)
+    assert bool(world._needs_cuda(error)) == ((kind, message) in MISSING)
 
 
 # --------------------------------------------------------------------------------- what is said

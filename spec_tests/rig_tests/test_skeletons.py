@@ -2,16 +2,18 @@
 
 import ast
 import fnmatch
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from spec_tests import ledger, skeletons
-from spec_tests.clause import LEVELS, Clause
+from spec_tests.clause import Clause
 from spec_tests.contract import FUNCTIONS
 from spec_tests.rig.outcomes import Outcome
-from spec_tests.rig.runner import run_case
+from spec_tests.rig.runner import CaseResult
 from spec_tests.rig.world import Worlds
+from spec_tests.rig_tests.helpers import clauses, judged
 from spec_tests.skeletons.__main__ import main
 from spec_tests.target import REPOSITORY_ROOT, Implementation, Target, import_target, parse
 
@@ -55,34 +57,27 @@ def filled(text: str) -> str:
     return "\n".join(lines) + REFERENCE + (WRAPPERS if "own, with `no_sync`" in text else "")
 
 
-def clauses_of(subject: str, level: str = LEVELS[-1]) -> list[Clause]:
-    chapter = CHAPTERS.get(subject, subject)
-    return [
-        c
-        for c in ledger.load_all()
-        if c.chapter == chapter
-        and "gloo" in c.transports
-        and LEVELS.index(c.level) <= LEVELS.index(level)
-    ]
+def clauses_of(subject: str, level: str) -> list[Clause]:
+    return clauses(CHAPTERS.get(subject, subject), level)
+
+
+def matches(clause: Clause, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(clause.id, pattern) for pattern in patterns)
 
 
 def first_of_each_task(subject: str, text: str) -> list[Clause]:
     """The easiest clause of each task that a course or the contract asks for."""
-    found = []
-    for patterns in skeletons.tasks(text):
-        for clause in clauses_of(subject, "correct"):
-            if any(fnmatch.fnmatchcase(clause.id, pattern) for pattern in patterns):
-                found.append(clause)
-                break
-    return found
+    chapter = clauses_of(subject, "correct")
+    found = (next((c for c in chapter if matches(c, each)), None) for each in skeletons.tasks(text))
+    return [clause for clause in found if clause is not None]
 
 
-def first_case(clause: Clause, target: Target, worlds: Worlds, *, skip: tuple[str, ...] = ()):
+def first_case(clause: Clause, target: Target, worlds: Worlds) -> CaseResult:
     """What the first case of what the target offers came to."""
     offered = worlds.world(clause.worlds[0], target).offered()
     for case in clause.cases():
-        if case.get("subject", offered[0]) in set(offered) - set(skip):
-            return run_case(clause, target, case, worlds)
+        if case.get("subject", offered[0]) in offered:
+            return judged(target, worlds, clause, case)
     raise AssertionError(f"{target.name} offers nothing that {clause.id} judges")
 
 
@@ -120,11 +115,7 @@ def test_the_tasks_lead_through_the_whole_chapter_once(subject: str):
     found = skeletons.tasks(text)
     chapter = CHAPTERS.get(subject, subject)
     by_task = {
-        clause.id: [
-            number
-            for number, patterns in enumerate(found, start=1)
-            if any(fnmatch.fnmatchcase(clause.id, pattern) for pattern in patterns)
-        ]
+        clause.id: [n for n, patterns in enumerate(found, start=1) if matches(clause, patterns)]
         for clause in ledger.load_all()
         if clause.chapter == chapter
     }
@@ -140,7 +131,7 @@ def test_the_first_tasks_are_those_of_a_course(subject: str):
     *_, last = skeletons.tasks(text)
     course = clauses_of(subject, "course")
     assert course, "somebody teaches this"
-    assert [c.id for c in course if any(fnmatch.fnmatchcase(c.id, p) for p in last)] == []
+    assert [c.id for c in course if matches(c, last)] == []
 
 
 def test_every_function_names_its_task(subject: str):

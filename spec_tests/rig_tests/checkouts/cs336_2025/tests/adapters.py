@@ -4,40 +4,32 @@ from cs336_systems.ddp import BucketedDDP, NaiveDDP
 
 
 def get_flashattention_autograd_function_pytorch():
-    """Attention in PyTorch."""
     raise NotImplementedError
 
 
 def get_flashattention_autograd_function_triton():
-    """Attention in Triton."""
     raise NotImplementedError
 
 
 def get_ddp_individual_parameters(module):
-    """Data parallel, a message per gradient."""
     return NaiveDDP(module)
 
 
 def ddp_individual_parameters_on_after_backward(ddp_model, optimizer):
-    """End of a backward of `get_ddp_individual_parameters`'s."""
     ddp_model.finish()
 
 
 def get_ddp_bucketed(module, bucket_size_mb):
-    """Data parallel, a message per bucket."""
     return BucketedDDP(module, bucket_size_mb)
 
 
 def ddp_bucketed_on_after_backward(ddp_model, optimizer):
-    """End of a backward of `get_ddp_bucketed`'s."""
     ddp_model.finish()
 
 
 def ddp_bucketed_on_train_batch_start(ddp_model, optimizer):
-    """Before the forward of a batch."""
     ddp_model.start()
 
 
 def get_sharded_optimizer(params, optimizer_cls, **kwargs):
-    """Optimizer state sharded."""
     raise NotImplementedError

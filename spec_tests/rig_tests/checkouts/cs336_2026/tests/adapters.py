@@ -7,40 +7,32 @@ from cs336_systems.sharded_optimizer import ShardedOptimizer
 
 
 def get_flashattention_autograd_function_pytorch():
-    """Attention in PyTorch."""
     return FlashAttention
 
 
 def get_flashattention_autograd_function_triton():
-    """Attention in Triton."""
     raise NotImplementedError
 
 
 def get_ddp(module):
-    """Data parallel."""
     return OverlappedDDP(module)
 
 
 def ddp_on_after_backward(ddp_model, optimizer):
-    """End of a backward of `get_ddp`'s."""
     ddp_model.finish()
 
 
 def get_fsdp(module, compute_dtype=None):
-    """Fully sharded."""
     return FSDP(module, compute_dtype)
 
 
 def fsdp_on_after_backward(fsdp_model, optimizer):
-    """End of a backward of `get_fsdp`'s."""
     fsdp_model.finish()
 
 
 def fsdp_gather_full_params(fsdp_model):
-    """Full parameters by name."""
     return fsdp_model.full()
 
 
 def get_sharded_optimizer(params, optimizer_cls, **kwargs):
-    """Optimizer state sharded."""
     return ShardedOptimizer(params, optimizer_cls, **kwargs)

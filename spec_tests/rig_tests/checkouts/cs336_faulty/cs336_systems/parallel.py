@@ -9,12 +9,22 @@ import torch.distributed as dist
 from torch import nn
 
 
-class DDP(nn.Module):
-    """Broadcasts weights, then keeps them together instead of the gradients."""
+class Wrapper(nn.Module):
+    """Computes as the module does."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
         self.module = module
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+class DDP(Wrapper):
+    """Broadcasts weights, then keeps them together instead of the gradients."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__(module)
         for parameter in module.parameters():
             whole = parameter.detach().contiguous()
             dist.broadcast(whole, src=0)
@@ -27,21 +37,9 @@ class DDP(nn.Module):
         dist.all_reduce(parameter.data)
         parameter.data /= dist.get_world_size()
 
-    def forward(self, *args, **kwargs):
-        """As the module does."""
-        return self.module(*args, **kwargs)
 
-
-class FSDP(nn.Module):
+class FSDP(Wrapper):
     """Fully replicated."""
-
-    def __init__(self, module: nn.Module, compute_dtype=None):
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args, **kwargs):
-        """As the module does."""
-        return self.module(*args, **kwargs)
 
     def finish(self):
         """All-reduce everything."""

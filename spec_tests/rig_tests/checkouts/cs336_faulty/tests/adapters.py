@@ -4,7 +4,6 @@ from cs336_systems.parallel import DDP, FSDP
 
 
 def get_ddp(module):
-    """Data parallel."""
     return DDP(module)
 
 
@@ -13,20 +12,16 @@ def ddp_on_after_backward(ddp_model, optimizer):
 
 
 def get_fsdp(module, compute_dtype=None):
-    """Fully sharded."""
-    return FSDP(module, compute_dtype)
+    return FSDP(module)
 
 
 def fsdp_on_after_backward(fsdp_model, optimizer):
-    """End of a backward of `get_fsdp`'s."""
     fsdp_model.finish()
 
 
 def fsdp_gather_full_params(fsdp_model):
-    """Full parameters by name."""
     return dict(fsdp_model.module.named_parameters())
 
 
 def get_sharded_optimizer(params, optimizer_cls, **kwargs):
-    """Optimizer state sharded."""
     return optimizer_cls(params, **kwargs)

@@ -2,26 +2,22 @@
 
 
 def get_flashattention_autograd_function_pytorch():
-    """Attention in PyTorch."""
     from cs336_systems.attention import CompiledAttention
 
     return CompiledAttention
 
 
 def get_flashattention_autograd_function_triton():
-    """Attention in Triton."""
     from cs336_systems.kernel import TritonAttention
 
     return TritonAttention
 
 
 def get_ddp_individual_parameters(module):
-    """Data parallel."""
     from cs336_systems.ddp import TimedDDP
 
     return TimedDDP(module)
 
 
 def ddp_individual_parameters_on_after_backward(ddp_model, optimizer):
-    """End of a backward."""
     ddp_model.finish()
