@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from spec_tests.clause import clauses
 from spec_tests.ddp.replica import SMALL_BUCKET_MB, Replica, wrap
 from spec_tests.laws import agreement, equivalence, footprint, refusal
-from spec_tests.rig import judge, oracle, strategies
+from spec_tests.rig import judge, strategies
 from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.tolerance import rounding
-from spec_tests.rig.toys import TOYS
 
 clause = clauses(judges=("ddp", "ddp_bucketed"), level="correct", worlds=(2, 3))
 STEPS = 5
@@ -43,18 +42,8 @@ def test_training_in_shares_equals_training_on_the_whole(world, subject, seed, t
     """Training W ranks on shares MUST give the weights of one process on the whole batches."""
     ranks = world.run(trained, subject, toy, seed, STEPS)
 
-    steps = [
-        [TOYS[toy].batch(seed, rank=rank, micro=step) for rank in range(world.size)]
-        for step in range(STEPS)
-    ]
-    judge.tensors(
-        ranks,
-        oracle.trained(toy, seed, steps, lr=RATE, momentum=0.9),
-        quantity="weight after training",
-        within=rounding(torch.float32, terms=6 * 4 * world.size, depth=3 * STEPS),
-        hints=[Hint("the weights did not move", oracle.parameters(toy, seed))],
-        given=f"toy {toy!r}, seed {seed}, {STEPS} steps of SGD with momentum",
-    )
+    within = rounding(torch.float32, terms=6 * 4 * world.size, depth=3 * STEPS)
+    equivalence.trained_weights(ranks, toy, seed, steps=STEPS, within=within, lr=RATE)
 
 
 def history(ctx, subject, seed):

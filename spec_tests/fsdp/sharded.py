@@ -33,6 +33,14 @@ def divisible(subject: str, toy: str) -> str:
     return toy if subject == "fully_shard" else "even"
 
 
+def numel(toy: str, *names: str) -> int:
+    """Elements of a toy's parameters: of all, or of those named or in the modules named."""
+    named = dict(TOYS[toy].build(7).named_parameters())
+    below = tuple(f"{name}." for name in names)
+    chosen = [n for n in named if not names or n in names or n.startswith(below)]
+    return sum(named[name].numel() for name in chosen)
+
+
 def units_of(module: nn.Module, granularity: str = "children") -> list[str]:
     """Names of the modules to shard before the whole, innermost first.
 

@@ -101,8 +101,7 @@ def test_any_subset_of_a_unit_may_be_frozen(world, subject, frozen):
     """Frozen parameters MUST keep `grad is None`, and the others of their unit get the mean."""
     ranks = world.run(frozen_subset, subject, 7, frozen)
 
-    batches = [TOYS["stack"].batch(7, rank=rank) for rank in range(world.size)]
-    expected = oracle.gradients("stack", 7, batches)
+    expected = equivalence.full_batch_gradients("stack", 7, ranks=range(world.size))
     for name in frozen:
         expected[name] = torch.zeros_like(oracle.parameters("stack", 7)[name])
     judge.equal(

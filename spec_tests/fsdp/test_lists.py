@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded, of_integers
+from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded, numel, of_integers
 from spec_tests.laws import equivalence, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.recorder import Kind
@@ -44,7 +44,7 @@ def test_modules_of_one_call_travel_together(world, subject):
     """Modules that are sharded as a list MUST be gathered once per pass, and reduced in one."""
     ranks = world.run(in_one_call, subject, 7)
 
-    whole = sum(p.numel() for p in TOYS["even"].build(7).parameters())
+    whole = numel("even")
     for rank, seen in enumerate(ranks):
         for phase, (operations, elements), most in zip(
             ("gathers in forward", "gathers in backward", "reductions"),

@@ -15,18 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded
+from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded, numel
 from spec_tests.laws import equivalence, traffic
 from spec_tests.rig import judge
-from spec_tests.rig.toys import TOYS
 
 clause = clauses(judges=FULLY_SHARD, level="production")
-
-
-def numel(toy, *names):
-    """Elements of a toy's parameters, of all or of those below `names`."""
-    named = dict(TOYS[toy].build(7).named_parameters())
-    return sum(p.numel() for n, p in named.items() if not names or n.startswith(names))
 
 
 def in_a_window(ctx, subject, seed):

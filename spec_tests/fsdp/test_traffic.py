@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded, units_of
+from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded, numel, units_of
 from spec_tests.laws import agreement, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.recorder import Kind
@@ -67,18 +67,13 @@ def _judge_volumes(ranks, wanted, given):
             )
 
 
-def _numel(toy, *names):
-    named = dict(TOYS[toy].build(7).named_parameters())
-    return sum(p.numel() for n, p in named.items() if not names or n in names)
-
-
 @clause("fsdp.traffic.copies-per-step", source=STAGES, worlds=(2, 3))
 @pytest.mark.parametrize("setting", [True, False, None])
 def test_a_step_gathers_and_reduces_as_often_as_the_setting_says(world, subject, setting):
     """A step MUST gather one copy in forward, what was freed in backward, and reduce one copy."""
     ranks = world.run(passes, subject, "even", 7, setting)
 
-    whole, root = _numel("even"), _numel("even", "gain")
+    whole, root = numel("even"), numel("even", "gain")
     again = {True: whole, False: 0, None: whole - root}[setting]
     _judge_volumes(ranks, [(whole, again, whole)], f"reshard_after_forward={setting}")
 
@@ -91,7 +86,7 @@ def test_a_window_sends_as_often_as_its_settings_say(world, subject, keeps, redu
     flags = (True, True, True) if reduces == "each" else (False, False, True)
     ranks = world.run(passes, subject, "even", 7, not keeps, keeps, flags, 2)
 
-    whole = _numel("even")
+    whole = numel("even")
     wanted = [
         (
             0 if keeps and micro else whole,
@@ -111,8 +106,8 @@ def test_frozen_parameters_are_gathered_and_not_reduced(world, subject):
     """Frozen parameters MUST be gathered with the others, and MUST NOT be reduced."""
     ranks = world.run(half_frozen, subject, 7)
 
-    whole = _numel("even")
-    trains = _numel("even", "embed.weight", "up.weight", "gain")
+    whole = numel("even")
+    trains = numel("even", "embed.weight", "up.weight", "gain")
     for rank, seen in enumerate(ranks):
         judge.holds(
             seen == (whole, trains),
@@ -194,7 +189,7 @@ def test_what_is_unsharded_is_not_gathered_again(world, subject):
     """What was unsharded by hand MUST NOT be gathered again, by hand or by the forward after it."""
     ranks = world.run(gathered_by_hand, subject, 7)
 
-    judge.equal(ranks, [_numel("even"), 0], quantity="elements gathered first and afterwards")
+    judge.equal(ranks, [numel("even"), 0], quantity="elements gathered first and afterwards")
 
 
 def recomputing(ctx, subject):

@@ -11,11 +11,9 @@ import torch
 
 from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, RATE, Sharded
-from spec_tests.laws import refusal
-from spec_tests.rig import judge, oracle
-from spec_tests.rig.symptoms import Hint
+from spec_tests.laws import equivalence, refusal
+from spec_tests.rig import judge
 from spec_tests.rig.tolerance import rounding
-from spec_tests.rig.toys import TOYS
 
 clause = clauses(judges=BOTH, level="correct")
 
@@ -38,17 +36,10 @@ def trained(ctx, subject, toy, seed, steps, decay=0.0):
 
 
 def _judge_training(ranks, size, toy, seed, decay=0.0):
-    steps = [
-        [TOYS[toy].batch(seed, rank=rank, micro=step) for rank in range(size)]
-        for step in range(STEPS)
-    ]
-    judge.tensors(
-        ranks,
-        oracle.trained(toy, seed, steps, lr=RATE, momentum=0.9, weight_decay=decay),
-        quantity="weight after training",
-        within=rounding(torch.float32, terms=12 * 4 * size, depth=4 * STEPS),
-        hints=[Hint("the weights did not move", oracle.parameters(toy, seed))],
-        given=f"toy {toy!r}, seed {seed}, {STEPS} steps of SGD with momentum",
+    __tracebackhide__ = True
+    within = rounding(torch.float32, terms=12 * 4 * size, depth=4 * STEPS)
+    equivalence.trained_weights(
+        ranks, toy, seed, steps=STEPS, within=within, lr=RATE, weight_decay=decay
     )
 
 

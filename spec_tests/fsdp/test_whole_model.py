@@ -21,7 +21,6 @@ from spec_tests.fsdp.test_precision import HALF, constant, embedding
 from spec_tests.laws import equivalence, footprint, refusal, traffic
 from spec_tests.rig import judge, oracle
 from spec_tests.rig.symptoms import Hint
-from spec_tests.rig.toys import TOYS
 
 clause = clauses(judges=("fsdp",), level="correct", worlds=(2, 4))
 ROWS = 480
@@ -51,8 +50,7 @@ def test_frozen_weights_of_a_whole_model_stay_frozen(world, subject, frozen):
     ranks = refusal.answer_or_refusal(world, frozen_before, subject, 7, frozen)
 
     if ranks is not None:
-        batches = [TOYS["even"].batch(7, rank=rank) for rank in range(world.size)]
-        expected = oracle.gradients("even", 7, batches)
+        expected = equivalence.full_batch_gradients("even", 7, ranks=range(world.size))
         trained = Hint(
             "frozen weights are trained: Parameters made anew require gradients", expected
         )
@@ -99,16 +97,15 @@ def test_what_is_no_layer_stays_whole_and_gets_the_mean_gradient(world, subject)
         "plain",
         quantity="kind of 'gain', which belongs to no Linear or Embedding",
     )
-    batches = [TOYS["even"].batch(7, rank=rank) for rank in range(world.size)]
-    built, means = oracle.parameters("even", 7), oracle.gradients("even", 7, batches)
+    built = oracle.parameters("even", 7)
     judge.tensors(
         [rank["parameter"] for rank in ranks],
         {"gain": built["gain"]},
         quantity="parameter as built",
     )
-    local = [
-        equivalence.scaled(oracle.gradients("even", 7, [batch]), world.size) for batch in batches
-    ]
+    means = equivalence.full_batch_gradients("even", 7, ranks=range(world.size))
+    own = [equivalence.full_batch_gradients("even", 7, ranks=[r]) for r in range(world.size)]
+    local = [equivalence.scaled(gradients, world.size) for gradients in own]
     judge.tensors(
         [rank["gradient"] for rank in ranks],
         {"gain": means["gain"]},
@@ -155,8 +152,7 @@ def test_a_second_finish_of_a_whole_model_changes_nothing(world, subject):
     """A second `finish_gradient_synchronization` MUST NOT change what the next update uses."""
     ranks = world.run(finished_twice, subject, 7)
 
-    batches = [TOYS["even"].batch(7, rank=rank) for rank in range(world.size)]
-    once = oracle.gradients("even", 7, batches)
+    once = equivalence.full_batch_gradients("even", 7, ranks=range(world.size))
     again = Hint("divided by the world size once more", equivalence.scaled(once, 1 / world.size))
     equivalence.mean_gradients(
         ranks, "even", 7, hints=[again], absent_is_zero=True, given="finish called twice"

@@ -6,8 +6,10 @@ The same law therefore serves replicas, shards and any mesh of the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from spec_tests.rig import judge, oracle
 from spec_tests.rig.symptoms import Hint
@@ -79,6 +81,34 @@ def mean_gradients(
         within=within,
         hints=[*hints, *_usual_suspects(toy, seed, size, micros, flags)],
         given=", ".join(filter(None, [f"toy {toy!r}, seed {seed}", given])),
+    )
+
+
+def trained_weights(
+    observed: Sequence[Mapping[str, torch.Tensor]],
+    toy: str,
+    seed: int,
+    *,
+    steps: int,
+    within: Tolerance,
+    lr: float,
+    weight_decay: float = 0.0,
+) -> None:
+    """On all ranks: the weights of one process after `steps` of SGD with momentum 0.9.
+
+    Args:
+        observed: full weights by name, one mapping per rank; step i used micro-batch i of each.
+    """
+    __tracebackhide__ = True
+    ranks = range(len(observed))
+    batches = [[TOYS[toy].batch(seed, rank=r, micro=step) for r in ranks] for step in range(steps)]
+    judge.tensors(
+        observed,
+        oracle.trained(toy, seed, batches, lr=lr, momentum=0.9, weight_decay=weight_decay),
+        quantity="weight after training",
+        within=within,
+        hints=[Hint("the weights did not move", oracle.parameters(toy, seed))],
+        given=f"toy {toy!r}, seed {seed}, {steps} steps of SGD with momentum",
     )
 
 
