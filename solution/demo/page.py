@@ -31,7 +31,7 @@ KINDS |= {"reduce_scatter_": "reduce-scatter", "reduce_": "reduce"}
 MIB = 2**20
 HUES = [f"#{number:06x}" for number in range(1, 7)]  # written as the page's --hue-1 to --hue-6
 DASHES: list[Any] = ["solid", (0, (9, 5)), (0, (3, 4)), (0, (12, 4, 3, 4)), (0, (2, 7))]
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "path.simplify": False,  # a point per step
     "font.size": 9,
@@ -134,7 +134,8 @@ def _timeline(run: Mapping[str, Any], longest_us: float) -> tuple[str, Markup]:
     sent = sum(end - begin for rank in ranks for begin, end in rank["communication"])
     hidden = sum(end - begin for rank in ranks for begin, end in rank["overlap"])
     words = f"{100 * hidden / sent:.0f} % of the communication hidden" if sent else "no traffic"
-    axes, labels = _axes(0.4 + 0.5 * len(ranks)), []
+    labels: list[str] = []
+    axes = _axes(0.4 + 0.5 * len(ranks))
     for rank in ranks:
         top = len(labels)
         for kind, at, height, colour in (

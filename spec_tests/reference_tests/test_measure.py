@@ -3,7 +3,11 @@
 import importlib.util
 import json
 
-from spec_tests.reference_tests.course_model import OUT_OF_MEMORY_AT, PUBLISHED_MIB, SECOND_MODEL_MIB
+from spec_tests.reference_tests.course_model import (
+    OUT_OF_MEMORY_AT,
+    PUBLISHED_MIB,
+    SECOND_MODEL_MIB,
+)
 from spec_tests.reference_tests.launch import run
 
 PROGRAM = """
