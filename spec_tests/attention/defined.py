@@ -26,31 +26,59 @@ _IGNORES_CAUSAL: dict[tuple[object, ...], bool] = {}
 _TAKES: dict[tuple[object, ...], bool] = {}
 
 
-def is_tf32(world: World) -> bool:
-    """A GPU may form float32 products of eleven bits; level production asks for honest ones."""
-    return world.transport == "cuda"
+def is_tf32(world: World, subject: str) -> bool:
+    """Whether products of float32 may have the eleven bits of TF32 and float16.
+
+    On a GPU they may: level production asks for more. Elsewhere they may in what forms no others:
+    the exercise accepts that, and `attention.forward.float32-products` fails for it, alone.
+    """
+    return world.transport == "cuda" or rounds_products(world, subject)
 
 
-def as_defined(world: World, subject: str, problem: Problem, *names: str) -> None:
+def rounds_products(world: World, subject: str) -> bool:
+    """True where the exercise's sizes have the rounding of eleven bits, and not that of float32."""
+    key = (world.target, subject, world.transport, "products")
+    if key not in _TAKES:
+        _TAKES[key] = False
+        with _aside():
+            for body in (bodies.gradients, bodies.forward):
+                with contextlib.suppress(*FAILURES):
+                    seen = bodies.observe(world, subject, body, AS_THE_EXERCISE)
+                    of_24, of_11 = (
+                        rules.faults(seen, AS_THE_EXERCISE, names=seen, tf32=tf32)
+                        for tf32 in (False, True)
+                    )
+                    _TAKES[key] = bool(of_24) and not of_11
+                    break
+    return _TAKES[key]
+
+
+def as_defined(
+    world: World, subject: str, problem: Problem, *names: str, tf32: bool | None = None
+) -> None:
     """What the subject answers must be the definition's: those of O, L, dQ, dK and dV.
+
+    Args:
+        tf32: whether products of float32 may have eleven bits; None asks `is_tf32`.
 
     Raises:
         Violation: it names the tensors, the broken rule and what the values look like.
         NotOffered: the backward is left open, and what the clause asks of the forward holds.
     """
     __tracebackhide__ = True
+    tf32 = is_tf32(world, subject) if tf32 is None else tf32
     if {*GRADIENTS} & {*names} and not offers_backward(world, subject):
         names = tuple(name for name in names if name not in GRADIENTS)
         if names:  # the forward is judged all the same
             seen = bodies.observe(world, subject, bodies.forward, problem, lse="L" in names)
-            rules.close(seen, problem, names=names, tf32=is_tf32(world))
+            rules.close(seen, problem, names=names, tf32=tf32)
         raise NotOffered("the backward is left open")
     if not {*GRADIENTS} & {*names}:
         seen = bodies.observe(world, subject, bodies.forward, problem, lse="L" in names)
     else:
         body = bodies.everything if "L" in names else bodies.gradients
         seen = bodies.observe(world, subject, body, problem)
-    rules.close(seen, problem, names=names, tf32=is_tf32(world))
+    rules.close(seen, problem, names=names, tf32=tf32)
 
 
 def fitting(
@@ -121,7 +149,8 @@ def require_right(world: World, subject: str, problem: Problem) -> None:
     if key not in _TAKES:
         _TAKES[key] = False
         with _aside():
-            _TAKES[key] = _num_right(world, subject, problem) == len(OUTPUT_AND_GRADIENTS)
+            num_offered = len(OUTPUT_AND_GRADIENTS) if offers_backward(world, subject) else 1
+            _TAKES[key] = _num_right(world, subject, problem) == num_offered
     if not _TAKES[key]:
         raise unittest.SkipTest(f"{problem!r} is answered wrongly: see attention.gradients.*")
 
@@ -171,5 +200,7 @@ def _num_right(world: World, subject: str, problem: Problem) -> int:
     for body in (bodies.gradients, bodies.forward):
         with contextlib.suppress(*FAILURES):
             seen = bodies.observe(world, subject, body, problem)
-            return len(seen) - len(rules.faults(seen, problem, names=seen, tf32=is_tf32(world)))
+            return len(seen) - len(
+                rules.faults(seen, problem, names=seen, tf32=is_tf32(world, subject))
+            )
     return -1

@@ -15,7 +15,7 @@ alone (M, as the field tests) misses accumulators in bfloat16: those spread a li
 the norm sees them. The floor of M is the rounding of ref + 0.3 - 0.3 in the dtype, twice. In F32, s
 is the largest log-sum-exp, for gradients alone: they are made of exp(score - L), which is off by
 u |L| where the baseline has the softmax itself (PyTorch's kernels were measured at 7 s u). Where
-float32 may mean TF32 (a GPU, below level production), u is that of its eleven bits. In half
+float32 may mean TF32 (see `defined.is_tf32`), u is that of its eleven bits. In half
 precision, where data is not normal, dP - delta is a difference of large numbers, one of which was
 rounded with O: dQ and dK are then held to four times the baseline (right code: 1.25) and no more.
 """

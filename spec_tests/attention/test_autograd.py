@@ -179,7 +179,7 @@ def test_two_calls_do_not_disturb_each_other(world, subject, way):
 
     for seed, of_call in enumerate(seen):
         own = problem.but(seed=seed)
-        rules.close(of_call, own, names=("O", *rules.GRADIENTS), tf32=is_tf32(world))
+        rules.close(of_call, own, names=("O", *rules.GRADIENTS), tf32=is_tf32(world, subject))
 
 
 def changed(ctx, subject, problem, name):
@@ -208,7 +208,7 @@ def test_a_tensor_changed_before_the_backward_is_noticed(world, subject, name):
     seen = observe(world, subject, changed, problem, name)
 
     if not isinstance(seen, str):
-        rules.close(seen, problem, names=rules.GRADIENTS, tf32=is_tf32(world))
+        rules.close(seen, problem, names=rules.GRADIENTS, tf32=is_tf32(world, subject))
 
 
 def after_dirt(ctx, subject, problem):
@@ -238,7 +238,7 @@ def test_no_element_is_left_as_the_allocator_gave_it(world, subject):
     require_right(world, subject, problem.but(seq_q=problem.seq_k))
     seen = observe(world, subject, after_dirt, problem)
 
-    rules.close(seen, problem, names=ALL, tf32=is_tf32(world))
+    rules.close(seen, problem, names=ALL, tf32=is_tf32(world, subject))
 
 
 def repeated(ctx, subject, problem, times):

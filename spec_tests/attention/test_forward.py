@@ -12,7 +12,13 @@ import pytest
 
 from spec_tests.attention import bodies, rules
 from spec_tests.attention.bodies import ATTENTION, CONTRACT, observe
-from spec_tests.attention.defined import ALL, OUTPUT_AND_LSE, as_defined, fitting
+from spec_tests.attention.defined import (
+    ALL,
+    OUTPUT_AND_LSE,
+    as_defined,
+    fitting,
+    require_right,
+)
 from spec_tests.attention.problem import AS_THE_EXERCISE, RAGGED
 from spec_tests.clause import clauses
 
@@ -32,8 +38,22 @@ IN_HALF = {
     source="CS336 assignment 2, FlashAttention-2 forward; Dao 2023, section 3.1",
 )
 def test_the_output_is_softmax_of_scaled_scores_times_values(world, subject):
-    """The output MUST be softmax(q k^T scale) v, to the rounding of float32."""
+    """The output MUST be softmax(q k^T scale) v, to float32 or TF32 rounding.
+
+    The exercise's tests allow 1e-2, and TF32 is what `tl.dot` does on a GPU unless told otherwise.
+    """
     as_defined(world, subject, AS_THE_EXERCISE, "O")
+
+
+@clause(
+    "attention.forward.float32-products",
+    transports=("gloo", "sim"),
+    source=CONTRACT + "; a kernel that casts to float16 before `tl.dot`",
+)
+def test_products_of_float32_keep_24_bits(world, subject):
+    """Of float32 inputs O, L and the gradients MUST have float32's rounding, not float16's."""
+    require_right(world, subject, AS_THE_EXERCISE)
+    as_defined(world, subject, AS_THE_EXERCISE, *ALL, tf32=False)
 
 
 @clause(

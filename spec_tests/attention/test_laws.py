@@ -30,9 +30,9 @@ MASKS = ("full", "causal")
 OF_A_SUM = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2.4e-2}
 
 
-def _allowed(world, problem):
+def _allowed(is_rounded, problem):
     """The allowed share of the sum of magnitudes."""
-    if is_tf32(world) and problem.dtype == "float32":
+    if is_rounded and problem.dtype == "float32":
         return OF_A_SUM["float16"]
     return OF_A_SUM[problem.dtype]
 
@@ -51,9 +51,15 @@ def test_gradients_of_keys_and_values_have_the_sums_they_must(world, subject, dt
     of_group = inputs(problem).do.double().unflatten(1, (problem.num_kv_heads, -1))
     found = {name: seen[name].double() for name in rules.GRADIENTS}
     excess = found["dV"].sum(2) - of_group.sum((2, 3))
-    _small("sum of dV minus sum of dO", excess, of_group.abs().sum((2, 3)), world, problem)
+    _small(
+        "sum of dV minus sum of dO",
+        excess,
+        of_group.abs().sum((2, 3)),
+        is_tf32(world, subject),
+        problem,
+    )
     size = found["dK"].abs().sum(2)
-    _small("sum of dK", found["dK"].sum(2), size, world, problem)
+    _small("sum of dK", found["dK"].sum(2), size, is_tf32(world, subject), problem)
 
 
 @clause(
@@ -75,13 +81,13 @@ def test_gradients_obey_euler(world, subject, dtype, mask):
         right = b.double() * db.double()
         size = left.abs().sum((2, 3, 4)) + right.abs().sum((2, 3))
         excess = left.sum((2, 3, 4)) - right.sum((2, 3))
-        _small(f"<{one}> - <{other}>", excess, size, world, problem)
+        _small(f"<{one}> - <{other}>", excess, size, is_tf32(world, subject), problem)
 
 
-def _small(what, excess, size, world, problem):
+def _small(what, excess, size, is_rounded, problem):
     """An excess must be small beside the magnitudes of what was summed."""
     __tracebackhide__ = True
-    allowed = _allowed(world, problem)
+    allowed = _allowed(is_rounded, problem)
     share = float((excess.abs() / size).max())
     bound = rules.Bound(what, share, allowed)
     rules.note(bound)
@@ -123,7 +129,7 @@ def test_a_shift_or_an_order_of_keys_does_not_matter(world, subject, change):
         by = torch.linspace(-2.0, 2.0, problem.head_dim, dtype=torch.float64)
         moved = (inputs(problem).q.double() @ by * problem.factor).float()
         before = {**before, "L": before["L"] + moved}
-    rules.near(after, before, given=f"{problem!r}, keys {change}", tf32=is_tf32(world))
+    rules.near(after, before, given=f"{problem!r}, keys {change}", tf32=is_tf32(world, subject))
 
 
 @clause("attention.laws.between-extremes", source="weights are positive and sum to one")
@@ -142,7 +148,7 @@ def test_the_output_lies_between_the_values_it_sees(world, subject, data, mask):
     scores = x.q.double() @ x.k.double().transpose(-1, -2) * problem.factor
     top = scores.masked_fill(hidden, -torch.inf).amax(-1)
     count = problem.visible().sum(-1).double()
-    unit = rules.TF32 if is_tf32(world) else 2.0**-20
+    unit = rules.TF32 if is_tf32(world, subject) else 2.0**-20
     _between("O", seen["O"], least, most, unit * float(x.v.abs().max()), problem)
     _between(
         "L", seen["L"], top, top + count.log(), unit * max(1.0, float(top.abs().max())), problem
@@ -197,7 +203,7 @@ def test_parts_of_the_keys_merge_by_their_log_sum_exp(world, subject, at):
         problem, at = problem.but(seq_k=2 * WHOLE_TILES), WHOLE_TILES
     whole, merged = observe(world, subject, split, problem, at)
 
-    rules.near(whole, merged, given=f"{problem!r}, split at {at}", tf32=is_tf32(world))
+    rules.near(whole, merged, given=f"{problem!r}, split at {at}", tf32=is_tf32(world, subject))
 
 
 def doubled(ctx, subject, problem):
@@ -223,7 +229,7 @@ def test_doubling_every_key_adds_ln_2_to_the_log_sum_exp(world, subject):
     once, twice = observe(world, subject, doubled, problem)
 
     wanted = {**once, "L": once["L"] + math.log(2.0)}
-    rules.near(twice, wanted, given=f"{problem!r}, keys doubled", tf32=is_tf32(world))
+    rules.near(twice, wanted, given=f"{problem!r}, keys doubled", tf32=is_tf32(world, subject))
 
 
 def scaled(ctx, subject, problem):

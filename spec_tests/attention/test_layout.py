@@ -107,7 +107,7 @@ def test_each_tensor_has_strides_of_its_own(world, subject, layout):
     problem = fitting(world, subject, Problem(seq_q=40, batch=2))
     seen = observe(world, subject, laid_out, problem, layout)
 
-    rules.close(seen, problem, names=ALL, tf32=is_tf32(world))
+    rules.close(seen, problem, names=ALL, tf32=is_tf32(world, subject))
 
 
 @clause(
@@ -125,7 +125,7 @@ def test_each_tensor_of_one_head_has_strides_of_its_own(world, subject, layout, 
     require_right(world, subject, problem)
     seen = observe(world, subject, laid_out, problem, layout)
 
-    rules.close(seen, problem, names=ALL, tf32=is_tf32(world))
+    rules.close(seen, problem, names=ALL, tf32=is_tf32(world, subject))
 
 
 def summed(ctx, subject, problem):
@@ -161,7 +161,7 @@ def test_an_expanded_upstream_gradient_is_read_as_one(world, subject):
 
     ones = inputs(problem)
     wanted = _with_upstream_of_ones(problem, ones)
-    rules.near(seen, wanted, given=f"{problem!r}, out.sum()", tf32=is_tf32(world))
+    rules.near(seen, wanted, given=f"{problem!r}, out.sum()", tf32=is_tf32(world, subject))
 
 
 def _with_upstream_of_ones(problem: Problem, x: Inputs) -> dict[str, torch.Tensor]:
@@ -180,7 +180,7 @@ def test_keys_expanded_over_the_batch_are_keys(world, subject):
     seen = observe(world, subject, expanded, problem)
 
     wanted = _expanded_reference(problem)
-    rules.near(seen, wanted, given=f"{problem!r}, k and v expanded", tf32=is_tf32(world))
+    rules.near(seen, wanted, given=f"{problem!r}, k and v expanded", tf32=is_tf32(world, subject))
 
 
 def _expanded_reference(problem: Problem) -> dict[str, torch.Tensor]:
@@ -255,7 +255,10 @@ def test_one_tensor_may_be_query_key_and_value(world, subject):
     seen = observe(world, subject, thrice, problem)
 
     rules.near(
-        seen, _thrice_reference(problem), given=f"{problem!r}, q is k is v", tf32=is_tf32(world)
+        seen,
+        _thrice_reference(problem),
+        given=f"{problem!r}, q is k is v",
+        tf32=is_tf32(world, subject),
     )
 
 
@@ -301,4 +304,6 @@ def test_offsets_may_exceed_two_to_the_31(world, subject, dim):
     require_backward(world, subject)
     seen, near_by = observe(world, subject, far_apart, problem, dim)
 
-    rules.near(seen, near_by, given=f"{problem!r}, k far apart in dim {dim}", tf32=is_tf32(world))
+    rules.near(
+        seen, near_by, given=f"{problem!r}, k far apart in dim {dim}", tf32=is_tf32(world, subject)
+    )

@@ -108,7 +108,7 @@ def test_the_first_query_of_a_square_sees_its_own_key_alone(world, subject):
 
     # One weight over itself: a product and a quotient.
     within = rounding(torch.float32, terms=1)
-    if is_tf32(world):
+    if is_tf32(world, subject):
         within = within.plus(2 * rules.TF32, "weights and values of eleven bits")
     judge.tensors(
         [{"O[0]": out}],
@@ -236,4 +236,4 @@ def test_the_future_has_no_effect(world, subject, rows):
         problem, rows = problem.but(seq_q=2 * WHOLE_TILES, seq_k=None), WHOLE_TILES
     seen = observe(world, subject, prefix, problem, rows)
 
-    rules.near(seen["whole"], seen["alone"], given=repr(problem), tf32=is_tf32(world))
+    rules.near(seen["whole"], seen["alone"], given=repr(problem), tf32=is_tf32(world, subject))

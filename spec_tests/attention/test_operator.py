@@ -71,7 +71,7 @@ def test_it_is_part_of_one_compiled_graph(world, subject):
         likely="Python looks at values, or a kernel is launched that is no operator",
         given=repr(GROUPED),
     )
-    rules.near(seen, eager, given=f"{GROUPED!r}, compiled", tf32=is_tf32(world))
+    rules.near(seen, eager, given=f"{GROUPED!r}, compiled", tf32=is_tf32(world, subject))
 
 
 class _Foreign(TorchDispatchMode):

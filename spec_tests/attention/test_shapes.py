@@ -70,7 +70,7 @@ def test_a_head_dim_beyond_256_is_right_or_refused(world, subject):
     seen = observe(world, subject, bodies.or_refused, problem)
 
     if not isinstance(seen, str):
-        rules.close(seen, problem, names=ALL, tf32=is_tf32(world))
+        rules.close(seen, problem, names=ALL, tf32=is_tf32(world, subject))
 
 
 @clause(
@@ -90,7 +90,7 @@ def test_inputs_without_heads_are_taken(world, subject):
     shape = (problem.batch, problem.seq_q, problem.head_dim)
     judge.equal([tuple(t.shape) for t in seen.values()], shape, quantity="shape")
     with_heads = {name: t.unsqueeze(1) for name, t in seen.items()}
-    rules.close(with_heads, problem, names=OUTPUT_AND_GRADIENTS, tf32=is_tf32(world))
+    rules.close(with_heads, problem, names=OUTPUT_AND_GRADIENTS, tf32=is_tf32(world, subject))
 
 
 def flat(ctx, subject, problem):
@@ -143,7 +143,7 @@ def test_one_query_and_one_key_give_the_value_itself(world, subject, mask):
     # dP and delta are the same sum of head_dim products, formed in two ways.
     size = float(x.do.norm() * x.v.norm() * max(x.q.abs().max(), x.k.abs().max()))
     vanishing = rounding(torch.float32, terms=problem.head_dim, floor=size)
-    if is_tf32(world):
+    if is_tf32(world, subject):
         within, vanishing = (
             bound.plus(2 * rules.TF32, "products of eleven bits") for bound in (within, vanishing)
         )
@@ -226,6 +226,6 @@ def test_the_order_of_batch_and_heads_does_not_matter(world, subject, mask):
         permuted_answer,
         moved,
         given=repr(problem),
-        tf32=is_tf32(world),
+        tf32=is_tf32(world, subject),
         likely="an offset of batch or head is wrong: one reads what belongs to another",
     )

@@ -119,6 +119,21 @@ def test_a_backward_that_is_left_out_is_not_offered(worlds: Worlds, mine):
     }
 
 
+def test_products_of_eleven_bits_fail_what_is_about_bits_and_range(worlds: Worlds):
+    rounded = target.parse("impostor:attention.half-products")
+    asked = {c.id: c for c in clauses("correct")}
+    asked = {
+        id: c for id, c in asked.items() if id.startswith(("attention.forward", "attention.gr"))
+    }
+    failed = {
+        id
+        for id, c in asked.items()
+        for case in cases_of(c)
+        if judged(rounded, worlds, c, case).outcome is Outcome.FAILED
+    }
+    assert failed == {"attention.forward.float32-products", "attention.gradients.float32-range"}
+
+
 # ------------------------------------------------------------------------------------ in the parent
 
 

@@ -45,6 +45,23 @@ class NoRescaleOfNormaliser(PlainAttention):
 
 
 @near_miss(
+    "attention.half-products",
+    rejected_by=("attention.forward.float32-products", "attention.gradients.float32-range"),
+)
+class HalfProducts(PlainAttention):
+    """Rounds float32 operands to float16 before each product.
+
+    From: `tl.dot(q.to(tl.float16), ...)` in a public kernel, for speed.
+    Unseen: The exercise's tolerance of 1e-2, and every GPU, where TF32 has eleven bits as well.
+    """
+
+    def dot(self, a, b):
+        if a.dtype == torch.float32:
+            a, b = a.half(), b.half()
+        return super().dot(a, b)
+
+
+@near_miss(
     "attention.maximum-from-zero",
     rejected_by=("attention.forward.large-logits", "attention.gradients.large-logits"),
 )
