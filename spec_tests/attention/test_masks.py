@@ -20,6 +20,7 @@ from spec_tests.attention.defined import (
     fitting,
     is_tf32,
     require_finite,
+    require_right,
 )
 from spec_tests.attention.problem import AS_THE_EXERCISE, WHOLE_TILES, Problem, inputs
 from spec_tests.clause import clauses
@@ -62,6 +63,23 @@ def test_a_kernel_with_a_causal_mask_has_the_values(world, subject, part):
 def test_a_causal_mask_is_not_ignored(world, subject, part):
     """With a causal mask and equal lengths O, L and gradients MUST be those of the definition."""
     as_defined(world, subject, AS_THE_EXERCISE.but(causal=True), *PARTS[part])
+
+
+def without_the_flag(ctx, subject, problem):
+    """The output of a call that does not say whether it is causal."""
+    x = inputs(problem).to(ctx.device)
+    return {"O": call(ctx, subject, x.q, x.k, x.v)}
+
+
+@clause(
+    "attention.causal.off-by-default",
+    source=CONTRACT + "; CS336 assignment 2: the flag is optional and defaults to False",
+)
+def test_no_mask_is_applied_unless_one_asks(world, subject):
+    """Without `causal` the output MUST be that of a call with `causal=False`."""
+    require_right(world, subject, AS_THE_EXERCISE)
+    seen = observe(world, subject, without_the_flag, AS_THE_EXERCISE)
+    rules.close(seen, AS_THE_EXERCISE, tf32=is_tf32(world, subject))
 
 
 @clause(

@@ -28,8 +28,8 @@ class Ddp(Protocol):
     hang. Gradients may become ready in another order on each rank. The group decides who talks and
     by how many one divides. All ranks get the same bits, and equal runs give equal bits. Several
     forwards may feed one backward; a forward without gradients disturbs nothing, nor does another
-    wrapped model. What is launched is waited for. After a caught exception the next step is right,
-    or an error.
+    wrapped model. What is launched is waited for, and memory does not grow from step to step. After
+    a caught exception the next step is right, or an error.
     """
 
     def __call__(
@@ -50,10 +50,11 @@ class DdpBucketed(Protocol):
 
 
 class FinishGradientSynchronization(Protocol):
-    """Called once after every backward that is outside `no_sync`, before the optimizer.
+    """Called after a backward that is outside `no_sync`, before the optimizer.
 
-    Never called inside `no_sync`. Absent means that nothing is left to do after backward. A
-    second call changes nothing.
+    Several backwards may come before one call: then gradients are those of all of them, or there is
+    an error. Never called inside `no_sync`. Absent means that nothing is left to do after backward.
+    A second call changes nothing.
     """
 
     def __call__(self, wrapped: nn.Module) -> None: ...
@@ -77,12 +78,13 @@ class ShardedOptimizer(Protocol):
     returns its loss; it updates what this rank owns and leaves all ranks of the group with equal
     bits, the values that `optimizer_cls` alone would give, whatever the memory layout, the number
     of ranks, and which parameters have no gradient. Parameters of unequal dtypes may be refused.
-    `.state` holds only owned state, also after a load. `param_groups` are the caller's, in order
-    and whole, also those that `add_param_group` adds, and live, so a scheduler's change takes
-    effect at the next step; `zero_grad` clears all gradients. `load_state_dict`, which all ranks
-    call, takes the unsharded optimizer's state dict in place of all that there was; `state_dict`
-    gives that, or raises. Optimizers of other parameters do not disturb it. What is launched is
-    waited for before `step` returns.
+    `.state` holds only owned state, also after a load, and no rank's exceeds its share by more than
+    that of the largest parameter. Weights that others change are taken as they are. `param_groups`
+    are the caller's, in order and whole, also those that `add_param_group` adds, and live, so a
+    scheduler's change takes effect at the next step; `zero_grad` clears all gradients.
+    `load_state_dict`, which all ranks call, takes the unsharded optimizer's state dict in place of
+    all that there was; `state_dict` gives that, or raises. Optimizers of other parameters do not
+    disturb it. What is launched is waited for before `step` returns.
     """
 
     def __call__(
@@ -163,13 +165,13 @@ class Fsdp(Protocol):
     calls it, hooks included. DTensors are not asked for. The caller seeds all ranks alike. A
     parameter that belongs to no Linear or Embedding keeps its name, stays plain and whole on every
     rank, and its gradient is the mean over ranks. An optimizer is built over `parameters()`
-    afterwards. `finish_gradient_synchronization` is called after every backward, as for `ddp`; an
-    update then uses the mean gradient. Full weights are freed after use, in forward and in
-    backward, and a forward computes with current weights. With `compute_dtype` the sharded layers
-    are gathered in it and compute in it, and the model casts its inputs; what an optimizer sees
-    keeps its dtype or is float32. Bits, models and runs are as with `fully_shard`. Right or
-    refused, never wrong in silence: rows that the ranks do not divide, weights that layers share,
-    frozen weights, and a second backward without `zero_grad`, whose gradients add up.
+    afterwards. `finish_gradient_synchronization` is called as for `ddp`; an update then uses the
+    mean gradient. Full weights are freed after use, in forward and in backward, and a forward
+    computes with current weights. With `compute_dtype` the sharded layers are gathered in it and
+    compute in it, and the model casts its inputs; what an optimizer sees keeps its dtype or is
+    float32. Bits, models and runs are as with `fully_shard`. Right or refused, never wrong in
+    silence: rows that the ranks do not divide, weights that layers share, frozen weights, and a
+    second backward without `zero_grad`, whose gradients add up.
     """
 
     def __call__(

@@ -20,7 +20,7 @@ from torch import nn
 from spec_tests.clause import clauses
 from spec_tests.ddp.replica import Replica, wrap
 from spec_tests.laws import equivalence, refusal, traffic
-from spec_tests.rig import fingerprint, judge, strategies
+from spec_tests.rig import fingerprint, judge, oracle, strategies
 from spec_tests.rig.recorder import Kind
 from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.tolerance import rounding
@@ -405,3 +405,58 @@ def test_reductions_happen_exactly_where_they_were_asked_for(world, subject, fla
         quantity="number of reductions per micro-batch",
         given=f"synchronised {flags}",
     )
+
+
+def one_finish(ctx, subject, seed):
+    """Gradients of two micro-batches whose backwards are followed by one finish."""
+    replica = Replica(ctx, subject, "mlp", seed)
+    replica.loss(0).backward()
+    replica.loss(1).backward()
+    replica.finish()
+    both = replica.gradients()
+    replica.loss(2)  # the next forward: the latest moment for an error
+    return both
+
+
+@clause(
+    "ddp.accumulation.one-finish",
+    needs=(),
+    source="contract: a local gradient is everything since zero_grad; gradient accumulation",
+)
+def test_two_backwards_and_one_finish_add_up(world, subject):
+    """Two backwards and one finish MUST give the mean of both micro-batches, or be an error.
+
+    An all-reduce of `.grad` in each backward adds up the first micro-batch once more.
+    """
+    ranks = refusal.answer_or_refusal(
+        world, one_finish, subject, 7, ordinary=(accumulated, subject, "mlp", 7, (True,))
+    )
+
+    if ranks is not None:
+        every = range(world.size)
+        first, second = (
+            equivalence.full_batch_gradients("mlp", 7, ranks=every, micros=(m,)) for m in (0, 1)
+        )
+
+        def weighed(of_first: float, of_second: float) -> oracle.Gradients:
+            terms = (equivalence.scaled(first, of_first), equivalence.scaled(second, of_second))
+            return {
+                name: None if one is None or other is None else one + other
+                for (name, one), other in zip(terms[0].items(), terms[1].values(), strict=True)
+            }
+
+        size = world.size
+        equivalence.mean_gradients(
+            ranks,
+            "mlp",
+            7,
+            micros=(0, 1),
+            within=rounding(torch.float32, terms=24 * size, depth=2),
+            hints=[
+                Hint(f"the first micro-batch counts {size} times: reduced twice", weighed(size, 1)),
+                Hint(f"the last micro-batch counts 1/{size}: divided twice", weighed(1, 1 / size)),
+                Hint("the first micro-batch is lost", weighed(0, 1)),
+                Hint("the last micro-batch is lost", weighed(1, 0)),
+            ],
+            given="two backwards, then one finish",
+        )

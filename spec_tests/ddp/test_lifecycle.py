@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import time
+
 import pytest
 import torch
 from hypothesis import given
@@ -277,6 +280,43 @@ def test_gradients_cost_two_copies_at_most(world, subject):
         quantity="peak",
         likely="buckets are concatenated anew in each backward, beside the old ones",
     )
+
+
+def live_after_steps(ctx, subject):
+    """Live bytes after each step, its gradients cleared."""
+    module = Wide().to(ctx.device)
+    inputs, seen = torch.ones(2, 128, device=ctx.device), []
+    with ctx.recording() as recorder:
+        wrapped = wrap(ctx, subject, module, bucket_size_mb=0.1)
+        for _ in range(7):
+            wrapped(inputs).sum().backward()
+            ctx.impl.finish_gradient_synchronization(wrapped)
+            module.zero_grad()
+            gc.collect()
+            # A thread of the backend may hold what it has just sent for a moment longer.
+            seen.append(min(_after_a_moment(recorder) for _ in range(4)))
+    return seen
+
+
+def _after_a_moment(recorder):
+    time.sleep(0.01)
+    return recorder.live_bytes
+
+
+@clause(
+    "ddp.footprint.no-growth",
+    source="a list of handles that is never cleared keeps the gradients of all steps alive",
+    worlds=(2,),
+)
+def test_memory_does_not_grow_from_step_to_step(world, subject):
+    """Live bytes MUST be the same after every step but the first ones."""
+    for rank, seen in enumerate(world.run(live_after_steps, subject)):
+        judge.holds(
+            seen[-1] <= seen[2],
+            f"rank {rank}: expected {seen[2]} live bytes as after step 3, got {seen[-1]} after "
+            f"step {len(seen)}",
+            likely="something is appended in every step and never taken away",
+        )
 
 
 def traceless(ctx, subject, seed):

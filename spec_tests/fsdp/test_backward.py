@@ -47,6 +47,28 @@ def test_a_step_uses_the_mean_gradient(world, subject):
     equivalence.mean_gradients(ranks, "even", 7, absent_is_zero=True)
 
 
+def after_clearing(ctx, subject, toy, seed, set_to_none):
+    """Gradients of the second of two micro-batches, with `zero_grad` in between."""
+    sharded = Sharded(ctx, subject, toy, seed)
+    sharded.backward(0)
+    sharded.optimizer.zero_grad(set_to_none=set_to_none)
+    sharded.backward(1)
+    return sharded.stepped()
+
+
+@clause("fsdp.backward.zero-grad-modes", judges=BOTH, source="torch.optim.Optimizer.zero_grad")
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
+def test_either_way_of_zero_grad_clears_what_was_reduced(world, subject, set_to_none):
+    """After either way of `zero_grad` a step MUST use the mean gradient of the new batch alone.
+
+    A gradient of zeros has the shape of the shard: autograd cannot add a full one to it.
+    """
+    toy = divisible(subject, "stack")
+    ranks = world.run(after_clearing, subject, toy, 7, set_to_none)
+
+    equivalence.mean_gradients(ranks, toy, 7, micros=(1,), absent_is_zero=True)
+
+
 @clause("fsdp.backward.mean-gradient-of-any-model", judges=BOTH, source=PAPER)
 @pytest.mark.parametrize(
     "toy", ["ragged", "stack", "tied", "reused", "reordered", "frozen", "mixed", "unused"]

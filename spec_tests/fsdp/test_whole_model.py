@@ -139,6 +139,29 @@ def test_gradients_of_a_whole_model_add_up_until_they_are_cleared(world, subject
         )
 
 
+def finished_once(ctx, subject, toy, seed):
+    """Gradients of two micro-batches whose backwards are followed by one finish."""
+    sharded = Sharded(ctx, subject, toy, seed)
+    sharded.loss(0).backward()
+    sharded.loss(1).backward()
+    sharded.finish()
+    return sharded.stepped()
+
+
+@clause(
+    "fsdp.accumulation.one-finish",
+    source="contract: several backwards may come before one finish; gradient accumulation",
+)
+def test_two_backwards_of_a_whole_model_and_one_finish_add_up(world, subject):
+    """Two backwards and one finish MUST give the mean of both micro-batches, or be an error."""
+    ranks = refusal.answer_or_refusal(world, finished_once, subject, "even", 7)
+
+    if ranks is not None:
+        equivalence.mean_gradients(
+            ranks, "even", 7, micros=(0, 1), absent_is_zero=True, given="two backwards, one finish"
+        )
+
+
 def finished_twice(ctx, subject, seed):
     """Gradients of one backward, finished twice."""
     sharded = Sharded(ctx, subject, "even", seed)

@@ -67,7 +67,6 @@ def test_the_parts_of_the_state_add_up_to_the_whole(world):
 
 @clause(
     "zero1.state.balanced",
-    level="production",
     source="ZeroRedundancyOptimizer: greedy partition by size; Graham 1969",
 )
 def test_no_rank_keeps_much_more_than_its_share(world):

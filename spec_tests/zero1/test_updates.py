@@ -93,6 +93,28 @@ def test_frozen_parameters_stay(world):
     same_as_unsharded(world, four_steps, toy="frozen")
 
 
+def changed_by_others(run):
+    """Weights of a run in which they are written between two steps, as loading a model does."""
+    run.step(1)
+    with torch.no_grad():
+        for parameter in run.parameters.values():
+            parameter.add_(1.0)
+    return run.steps(2, 3)
+
+
+@clause(
+    "zero1.step.weights-of-others",
+    source="contract: weights that others change are taken as they are; model.load_state_dict",
+)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_weights_that_were_written_between_steps_are_updated(world, optimizer):
+    """A step MUST begin with the weights as they are, also where others have written them.
+
+    A copy made at construction brings the old weights back without an error.
+    """
+    same_as_unsharded(world, changed_by_others, optimizer=optimizer)
+
+
 def now_and_then(run):
     """Three parameters have no gradient in steps 1 and 3, one of them never."""
     names = list(run.parameters)

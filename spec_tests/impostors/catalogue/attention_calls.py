@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from spec_tests.impostors.card import near_miss
@@ -324,3 +326,17 @@ class FailsWithoutWork(PlainAttention):
         if not q.numel():
             raise RuntimeError("invalid configuration argument")
         return super().forward(q, k, v, *options)
+
+
+@near_miss("attention.causal-by-default", rejected_by="attention.causal.off-by-default")
+class CausalByDefault(PlainAttention):
+    """Masks the future where the caller says nothing about it.
+
+    From: `is_causal=True` in the signature of a public solution.
+    Unseen: Tests that pass the flag each time.
+    """
+
+    @classmethod
+    def functions(cls):
+        attend = super().functions()["flash_attention"]
+        return {"flash_attention": functools.partial(attend, causal=True)}

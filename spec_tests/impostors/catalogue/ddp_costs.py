@@ -258,3 +258,16 @@ class WrapsACopy(PlainDdp):
 
         super().__init__(copy.deepcopy(module), *rest)
         self.take_first(list(module.parameters()))
+
+
+@near_miss("ddp.keeps-all-handles", rejected_by="ddp.footprint.no-growth")
+class KeepsAllHandles(PlainDdp):
+    """Appends to a list of what was sent, which nobody clears.
+
+    From: `self.handles.append(...)` in the hook, and a `finish` that waits for all of them.
+    Unseen: Waiting twice for a handle is harmless; memory is full after hours.
+    """
+
+    def launch(self, bucket):
+        super().launch(bucket)
+        self.all_handles = [*getattr(self, "all_handles", []), self.flying[-1]]

@@ -308,3 +308,30 @@ class SkipsEveryFourth(PlainDdp):
     def write_back(self, bucket, flat, used):
         if self.rounds % 4:
             super().write_back(bucket, flat, used)
+
+
+@near_miss("ddp.reduces-sums-again", rejected_by="ddp.accumulation.one-finish")
+class ReducesSumsAgain(PlainDdp):
+    """Adds up `.grad` over the ranks in each backward, and divides once, when it finishes.
+
+    From: The hook of most public solutions: `all_reduce(p.grad)`, and `p.grad /= size` in finish.
+    Unseen: Right for one backward per step; the loss of an accumulated batch falls all the same.
+    """
+
+    def before_training_forward(self):
+        self.new_round()
+        super().before_training_forward()
+
+    def scale(self, flat):
+        return flat
+
+    def launch(self, bucket):
+        super().launch(bucket)
+        bucket, flat, handle = self.flying.pop()
+        handle.wait()
+        for index, total in zip(bucket, self.cut(bucket, flat), strict=True):
+            self.trainable[index].grad.copy_(total)
+        self.flying.append((bucket, flat, handle))
+
+    def write_back(self, bucket, flat, used):
+        super().write_back(bucket, flat / self.size(), used)

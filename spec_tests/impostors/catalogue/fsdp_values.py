@@ -207,6 +207,7 @@ class StaticGraph(PlainFsdp):
     rejected_by=(
         "fsdp.backward.forwards-and-backwards-entangled",
         "fsdp.accumulation.of-a-whole-model",
+        "fsdp.accumulation.one-finish",
     ),
 )
 class OverwritesGradients(PlainFsdp):

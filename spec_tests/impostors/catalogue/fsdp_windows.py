@@ -291,3 +291,17 @@ class ReshardsLate(PlainFsdp):
 
     def reshard(self):
         pass
+
+
+@near_miss("fsdp.adds-to-nothing", rejected_by="fsdp.backward.zero-grad-modes")
+class AddsToNothing(PlainFsdp):
+    """Fails where a parameter has a gradient already, and be it zeros.
+
+    From: Autograd adds a full gradient to `.grad`, which has the shape of the shard by then.
+    Unseen: `zero_grad` sets gradients to None unless it is told otherwise.
+    """
+
+    def assign(self, piece, shard):
+        if piece.parameter.grad is not None:
+            raise RuntimeError(f"expected gradients of one shape, got {tuple(shard.shape)}")
+        super().assign(piece, shard)

@@ -396,3 +396,24 @@ class ComparesNothing(PlainZero1):
     From: ZeroRedundancyOptimizer does, and so does every exercise.
     Unseen: Ranks run the same script.
     """
+
+
+@near_miss("zero1.keeps-copies-of-weights", rejected_by="zero1.step.weights-of-others")
+class KeepsCopiesOfWeights(PlainZero1):
+    """Updates copies of the weights that it has made at construction.
+
+    From: A flat master copy of float32 weights, as mixed precision needs one.
+    Unseen: Nobody else writes the weights of a plain training loop.
+    """
+
+    copies = None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if self.copies is None:
+            self.copies = {p: p.detach().clone() for p in self.owners}
+        for parameter, copy in self.copies.items():
+            parameter.copy_(copy)
+        loss = super().step(closure)
+        self.copies = {p: p.detach().clone() for p in self.owners}
+        return loss
