@@ -15,6 +15,10 @@ import torch
 _Wrong = Mapping[str, torch.Tensor | None] | Sequence[Mapping[str, torch.Tensor | None]]
 
 
+MANY = 16
+"""Elements from which on the size of the largest error says something about its cause."""
+
+
 @dataclass(frozen=True)
 class Hint:
     """A wrong value that has a name.
@@ -194,8 +198,9 @@ def _rounded(finding: Finding) -> Cause | None:
             continue
         if torch.equal(finding.seen, finding.wanted.to(dtype).to(own)):
             return Cause(f"it rounded to {name}", f"it went through {name} on the way")
-        # Of many roundings to nearest the largest is seldom below a quarter of the last bit.
-        if largest * eps / 8 < finding.error <= largest * eps:
+        # Of many roundings to nearest the largest is seldom below a quarter of the last bit. A few
+        # elements show nothing: an error of any cause has some dtype's size.
+        if finding.seen.numel() >= MANY and largest * eps / 8 < finding.error <= largest * eps:
             return Cause(
                 f"it with an error of the size of {name}'s rounding",
                 f"it may have been sent, added up or kept in {name}",
