@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ from spec_tests import impostors, ledger
 from spec_tests.rig import expectations
 from spec_tests.rig.eventlog import read_log
 from spec_tests.rig.outcomes import Outcome, compose, results
-from spec_tests.target import REPOSITORY_ROOT
+from spec_tests.target import PACKAGE_ROOT, REPOSITORY_ROOT
 
 README = REPOSITORY_ROOT / "README.md"
 
@@ -23,12 +24,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def block(language: str, first_words: str) -> str:
-    """The fenced block of README that begins with the given words."""
-    for found in re.findall(rf"```{language}\n(.*?)```", README.read_text(), flags=re.DOTALL):
+def block(language: str, first_words: str, page: Path = README) -> str:
+    """The fenced block of a page that begins with the given words."""
+    for found in re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL):
         if found.startswith(first_words):
             return found
-    raise AssertionError(f"README has no {language} block that begins with {first_words!r}")
+    raise AssertionError(f"{page} has no {language} block that begins with {first_words!r}")
 
 
 def test_the_numbers_of_the_first_screen_are_counted():
@@ -67,7 +68,7 @@ def test_every_make_target_that_is_named_exists():
 
 
 def test_the_expectations_example_is_valid(tmp_path):
-    text = block("toml", "[[deviation]]")
+    text = block("toml", "[[deviation]]", PACKAGE_ROOT / "README.md")
     file = tmp_path / "mine.toml"
     file.write_text(text)
 
