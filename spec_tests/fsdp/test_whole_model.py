@@ -153,7 +153,7 @@ def finished_once(ctx, subject, toy, seed):
     source="contract: several backwards may come before one finish; gradient accumulation",
 )
 def test_two_backwards_of_a_whole_model_and_one_finish_add_up(world, subject):
-    """Two backwards and one finish MUST give the mean of both micro-batches, or be an error."""
+    """Two backwards of a whole model and one finish MUST give the mean of both, or be an error."""
     ranks = refusal.answer_or_refusal(world, finished_once, subject, "even", 7)
 
     if ranks is not None:
