@@ -72,9 +72,9 @@ class Finding:
     def missing(self) -> str:
         """A sentence if one side is None or of another kind, else empty."""
         if self.seen is None:
-            return "nothing ever arrived there: the gradient is None"
+            return "nothing ever arrived there: it is None"
         if self.wanted is None:
-            return "a gradient appeared where none belongs"
+            return "something appeared where nothing belongs"
         if self.seen.shape != self.wanted.shape:
             return f"shape {tuple(self.seen.shape)} in place of {tuple(self.wanted.shape)}"
         if self.seen.dtype != self.wanted.dtype:
