@@ -1,0 +1,103 @@
+"""Causes: what many failed clauses have in common, said once.
+
+The cause of a failed clause is what the message of its first decisive case shows: the line of the
+judged code that raised, the diagnosis of a wrong value, or the line at which ranks were blocked.
+Clauses that show the same are one cause. A clause that shows nothing of this kind is a cause of its
+own: nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spec_tests.rig.outcomes import BROKEN, LEVELS, REFUTED, Cell, Event, Outcome, cells
+from spec_tests.target import PACKAGE_ROOT
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
+_RAISED = re.compile(r"rank .* raised ((?:\w+)(?:: .*)?)$")
+_JUDGED = ("impostors", "plain", "rig_tests")  # folders of the suite that can be judged
+_LIKELY = "likely: "
+_MAX_TEXT = 110
+
+
+@dataclass
+class Cause:
+    """One cause of failed clauses of one implementation.
+
+    Attributes:
+        text: what it is, in a line.
+        cells: the failed clauses that show it, the lowest level first.
+    """
+
+    text: str
+    cells: list[Cell] = field(default_factory=list)
+
+    @property
+    def clauses(self) -> list[str]:
+        """Ids of the clauses."""
+        return [cell.clause for cell in self.cells]
+
+    @property
+    def first(self) -> Cell:
+        """The clause to mend first."""
+        return self.cells[0]
+
+
+def causes(events: Sequence[Event], implementation: str) -> list[Cause]:
+    """Return the causes of what failed: the lowest level first, then the most frequent."""
+    failed = [
+        cell
+        for cell in cells(events)
+        if cell.implementation == implementation
+        and cell.outcome in (REFUTED | BROKEN) - {Outcome.BLOCKED}
+    ]
+    found: dict[tuple[str, ...], Cause] = {}
+    for cell in sorted(failed, key=_level):
+        key, text = _cause(cell)
+        found.setdefault(key, Cause(text)).cells.append(cell)
+    return sorted(found.values(), key=lambda cause: (_level(cause.first), -len(cause.cells)))
+
+
+def _level(cell: Cell) -> int:
+    return LEVELS.index(cell.level)
+
+
+def _cause(cell: Cell) -> tuple[tuple[str, ...], str]:
+    """What tells this cause from others, and what it is called."""
+    message = cell.decisive_cases[0]["message"]
+    lines = message.splitlines()
+    headline = lines[1] if len(lines) > 1 else message
+    place = _place(message)
+    raised = _RAISED.match(headline)
+    if raised:
+        kind = raised[1].partition(":")[0]
+        where = f"{place} raises " if place else ""
+        return ("raised", kind, place or raised[1]), _short(where + raised[1])
+    likely = next((line for line in lines if line.startswith(_LIKELY)), "")
+    if likely:
+        return ("likely", likely), _short(likely.removeprefix(_LIKELY))
+    if cell.outcome in (Outcome.HANG, Outcome.DIED) and place:
+        what = "ranks are blocked at" if cell.outcome is Outcome.HANG else "a rank ends at"
+        return (str(cell.outcome), place), f"{what} {place}"
+    return ("", cell.clause), _short(headline)
+
+
+def _place(message: str) -> str:
+    """`file.py:12`, the innermost line of a traceback or stack that is the implementation's own."""
+    own = [f"{Path(file).name}:{line}" for file, line in _FRAME.findall(message) if _is_own(file)]
+    return own[-1] if own else ""
+
+
+def _is_own(file: str) -> bool:
+    """False for lines of the suite, of Python and of installed packages."""
+    _, _, inside = file.rpartition("/spec_tests/")
+    if inside and (PACKAGE_ROOT / inside).is_file():
+        return inside.partition("/")[0] in _JUDGED
+    return not re.search(r"site-packages|/lib/python3|^<", file)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
