@@ -11,10 +11,10 @@ import contextlib
 import itertools
 import os
 import re
-import selectors
 import signal
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -27,6 +27,9 @@ from spec_tests.rig.errors import RankDied, RankHung, RankReport
 from spec_tests.rig.rank import Greeting
 from spec_tests.rig.watcher import LAST_WORDS, Doing
 from spec_tests.rig.zygote import start_method, without_main
+
+Main = Callable[[rank_side.RankConfig, Connection, Connection], None]
+"""Entry point of a forked process: what it is told at its start, and its ends of the two pipes."""
 
 START_TIMEOUT_S = 60.0
 _POLL_S = 0.2
@@ -103,13 +106,13 @@ class Member:
         return f"exited with {code}"
 
 
-def start(config: rank_side.RankConfig) -> Member:
-    """Fork the rank; it begins to import at once."""
+def start(config: rank_side.RankConfig, main: Main = rank_side.main) -> Member:
+    """Fork the process that runs `main`; it begins to import the implementation at once."""
     context = get_context(start_method())
     tasks, their_tasks = context.Pipe()
     control, their_control = context.Pipe()
     process = context.Process(  # type: ignore[attr-defined]  # both contexts have it
-        target=rank_side.main,
+        target=main,
         args=(config, their_tasks, their_control),
         name=f"rank{config.rank}",
         daemon=True,
@@ -154,11 +157,6 @@ def _late(member: Member) -> RankHung:
         0,
         [report],
     )
-
-
-def watch(selector: selectors.BaseSelector, member: Member) -> None:
-    """Let the pool hear of it when this rank answers or ends."""
-    selector.register(member.tasks, selectors.EVENT_READ, member)
 
 
 def _without_dump(text: str) -> str:

@@ -24,7 +24,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -50,6 +50,13 @@ _POLL_S = 0.2
 PATIENCE = 4.0
 
 
+# How long ranks may take to leave when they are asked to.
+_STOP_S = 1.0
+
+Errors = dict[int, wire.RemoteError]
+"""Rank to what it raised."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a successful call returns: one value per rank, and what the ranks left behind."""
@@ -58,14 +65,18 @@ class Outcome:
     leaks: tuple[str, ...]
 
 
-class Pool:
-    """`world_size` live ranks with one implementation loaded in each.
+class BasePool:
+    """`world_size` ranks with one implementation loaded: what live and simulated ranks share.
 
     Args:
         world_size: how many ranks.
         target: the implementation to load; None for a world that only runs the rig's own bodies.
-        transport: "gloo" (CPU) or "cuda" (one device per rank, shared where there are fewer).
+        transport: "gloo" (CPU), "cuda" (one device per rank, shared where there are fewer) or
+            "sim" (simulated).
         environment: additional variables for the ranks.
+
+    Raises:
+        RankHung, RankDied: a process does not come up.
     """
 
     def __init__(
@@ -76,47 +87,42 @@ class Pool:
         transport: str = "gloo",
         environment: dict[str, str] | None = None,
     ) -> None:
-        self.world_size, self.target = world_size, target
+        self.world_size, self.target, self.transport = world_size, target, transport
         self.load_error: wire.RemoteError | None = None
         self.offered: tuple[str, ...] = ()
         self.misfits: dict[str, str] = {}
         self.leaks: tuple[str, ...] = ()  # what importing the implementation changed
         self.is_alive = True
         self.was_preloaded = True
+        self._environment = {**rank_environment(transport), **(environment or {})}
         self._serial = 0
-        self._group = 0
         self._scratch = Path(tempfile.mkdtemp(prefix="trainspec-"))
-        # Owned by the parent and on a port that the system picks: no port is ever fixed.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._selector = selectors.DefaultSelector()
         self._members: list[Member] = []
+        (self._scratch / "shared").mkdir()
         try:
-            for rank in range(world_size):
-                self._members.append(self._start(rank, transport, environment or {}))
+            self._start()
             for member in self._members:
                 self._greet(member)
         except BaseException:
             self.kill()
             raise
 
-    def _start(self, rank: int, transport: str, environment: dict[str, str]) -> Member:
-        scratch = self._scratch / "shared"
-        scratch.mkdir(exist_ok=True)
-        member = member_side.start(
-            rank_side.RankConfig(
-                rank=rank,
-                world_size=self.world_size,
-                store_port=self._store.port,
-                store_prefix="rig",
-                output_path=str(self._scratch / f"rank{rank}.out"),
-                scratch=str(scratch),
-                target=self.target,
-                transport=transport,
-                environment={**rank_environment(transport), **environment},
-            )
+    def _start(self) -> None:
+        """Start every process of the pool."""
+        raise NotImplementedError
+
+    def _config(self, rank: int, output: str, store_port: int = 0) -> rank_side.RankConfig:
+        return rank_side.RankConfig(
+            rank=rank,
+            world_size=self.world_size,
+            store_port=store_port,
+            store_prefix="rig",
+            output_path=str(self._scratch / output),
+            scratch=str(self._scratch / "shared"),
+            target=self.target,
+            transport=self.transport,
+            environment=self._environment,
         )
-        member_side.watch(self._selector, member)
-        return member
 
     def _greet(self, member: Member) -> None:
         greeting = member_side.greet(member)
@@ -126,8 +132,71 @@ class Pool:
         self.leaks += tuple(f"rank {member.rank}, at import: {each}" for each in greeting.leaks)
 
     def pids(self) -> list[int]:
-        """Process ids of the ranks."""
+        """Process ids of the ranks; simulated ones share a process."""
         return [member.process.pid or -1 for member in self._members]
+
+    def _outcome(self, replies: Sequence[rank_side.Reply]) -> Outcome:
+        """Return what the ranks observed; the replies hold no error."""
+        named = [f"rank {rank}: {leak}" for rank, r in enumerate(replies) for leak in r.leaks]
+        issued = [reply.collectives for reply in replies]
+        if len(set(issued)) > 1:
+            named.append(f"ranks issued different numbers of operations: {issued}")
+        return Outcome(received.values([reply.value for reply in replies]), tuple(named))
+
+    def _raise_error(self, errors: Errors, reports: Sequence[RankReport]) -> NoReturn:
+        """Raise the earliest error that is no echo of another rank's."""
+        primary = culprit(errors)
+        error = errors[primary]
+        same = [rank for rank in sorted(errors) if errors[rank].is_like(error)]
+        headline = f"rank {_and(same)} of {self.world_size} raised {error.headline}"
+        shown = [
+            report
+            if report.rank == primary or report.rank not in same
+            else RankReport(report.rank, f"raised the same {error.kind}", output=report.output)
+            for report in reports
+        ]
+        raise RankRaised(headline, primary, shown).with_traceback(error.rebuild_traceback())
+
+    def stop(self) -> None:
+        """Ask the ranks to leave, then make sure that they have."""
+        if self.is_alive:
+            for member in self._members:
+                with contextlib.suppress(OSError):
+                    member.tasks.send_bytes(wire.dumps(None))
+            end = time.monotonic() + _STOP_S
+            for member in self._members:
+                member.process.join(max(0.0, end - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """End every rank now and remove what the pool wrote. May be called twice."""
+        self.is_alive = False
+        for member in self._members:
+            with contextlib.suppress(OSError, ValueError):
+                member.process.kill()
+            if member.process.pid is not None:
+                with contextlib.suppress(OSError):  # compilers and the like that it has started
+                    os.killpg(member.process.pid, signal.SIGKILL)
+        for member in self._members:
+            member.process.join(5.0)
+            member.tasks.close()
+            member.control.close()
+        self._members.clear()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+class Pool(BasePool):
+    """Live ranks, a process each."""
+
+    def _start(self) -> None:
+        self._group, self._selector = 0, selectors.DefaultSelector()
+        # Owned by the parent and on a port that the system picks: no port is ever fixed.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(self.world_size):
+            config = self._config(rank, f"rank{rank}.out", self._store.port)
+            member = member_side.start(config)
+            self._members.append(member)
+            self._selector.register(member.tasks, selectors.EVENT_READ, member)
 
     def call(
         self,
@@ -228,8 +297,8 @@ class Pool:
         """Nobody will answer any more. An error that a rank already posted is the better story."""
         reports = self._report_all(replies)
         self.kill()
-        if any(reply.error for reply in replies.values()):
-            self._raise_error(replies, reports)
+        if errors := _errors(replies):
+            self._raise_error(errors, reports)
         waiting = [report.rank for report in reports if report.state == "in the body"]
         returned = [report.rank for report in reports if report.state == "returned"]
         headline = f"hang: rank {_and(waiting)} {why}"
@@ -274,71 +343,39 @@ class Pool:
 
     def _conclude(self, replies: dict[int, rank_side.Reply]) -> Outcome:
         ordered = [replies[rank] for rank in range(self.world_size)]
-        leaks = [leak for reply in ordered for leak in reply.leaks]
         issued = [reply.collectives for reply in ordered]
-        has_failed = any(reply.error for reply in ordered)
-        reports = self._report_all(replies) if has_failed else []
+        errors = _errors(replies)
+        reports = self._report_all(replies) if errors else []
         # Ranks that issued different numbers of operations are out of step: the next body gets a
         # new group. That is no verdict, for sends and receives are counted as well.
-        needs_new_group = has_failed or len(set(issued)) > 1 or issued[0] < 0
+        needs_new_group = bool(errors) or len(set(issued)) > 1 or issued[0] < 0
         self._group += needs_new_group
         keeps_groups = any(reply.keeps_groups for reply in ordered)
-        if (needs_new_group and keeps_groups) or not all(
-            leak.restored or leak.is_harmless for leak in leaks
-        ):
+        if (needs_new_group and keeps_groups) or is_damaged(ordered):
             self.kill()
-        if has_failed:
-            self._raise_error(replies, reports)
-        named = [f"rank {rank}: {leak}" for rank, r in enumerate(ordered) for leak in r.leaks]
-        if len(set(issued)) > 1:
-            named.append(f"ranks issued different numbers of operations: {issued}")
-        return Outcome(received.values([reply.value for reply in ordered]), tuple(named))
-
-    def _raise_error(
-        self, replies: dict[int, rank_side.Reply], reports: list[RankReport]
-    ) -> NoReturn:
-        errors = {rank: reply.error for rank, reply in replies.items() if reply.error is not None}
-        primary = min(errors, key=lambda rank: (errors[rank].is_echo, errors[rank].raised_ns))
-        error = errors[primary]
-        same = [r for r in sorted(errors) if errors[r].is_like(error)]
-        headline = f"rank {_and(same)} of {self.world_size} raised {error.headline}"
-        shown = [
-            report
-            if report.rank == primary or report.rank not in same
-            else RankReport(report.rank, f"raised the same {error.kind}", output=report.output)
-            for report in reports
-        ]
-        raise RankRaised(headline, primary, shown).with_traceback(error.rebuild_traceback())
-
-    def stop(self) -> None:
-        """Ask the ranks to leave, then make sure that they have."""
-        if self.is_alive:
-            for member in self._members:
-                with contextlib.suppress(OSError):
-                    member.tasks.send_bytes(wire.dumps(None))
-            end = time.monotonic() + 1.0
-            for member in self._members:
-                member.process.join(max(0.0, end - time.monotonic()))
-        self.kill()
+        if errors:
+            self._raise_error(errors, reports)
+        return self._outcome(ordered)
 
     def kill(self) -> None:
         """End every rank now and remove what the pool wrote. May be called twice."""
-        self.is_alive = False
-        for member in self._members:
-            with contextlib.suppress(OSError, ValueError):
-                member.process.kill()
-            if member.process.pid is not None:
-                with contextlib.suppress(OSError):  # compilers and the like that it has started
-                    os.killpg(member.process.pid, signal.SIGKILL)
-        for member in self._members:
-            member.process.join(5.0)
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(member.tasks)
-            member.tasks.close()
-            member.control.close()
         self._selector.close()
-        self._members.clear()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        super().kill()
+
+
+def is_damaged(replies: Sequence[rank_side.Reply]) -> bool:
+    """Return whether a body left something behind that cannot be put back."""
+    leaks = [leak for reply in replies for leak in reply.leaks]
+    return not all(leak.restored or leak.is_harmless for leak in leaks)
+
+
+def _errors(replies: Mapping[int, rank_side.Reply]) -> Errors:
+    return {rank: reply.error for rank, reply in replies.items() if reply.error is not None}
+
+
+def culprit(errors: Errors) -> int:
+    """Return the rank that raised first, other than as an echo of another rank's failure."""
+    return min(errors, key=lambda rank: (errors[rank].is_echo, errors[rank].raised_ns))
 
 
 def _progress_of(member: Member) -> Callable[[], object]:

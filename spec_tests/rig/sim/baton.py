@@ -9,9 +9,7 @@ that is a deadlock: proved, and told with who waits for what.
 from __future__ import annotations
 
 import mmap
-import sys
 import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -19,6 +17,7 @@ from enum import Enum, auto
 from spec_tests.rig.sim.faults import Abandoned, NotSimulated, PeerGone
 from spec_tests.rig.sim.private import Private
 from spec_tests.rig.sim.schedule import Chooser, Schedule
+from spec_tests.rig.watcher import stack_of_body
 
 # So many questions in a row, without any progress, and nobody is working on the answer.
 _MAX_POLLS = 2_000
@@ -118,10 +117,6 @@ class Baton:
                 "with --transport gloo"
             )
         return found
-
-    def is_rank(self) -> bool:
-        """Whether the calling thread is a rank's."""
-        return threading.get_ident() in self._by_thread
 
     def wait_until(self, is_ready: Callable[[], bool], waits_for: Callable[[], str]) -> None:
         """Return once `is_ready`; others run meanwhile. `waits_for` says what it is, in words.
@@ -248,22 +243,9 @@ class Baton:
     def _release_the_blocked(self) -> None:
         stuck = [rank for rank in self.ranks if rank.state in (_State.WAITING, _State.POLLING)]
         if not self._has_failed and not self.blocked:
-            self.blocked = [Blocked(r.index, r.waits_for(), stack_of(r)) for r in stuck]
+            self.blocked = [Blocked(r.index, r.waits_for(), stack_of_body(r.thread)) for r in stuck]
         kind = PeerGone if self._has_failed else Abandoned
         why = "a peer has failed" if self._has_failed else "no rank can go on"
         for rank in stuck:
             rank.polls = 0
             rank.release = kind(f"rank {rank.index} waited for {rank.waits_for()}, but {why}")
-
-
-def stack_of(rank: Rank) -> str:
-    """Where a rank is, from its body on; without the frames of the rig."""
-    thread = rank.thread
-    frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
-    if frame is None:
-        return ""
-    stack = traceback.extract_stack(frame)
-    inside = [i for i, f in enumerate(stack) if "/rig/sim/" in f.filename and f.name == "_call"]
-    body = stack[inside[-1] + 1 :] if inside else stack
-    own = [entry for entry in body if "/rig/sim/" not in entry.filename]
-    return "".join(traceback.format_list(own))
