@@ -22,7 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from spec_tests.rig import rank as rank_side
-from spec_tests.rig import received, wire
+from spec_tests.rig import wire
 from spec_tests.rig.errors import RankDied, RankHung, RankReport
 from spec_tests.rig.rank import Greeting
 from spec_tests.rig.watcher import LAST_WORDS, Doing
@@ -83,18 +83,18 @@ class Member:
 
     def last_words(self) -> Doing:
         """What a rank was doing when it died: what it wrote as it aborted, or its crash dump."""
-        with contextlib.suppress(OSError, received.NotPlain):
-            return received.received(self.output_path.with_suffix(LAST_WORDS).read_bytes(), Doing)
+        with contextlib.suppress(OSError, wire.NotPlain):
+            return wire.received(self.output_path.with_suffix(LAST_WORDS).read_bytes(), Doing)
         return Doing(_stack_of(self._tail()))
 
     def ask_what_it_does(self, wait_s: float) -> Doing:
         """Stack and last collectives; a rank that holds the interpreter lock cannot answer."""
-        with contextlib.suppress(OSError, EOFError, received.NotPlain):
+        with contextlib.suppress(OSError, EOFError, wire.NotPlain):
             while self.control.poll():  # an answer that came too late for its question
                 self.control.recv_bytes()
             self.control.send_bytes(b"?")
             if self.control.poll(wait_s):
-                return received.received(self.control.recv_bytes(), Doing)
+                return wire.received(self.control.recv_bytes(), Doing)
         return Doing("(did not answer: busy inside C++ with the interpreter lock held)")
 
     def how_it_ended(self) -> str:
@@ -137,14 +137,14 @@ def greet(member: Member) -> Greeting:
         if time.monotonic() > patience_ends:
             raise _late(member)
     try:
-        greeting = received.received(member.tasks.recv_bytes(), Greeting)
+        greeting = wire.received(member.tasks.recv_bytes(), Greeting)
     except (EOFError, ConnectionResetError):
         report = RankReport(member.rank, member.how_it_ended(), output=member.output())
         raise RankDied(
             f"rank {member.rank} {report.state} while it imported the implementation", 0, [report]
         ) from None
-    except received.NotPlain as error:
-        return Greeting(preloaded=False, error=received.described(error))
+    except wire.NotPlain as error:
+        return Greeting(preloaded=False, error=wire.described(error))
     return greeting
 
 

@@ -33,10 +33,11 @@ import torch.distributed as dist
 
 from spec_tests.rig import member as member_side
 from spec_tests.rig import rank as rank_side
-from spec_tests.rig import received, wire
+from spec_tests.rig import wire
 from spec_tests.rig.errors import RankDied, RankHung, RankRaised, RankReport
 from spec_tests.rig.liveness import Liveness
 from spec_tests.rig.member import Member
+from spec_tests.rig.watcher import Doing
 from spec_tests.rig.zygote import rank_environment
 from spec_tests.target import Target
 
@@ -73,7 +74,6 @@ class BasePool:
         target: the implementation to load; None for a world that only runs the rig's own bodies.
         transport: "gloo" (CPU), "cuda" (one device per rank, shared where there are fewer) or
             "sim" (simulated).
-        environment: additional variables for the ranks.
 
     Raises:
         RankHung, RankDied: a process does not come up.
@@ -85,7 +85,6 @@ class BasePool:
         *,
         target: Target | None = None,
         transport: str = "gloo",
-        environment: dict[str, str] | None = None,
     ) -> None:
         self.world_size, self.target, self.transport = world_size, target, transport
         self.load_error: wire.RemoteError | None = None
@@ -94,7 +93,6 @@ class BasePool:
         self.leaks: tuple[str, ...] = ()  # what importing the implementation changed
         self.is_alive = True
         self.was_preloaded = True
-        self._environment = {**rank_environment(transport), **(environment or {})}
         self._serial = 0
         self._scratch = Path(tempfile.mkdtemp(prefix="trainspec-"))
         self._members: list[Member] = []
@@ -116,12 +114,11 @@ class BasePool:
             rank=rank,
             world_size=self.world_size,
             store_port=store_port,
-            store_prefix="rig",
             output_path=str(self._scratch / output),
             scratch=str(self._scratch / "shared"),
             target=self.target,
             transport=self.transport,
-            environment=self._environment,
+            environment=rank_environment(self.transport),
         )
 
     def _greet(self, member: Member) -> None:
@@ -141,7 +138,7 @@ class BasePool:
         issued = [reply.collectives for reply in replies]
         if len(set(issued)) > 1:
             named.append(f"ranks issued different numbers of operations: {issued}")
-        return Outcome(received.values([reply.value for reply in replies]), tuple(named))
+        return Outcome(_values([reply.value for reply in replies]), tuple(named))
 
     def _raise_error(self, errors: Errors, reports: Sequence[RankReport]) -> NoReturn:
         """Raise the earliest error that is no echo of another rank's."""
@@ -201,7 +198,7 @@ class Pool(BasePool):
     def call(
         self,
         body: tuple[str, str],
-        args: Sequence[tuple[Any, ...]],
+        args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
         seed: int,
@@ -209,7 +206,7 @@ class Pool(BasePool):
         grace_s: float,
         patience: float = PATIENCE,
     ) -> Outcome:
-        """Run `body` on every rank, `args[rank]` being its positional arguments.
+        """Run `body` on every rank.
 
         Args:
             patience: how many times `timeout_s` a body may take while it visibly computes.
@@ -219,10 +216,8 @@ class Pool(BasePool):
         """
         self._serial += 1
         try:
+            task = rank_side.Task(self._serial, self._group, *body, args, kwargs, seed)
             for member in self._members:
-                task = rank_side.Task(
-                    self._serial, self._group, *body, args[member.rank], kwargs, seed
-                )
                 with contextlib.suppress(BrokenPipeError):  # it died idle; the wait will see it
                     member.send(task)
             replies = self._collect(min(1.0, patience) * timeout_s, grace_s, patience * timeout_s)
@@ -279,11 +274,11 @@ class Pool(BasePool):
 
     def _receive(self, member: Member, replies: dict[int, rank_side.Reply]) -> None:
         try:
-            reply = received.received(member.tasks.recv_bytes(), rank_side.Reply)
+            reply = wire.received(member.tasks.recv_bytes(), rank_side.Reply)
         except (EOFError, ConnectionResetError):
             self._raise_died(member, replies)
-        except received.NotPlain as error:
-            raise received.refusal(error, member.rank, self.world_size) from None
+        except wire.NotPlain as error:
+            raise refusal(error, member.rank, self.world_size) from None
         if reply.serial != self._serial:
             return  # of an earlier call
         if reply.has_left:  # its second answer
@@ -319,25 +314,17 @@ class Pool(BasePool):
         reports = []
         for member in self._members:
             reply = replies.get(member.rank)
-            stack, state = "", "returned"
-            collectives: tuple[str, ...] = ()
-            if reply is not None and reply.error is not None:
-                state = "raised"
-                if dead is not None:
-                    collectives = member.ask_what_it_does(0.3).collectives
-            elif reply is None and (member is dead or not member.process.is_alive()):
-                state = member.how_it_ended()
-                doing = member.last_words()
-                stack, collectives = doing.stack, doing.collectives
-            elif reply is None:
-                state = "in the body"
-                doing = member.ask_what_it_does(0.3)
-                stack, collectives = doing.stack, doing.collectives
-            else:
-                collectives = member.ask_what_it_does(0.3).collectives
             error = reply.error if reply is not None else None
+            if reply is None and (member is dead or not member.process.is_alive()):
+                state, doing = member.how_it_ended(), member.last_words()
+            elif error is not None and dead is None:  # its traceback says where it was
+                state, doing = "raised", Doing("")
+            else:
+                state = "in the body" if reply is None else "raised" if error else "returned"
+                doing = member.ask_what_it_does(0.3)
+            stack = doing.stack if reply is None else ""
             reports.append(
-                RankReport(member.rank, state, error, stack, collectives, member.output())
+                RankReport(member.rank, state, error, stack, doing.collectives, member.output())
             )
         return reports
 
@@ -361,6 +348,28 @@ class Pool(BasePool):
         """End every rank now and remove what the pool wrote. May be called twice."""
         self._selector.close()
         super().kill()
+
+
+def _values(sent: Sequence[bytes | None]) -> list[Any]:
+    """What the bodies returned, one per rank.
+
+    Raises:
+        RankRaised: a rank returned more than data.
+    """
+    found: list[Any] = []
+    for rank, data in enumerate(sent):
+        try:
+            found.append(wire.received(data or b"", object))
+        except wire.NotPlain as error:
+            raise refusal(error, rank, len(sent)) from None
+    return found
+
+
+def refusal(error: wire.NotPlain, rank: int, world_size: int) -> RankRaised:
+    """The failure that stands for something that rank `rank` should not have sent."""
+    reports = [RankReport(each, "returned") for each in range(world_size)]
+    reports[rank] = RankReport(rank, "returned", wire.described(error))
+    return RankRaised(f"rank {rank} of {world_size}: {error}", rank, reports)
 
 
 def is_damaged(replies: Sequence[rank_side.Reply]) -> bool:

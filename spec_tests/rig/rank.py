@@ -39,7 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spec_tests.rig import hygiene, patches, wire
+from spec_tests.rig import hygiene, wire
 from spec_tests.rig.recorder import Recorder
 from spec_tests.rig.watcher import LAST_WORDS, Doing, keep_last_words, watch
 from spec_tests.rig.zygote import forget_triton
@@ -62,7 +62,6 @@ class RankConfig:
     rank: int
     world_size: int
     store_port: int
-    store_prefix: str
     output_path: str
     scratch: str
     target: Target | None
@@ -322,7 +321,7 @@ def _join(config: RankConfig, store: dist.TCPStore, generation: int) -> None:
     backend = "gloo"
     if config.transport == "cuda" and torch.cuda.device_count() >= config.world_size:
         backend = "cpu:gloo,cuda:nccl"
-    prefixed = dist.PrefixStore(f"{config.store_prefix}/{generation}", store)
+    prefixed = dist.PrefixStore(f"rig/{generation}", store)
     _init_group(
         backend,
         store=prefixed,
@@ -356,7 +355,7 @@ def load_implementation(
         return None, Greeting(preloaded)
     _spare_the_machine()
     device = prepare_device(target, transport)
-    clean, whole = hygiene.snapshot(), patches.attributes()
+    clean, whole = hygiene.snapshot(), hygiene.attributes()
     try:
         impl = load(target, device=device)
         error = None
@@ -366,7 +365,7 @@ def load_implementation(
             caught = caught.with_traceback(begun)
         impl, error = None, wire.RemoteError.of(caught, time.monotonic_ns())
     leaks = [str(leak) for leak in hygiene.restore(clean) if not leak.is_harmless]
-    leaks += [f"replaced {name}" for name in patches.replaced(whole)]
+    leaks += [f"replaced {name}" for name in hygiene.replaced(whole)]
     if impl is None:
         return None, Greeting(preloaded, error, leaks=tuple(leaks))
     return impl, Greeting(preloaded, None, impl.offered, impl.misfits, tuple(leaks))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import mmap
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,9 @@ from spec_tests.target import Implementation
 
 @dataclass(frozen=True)
 class SimTask:
-    """One call: a task for each rank, pickled so that ranks share no argument."""
+    """One call: the task of every rank, pickled so that ranks share no argument."""
 
-    serial: int
-    tasks: tuple[bytes, ...]
+    task: bytes
     schedule: Schedule
 
 
@@ -42,7 +41,6 @@ class SimTask:
 class SimReply:
     """What became of a task on all ranks; if it failed, with the last operations of each."""
 
-    serial: int
     replies: tuple[live.Reply, ...]
     blocked: tuple[Blocked, ...]
     histories: tuple[tuple[str, ...], ...]
@@ -78,22 +76,17 @@ class _Context(live.Context):
         super().finish()
 
 
-@dataclass
 class _Host:
     """The ranks of this process and the groups that they have."""
 
-    config: live.RankConfig
-    impl: Implementation | None
-    baton: Baton
-    now: Collectives = field(init=False)
-    generation: int = -1
-    joined: list[int] = field(default_factory=list)
-    store: SimStore = field(init=False)
-    clean: list[Any] = field(default_factory=list)
+    now: Collectives
+    store: SimStore
 
-    def __post_init__(self) -> None:
-        size = self.config.world_size
-        self.joined, self.clean = [-1] * size, [None] * size
+    def __init__(self, config: live.RankConfig, impl: Implementation | None, baton: Baton) -> None:
+        self.config, self.impl, self.baton = config, impl, baton
+        self.generation = -1
+        self.joined = [-1] * config.world_size
+        self.clean: list[Any] = [None] * config.world_size
         self.renew()
 
     def renew(self) -> None:
@@ -105,7 +98,7 @@ class _Host:
     def do(self, task: SimTask) -> SimReply:
         """Run one task on all ranks."""
         replies: dict[int, live.Reply] = {}
-        tasks = [wire.loads(each) for each in task.tasks]
+        tasks = [wire.loads(task.task) for _ in self.baton.ranks]
         self.now.begin()
 
         def job(rank: int) -> None:
@@ -126,7 +119,7 @@ class _Host:
         if has_failed or not self.now.is_tidy:
             self.renew()
         ordered = tuple(replies[rank] for rank in range(len(tasks)))
-        return SimReply(task.serial, ordered, tuple(blocked), tuple(histories))
+        return SimReply(ordered, tuple(blocked), tuple(histories))
 
     def _join(self, rank: int) -> None:
         if self.joined[rank] == self.generation:

@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from spec_tests.rig import member as member_side
 from spec_tests.rig import rank as live
-from spec_tests.rig import received, wire
+from spec_tests.rig import wire
 from spec_tests.rig.errors import RankDied, RankHung, RankReport, RigError
 from spec_tests.rig.liveness import Liveness
 from spec_tests.rig.member import Member
-from spec_tests.rig.pool import BasePool, Outcome, culprit, is_damaged
+from spec_tests.rig.pool import BasePool, Outcome, culprit, is_damaged, refusal
 from spec_tests.rig.sim import hooks, host
 from spec_tests.rig.sim.faults import Deadlock
 from spec_tests.rig.sim.schedule import Schedule
@@ -55,7 +54,7 @@ class SimPool(BasePool):
     def call(
         self,
         body: tuple[str, str],
-        args: Sequence[tuple[Any, ...]],
+        args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
         seed: int,
@@ -63,15 +62,13 @@ class SimPool(BasePool):
         grace_s: float,
         schedule: Schedule | None = None,
     ) -> Outcome:
-        """Run `body` on every rank, `args[rank]` being its positional arguments.
+        """Run `body` on every rank.
 
         Raises:
             RankRaised, RankHung (Deadlock), RankDied: see `spec_tests.rig.errors`.
         """
-        self._serial += 1
-        tasks = [live.Task(self._serial, 0, *body, own, kwargs, seed) for own in args]
-        pickled = tuple(wire.dumps(each) for each in tasks)
-        task = host.SimTask(self._serial, pickled, schedule or Schedule())
+        own = wire.dumps(live.Task(0, 0, *body, args, kwargs, seed))
+        task = host.SimTask(own, schedule or Schedule())
         try:
             with contextlib.suppress(BrokenPipeError):  # it died idle; the wait will see it
                 self._member.send(task)
@@ -98,11 +95,11 @@ class SimPool(BasePool):
             if elapsed > _PATIENCE * timeout_s:
                 self._give_up(f"is still computing after {_PATIENCE * timeout_s:g} s")
         try:
-            reply = received.received(member.tasks.recv_bytes(), host.SimReply)
+            reply = wire.received(member.tasks.recv_bytes(), host.SimReply)
         except (EOFError, ConnectionResetError):
             self._raise_died()
-        except received.NotPlain as error:
-            raise received.refusal(error, max(self._running(), 0), self.world_size) from None
+        except wire.NotPlain as error:
+            raise refusal(error, max(self._running(), 0), self.world_size) from None
         return reply
 
     def _asks(self, wait_s: float) -> host.SimDoing:
