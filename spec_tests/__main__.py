@@ -25,6 +25,7 @@ implementation that does not load.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
@@ -105,11 +106,12 @@ def _text_of(path: Path) -> str:
 
 
 def _judge(arguments: list[str]) -> int:
-    from spec_tests.rig.missing import missing
+    from spec_tests.rig.not_here import missing
 
-    for spec in _options(arguments, "--impl"):
+    flags = _flags(arguments)
+    for spec in filter(None, flags.impl):
         if lacking := missing(spec):
-            return _refuse(spec, lacking, _option(arguments, "--report"))
+            return _refuse(spec, lacking, flags.report)
 
     import pytest
 
@@ -118,12 +120,11 @@ def _judge(arguments: list[str]) -> int:
     from spec_tests.rig.report import forget
 
     with tempfile.TemporaryDirectory(prefix="trainspec-") as scratch:
-        asked = _option(arguments, "--report")
-        directory = asked or scratch
+        directory = flags.report or scratch
         log = Path(directory) / "events.jsonl"
         forget(directory)  # of a run that does not even load, nothing older may speak
-        own = [] if asked else ["--report", scratch, "--report-is-scratch"]
-        impl = [] if _option(arguments, "--impl") else ["--impl", "solution"]
+        own = [] if flags.report else ["--report", scratch, "--report-is-scratch"]
+        impl = [] if flags.impl else ["--impl", "solution"]
         status = pytest.main([*_PYTEST, *impl, *own, *arguments, *map(str, chapter_folders())])
         events = read_log(log) if log.is_file() else []
     if events and events[-1]["event"] == "footer":
@@ -131,6 +132,14 @@ def _judge(arguments: list[str]) -> int:
     if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         print("the run ended without a verdict", file=sys.stderr)
     return 2
+
+
+def _flags(arguments: list[str]) -> argparse.Namespace:
+    """Return `impl` and `report` as given; whether they and the rest are right, pytest says."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--impl", action="append", default=[], nargs="?")
+    parser.add_argument("--report", nargs="?")
+    return parser.parse_known_args(arguments)[0]
 
 
 def _refuse(spec: str, lacking: str, directory: str | None) -> int:
@@ -166,22 +175,6 @@ _PYTEST = [
     "-o",
     "xfail_strict=true",
 ]
-
-
-def _options(arguments: list[str], name: str) -> list[str]:
-    """The values that are given for an option, in order."""
-    found = []
-    for position, argument in enumerate(arguments):
-        if argument == name and position + 1 < len(arguments):
-            found.append(arguments[position + 1])
-        if argument.startswith(f"{name}="):
-            found.append(argument.partition("=")[2])
-    return found
-
-
-def _option(arguments: list[str], name: str) -> str | None:
-    """The last value that is given, as pytest takes it: `make` puts the user's behind its own."""
-    return next(reversed(_options(arguments, name)), None)
 
 
 if __name__ == "__main__":

@@ -25,25 +25,13 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
 from spec_tests.contract import FUNCTIONS
-
-
-class Strength(StrEnum):
-    """MUST decides; SHOULD and MAY advise."""
-
-    MUST = "MUST"
-    SHOULD = "SHOULD"
-    MAY = "MAY"
-
+from spec_tests.rig.outcomes import LEVELS, Strength
 
 MUST, SHOULD, MAY = Strength.MUST, Strength.SHOULD, Strength.MAY
-
-LEVELS = ("course", "correct", "production")
-"""Cumulative: what the course's exercise asks, what the name promises, what PyTorch also offers."""
 
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*(\.[a-z0-9]+(-[a-z0-9]+)*){2,3}")
 _MARK = "__clause__"

@@ -1,7 +1,8 @@
 """From a test's end to a line of the log, and from the log to a verdict: half of the plugin.
 
 pytest knows passed, failed and skipped. The suite's outcomes are finer, so each report is given its
-own before pytest sees it, and the log's line travels with it, also from an xdist worker.
+own before pytest sees it, and the log's line travels with it, also from an xdist worker. `Run` is
+what one pytest process knows of its run.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Generator
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any, cast
@@ -17,15 +19,66 @@ import pytest
 import torch
 
 from spec_tests import ledger
-from spec_tests.clause import MUST, Clause
-from spec_tests.rig import expectations, replay, report, runner, unreadable
+from spec_tests.clause import MUST, Clause, clause_of
+from spec_tests.rig import expectations, replay, report, runner
 from spec_tests.rig.errors import RankDied, RankHung
-from spec_tests.rig.judge import judging
+from spec_tests.rig.eventlog import EventLog
+from spec_tests.rig.judge import judging, unreadable_is_a_finding
 from spec_tests.rig.outcomes import Outcome
-from spec_tests.rig.world import World
-from spec_tests.run import ACTIVE, RUN, Run, clause_of_item, is_worker
+from spec_tests.rig.world import World, Worlds
+from spec_tests.target import Target
+
+
+@dataclass
+class Run:
+    """The implementations, their levels and deviations, the live worlds, and what came out.
+
+    `points` is the profile of a course, if one was asked for; `told` is what a report says about
+    each clause; `notices` is what differs from what was asked for; `running` is
+    the case that runs; `history` is what the live ranks have seen.
+    """
+
+    targets: list[Target]
+    levels: dict[str, str]
+    transport: str
+    deviations: dict[str, list[expectations.Deviation]]
+    worlds: Worlds
+    log: EventLog | None = None
+    results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    points: dict[str, Any] | None = None
+    told: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+    running: str = ""
+    history: replay.History = field(default_factory=replay.History)
+
+
+@dataclass
+class _Active:
+    run: Run | None = None
+
+
+RUN = pytest.StashKey[Run]()
+
+ACTIVE = _Active()
+"""The run of the one process that writes the log: no xdist worker. For hooks without a config."""
+
+
+def clause_of_item(item: pytest.Item) -> Clause | None:
+    """The clause that an item judges, if any."""
+    return clause_of(getattr(item, "function", None))
+
+
+def is_worker(config: pytest.Config) -> bool:
+    """True in an xdist worker, which has no part in the log.
+
+    Not by xdist's environment variable: a run that a test starts within a worker inherits that.
+    """
+    return hasattr(config, "workerinput")
+
 
 _EVENT = "trainspec-result"
+_CASE = pytest.StashKey[str]()
+_SITUATION = pytest.StashKey[Any]()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -69,12 +122,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         elif world.transport == "gloo":
             sized = {**case, "world": world.size}
             around.enter_context(item.config.stash[RUN].history.telling(clause, sized, world))
-        around.enter_context(unreadable.is_a_finding())
+        around.enter_context(unreadable_is_a_finding())
         return (yield)
-
-
-_CASE = pytest.StashKey[str]()
-_SITUATION = pytest.StashKey[Any]()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -178,15 +227,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     known = {clause.id for clause in ledger.load_all()}
     for name, deviations in run.deviations.items():
         results = run.results.get(name, [])
-        applied = expectations.apply(
+        for problem in expectations.problems(
             deviations,
             results,
             torch_version=torch.__version__,
             today=date.fromtimestamp(time.time()),
             is_full_run=not _selects_cases(session.config),
             unselected=known - {result["clause"] for result in results},
-        )
-        for problem in applied.problems:
+        ):
             run.log.problem(problem)
     status = run.log.finish()
     if status > int(session.exitstatus):

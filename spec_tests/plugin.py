@@ -30,34 +30,18 @@ start_zygote()
 import torch
 from hypothesis import settings
 
-from spec_tests import ledger, target
-from spec_tests.clause import LEVELS, MUST, Clause, clause_of
-from spec_tests.outcome_hooks import (
-    pytest_runtest_call,
-    pytest_runtest_logreport,
-    pytest_runtest_makereport,
-    pytest_runtest_protocol,
-    pytest_sessionfinish,
-    pytest_terminal_summary,
-)
+from spec_tests import ledger, outcome_hooks, target
+from spec_tests.clause import MUST, Clause, clause_of
+from spec_tests.outcome_hooks import ACTIVE, RUN, Run, clause_of_item, is_worker
 from spec_tests.rig import expectations, runner
 from spec_tests.rig.cuda_runtime import PRETENDED_CUDA
 from spec_tests.rig.errors import NOT_HERE, RankDied, RankHung, RigError
 from spec_tests.rig.eventlog import EventLog
+from spec_tests.rig.outcomes import LEVELS, is_within
 from spec_tests.rig.report import points
 from spec_tests.rig.sim import hooks
 from spec_tests.rig.strategies import register_profiles
 from spec_tests.rig.world import TRANSPORTS, World, Worlds
-from spec_tests.run import ACTIVE, RUN, Run, clause_of_item, is_worker
-
-__all__ = [
-    "pytest_runtest_call",
-    "pytest_runtest_logreport",
-    "pytest_runtest_makereport",
-    "pytest_runtest_protocol",
-    "pytest_sessionfinish",
-    "pytest_terminal_summary",
-]
 
 # The reference and its peer are held to everything; others, unless they ask, to what is right.
 DEFAULT_LEVELS = {"solution": "production", "torch": "production"}
@@ -89,6 +73,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Resolve the implementations and open what the run needs."""
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.pluginmanager.register(outcome_hooks)
     # Thread counts change the bits of a matrix product: the oracle computes as the ranks do.
     torch.set_num_threads(1)
     register_profiles()
@@ -181,7 +166,7 @@ def _is_asked_for(
     if patterns and not any(fnmatch.fnmatchcase(clause.id, pattern) for pattern in patterns):
         return False
     level = run.levels[item.callspec.params["target"].name]  # type: ignore[attr-defined]  # parametrised above
-    return LEVELS.index(clause.level) <= LEVELS.index(level)
+    return is_within(clause.level, level)
 
 
 def _nothing_to_run(patterns: Sequence[str], run: Run) -> str:
@@ -190,8 +175,8 @@ def _nothing_to_run(patterns: Sequence[str], run: Run) -> str:
     asked = ", ".join(patterns)
     meant = [c for c in clauses if any(fnmatch.fnmatchcase(c.id, each) for each in patterns)]
     if meant:
-        highest = max(LEVELS.index(level) for level in run.levels.values())
-        above = {c.level for c in meant if LEVELS.index(c.level) > highest}
+        highest = max(run.levels.values(), key=LEVELS.index)
+        above = {c.level for c in meant if not is_within(c.level, highest)}
         if not above:
             return f"--clause {asked}: no such clause is in the given paths"
         judged = ", ".join(f"{name} at {level}" for name, level in run.levels.items())

@@ -29,6 +29,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -52,6 +53,14 @@ LAYOUTS = {
     ),
 }
 """Layouts of courses that spec_tests/impls knows, each with files by which one is recognised."""
+
+
+LOADERS = {
+    "impostor": "spec_tests.impostors:build",
+    **{layout: f"spec_tests.impls.{layout}:offer" for layout in LAYOUTS},
+}
+"""What loads a target that is not simply imported; named here, since they are made of targets and
+contract, and imported where a rank needs them."""
 
 
 class NotOfferedError(NotImplementedError):
@@ -268,13 +277,9 @@ def load(target: Target, *, device: str = "cpu") -> Implementation:
         OffersNothingError: if it has none of the contract's functions.
     """
     if target.impostor is not None:
-        # Imported here: impostors are made of the contract, and only ranks build them.
-        impostors = importlib.import_module("spec_tests.impostors")
-        namespace = impostors.build(target.impostor, target)
+        namespace: object = resolve_name(LOADERS["impostor"])(target.impostor, target)
     elif target.layout is not None:
-        # Imported here for the same reason: these files are glue around foreign code.
-        adapter = importlib.import_module(f"spec_tests.impls.{target.layout}")
-        namespace = adapter.offer(target.path, device)
+        namespace = resolve_name(LOADERS[target.layout])(target.path, device)
     else:
         namespace = import_target(target)
     implementation = Implementation(target.name, namespace)
@@ -294,12 +299,15 @@ def import_target(target: Target) -> ModuleType:
     folders = [str(target.path)] if target.path.is_dir() else None
     # Its own folder first, as if it had been started there: helpers beside it are found.
     sys.path.insert(0, str(target.path.parent))
-    spec = importlib.util.spec_from_file_location(
-        target.module, file, submodule_search_locations=folders
-    )
+    return execute(target.module, file, folders)
+
+
+def execute(name: str, file: Path, folders: list[str] | None = None) -> ModuleType:
+    """Import a file as the module `name`; `folders` are a package's, for its own modules."""
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot import {file}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[target.module] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import Distribution, DistributionFinder
@@ -10,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from spec_tests.target import is_left_open
+from spec_tests.target import execute, is_left_open
 
 
 def import_file(root: Path, name: str, *, search: Sequence[str] = ()) -> ModuleType:
@@ -29,7 +28,7 @@ def import_file(root: Path, name: str, *, search: Sequence[str] = ()) -> ModuleT
     package, _, _ = name.rpartition(".")
     if package:
         _import_package(root, package)
-    return _execute(name, root.joinpath(*name.split(".")).with_suffix(".py"))
+    return execute(name, root.joinpath(*name.split(".")).with_suffix(".py"))
 
 
 class _Uninstalled(Distribution):
@@ -73,20 +72,10 @@ def _import_package(root: Path, name: str) -> None:
     if str(folder) in getattr(sys.modules.get(name), "__path__", ()):
         return
     if (folder / "__init__.py").is_file():
-        _execute(name, folder / "__init__.py", [str(folder)])
+        execute(name, folder / "__init__.py", [str(folder)])
     else:
         sys.modules[name] = package = ModuleType(name)
         package.__path__ = [str(folder)]
-
-
-def _execute(name: str, file: Path, folders: list[str] | None = None) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"cannot import {file}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def offered(module: ModuleType, *names: str) -> Callable[..., Any] | None:

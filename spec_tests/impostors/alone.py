@@ -51,20 +51,17 @@ class _Here(World):
 
     _impl: Implementation
 
-    def run(
-        self, body: Callable[..., Any], *args: Any, per_rank: Any = None, **kwargs: Any
-    ) -> Ranks:
+    def run(self, body: Callable[..., Any], *args: Any, **kwargs: Any) -> Ranks:
         """Call the body as a rank would."""
         for option in ("timeout_s", "grace_s"):
             kwargs.pop(option, None)
         seed = kwargs.pop("seed", 0)
         hygiene.seed_everything(1000 * seed)
-        own = per_rank[0] if per_rank else ()
         with tempfile.TemporaryDirectory() as scratch:
-            config = RankConfig(0, 1, 0, "", "", str(Path(scratch)), self.target)
+            config = RankConfig(0, 1, 0, "", str(Path(scratch)), self.target)
             task = Task(0, 0, body.__module__, body.__qualname__, (), {}, seed)
             try:
-                ranks = Ranks([body(Context(config, task, self._impl), *args, *own, **kwargs)])
+                ranks = Ranks([body(Context(config, task, self._impl), *args, **kwargs)])
             except NotImplementedError as error:
                 raise NotOffered(str(error)) from None
             except Exception as error:

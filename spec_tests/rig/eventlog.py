@@ -26,18 +26,17 @@ import platform
 import shlex
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from spec_tests.rig.outcomes import (
     LEVELS,
-    STRENGTHS,
     Event,
     Outcome,
+    Strength,
     count_outcomes,
     judge_run,
 )
@@ -85,8 +84,16 @@ SCHEMA: dict[str, dict[str, _Types]] = {
 }
 """The keys that each kind of event must have, and their types. More keys are allowed."""
 
+_DEFAULTS: Event = {
+    **dict.fromkeys(("case", "node", "transport", "message", "rerun"), ""),
+    "world_size": None,
+    "duration_s": 0.0,
+    "margins": [],
+}
+"""Of a result, where its writer has nothing to say."""
+
 _MARGIN_KEYS = ("tolerance", "error", "ratio")
-_WORDS = {"strength": STRENGTHS, "level": LEVELS, "outcome": tuple(str(o) for o in Outcome)}
+_WORDS = {"strength": tuple(Strength), "level": LEVELS, "outcome": tuple(str(o) for o in Outcome)}
 
 
 class EventLog:
@@ -109,75 +116,30 @@ class EventLog:
         cls,
         path: str | Path,
         *,
-        level: str,
         implementations: Sequence[str],
-        transport: str,
-        profile: str,
-        seed: int,
-        ledger: str,
         command: Sequence[str] | None = None,
         **more: Any,
     ) -> Self:
         """Begin a log: the header takes what only the caller knows; the machine is looked up.
 
-        `levels={"solution": "production"}` among `more` holds one implementation to its own level.
+        `more` holds what else `SCHEMA` asks of a header; `levels={"solution": "production"}` among
+        it holds one implementation to its own level.
         """
-        first: Event = {
-            "event": "header",
-            **environment(),
-            "command": shlex.join(sys.argv if command is None else command),
-            "ledger": ledger,
-            "level": level,
-            "implementations": list(implementations),
-            "transport": transport,
-            "profile": profile,
-            "seed": seed,
-            **more,
-        }
-        return cls(Path(path), first)
+        named = {"implementations": list(implementations)}
+        line = shlex.join(sys.argv if command is None else command)
+        return cls(
+            Path(path), {"event": "header", **environment(), "command": line, **named, **more}
+        )
 
-    def result(
-        self,
-        *,
-        clause: str,
-        implementation: str,
-        outcome: Outcome | str,
-        strength: str,
-        level: str,
-        case: str = "",
-        node: str = "",
-        world_size: int | None = None,
-        transport: str = "",
-        duration_s: float = 0.0,
-        message: str = "",
-        margins: Iterable[Mapping[str, float]] = (),
-        rerun: str = "",
-        **more: Any,
-    ) -> Event:
-        """Append what one case came to.
+    def result(self, *, outcome: str, strength: str, level: str, **more: Any) -> Event:
+        """Append what one case came to; `more` is what else `SCHEMA` asks of a result.
 
         Raises:
             ValueError: A word that the log does not know, for example an outcome.
         """
-        return self._append(
-            {
-                "event": "result",
-                "clause": clause,
-                "case": case,
-                "node": node,
-                "implementation": implementation,
-                "world_size": world_size,
-                "transport": transport,
-                "strength": str(strength),
-                "level": str(level),
-                "outcome": str(outcome),
-                "duration_s": round(duration_s, 6),
-                "message": message,
-                "margins": [dict(margin) for margin in margins],
-                "rerun": rerun,
-                **more,
-            }
-        )
+        words = {"outcome": str(outcome), "strength": str(strength), "level": str(level)}
+        event = {"event": "result", **_DEFAULTS, **words, **more}
+        return self._append({**event, "duration_s": round(event["duration_s"], 6)})
 
     def tell(self, clause: str, **about: Any) -> None:
         """Append what a clause says, once: a report then needs the log and not the suite."""
@@ -220,12 +182,7 @@ class EventLog:
         """The log itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close; a run that raised has written no footer."""
         self.close()
 

@@ -36,6 +36,7 @@ from packaging.version import InvalidVersion, Version
 from spec_tests.rig.outcomes import Event, Outcome
 
 _REQUIRED = ("clause", "reason")
+_IDENTITY = ("clause", "case", "when")
 _OPTIONAL = ("case", "link", "raises", "when", "expires")
 _FAILURES = (Outcome.FAILED, Outcome.HANG, Outcome.DIED)
 
@@ -80,14 +81,6 @@ class Deviation:
         return outcome is Outcome.FAILED and self.raises in message
 
 
-@dataclass(frozen=True)
-class Applied:
-    """Results after their deviations: outcomes replaced, and what is stale."""
-
-    results: tuple[Event, ...]
-    problems: tuple[str, ...]
-
-
 def load(path: str | Path) -> list[Deviation]:
     """Read and check an expectations file.
 
@@ -110,7 +103,12 @@ def load(path: str | Path) -> list[Deviation]:
     deviations: list[Deviation] = []
     for number, entry in enumerate(entries, start=1):
         deviation = _parse(entry, f"{file}, entry {number}")
-        _refuse_duplicate(deviation, deviations)
+        for other in deviations:
+            if all(getattr(other, key) == getattr(deviation, key) for key in _IDENTITY):
+                raise ValueError(
+                    f"{deviation.where}: expected one entry per clause, case and `when`, got "
+                    f"{deviation.clause!r} again ({other.where}); merge the two"
+                )
         deviations.append(deviation)
     return deviations
 
@@ -148,7 +146,7 @@ def expect(result: Event, deviation: Deviation | None) -> Event:
     return {**result, "message": message}
 
 
-def apply(
+def problems(
     deviations: Sequence[Deviation],
     results: Iterable[Event],
     *,
@@ -156,11 +154,8 @@ def apply(
     today: date,
     is_full_run: bool,
     unselected: Collection[str] = (),
-) -> Applied:
-    """Put the declared deviations of one implementation to its results.
-
-    Applying twice changes nothing more, so a run may give each result its final outcome at once
-    (`find`, `expect`) and ask here at its end for the problems.
+) -> list[str]:
+    """One line for each entry of an implementation that has expired or matches no result.
 
     Args:
         deviations: As `load` gives them.
@@ -172,33 +167,22 @@ def apply(
         unselected: Ids of clauses that even a full run leaves out (those above the level): their
             entries are not judged. An id that no clause bears is not among them, and is found.
     """
-    replaced = []
-    matched: set[Deviation] = set()
-    for result in results:
-        deviation = find(deviations, result["clause"], result["case"], torch_version=torch_version)
-        if deviation is not None:
-            matched.add(deviation)
-        replaced.append(expect(result, deviation))
-    active = [deviation for deviation in deviations if deviation.is_active(torch_version)]
+    cases = [(result["clause"], result["case"]) for result in results]
+    matched = {find(deviations, *case, torch_version=torch_version) for case in cases}
     # A partial run judges the entries that it met; a full run judges them all.
     judged = [
         entry
-        for entry in active
-        if entry in matched or (is_full_run and entry.clause not in unselected)
+        for entry in deviations
+        if entry.is_active(torch_version)
+        and (entry in matched or (is_full_run and entry.clause not in unselected))
     ]
-    problems = stale(judged, torch_version=torch_version, today=today)
-    problems += [_unmatched(entry) for entry in judged if entry not in matched]
-    return Applied(tuple(replaced), tuple(problems))
-
-
-def stale(deviations: Iterable[Deviation], *, torch_version: str, today: date) -> list[str]:
-    """One line for each entry that has expired."""
-    return [
-        f"{deviation.where}: {deviation.clause} expired ({deviation.expires}; today {today}, "
+    expired = [
+        f"{entry.where}: {entry.clause} expired ({entry.expires}; today {today}, "
         f"torch {torch_version}): look whether it still holds, then delete it or move the date"
-        for deviation in deviations
-        if deviation.has_expired(torch_version=torch_version, today=today)
+        for entry in judged
+        if entry.has_expired(torch_version=torch_version, today=today)
     ]
+    return expired + [_unmatched(entry) for entry in judged if entry not in matched]
 
 
 def _unmatched(deviation: Deviation) -> str:
@@ -253,17 +237,3 @@ def _expiry(entry: dict[str, Any], where: str) -> date | str:
             f'("2.14"), got {value!r}; correct it'
         ) from error
     return value
-
-
-def _refuse_duplicate(deviation: Deviation, earlier: Iterable[Deviation]) -> None:
-    for other in earlier:
-        same = (other.clause, other.case, other.when) == (
-            deviation.clause,
-            deviation.case,
-            deviation.when,
-        )
-        if same:
-            raise ValueError(
-                f"{deviation.where}: expected one entry per clause, case and `when`, got "
-                f"{deviation.clause!r} again ({other.where}); merge the two"
-            )

@@ -3,10 +3,16 @@
 Ranks are reused between tests, so whatever one body changes, the next one inherits. Everything
 cheap to read is read before and after each task (some 70 us); what can be put back is put back,
 and every difference is reported by name. What cannot be put back makes the pool end.
+
+What importing an implementation replaced in torch is reported as well, by name. Foreign code may
+patch what it likes in its own rank; nobody else lives there. But what a clause observes then passes
+through the patch, so a reader of the result should know of it. The rig itself keeps the functions
+that it needs, bound before the import (see `rank`).
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import os
 import random
@@ -21,6 +27,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.modules.module as module_hooks
+from torch import nn
+from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -212,3 +220,33 @@ def seed_everything(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+_WATCHED: dict[str, Any] = {
+    "builtins": builtins,
+    "torch": torch,
+    "torch.Tensor": torch.Tensor,
+    "torch.autograd": torch.autograd,
+    "torch.distributed": dist,
+    "torch.nn.Module": nn.Module,
+    "torch.nn.functional": nn.functional,
+    "torch.optim.Optimizer": Optimizer,
+}
+
+Attributes = dict[str, dict[str, Any]]
+
+
+def attributes() -> Attributes:
+    """Everything that these modules and classes hold now."""
+    return {name: dict(vars(holder)) for name, holder in _WATCHED.items()}
+
+
+def replaced(before: Attributes) -> tuple[str, ...]:
+    """Public names that hold something else than they did; what was added counts for nothing."""
+    return tuple(
+        f"{holder}.{name}"
+        for holder, names in before.items()
+        for name, old in names.items()
+        if (not name.startswith("_") or name in ("__call__", "__init__"))
+        and vars(_WATCHED[holder]).get(name) is not old
+    )

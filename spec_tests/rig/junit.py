@@ -35,28 +35,32 @@ def render_junit(events: Sequence[Event]) -> str:
     """The whole file as text."""
     root = ET.Element("testsuites", name="trainspec")
     found = results(events)
+    started = str(header(events).get("started", ""))
     for name in dict.fromkeys(event["implementation"] for event in found):
-        _suite(root, name, [event for event in found if event["implementation"] == name], events)
-    _suite_of_the_run(root, events)
+        own = [event for event in found if event["implementation"] == name]
+        kinds = [_kind(Outcome(event["outcome"])) for event in own]
+        seconds = f"{sum(float(event['duration_s']) for event in own):.3f}"
+        suite = _suite(root, name, kinds, time=seconds, timestamp=started)
+        for event, kind in zip(own, kinds, strict=True):
+            _case(suite, event, kind)
+    # What is wrong with the run itself, as erroneous cases of a suite of its own.
+    faults = [event["message"] for event in events if event.get("event") == "problem"]
+    if not is_complete(events):
+        faults.append("INCOMPLETE: the log has no footer, the run did not reach its end")
+    if faults:
+        suite = _suite(root, "the run", ["error"] * len(faults))
+    for position, fault in enumerate(faults, start=1):
+        case = ET.SubElement(suite, "testcase", classname="run", name=f"problem {position}")
+        ET.SubElement(case, "error", type="error", message=_clean(fault))
     ET.indent(root)
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def _suite(root: ET.Element, name: str, own: Sequence[Event], events: Sequence[Event]) -> None:
-    kinds = [_kind(Outcome(event["outcome"])) for event in own]
-    suite = ET.SubElement(
-        root,
-        "testsuite",
-        name=name,
-        tests=str(len(own)),
-        failures=str(kinds.count("failure")),
-        errors=str(kinds.count("error")),
-        skipped=str(kinds.count("skipped")),
-        time=f"{sum(float(event['duration_s']) for event in own):.3f}",
-        timestamp=str(header(events).get("started", "")),
-    )
-    for event, kind in zip(own, kinds, strict=True):
-        _case(suite, event, kind)
+def _suite(root: ET.Element, name: str, kinds: Sequence[str], **more: str) -> ET.Element:
+    about = {"name": name, "tests": str(len(kinds))}
+    for kind, plural in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
+        about[plural] = str(kinds.count(kind))
+    return ET.SubElement(root, "testsuite", about | more)
 
 
 def _case(suite: ET.Element, event: Event, kind: str) -> None:
@@ -77,22 +81,6 @@ def _case(suite: ET.Element, event: Event, kind: str) -> None:
     summary = f"{event['outcome']}: {message.strip().split(chr(10), 1)[0]}"
     mark = ET.SubElement(case, kind, type=event["outcome"], message=summary)
     mark.text = "\n".join(filter(None, [message, event["rerun"] and f"again: {event['rerun']}"]))
-
-
-def _suite_of_the_run(root: ET.Element, events: Sequence[Event]) -> None:
-    """What is wrong with the run itself, as erroneous cases of a suite of its own."""
-    faults = [event["message"] for event in events if event.get("event") == "problem"]
-    if not is_complete(events):
-        faults.append("INCOMPLETE: the log has no footer, the run did not reach its end")
-    if not faults:
-        return
-    number = str(len(faults))
-    suite = ET.SubElement(
-        root, "testsuite", name="the run", tests=number, failures="0", errors=number, skipped="0"
-    )
-    for position, fault in enumerate(faults, start=1):
-        case = ET.SubElement(suite, "testcase", classname="run", name=f"problem {position}")
-        ET.SubElement(case, "error", type="error", message=_clean(fault))
 
 
 def _kind(outcome: Outcome) -> str:

@@ -11,10 +11,10 @@ import contextlib
 import itertools
 import os
 import re
-import selectors
 import signal
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -22,11 +22,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from spec_tests.rig import rank as rank_side
-from spec_tests.rig import received, wire
+from spec_tests.rig import wire
 from spec_tests.rig.errors import RankDied, RankHung, RankReport
 from spec_tests.rig.rank import Greeting
 from spec_tests.rig.watcher import LAST_WORDS, Doing
 from spec_tests.rig.zygote import start_method, without_main
+
+Main = Callable[[rank_side.RankConfig, Connection, Connection], None]
+"""Entry point of a forked process: what it is told at its start, and its ends of the two pipes."""
 
 START_TIMEOUT_S = 60.0
 _POLL_S = 0.2
@@ -80,18 +83,18 @@ class Member:
 
     def last_words(self) -> Doing:
         """What a rank was doing when it died: what it wrote as it aborted, or its crash dump."""
-        with contextlib.suppress(OSError, received.NotPlain):
-            return received.received(self.output_path.with_suffix(LAST_WORDS).read_bytes(), Doing)
+        with contextlib.suppress(OSError, wire.NotPlain):
+            return wire.received(self.output_path.with_suffix(LAST_WORDS).read_bytes(), Doing)
         return Doing(_stack_of(self._tail()))
 
     def ask_what_it_does(self, wait_s: float) -> Doing:
         """Stack and last collectives; a rank that holds the interpreter lock cannot answer."""
-        with contextlib.suppress(OSError, EOFError, received.NotPlain):
+        with contextlib.suppress(OSError, EOFError, wire.NotPlain):
             while self.control.poll():  # an answer that came too late for its question
                 self.control.recv_bytes()
             self.control.send_bytes(b"?")
             if self.control.poll(wait_s):
-                return received.received(self.control.recv_bytes(), Doing)
+                return wire.received(self.control.recv_bytes(), Doing)
         return Doing("(did not answer: busy inside C++ with the interpreter lock held)")
 
     def how_it_ended(self) -> str:
@@ -103,13 +106,13 @@ class Member:
         return f"exited with {code}"
 
 
-def start(config: rank_side.RankConfig) -> Member:
-    """Fork the rank; it begins to import at once."""
+def start(config: rank_side.RankConfig, main: Main = rank_side.main) -> Member:
+    """Fork the process that runs `main`; it begins to import the implementation at once."""
     context = get_context(start_method())
     tasks, their_tasks = context.Pipe()
     control, their_control = context.Pipe()
     process = context.Process(  # type: ignore[attr-defined]  # both contexts have it
-        target=rank_side.main,
+        target=main,
         args=(config, their_tasks, their_control),
         name=f"rank{config.rank}",
         daemon=True,
@@ -134,14 +137,14 @@ def greet(member: Member) -> Greeting:
         if time.monotonic() > patience_ends:
             raise _late(member)
     try:
-        greeting = received.received(member.tasks.recv_bytes(), Greeting)
+        greeting = wire.received(member.tasks.recv_bytes(), Greeting)
     except (EOFError, ConnectionResetError):
         report = RankReport(member.rank, member.how_it_ended(), output=member.output())
         raise RankDied(
             f"rank {member.rank} {report.state} while it imported the implementation", 0, [report]
         ) from None
-    except received.NotPlain as error:
-        return Greeting(preloaded=False, error=received.described(error))
+    except wire.NotPlain as error:
+        return Greeting(preloaded=False, error=wire.described(error))
     return greeting
 
 
@@ -154,11 +157,6 @@ def _late(member: Member) -> RankHung:
         0,
         [report],
     )
-
-
-def watch(selector: selectors.BaseSelector, member: Member) -> None:
-    """Let the pool hear of it when this rank answers or ends."""
-    selector.register(member.tasks, selectors.EVENT_READ, member)
 
 
 def _without_dump(text: str) -> str:

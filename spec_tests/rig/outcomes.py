@@ -25,9 +25,20 @@ Event = dict[str, Any]
 """One line of the log: a flat dict of JSON types with the key "event"."""
 
 LEVELS = ("course", "correct", "production")
-"""Cumulative: who is held to `correct` is held to `course` as well."""
+"""What the exercises ask, what the name promises, what PyTorch offers beyond. Cumulative."""
 
-STRENGTHS = ("MUST", "SHOULD", "MAY")
+
+class Strength(StrEnum):
+    """MUST decides; SHOULD and MAY advise."""
+
+    MUST = "MUST"
+    SHOULD = "SHOULD"
+    MAY = "MAY"
+
+
+def is_within(level: str, limit: str) -> bool:
+    """Whether a clause of `level` is owed by who is held to `limit`."""
+    return LEVELS.index(level) <= LEVELS.index(limit)
 
 
 class Outcome(StrEnum):
@@ -137,7 +148,7 @@ class Cell:
 
     def is_within(self, level: str) -> bool:
         """Whether the clause stands at or below the level."""
-        return LEVELS.index(self.level) <= LEVELS.index(level)
+        return is_within(self.level, level)
 
     def decides(self, level: str) -> bool:
         """Whether the exit status counts this cell."""

@@ -24,7 +24,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,10 +33,11 @@ import torch.distributed as dist
 
 from spec_tests.rig import member as member_side
 from spec_tests.rig import rank as rank_side
-from spec_tests.rig import received, wire
+from spec_tests.rig import wire
 from spec_tests.rig.errors import RankDied, RankHung, RankRaised, RankReport
 from spec_tests.rig.liveness import Liveness
 from spec_tests.rig.member import Member
+from spec_tests.rig.watcher import Doing
 from spec_tests.rig.zygote import rank_environment
 from spec_tests.target import Target
 
@@ -50,6 +51,13 @@ _POLL_S = 0.2
 PATIENCE = 4.0
 
 
+# How long ranks may take to leave when they are asked to.
+_STOP_S = 1.0
+
+Errors = dict[int, wire.RemoteError]
+"""Rank to what it raised."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a successful call returns: one value per rank, and what the ranks left behind."""
@@ -58,14 +66,17 @@ class Outcome:
     leaks: tuple[str, ...]
 
 
-class Pool:
-    """`world_size` live ranks with one implementation loaded in each.
+class BasePool:
+    """`world_size` ranks with one implementation loaded: what live and simulated ranks share.
 
     Args:
         world_size: how many ranks.
         target: the implementation to load; None for a world that only runs the rig's own bodies.
-        transport: "gloo" (CPU) or "cuda" (one device per rank, shared where there are fewer).
-        environment: additional variables for the ranks.
+        transport: "gloo" (CPU), "cuda" (one device per rank, shared where there are fewer) or
+            "sim" (simulated).
+
+    Raises:
+        RankHung, RankDied: a process does not come up.
     """
 
     def __init__(
@@ -74,9 +85,8 @@ class Pool:
         *,
         target: Target | None = None,
         transport: str = "gloo",
-        environment: dict[str, str] | None = None,
     ) -> None:
-        self.world_size, self.target = world_size, target
+        self.world_size, self.target, self.transport = world_size, target, transport
         self.load_error: wire.RemoteError | None = None
         self.offered: tuple[str, ...] = ()
         self.misfits: dict[str, str] = {}
@@ -84,39 +94,32 @@ class Pool:
         self.is_alive = True
         self.was_preloaded = True
         self._serial = 0
-        self._group = 0
         self._scratch = Path(tempfile.mkdtemp(prefix="trainspec-"))
-        # Owned by the parent and on a port that the system picks: no port is ever fixed.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._selector = selectors.DefaultSelector()
         self._members: list[Member] = []
+        (self._scratch / "shared").mkdir()
         try:
-            for rank in range(world_size):
-                self._members.append(self._start(rank, transport, environment or {}))
+            self._start()
             for member in self._members:
                 self._greet(member)
         except BaseException:
             self.kill()
             raise
 
-    def _start(self, rank: int, transport: str, environment: dict[str, str]) -> Member:
-        scratch = self._scratch / "shared"
-        scratch.mkdir(exist_ok=True)
-        member = member_side.start(
-            rank_side.RankConfig(
-                rank=rank,
-                world_size=self.world_size,
-                store_port=self._store.port,
-                store_prefix="rig",
-                output_path=str(self._scratch / f"rank{rank}.out"),
-                scratch=str(scratch),
-                target=self.target,
-                transport=transport,
-                environment={**rank_environment(transport), **environment},
-            )
+    def _start(self) -> None:
+        """Start every process of the pool."""
+        raise NotImplementedError
+
+    def _config(self, rank: int, output: str, store_port: int = 0) -> rank_side.RankConfig:
+        return rank_side.RankConfig(
+            rank=rank,
+            world_size=self.world_size,
+            store_port=store_port,
+            output_path=str(self._scratch / output),
+            scratch=str(self._scratch / "shared"),
+            target=self.target,
+            transport=self.transport,
+            environment=rank_environment(self.transport),
         )
-        member_side.watch(self._selector, member)
-        return member
 
     def _greet(self, member: Member) -> None:
         greeting = member_side.greet(member)
@@ -126,13 +129,76 @@ class Pool:
         self.leaks += tuple(f"rank {member.rank}, at import: {each}" for each in greeting.leaks)
 
     def pids(self) -> list[int]:
-        """Process ids of the ranks."""
+        """Process ids of the ranks; simulated ones share a process."""
         return [member.process.pid or -1 for member in self._members]
+
+    def _outcome(self, replies: Sequence[rank_side.Reply]) -> Outcome:
+        """Return what the ranks observed; the replies hold no error."""
+        named = [f"rank {rank}: {leak}" for rank, r in enumerate(replies) for leak in r.leaks]
+        issued = [reply.collectives for reply in replies]
+        if len(set(issued)) > 1:
+            named.append(f"ranks issued different numbers of operations: {issued}")
+        return Outcome(_values([reply.value for reply in replies]), tuple(named))
+
+    def _raise_error(self, errors: Errors, reports: Sequence[RankReport]) -> NoReturn:
+        """Raise the earliest error that is no echo of another rank's."""
+        primary = culprit(errors)
+        error = errors[primary]
+        same = [rank for rank in sorted(errors) if errors[rank].is_like(error)]
+        headline = f"rank {_and(same)} of {self.world_size} raised {error.headline}"
+        shown = [
+            report
+            if report.rank == primary or report.rank not in same
+            else RankReport(report.rank, f"raised the same {error.kind}", output=report.output)
+            for report in reports
+        ]
+        raise RankRaised(headline, primary, shown).with_traceback(error.rebuild_traceback())
+
+    def stop(self) -> None:
+        """Ask the ranks to leave, then make sure that they have."""
+        if self.is_alive:
+            for member in self._members:
+                with contextlib.suppress(OSError):
+                    member.tasks.send_bytes(wire.dumps(None))
+            end = time.monotonic() + _STOP_S
+            for member in self._members:
+                member.process.join(max(0.0, end - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """End every rank now and remove what the pool wrote. May be called twice."""
+        self.is_alive = False
+        for member in self._members:
+            with contextlib.suppress(OSError, ValueError):
+                member.process.kill()
+            if member.process.pid is not None:
+                with contextlib.suppress(OSError):  # compilers and the like that it has started
+                    os.killpg(member.process.pid, signal.SIGKILL)
+        for member in self._members:
+            member.process.join(5.0)
+            member.tasks.close()
+            member.control.close()
+        self._members.clear()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+class Pool(BasePool):
+    """Live ranks, a process each."""
+
+    def _start(self) -> None:
+        self._group, self._selector = 0, selectors.DefaultSelector()
+        # Owned by the parent and on a port that the system picks: no port is ever fixed.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(self.world_size):
+            config = self._config(rank, f"rank{rank}.out", self._store.port)
+            member = member_side.start(config)
+            self._members.append(member)
+            self._selector.register(member.tasks, selectors.EVENT_READ, member)
 
     def call(
         self,
         body: tuple[str, str],
-        args: Sequence[tuple[Any, ...]],
+        args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
         seed: int,
@@ -140,7 +206,7 @@ class Pool:
         grace_s: float,
         patience: float = PATIENCE,
     ) -> Outcome:
-        """Run `body` on every rank, `args[rank]` being its positional arguments.
+        """Run `body` on every rank.
 
         Args:
             patience: how many times `timeout_s` a body may take while it visibly computes.
@@ -150,10 +216,8 @@ class Pool:
         """
         self._serial += 1
         try:
+            task = rank_side.Task(self._serial, self._group, *body, args, kwargs, seed)
             for member in self._members:
-                task = rank_side.Task(
-                    self._serial, self._group, *body, args[member.rank], kwargs, seed
-                )
                 with contextlib.suppress(BrokenPipeError):  # it died idle; the wait will see it
                     member.send(task)
             replies = self._collect(min(1.0, patience) * timeout_s, grace_s, patience * timeout_s)
@@ -210,11 +274,11 @@ class Pool:
 
     def _receive(self, member: Member, replies: dict[int, rank_side.Reply]) -> None:
         try:
-            reply = received.received(member.tasks.recv_bytes(), rank_side.Reply)
+            reply = wire.received(member.tasks.recv_bytes(), rank_side.Reply)
         except (EOFError, ConnectionResetError):
             self._raise_died(member, replies)
-        except received.NotPlain as error:
-            raise received.refusal(error, member.rank, self.world_size) from None
+        except wire.NotPlain as error:
+            raise refusal(error, member.rank, self.world_size) from None
         if reply.serial != self._serial:
             return  # of an earlier call
         if reply.has_left:  # its second answer
@@ -228,8 +292,8 @@ class Pool:
         """Nobody will answer any more. An error that a rank already posted is the better story."""
         reports = self._report_all(replies)
         self.kill()
-        if any(reply.error for reply in replies.values()):
-            self._raise_error(replies, reports)
+        if errors := _errors(replies):
+            self._raise_error(errors, reports)
         waiting = [report.rank for report in reports if report.state == "in the body"]
         returned = [report.rank for report in reports if report.state == "returned"]
         headline = f"hang: rank {_and(waiting)} {why}"
@@ -250,95 +314,77 @@ class Pool:
         reports = []
         for member in self._members:
             reply = replies.get(member.rank)
-            stack, state = "", "returned"
-            collectives: tuple[str, ...] = ()
-            if reply is not None and reply.error is not None:
-                state = "raised"
-                if dead is not None:
-                    collectives = member.ask_what_it_does(0.3).collectives
-            elif reply is None and (member is dead or not member.process.is_alive()):
-                state = member.how_it_ended()
-                doing = member.last_words()
-                stack, collectives = doing.stack, doing.collectives
-            elif reply is None:
-                state = "in the body"
-                doing = member.ask_what_it_does(0.3)
-                stack, collectives = doing.stack, doing.collectives
-            else:
-                collectives = member.ask_what_it_does(0.3).collectives
             error = reply.error if reply is not None else None
+            if reply is None and (member is dead or not member.process.is_alive()):
+                state, doing = member.how_it_ended(), member.last_words()
+            elif error is not None and dead is None:  # its traceback says where it was
+                state, doing = "raised", Doing("")
+            else:
+                state = "in the body" if reply is None else "raised" if error else "returned"
+                doing = member.ask_what_it_does(0.3)
+            stack = doing.stack if reply is None else ""
             reports.append(
-                RankReport(member.rank, state, error, stack, collectives, member.output())
+                RankReport(member.rank, state, error, stack, doing.collectives, member.output())
             )
         return reports
 
     def _conclude(self, replies: dict[int, rank_side.Reply]) -> Outcome:
         ordered = [replies[rank] for rank in range(self.world_size)]
-        leaks = [leak for reply in ordered for leak in reply.leaks]
         issued = [reply.collectives for reply in ordered]
-        has_failed = any(reply.error for reply in ordered)
-        reports = self._report_all(replies) if has_failed else []
+        errors = _errors(replies)
+        reports = self._report_all(replies) if errors else []
         # Ranks that issued different numbers of operations are out of step: the next body gets a
         # new group. That is no verdict, for sends and receives are counted as well.
-        needs_new_group = has_failed or len(set(issued)) > 1 or issued[0] < 0
+        needs_new_group = bool(errors) or len(set(issued)) > 1 or issued[0] < 0
         self._group += needs_new_group
         keeps_groups = any(reply.keeps_groups for reply in ordered)
-        if (needs_new_group and keeps_groups) or not all(
-            leak.restored or leak.is_harmless for leak in leaks
-        ):
+        if (needs_new_group and keeps_groups) or is_damaged(ordered):
             self.kill()
-        if has_failed:
-            self._raise_error(replies, reports)
-        named = [f"rank {rank}: {leak}" for rank, r in enumerate(ordered) for leak in r.leaks]
-        if len(set(issued)) > 1:
-            named.append(f"ranks issued different numbers of operations: {issued}")
-        return Outcome(received.values([reply.value for reply in ordered]), tuple(named))
-
-    def _raise_error(
-        self, replies: dict[int, rank_side.Reply], reports: list[RankReport]
-    ) -> NoReturn:
-        errors = {rank: reply.error for rank, reply in replies.items() if reply.error is not None}
-        primary = min(errors, key=lambda rank: (errors[rank].is_echo, errors[rank].raised_ns))
-        error = errors[primary]
-        same = [r for r in sorted(errors) if errors[r].is_like(error)]
-        headline = f"rank {_and(same)} of {self.world_size} raised {error.headline}"
-        shown = [
-            report
-            if report.rank == primary or report.rank not in same
-            else RankReport(report.rank, f"raised the same {error.kind}", output=report.output)
-            for report in reports
-        ]
-        raise RankRaised(headline, primary, shown).with_traceback(error.rebuild_traceback())
-
-    def stop(self) -> None:
-        """Ask the ranks to leave, then make sure that they have."""
-        if self.is_alive:
-            for member in self._members:
-                with contextlib.suppress(OSError):
-                    member.tasks.send_bytes(wire.dumps(None))
-            end = time.monotonic() + 1.0
-            for member in self._members:
-                member.process.join(max(0.0, end - time.monotonic()))
-        self.kill()
+        if errors:
+            self._raise_error(errors, reports)
+        return self._outcome(ordered)
 
     def kill(self) -> None:
         """End every rank now and remove what the pool wrote. May be called twice."""
-        self.is_alive = False
-        for member in self._members:
-            with contextlib.suppress(OSError, ValueError):
-                member.process.kill()
-            if member.process.pid is not None:
-                with contextlib.suppress(OSError):  # compilers and the like that it has started
-                    os.killpg(member.process.pid, signal.SIGKILL)
-        for member in self._members:
-            member.process.join(5.0)
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(member.tasks)
-            member.tasks.close()
-            member.control.close()
         self._selector.close()
-        self._members.clear()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        super().kill()
+
+
+def _values(sent: Sequence[bytes | None]) -> list[Any]:
+    """What the bodies returned, one per rank.
+
+    Raises:
+        RankRaised: a rank returned more than data.
+    """
+    found: list[Any] = []
+    for rank, data in enumerate(sent):
+        try:
+            found.append(wire.received(data or b"", object))
+        except wire.NotPlain as error:
+            raise refusal(error, rank, len(sent)) from None
+    return found
+
+
+def refusal(error: wire.NotPlain, rank: int, world_size: int) -> RankRaised:
+    """The failure that stands for something that rank `rank` should not have sent."""
+    reports = [RankReport(each, "returned") for each in range(world_size)]
+    reports[rank] = RankReport(rank, "returned", wire.described(error))
+    return RankRaised(f"rank {rank} of {world_size}: {error}", rank, reports)
+
+
+def is_damaged(replies: Sequence[rank_side.Reply]) -> bool:
+    """Return whether a body left something behind that cannot be put back."""
+    leaks = [leak for reply in replies for leak in reply.leaks]
+    return not all(leak.restored or leak.is_harmless for leak in leaks)
+
+
+def _errors(replies: Mapping[int, rank_side.Reply]) -> Errors:
+    return {rank: reply.error for rank, reply in replies.items() if reply.error is not None}
+
+
+def culprit(errors: Errors) -> int:
+    """Return the rank that raised first, other than as an echo of another rank's failure."""
+    return min(errors, key=lambda rank: (errors[rank].is_echo, errors[rank].raised_ns))
 
 
 def _progress_of(member: Member) -> Callable[[], object]:

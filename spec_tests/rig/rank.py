@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -39,9 +39,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spec_tests.rig import hygiene, patches, wire
+from spec_tests.rig import hygiene, wire
 from spec_tests.rig.recorder import Recorder
-from spec_tests.rig.watcher import LAST_WORDS, keep_last_words, watch
+from spec_tests.rig.watcher import LAST_WORDS, Doing, keep_last_words, watch
 from spec_tests.rig.zygote import forget_triton
 from spec_tests.target import Implementation, Target, load
 
@@ -62,7 +62,6 @@ class RankConfig:
     rank: int
     world_size: int
     store_port: int
-    store_prefix: str
     output_path: str
     scratch: str
     target: Target | None
@@ -158,8 +157,8 @@ class Context:
             raise ValueError(f"rank {self.rank} is in none of the groups {groups}")
         return mine
 
-    def close(self) -> None:
-        """Destroy the groups that `split` made."""
+    def finish(self) -> None:
+        """The body has returned: destroy the groups that `split` made."""
         while self._groups:
             with contextlib.suppress(ValueError, AssertionError):  # the body did it already
                 _destroy_group(self._groups.pop())
@@ -178,34 +177,51 @@ class Greeting:
 
 def main(config: RankConfig, tasks: Connection, control: Connection) -> None:
     """Serve until told to stop. Entry point of the forked process."""
+    number = str(config.rank)
+    output = begin(config, tasks, control, {"RANK": number, "LOCAL_RANK": number})
+    start_watcher(control, config)
+    keep_last_words(Path(config.output_path).with_suffix(LAST_WORDS))
+    store = dist.TCPStore("127.0.0.1", config.store_port, is_master=False)
+    impl, greeting = load_implementation(config.target, config.transport)
+    _leave()  # the group that the implementation may have joined when it was imported
+    greet(tasks, greeting)
+    _serve(config, tasks, store, impl, output)
+
+
+def begin(
+    config: RankConfig, tasks: Connection, control: Connection, identity: dict[str, str]
+) -> int:
+    """Prepare the forked process: output, environment, signals; return the output's descriptor.
+
+    Args:
+        identity: variables of the environment that say which rank this is.
+    """
     _may_have_children(tasks, control)
-    preloaded = "torch.distributed.fsdp" in sys.modules
     output = _redirect_output(config.output_path)
     had_interpreter = bool(os.environ.get("TRITON_INTERPRET"))  # so the zygote had it as well
     os.environ.update(config.environment)
     if os.environ.get("TRITON_INTERPRET") and not had_interpreter:
         forget_triton()
-    os.environ.update(
-        RANK=str(config.rank), LOCAL_RANK=str(config.rank), WORLD_SIZE=str(config.world_size)
-    )
+    os.environ.update(identity, WORLD_SIZE=str(config.world_size))
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    watcher = threading.Thread(
-        target=watch, args=(control, config.scratch), name="watcher", daemon=True
-    )
-    watcher.start()
-    keep_last_words(Path(config.output_path).with_suffix(LAST_WORDS))
-    store = dist.TCPStore("127.0.0.1", config.store_port, is_master=False)
-    impl: Implementation | None = None
-    greeting = Greeting(preloaded)
-    if config.target is not None:
-        impl, greeting = load_implementation(config.target, config.transport, preloaded=preloaded)
-        _leave()  # the group that it may have joined on that occasion
+    return output
+
+
+def start_watcher(
+    control: Connection, config: RankConfig, answer: Callable[[], Doing] | None = None
+) -> None:
+    """Have a thread answer who asks what this process does, see `watcher.watch`."""
+    told = (control, config.scratch, answer)
+    threading.Thread(target=watch, args=told, name="watcher", daemon=True).start()
+
+
+def greet(tasks: Connection, greeting: Greeting) -> None:
+    """Tell the parent how the import went."""
     # Later collections then look at what bodies made, not at torch. Without a collection first:
     # that would take longer than all the rest of the start.
     gc.freeze()
     tasks.send_bytes(wire.dumps(greeting))
-    _serve(config, tasks, store, impl, output)
 
 
 def _may_have_children(*pipes: Connection) -> None:
@@ -251,11 +267,12 @@ def _serve(
             _join(config, store, task.group)
             joined = task.group
             clean = hygiene.snapshot()
-        reply = _run(config, task, impl)
+        reply = _run(task, Context(config, task, impl))
         leaks = hygiene.restore(clean)
         if leaks:  # what could not be put back is the state from now on
             clean = hygiene.snapshot()
-        reply = _with_leaks(reply, leaks)
+        keeps_groups = hygiene.keeps_groups()
+        reply = dataclasses.replace(reply, leaks=tuple(leaks), keeps_groups=keeps_groups)
         tasks.send_bytes(wire.dumps(reply))
         if reply.error is not None or reply.collectives < 0:
             _leave()  # releases the peers that wait for this rank
@@ -265,17 +282,12 @@ def _serve(
     _leave()
 
 
-def _with_leaks(reply: Reply, leaks: list[hygiene.Leak]) -> Reply:
-    return dataclasses.replace(reply, leaks=tuple(leaks), keeps_groups=hygiene.keeps_groups())
-
-
-def _run(config: RankConfig, task: Task, impl: Implementation | None) -> Reply:
+def _run(task: Task, context: Context) -> Reply:
     try:
         body = _resolve(task.module, task.qualname)
-        hygiene.seed_everything(1000 * task.seed + config.rank)
-        context = Context(config, task, impl)
+        hygiene.seed_everything(1000 * task.seed + context.rank)
         value = wire.dumps(body(context, *task.args, **task.kwargs))
-        context.close()
+        context.finish()
         if len(value) > _MAX_VALUE_BYTES:
             raise ValueError(
                 f"expected observations of at most {_MAX_VALUE_BYTES >> 20} MB, got "
@@ -309,7 +321,7 @@ def _join(config: RankConfig, store: dist.TCPStore, generation: int) -> None:
     backend = "gloo"
     if config.transport == "cuda" and torch.cuda.device_count() >= config.world_size:
         backend = "cpu:gloo,cuda:nccl"
-    prefixed = dist.PrefixStore(f"{config.store_prefix}/{generation}", store)
+    prefixed = dist.PrefixStore(f"rig/{generation}", store)
     _init_group(
         backend,
         store=prefixed,
@@ -335,12 +347,15 @@ def _leave() -> None:
 
 
 def load_implementation(
-    target: Target, transport: str, *, preloaded: bool
+    target: Target | None, transport: str
 ) -> tuple[Implementation | None, Greeting]:
-    """The implementation, None if its import failed, and the rank's first words to the parent."""
+    """Return the implementation and the greeting; None without one or if its import failed."""
+    preloaded = "torch.distributed.fsdp" in sys.modules
+    if target is None:
+        return None, Greeting(preloaded)
     _spare_the_machine()
     device = prepare_device(target, transport)
-    clean, whole = hygiene.snapshot(), patches.attributes()
+    clean, whole = hygiene.snapshot(), hygiene.attributes()
     try:
         impl = load(target, device=device)
         error = None
@@ -350,7 +365,7 @@ def load_implementation(
             caught = caught.with_traceback(begun)
         impl, error = None, wire.RemoteError.of(caught, time.monotonic_ns())
     leaks = [str(leak) for leak in hygiene.restore(clean) if not leak.is_harmless]
-    leaks += [f"replaced {name}" for name in patches.replaced(whole)]
+    leaks += [f"replaced {name}" for name in hygiene.replaced(whole)]
     if impl is None:
         return None, Greeting(preloaded, error, leaks=tuple(leaks))
     return impl, Greeting(preloaded, None, impl.offered, impl.misfits, tuple(leaks))

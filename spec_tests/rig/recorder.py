@@ -36,14 +36,9 @@ class Kind(StrEnum):
     BARRIER = "barrier"
 
 
-# By the first word that the operator's name contains.
+# By the first word that the operator's name contains: a reduce-scatter is a reduction.
 _KINDS = (
-    ("allreduce", Kind.REDUCTION),
-    ("all_reduce", Kind.REDUCTION),
-    ("reduce_scatter", Kind.REDUCTION),
     ("reduce", Kind.REDUCTION),
-    ("allgather", Kind.GATHER),
-    ("all_gather", Kind.GATHER),
     ("gather", Kind.GATHER),
     ("broadcast", Kind.BROADCAST),
     ("scatter", Kind.BROADCAST),

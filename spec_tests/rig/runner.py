@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from hypothesis.errors import Flaky
 
-from spec_tests.clause import LEVELS, Clause
-from spec_tests.rig import unreadable
+from spec_tests.clause import Clause
 from spec_tests.rig.errors import (
     NOT_HERE,
     Blocked,
@@ -29,8 +28,8 @@ from spec_tests.rig.errors import (
     RankRaised,
     RigError,
 )
-from spec_tests.rig.judge import Situation, Violation, judging, violated
-from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.judge import Situation, Violation, judging, unreadable_is_a_finding, violated
+from spec_tests.rig.outcomes import LEVELS, Outcome
 from spec_tests.rig.sim import Deadlock, hooks
 from spec_tests.rig.world import World, Worlds
 from spec_tests.target import Target
@@ -184,7 +183,7 @@ def run_case(
             if transport is not None:
                 world = replace(world, is_replay=True)
             require_offered(world, clause, case.get("subject"))
-            with unreadable.is_a_finding():
+            with unreadable_is_a_finding():
                 clause.test(**{**case, "world": world})
         except KeyboardInterrupt:
             raise

@@ -10,7 +10,6 @@ random examples, database on), `impostors` (first failure ends it, nothing is sh
 
 from __future__ import annotations
 
-import hypothesis
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
@@ -62,13 +61,3 @@ def schedules_of_ranks(max_ranks: int = 3) -> st.SearchStrategy[Schedule]:
         straggler=st.none() | st.integers(0, max_ranks - 1),
         late=st.integers(0, 3),
     )
-
-
-__all__ = [
-    "bucket_sizes_mb",
-    "hypothesis",
-    "register_profiles",
-    "schedules",
-    "schedules_of_ranks",
-    "seeds",
-]

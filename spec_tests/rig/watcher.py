@@ -73,26 +73,24 @@ def keep_last_words(path: Path) -> None:
 
 
 def _doing() -> Doing:
-    stack = _stack_now(threading.main_thread().ident or 0)
+    stack = stack_of_body(threading.main_thread())
     return Doing(stack, _last_collectives(), issued_by_all_groups())
 
 
-def _stack_now(thread: int) -> str:
+def stack_of_body(thread: threading.Thread | None) -> str:
+    """Where a thread is in its body, or in the import at the start; empty between two tasks."""
     # Who holds a frame keeps its locals alive, and a body that measures memory counts them: so not
     # extract_stack, which reads files between one frame and the next.
-    frame = sys._current_frames().get(thread)
+    frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
     places = []
     while frame is not None:
         places.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, None))
         frame = frame.f_back
-    return _stack_of_body(traceback.StackSummary.from_list(reversed(places)))
-
-
-def _stack_of_body(stack: traceback.StackSummary) -> str:
-    """What belongs to the body, or to the import at the start; empty between two tasks."""
+    stack = traceback.StackSummary.from_list(reversed(places))
     own = ((_RANK, "_run"), (_RANK, "load_implementation"))
     inside = [i for i, f in enumerate(stack) if (f.filename, f.name) in own]
-    return "".join(traceback.format_list(stack[inside[-1] + 1 :])) if inside else ""
+    body = [f for f in stack[inside[-1] + 1 :] if "/rig/sim/" not in f.filename] if inside else []
+    return "".join(traceback.format_list(body))
 
 
 def _last_collectives(limit: int = 6) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import linecache
 import re
 import unittest
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -189,17 +189,15 @@ class World:
         self,
         body: Callable[..., Any],
         *args: Any,
-        per_rank: Sequence[tuple[Any, ...]] | None = None,
         seed: int = 0,
         timeout_s: float = TIMEOUT_S,
         grace_s: float = GRACE_S,
         **kwargs: Any,
     ) -> Ranks:
-        """Call `body(ctx, *args, *per_rank[rank], **kwargs)` on every rank.
+        """Call `body(ctx, *args, **kwargs)` on every rank.
 
         Args:
             body: a module-level function; its first parameter is a `rig.rank.Context`.
-            per_rank: additional positional arguments, one tuple per rank.
             seed: each rank seeds torch, NumPy and random with `1000 * seed + rank`.
             timeout_s: the longest that the body may take.
             grace_s: how long all silent ranks may be blocked before that is called a hang.
@@ -207,15 +205,11 @@ class World:
         Raises:
             NotOffered: the implementation lacks a function that the body called.
             RankRaised, RankHung, RankDied: see `rig.errors`.
-            RigError: the body cannot be named, or the arguments do not fit the world.
+            RigError: the body cannot be named.
         """
         name = _name_of(body)
-        if per_rank is not None and len(per_rank) != self.size:
-            raise RigError(f"per_rank has {len(per_rank)} entries for {self.size} ranks")
-        own = per_rank or [()] * self.size
         pool = self._loaded_pool()
         timeout_s = min(timeout_s, REPLAY_TIMEOUT_S) if self.is_replay else timeout_s
-        calls = [(*args, *own[rank]) for rank in range(self.size)]
         limits: dict[str, Any] = {"timeout_s": timeout_s, "grace_s": grace_s}
         if isinstance(pool, Pool):
             limits["patience"] = self.worlds.patience(self.target)
@@ -223,7 +217,7 @@ class World:
             limits["schedule"] = self.schedule
         with _translated(self.target, self.transport):
             try:
-                outcome = pool.call(name, calls, kwargs, seed=seed, **limits)
+                outcome = pool.call(name, args, kwargs, seed=seed, **limits)
             except RankHung as failure:
                 self.worlds.note(self.target, failure)
                 raise

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from spec_tests import __main__ as command
+from spec_tests.outcome_hooks import Run
 from spec_tests.plugin import _nothing_to_run
 from spec_tests.rig.eventlog import check_log, read_log
 from spec_tests.rig.world import Worlds
-from spec_tests.run import Run
 
 ROOT = Path(__file__).parents[2]
 RIGHT = """\
@@ -289,8 +289,8 @@ def test_the_manual_names_every_subcommand_and_each_has_a_main(name: str):
 
 
 def test_options_are_found_in_both_spellings():
-    assert command._option(["--impl", "a", "--report=b"], "--report") == "b"
-    assert command._option(["--impl", "a", "--report", "c"], "--report") == "c"
-    assert command._option(["--impl", "a", "--report"], "--report") is None
-    assert command._option(["--report", "c", "--report=d"], "--report") == "d", "as pytest has it"
-    assert command._option([], "--report") is None
+    assert command._flags(["--impl", "a", "--report=b"]).report == "b"
+    assert command._flags(["--impl", "a", "--report", "c"]).report == "c"
+    assert command._flags(["--impl", "a", "--report"]).report is None
+    assert command._flags(["--report", "c", "--report=d"]).report == "d", "as pytest has it"
+    assert command._flags([]).report is None

@@ -19,7 +19,7 @@ import torch
 from spec_tests.attention import interpreter, test_refusals
 from spec_tests.rig import not_here
 from spec_tests.rig.errors import RankRaised
-from spec_tests.rig.missing import missing
+from spec_tests.rig.not_here import missing
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spec_tests.rig.errors import RankRaised, RigError
+from spec_tests.rig.errors import RankRaised
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
 from spec_tests.rig_tests import bodies, faults
@@ -37,20 +37,6 @@ def test_ranks_know_who_they_are_and_collectives_add_up(worlds: Worlds, transpor
     expected = torch.tensor([1.0, 2.0], dtype=torch.float64) * sum(range(1, size + 1))
     for total in world.run(bodies.total, [1.0, 2.0]):
         assert torch.equal(total, expected)
-
-
-def test_arguments_of_its_own_reach_each_rank_after_the_common_ones(worlds: Worlds):
-    ranks = worlds.world(2).run(arguments, 1, per_rank=[(2, 3), (4, 5)], last=6)
-    assert ranks == [((1, 2, 3), 6), ((1, 4, 5), 6)]
-
-
-def arguments(ctx: Context, *args: int, last: int) -> tuple[tuple[int, ...], int]:
-    return args, last
-
-
-def test_too_few_arguments_for_the_ranks_are_refused(worlds: Worlds):
-    with pytest.raises(RigError, match="per_rank has 1 entries for 2 ranks"):
-        worlds.world(2).run(bodies.empty, per_rank=[()])
 
 
 @pytest.mark.parametrize("size", [0, -1])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from spec_tests.rig import received, runner, wire
+from spec_tests.rig import runner, wire
 from spec_tests.rig.errors import RankRaised, RankReport
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.rank import Context, Reply
@@ -82,7 +82,7 @@ def test_what_is_more_than_data_is_refused_and_never_called_in_the_parent(
     ids=lambda value: f"{type(value).__name__}",
 )
 def test_all_that_is_data_is_read_as_it_was_sent(value: object):
-    back = received.received(wire.dumps({"a": [value]}), dict)["a"][0]
+    back = wire.received(wire.dumps({"a": [value]}), dict)["a"][0]
     assert type(back) is type(value)
     assert repr(back) == repr(value)
 
@@ -95,8 +95,8 @@ def test_bytes_that_are_no_answer_are_refused_as_what_they_are():
         pickle.dumps(os.system): r"only posix\.system can rebuild",
         b"cspec_tests.rig.pool\nos.system\n.": r"only spec_tests\.rig\.pool\.os\.system can",
     }.items():
-        with pytest.raises(received.NotPlain, match=said):
-            received.received(data, Reply)
+        with pytest.raises(wire.NotPlain, match=said):
+            wire.received(data, Reply)
 
 
 def test_an_assertion_without_words_arrives_with_its_line(worlds: Worlds):

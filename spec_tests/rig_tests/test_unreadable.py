@@ -11,7 +11,7 @@ import torch
 from spec_tests import ledger, target
 from spec_tests.contract import FUNCTIONS
 from spec_tests.data.test_partition import test_all_ranks_are_in_the_same_window_of_the_order
-from spec_tests.rig import judge, runner, unreadable
+from spec_tests.rig import judge, runner
 from spec_tests.rig.errors import RigError
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.world import Ranks, World, Worlds
@@ -73,7 +73,7 @@ def finding_about(observed: list[Any], error: Exception) -> str:
     with (
         pytest.raises(judge.Violation) as caught,
         judge.judging(here),
-        unreadable.is_a_finding(),
+        judge.unreadable_is_a_finding(),
     ):
         raise error
     assert caught.value.__cause__ is error
@@ -106,7 +106,7 @@ def test_what_the_rig_or_the_machine_is_at_fault_for_stays_an_error(error, obser
     with (
         pytest.raises(type(error)) as caught,
         judge.judging(judge.Situation(observed=observed)),
-        unreadable.is_a_finding(),
+        judge.unreadable_is_a_finding(),
     ):
         raise error
     assert runner.outcome_of(caught.value) is Outcome.ERROR

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spec_tests.rig.outcomes import LEVELS, Outcome
+from spec_tests.rig.outcomes import Outcome, is_within
 from spec_tests.rig.report.data import Report, read_report
 
 _HELD = {Outcome.PASSED}
@@ -84,7 +84,7 @@ def compare(before: Report, after: Report) -> list[Change]:
                         clause,
                         new,
                         kind,
-                        row["strength"] == "MUST" and _within(row["level"], levels[new]),
+                        row["strength"] == "MUST" and is_within(row["level"], levels[new]),
                         then["text"] if then else "not run",
                         now["text"] if now else "not run",
                         cases,
@@ -92,10 +92,6 @@ def compare(before: Report, after: Report) -> list[Change]:
                     )
                 )
     return sorted(changes, key=lambda change: list(KINDS).index(change.kind))
-
-
-def _within(level: str, limit: str) -> bool:
-    return LEVELS.index(level) <= LEVELS.index(limit)
 
 
 def _pairs(before: Report, after: Report) -> list[tuple[str, str]]:

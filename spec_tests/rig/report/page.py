@@ -8,18 +8,20 @@ the details away. Template, styles and script lie beside this file; this file de
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from spec_tests.rig.outcomes import BROKEN, LEVELS, REFUTED, SILENT, Event, Outcome
 from spec_tests.rig.report.data import Report, as_report
-from spec_tests.rig.report.markup import linked, prose
 from spec_tests.rig.report.points import got
-from spec_tests.rig.report.text import WORDS
+from spec_tests.rig.report.text import WORDS, clip
 
 LEVEL_TITLES = {
     "course": "what the exercises ask",
@@ -27,6 +29,8 @@ LEVEL_TITLES = {
     "production": "what PyTorch offers beyond",
 }
 _FOLDER = Path(__file__).parent
+# One line only: a fence, or a back-tick that has no fellow, is left as it is.
+_CODE = re.compile(r"(?<!`)(`{1,2})(?!`)([^`\n]+)\1(?!`)")
 _MAX_MESSAGE_LINES = 60
 _MAX_STORIES = 6
 _FAILING = REFUTED | BROKEN | {Outcome.EXPECTED_FAILURE}
@@ -102,7 +106,7 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
 def _cell(cell: Mapping[str, Any]) -> dict[str, Any]:
     """Return a cell with its first decisive case in full, and the names of the others."""
     first, *others = [case for case in cell["cases"] if case["outcome"] == cell["outcome"]]
-    shown = {**first, "clipped": _clip(first["message"].rstrip())}
+    shown = {**first, "clipped": clip(first["message"].rstrip(), _MAX_MESSAGE_LINES)}
     return {**cell, "shown": shown, "others": [case["case"] for case in others]}
 
 
@@ -158,9 +162,35 @@ def _said(value: Any) -> str:
     return ", ".join(f"{name}: {of}" for name, of in each) or str(value)
 
 
-def _clip(text: str) -> str:
-    lines = text.splitlines()
-    if len(lines) <= _MAX_MESSAGE_LINES:
-        return text
-    more = f"... {len(lines) - _MAX_MESSAGE_LINES} more lines in events.jsonl"
-    return "\n".join([*lines[:_MAX_MESSAGE_LINES], more])
+def prose(text: str) -> Markup:
+    """Return the text as HTML, escaped, with what is in back-ticks as code.
+
+    >>> print(prose("`x < 1` and a lone `"))
+    <code>x &lt; 1</code> and a lone `
+    """
+    return Markup(_marked(text, escape))
+
+
+def linked(text: str) -> Markup:
+    """Return the same with bare addresses as links; nothing is fetched unless one is followed.
+
+    >>> print(linked("see https://example.org/a"))
+    see <a href='https://example.org/a' rel='noreferrer'>https://example.org/a</a>
+    """
+    return Markup(_marked(text, lambda plain: " ".join(map(_link, plain.split(" ")))))
+
+
+def _marked(text: str, plain: Callable[[str], str]) -> str:
+    parts, end = [], 0
+    for found in _CODE.finditer(text):
+        parts += [plain(text[end : found.start()]), f"<code>{escape(found[2])}</code>"]
+        end = found.end()
+    return "".join([*parts, plain(text[end:])])
+
+
+def _link(word: str) -> str:
+    if not word.startswith("https://"):
+        return escape(word)
+    address = word.rstrip(".,;)")
+    rest = word.removeprefix(address)
+    return f"<a href='{escape(address)}' rel='noreferrer'>{escape(address)}</a>{escape(rest)}"

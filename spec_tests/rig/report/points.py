@@ -46,10 +46,11 @@ from spec_tests.rig.outcomes import (
     cells,
     header,
     is_complete,
+    is_within,
     level_of,
     results,
 )
-from spec_tests.rig.report.text import INCOMPLETE, WORDS, implementations
+from spec_tests.rig.report.text import INCOMPLETE, WORDS, clip, implementations
 
 PROFILES = Path(__file__).parent / "profiles"
 
@@ -148,7 +149,7 @@ def score(events: Sequence[Event], implementation: str) -> dict[str, Any] | None
 
 
 def _note(needed: str, judged: str) -> str:
-    if LEVELS.index(judged) >= LEVELS.index(needed):
+    if is_within(needed, judged):
         return ""
     return f"this profile needs --level {needed}; judged at {judged}"
 
@@ -249,12 +250,13 @@ def _one_per_item(
             test["output"] += f"; {found['note']}" if found["note"] else ""
         else:
             full = item["points"] == item["of"]
-            said = [_clause_in_words(clause, own.get(clause)) for clause in item["missing"]]
+            each = (_clause_in_words(clause, own.get(clause)) for clause in item["missing"])
+            said = clip("\n\n".join(each), _MAX_OUTPUT_LINES)
             test |= {
                 "score": item["points"],
                 "max_score": item["of"],
-                "status": "passed" if full and not said else "failed",
-                "output": _clip("\n\n".join(said)) or "every clause of this item passes",
+                "status": "passed" if full and not item["missing"] else "failed",
+                "output": said or "every clause of this item passes",
             }
         tests.append(test)
     return tests
@@ -272,7 +274,7 @@ def _one_per_clause(events: Sequence[Event], name: str) -> list[dict[str, Any]]:
                 "score": float(has_passed),
                 "max_score": 1.0,
                 "status": "passed" if has_passed else "failed",
-                "output": _clip(_clause_in_words(cell.clause, cell)),
+                "output": clip(_clause_in_words(cell.clause, cell), _MAX_OUTPUT_LINES),
                 "tags": [cell.level],
                 "visibility": "visible",
             }
@@ -285,11 +287,3 @@ def _clause_in_words(clause: str, cell: Cell | None) -> str:
         return f"{clause}: {NOT_RUN}"
     first = cell.decisive_cases[0]
     return "\n".join(filter(None, [f"{clause}: {WORDS[cell.outcome]}", first["message"].rstrip()]))
-
-
-def _clip(text: str) -> str:
-    lines = text.splitlines()
-    if len(lines) <= _MAX_OUTPUT_LINES:
-        return text
-    more = f"... {len(lines) - _MAX_OUTPUT_LINES} more lines in events.jsonl"
-    return "\n".join([*lines[:_MAX_OUTPUT_LINES], more])

@@ -16,7 +16,8 @@ Every function here is pure: events in, text out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 
 from spec_tests.rig.errors import NOT_HERE
 from spec_tests.rig.outcomes import (
@@ -24,10 +25,10 @@ from spec_tests.rig.outcomes import (
     LEVELS,
     REFUTED,
     SILENT,
-    STRENGTHS,
     Cell,
     Event,
     Outcome,
+    Strength,
     cells,
     header,
     is_complete,
@@ -146,7 +147,7 @@ def render_counts(events: Sequence[Event], implementation: str) -> str:
     own = [cell for cell in cells(events) if cell.implementation == implementation]
     within = [cell for cell in own if cell.is_within(level)]
     parts = [
-        _ratio(strength, [c for c in within if c.strength == strength]) for strength in STRENGTHS
+        _ratio(strength, [c for c in within if c.strength == strength]) for strength in Strength
     ]
     parts.append(_ratio(f"above level {level}", [c for c in own if not c.is_within(level)]))
     for outcome in Outcome:
@@ -271,7 +272,8 @@ def _closest_margins(events: Sequence[Event]) -> list[str]:
     """The passing cases that came closest to their tolerance: where a bound may be too tight."""
     rows = []
     for event in results(events):
-        ratios = [_number(margin["ratio"]) for margin in event["margins"]]
+        # The log writes "nan" and "inf" as words.
+        ratios = [float(margin["ratio"]) for margin in event["margins"]]
         if ratios and event["outcome"] == Outcome.PASSED:
             # NaN compares with nothing; as infinity it comes first and is seen.
             worst = max(math.inf if math.isnan(ratio) else ratio for ratio in ratios)
@@ -283,25 +285,17 @@ def _closest_margins(events: Sequence[Event]) -> list[str]:
     return ["## Closest margins", "", *lines, ""] if lines else []
 
 
-def _number(value: float | str) -> float:
-    return float(value)  # the log writes "nan" and "inf" as words
-
-
 def _fenced(message: str) -> list[str]:
-    lines = message.rstrip().splitlines() or ["no message"]
-    if len(lines) > _MAX_MESSAGE_LINES:
-        more = f"... {len(lines) - _MAX_MESSAGE_LINES} more lines in events.jsonl"
-        lines = [*lines[:_MAX_MESSAGE_LINES], more]
+    text = clip(message.rstrip() or "no message", _MAX_MESSAGE_LINES)
     # A fence longer than any run of backticks inside cannot be closed by the message.
-    fence = "`" * max(3, 1 + _longest_run(lines))
-    return [f"{fence}text", *lines, fence]
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return [f"{fence}text", *text.splitlines(), fence]
 
 
-def _longest_run(lines: Iterable[str]) -> int:
-    longest = 0
-    for line in lines:
-        run = 0
-        for character in line:
-            run = run + 1 if character == "`" else 0
-            longest = max(longest, run)
-    return longest
+def clip(text: str, limit: int) -> str:
+    """Return the text with at most `limit` lines, and how many more the log has."""
+    lines = text.splitlines()
+    if len(lines) <= limit:
+        return text
+    more = f"... {len(lines) - limit} more lines in events.jsonl"
+    return "\n".join([*lines[:limit], more])

@@ -31,10 +31,10 @@ gloo as well, and what a clause finds here is replayed there (`rig.replay`): the
 gloo shows it too. `needs()` says which hook a torch lacks; such a run is judged on gloo, with a
 notice, and clauses that need a schedule are "not here".
 
-Files: `schedule` (the input), `baton` (who runs), `private` (what each rank has for itself),
-`meeting` (rendezvous and work), `buffers` (those in flight), `collectives` (what a run has under
-way), `kernels` (what each operator means), `reduction`, `hooks` (into torch), `store`, `host` (the
-process), `pool` (its parent's side), `faults` (the errors).
+Files: `schedule` (the input), `baton` (who runs, and what each rank has for itself), `meeting`
+(rendezvous, work, buffers in flight), `collectives` (what a run has under way), `kernels` (each
+operator's meaning and arithmetic), `hooks` (into torch), `store`, `host` (the process), `pool` (its
+parent's side), `faults` (the errors).
 """
 
 from spec_tests.rig.sim.faults import Deadlock

@@ -9,21 +9,68 @@ that is a deadlock: proved, and told with who waits for what.
 from __future__ import annotations
 
 import mmap
-import sys
+import os
+import random
 import threading
-import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+import torch
 
 from spec_tests.rig.sim.faults import Abandoned, NotSimulated, PeerGone
-from spec_tests.rig.sim.private import Private
 from spec_tests.rig.sim.schedule import Chooser, Schedule
+from spec_tests.rig.watcher import stack_of_body
 
 # So many questions in a row, without any progress, and nobody is working on the answer.
 _MAX_POLLS = 2_000
 
 Job = Callable[[int], None]
+
+
+class Private:
+    """What each simulated rank has for itself, while it does not run.
+
+    Random numbers (torch, NumPy, random), the default dtype, the environment and the warning
+    filters belong to the process, so they are exchanged whenever another rank goes on. Grad mode,
+    autocast and the stacks of modes belong to threads, and with them to ranks already.
+    """
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._torch = torch.default_generator.get_state()
+        self._random = random.getstate()
+        self._numpy: Any = np.random.MT19937()
+        self._dtype = torch.get_default_dtype()
+        # The mapping behind os.environ: exchanged as a whole, in no time.
+        self._environ = dict(os.environ._data)  # type: ignore[attr-defined]  # not in stubs
+        for name, value in environment.items():
+            self._environ[os.fsencode(name)] = os.fsencode(value)
+        self._filters: list[Any] = list(warnings.filters)
+        self._show = warnings.showwarning, warnings._showwarnmsg_impl  # type: ignore[attr-defined]  # likewise
+
+    def leave(self) -> None:
+        """Put the process's state away: this rank stops running."""
+        self._torch = torch.default_generator.get_state()
+        self._random = random.getstate()
+        self._dtype = torch.get_default_dtype()
+        self._filters = warnings.filters  # type: ignore[assignment]  # a list, whatever stubs say
+        self._show = warnings.showwarning, warnings._showwarnmsg_impl  # type: ignore[attr-defined]  # not in stubs
+
+    def enter(self) -> None:
+        """Make it the process's state: this rank goes on."""
+        torch.default_generator.set_state(self._torch)
+        random.setstate(self._random)
+        np.random.set_bit_generator(self._numpy)  # type: ignore[attr-defined]  # not in stubs
+        if self._dtype is not torch.get_default_dtype():
+            torch.set_default_dtype(self._dtype)
+        os.environ._data = os.environb._data = self._environ  # type: ignore[attr-defined]  # not in stubs
+        if warnings.filters is not self._filters:
+            warnings.filters = self._filters
+            warnings._filters_mutated()  # type: ignore[attr-defined]  # not in stubs
+        warnings.showwarning, warnings._showwarnmsg_impl = self._show  # type: ignore[attr-defined]  # likewise
 
 
 class _State(Enum):
@@ -118,10 +165,6 @@ class Baton:
                 "with --transport gloo"
             )
         return found
-
-    def is_rank(self) -> bool:
-        """Whether the calling thread is a rank's."""
-        return threading.get_ident() in self._by_thread
 
     def wait_until(self, is_ready: Callable[[], bool], waits_for: Callable[[], str]) -> None:
         """Return once `is_ready`; others run meanwhile. `waits_for` says what it is, in words.
@@ -248,22 +291,9 @@ class Baton:
     def _release_the_blocked(self) -> None:
         stuck = [rank for rank in self.ranks if rank.state in (_State.WAITING, _State.POLLING)]
         if not self._has_failed and not self.blocked:
-            self.blocked = [Blocked(r.index, r.waits_for(), stack_of(r)) for r in stuck]
+            self.blocked = [Blocked(r.index, r.waits_for(), stack_of_body(r.thread)) for r in stuck]
         kind = PeerGone if self._has_failed else Abandoned
         why = "a peer has failed" if self._has_failed else "no rank can go on"
         for rank in stuck:
             rank.polls = 0
             rank.release = kind(f"rank {rank.index} waited for {rank.waits_for()}, but {why}")
-
-
-def stack_of(rank: Rank) -> str:
-    """Where a rank is, from its body on; without the frames of the rig."""
-    thread = rank.thread
-    frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
-    if frame is None:
-        return ""
-    stack = traceback.extract_stack(frame)
-    inside = [i for i, f in enumerate(stack) if "/rig/sim/" in f.filename and f.name == "_call"]
-    body = stack[inside[-1] + 1 :] if inside else stack
-    own = [entry for entry in body if "/rig/sim/" not in entry.filename]
-    return "".join(traceback.format_list(own))

@@ -10,16 +10,18 @@ import torch
 import torch.distributed as dist
 
 from spec_tests.rig.sim.baton import Baton
-from spec_tests.rig.sim.buffers import BehindAutograd, Extent, extent_of
 from spec_tests.rig.sim.faults import BufferInFlight, CollectiveMismatch
 from spec_tests.rig.sim.meeting import (
+    BehindAutograd,
     Combine,
+    Extent,
     Letter,
     Place,
     Post,
     SimWork,
     Tensors,
     call_site,
+    extent_of,
 )
 
 Many = Sequence[Sequence[torch.Tensor]]
@@ -97,19 +99,14 @@ class Collectives:
             if operation.startswith("all_gather"):
                 _bring_alone(len(place.ranks), operation, inputs, outputs, combine)
             return self._nothing(me, rank, operation)
-        self.baton.pause()
         alike = {
             "sizes": tuple([tensor.numel() for tensor in unit]),
             "dtypes": tuple([tensor.dtype for tensor in unit]),
             "reduce operator": reduce,
             "root": root if root is None else f"rank {place.ranks[root]}",
         }
-        with BehindAutograd():
-            extents = self._require_free(me, operation, inputs, outputs)
-            copies = [tensor.data.clone() for tensor in inputs]
-            post = Post(rank, operation, alike, copies, call_site(), sizes=sizes)
-            self._note(me, place, post)
-            self.baton.progress()
+
+        def attend(post: Post) -> tuple[Callable[[], bool], Callable[[], str]]:
             meeting = place.attend(post, combine)
 
             def waits_for() -> str:
@@ -119,9 +116,9 @@ class Collectives:
                     f"not come: rank {absent}"
                 )
 
-            return self._launch(
-                me, post, lambda: meeting.is_full, waits_for, inputs, outputs, extents
-            )
+            return lambda: meeting.is_full, waits_for
+
+        return self._launch(me, place, rank, operation, alike, inputs, outputs, attend, sizes)
 
     def send(self, group: Any, tensors: Tensors, peer: int, tag: int) -> Any:
         """Launch a send. It is complete once it is received, as with large messages."""
@@ -144,27 +141,18 @@ class Collectives:
         place, rank = self._place(me, group)
         if place.is_pretended:
             return self._nothing(me, rank, operation)
-        self.baton.pause()
         whom = "anybody" if peer is None else f"rank {place.ranks[peer]}"
         alike: dict[str, Any] = {"to" if operation == "send" else "from": whom, "tag": tag}
-        with BehindAutograd():
-            extents = self._require_free(me, operation, inputs, outputs)
-            copies = [tensor.data.clone() for tensor in inputs]
-            post = Post(rank, operation, alike, copies, call_site())
-            post.outputs = list(outputs)
-            self._note(me, place, post)
-            self.baton.progress()
+
+        def deliver(post: Post) -> tuple[Callable[[], bool], Callable[[], str]]:
             letter = Letter(rank, post, peer, tag)
             _deliver(place, letter)
-            return self._launch(
-                me,
-                post,
+            return (
                 lambda: letter.other is not None,
                 lambda: f"{post} in {place}, launched at {post.where}",
-                inputs,
-                outputs,
-                extents,
             )
+
+        return self._launch(me, place, rank, operation, alike, inputs, outputs, deliver)
 
     def _nothing(self, me: int, rank: int, operation: str) -> Any:
         """An operation of a pretended group: complete, and no tensor has changed."""
@@ -177,19 +165,35 @@ class Collectives:
     def _launch(
         self,
         me: int,
-        post: Post,
-        is_complete: Callable[[], bool],
-        waits_for: Callable[[], str],
+        place: Place,
+        rank: int,
+        operation: str,
+        alike: dict[str, Any],
         inputs: Tensors,
         outputs: Tensors,
-        extents: list[Extent],
+        bring: Callable[[Post], tuple[Callable[[], bool], Callable[[], str]]],
+        sizes: tuple[list[int], list[int]] = ([], []),
     ) -> Any:
-        work = SimWork(self.baton, me, post, is_complete, waits_for)
-        work.watch(inputs, outputs, extents)
-        # Kept here: C++ holds a handle, and the Python half must live as long.
-        self.launched[me].append(work)
-        self._flying[me].append(work)
-        return work.boxed()
+        """Bring a post to the others; return the boxed work.
+
+        Args:
+            bring: posts it; returns what says that it is complete, and what it waits for in words.
+        """
+        self.baton.pause()
+        with BehindAutograd():
+            extents = self._require_free(me, operation, inputs, outputs)
+            copies = [tensor.data.clone() for tensor in inputs]
+            post = Post(rank, operation, alike, copies, call_site(), list(outputs), sizes)
+            counts = self.issued[me]
+            number = counts[place.name] = counts.get(place.name, 0) + 1
+            self._last[me].append((post, number - 1, place.name))
+            self.baton.progress()
+            work = SimWork(self.baton, me, post, *bring(post))
+            work.watch(inputs, extents)
+            # Kept here: C++ holds a handle, and the Python half must live as long.
+            self.launched[me].append(work)
+            self._flying[me].append(work)
+            return work.boxed()
 
     def _place(self, me: int, group: Any) -> tuple[Place, int]:
         found = dist.ProcessGroup.unbox(group)  # type: ignore[attr-defined]  # not in stubs
@@ -213,11 +217,6 @@ class Collectives:
                     f"to {work.post}, launched at {work.post.where} and not waited for"
                 )
         return extents
-
-    def _note(self, me: int, place: Place, post: Post) -> None:
-        counts = self.issued[me]
-        number = counts[place.name] = counts.get(place.name, 0) + 1
-        self._last[me].append((post, number - 1, place.name))
 
 
 def _bring_alone(

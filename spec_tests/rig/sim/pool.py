@@ -12,124 +12,49 @@ wait for the one answer, the process's end and the clock
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
-import signal
-import tempfile
 import time
-from collections.abc import Sequence
-from multiprocessing import get_context
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, NoReturn
 
+from spec_tests.rig import member as member_side
 from spec_tests.rig import rank as live
-from spec_tests.rig import received, wire
-from spec_tests.rig.errors import RankDied, RankHung, RankRaised, RankReport, RigError
+from spec_tests.rig import wire
+from spec_tests.rig.errors import RankDied, RankHung, RankReport, RigError
 from spec_tests.rig.liveness import Liveness
 from spec_tests.rig.member import Member
-from spec_tests.rig.pool import Outcome
+from spec_tests.rig.pool import BasePool, Outcome, culprit, is_damaged, refusal
 from spec_tests.rig.sim import hooks, host
 from spec_tests.rig.sim.faults import Deadlock
 from spec_tests.rig.sim.schedule import Schedule
-from spec_tests.rig.zygote import rank_environment, start_method, without_main
-from spec_tests.target import Target
 
-_START_TIMEOUT_S = 60.0
 _POLL_S = 0.2
 _PATIENCE = 4
-_ECHOES = ("PeerGone", "Abandoned")
 
 
-class SimPool:
-    """`world_size` simulated ranks with one implementation loaded, in one process.
-
-    Offers what `rig.pool.Pool` offers.
+class SimPool(BasePool):
+    """Simulated ranks, in one process.
 
     Raises:
         RigError: this torch cannot be simulated.
     """
 
-    def __init__(
-        self,
-        world_size: int,
-        *,
-        target: Target | None = None,
-        transport: str = "sim",
-        environment: dict[str, str] | None = None,
-    ) -> None:
+    def _start(self) -> None:
         missing = hooks.needs()
         if missing:
             raise RigError(
                 f"this torch cannot be simulated: it lacks {', '.join(missing)}; use gloo"
             )
-        self.world_size, self.target = world_size, target
-        self.load_error: wire.RemoteError | None = None
-        self.offered: tuple[str, ...] = ()
-        self.misfits: dict[str, str] = {}
-        self.is_alive = True
-        self.was_preloaded = True
-        self._serial = 0
-        self._scratch = Path(tempfile.mkdtemp(prefix="trainspec-"))
-        try:
-            self._member = self._start(transport, environment or {})
-            self._greet()
-        except BaseException:
-            self.kill()
-            raise
-
-    def _start(self, transport: str, environment: dict[str, str]) -> Member:
-        context = get_context(start_method())
-        tasks, their_tasks = context.Pipe()
-        control, their_control = context.Pipe()
-        scratch = self._scratch / "shared"
-        scratch.mkdir()
         (self._scratch / "baton").write_bytes(b"\0")
-        config = live.RankConfig(
-            rank=0,
-            world_size=self.world_size,
-            store_port=0,
-            store_prefix="",
-            output_path=str(self._scratch / "ranks.out"),
-            scratch=str(scratch),
-            target=self.target,
-            transport=transport,
-            environment={**rank_environment(transport), **environment},
-        )
-        process = context.Process(  # type: ignore[attr-defined]  # both contexts have it
-            target=host.main, args=(config, their_tasks, their_control), name="ranks", daemon=True
-        )
-        with without_main():
-            process.start()
-        their_tasks.close()
-        their_control.close()
-        return Member(0, process, tasks, control, Path(config.output_path))
+        self._members.append(member_side.start(self._config(0, "ranks.out"), host.main))
 
-    def _greet(self) -> None:
-        member = self._member
-        if not member.tasks.poll(_START_TIMEOUT_S):
-            raise RankHung(
-                f"the simulated world did not come up in {_START_TIMEOUT_S:.0f} s", 0, []
-            )
-        try:
-            greeting = received.received(member.tasks.recv_bytes(), tuple)
-        except EOFError:
-            report = RankReport(0, member.how_it_ended(), output=member.output())
-            raise RankDied(
-                f"the simulated world {report.state} while it started", 0, [report]
-            ) from None
-        except received.NotPlain as error:
-            self.load_error = received.described(error)
-            return
-        self.was_preloaded, self.load_error, self.offered, self.misfits = greeting
-
-    def pids(self) -> list[int]:
-        """The one process."""
-        return [self._member.process.pid or -1]
+    @property
+    def _member(self) -> Member:
+        return self._members[0]
 
     def call(
         self,
         body: tuple[str, str],
-        args: Sequence[tuple[Any, ...]],
+        args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
         seed: int,
@@ -137,14 +62,13 @@ class SimPool:
         grace_s: float,
         schedule: Schedule | None = None,
     ) -> Outcome:
-        """Run `body` on every rank, `args[rank]` being its positional arguments.
+        """Run `body` on every rank.
 
         Raises:
             RankRaised, RankHung (Deadlock), RankDied: see `spec_tests.rig.errors`.
         """
-        self._serial += 1
-        pickled = tuple(wire.dumps((own, kwargs)) for own in args)
-        task = host.SimTask(self._serial, *body, pickled, seed, schedule or Schedule())
+        own = wire.dumps(live.Task(0, 0, *body, args, kwargs, seed))
+        task = host.SimTask(own, schedule or Schedule())
         try:
             with contextlib.suppress(BrokenPipeError):  # it died idle; the wait will see it
                 self._member.send(task)
@@ -171,11 +95,11 @@ class SimPool:
             if elapsed > _PATIENCE * timeout_s:
                 self._give_up(f"is still computing after {_PATIENCE * timeout_s:g} s")
         try:
-            reply = received.received(member.tasks.recv_bytes(), host.SimReply)
+            reply = wire.received(member.tasks.recv_bytes(), host.SimReply)
         except (EOFError, ConnectionResetError):
             self._raise_died()
-        except received.NotPlain as error:
-            raise received.refusal(error, max(self._running(), 0), self.world_size) from None
+        except wire.NotPlain as error:
+            raise refusal(error, max(self._running(), 0), self.world_size) from None
         return reply
 
     def _asks(self, wait_s: float) -> host.SimDoing:
@@ -194,7 +118,7 @@ class SimPool:
             RankReport(other, "waits for its turn", output="")
             if other != rank
             else RankReport(
-                rank, "in the body", None, doing.stack, doing.collectives, self._output()
+                rank, "in the body", None, doing.stack, doing.collectives, self._member.output()
             )
             for other in range(self.world_size)
         ]
@@ -206,9 +130,6 @@ class SimPool:
             reports,
         )
 
-    def _output(self) -> str:
-        return self._member.output()
-
     def _raise_died(self) -> NoReturn:
         rank, state = self._running(), self._member.how_it_ended()
         reports = [
@@ -216,24 +137,28 @@ class SimPool:
             for other in range(self.world_size)
         ]
         stack = self._member.last_words().stack
-        reports[rank] = RankReport(rank, state, None, stack, output=self._output())
+        reports[rank] = RankReport(rank, state, None, stack, output=self._member.output())
         self.kill()
         raise RankDied(f"rank {rank} of {self.world_size}: {state}", rank, reports)
 
     def _conclude(self, reply: host.SimReply) -> Outcome:
-        replies = reply.replies
-        leaks = [leak for each in replies for leak in each.leaks]
-        if not all(leak.restored or leak.is_harmless for leak in leaks):
+        errors = {r: each.error for r, each in enumerate(reply.replies) if each.error is not None}
+        output = self._member.output() if errors else ""
+        if is_damaged(reply.replies):
             self.kill()
         if reply.blocked:
             self._raise_deadlock(reply)
-        if any(each.error for each in replies):
-            self._raise_error(reply)
-        named = [f"rank {rank}: {leak}" for rank, r in enumerate(replies) for leak in r.leaks]
-        issued = [each.collectives for each in replies]
-        if len(set(issued)) > 1:
-            named.append(f"ranks issued different numbers of operations: {issued}")
-        return Outcome(received.values([each.value for each in replies]), tuple(named))
+        if errors:
+            reports = [
+                RankReport(rank, "raised" if each.error else "returned", each.error, "", history)
+                for rank, (each, history) in enumerate(
+                    zip(reply.replies, reply.histories, strict=True)
+                )
+            ]
+            primary = culprit(errors)
+            reports[primary] = replace(reports[primary], output=output)
+            self._raise_error(errors, reports)
+        return self._outcome(reply.replies)
 
     def _raise_deadlock(self, reply: host.SimReply) -> NoReturn:
         waits = {row.rank: row for row in reply.blocked}
@@ -253,45 +178,3 @@ class SimPool:
             for rank in range(self.world_size)
         ]
         raise Deadlock("deadlock: no rank can go on\n" + "\n".join(rows), min(waits), reports)
-
-    def _raise_error(self, reply: host.SimReply) -> NoReturn:
-        errors = {r: each.error for r, each in enumerate(reply.replies) if each.error is not None}
-        primary = min(
-            errors, key=lambda rank: (errors[rank].kind in _ECHOES, errors[rank].raised_ns)
-        )
-        error = errors[primary]
-        same = [rank for rank in sorted(errors) if errors[rank].is_like(error)]
-        ranks = " and ".join(map(str, same))
-        headline = f"rank {ranks} of {self.world_size} raised {error.headline}"
-        reports = []
-        for rank in range(self.world_size):
-            state = "returned" if rank not in errors else "raised"
-            if rank in same and rank != primary:
-                reports.append(RankReport(rank, f"raised the same {error.kind}"))
-            else:
-                history, output = reply.histories[rank], self._output() if rank == primary else ""
-                reports.append(RankReport(rank, state, errors.get(rank), "", history, output))
-        raise RankRaised(headline, primary, reports).with_traceback(error.rebuild_traceback())
-
-    def stop(self) -> None:
-        """Ask the process to leave, then make sure that it has."""
-        if self.is_alive:
-            with contextlib.suppress(OSError):
-                self._member.tasks.send_bytes(wire.dumps(None))
-            self._member.process.join(0.2)
-        self.kill()
-
-    def kill(self) -> None:
-        """End the process now and remove what it wrote. May be called twice."""
-        was_alive, self.is_alive = self.is_alive, False
-        member = getattr(self, "_member", None)
-        if member is not None and was_alive:
-            with contextlib.suppress(OSError, ValueError):
-                member.process.kill()
-            if member.process.pid is not None:
-                with contextlib.suppress(OSError):
-                    os.killpg(member.process.pid, signal.SIGKILL)
-            member.process.join(5.0)
-            member.tasks.close()
-            member.control.close()
-        shutil.rmtree(self._scratch, ignore_errors=True)
