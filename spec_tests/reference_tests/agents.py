@@ -14,27 +14,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from spec_tests.reference_tests.launch import Outcome, Started, start
+from spec_tests.reference_tests.launch import Started, start
 
 # In a store that attempts share, the ranks of the second one find the addresses of the first.
 ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 HAS_PROC = Path("/proc/self/environ").exists()
 
 
-class Agent:
+class Agent(Started):
     """One torchrun under way, with the ranks that it has started."""
-
-    def __init__(self, started: Started) -> None:
-        self._started = started
-
-    @property
-    def pid(self) -> int:
-        """Of the agent, not of a rank."""
-        return self._started.pid
-
-    def wait(self, timeout_s: float = 200.0) -> Outcome:
-        """Its end; after `timeout_s` it is killed, and that is an error."""
-        return self._started.wait(timeout_s)
 
     def wait_until(
         self, is_so: Callable[[], object], expected: str, *, timeout_s: float = 150.0
@@ -46,7 +34,7 @@ class Agent:
             if is_so():
                 return
             looked = time.monotonic() - begun
-            if not self._started.is_alive or time.monotonic() > deadline:
+            if not self.is_alive or time.monotonic() > deadline:
                 if is_so():  # it may have come true with the last breath
                     return
                 self.close()
@@ -57,7 +45,7 @@ class Agent:
     def ranks(self) -> dict[int, int]:
         """The living ranks that this agent has started: rank to process."""
         found = {}
-        for pid in _children(self._started.pid):
+        for pid in _children(self.pid):
             rank = _environment(pid).get("RANK")
             if rank is not None:
                 found[int(rank)] = pid
@@ -71,7 +59,7 @@ class Agent:
     def close(self) -> list[int]:
         """End whatever is still there; returns the processes that were."""
         left = list(self.ranks().values())
-        self._started.kill()
+        self.kill()
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -91,9 +79,8 @@ def torchrun(
     """`torchrun OPTIONS -m MODULE ARGUMENTS` in `folder`; nothing of it outlives the block."""
     words = [*options, "-m", module, *arguments]
     settings = {**ENVIRONMENT, **(environment or {})}
-    agent = Agent(
-        start("torch.distributed.run", words, folder=folder, environment=settings, name=name)
-    )
+    started = start("torch.distributed.run", words, folder=folder, environment=settings, name=name)
+    agent = Agent(started.process, folder, name)
     try:
         yield agent
     finally:

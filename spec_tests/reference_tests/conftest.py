@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_tests.reference_tests.tokens import shard
+from spec_tests.reference_tests.tokens import shard, write_shards
 
 
 def pytest_configure(config):
@@ -27,7 +27,6 @@ def pytest_collection_modifyitems(config, items):
 def data(tmp_path_factory) -> Path:
     """A folder with two training shards and one of validation, of 64 words."""
     folder = tmp_path_factory.mktemp("data")
-    for index in range(2):
-        (folder / f"x_train_{index:06d}.bin").write_bytes(shard(1500, seed=index, vocabulary=64))
+    write_shards(folder, 1500)
     (folder / "x_val_000000.bin").write_bytes(shard(700, seed=9, vocabulary=64))
     return folder

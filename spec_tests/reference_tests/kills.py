@@ -34,13 +34,13 @@ from pathlib import Path
 from typing import Any
 
 from spec_tests.reference_tests.agents import Agent, torchrun
-from spec_tests.reference_tests.tokens import shard
+from spec_tests.reference_tests.tokens import write_shards
+from spec_tests.reference_tests.training import DDP, SMALL, num_steps, steps, summary
 from spec_tests.rig.zygote import start_zygote
 
 STEPS, SAVE_EVERY, NUM_RANKS = 40, 3, 2
 FLAGS = (
-    *("--vocab-size", 64, "--sequence-length", 16, "--device", "cpu", "--steps", STEPS),
-    *("--global-batch-size", 8, "--micro-batch-size", 2, "--save-every", SAVE_EVERY),
+    *(*SMALL, "--steps", STEPS, "--save-every", SAVE_EVERY),
     *("--data", "../data", "--out", ".", "--checkpoint-dir", "saved"),
 )
 MODES = ("--no-async-save", "--async-save")
@@ -110,7 +110,7 @@ def undisturbed(folder: Path) -> tuple[Whole, Pace]:
 
 def left_behind(folder: Path) -> Whole:
     """The result of a finished run."""
-    [weights] = {_summary(folder, rank)["weights_sha256"] for rank in range(NUM_RANKS)}
+    [weights] = {_weights(folder, rank) for rank in range(NUM_RANKS)}
     return Whole(weights, _log(folder))
 
 
@@ -120,9 +120,9 @@ def disturb(kill: Kill, whole: Whole, pace: Pace, folder: Path, mode: str) -> Fi
     begun, saved = time.perf_counter(), folder / "saved"
     with _agent(folder, max_restarts=1, mode=mode) as agent:
         pid = _kill(agent, kill, pace, folder)
-        steps = num_steps(folder)
-        when, complaints = _when(steps, folder), torn(saved)
-        repeated = steps - max(_saved_steps(saved), default=0)
+        done = num_steps(folder, NAME)
+        when, complaints = _when(done, folder), torn(saved)
+        repeated = done - max(_saved_steps(saved), default=0)
         try:
             agent.wait_until(lambda: agent.ranks().get(kill.rank, pid) != pid, "a restart")
         except TimeoutError as error:
@@ -141,7 +141,7 @@ def disturb(kill: Kill, whole: Whole, pace: Pace, folder: Path, mode: str) -> Fi
 
 def _agent(folder: Path, *, max_restarts: int, mode: str) -> Any:
     options = ("--standalone", f"--nproc-per-node={NUM_RANKS}", f"--max-restarts={max_restarts}")
-    return torchrun(options, "solution.train_ddp", (*FLAGS, mode), folder=folder)
+    return torchrun(options, DDP, (*FLAGS, mode), folder=folder)
 
 
 def _kill(agent: Agent, kill: Kill, pace: Pace, folder: Path) -> int:
@@ -156,9 +156,9 @@ def _kill(agent: Agent, kill: Kill, pace: Pace, folder: Path) -> int:
     return pids[kill.rank]
 
 
-def _when(steps: int, folder: Path) -> str:
-    """What the run was doing, as far as its files tell."""
-    if not steps:
+def _when(done: int, folder: Path) -> str:
+    """Return what the run was doing, as far as its files show."""
+    if not done:
         return WHEN[0]
     if list((folder / "saved").glob(".*.tmp")):
         return WHEN[2]
@@ -168,25 +168,18 @@ def _when(steps: int, folder: Path) -> str:
 # --- what the files say
 
 
-def num_steps(folder: Path) -> int:
-    """How many steps are in the log."""
-    log = folder / f"{NAME}.jsonl"
-    return log.read_bytes().count(b"\n") if log.exists() else 0
-
-
 def after_steps(agent: Agent, folder: Path, number: int) -> None:
-    """Returns when so many steps are in the log."""
-    agent.wait_until(lambda: num_steps(folder) >= number, f"{number} steps")
+    """Return when so many steps are in the log."""
+    agent.wait_until(lambda: num_steps(folder, NAME) >= number, f"{number} steps")
 
 
 def _log(folder: Path) -> list[tuple[Any, ...]]:
-    lines = (folder / f"{NAME}.jsonl").read_text().splitlines()
-    return [tuple(json.loads(line)[key] for key in DECISIVE) for line in lines]
+    return [tuple(line[key] for key in DECISIVE) for line in steps(folder, NAME)]
 
 
-def _summary(folder: Path, rank: int) -> dict[str, Any]:
-    path = folder / f"{NAME}.rank{rank}.json"
-    return json.loads(path.read_text()) if path.exists() else {"weights_sha256": "no summary"}
+def _weights(folder: Path, rank: int) -> str:
+    is_there = (folder / f"{NAME}.rank{rank}.json").exists()
+    return summary(folder, f"{NAME}.rank{rank}")["weights_sha256"] if is_there else "no summary"
 
 
 def _saved_steps(saved: Path) -> list[int]:
@@ -216,7 +209,7 @@ def differences(whole: Whole, folder: Path) -> list[str]:
     """How this run's result differs from that of the undisturbed one."""
     problems = []
     for rank in range(NUM_RANKS):
-        weights = _summary(folder, rank)["weights_sha256"]
+        weights = _weights(folder, rank)
         if weights != whole.weights:
             problems.append(f"rank {rank}: expected weights {whole.weights[:8]}, got {weights[:8]}")
     log = _log(folder)
@@ -285,8 +278,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def prepare(place: Path) -> None:
-    """Two shards of random tokens in `place`/data."""
-    (place / "data").mkdir()
-    for index in range(2):
-        path = place / "data" / f"x_train_{index:06d}.bin"
-        path.write_bytes(shard(3000, seed=index, vocabulary=64))
+    """Write two shards of random tokens to `place`/data."""
+    write_shards(place / "data", 3000)

@@ -6,9 +6,11 @@ ours; it then runs the module as `__main__`, in its own folder, with its output 
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,33 +41,33 @@ class Started:
     """A command under way."""
 
     def __init__(self, process: Any, folder: Path, name: str) -> None:
-        self._process, self._folder, self._name = process, folder, name
+        self.process, self._folder, self._name = process, folder, name
 
     @property
     def pid(self) -> int:
         """Of the command's process."""
-        return int(self._process.pid)
+        return int(self.process.pid)
 
     @property
     def is_alive(self) -> bool:
         """Whether it has not ended yet."""
-        return bool(self._process.is_alive())
+        return bool(self.process.is_alive())
 
     def kill(self) -> None:
         """End it at once, if it has not ended."""
-        self._process.kill()
-        self._process.join()
+        self.process.kill()
+        self.process.join()
 
     def wait(self, timeout_s: float = 200.0) -> Outcome:
         """Its end; after `timeout_s` it is killed, and that is an error."""
-        self._process.join(timeout_s)
-        is_late = self._process.is_alive()
+        self.process.join(timeout_s)
+        is_late = self.process.is_alive()
         if is_late:
             self.kill()
         out, err = ((self._folder / f"{self._name}.{kind}").read_text() for kind in ("out", "err"))
         if is_late:
             raise TimeoutError(f"{self._name}: no end after {timeout_s} s\n{out}\n{err}")
-        return Outcome(self._process.exitcode, out, err)
+        return Outcome(self.process.exitcode, out, err)
 
 
 def start(
@@ -97,6 +99,32 @@ def run(
 ) -> Outcome:
     """`start`, and wait for the end."""
     return start(module, arguments, folder=folder, environment=environment).wait()
+
+
+def answer(
+    program: str, *arguments: object, folder: Path, environment: Mapping[str, str] | None = None
+) -> Any:
+    """Run a program's text; return what its last line says as JSON.
+
+    Raises:
+        AssertionError: it failed; with what it printed.
+    """
+    ended = run(program, *arguments, folder=folder, environment=environment)
+    assert ended.status == 0, ended.err + ended.out
+    return json.loads(ended.out.splitlines()[-1])
+
+
+def fresh_lines(program: str, *arguments: object, environment: Mapping[str, str]) -> list[str]:
+    """Run a program's text in a new interpreter, which may start processes; return its output.
+
+    A fork of the zygote is a daemon and may not.
+    """
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
 
 
 def run_ranks(

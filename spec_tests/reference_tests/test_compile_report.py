@@ -2,14 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from spec_tests.reference_tests.launch import ROOT, run
+from spec_tests.reference_tests.launch import ROOT, fresh_lines, run
 
 # Three kernels as shipped, delta, and one of the other kind: a tile that four warps cannot hold.
 PROGRAM = """
@@ -43,18 +41,7 @@ def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compiled")
     surroundings = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     surroundings |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(folder / "cache")}
-    # A new interpreter: unlike a fork of the zygote, it may start processes of its own.
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        cwd=folder,
-        env=surroundings,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=250,
-    )
-    assert ended.returncode == 0, ended.stderr
-    *lines, last = ended.stdout.splitlines()
+    *lines, last = fresh_lines(PROGRAM, environment=surroundings)
     return lines, json.loads(last)
 
 

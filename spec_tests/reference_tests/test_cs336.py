@@ -6,7 +6,6 @@ a plain `all_gather`; the layers are the exercise's own, without a bias.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from spec_tests.rig.rank import Context
-from spec_tests.rig.tolerance import rounding
 from spec_tests.rig.world import Worlds
 from spec_tests.target import parse
 
@@ -63,29 +61,20 @@ def language_model() -> nn.Module:
     return nn.Sequential(*parts)
 
 
-def trained(ctx: Context, compute_dtype: torch.dtype | None) -> dict[str, Any]:
-    """Weights after steps on this rank's half, and on all of it in one process; what was read."""
-    plain = language_model()
-    wrapped = ctx.impl.fsdp(copy.deepcopy(plain), compute_dtype=compute_dtype)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, wrapped)]
+def trained(ctx: Context, compute_dtype: torch.dtype | None) -> list[str]:
+    """Train on this rank's words; return the gradients that were not as the exercise reads them."""
+    wrapped = ctx.impl.fsdp(language_model(), compute_dtype=compute_dtype)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     wrong = []
     for step in range(STEPS):
-        words = torch.randint(WORDS, (4, 5), generator=torch.Generator().manual_seed(step))
-        for model, own, optimizer in zip(
-            (plain, wrapped), (words, words.chunk(2)[ctx.rank]), optimizers, strict=True
-        ):
-            optimizer.zero_grad(set_to_none=True)
-            scores = model(own)[:, -1].float()
-            nn.functional.cross_entropy(scores, own[:, 0]).backward()
+        generator = torch.Generator().manual_seed(10 * step + ctx.rank)
+        words = torch.randint(WORDS, (2, 5), generator=generator)
+        optimizer.zero_grad(set_to_none=True)
+        nn.functional.cross_entropy(wrapped(words)[:, -1].float(), words[:, 0]).backward()
         ctx.impl.finish_gradient_synchronization(wrapped)
         wrong += misfits(wrapped.module)
-        for optimizer in optimizers:
-            optimizer.step()
-    return {
-        "wrong": wrong,
-        "plain": {name: p.detach() for name, p in plain.named_parameters()},
-        "full": dict(ctx.impl.full_parameters(wrapped)),
-    }
+        optimizer.step()
+    return wrong
 
 
 def misfits(module: nn.Module) -> list[str]:
@@ -109,11 +98,4 @@ def test_gradients_fit_their_parameters_and_norms_are_replicated(
 ) -> None:
     ranks = worlds.world(2, parse("solution")).run(trained, compute_dtype)
 
-    assert [rank["wrong"] for rank in ranks] == [[], []]
-
-
-def test_training_gives_the_weights_of_one_process(worlds: Worlds) -> None:
-    within = rounding(torch.float32, terms=WORDS, depth=4 * STEPS)
-    for rank in worlds.world(2, parse("solution")).run(trained, None):
-        for name, plain in rank["plain"].items():
-            assert (rank["full"][name] - plain).abs().max() <= within.bound(plain), name
+    assert ranks == [[], []]

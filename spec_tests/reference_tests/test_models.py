@@ -1,10 +1,8 @@
 """What the reference's models promise beyond the contract: meta device, counts, checkpointing."""
 
-import json
-
 import pytest
 
-from spec_tests.reference_tests.launch import run
+from spec_tests.reference_tests.launch import answer
 
 PROGRAM = """
 import collections
@@ -174,9 +172,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="session")
 def found(tmp_path_factory):
-    ended = run(PROGRAM, folder=tmp_path_factory.mktemp("models"))
-    assert ended.status == 0, ended.err
-    return json.loads(ended.out.splitlines()[-1])
+    return answer(PROGRAM, folder=tmp_path_factory.mktemp("models"))
 
 
 def test_checkpointing_changes_no_bit_of_a_gradient(found):

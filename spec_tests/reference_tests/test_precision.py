@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from spec_tests.reference_tests.launch import run, run_ranks
+from spec_tests.reference_tests.launch import answer, run_ranks
 
 PROGRAM = """
 import json
@@ -188,9 +188,7 @@ with distributed(device="cpu", timeout_s=30) as world:
 
 @pytest.fixture(scope="session")
 def found(tmp_path_factory):
-    ended = run(PROGRAM, folder=tmp_path_factory.mktemp("precision"))
-    assert ended.status == 0, ended.err
-    return json.loads(ended.out.splitlines()[-1])
+    return answer(PROGRAM, folder=tmp_path_factory.mktemp("precision"))
 
 
 def test_the_loss_scale_goes_the_way_of_pytorchs(found):

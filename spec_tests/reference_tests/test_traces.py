@@ -9,9 +9,9 @@ from importlib.util import find_spec
 import pytest
 
 from spec_tests.measure.timeline import Timeline
-from spec_tests.reference_tests.launch import ROOT, run, run_ranks
+from spec_tests.reference_tests.launch import ROOT, answer, run
+from spec_tests.reference_tests.training import BASELINE, DDP, FSDP, summary, trained_ranks
 
-BASELINE, DDP, FSDP = (f"solution.train_{name}" for name in ("baseline", "ddp", "fsdp"))
 NUM_STEPS, RECORDED, MICRO_BATCHES = 5, [4, 5], 2
 SMALL = (
     *("--vocab-size", 64, "--sequence-length", 8, "--device", "cpu", "--steps", NUM_STEPS),
@@ -23,9 +23,7 @@ def trained(folder, data, module, *flags, num_ranks):
     """A run that records its last two steps; each step has two micro-batches per rank."""
     sizes = ("--global-batch-size", 2 * MICRO_BATCHES * num_ranks, "--micro-batch-size", 2)
     flags = (*SMALL, *sizes, "--data", data, "--profile-steps", 2, *flags)
-    ranks = run_ranks(module, *flags, num_ranks=num_ranks, folder=folder)
-    assert [rank.status for rank in ranks] == [0] * num_ranks, ranks
-    return ranks[0]
+    trained_ranks(module, *flags, num_ranks=num_ranks, folder=folder)
 
 
 @pytest.fixture(scope="session")
@@ -78,7 +76,7 @@ def test_every_optimizer_step_is_one_step_of_the_trace(recorded, setup):
 def test_the_trace_holds_what_was_sent(recorded):
     # Two instruments that know nothing of each other: a dispatch mode, and the profiler.
     for setup in ("ddp_bucketed", "fsdp_full_shard_torch"):
-        told = json.loads((recorded / "run" / f"{setup}.rank0.json").read_text())
+        told = summary(recorded / "run", f"{setup}.rank0")
         steps = steps_of(recorded / "traces" / setup / "rank0_trace.json")
         expected = told["reductions_per_step"] + told["control_messages_per_step"]
         for names in steps.values():
@@ -87,15 +85,14 @@ def test_the_trace_holds_what_was_sent(recorded):
 
 
 def test_recording_changes_no_number_and_replaces_no_trace(recorded, data, tmp_path):
-    before = (recorded / "run" / "baseline.rank0.json").read_text()
+    before = summary(recorded / "run")
     flags = (*SMALL, "--global-batch-size", 4, "--micro-batch-size", 2, "--data", data)
 
     plain = run(BASELINE, *flags, folder=tmp_path)
     again = run(BASELINE, *flags, "--profile-steps", 1, folder=recorded)
 
     assert plain.status == 0, plain.err
-    told = json.loads((tmp_path / "run" / "baseline.rank0.json").read_text())
-    assert told["weights_sha256"] == json.loads(before)["weights_sha256"]
+    assert summary(tmp_path / "run")["weights_sha256"] == before["weights_sha256"]
     assert not (tmp_path / "traces").exists()
     assert again.status == 2
     assert "rank0_trace.json" in again.err
@@ -146,10 +143,8 @@ print(json.dumps(calls))
 
 
 def test_a_memory_history_is_bounded_written_and_ended_also_out_of_memory(tmp_path):
-    ended = run(HISTORY, folder=tmp_path)
+    (begin, options), (dump, path, _), (end, off) = answer(HISTORY, folder=tmp_path)
 
-    assert ended.status == 0, ended.err
-    (begin, options), (dump, path, _), (end, off) = json.loads(ended.out.splitlines()[-1])
     assert [begin, dump, end] == ["record", "dump", "record"]
     assert options["stacks"] == "python"
     assert options["max_entries"] <= 1_000_000

@@ -8,14 +8,13 @@ and counts idle time from the first kernel to the last only.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from importlib.util import find_spec
 
 import pytest
 
 from spec_tests.measure.timeline import Timeline
-from spec_tests.reference_tests.launch import run
+from spec_tests.reference_tests.launch import answer, fresh_lines
 
 pytestmark = pytest.mark.skipif(
     find_spec("hta") is None,
@@ -69,13 +68,9 @@ def write(folder, device, *, num_steps=3):
 def test_both_find_what_was_computed_by_hand(tmp_path):
     gpu, cpu = write(tmp_path / "gpu", "cuda"), write(tmp_path / "cpu", "cpu")
 
-    # A process of its own: it starts further ones, which no daemon may.
-    command = [sys.executable, "-c", THEIRS, str(gpu), str(cpu)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-    assert ended.returncode == 0, ended.stderr
-    theirs = json.loads(ended.stdout.splitlines()[-1])
+    theirs = json.loads(fresh_lines(THEIRS, gpu, cpu, environment=os.environ)[-1])
     files = [gpu / "rank0_trace.json", gpu / "rank1_trace.json", cpu / "rank0_trace.json"]
-    ours = json.loads(run(OURS, *files, folder=tmp_path).out.splitlines()[-1])
+    ours = answer(OURS, *files, folder=tmp_path)
 
     for rank in range(2):
         total = ours[rank]["total"]
