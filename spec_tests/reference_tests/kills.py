@@ -33,9 +33,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spec_tests.reference_tests.agents import Agent, torchrun
-from spec_tests.reference_tests.tokens import write_shards
-from spec_tests.reference_tests.training import DDP, SMALL, num_steps, steps, summary
+from spec_tests.reference_tests.launch import Started, torchrun
+from spec_tests.reference_tests.training import (
+    DDP,
+    SMALL,
+    after_steps,
+    num_steps,
+    steps,
+    summary,
+    write_shards,
+)
 from spec_tests.rig.zygote import start_zygote
 
 STEPS, SAVE_EVERY, NUM_RANKS = 40, 3, 2
@@ -60,16 +67,10 @@ class Kill:
 
 @dataclass(frozen=True)
 class Whole:
-    """What a run that nobody disturbed left behind."""
+    """What a run that nobody disturbed left behind, and its pace, by which moments are drawn."""
 
     weights: str
     log: list[tuple[Any, ...]]
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How long a run takes to its first step, and per step after it: where moments are drawn."""
-
     start_s: float = 0.0
     step_s: float = 0.0
 
@@ -93,33 +94,33 @@ def plan(count: int, seed: int) -> list[Kill]:
     return [Kill(draw.randrange(NUM_RANKS), moment) for moment in moments]
 
 
-def undisturbed(folder: Path) -> tuple[Whole, Pace]:
-    """The run with which the others are compared."""
+def undisturbed(folder: Path) -> Whole:
+    """Return the run with which the others are compared."""
     folder.mkdir()
     begun = time.perf_counter()
     with _agent(folder, max_restarts=0, mode=MODES[0]) as agent:
-        after_steps(agent, folder, 1)
+        after_steps(agent, folder, 1, NAME)
         first_s = time.perf_counter() - begun
-        after_steps(agent, folder, STEPS)
+        after_steps(agent, folder, STEPS, NAME)
         all_s = time.perf_counter() - begun
         ended = agent.wait()
     if ended.status:
         raise RuntimeError(f"expected the undisturbed run to end well, got {ended}")
-    return left_behind(folder), Pace(first_s, (all_s - first_s) / (STEPS - 1))
+    return left_behind(folder, first_s, (all_s - first_s) / (STEPS - 1))
 
 
-def left_behind(folder: Path) -> Whole:
-    """The result of a finished run."""
+def left_behind(folder: Path, *pace: float) -> Whole:
+    """Return the result of a finished run."""
     [weights] = {_weights(folder, rank) for rank in range(NUM_RANKS)}
-    return Whole(weights, _log(folder))
+    return Whole(weights, _log(folder), *pace)
 
 
-def disturb(kill: Kill, whole: Whole, pace: Pace, folder: Path, mode: str) -> Finding:
+def disturb(kill: Kill, whole: Whole, folder: Path, mode: str) -> Finding:
     """Train, kill, let torchrun restart, and judge what is left."""
     folder.mkdir()
     begun, saved = time.perf_counter(), folder / "saved"
     with _agent(folder, max_restarts=1, mode=mode) as agent:
-        pid = _kill(agent, kill, pace, folder)
+        pid = _kill(agent, kill, whole, folder)
         done = num_steps(folder, NAME)
         when, complaints = _when(done, folder), torn(saved)
         repeated = done - max(_saved_steps(saved), default=0)
@@ -144,13 +145,13 @@ def _agent(folder: Path, *, max_restarts: int, mode: str) -> Any:
     return torchrun(options, DDP, (*FLAGS, mode), folder=folder)
 
 
-def _kill(agent: Agent, kill: Kill, pace: Pace, folder: Path) -> int:
+def _kill(agent: Started, kill: Kill, pace: Whole, folder: Path) -> int:
     """Wait for the moment, kill the rank; returns the process that it was."""
     pids = agent.ranks_when_started(NUM_RANKS)
     if kill.moment < 0:
         time.sleep((1 + kill.moment) * pace.start_s)
     else:
-        after_steps(agent, folder, int(kill.moment))
+        after_steps(agent, folder, int(kill.moment), NAME)
         time.sleep(kill.moment % 1 * pace.step_s)
     os.kill(pids[kill.rank], signal.SIGKILL)
     return pids[kill.rank]
@@ -166,11 +167,6 @@ def _when(done: int, folder: Path) -> str:
 
 
 # --- what the files say
-
-
-def after_steps(agent: Agent, folder: Path, number: int) -> None:
-    """Return when so many steps are in the log."""
-    agent.wait_until(lambda: num_steps(folder, NAME) >= number, f"{number} steps")
 
 
 def _log(folder: Path) -> list[tuple[Any, ...]]:
@@ -256,10 +252,10 @@ def main(arguments: Sequence[str]) -> int:
     begun, findings = time.perf_counter(), []
     with tempfile.TemporaryDirectory(prefix="trainspec-") as folder:
         place = Path(folder)
-        prepare(place)
-        whole, pace = undisturbed(place / "whole")
+        write_shards(place / "data", 3000)
+        whole = undisturbed(place / "whole")
         for number, kill in enumerate(plan(options.runs, options.seed)):
-            finding = disturb(kill, whole, pace, place / f"run{number}", MODES[number % 2])
+            finding = disturb(kill, whole, place / f"run{number}", MODES[number % 2])
             findings.append(finding)
             said = "; ".join(finding.complaints) or "equal"
             where = f"rank {kill.rank} at {kill.moment:.2f}, {finding.when}"
@@ -275,8 +271,3 @@ def main(arguments: Sequence[str]) -> int:
     )
     sys.stdout.write("\n".join([table(findings), "", *wrong, end]) + "\n")
     return 1 if wrong else 0
-
-
-def prepare(place: Path) -> None:
-    """Write two shards of random tokens to `place`/data."""
-    write_shards(place / "data", 3000)

@@ -16,10 +16,15 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from spec_tests.reference_tests import kills
-from spec_tests.reference_tests.agents import HAS_PROC, torchrun
 from spec_tests.reference_tests.kills import FLAGS, MODES, Finding, Kill, Whole
-from spec_tests.reference_tests.launch import ROOT, free_port, run
-from spec_tests.reference_tests.training import DDP, num_steps, trained_ranks
+from spec_tests.reference_tests.launch import HAS_PROC, ROOT, free_port, run, torchrun
+from spec_tests.reference_tests.training import (
+    DDP,
+    after_steps,
+    num_steps,
+    trained_ranks,
+    write_shards,
+)
 
 LATER = 12
 """Steps after which a run is disturbed: four saves are there, and most of the run is to come."""
@@ -31,7 +36,7 @@ with_proc = pytest.mark.skipif(not HAS_PROC, reason="finds the ranks of an agent
 def place(tmp_path_factory):
     """A folder with data; each run gets one below it."""
     folder = tmp_path_factory.mktemp("restarts")
-    kills.prepare(folder)
+    write_shards(folder / "data", 3000)
     return folder
 
 
@@ -58,10 +63,10 @@ def test_killed_then_told_to_stop_a_run_ends_with_the_same_bits(place, whole):
 
     with torchrun(options, DDP, arguments, folder=folder) as agent:
         pids = agent.ranks_when_started(2)
-        kills.after_steps(agent, folder, LATER)
+        after_steps(agent, folder, LATER, kills.NAME)
         os.kill(pids[1], signal.SIGKILL)
         agent.wait_until(lambda: set(agent.ranks().values()).isdisjoint(pids.values()), "a restart")
-        kills.after_steps(agent, folder, num_steps(folder, kills.NAME) + 2)
+        after_steps(agent, folder, num_steps(folder, kills.NAME) + 2, kills.NAME)
         os.kill(agent.pid, signal.SIGTERM)
         stopped = agent.wait()
         left = agent.close()
@@ -105,7 +110,7 @@ def test_two_nodes_end_as_one_does_though_one_of_them_lost_its_rank(place, whole
 
     with node(folder, port, 0) as first, node(folder, port, 1) as second:
         ranks = [agent.ranks_when_started(1) for agent in (first, second)]
-        kills.after_steps(first, folder, LATER)
+        after_steps(first, folder, LATER, kills.NAME)
         [killed] = ranks[1].values()
         os.kill(killed, signal.SIGKILL)
         ended = [agent.wait() for agent in (first, second)]

@@ -10,12 +10,11 @@ from spec_tests.reference_tests.training import (
     BASELINE,
     DDP,
     SMALL,
-    num_steps,
+    after_steps,
     steps,
     summary,
     trained,
     trained_ranks,
-    wait_for,
     weights,
 )
 
@@ -36,17 +35,12 @@ def whole(data, tmp_path_factory):
     return summary(folder)["weights_sha256"]
 
 
-def after_steps(folder, number):
-    """Return when the log has that many lines."""
-    wait_for(lambda: num_steps(folder, "baseline") >= number)
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
 @pytest.mark.parametrize("mode", ["--no-async-save", "--async-save"])
 def test_a_run_that_was_stopped_goes_on_to_the_same_weights(data, whole, tmp_path, number, mode):
     arguments = flags(data, tmp_path, mode)
     started = start(BASELINE, arguments, folder=tmp_path)
-    after_steps(tmp_path, 3)
+    after_steps(started, tmp_path, 3)
     os.kill(started.pid, number)
     stopped = started.wait()
 
@@ -64,7 +58,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights(data, whole, tmp_pat
 
 def test_two_ranks_go_on_from_one(data, whole, tmp_path):
     begun = start(BASELINE, flags(data, tmp_path), folder=tmp_path)
-    after_steps(tmp_path, 2)
+    after_steps(begun, tmp_path, 2)
     os.kill(begun.pid, signal.SIGTERM)
     assert begun.wait().status == INTERRUPTED
 
