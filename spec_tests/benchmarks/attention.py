@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,8 @@ import torch
 import torch.nn.functional as F
 
 from spec_tests.benchmarks import attention_gpu, paired, runner
-from spec_tests.benchmarks.runner import Found, Section, bullets, table, verdict
+from spec_tests.benchmarks.paired import Found
+from spec_tests.benchmarks.runner import Section, bullets, table, verdict
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
 from spec_tests.target import load, parse
@@ -65,7 +67,7 @@ def plain(
 def sdpa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False
 ) -> torch.Tensor:
-    """PyTorch's choice of kernel."""
+    """Return what PyTorch's choice of kernel gives."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
@@ -74,35 +76,6 @@ def inputs(length: int) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(length)
     drawn = [torch.randn(1, 1, length, HEAD_DIM, generator=generator) for _ in range(4)]
     return *(tensor.requires_grad_() for tensor in drawn[:3]), drawn[3]
-
-
-def step(attention: Attention, tensors: tuple[torch.Tensor, ...], *, causal: bool) -> None:
-    """Forward and backward, without accumulating: what is timed."""
-    q, k, v, upstream = tensors
-    torch.autograd.grad(attention(q, k, v, causal=causal), (q, k, v), upstream)
-
-
-def peak_bytes(attention: Attention, length: int, *, causal: bool) -> int:
-    """The most that was in use at once during a step, with its four inputs."""
-    tensors = inputs(length)
-    step(attention, tensors, causal=causal)  # whatever is allocated once and for all
-    gc.collect()  # what a former arm left in cycles must not be freed, and counted, here
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        step(attention, tensors, causal=causal)
-    assert profile.profiler is not None
-    assert profile.profiler.kineto_results is not None
-    changes = [
-        (event.start_ns(), event.nbytes())
-        for event in profile.profiler.kineto_results.events()
-        if event.name() == "[memory]"
-    ]
-    in_use = highest = 0
-    for _, change in sorted(changes, key=lambda pair: pair[0]):
-        in_use += change
-        highest = max(highest, in_use)
-    return highest + sum(tensor.nbytes for tensor in tensors)
 
 
 def exponent(lengths: Sequence[int], values: Sequence[float]) -> float:
@@ -118,16 +91,28 @@ def exponent(lengths: Sequence[int], values: Sequence[float]) -> float:
 class Arm(paired.Arm):
     """One attention at one length; its fact is its peak memory."""
 
-    def __init__(self, attention: Attention, case: Case, *, counts_memory: bool) -> None:
-        super().__init__()
+    def __init__(self, attention: Attention, case: Case) -> None:
         self.attention, self.is_causal = attention, case.is_causal
-        if counts_memory:
-            self.facts["peak"] = peak_bytes(attention, case.length, causal=case.is_causal)
-        self.tensors = inputs(case.length)
+        *self.inputs, self.upstream = inputs(case.length)
+        self.step()  # whatever is allocated once and for all
+        self.facts["peak"] = self.peak_bytes()
 
     def step(self) -> None:
-        """What is timed."""
-        step(self.attention, self.tensors, causal=self.is_causal)
+        """Run forward and backward, without accumulating: what is timed."""
+        out = self.attention(*self.inputs, causal=self.is_causal)
+        torch.autograd.grad(out, self.inputs, self.upstream)
+
+    def peak_bytes(self) -> int:
+        """Return the most that was in use at once during a step, with its four inputs."""
+        gc.collect()  # what a former arm left in cycles must not be freed, and counted, here
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            self.step()
+        recorded: Any = profile.profiler
+        events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
+        events.sort(key=lambda event: event.start_ns())
+        in_use = itertools.accumulate(event.nbytes() for event in events)
+        return max(0, *in_use) + sum(tensor.nbytes for tensor in (*self.inputs, self.upstream))
 
 
 class AttentionOnCpu(runner.Comparison):
@@ -140,13 +125,7 @@ class AttentionOnCpu(runner.Comparison):
         "paired medians with their 95 % interval"
     )
     bases, again = (PLAIN,), AGAIN
-
-    def declare(self, parser: argparse.ArgumentParser) -> None:
-        """Where to measure."""
-        super().declare(parser)
-        parser.add_argument(
-            "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
-        )
+    options = {"--device": {"choices": ("cpu", "cuda"), "help": "default: cuda where there is one"}}
 
     def chosen(self, options: argparse.Namespace) -> runner.Benchmark:
         """Return the comparison on a GPU where that is asked for, or where there is one."""
@@ -159,15 +138,12 @@ class AttentionOnCpu(runner.Comparison):
         attentions = {PLAIN: plain, **attentions, SDPA: sdpa}
         if case.length not in LENGTHS:
             del attentions[PLAIN]
-        arms = {
-            label: Arm(attention, case, counts_memory=True)
-            for label, attention in attentions.items()
-        }
         if case.length in LENGTHS:
-            arms[AGAIN] = Arm(plain, case, counts_memory=False)
+            attentions[AGAIN] = plain
+        arms: dict[str, paired.Arm] = {a: Arm(attend, case) for a, attend in attentions.items()}
         for arm in arms.values():
             arm.step()
-        return dict(arms)
+        return arms
 
     def sections(self, options: argparse.Namespace, worlds: Worlds) -> Iterator[Section]:
         """A mask after the other, each with all its lengths."""
@@ -177,7 +153,8 @@ class AttentionOnCpu(runner.Comparison):
                 # Plain's time depends on whether malloc finds 16 MiB again.
                 steps = max(1, 8192 // length)
                 rounds = 20 if length in LENGTHS else 0
-                case = Case(mask, "", 1, steps, rounds, length, mask == "causal")
+                is_causal = mask == "causal"
+                case = Case(mask, "", 1, steps, rounds, length=length, is_causal=is_causal)
                 found[length] = self.compare(worlds, case, options)
             yield self.section_of(mask, found)
 
@@ -188,7 +165,7 @@ class AttentionOnCpu(runner.Comparison):
             for label in (PLAIN, *found[LONG].impls, SDPA)
         }
         exponents = {label: exponent(list(of), list(of.values())) for label, of in peak.items()}
-        timed = {n: of.timings for n, of in found.items() if n in LENGTHS and of.timings.num_rounds}
+        timed = {n: of for n, of in found.items() if n in LENGTHS and of.num_rounds}
         rows = [["peak MiB", *(f"N={n}" for n in MEASURED), "grows as"]]
         for label, of in peak.items():
             cells = [f"{of[n] / 2**20:.1f}" if n in of else "-" for n in MEASURED]
@@ -217,7 +194,7 @@ class AttentionOnCpu(runner.Comparison):
         name: str,
         peak: dict[str, dict[int, int]],
         exponents: dict[str, float],
-        timed: dict[int, paired.Timings],
+        timed: dict[int, Found],
     ) -> Iterator[str]:
         """Yield each bound in words; void lengths are void for themselves."""
         grows, part = exponents[name], peak[name][4096] / peak[PLAIN][4096]
@@ -225,15 +202,14 @@ class AttentionOnCpu(runner.Comparison):
         yield verdict(grows <= EXPONENT, words)
         words = f"{name} has {part:.3f} of plain's peak at 4096, bound {PART_OF_PLAIN}"
         yield verdict(part <= PART_OF_PLAIN, words)
-        for length, timings in timed.items():
+        for length, of in timed.items():
             if length < LONG:
                 continue  # nothing is asked there
-            for void in timings.voids(PLAIN, AGAIN):
-                yield void.replace("void: ", f"void: N={length}, ")
-                break
+            if voids := of.voids(PLAIN, AGAIN):
+                yield voids[0].replace("void: ", f"void: N={length}, ")
             else:
                 words = f"{name} at N={length} takes at most {{}} of plain's time"
-                yield runner.at_most(timings.ratio(name, PLAIN), AGAINST_PLAIN, words)
+                yield runner.at_most(of.ratio(name, PLAIN), AGAINST_PLAIN, words)
 
 
 BENCHMARK = AttentionOnCpu()

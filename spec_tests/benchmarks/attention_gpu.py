@@ -30,7 +30,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from spec_tests.benchmarks import paired, runner
-from spec_tests.benchmarks.runner import Found, Section, bullets, table, verdict
+from spec_tests.benchmarks.paired import Found
+from spec_tests.benchmarks.runner import Section, bullets, table, verdict
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
 from spec_tests.target import load, parse
@@ -69,10 +70,6 @@ class Case(runner.Case):
         forward = 4.0 * batch * heads * length**2 * head_dim / (2 if self.is_causal else 1)
         return forward if self.direction == "forward" else 2.5 * forward
 
-    def __str__(self) -> str:
-        mask = "causal" if self.is_causal else "full"
-        return f"D={self.head_dim} {mask} N={self.length}"
-
 
 def sdpa(backend: SDPBackend) -> Attention:
     """Return PyTorch's attention by that kernel and no other."""
@@ -107,7 +104,6 @@ class Arm(paired.Arm):
     """One attention on tensors of its own; a block is as many passes as fill `ROUND_MS`."""
 
     def __init__(self, attention: Attention, case: Case) -> None:
-        super().__init__()
         generator = torch.Generator("cuda").manual_seed(case.length)
         drawn = [
             torch.randn(case.shape, generator=generator, device="cuda", dtype=torch.bfloat16)
@@ -190,7 +186,7 @@ class AttentionOnGpu(runner.Comparison):
             torch.compiler.reset()  # or flex falls back when it has seen too many shapes
             shape = f"D={head_dim} {'causal' if causal else 'full'} N={length}"
             for direction, found in of.items():
-                case = Case(shape, "", 1, 1, 20, length, head_dim, causal, direction)
+                case = Case(shape, "", 1, 1, 20, {}, length, head_dim, causal, direction)
                 found.append(self.compare(worlds, case, options))
             torch.cuda.empty_cache()
         verdicts = {id(one): self.verdicts(one) for one in itertools.chain(*of.values())}
@@ -209,7 +205,7 @@ class AttentionOnGpu(runner.Comparison):
     def verdicts(self, found: Found) -> list[str]:
         """Of short sequences only that they are not void."""
         case = found.case
-        voids = found.timings.voids(FLASH, AGAIN)
+        voids = found.voids(FLASH, AGAIN)
         said = voids or (super().verdicts(found) if case.length >= LONG else [])
         word = f"{case.heading} {case.direction}, "
         return [line.replace(": ", f": {word}", 1) for line in said]
@@ -222,7 +218,7 @@ class AttentionOnGpu(runner.Comparison):
 
 
 def _ratio(found: Found, label: str) -> paired.Ratio:
-    return found.timings.ratio(FLASH, label)
+    return found.ratio(FLASH, label)
 
 
 def _speed(found: Found, label: str) -> str:
@@ -232,7 +228,7 @@ def _speed(found: Found, label: str) -> str:
 def _tflops(found: Found, label: str) -> str:
     if label not in found.labels:
         return "-"
-    counted = found.case.flops / found.timings.ms()[label] / 1e9
+    counted = found.case.flops / found.ms()[label] / 1e9
     is_split = found.case.direction == "backward" and label not in (FLASH, AGAIN, "cudnn")
     return f"{counted:.0f} ({1.4 * counted:.0f} executed)" if is_split else f"{counted:.0f}"
 

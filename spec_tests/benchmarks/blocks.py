@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 NUM_TOKENS = 64  # per micro-batch and rank
+SIZES = {"1M": (128, 8), "25M": (512, 12), "124M": (1024, 14)}
+"""Width and number of blocks."""
 
 
 class Block(nn.Module):
@@ -23,13 +25,14 @@ class Block(nn.Module):
         return x + self.down(hidden)
 
 
-def stack(width: int, num_blocks: int) -> nn.Sequential:
+def stack(size: str) -> nn.Sequential:
     """Return the model, the same on every rank and in every arm."""
+    width, num_blocks = SIZES[size]
     torch.manual_seed(0)
     return nn.Sequential(*[Block(width) for _ in range(num_blocks)])
 
 
-def batches(width: int, rank: int, number: int = 1) -> list[torch.Tensor]:
+def batches(size: str, rank: int, number: int = 1) -> list[torch.Tensor]:
     """Return a rank's micro-batches, each `[NUM_TOKENS, width]`."""
     generator = torch.Generator().manual_seed(rank)
-    return [torch.randn(NUM_TOKENS, width, generator=generator) for _ in range(number)]
+    return [torch.randn(NUM_TOKENS, SIZES[size][0], generator=generator) for _ in range(number)]

@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 from spec_tests.benchmarks import paired, runner
-from spec_tests.benchmarks.runner import Found, against, milliseconds
+from spec_tests.benchmarks.runner import against, milliseconds
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
 from spec_tests.target import load, parse
@@ -56,7 +56,6 @@ class Arm(paired.Arm):
         undo: Callable[[], object] = lambda: None,
         close: Callable[[], object] = lambda: None,
     ) -> None:
-        super().__init__()
         self.ctx, self.place = ctx, f"{case.folder}/saved"
         self.act, self.undo, self.end = act, undo, close
         self.step()
@@ -86,21 +85,16 @@ class Checkpoint(runner.Comparison):
     title = "Saving a checkpoint, paired against a bare torch.distributed.checkpoint save"
     bases, again = (BASE,), AGAIN
     columns = {"ms": milliseconds(".1f"), "against bare": against(BASE)}
-
-    def declare(self, parser: argparse.ArgumentParser) -> None:
-        """What is saved, and where."""
-        super().declare(parser)
-        parser.add_argument(
-            "--width", type=int, default=1024, help="of 8 layers; default 1024, 96 MiB"
-        )
-        parser.add_argument(
-            "--folder", help="where to save; default: the system's temporary folder"
-        )
+    kept = "{found.num_kept} rounds kept."
+    options = {
+        "--width": {"type": int, "default": 1024, "help": "of 8 layers; default 1024, 96 MiB"},
+        "--folder": {"help": "where to save; default: the system's temporary folder"},
+    }
 
     def sections(self, options: argparse.Namespace, worlds: Worlds) -> Iterator[runner.Section]:
         """One table; the note says how much was saved, and where."""
         with tempfile.TemporaryDirectory(prefix="trainspec-", dir=options.folder) as folder:
-            case = Case("", num_rounds=24, width=options.width, folder=folder)
+            case = Case("", "", 2, 1, 24, {BASE: BOUND}, options.width, folder)
             found = self.compare(worlds, case, options)
         self.note = (
             f"2 ranks on gloo, 1 thread each, {found.most(BASE, 'bytes') / 2**20:.0f} MiB of "
@@ -132,15 +126,6 @@ class Checkpoint(runner.Comparison):
         tensors = [*model.parameters(), *(t for s in moments.values() for t in s.values())]
         arms[BASE].facts["bytes"] = sum(t.nbytes for t in tensors)
         return dict(arms)
-
-    def bounds(self, found: Found, name: str) -> Iterator[str]:
-        """A save beside a bare one."""
-        ratio = found.timings.ratio(name, BASE)
-        yield runner.at_most(ratio, BOUND, f"{name} against bare at most {{}}")
-
-    def kept(self, timings: paired.Timings) -> str:
-        """Return what is said below the table."""
-        return f"{timings.num_kept} rounds kept."
 
 
 def of_implementation(ctx: Context, case: Case, name: str, parts: dict[str, Any]) -> dict[str, Arm]:

@@ -19,6 +19,7 @@ here.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -27,9 +28,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -108,45 +110,24 @@ def problems(row: Row, found: Compiled) -> list[str]:
     return said
 
 
-def compiled(row: Row, tiles: Tiles | None = None) -> Compiled:
-    """Compile in a process of its own.
-
-    Raises:
-        RuntimeError: the compiler gave up.
-    """
-    (found,) = compiled_all([(row, tiles or row.tiles)])
-    if not isinstance(found, Compiled):
-        raise RuntimeError(found)
-    return found
+def compiled(jobs: Sequence[tuple[Row, Tiles]]) -> list[Compiled | str]:
+    """Return each job's result, or why there is none; as many at once as there are CPUs."""
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return list(threads.map(_in_a_process, jobs))
 
 
-def compiled_all(jobs: Sequence[tuple[Row, Tiles]]) -> list[Compiled | str]:
-    """Each job's result, or why there is none: a process per job, as many at once as CPUs."""
+def _in_a_process(job: tuple[Row, Tiles]) -> Compiled | str:
     context = multiprocessing.get_context("fork")  # Triton is loaded once, by the parent
-    found: list[Compiled | str] = [f"{row}: never compiled" for row, _ in jobs]
-    waiting = list(enumerate(jobs))
-    running: dict[Any, tuple[int, Any]] = {}  # by the pipe that will bring the result
-    while waiting or running:
-        while waiting and len(running) < (os.cpu_count() or 1):
-            index, job = waiting.pop(0)
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_compile, args=(*job, sender))
-            process.start()
-            sender.close()
-            running[receiver] = index, process
-        pipe: Any
-        for pipe in wait(list(running)):
-            index, process = running.pop(pipe)
-            result: Any
-            try:
-                result = pipe.recv()
-            except EOFError:
-                result = "it ended without a word"
-            process.join()
-            if not isinstance(result, Compiled):
-                result = f"{jobs[index][0]}: expected a compiled kernel, got {result}"
-            found[index] = result
-    return found
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_compile, args=(*job, sender))
+    process.start()
+    sender.close()
+    found: Compiled | str = "it ended without a word"
+    with contextlib.suppress(EOFError):
+        found = receiver.recv()
+    process.join()
+    is_whole = isinstance(found, Compiled)
+    return found if is_whole else f"{job[0]}: expected a compiled kernel, got {found}"
 
 
 def _compile(row: Row, tiles: Tiles, sender: Connection) -> None:
@@ -186,11 +167,8 @@ def _binary(row: Row, tiles: Tiles) -> Any:
             aligned[(index,)] = [["tt.divisibility", 16]]
     fixed = {name: value for name, value in fixed.items() if name in kernel.arg_names}
     source = ASTSource(kernel, signature, fixed, aligned)
-    options = {
-        "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages,
-        "enable_fp_fusion": True,
-    }
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    options["enable_fp_fusion"] = True
     return compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -252,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     masks = [name == "causal" for name in flags.mask]
     lines, said = [tuple(_HEADER)], []
     shipped = rows(dtypes=flags.dtype, head_dims=flags.head_dim, masks=masks)
-    results = compiled_all([(row, row.tiles) for row in shipped])
+    results = compiled([(row, row.tiles) for row in shipped])
     for row, found in zip(shipped, results, strict=True):
         if not isinstance(found, Compiled):
             said.append(found)

@@ -21,7 +21,6 @@ memory at most torch's. The exit status is 1 when one is missed or the A/A arm v
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,25 +28,15 @@ import torch
 from torch import nn
 
 from spec_tests.benchmarks import blocks, machine, paired, runner
-from spec_tests.benchmarks.runner import Found, against, mebibytes, milliseconds, verdict
+from spec_tests.benchmarks.paired import Found
+from spec_tests.benchmarks.runner import Case, mebibytes, times, verdict
 from spec_tests.rig.rank import Context
 from spec_tests.target import load, parse
 
 BUCKET_MB = 25
 BASE, VIEWS, AGAIN = "torch", "torch views", "torch again"
-
-
-@dataclass(frozen=True)
-class Case(runner.Case):
-    """A size of the stack of blocks."""
-
-    width: int = 0
-    num_blocks: int = 0
-
-
-SMALL = Case("1M (1,055,744 parameters)", "1M", 2, 12, 200, width=128, num_blocks=8)
-LARGE = Case("25M (25,208,832 parameters)", "25M", 2, 2, 60, width=512, num_blocks=12)
-BOUNDS = {"1M": {BASE: 1.05}, "25M": {BASE: 0.95, VIEWS: 1.05}}
+SMALL = Case("1M (1,055,744 parameters)", "1M", 2, 12, 200, {BASE: 1.05})
+LARGE = Case("25M (25,208,832 parameters)", "25M", 2, 2, 60, {BASE: 0.95, VIEWS: 1.05})
 
 
 class Arm(paired.Arm):
@@ -64,9 +53,8 @@ class Arm(paired.Arm):
         wrap: Callable[[nn.Module], nn.Module],
         finish: Callable[[nn.Module], object],
     ) -> None:
-        super().__init__()
-        model = blocks.stack(case.width, case.num_blocks)
-        [self.batch] = blocks.batches(case.width, ctx.rank)
+        model = blocks.stack(case.size)
+        [self.batch] = blocks.batches(case.size, ctx.rank)
         ctx.barrier()
         before, readings = machine.allocated_bytes(), [0]
         self.model, self.finish = wrap(model), finish
@@ -108,11 +96,9 @@ class Ddp(runner.Comparison):
     )
     all_cases = (SMALL, LARGE)
     bases, again = (BASE, VIEWS), AGAIN
+    judged = "{name} bucketed"
     columns = {
-        "ms": milliseconds(".1f"),
-        "core ms": milliseconds(".1f", "core_seconds"),
-        "against torch": against(BASE),
-        "against torch views": against(VIEWS),
+        **times(".1f", BASE, VIEWS),
         "live MiB": mebibytes("live", ".1f"),
         "peak MiB": mebibytes("peak", ".1f"),
     }
@@ -138,14 +124,12 @@ class Ddp(runner.Comparison):
         return arms
 
     def bounds(self, found: Found, name: str) -> Iterator[str]:
-        """Time and gradient memory of the bucketed one."""
-        label = f"{name} bucketed"
-        for base, bound in BOUNDS[found.case.size].items():
-            ratio = found.timings.ratio(label, base)
-            yield runner.at_most(ratio, bound, f"{label} against {base} at most {{}}")
+        """Yield time and gradient memory of the bucketed one."""
+        yield from super().bounds(found, name)
         if not machine.can_count_allocations():
             yield "holds: gradient memory was not measured, glibc 2.33 or newer tells it"
             return
+        label = self.judged.format(name=name)
         live, allowed = (found.facts[arm][0]["live"] for arm in (label, BASE))
         yield verdict(live <= allowed, f"{label} keeps {live:,} bytes, torch {allowed:,}")
 

@@ -33,7 +33,8 @@ import torch
 from torch import nn
 
 from spec_tests.benchmarks import blocks, machine, paired, runner
-from spec_tests.benchmarks.runner import Found, against, mebibytes, milliseconds, verdict
+from spec_tests.benchmarks.paired import Found
+from spec_tests.benchmarks.runner import mebibytes, times, verdict
 from spec_tests.rig.rank import Context
 from spec_tests.target import Implementation, load, parse
 
@@ -45,8 +46,6 @@ TIME_BOUNDS, AHEAD_BOUND, MEMORY_BOUND = {"1M": 0.85, "25M": 0.85, "124M": 0.7},
 class Case(runner.Case):
     """A size and a setting; the heading names the number of ranks when that is known."""
 
-    width: int = 0
-    num_blocks: int = 0
     reshard_after_forward: bool = True
     accumulation: int = 1
 
@@ -57,15 +56,13 @@ CASES = [
         size,
         num_steps=max(1, num_steps // accumulation),
         num_rounds=num_rounds,
-        width=width,
-        num_blocks=num_blocks,
         reshard_after_forward=raf,
         accumulation=accumulation,
     )
-    for size, width, num_blocks, num_steps, num_rounds, accumulations in (
-        ("1M", 128, 8, 4, 400, (1, 4)),
-        ("25M", 512, 12, 1, 80, (1, 4)),
-        ("124M", 1024, 14, 1, 40, (1,)),
+    for size, num_steps, num_rounds, accumulations in (
+        ("1M", 4, 400, (1, 4)),
+        ("25M", 1, 80, (1, 4)),
+        ("124M", 1, 40, (1,)),
     )
     for raf in (True, False)
     for accumulation in accumulations
@@ -75,10 +72,10 @@ CASES = [
 class Model(nn.Module):
     """Blocks, each a unit, and a last layer that is the outermost unit's own."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, size: str) -> None:
         super().__init__()
-        self.blocks = blocks.stack(case.width, case.num_blocks)
-        self.head = nn.Linear(case.width, case.width)
+        self.blocks, (width, _) = blocks.stack(size), blocks.SIZES[size]
+        self.head = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, width] to the same."""
@@ -91,13 +88,12 @@ class Arm(paired.Arm):
     def __init__(
         self, ctx: Context, case: Case, impl: Implementation, *, is_alone: bool = False
     ) -> None:
-        super().__init__()
-        self.model: Any = Model(case)
+        self.model: Any = Model(case.size)
         for block in self.model.blocks:
             impl.fully_shard(block, reshard_after_forward=case.reshard_after_forward)
         impl.fully_shard(self.model, reshard_after_forward=case.reshard_after_forward)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.batches = blocks.batches(case.width, ctx.rank, case.accumulation)
+        self.batches = blocks.batches(case.size, ctx.rank, case.accumulation)
         if is_alone:
             for unit in (*self.model.blocks, self.model):
                 unit.set_modules_to_forward_prefetch([unit])
@@ -124,12 +120,11 @@ class Arm(paired.Arm):
         def read(*_: Any) -> None:
             readings.append(machine.allocated_bytes() - before)
 
-        handles = []
-        for part in (*self.model.blocks, self.model.head):
-            handles.append(part.register_forward_pre_hook(read))
-            handles.append(part.register_forward_hook(read))
-            handles.append(part.register_full_backward_pre_hook(read))
-            handles.append(part.register_full_backward_hook(read))
+        handles = [
+            getattr(part, f"register_{moment}_hook")(read)
+            for part in (*self.model.blocks, self.model.head)
+            for moment in ("forward_pre", "forward", "full_backward_pre", "full_backward")
+        ]
         self.step()
         for handle in handles:
             handle.remove()
@@ -147,18 +142,9 @@ class Fsdp(runner.Comparison):
     )
     all_cases = CASES
     bases, again = (BASE,), AGAIN
-    columns = {
-        "ms": milliseconds(".1f"),
-        "core ms": milliseconds(".1f", "core_seconds"),
-        "against torch": against(BASE),
-        "peak MiB": mebibytes("peak", ".1f"),
-    }
-
-    def declare(self, parser: argparse.ArgumentParser) -> None:
-        """A minute for each table, and how many ranks."""
-        super().declare(parser)
-        parser.set_defaults(seconds=60.0)
-        parser.add_argument("--ranks", type=int, action="append", help="default: 2 and 4")
+    seconds = 60.0
+    options = {"--ranks": {"type": int, "action": "append", "help": "default: 2 and 4"}}
+    columns = {**times(".1f", BASE), "peak MiB": mebibytes("peak", ".1f")}
 
     def cases(self, options: argparse.Namespace) -> Iterator[Case]:
         """Every case on every number of ranks."""
@@ -190,11 +176,11 @@ class Fsdp(runner.Comparison):
 
     def bounds(self, found: Found, name: str) -> Iterator[str]:
         """Time, what gathers ahead are worth, memory, bits."""
-        ratio, bound = found.timings.ratio(name, BASE), TIME_BOUNDS[found.case.size]
+        ratio, bound = found.ratio(name, BASE), TIME_BOUNDS[found.case.size]
         yield runner.at_most(ratio, bound, f"{name} takes at most {{}} of torch's time")
         both = {name, name + ALONE} & set(found.labels)
         if name + ALONE in both:
-            ahead = found.timings.ratio(name, name + ALONE)
+            ahead = found.ratio(name, name + ALONE)
             words = f"with gathers ahead {name} takes {ahead} of its time without"
             yield verdict(ahead.median <= AHEAD_BOUND, f"{words}, bound {AHEAD_BOUND}")
         share = found.most(name, "peak") / max(1, found.most(BASE, "peak"))

@@ -30,6 +30,7 @@ import argparse
 import functools
 import gc
 import importlib.util
+import itertools
 import statistics
 import sys
 import tempfile
@@ -43,13 +44,15 @@ import numpy as np
 import torch
 
 from spec_tests.benchmarks import machine, paired, runner
-from spec_tests.benchmarks.runner import Found, Section, bullets, table, verdict
+from spec_tests.benchmarks.paired import Found
+from spec_tests.benchmarks.runner import Section, bullets, table, verdict
+from spec_tests.rig import shards
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
 from spec_tests.target import load, parse
 
 MAPPED, TORCHDATA, AGAIN = "mapped", "torchdata", "mapped again"
-BOUNDS = {MAPPED: 1.0, TORCHDATA: 0.2}
+LIMITS = {MAPPED: 1.0, TORCHDATA: 0.2}
 MOST_GROWTH_BYTES = 5_000_000
 TOKENS_PER_ROUND = 2**24
 PLACES = (0.0, 0.25, 0.5, 0.75, 0.99)
@@ -98,11 +101,6 @@ def mapped_pass(case: Case) -> Iterator[Batch]:
         yield _pair(tokens[start : start + size + 1], (case.batch_size, case.length))
 
 
-def has_torchdata() -> bool:
-    """Return whether the optional arm can be measured."""
-    return importlib.util.find_spec("torchdata") is not None
-
-
 # ------------------------------------------------------------------------------------- in the rank
 
 
@@ -110,11 +108,10 @@ class Arm(paired.Arm):
     """Passes over the shard, one after another; `begin` returns the batches of one."""
 
     def __init__(self, begin: Callable[[], Iterable[Batch]], *, counts_memory: bool) -> None:
-        super().__init__()
         self.begin = begin
         self.first = next(iter(begin()))  # this is also the warm-up
         self.facts["growth"] = self._growth() if counts_memory else None
-        self.batches = (batch for _ in iter(int, 1) for batch in begin())
+        self.batches = (batch for _ in itertools.count() for batch in begin())
 
     def step(self) -> None:
         """What is timed: one batch."""
@@ -126,9 +123,8 @@ class Arm(paired.Arm):
         before = most = machine.resident_bytes()
         if before is None or most is None:
             return None
-        for number, _ in enumerate(self.begin()):
-            if number % 64 == 0:
-                most = max(most, machine.resident_bytes() or 0)
+        for _ in itertools.islice(self.begin(), 0, None, 64):
+            most = max(most, machine.resident_bytes() or 0)
         return max(most, machine.resident_bytes() or 0) - before
 
 
@@ -166,16 +162,15 @@ class Loader(runner.Comparison):
     bases: Sequence[str] = (MAPPED,)
     again = AGAIN
     clock, max_others = "core_seconds", float("inf")
-
-    def declare(self, parser: argparse.ArgumentParser) -> None:
-        """How large the shard is, and how it is cut."""
-        super().declare(parser)
-        parser.add_argument("--tokens", type=int, default=200_000_000, help="in the shard")
-        parser.add_argument("--batch-size", type=int, default=32)
-        parser.add_argument("--sequence-length", type=int, default=1024)
-        parser.add_argument(
-            "--folder", help="for the shard; default: the system's temporary folder"
-        )
+    options = {
+        "--tokens": {"type": int, "default": 200_000_000, "help": "in the shard"},
+        "--batch-size": {"type": int, "default": 32},
+        "--sequence-length": {"type": int, "default": 1024},
+        "--folder": {"help": "for the shard; default: the system's temporary folder"},
+    }
+    kept = (
+        "Seconds on the core; MB: growth of resident memory over one pass. {found.num_kept} rounds."
+    )
 
     def arms(self, ctx: Context, case: Any, impls: list[str]) -> dict[str, paired.Arm]:
         """All begin with the same batch."""
@@ -191,7 +186,7 @@ class Loader(runner.Comparison):
             )
             arms[name] = Arm(new_loader, counts_memory=True)
             arms[name].facts["places"] = places(new_loader)
-        if has_torchdata():
+        if importlib.util.find_spec("torchdata") is not None:
             package = importlib.import_module("torchdata.stateful_dataloader")
             # Only whole batches, as everywhere here.
             loader = package.StatefulDataLoader(
@@ -216,17 +211,17 @@ class Loader(runner.Comparison):
         )
         steps = max(1, TOKENS_PER_ROUND // (size[0] * size[1]))
         with tempfile.TemporaryDirectory(prefix="trainspec-", dir=options.folder) as folder:
-            case = Case("", "", 1, steps, 60, Path(folder) / "x_train_000000.bin", *size)
+            case = Case("", "", 1, steps, 60, LIMITS, Path(folder) / "x_train_000000.bin", *size)
             write_random_shard(case.path, options.tokens)
             found = self.compare(worlds, case, options)
-        self.bases = [base for base in BOUNDS if base in found.labels]
+        self.bases = [base for base in LIMITS if base in found.labels]
         self.columns = {
             "M tokens/core s": _rate,
             **{f"time against {base}": runner.against(base) for base in self.bases},
             "MB": _growth,
         }
-        passes = [self.table(found), self.kept(found.timings)]
         verdicts = self.verdicts(found)
+        passes = [self.table(found), self.kept.format(found=found)]
         yield Section("", passes, self.record(found, verdicts))
         for name in found.impls:
             rows = [("resumed at", "first batch, us", "bytes asked for")]
@@ -240,18 +235,9 @@ class Loader(runner.Comparison):
             verdicts = [*verdicts, missing]
         yield Section("", [bullets(verdicts)])
 
-    def kept(self, timings: paired.Timings) -> str:
-        """Return what is said below the table."""
-        return (
-            "Seconds on the core; MB: growth of resident memory over one pass. "
-            f"{timings.num_kept} rounds."
-        )
-
     def bounds(self, found: Found, name: str) -> Iterator[str]:
-        """Time, memory, and reading nothing in vain after a resume."""
-        for base in self.bases:
-            ratio, bound = found.timings.ratio(name, base), BOUNDS[base]
-            yield runner.at_most(ratio, bound, f"{name} against {base} at most {{}}")
+        """Yield time, memory, and reading nothing in vain after a resume."""
+        yield from super().bounds(found, name)
         growth = found.facts[name][0]["growth"]
         if growth is not None:
             words = f"{name} grew by {growth:,} bytes, bound {MOST_GROWTH_BYTES:,}"
@@ -264,7 +250,7 @@ class Loader(runner.Comparison):
 
 def _rate(found: Found, label: str) -> str:
     tokens = found.case.batch_size * found.case.length
-    return f"{tokens / found.timings.ms('core_seconds')[label] / 1e3:.0f}"
+    return f"{tokens / found.ms('core_seconds')[label] / 1e3:.0f}"
 
 
 def _growth(found: Found, label: str) -> str:
@@ -276,9 +262,7 @@ def write_random_shard(path: Path, num_tokens: int) -> None:
     """Write a shard of uniform ids, in pieces."""
     draw = np.random.default_rng(0)
     with path.open("wb") as file:
-        header = np.zeros(256, "<i4")
-        header[:3] = 20240520, 1, num_tokens
-        file.write(header.tobytes())
+        file.write(shards.shard_bytes([], count=num_tokens))
         for start in range(0, num_tokens, 2**24):
             count = min(2**24, num_tokens - start)
             file.write(draw.integers(0, 50257, count, dtype=np.uint16).astype("<u2").tobytes())

@@ -13,15 +13,16 @@ same machine:
 5. An arm that is A once more (A/A) shows what the machine does to equal things. When its median
    leaves `AA_RANGE`, the whole run is void.
 
-`run_rounds` runs in the ranks, `Timings` sums up in the parent.
+`run_rounds` runs in the ranks, `Found` sums up in the parent.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,17 +60,6 @@ class Ratio:
         return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def ratio(measured: Sequence[float], baseline: Sequence[float]) -> Ratio:
-    """Return `measured[i] / baseline[i]`, where both were measured in the same round.
-
-    >>> str(ratio([2.0] * 10, [4.0] * 10))
-    '0.500 [0.500, 0.500]'
-    """
-    pairs = sorted(m / b for m, b in zip(measured, baseline, strict=True))
-    low, high = median_interval(pairs)
-    return Ratio(statistics.median(pairs), low, high, len(pairs))
-
-
 def median_interval(values: Sequence[float], *, miss: float = 0.05) -> tuple[float, float]:
     """Return two of the sorted `values` that enclose their true median but for a chance of `miss`.
 
@@ -94,14 +84,12 @@ def median_interval(values: Sequence[float], *, miss: float = 0.05) -> tuple[flo
 
 
 class Arm:
-    """One of the things that are compared, ready to step.
+    """One of the things that are compared, ready to step."""
 
-    Attributes:
-        facts: what else it showed on this rank, by name: bytes, for example.
-    """
-
-    def __init__(self) -> None:
-        self.facts: dict[str, Any] = {}
+    @functools.cached_property
+    def facts(self) -> dict[str, Any]:
+        """What else it showed on this rank, by name: bytes, for example."""
+        return {}
 
     def step(self) -> None:
         """Run what is timed, once."""
@@ -170,16 +158,23 @@ def _round(ctx: Context | None, arms: Sequence[Arm], num_steps: int, index: int)
 
 
 @dataclass(frozen=True)
-class Timings:
-    """What the quiet rounds took.
+class Found:
+    """What one case showed; times are of the quiet rounds.
 
     Attributes:
+        case: number of ranks, steps and rounds, and what is compared.
+        impls: the implementations, by the names under which they were given.
+        facts: arm to what it showed, rank by rank.
         seconds: by arm, per round: of a step, on the slowest rank.
         core_seconds: by arm, per round: of a step, all threads of all ranks.
         clock: "seconds" or "core_seconds": which of the two is compared.
+        num_kept: rounds that were quiet.
         num_dropped: rounds in which other processes were busy.
     """
 
+    case: Any
+    impls: list[str]
+    facts: dict[str, list[dict[str, Any]]]
     seconds: dict[str, list[float]]
     core_seconds: dict[str, list[float]]
     clock: str
@@ -189,35 +184,45 @@ class Timings:
     @classmethod
     def of(
         cls,
-        labels: Sequence[str],
-        ranks: Sequence[Sequence[dict[str, Any]]],
-        *,
-        clock: str = "seconds",
-        max_others: float = MAX_OTHERS,
-    ) -> Timings:
-        """Sum up what `run_rounds` returned on each rank.
+        case: Any,
+        impls: list[str],
+        ranks: Sequence[dict[str, Any]],
+        clock: str,
+        max_others: float,
+    ) -> Found:
+        """Sum up the `facts` of the arms and the `rounds` of `run_rounds` on each rank.
 
         Where too few rounds were quiet all are taken, to be shown; `voids` then says so.
         """
-        seconds: dict[str, list[float]] = {label: [] for label in labels}
-        cores: dict[str, list[float]] = {label: [] for label in labels}
-        rounds = list(zip(*ranks, strict=True))
-        quiet = [of_ranks for of_ranks in rounds if _share_of_others(of_ranks) <= max_others]
-        for of_ranks in quiet if len(quiet) >= FEWEST_ROUNDS else rounds:
-            for number, label in enumerate(labels):
-                seconds[label].append(max(part["seconds"][number] for part in of_ranks))
-                cores[label].append(sum(part["core_seconds"][number] for part in of_ranks))
-        return cls(seconds, cores, clock, len(quiet), len(rounds) - len(quiet))
+        facts = {label: [rank["facts"][label] for rank in ranks] for label in ranks[0]["facts"]}
+        rounds = list(zip(*(rank["rounds"] for rank in ranks), strict=True))
+        quiet = []
+        for of_ranks in rounds:
+            own, first = sum(part["own"] for part in of_ranks), of_ranks[0]
+            if machine.share_of_others(first["busy"], own, first["elapsed"]) <= max_others:
+                quiet.append(of_ranks)
+        taken = quiet if len(quiet) >= FEWEST_ROUNDS else rounds
+        seconds: dict[str, list[float]] = {}
+        core_seconds: dict[str, list[float]] = {}
+        for number, label in enumerate(facts):
+            seconds[label] = [max(r["seconds"][number] for r in of) for of in taken]
+            core_seconds[label] = [sum(r["core_seconds"][number] for r in of) for of in taken]
+        num_dropped = len(rounds) - len(quiet)
+        return cls(case, impls, facts, seconds, core_seconds, clock, len(quiet), num_dropped)
+
+    @property
+    def labels(self) -> list[str]:
+        """The arms, in the order of an even round."""
+        return list(self.facts)
 
     @property
     def num_rounds(self) -> int:
         """Rounds that were run."""
         return self.num_kept + self.num_dropped
 
-    @property
-    def compared(self) -> Mapping[str, list[float]]:
-        """The times that ratios are of, by arm."""
-        return self.core_seconds if self.clock == "core_seconds" else self.seconds
+    def most(self, label: str, fact: str) -> Any:
+        """Return the largest value of a fact over ranks."""
+        return max(of_rank[fact] for of_rank in self.facts[label])
 
     def voids(self, base: str, again: str) -> list[str]:
         """Return why no bound can be judged by these; `again` is `base` once more."""
@@ -233,20 +238,21 @@ class Timings:
         return [f"void: {base} against itself {aa.median:.3f}, expected within {low}-{high}"]
 
     def ratio(self, measured: str, base: str) -> Ratio:
-        """Return one arm beside another, round by round."""
-        return ratio(self.compared[measured], self.compared[base])
+        """Return one arm beside another, both measured in the same round.
+
+        >>> seconds = {"A": [2.0] * 10, "B": [4.0] * 10}
+        >>> str(Found(None, [], {}, seconds, {}, "seconds", 10, 0).ratio("A", "B"))
+        '0.500 [0.500, 0.500]'
+        """
+        times = self.core_seconds if self.clock == "core_seconds" else self.seconds
+        pairs = sorted(m / b for m, b in zip(times[measured], times[base], strict=True))
+        return Ratio(statistics.median(pairs), *median_interval(pairs), len(pairs))
 
     def against(self, base: str) -> dict[str, Ratio]:
         """Return every other arm beside `base`."""
-        return {label: self.ratio(label, base) for label in self.compared if label != base}
+        return {label: self.ratio(label, base) for label in self.facts if label != base}
 
     def ms(self, clock: str = "seconds") -> dict[str, float]:
         """Return the median of a step by arm, in milliseconds of that clock."""
         taken = self.core_seconds if clock == "core_seconds" else self.seconds
         return {label: 1e3 * statistics.median(of) for label, of in taken.items() if of}
-
-
-def _share_of_others(of_ranks: Sequence[dict[str, Any]]) -> float:
-    """Return the part of the cores that other processes used in a round."""
-    own, first = sum(part["own"] for part in of_ranks), of_ranks[0]
-    return machine.share_of_others(first["busy"], own, first["elapsed"])

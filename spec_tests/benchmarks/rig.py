@@ -185,51 +185,47 @@ def _spawned(rank: int, port: int) -> None:
 
 @dataclass(frozen=True)
 class Figure:
-    """What is measured, how, and what must hold of its median."""
+    """What is measured, how, and what must hold of its median: "at least" or "at most" a bound."""
 
-    name: str
     label: str
     measure: Callable[[Worlds], float]
-    at_least: float | None = None
-    at_most: float | None = None
+    relation: str = ""
+    bound: float = 0.0
 
     def row(self, values: list[float]) -> list[str]:
         """Return median, range, bound and verdict."""
         middle = statistics.median(values)
         form = ".3g" if middle < 100 else ".0f"
         row = [self.label, *(f"{value:{form}}" for value in (middle, min(values), max(values)))]
-        if self.at_least is not None:
-            return [*row, f"at least {self.at_least:g}", _word(middle >= self.at_least)]
-        if self.at_most is not None:
-            return [*row, f"at most {self.at_most:g}", _word(middle <= self.at_most)]
-        return [*row, "", ""]
+        if not self.relation:
+            return [*row, "", ""]
+        holds = middle >= self.bound if self.relation == "at least" else middle <= self.bound
+        return [*row, f"{self.relation} {self.bound:g}", "holds" if holds else "missed"]
 
 
-def _word(holds: bool) -> str:
-    return "holds" if holds else "missed"
-
-
-def _on_sim(size: int, number: int) -> Callable[[Worlds], float]:
-    return lambda worlds: examples_per_second(worlds, number, size=size, transport="sim")
+def _on_sim(size: int, number: int, bound: float) -> Figure:
+    return Figure(
+        f"{EXAMPLES}, {size} simulated ranks",
+        lambda worlds: examples_per_second(worlds, number, size=size, transport="sim"),
+        "at least",
+        bound,
+    )
 
 
 EXAMPLES = "hypothesis examples per second"
-FIGURES = (
-    Figure("calls", "empty calls per second", calls_per_second, at_least=1500.0),
-    Figure("examples", EXAMPLES, examples_per_second, at_least=200.0),
-    Figure("sim 2", f"{EXAMPLES}, 2 simulated ranks", _on_sim(2, 200), at_least=300.0),
-    Figure("sim 4", f"{EXAMPLES}, 4 simulated ranks", _on_sim(4, 200), at_least=150.0),
-    Figure("sim 8", f"{EXAMPLES}, 8 simulated ranks", _on_sim(8, 100), at_least=60.0),
-    Figure("deadlock", "a deadlock of simulated ranks, told after: ms", deadlock_ms, at_most=10.0),
-    Figure(
-        "ddp on sim",
-        "the whole ddp chapter on simulated ranks: s",
-        lambda _: ddp_chapter_s(),
-        at_most=10.0,
-    ),
-    Figure("recovery", "kill, respawn, first all-reduce: s", recovery_s, at_most=0.25),
-    Figure("spawned", "the same all-reduce in spawned ranks: s", lambda _: spawned_test_s()),
-)
+DEADLOCK = "a deadlock of simulated ranks, told after: ms"
+CHAPTER = "the whole ddp chapter on simulated ranks: s"
+FIGURES = {
+    "calls": Figure("empty calls per second", calls_per_second, "at least", 1500.0),
+    "examples": Figure(EXAMPLES, examples_per_second, "at least", 200.0),
+    "sim 2": _on_sim(2, 200, 300.0),
+    "sim 4": _on_sim(4, 200, 150.0),
+    "sim 8": _on_sim(8, 100, 60.0),
+    "deadlock": Figure(DEADLOCK, deadlock_ms, "at most", 10.0),
+    "ddp on sim": Figure(CHAPTER, lambda _: ddp_chapter_s(), "at most", 10.0),
+    "recovery": Figure("kill, respawn, first all-reduce: s", recovery_s, "at most", 0.25),
+    "spawned": Figure("the same all-reduce in spawned ranks: s", lambda _: spawned_test_s()),
+}
 
 
 class Rig(runner.Benchmark):
@@ -238,22 +234,19 @@ class Rig(runner.Benchmark):
     name = "rig"
     title = "The rig"
     facts_last = True
-
-    def declare(self, parser: argparse.ArgumentParser) -> None:
-        """How often."""
-        parser.add_argument("--repetitions", type=int, default=5)
+    options = {"--repetitions": {"type": int, "default": 5, "help": "of each figure"}}
 
     def sections(self, options: argparse.Namespace, worlds: Worlds) -> Iterator[runner.Section]:
         """All figures, in turn, so that a slow moment meets all of them."""
         start_zygote()
         torch.set_num_threads(1)
         worlds.max_pools = len(FIGURES)
-        found: dict[str, list[float]] = {figure.name: [] for figure in FIGURES}
+        found: dict[str, list[float]] = {name: [] for name in FIGURES}
         for _ in range(options.repetitions):
-            for figure in FIGURES:
-                found[figure.name].append(figure.measure(worlds))
+            for name, figure in FIGURES.items():
+                found[name].append(figure.measure(worlds))
         rows = [["what", "median", "lowest", "highest", "bound", "verdict"]]
-        rows += [figure.row(found[figure.name]) for figure in FIGURES]
+        rows += [figure.row(found[name]) for name, figure in FIGURES.items()]
         yield runner.Section("", [runner.table(rows)], found)
 
 

@@ -14,12 +14,12 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from spec_tests.benchmarks import machine, paired
-from spec_tests.benchmarks.paired import Arm, Ratio, Timings
+from spec_tests.benchmarks.paired import Arm, Found, Ratio
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
 
@@ -50,6 +50,7 @@ class Benchmark:
         title: of the page.
         note: what the page says about how it was measured; may be set while measuring.
         device: what the page names instead of the CPU; may be set while measuring.
+        options: of the command, each with what `add_argument` takes.
         facts_last: the tables come before date, machine and note.
     """
 
@@ -57,10 +58,13 @@ class Benchmark:
     title: str
     note: str = ""
     device: str = ""
+    options: Mapping[str, Any] = {}
     facts_last = False
 
     def declare(self, parser: argparse.ArgumentParser) -> None:
-        """Add the benchmark's own options."""
+        """Add the benchmark's options."""
+        for name, how in self.options.items():
+            parser.add_argument(name, **how)
 
     def sections(self, options: argparse.Namespace, worlds: Worlds) -> Iterator[Section]:
         """Measure; yield each part of the page as soon as it is done."""
@@ -80,12 +84,13 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Case:
-    """One table: on how many ranks, and how much is timed.
+    """One table: on how many ranks, how much is timed, and what must hold.
 
     Attributes:
         heading: of the table; empty where there is one table only.
         size: what --size chooses by.
         num_steps: that an arm runs in a round.
+        limits: base to what the upper end of an implementation's ratio to it may be.
     """
 
     heading: str
@@ -93,26 +98,7 @@ class Case:
     num_ranks: int = 2
     num_steps: int = 1
     num_rounds: int = 20
-
-
-@dataclass(frozen=True)
-class Found:
-    """What one case showed.
-
-    Attributes:
-        impls: the implementations, by the names under which they were given.
-        facts: arm to what it showed, rank by rank.
-    """
-
-    case: Any
-    impls: list[str]
-    labels: list[str]
-    timings: Timings
-    facts: dict[str, list[dict[str, Any]]]
-
-    def most(self, label: str, fact: str) -> Any:
-        """Return the largest value of a fact over ranks."""
-        return max(of_rank[fact] for of_rank in self.facts[label])
+    limits: Mapping[str, float] = field(default_factory=dict)
 
 
 Column = Callable[[Found, str], str]
@@ -120,12 +106,18 @@ Column = Callable[[Found, str], str]
 
 def milliseconds(form: str, clock: str = "seconds") -> Column:
     """Return the column of medians: of a step, on the slowest rank or on all cores."""
-    return lambda found, label: format(found.timings.ms(clock)[label], form)
+    return lambda found, label: format(found.ms(clock)[label], form)
 
 
 def against(base: str) -> Column:
     """Return the column of ratios to an arm."""
-    return lambda found, label: str(found.timings.against(base).get(label, 1))
+    return lambda found, label: str(found.against(base).get(label, 1))
+
+
+def times(form: str, *bases: str) -> dict[str, Column]:
+    """Return the usual columns: medians by both clocks, and the ratios to each base."""
+    ratios = {f"against {base}": against(base) for base in bases}
+    return {"ms": milliseconds(form), "core ms": milliseconds(form, "core_seconds"), **ratios}
 
 
 def mebibytes(fact: str, form: str) -> Column:
@@ -138,14 +130,20 @@ class Comparison(Benchmark):
 
     Attributes:
         bases: arms that others are compared with; the first is the one that `again` repeats.
+        judged: the arm of an implementation for which the limits of a case hold.
+        kept: what is said below the table of how many rounds counted.
         clock: "seconds" or "core_seconds": of what the ratios are.
+        seconds: that the rounds of a table may take.
         max_others: rounds in which others used more of the cores are dropped.
     """
 
     bases: Sequence[str]
     again: str
     columns: Mapping[str, Column]
+    judged = "{name}"
+    kept = "{found.num_kept} rounds kept, {found.num_dropped} dropped as noisy."
     clock = "seconds"
+    seconds = float("inf")
     max_others = paired.MAX_OTHERS
     all_cases: Sequence[Any] = ()
 
@@ -154,8 +152,11 @@ class Comparison(Benchmark):
         raise NotImplementedError
 
     def bounds(self, found: Found, name: str) -> Iterator[str]:
-        """Yield a verdict for each thing that must hold of an implementation."""
-        raise NotImplementedError
+        """Yield a verdict for each limit of the case; more where a benchmark has more."""
+        arm = self.judged.format(name=name)
+        for base, bound in found.case.limits.items():
+            if base in found.labels:
+                yield at_most(found.ratio(arm, base), bound, f"{arm} against {base} at most {{}}")
 
     def cases(self, options: argparse.Namespace) -> Iterator[Any]:
         """Yield the tables that the options ask for."""
@@ -164,21 +165,18 @@ class Comparison(Benchmark):
                 yield case
 
     def declare(self, parser: argparse.ArgumentParser) -> None:
-        """Add what all comparisons take."""
+        """Add what all comparisons take, and the benchmark's options."""
         parser.add_argument("--rounds", type=int, help="at most; default: as the case has it")
-        parser.add_argument(
-            "--seconds", type=float, default=float("inf"), help="for the rounds of a table"
-        )
-        parser.add_argument(
-            "--max-others",
-            type=float,
-            default=self.max_others,
-            help="part of the cores; noisier rounds are dropped",
-        )
+        for option, default, what in (
+            ("--seconds", self.seconds, "for the rounds of a table"),
+            ("--max-others", self.max_others, "part of the cores; noisier rounds are dropped"),
+        ):
+            parser.add_argument(option, type=float, default=default, help=what)
         parser.add_argument("--case", default="", help="words of a table's heading; default: all")
         parser.add_argument("--add", action="store_true", help="keep --out's tables of other cases")
         sizes = list(dict.fromkeys(case.size for case in self.all_cases if case.size))
         parser.add_argument("--size", action="append", choices=sizes, help="default: all")
+        super().declare(parser)
 
     def sections(self, options: argparse.Namespace, worlds: Worlds) -> Iterator[Section]:
         """Measure case by case."""
@@ -191,11 +189,7 @@ class Comparison(Benchmark):
         # A case without rounds of its own is not timed, however many are asked for.
         arguments = (self.name, case, options.impl, min(wanted, case.num_rounds * wanted))
         ranks = self.run(worlds, case, (*arguments, options.seconds))
-        labels = list(ranks[0]["facts"])
-        rounds = [rank["rounds"] for rank in ranks]
-        timings = Timings.of(labels, rounds, clock=self.clock, max_others=options.max_others)
-        facts = {label: [rank["facts"][label] for rank in ranks] for label in labels}
-        return Found(case, options.impl, labels, timings, facts)
+        return Found.of(case, options.impl, ranks, self.clock, options.max_others)
 
     def run(self, worlds: Worlds, case: Any, arguments: tuple[Any, ...]) -> list[dict[str, Any]]:
         """Return what `measured` returns on each rank."""
@@ -204,14 +198,14 @@ class Comparison(Benchmark):
 
     def verdicts(self, found: Found) -> list[str]:
         """Return a verdict for each bound, or why there is none."""
-        return found.timings.voids(self.bases[0], self.again) or [
+        return found.voids(self.bases[0], self.again) or [
             said for name in found.impls for said in self.bounds(found, name)
         ]
 
     def section(self, found: Found) -> Section:
         """Return the table of one case with its verdicts."""
         verdicts = self.verdicts(found)
-        blocks = [self.table(found), self.kept(found.timings), bullets(verdicts)]
+        blocks = [self.table(found), self.kept.format(found=found), bullets(verdicts)]
         return Section(found.case.heading, blocks, self.record(found, verdicts))
 
     def table(self, found: Found) -> str:
@@ -220,23 +214,18 @@ class Comparison(Benchmark):
                 for label in found.labels]  # fmt: skip
         return table([["arm", *self.columns], *rows])
 
-    def kept(self, timings: Timings) -> str:
-        """Return what is said below the table."""
-        return f"{timings.num_kept} rounds kept, {timings.num_dropped} dropped as noisy."
-
     def record(self, found: Found, verdicts: list[str]) -> dict[str, Any]:
         """Return the case as data."""
-        timings = found.timings
         return {
             "heading": found.case.heading,
             "num_ranks": found.case.num_ranks,
             "labels": found.labels,
-            "ms": timings.ms(),
-            "core_ms": timings.ms("core_seconds"),
-            "against": {base: timings.against(base) for base in self.bases},
+            "ms": found.ms(),
+            "core_ms": found.ms("core_seconds"),
+            "against": {base: found.against(base) for base in self.bases},
             "facts": found.facts,
-            "num_rounds": timings.num_kept,
-            "num_dropped": timings.num_dropped,
+            "num_rounds": found.num_kept,
+            "num_dropped": found.num_dropped,
             "verdicts": verdicts,
         }
 

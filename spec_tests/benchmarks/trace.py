@@ -86,10 +86,7 @@ class Trace(runner.Benchmark):
 
     name = "trace"
     title = "Reading a trace, beside json.load of the same file"
-
-    def declare(self, parser: argparse.ArgumentParser) -> None:
-        """How large the file is."""
-        parser.add_argument("--bytes", type=int, default=100_000_000, help="of the file")
+    options = {"--bytes": {"type": int, "default": 100_000_000, "help": "of the file"}}
 
     def sections(self, options: argparse.Namespace, worlds: Worlds) -> Iterator[runner.Section]:
         """One table."""

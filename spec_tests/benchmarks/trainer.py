@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from spec_tests.benchmarks import paired, runner
-from spec_tests.benchmarks.runner import Found
+from spec_tests.benchmarks.paired import Found
 from spec_tests.rig.rank import Context
 from spec_tests.target import load, parse
 
@@ -63,13 +63,14 @@ class Loop(paired.Arm):
     """A loop with the parts that its label names."""
 
     def __init__(self, ctx: Context, label: str) -> None:
-        super().__init__()
         torch.manual_seed(0)
         module = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY))
         self.num_ranks = ctx.world_size
         self.model: nn.Module = module
+        self.no_sync: Any = contextlib.nullcontext
         if self.num_ranks > 1:
             self.model = nn.parallel.DistributedDataParallel(module)
+            self.no_sync = self.model.no_sync
         self.optimizer = torch.optim.AdamW(module.parameters(), lr=RATE)
         self.batches = _batches(ctx.rank)
         parts = PARTS.index(label) if label in (COUNTS, AGREEMENT, RECORD) else 0
@@ -91,7 +92,7 @@ class Loop(paired.Arm):
             count = self._sum(float(here), 0.0, 0.0)[0]
         loss_sum = torch.zeros((), dtype=torch.float64) if self.records else None
         for index, (inputs, targets) in enumerate(batches):
-            with self._no_sync() if index < NUM_MICRO - 1 else contextlib.nullcontext():
+            with self.no_sync() if index < NUM_MICRO - 1 else contextlib.nullcontext():
                 logits = self.model(inputs).flatten(0, 1)
                 loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
                 (loss * (self.num_ranks / count)).backward()
@@ -112,11 +113,6 @@ class Loop(paired.Arm):
         self.optimizer.step()
         self.optimizer.zero_grad()
         return record
-
-    def _no_sync(self) -> contextlib.AbstractContextManager[Any]:
-        if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            return self.model.no_sync()
-        return contextlib.nullcontext()
 
     def _sum(self, *numbers: float) -> list[float]:
         total = torch.tensor(numbers, dtype=torch.float64)
@@ -168,15 +164,15 @@ class Trainer(runner.Comparison):
     name = "trainer"
     title = "A trainer's step, paired against a bare loop of the same arithmetic"
     all_cases = [
-        runner.Case(f"{n} rank(s)", num_ranks=n, num_steps=STEPS_PER_BLOCK, num_rounds=100)
-        for n in (1, 2)
+        runner.Case(f"{n} rank(s)", "", n, STEPS_PER_BLOCK, 100, {BARE: BOUND}) for n in (1, 2)
     ]
     bases, again = (BARE,), AGAIN
     clock, max_others = "core_seconds", float("inf")
+    kept = f"{{found.num_kept}} rounds of {STEPS_PER_BLOCK} steps."
     columns = {
-        "us": lambda found, label: f"{1e3 * found.timings.ms()[label]:.0f}",
+        "us": lambda found, label: f"{1e3 * found.ms()[label]:.0f}",
         "core us": lambda found, label: (
-            f"{1e3 * found.timings.ms('core_seconds')[label] / found.case.num_ranks:.0f}"
+            f"{1e3 * found.ms('core_seconds')[label] / found.case.num_ranks:.0f}"
         ),
         "adds, core us": lambda found, label: adds(found, label),
         "core against bare": runner.against(BARE),
@@ -208,18 +204,9 @@ class Trainer(runner.Comparison):
                 raise ValueError(f"expected {label} to train as {BARE}, weights off {difference}")
         return dict(arms)
 
-    def kept(self, timings: paired.Timings) -> str:
-        """Return what is said below the table."""
-        return f"{timings.num_kept} rounds of {STEPS_PER_BLOCK} steps."
-
     def verdicts(self, found: Found) -> list[str]:
         """Of one rank only, where nothing but this process decides."""
         return super().verdicts(found) if found.case.num_ranks == 1 else []
-
-    def bounds(self, found: Found, name: str) -> Iterator[str]:
-        """Core time beside the bare loop."""
-        ratio = found.timings.ratio(name, BARE)
-        yield runner.at_most(ratio, BOUND, f"{name} against {BARE} at most {{}}")
 
 
 def adds(found: Found, label: str) -> str:
@@ -228,7 +215,7 @@ def adds(found: Found, label: str) -> str:
         return ""
     before = found.labels[found.labels.index(label) - 1]
     before = BARE if label == AGAIN else RECORD if label in found.impls else before
-    core = found.timings.core_seconds
+    core = found.core_seconds
     scale = 1e6 / found.case.num_ranks
     differences = sorted(scale * (a - b) for a, b in zip(core[label], core[before], strict=True))
     low, high = paired.median_interval(differences)

@@ -1,12 +1,18 @@
-"""Slow commands run with `--profile deep` only; shards of random tokens for those that train."""
+"""Slow commands run with `--profile deep` only; shards for those that train; the reference loaded.
+
+The suite's own process never imports the reference, so that its ranks can load any implementation.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from spec_tests.reference_tests.tokens import shard
+from spec_tests.reference_tests.training import shard, write_shards
+from spec_tests.target import parse
 
 
 def pytest_configure(config):
@@ -27,7 +33,13 @@ def pytest_collection_modifyitems(config, items):
 def data(tmp_path_factory) -> Path:
     """A folder with two training shards and one of validation, of 64 words."""
     folder = tmp_path_factory.mktemp("data")
-    for index in range(2):
-        (folder / f"x_train_{index:06d}.bin").write_bytes(shard(1500, seed=index, vocabulary=64))
+    write_shards(folder, 1500)
     (folder / "x_val_000000.bin").write_bytes(shard(700, seed=9, vocabulary=64))
     return folder
+
+
+@pytest.fixture
+def in_rank(worlds) -> Callable[..., Any]:
+    """Call `body(ctx, *arguments)`, a function of a module, where the reference can be imported."""
+    world = worlds.world(1, parse("solution"))
+    return lambda body, *arguments: world.run(body, *arguments, timeout_s=120.0)[0]

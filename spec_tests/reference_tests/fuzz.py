@@ -30,18 +30,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spec_tests.reference_tests.tokens import shard
+from spec_tests.reference_tests.training import shard
 from spec_tests.rig.errors import RankDied, RankHung, RankRaised
 from spec_tests.rig.rank import Context
+from spec_tests.rig.shards import HEADER_BYTES, MAGIC, VERSION
 from spec_tests.rig.world import World, Worlds
 from spec_tests.rig.zygote import start_zygote
 from spec_tests.target import load, parse
 
-HEADER_BYTES, MAGIC, VERSION = 1024, 20240520, 1
 LENGTH = 4  # tokens per sequence
 TIMEOUT_S = 20.0
 
-Fuzzed = Callable[[Path, random.Random], None]
+Bytes = bytes | bytearray
 
 
 @dataclass(frozen=True)
@@ -69,56 +69,31 @@ def read(ctx: Context, impl: str, path: Path) -> Reading:
 # --------------------------------------------------------------------------------------- the files
 
 
-def _right(draw: random.Random) -> bytearray:
-    return bytearray(shard(draw.randrange(64), seed=draw.randrange(2**32)))
-
-
-def truncated(path: Path, draw: random.Random) -> None:
-    """The first bytes of a shard."""
-    data = _right(draw)
-    path.write_bytes(data[: draw.randrange(len(data))])
-
-
-def extended(path: Path, draw: random.Random) -> None:
-    """A shard and something behind it."""
-    path.write_bytes(_right(draw) + draw.randbytes(draw.randint(1, 9)))
-
-
-def flipped(path: Path, draw: random.Random) -> None:
+def flipped(data: bytearray, draw: random.Random) -> Bytes:
     """One to three bits turned over: half of them where the header means something."""
-    data = _right(draw)
     for _ in range(draw.randint(1, 3)):
         end = 12 if draw.random() < 0.5 else len(data)
         data[draw.randrange(end)] ^= 1 << draw.randrange(8)
-    path.write_bytes(data)
+    return data
 
 
-def foreign(path: Path, draw: random.Random) -> None:
+def foreign(data: bytearray, draw: random.Random) -> Bytes:
     """Text, noise, an archive, the other byte order, the version with wider tokens."""
-    right = _right(draw)
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
-        file.writestr("tokens", bytes(right))
-    swapped = struct.pack(f">{len(right) // 2}H", *struct.unpack(f"<{len(right) // 2}H", right))
+        file.writestr("tokens", bytes(data))
+    swapped = struct.pack(f">{len(data) // 2}H", *struct.unpack(f"<{len(data) // 2}H", data))
     wider = struct.pack("<3i", MAGIC, 2, 30).ljust(HEADER_BYTES, b"\0") + bytes(120)
     noise = draw.randbytes(draw.randrange(4096))
-    path.write_bytes(
-        draw.choice([b"once upon a time " * 99, noise, archive.getvalue(), swapped, wider])
-    )
+    return draw.choice([b"once upon a time " * 99, noise, archive.getvalue(), swapped, wider])
 
 
-def miscounted(path: Path, draw: random.Random) -> None:
+def miscounted(data: bytearray, draw: random.Random) -> Bytes:
     """A header that claims another number of tokens, or a negative one, or the most there are."""
-    data = _right(draw)
     count = (len(data) - HEADER_BYTES) // 2
     others = [-1, -(2**31), 2**31 - 1, 2**30, count + 1, count - 1, draw.randrange(2**31)]
     struct.pack_into("<i", data, 8, draw.choice(others))
-    path.write_bytes(data)
-
-
-def empty(path: Path, draw: random.Random) -> None:
-    """No byte."""
-    path.touch()
+    return data
 
 
 def folder(path: Path, draw: random.Random) -> None:
@@ -137,11 +112,33 @@ def no_file(path: Path, draw: random.Random) -> None:
         path.symlink_to("/dev/zero" if kind == 1 else path.with_name("nowhere"))
 
 
-KINDS: dict[str, Fuzzed] = {
-    kind.__name__.replace("_", " "): kind
-    for kind in (truncated, extended, flipped, foreign, miscounted, empty, folder, no_file)
+DAMAGES: dict[str, Callable[[bytearray, random.Random], Bytes]] = {
+    "truncated": lambda data, draw: data[: draw.randrange(len(data))],
+    "extended": lambda data, draw: data + draw.randbytes(draw.randint(1, 9)),
+    "flipped": flipped,
+    "foreign": foreign,
+    "miscounted": miscounted,
 }
-RARE = ("empty", "folder", "no file")  # of which there are few different ones
+"""What is made of the bytes of a right shard."""
+RARE: dict[str, Callable[[Path, random.Random], None]] = {
+    "empty": lambda path, draw: path.touch(),
+    "folder": folder,
+    "no file": no_file,
+}
+"""What stands in the place of a file; there are few different ones."""
+KINDS = (*DAMAGES, *RARE)
+
+
+def _right(draw: random.Random) -> bytearray:
+    return bytearray(shard(draw.randrange(64), seed=draw.randrange(2**32)))
+
+
+def write(kind: str, path: Path, draw: random.Random) -> None:
+    """Make a file of that kind."""
+    if kind in RARE:
+        RARE[kind](path, draw)
+    else:
+        path.write_bytes(DAMAGES[kind](_right(draw), draw))
 
 
 # ------------------------------------------------------------------------------------ the judgement
@@ -200,9 +197,9 @@ def run(num_files: int, seed: int, impl: str) -> tuple[Counter[tuple[str, str]],
     try:
         with tempfile.TemporaryDirectory(prefix="trainspec-") as place:
             for number in range(num_files):
-                [kind] = draw.choices(list(KINDS), weights)
+                [kind] = draw.choices(KINDS, weights)
                 path = Path(place) / f"fuzzed_{number:06d}.bin"
-                KINDS[kind](path, draw)
+                write(kind, path, draw)
                 outcome, problem = examine(worlds.world(1), impl, path)
                 counts[kind, outcome] += 1
                 if problem is not None:

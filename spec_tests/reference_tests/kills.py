@@ -33,14 +33,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spec_tests.reference_tests.agents import Agent, torchrun
-from spec_tests.reference_tests.tokens import shard
+from spec_tests.reference_tests.launch import Started, torchrun
+from spec_tests.reference_tests.training import (
+    DDP,
+    SMALL,
+    after_steps,
+    num_steps,
+    steps,
+    summary,
+    write_shards,
+)
 from spec_tests.rig.zygote import start_zygote
 
 STEPS, SAVE_EVERY, NUM_RANKS = 40, 3, 2
 FLAGS = (
-    *("--vocab-size", 64, "--sequence-length", 16, "--device", "cpu", "--steps", STEPS),
-    *("--global-batch-size", 8, "--micro-batch-size", 2, "--save-every", SAVE_EVERY),
+    *(*SMALL, "--steps", STEPS, "--save-every", SAVE_EVERY),
     *("--data", "../data", "--out", ".", "--checkpoint-dir", "saved"),
 )
 MODES = ("--no-async-save", "--async-save")
@@ -60,16 +67,10 @@ class Kill:
 
 @dataclass(frozen=True)
 class Whole:
-    """What a run that nobody disturbed left behind."""
+    """What a run that nobody disturbed left behind, and its pace, by which moments are drawn."""
 
     weights: str
     log: list[tuple[Any, ...]]
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How long a run takes to its first step, and per step after it: where moments are drawn."""
-
     start_s: float = 0.0
     step_s: float = 0.0
 
@@ -93,36 +94,36 @@ def plan(count: int, seed: int) -> list[Kill]:
     return [Kill(draw.randrange(NUM_RANKS), moment) for moment in moments]
 
 
-def undisturbed(folder: Path) -> tuple[Whole, Pace]:
-    """The run with which the others are compared."""
+def undisturbed(folder: Path) -> Whole:
+    """Return the run with which the others are compared."""
     folder.mkdir()
     begun = time.perf_counter()
     with _agent(folder, max_restarts=0, mode=MODES[0]) as agent:
-        after_steps(agent, folder, 1)
+        after_steps(agent, folder, 1, NAME)
         first_s = time.perf_counter() - begun
-        after_steps(agent, folder, STEPS)
+        after_steps(agent, folder, STEPS, NAME)
         all_s = time.perf_counter() - begun
         ended = agent.wait()
     if ended.status:
         raise RuntimeError(f"expected the undisturbed run to end well, got {ended}")
-    return left_behind(folder), Pace(first_s, (all_s - first_s) / (STEPS - 1))
+    return left_behind(folder, first_s, (all_s - first_s) / (STEPS - 1))
 
 
-def left_behind(folder: Path) -> Whole:
-    """The result of a finished run."""
-    [weights] = {_summary(folder, rank)["weights_sha256"] for rank in range(NUM_RANKS)}
-    return Whole(weights, _log(folder))
+def left_behind(folder: Path, *pace: float) -> Whole:
+    """Return the result of a finished run."""
+    [weights] = {_weights(folder, rank) for rank in range(NUM_RANKS)}
+    return Whole(weights, _log(folder), *pace)
 
 
-def disturb(kill: Kill, whole: Whole, pace: Pace, folder: Path, mode: str) -> Finding:
+def disturb(kill: Kill, whole: Whole, folder: Path, mode: str) -> Finding:
     """Train, kill, let torchrun restart, and judge what is left."""
     folder.mkdir()
     begun, saved = time.perf_counter(), folder / "saved"
     with _agent(folder, max_restarts=1, mode=mode) as agent:
-        pid = _kill(agent, kill, pace, folder)
-        steps = num_steps(folder)
-        when, complaints = _when(steps, folder), torn(saved)
-        repeated = steps - max(_saved_steps(saved), default=0)
+        pid = _kill(agent, kill, whole, folder)
+        done = num_steps(folder, NAME)
+        when, complaints = _when(done, folder), torn(saved)
+        repeated = done - max(_saved_steps(saved), default=0)
         try:
             agent.wait_until(lambda: agent.ranks().get(kill.rank, pid) != pid, "a restart")
         except TimeoutError as error:
@@ -141,24 +142,24 @@ def disturb(kill: Kill, whole: Whole, pace: Pace, folder: Path, mode: str) -> Fi
 
 def _agent(folder: Path, *, max_restarts: int, mode: str) -> Any:
     options = ("--standalone", f"--nproc-per-node={NUM_RANKS}", f"--max-restarts={max_restarts}")
-    return torchrun(options, "solution.train_ddp", (*FLAGS, mode), folder=folder)
+    return torchrun(options, DDP, (*FLAGS, mode), folder=folder)
 
 
-def _kill(agent: Agent, kill: Kill, pace: Pace, folder: Path) -> int:
+def _kill(agent: Started, kill: Kill, pace: Whole, folder: Path) -> int:
     """Wait for the moment, kill the rank; returns the process that it was."""
     pids = agent.ranks_when_started(NUM_RANKS)
     if kill.moment < 0:
         time.sleep((1 + kill.moment) * pace.start_s)
     else:
-        after_steps(agent, folder, int(kill.moment))
+        after_steps(agent, folder, int(kill.moment), NAME)
         time.sleep(kill.moment % 1 * pace.step_s)
     os.kill(pids[kill.rank], signal.SIGKILL)
     return pids[kill.rank]
 
 
-def _when(steps: int, folder: Path) -> str:
-    """What the run was doing, as far as its files tell."""
-    if not steps:
+def _when(done: int, folder: Path) -> str:
+    """Return what the run was doing, as far as its files show."""
+    if not done:
         return WHEN[0]
     if list((folder / "saved").glob(".*.tmp")):
         return WHEN[2]
@@ -168,25 +169,13 @@ def _when(steps: int, folder: Path) -> str:
 # --- what the files say
 
 
-def num_steps(folder: Path) -> int:
-    """How many steps are in the log."""
-    log = folder / f"{NAME}.jsonl"
-    return log.read_bytes().count(b"\n") if log.exists() else 0
-
-
-def after_steps(agent: Agent, folder: Path, number: int) -> None:
-    """Returns when so many steps are in the log."""
-    agent.wait_until(lambda: num_steps(folder) >= number, f"{number} steps")
-
-
 def _log(folder: Path) -> list[tuple[Any, ...]]:
-    lines = (folder / f"{NAME}.jsonl").read_text().splitlines()
-    return [tuple(json.loads(line)[key] for key in DECISIVE) for line in lines]
+    return [tuple(line[key] for key in DECISIVE) for line in steps(folder, NAME)]
 
 
-def _summary(folder: Path, rank: int) -> dict[str, Any]:
-    path = folder / f"{NAME}.rank{rank}.json"
-    return json.loads(path.read_text()) if path.exists() else {"weights_sha256": "no summary"}
+def _weights(folder: Path, rank: int) -> str:
+    is_there = (folder / f"{NAME}.rank{rank}.json").exists()
+    return summary(folder, f"{NAME}.rank{rank}")["weights_sha256"] if is_there else "no summary"
 
 
 def _saved_steps(saved: Path) -> list[int]:
@@ -216,7 +205,7 @@ def differences(whole: Whole, folder: Path) -> list[str]:
     """How this run's result differs from that of the undisturbed one."""
     problems = []
     for rank in range(NUM_RANKS):
-        weights = _summary(folder, rank)["weights_sha256"]
+        weights = _weights(folder, rank)
         if weights != whole.weights:
             problems.append(f"rank {rank}: expected weights {whole.weights[:8]}, got {weights[:8]}")
     log = _log(folder)
@@ -263,10 +252,10 @@ def main(arguments: Sequence[str]) -> int:
     begun, findings = time.perf_counter(), []
     with tempfile.TemporaryDirectory(prefix="trainspec-") as folder:
         place = Path(folder)
-        prepare(place)
-        whole, pace = undisturbed(place / "whole")
+        write_shards(place / "data", 3000)
+        whole = undisturbed(place / "whole")
         for number, kill in enumerate(plan(options.runs, options.seed)):
-            finding = disturb(kill, whole, pace, place / f"run{number}", MODES[number % 2])
+            finding = disturb(kill, whole, place / f"run{number}", MODES[number % 2])
             findings.append(finding)
             said = "; ".join(finding.complaints) or "equal"
             where = f"rank {kill.rank} at {kill.moment:.2f}, {finding.when}"
@@ -282,11 +271,3 @@ def main(arguments: Sequence[str]) -> int:
     )
     sys.stdout.write("\n".join([table(findings), "", *wrong, end]) + "\n")
     return 1 if wrong else 0
-
-
-def prepare(place: Path) -> None:
-    """Two shards of random tokens in `place`/data."""
-    (place / "data").mkdir()
-    for index in range(2):
-        path = place / "data" / f"x_train_{index:06d}.bin"
-        path.write_bytes(shard(3000, seed=index, vocabulary=64))

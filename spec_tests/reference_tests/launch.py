@@ -1,16 +1,24 @@
 """Start a command as `python -m MODULE ...` would, without paying for the import of torch.
 
 The process is forked from the zygote that ranks come from, which has torch loaded and nothing of
-ours; it then runs the module as `__main__`, in its own folder, with its output in files.
+ours; it then runs the module as `__main__`, in its own folder, with its output in files. torchrun's
+agent is such a command as well: it starts its ranks as it does for a user, as processes of their
+own. Nobody in them cooperates: which process is which rank is read from /proc, so this needs Linux.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import json
 import os
 import runpy
+import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -21,6 +29,7 @@ from unittest import mock
 from spec_tests.rig.zygote import RANK_ENVIRONMENT, forget_triton, start_method
 
 ROOT = Path(__file__).resolve().parents[2]
+HAS_PROC = Path("/proc/self/environ").exists()
 
 # What would make a command believe that it is part of another run.
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -36,36 +45,67 @@ class Outcome:
 
 
 class Started:
-    """A command under way."""
+    """A command under way, with the ranks that it has started if it is torchrun's agent."""
 
     def __init__(self, process: Any, folder: Path, name: str) -> None:
-        self._process, self._folder, self._name = process, folder, name
-
-    @property
-    def pid(self) -> int:
-        """Of the command's process."""
-        return int(self._process.pid)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it has not ended yet."""
-        return bool(self._process.is_alive())
-
-    def kill(self) -> None:
-        """End it at once, if it has not ended."""
-        self._process.kill()
-        self._process.join()
+        self.process, self.folder, self.name = process, folder, name
+        self.pid: int = process.pid
 
     def wait(self, timeout_s: float = 200.0) -> Outcome:
-        """Its end; after `timeout_s` it is killed, and that is an error."""
-        self._process.join(timeout_s)
-        is_late = self._process.is_alive()
+        """Return its end.
+
+        Raises:
+            TimeoutError: it had not ended after `timeout_s`, and was killed.
+        """
+        self.process.join(timeout_s)
+        is_late = self.process.is_alive()
         if is_late:
-            self.kill()
-        out, err = ((self._folder / f"{self._name}.{kind}").read_text() for kind in ("out", "err"))
+            self.process.kill()
+            self.process.join()
+        out, err = ((self.folder / f"{self.name}.{kind}").read_text() for kind in ("out", "err"))
         if is_late:
-            raise TimeoutError(f"{self._name}: no end after {timeout_s} s\n{out}\n{err}")
-        return Outcome(self._process.exitcode, out, err)
+            raise TimeoutError(f"{self.name}: no end after {timeout_s} s\n{out}\n{err}")
+        return Outcome(self.process.exitcode, out, err)
+
+    def wait_until(
+        self, is_so: Callable[[], object], expected: str, *, timeout_s: float = 150.0
+    ) -> None:
+        """Return as soon as `is_so()`.
+
+        Raises:
+            TimeoutError: it never was, or the command ended before; everything is killed.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            begun = time.monotonic()
+            is_over = not self.process.is_alive() or begun > deadline
+            if is_so():  # it may have come true with the last breath
+                return
+            if is_over:
+                self.close()
+                raise TimeoutError(f"expected {expected} within {timeout_s:g} s: {self.wait()}")
+            # Looking through /proc costs milliseconds, which the ranks need more.
+            time.sleep(min(0.1, max(0.002, 10 * (time.monotonic() - begun))))
+
+    def ranks(self) -> dict[int, int]:
+        """Return the living ranks that it has started: rank to process."""
+        environments = {pid: _environment(pid) for pid in _children(self.pid)}
+        return {int(known["RANK"]): pid for pid, known in environments.items() if "RANK" in known}
+
+    def ranks_when_started(self, number: int) -> dict[int, int]:
+        """Return the same, as soon as there are `number` of them."""
+        self.wait_until(lambda: len(self.ranks()) >= number, f"{number} ranks")
+        return self.ranks()
+
+    def close(self) -> list[int]:
+        """End whatever is still there; return the ranks' processes that were."""
+        left = list(self.ranks().values()) if HAS_PROC else []
+        self.process.kill()
+        self.process.join()
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return left
 
 
 def start(
@@ -90,13 +130,36 @@ def start(
 
 
 def run(
-    module: str,
-    *arguments: object,
-    folder: Path,
-    environment: Mapping[str, str] | None = None,
+    module: str, *arguments: object, folder: Path, environment: Mapping[str, str] | None = None
 ) -> Outcome:
     """`start`, and wait for the end."""
     return start(module, arguments, folder=folder, environment=environment).wait()
+
+
+def answer(
+    program: str, *arguments: object, folder: Path, environment: Mapping[str, str] | None = None
+) -> Any:
+    """Run a program's text; return what its last line says as JSON.
+
+    Raises:
+        AssertionError: it failed; with what it printed.
+    """
+    ended = run(program, *arguments, folder=folder, environment=environment)
+    assert ended.status == 0, ended.err + ended.out
+    return json.loads(ended.out.splitlines()[-1])
+
+
+def fresh_lines(program: str, *arguments: object, environment: Mapping[str, str]) -> list[str]:
+    """Run a program's text in a new interpreter, which may start processes; return its output.
+
+    A fork of the zygote is a daemon and may not.
+    """
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
 
 
 def run_ranks(
@@ -106,30 +169,45 @@ def run_ranks(
     folder: Path,
     environment: Mapping[str, str] | None = None,
 ) -> list[Outcome]:
-    """The command on every rank of a run, with the environment that torchrun gives."""
-    port = free_port()
-    shared = {
-        **(environment or {}),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    ranks = [
-        start(
-            module,
-            arguments,
-            folder=folder,
-            environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            name=f"rank{rank}",
-        )
-        for rank in range(num_ranks)
-    ]
+    """Run the command on every rank of a run, with the environment that torchrun gives."""
+    size = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = []
+    for rank in range(num_ranks):
+        settings = {**(environment or {}), **size, **place, "RANK": str(rank)}
+        settings["LOCAL_RANK"] = str(rank)
+        name = f"rank{rank}"
+        ranks.append(start(module, arguments, folder=folder, environment=settings, name=name))
     return [rank.wait() for rank in ranks]
 
 
+@contextlib.contextmanager
+def torchrun(
+    options: Sequence[object],
+    module: str,
+    arguments: Sequence[object],
+    *,
+    folder: Path,
+    name: str = "agent",
+) -> Iterator[Started]:
+    """`torchrun OPTIONS -m MODULE ARGUMENTS` in `folder`; nothing of it outlives the block."""
+    words = [*options, "-m", module, *arguments]
+    # In a store that attempts share, the ranks of the second one find the addresses of the first.
+    settings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    agent = start("torch.distributed.run", words, folder=folder, environment=settings, name=name)
+    try:
+        yield agent
+    finally:
+        agent.close()
+
+
+def solution(name: str) -> Any:
+    """Return a module of the reference, in a rank: the suite's own process never imports it."""
+    return importlib.import_module(f"solution.{name}")
+
+
 def free_port() -> int:
-    """A port of the loopback that nobody listens on."""
+    """Return a port of the loopback that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -154,3 +232,21 @@ def _run(
         exec(compile(module, "<program>", "exec"), {"__name__": "__main__"})
     else:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _children(parent: int) -> list[int]:
+    """Return the processes that this one has started."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        for task in Path(f"/proc/{parent}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def _environment(pid: int) -> dict[str, str]:
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return {}
+    pairs = (item.partition("=") for item in text.split("\0") if item)
+    return {name: value for name, _, value in pairs}

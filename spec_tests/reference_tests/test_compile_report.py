@@ -1,15 +1,14 @@
-"""`python -m spec_tests.benchmarks.compile_report`: the shipped kernels, compiled for an H100."""
+"""`python -m spec_tests.benchmarks.compile_report` and `.tune`: the kernels, for an H100."""
 
 import json
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
-from spec_tests.reference_tests.launch import ROOT, run
+from spec_tests.reference_tests.launch import ROOT, fresh_lines, run
 
 # Three kernels as shipped, delta, and one of the other kind: a tile that four warps cannot hold.
 PROGRAM = """
@@ -21,7 +20,7 @@ from solution.attention.tiles import Tiles
 if __name__ == "__main__":
     status = main(["--dtype", "bfloat16", "--head-dim", "128", "--mask", "causal"])
     row = Row("forward", "bfloat16", 128, True)
-    found = compiled(row, Tiles(128, 128, 4, 2))
+    [found] = compiled([(row, Tiles(128, 128, 4, 2))])
     said = problems(row, found)
     print(json.dumps({"status": status, "stack": found.stack_bytes, "problems": said}))
 """
@@ -43,18 +42,7 @@ def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compiled")
     surroundings = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     surroundings |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(folder / "cache")}
-    # A new interpreter: unlike a fork of the zygote, it may start processes of its own.
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        cwd=folder,
-        env=surroundings,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=250,
-    )
-    assert ended.returncode == 0, ended.stderr
-    *lines, last = ended.stdout.splitlines()
+    *lines, last = fresh_lines(PROGRAM, environment=surroundings)
     return lines, json.loads(last)
 
 
@@ -87,3 +75,11 @@ def test_what_cannot_be_compiled_here_is_said(tmp_path):
     assert ended.status == 2
     is_missing = find_spec("triton") is None
     assert ("Triton, which is not installed" if is_missing else "TRITON_INTERPRET") in ended.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be used for a while")
+def test_tuning_without_a_gpu_says_what_it_needs(tmp_path):
+    ended = run("spec_tests.benchmarks.tune", folder=tmp_path)
+
+    assert ended.status == 2
+    assert "there is no CUDA device" in ended.err

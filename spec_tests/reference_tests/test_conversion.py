@@ -1,10 +1,8 @@
 """Both models against those of `transformers`, randomly initialised, offline, in float64."""
 
-import json
-
 import pytest
 
-from spec_tests.reference_tests.launch import run
+from spec_tests.reference_tests.launch import answer
 
 pytest.importorskip("transformers")
 
@@ -85,9 +83,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="session")
 def compared(tmp_path_factory):
-    ended = run(PROGRAM, folder=tmp_path_factory.mktemp("conversion"))
-    assert ended.status == 0, ended.err
-    return json.loads(ended.out.splitlines()[-1])
+    return answer(PROGRAM, folder=tmp_path_factory.mktemp("conversion"))
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])

@@ -1,48 +1,33 @@
 """`python -m solution.train_fsdp`: strategies, both implementations alike, others' checkpoints."""
 
-import json
 import shutil
 
 import pytest
 
-from spec_tests.reference_tests.launch import run, run_ranks
+from spec_tests.reference_tests import training
+from spec_tests.reference_tests.training import DDP, FSDP, SMALL, summary, trained_ranks, weights
 
-BASELINE, DDP, FSDP = (f"solution.train_{name}" for name in ("baseline", "ddp", "fsdp"))
-SMALL = (
-    *("--vocab-size", 64, "--sequence-length", 16, "--device", "cpu"),
-    *("--global-batch-size", 8, "--micro-batch-size", 2, "--steps", 3),
-)
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
 
 def trained(data, folder, *flags, module=FSDP):
     """Two ranks' worth of steps."""
     folder.mkdir(exist_ok=True)
-    flags = (*SMALL, "--data", data, "--out", folder, *flags)
-    ranks = run_ranks(module, *flags, num_ranks=2, folder=folder)
-    assert [rank.status for rank in ranks] == [0, 0], ranks
-    return folder
+    trained_ranks(module, *SMALL, "--data", data, "--out", folder, *flags, folder=folder)
 
 
-def steps(folder, name):
+def steps(folder, name="baseline"):
     """Loss and gradient norm of each step, to the bit."""
-    lines = map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines())
-    return [(line["loss"], line["grad_norm"]) for line in lines]
-
-
-def weights(folder, name):
-    """Both ranks' fingerprints of the full weights."""
-    found = [json.loads((folder / f"{name}.rank{rank}.json").read_text()) for rank in range(2)]
-    return [one["weights_sha256"] for one in found]
+    return [(line["loss"], line["grad_norm"]) for line in training.steps(folder, name)]
 
 
 @pytest.fixture(scope="session")
 def baseline(data, tmp_path_factory):
     """Steps of a plain run, with which others are compared."""
     folder = tmp_path_factory.mktemp("baseline")
-    ended = run(BASELINE, *SMALL, "--data", data, "--out", folder, folder=folder)
+    ended = training.trained(data, folder)
     assert ended.status == 0, ended.err
-    return steps(folder, "baseline")
+    return steps(folder)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -55,7 +40,7 @@ def test_a_strategy_changes_nothing_but_rounding(data, baseline, tmp_path, strat
         assert found == pytest.approx(wanted, rel=1e-5)
     first, second = weights(tmp_path, name)
     assert first == second
-    told = json.loads((tmp_path / f"{name}.rank0.json").read_text())
+    told = summary(tmp_path, f"{name}.rank0")
     held, whole = told["held_bytes"], told["parameter_bytes"]
     share = 1 if strategy == "NO_SHARD" else 0.5
     for component, copies in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
@@ -102,7 +87,7 @@ def test_a_run_goes_on_from_the_others_checkpoint(data, tmp_path, order):
     ids=lambda flags: flags[0][2:],
 )
 def test_an_unknown_word_is_refused_by_name(data, tmp_path, flags):
-    ended = run(FSDP, *SMALL, "--data", data, "--out", tmp_path, *flags, folder=tmp_path)
+    ended = training.trained(data, tmp_path, *flags, module=FSDP)
 
     assert ended.status == 2
     assert flags[1] in ended.err

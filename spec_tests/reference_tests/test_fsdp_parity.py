@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from spec_tests.rig.rank import Context
 from spec_tests.rig.world import Worlds
@@ -91,47 +90,3 @@ def test_losses_and_gradient_norms_are_pytorchs_to_the_bit(
     assert ours == theirs
     losses = [float.fromhex(loss) for loss, _ in ours[0]]
     assert len(set(losses)) == STEPS, "it trains, or there would be nothing to compare"
-
-
-class Encoder(nn.Module):
-    """Two entrances, and a table that is nobody's to shard."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.table = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.encode(x).sum(dim=-1)
-
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, WIDTH] to the same."""
-        return self.layer(x) * self.table
-
-
-def through_another_entrance(ctx: Context, package: str) -> list[Any]:
-    """Output and gradients of a step through `encode`, and what the parameters are."""
-    api = importlib.import_module(package)
-    torch.manual_seed(7)
-    model: Any = Encoder().to(ctx.device)
-    api.fully_shard(model, ignored_params={model.table})
-    api.register_fsdp_forward_method(model, "encode")
-    found = []
-    for entrance in (model.encode, model, model.encode):
-        output = entrance(torch.full((2, WIDTH), 1.0 + ctx.rank, device=ctx.device))
-        output.square().sum().backward()
-        found.append(output.detach().tolist())
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-        found.append([name, type(parameter).__name__, whole.tolist()])
-    return found
-
-
-def test_other_entrances_and_ignored_parameters_are_pytorchs(worlds: Worlds):
-    packages = ("solution.parallel.fsdp", "torch.distributed.fsdp")
-    ours, theirs = (
-        list(worlds.world(2, parse("solution")).run(through_another_entrance, p)) for p in packages
-    )
-    assert ours == theirs
-    assert [kind for _, kind, _ in ours[0][3:]] == ["Parameter", "DTensor", "DTensor"]

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from spec_tests.reference_tests import fuzz
-from spec_tests.reference_tests.tokens import shard
+from spec_tests.reference_tests.training import shard
 
 TOKENS = 9
 WINDOWS = [([0, 0, 0, 0], [0, 0, 0, 0])] * 2
@@ -25,7 +25,7 @@ def test_two_hundred_files_are_read_as_they_are_or_refused_in_words():
 def test_only_flips_can_leave_a_shard(tmp_path, kind):
     for number in range(20):
         path = tmp_path / f"{kind}{number}"
-        fuzz.KINDS[kind](path, random.Random(number))
+        fuzz.write(kind, path, random.Random(number))
         assert kind == "flipped" or fuzz.tokens_of(path) is None
 
 

@@ -1,12 +1,21 @@
 """`python -m solution.data.prepare --hub` against a hub on the loopback, through HF_ENDPOINT."""
 
+from __future__ import annotations
+
+import functools
+import hashlib
 import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
-from spec_tests.reference_tests.hub_server import Hub, serving
 from spec_tests.reference_tests.launch import run, run_ranks
-from spec_tests.reference_tests.tokens import shard
+from spec_tests.reference_tests.training import shard
 
 pytest.importorskip("huggingface_hub")
 
@@ -18,11 +27,88 @@ VAL, FIRST, SECOND = (
 )
 
 
+COMMIT = "0" * 40
+PREFIX = "/datasets/kjj0/fineweb10B-gpt2/resolve/"
+
+
+@dataclass
+class Hub:
+    """A hub of one repository on the loopback: the files it serves, and what it was asked for.
+
+    Attributes:
+        files: name to content.
+        cut_after: names whose next answer breaks off after as many bytes, once each.
+        corrupt: names whose next answer has a wrong first byte, once each.
+        requests: (method, name, Range header or "") in the order of arrival.
+        endpoint: for HF_ENDPOINT.
+    """
+
+    files: dict[str, bytes]
+    cut_after: dict[str, int] = field(default_factory=dict)
+    corrupt: set[str] = field(default_factory=set)
+    requests: list[tuple[str, str, str]] = field(default_factory=list)
+    endpoint: str = ""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, hub: Hub, *arguments: Any) -> None:
+        self.hub = hub
+        super().__init__(*arguments)
+
+    def do_HEAD(self) -> None:
+        """Size, hash and commit of a file."""
+        self._answer(with_content=False)
+
+    def do_GET(self) -> None:
+        """The same and the content, or what is left of it from a byte on."""
+        self._answer(with_content=True)
+
+    def _answer(self, *, with_content: bool) -> None:
+        hub = self.hub
+        _, _, name = unquote(self.path).partition(PREFIX)[2].partition("/")
+        wanted = self.headers.get("Range", "")
+        hub.requests.append((self.command, name, wanted))
+        content = hub.files.get(name)
+        if content is None:
+            self._begin(404, {"X-Error-Code": "EntryNotFound", "Content-Length": 0})
+            return
+        start = int(wanted.removeprefix("bytes=").partition("-")[0]) if wanted else 0
+        size, digest = len(content), hashlib.sha256(content).hexdigest()
+        headers = {"ETag": f'"{digest}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers |= {"Content-Range": f"bytes {start}-{size - 1}/{size}"} if start else {}
+        self._begin(206 if start else 200, {**headers, "Content-Length": size - start})
+        if not with_content:
+            return
+        if name in hub.corrupt:
+            hub.corrupt.discard(name)
+            content = bytes([content[0] ^ 255]) + content[1:]
+        end = start + hub.cut_after.pop(name, len(content))
+        self.wfile.write(content[start:end])
+        if end < len(content):
+            self.close_connection = True
+
+    def _begin(self, status: int, headers: dict[str, Any]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: the tests look at `requests`."""
+
+
 @pytest.fixture
-def hub():
-    files = {name: shard(3000, seed=seed) for seed, name in enumerate((VAL, FIRST, SECOND))}
-    with serving(Hub(files), "kjj0/fineweb10B-gpt2") as hub:
+def hub() -> Iterator[Hub]:
+    hub = Hub({name: shard(3000, seed=seed) for seed, name in enumerate((VAL, FIRST, SECOND))})
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Handler, hub)) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        hub.endpoint = f"http://127.0.0.1:{server.server_port}"
         yield hub
+        server.shutdown()
+        thread.join()
 
 
 def environment(hub, tmp_path):
@@ -37,7 +123,8 @@ def environment(hub, tmp_path):
 
 def downloads(hub):
     """Names of the shards whose content was asked for, in order."""
-    return [name for name in hub.gets() if name.endswith(".bin")]
+    asked = (name for method, name, _ in hub.requests if method == "GET")
+    return [name for name in asked if name.endswith(".bin")]
 
 
 def fetch(hub, tmp_path, *flags):

@@ -1,30 +1,22 @@
 """`python -m solution.train_baseline` and `train_ddp`: flags, files, statuses, equal results."""
 
-import json
+import shutil
 from importlib.util import find_spec
 
 import pytest
 
-from spec_tests.reference_tests.launch import run, run_ranks, start
-from spec_tests.reference_tests.tokens import shard
-
-BASELINE, DDP = "solution.train_baseline", "solution.train_ddp"
-SMALL = (
-    *("--vocab-size", 64, "--sequence-length", 16, "--device", "cpu"),
-    *("--global-batch-size", 8, "--micro-batch-size", 2, "--steps", 3),
+from spec_tests.reference_tests.launch import run, start
+from spec_tests.reference_tests.training import (
+    BASELINE,
+    DDP,
+    SMALL,
+    shard,
+    steps,
+    summary,
+    trained,
+    trained_ranks,
+    weights,
 )
-
-
-def trained(data, folder, *flags):
-    return run(BASELINE, *SMALL, "--data", data, "--out", folder, *flags, folder=folder)
-
-
-def steps(folder, name="baseline"):
-    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-
-
-def summary(folder, name="baseline.rank0"):
-    return json.loads((folder / f"{name}.json").read_text())
 
 
 @pytest.fixture(scope="session")
@@ -100,12 +92,12 @@ def test_two_ranks_end_with_equal_weights_and_the_baselines_losses(data, tmp_pat
     flags = (*SMALL, "--model", model, "--data", data, "--out", tmp_path, "--max-norm", 1)
     extra = ("--eval-every", 3, "--eval-batches", 2, "--steps", 2)
 
-    ranks = run_ranks(DDP, *flags, *extra, num_ranks=2, folder=tmp_path)
+    ranks = trained_ranks(DDP, *flags, *extra, folder=tmp_path)
     alone = run(BASELINE, *flags, *extra, "--eval-batches", 4, folder=tmp_path)
 
-    assert [one.status for one in (*ranks, alone)] == [0, 0, 0], (ranks, alone)
-    first, second = (summary(tmp_path, f"ddp_bucketed.rank{rank}") for rank in range(2))
-    assert first["weights_sha256"] == second["weights_sha256"]
+    assert alone.status == 0, alone
+    assert len(set(weights(tmp_path, "ddp_bucketed"))) == 1
+    first = summary(tmp_path, "ddp_bucketed.rank0")
     assert first["bytes_per_step"] == first["parameter_bytes"]
     held, whole = first["held_bytes"], first["parameter_bytes"]
     assert held["parameters"] == held["gradients"] == whole
@@ -117,6 +109,32 @@ def test_two_ranks_end_with_equal_weights_and_the_baselines_losses(data, tmp_pat
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
     assert ranks[1].out == ""
+
+
+def test_a_sharded_run_ends_with_the_same_bits_and_saves_for_a_plain_one(data, tmp_path):
+    common = (*SMALL, "--max-norm", 1, "--data", data)
+    saves = ("--checkpoint-dir", "saved", "--save-every", 1)
+    sharded, plain = tmp_path / "sharded", tmp_path / "plain"
+
+    trained_ranks(DDP, *common, "--zero1", *saves, "--out", sharded, folder=tmp_path)
+    trained_ranks(DDP, *common, "--out", plain, folder=tmp_path)
+
+    assert len({*weights(sharded, "ddp_bucketed"), *weights(plain, "ddp_bucketed")}) == 1
+    lines = [steps(out, "ddp_bucketed") for out in (sharded, plain)]
+    for ours, theirs in zip(*lines, strict=True):
+        for key in ("step", "loss", "lr", "grad_norm", "tokens"):
+            assert ours[key] == theirs[key], key
+
+    # One rank, without sharding, goes on where two sharded ones had been after two steps.
+    shutil.rmtree(tmp_path / "saved" / "step-00000003")
+    alone = run(BASELINE, *common, *saves, "--out", tmp_path, folder=tmp_path)
+
+    assert alone.status == 0, alone.err
+    assert "going on after step 2" in alone.out
+    (last,) = steps(tmp_path)
+    assert last["step"] == 3
+    assert last["loss"] == pytest.approx(lines[1][-1]["loss"], rel=1e-6)
+    assert last["grad_norm"] == pytest.approx(lines[1][-1]["grad_norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,83 +1,79 @@
 """The commands that measure: predictions to the byte, and what they refuse."""
 
+import functools
 import importlib.util
 import json
+
+import pytest
+import torch
 
 from spec_tests.reference_tests.course_model import (
     OUT_OF_MEMORY_AT,
     PUBLISHED_MIB,
     SECOND_MODEL_MIB,
+    CourseModel,
 )
-from spec_tests.reference_tests.launch import run
+from spec_tests.reference_tests.launch import run, solution
 
-PROGRAM = """
-import functools
-import json
-
-import torch
-
-from solution.config import GPT2Config, LlamaConfig
-from solution.measure.flops import flops_per_token
-from solution.measure.memory import predict
-from solution.measure.memory_used import measured_step
-from solution.models import families
-from spec_tests.reference_tests.course_model import CourseModel
-
-SIZES = {"batch_size": 3, "sequence_length": 16}
+SIZES = {"vocab_size": 65, "max_sequence_length": 32, "num_heads": 4, "embedding_dim": 16}
 CONFIGS = {
-    "gpt2": GPT2Config(
-        vocab_size=65, max_sequence_length=32, num_layers=2, num_heads=2, embedding_dim=16
-    ),
-    "llama": LlamaConfig(
-        vocab_size=40, max_sequence_length=32, num_layers=3, num_heads=4, num_kv_heads=2,
-        embedding_dim=16, ffn_multiple_of=8,
-    ),
+    "GPT2Config": {**SIZES, "num_layers": 2},
+    "LlamaConfig": {**SIZES, "num_layers": 3, "num_kv_heads": 2, "ffn_multiple_of": 8},
 }
-found = {}
-for name, config in CONFIGS.items():
+BATCH = {"batch_size": 3, "sequence_length": 16}
+
+
+def predicted_and_measured(ctx, kind):
+    """Terms of memory, predicted and measured; activations and operations by closed forms."""
+    families, flops = solution("models.families"), solution("measure.flops")
+    config = getattr(solution("config"), kind)(**CONFIGS[kind])
     model = families.build(config)
-    predicted = predict(model, **SIZES)
+    predicted = solution("measure.memory").predict(model, **BATCH)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     ids = torch.zeros(3, 16, dtype=torch.int64)
-    found[name] = {
-        "closed": families.activation_bytes(config, **SIZES),
+    return {
+        "closed": families.activation_bytes(config, **BATCH),
         "predicted": {**predicted.terms, "peak": predicted.peak_bytes},
-        "measured": measured_step(model, optimizer, ids),
+        "measured": solution("measure.memory_used").measured_step(model, optimizer, ids),
         "flops": [
-            flops_per_token(model, sequence_length=16),
+            flops.flops_per_token(model, sequence_length=16),
             families.flops_per_token(config, sequence_length=16),
         ],
     }
-with torch.device("meta"):
-    model = CourseModel()
-foreach = functools.partial(torch.optim.AdamW, foreach=True)
-options = {"sequence_length": 1024, "keeps_logits": True, "make_optimizer": foreach}
-found["course"] = {
-    size: predict(model, batch_size=size, **options).peak_bytes for size in (8, 16, 32, 64)
-}
-print(json.dumps(found))
-"""
 
 
-def test_predictions_are_exact_and_the_courses_peak_is_met(tmp_path):
-    ended = run(PROGRAM, folder=tmp_path)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_predictions_are_exact(in_rank, kind):
+    found = in_rank(predicted_and_measured, kind)
 
-    assert ended.status == 0, ended.err
-    found = json.loads(ended.out.splitlines()[-1])
-    predicted = {int(size): peak for size, peak in found.pop("course").items()}
+    predicted, measured = found["predicted"], found["measured"]
+    assert found["flops"][0] == found["flops"][1]
+    assert found["closed"] == measured["activations"]
+    for term in ("parameters", "gradients", "optimizer", "activations"):
+        assert predicted[term] == measured[term]
+    # The loss, the number of its targets, and the ids, which MemTracker may count.
+    assert abs(predicted["peak"] - measured["peak"]) <= 8 * 3 * 16 + 64
+
+
+def predicted_of_the_course(ctx):
+    """Batch size to the peak bytes that are predicted for the course's model."""
+    with torch.device("meta"):
+        model = CourseModel()
+    foreach = functools.partial(torch.optim.AdamW, foreach=True)
+    options = {"sequence_length": 1024, "keeps_logits": True, "make_optimizer": foreach}
+    predict = solution("measure.memory").predict
+    sizes = (*PUBLISHED_MIB, OUT_OF_MEMORY_AT)
+    return {size: predict(model, batch_size=size, **options).peak_bytes for size in sizes}
+
+
+def test_the_courses_peaks_are_met(in_rank):
+    predicted = in_rank(predicted_of_the_course)
+
     assert predicted[OUT_OF_MEMORY_AT] > 80 * 2**30
     for size, published in PUBLISHED_MIB.items():
         second_model = SECOND_MODEL_MIB if size > 8 else 0
         error = predicted[size] / 2**20 + second_model - published
         assert abs(error) <= 0.01 * published + 128, size
-    for model in found.values():
-        measured = model["measured"]
-        assert model["flops"][0] == model["flops"][1]
-        assert model["closed"] == model["predicted"]["activations"] == measured["activations"]
-        for term in ("parameters", "gradients", "optimizer"):
-            assert model["predicted"][term] == measured[term]
-        # The loss, the number of its targets, and the ids, which MemTracker may count.
-        assert abs(model["predicted"]["peak"] - measured["peak"]) <= 8 * 3 * 16 + 64
 
 
 TINY = ("--preset", "tiny", "--vocab-size", "64", "--batch-size", "1", "--sequence-length", "16")

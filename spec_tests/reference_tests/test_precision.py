@@ -1,56 +1,61 @@
 """Half precision and evaluation in the reference's loop: scales, overflows, nothing disturbed."""
 
-import json
+from __future__ import annotations
+
+import copy
+from typing import Any
 
 import pytest
-
-from spec_tests.reference_tests.launch import run, run_ranks
-
-PROGRAM = """
-import json
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from solution.evaluate import evaluate
-from solution.precision import Precision
-from solution.trainer import NonFiniteError, train
+from spec_tests.reference_tests.launch import solution
+from spec_tests.target import parse
 
-generator = torch.Generator().manual_seed(1)
+_GENERATOR = torch.Generator().manual_seed(1)
 DATA = [
-    tuple(torch.randint(0, 50, (4, 8), generator=generator) for _ in range(2)) for _ in range(40)
+    tuple(torch.randint(0, 50, (4, 8), generator=_GENERATOR) for _ in range(2)) for _ in range(40)
 ]
 
 
 class Draws(nn.Module):
-    # Uses the generator in either mode.
-    def forward(self, x):
+    """Uses the generator in either mode."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 0 * torch.rand(())
 
 
-def model(*extra):
+def model(*extra: nn.Module) -> Any:
+    """Return an embedding and a layer, the same each time."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(50, 16), *extra, nn.Linear(16, 50))
 
 
-def trained(precision, steps=6, **kwargs):
-    module = model()
-    records = train(
-        module, torch.optim.SGD(module.parameters(), lr=0.5), DATA, steps=steps,
-        global_batch_size=8, micro_batch_size=4, max_norm=1.0, precision=precision, **kwargs,
-    )
+def fp16(scale: float, **options: int) -> Any:
+    """Return half precision whose loss scale begins there."""
+    return solution("precision").Precision("fp16", initial_scale=scale, **options)
+
+
+def trained(precision: Any, module: Any = None, **options: Any) -> tuple[list[Any], list[Any]]:
+    """Return weights and records of six steps."""
+    module = module or model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    sizes = {"steps": 6, "global_batch_size": 8, "micro_batch_size": 4, "max_norm": 1.0}
+    options = {**sizes, "precision": precision, **options}
+    records = solution("trainer").train(module, optimizer, DATA, **options)
     return [p.detach() for p in module.parameters()], records
 
 
-def scales():
-    # The same pattern of overflows to PyTorch's scaler and to ours.
+def scales(ctx):
+    """The same pattern of overflows to PyTorch's scaler and to ours: the scales of both."""
+    draw = torch.Generator().manual_seed(1)
     weight = nn.Parameter(torch.zeros(1))
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
-    ours = Precision("fp16", initial_scale=2.0**20, growth_interval=3)
+    ours = fp16(2.0**20, growth_interval=3)
     optimizer, pairs = torch.optim.SGD([weight], lr=0.0), []
     for _ in range(200):
-        is_overflow = bool(torch.rand((), generator=generator) < 0.2)
+        is_overflow = bool(torch.rand((), generator=draw) < 0.2)
         weight.grad = torch.tensor([torch.inf if is_overflow else 1.0])
         theirs.scale(torch.ones(()))
         theirs.unscale_(optimizer)
@@ -58,185 +63,132 @@ def scales():
         theirs.update()
         ours.back_off() if is_overflow else ours.updated()
         pairs.append((theirs.get_scale(), ours.scale))
-    return all(a == b for a, b in pairs) and len({a for a, _ in pairs}) > 5
+    other = fp16(1.0)
+    other.load_state_dict(ours.state_dict())
+    return pairs, other.state_dict() == ours.state_dict()
 
 
-def overflow():
-    # A scale that is far too large costs time, and neither data nor a bit of the weights.
-    high, low = Precision("fp16", initial_scale=2.0**40), None
-    weights, records = trained(high)
-    low = Precision("fp16", initial_scale=records[0]["scale"])
-    expected, plain = trained(low)
-    return {
-        "skipped": records[0]["skipped"],
-        "equal": all(map(torch.equal, weights, expected)),
-        "losses": [r["loss"] for r in records] == [r["loss"] for r in plain],
-        "scale": records[0]["scale"],
-        "rates": trained("fp16", lr=lambda step: 0.1 / (step + 1))[1][-1]["lr"],
-    }
+def test_the_loss_scale_goes_the_way_of_pytorchs(in_rank):
+    pairs, is_resumed = in_rank(scales)
+
+    assert all(theirs == ours for theirs, ours in pairs)
+    assert len({theirs for theirs, _ in pairs}) > 5
+    assert is_resumed
 
 
-def resumed():
-    state = Precision("fp16", initial_scale=2.0**10)
-    for _ in range(5):
-        state.updated()
-    other = Precision("fp16")
-    other.load_state_dict(state.state_dict())
-    return other.state_dict() == state.state_dict()
+def overflowed(ctx):
+    """Weights and records with a scale that is far too large, and with the one it comes to."""
+    found = trained(fp16(2.0**40))
+    return found, trained(fp16(found[1][0]["scale"]))
 
 
-def not_finite():
+def test_an_overflow_costs_no_data_and_no_bit(in_rank):
+    (weights, records), (expected, plain) = in_rank(overflowed)
+
+    assert records[0]["skipped"] > 0
+    assert records[0]["scale"] == 2.0 ** (40 - records[0]["skipped"])
+    assert all(map(torch.equal, weights, expected))
+    assert [r["loss"] for r in records] == [r["loss"] for r in plain]
+
+
+def rates_and_dtypes(ctx):
+    """The last rate of a schedule in fp16, and the dtypes of weights that trained in bf16."""
+    _, records = trained("fp16", lr=lambda step: 0.1 / (step + 1))
+    return records[-1]["lr"], {p.dtype for p in trained("bf16")[0]}
+
+
+def test_rates_follow_the_steps_and_weights_stay_in_float32(in_rank):
+    assert in_rank(rates_and_dtypes) == (pytest.approx(0.1 / 6), {torch.float32})
+
+
+def not_finite(ctx):
+    """Whether weights with a NaN are as they were, and without gradients, when training raises."""
     module = model()
     with torch.no_grad():
         module[1].weight[0, 0] = torch.nan
-    before = [p.clone() for p in module.parameters()]
-    try:
-        train(module, torch.optim.SGD(module.parameters(), lr=0.5), DATA, steps=1,
-              global_batch_size=4, micro_batch_size=4, precision="fp16")
-    except NonFiniteError:
-        same = all(torch.equal(a.nan_to_num(), b.nan_to_num())
-                   for a, b in zip(before, module.parameters()))
-        return same and all(p.grad is None for p in module.parameters())
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(solution("trainer").NonFiniteError):
+        trained("fp16", module, steps=1)
+    pairs = zip(before.values(), module.parameters(), strict=True)
+    is_equal = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+    return is_equal and all(p.grad is None for p in module.parameters())
 
 
-def evaluation():
+def test_what_no_scale_can_cure_raises_and_updates_nothing(in_rank):
+    assert in_rank(not_finite)
+
+
+def evaluated(ctx):
+    """What an evaluation returns, and what it leaves behind."""
+    evaluate = solution("evaluate").evaluate
     module = model(nn.Dropout(0.5), nn.Dropout(0.5), Draws())
     module[1].eval()  # frozen by its owner: it must not come back in training mode
     module[0].weight.grad = torch.ones_like(module[0].weight)
     state = torch.get_rng_state()
     losses = [evaluate(module, DATA, max_batches=n) for n in (None, None, 3)]
-    ragged = [(DATA[0][0], DATA[0][1].clone()), DATA[1]]
-    ragged[0][1][:, 2:] = -100
-    means, counts = [evaluate(module, [batch]) for batch in ragged], [8, 32]
-    weighted = sum(m * n for m, n in zip(means, counts)) / sum(counts)
-    refused = 0
-    for batches in ([], [(DATA[0][0], torch.full_like(DATA[0][1], -100))]):
-        try:
-            evaluate(module, batches)
-        except ValueError:
-            refused += 1
     inputs, targets = DATA[0]
-    by_hand = F.cross_entropy(module[4](module[0](inputs)).flatten(0, 1), targets.flatten()).item()
+    ragged = targets.clone()
+    ragged[:, 2:] = -100
+    batches = [(inputs, ragged), DATA[1]]
+    for none in ([], [(inputs, torch.full_like(targets, -100))]):
+        with pytest.raises(ValueError):
+            evaluate(module, none)
+    logits = module[4](module[0](inputs)).flatten(0, 1)
     return {
-        "value": abs(evaluate(module, DATA[:1]) - by_hand) < 1e-6,
-        "same": losses[0] == losses[1] != losses[2],
+        "losses": losses,
         "modes": [m.training for m in module.modules()],
-        "gradient": bool((module[0].weight.grad == 1).all()) and module[4].weight.grad is None,
-        "random": torch.equal(state, torch.get_rng_state()),
-        "weighted": abs(evaluate(module, ragged) - weighted) < 1e-6,
-        "refused": refused,
+        "gradients": (module[0].weight.grad.unique().tolist(), module[4].weight.grad),
+        "is_random_untouched": torch.equal(state, torch.get_rng_state()),
+        "weighted": evaluate(module, batches),
+        "means": [evaluate(module, [batch]) for batch in batches],
+        "value": evaluate(module, DATA[:1]),
+        "by_hand": F.cross_entropy(logits, targets.flatten()).item(),
     }
 
 
-print(json.dumps({
-    "scales": scales(), "overflow": overflow(), "resumed": resumed(),
-    "not_finite": not_finite(), "evaluation": evaluation(),
-    "dtypes": sorted({str(p.dtype) for p in trained("bf16")[0]}),
-}))
-"""
+def test_an_evaluation_is_a_mean_over_targets_that_count_and_leaves_no_trace(in_rank):
+    found = in_rank(evaluated)
 
-# One rank overflows, and nothing carries its infinity to the other: both must drop the update.
-RANKS = """
-import json
-
-import torch
-from torch import nn
-
-from solution.evaluate import evaluate
-from solution.precision import Precision
-from solution.trainer import train
-from solution.world import distributed
+    whole, again, part = found["losses"]
+    assert whole == again != part
+    assert found["modes"] == [True, True, False, True, True, True]
+    assert found["gradients"] == ([1.0], None)
+    assert found["is_random_untouched"]
+    assert found["value"] == pytest.approx(found["by_hand"], abs=1e-6)
+    few, many = found["means"]
+    assert found["weighted"] == pytest.approx((8 * few + 32 * many) / 40, abs=1e-6)
 
 
 class Alone(nn.Module):
-    # Says that it averages, and does not.
-    def __init__(self, module):
+    """Says that it averages, and does not."""
+
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
-    def forward(self, ids):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.module(ids)
 
-    def finish_gradient_synchronization(self):
-        pass
+    def finish_gradient_synchronization(self) -> None:
+        """Nothing."""
 
 
-with distributed(device="cpu", timeout_s=30) as world:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
-    limit = 2.0**12 if world.rank == 1 else torch.inf
-    precision = Precision("fp16", initial_scale=2.0**16)
+def overflowing_on_one(ctx):
+    """One rank overflows, and nothing carries its infinity to the other."""
+    evaluate, module = solution("evaluate").evaluate, model()
+    limit = 2.0**12 if ctx.rank == 1 else torch.inf
+    precision = fp16(2.0**16)
     module[1].bias.register_hook(lambda g: g * torch.inf if precision.scale > limit else g)
-    ids = torch.arange(8).reshape(2, 4)
-    batch = (ids, ids + 1)
-    records = train(
-        Alone(module), torch.optim.SGD(module.parameters(), lr=0.5), [batch] * 2, steps=2,
-        global_batch_size=4, micro_batch_size=2, precision=precision,
-    )
-    loss = evaluate(Alone(module), [batch] * 3)
-    uneven = ""
-    try:
-        evaluate(Alone(module), [batch] * (2 + world.rank))
-    except ValueError as error:
-        uneven = str(error)
-    print(json.dumps({
-        "skipped": [r["skipped"] for r in records], "scale": precision.scale,
-        "loss": loss, "uneven": uneven,
-    }))
-"""
+    alone = Alone(module)
+    _, records = trained(precision, alone, steps=2, max_norm=None)
+    loss = evaluate(alone, DATA[:3])
+    with pytest.raises(ValueError, match="only 1 of 2"):
+        evaluate(alone, DATA[: 2 + ctx.rank])
+    return [r["skipped"] for r in records], precision.scale, loss
 
 
-@pytest.fixture(scope="session")
-def found(tmp_path_factory):
-    ended = run(PROGRAM, folder=tmp_path_factory.mktemp("precision"))
-    assert ended.status == 0, ended.err
-    return json.loads(ended.out.splitlines()[-1])
+def test_ranks_drop_an_update_together_and_evaluate_together(worlds):
+    (skipped, scale, loss), other = worlds.world(2, parse("solution")).run(overflowing_on_one)
 
-
-def test_the_loss_scale_goes_the_way_of_pytorchs(found):
-    assert found["scales"]
-    assert found["resumed"]
-
-
-def test_an_overflow_costs_no_data_and_no_bit(found):
-    overflow = found["overflow"]
-
-    assert overflow["skipped"] > 0
-    assert overflow["scale"] == 2.0 ** (40 - overflow["skipped"])
-    assert overflow["equal"]
-    assert overflow["losses"]
-    assert overflow["rates"] == pytest.approx(0.1 / 6)
-
-
-def test_what_no_scale_can_cure_raises_and_updates_nothing(found):
-    assert found["not_finite"] is True
-
-
-def test_weights_stay_in_float32(found):
-    assert found["dtypes"] == ["torch.float32"]
-
-
-def test_an_evaluation_leaves_no_trace(found):
-    evaluation = found["evaluation"]
-
-    assert evaluation["same"]
-    assert evaluation["modes"] == [True, True, False, True, True, True]
-    assert evaluation["gradient"]
-    assert evaluation["random"]
-
-
-def test_an_evaluation_is_a_mean_over_targets_that_count(found):
-    assert found["evaluation"]["value"]
-    assert found["evaluation"]["weighted"]
-    assert found["evaluation"]["refused"] == 2
-
-
-def test_ranks_drop_an_update_together_and_evaluate_together(tmp_path):
-    ended = run_ranks(RANKS, num_ranks=2, folder=tmp_path)
-
-    assert [one.status for one in ended] == [0, 0], ended
-    ranks = [json.loads(one.out.splitlines()[-1]) for one in ended]
-    assert [rank["skipped"] for rank in ranks] == [[4, 0], [4, 0]]
-    assert [rank["scale"] for rank in ranks] == [4096.0, 4096.0]
-    assert ranks[0]["loss"] == ranks[1]["loss"]
-    assert all("only 1 of 2" in rank["uneven"] for rank in ranks)
+    assert (skipped, scale) == ([4, 0], 4096.0)
+    assert other == (skipped, scale, loss)

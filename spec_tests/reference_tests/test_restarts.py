@@ -16,11 +16,16 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from spec_tests.reference_tests import kills
-from spec_tests.reference_tests.agents import HAS_PROC, torchrun
 from spec_tests.reference_tests.kills import FLAGS, MODES, Finding, Kill, Whole
-from spec_tests.reference_tests.launch import ROOT, free_port, run, run_ranks
+from spec_tests.reference_tests.launch import HAS_PROC, ROOT, free_port, run, torchrun
+from spec_tests.reference_tests.training import (
+    DDP,
+    after_steps,
+    num_steps,
+    trained_ranks,
+    write_shards,
+)
 
-DDP = "solution.train_ddp"
 LATER = 12
 """Steps after which a run is disturbed: four saves are there, and most of the run is to come."""
 
@@ -31,7 +36,7 @@ with_proc = pytest.mark.skipif(not HAS_PROC, reason="finds the ranks of an agent
 def place(tmp_path_factory):
     """A folder with data; each run gets one below it."""
     folder = tmp_path_factory.mktemp("restarts")
-    kills.prepare(folder)
+    write_shards(folder / "data", 3000)
     return folder
 
 
@@ -40,8 +45,7 @@ def whole(place):
     """What two ranks leave behind that nobody disturbs, and no agent has started."""
     folder = place / "whole"
     folder.mkdir()
-    ended = run_ranks(DDP, *FLAGS, MODES[0], num_ranks=2, folder=folder)
-    assert [rank.status for rank in ended] == [0, 0], ended
+    trained_ranks(DDP, *FLAGS, MODES[0], folder=folder)
     return kills.left_behind(folder)
 
 
@@ -59,19 +63,18 @@ def test_killed_then_told_to_stop_a_run_ends_with_the_same_bits(place, whole):
 
     with torchrun(options, DDP, arguments, folder=folder) as agent:
         pids = agent.ranks_when_started(2)
-        kills.after_steps(agent, folder, LATER)
+        after_steps(agent, folder, LATER, kills.NAME)
         os.kill(pids[1], signal.SIGKILL)
         agent.wait_until(lambda: set(agent.ranks().values()).isdisjoint(pids.values()), "a restart")
-        kills.after_steps(agent, folder, kills.num_steps(folder) + 2)
+        after_steps(agent, folder, num_steps(folder, kills.NAME) + 2, kills.NAME)
         os.kill(agent.pid, signal.SIGTERM)
         stopped = agent.wait()
         left = agent.close()
-    again = run_ranks(DDP, *arguments, num_ranks=2, folder=folder)
+    again = trained_ranks(DDP, *arguments, folder=folder)
 
     assert left == [], "torchrun ended before its ranks did"
     assert starts(stopped) == 2, stopped
     assert stopped.err.count("told to stop; saved after step") == 2, stopped.err
-    assert [rank.status for rank in again] == [0, 0], again
     assert "going on after step" in again[0].out
     assert kills.differences(whole, folder) == []
     assert kills.torn(folder / "saved", is_over=True) == []
@@ -107,7 +110,7 @@ def test_two_nodes_end_as_one_does_though_one_of_them_lost_its_rank(place, whole
 
     with node(folder, port, 0) as first, node(folder, port, 1) as second:
         ranks = [agent.ranks_when_started(1) for agent in (first, second)]
-        kills.after_steps(first, folder, LATER)
+        after_steps(first, folder, LATER, kills.NAME)
         [killed] = ranks[1].values()
         os.kill(killed, signal.SIGKILL)
         ended = [agent.wait() for agent in (first, second)]

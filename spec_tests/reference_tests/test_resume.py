@@ -1,14 +1,22 @@
 """Runs that stop and go on: killed or told to stop, the same command ends with the same weights."""
 
-import json
 import os
 import signal
-import time
 
 import pytest
 
-from spec_tests.reference_tests.launch import run, run_ranks, start
-from spec_tests.reference_tests.test_job import BASELINE, DDP, SMALL, steps, summary
+from spec_tests.reference_tests.launch import run, start
+from spec_tests.reference_tests.training import (
+    BASELINE,
+    DDP,
+    SMALL,
+    after_steps,
+    steps,
+    summary,
+    trained,
+    trained_ranks,
+    weights,
+)
 
 STEPS = ("--steps", 20, "--save-every", 1)
 INTERRUPTED = 4
@@ -22,17 +30,9 @@ def flags(data, folder, *more):
 def whole(data, tmp_path_factory):
     """The fingerprint of the weights of a run that was not stopped."""
     folder = tmp_path_factory.mktemp("whole")
-    ended = run(BASELINE, *SMALL, *STEPS, "--data", data, "--out", folder, folder=folder)
+    ended = trained(data, folder, *STEPS)
     assert ended.status == 0, ended.err
     return summary(folder)["weights_sha256"]
-
-
-def after_steps(folder, number, name="baseline"):
-    """Returns when the log has that many lines."""
-    deadline, log = time.monotonic() + 60, folder / f"{name}.jsonl"
-    while not log.exists() or log.read_bytes().count(b"\n") < number:
-        assert time.monotonic() < deadline, "no progress"
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
@@ -40,8 +40,8 @@ def after_steps(folder, number, name="baseline"):
 def test_a_run_that_was_stopped_goes_on_to_the_same_weights(data, whole, tmp_path, number, mode):
     arguments = flags(data, tmp_path, mode)
     started = start(BASELINE, arguments, folder=tmp_path)
-    after_steps(tmp_path, 3)
-    os.kill(started._process.pid, number)
+    after_steps(started, tmp_path, 3)
+    os.kill(started.pid, number)
     stopped = started.wait()
 
     again = run(BASELINE, *arguments, folder=tmp_path)
@@ -58,18 +58,15 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights(data, whole, tmp_pat
 
 def test_two_ranks_go_on_from_one(data, whole, tmp_path):
     begun = start(BASELINE, flags(data, tmp_path), folder=tmp_path)
-    after_steps(tmp_path, 2)
-    os.kill(begun._process.pid, signal.SIGTERM)
+    after_steps(begun, tmp_path, 2)
+    os.kill(begun.pid, signal.SIGTERM)
     assert begun.wait().status == INTERRUPTED
 
-    ranks = run_ranks(DDP, *flags(data, tmp_path), num_ranks=2, folder=tmp_path)
+    ranks = trained_ranks(DDP, *flags(data, tmp_path), folder=tmp_path)
 
-    assert [rank.status for rank in ranks] == [0, 0], ranks
     assert "going on after step" in ranks[0].out
-    hashes = {summary(tmp_path, f"ddp_bucketed.rank{rank}")["weights_sha256"] for rank in (0, 1)}
-    assert len(hashes) == 1
-    last = json.loads((tmp_path / "ddp_bucketed.jsonl").read_text().splitlines()[-1])
-    assert last["step"] == 20
+    assert len(set(weights(tmp_path, "ddp_bucketed"))) == 1
+    assert steps(tmp_path, "ddp_bucketed")[-1]["step"] == 20
 
 
 def test_what_is_done_stays_done_and_other_settings_are_refused(data, tmp_path):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections import Counter
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
+import torch
 
 from spec_tests.measure.timeline import Timeline
-from spec_tests.reference_tests.launch import ROOT, run, run_ranks
+from spec_tests.reference_tests.launch import ROOT, answer, fresh_lines, run, solution
+from spec_tests.reference_tests.training import BASELINE, DDP, FSDP, summary, trained_ranks
 
-BASELINE, DDP, FSDP = (f"solution.train_{name}" for name in ("baseline", "ddp", "fsdp"))
 NUM_STEPS, RECORDED, MICRO_BATCHES = 5, [4, 5], 2
 SMALL = (
     *("--vocab-size", 64, "--sequence-length", 8, "--device", "cpu", "--steps", NUM_STEPS),
@@ -23,9 +27,7 @@ def trained(folder, data, module, *flags, num_ranks):
     """A run that records its last two steps; each step has two micro-batches per rank."""
     sizes = ("--global-batch-size", 2 * MICRO_BATCHES * num_ranks, "--micro-batch-size", 2)
     flags = (*SMALL, *sizes, "--data", data, "--profile-steps", 2, *flags)
-    ranks = run_ranks(module, *flags, num_ranks=num_ranks, folder=folder)
-    assert [rank.status for rank in ranks] == [0] * num_ranks, ranks
-    return ranks[0]
+    trained_ranks(module, *flags, num_ranks=num_ranks, folder=folder)
 
 
 @pytest.fixture(scope="session")
@@ -78,7 +80,7 @@ def test_every_optimizer_step_is_one_step_of_the_trace(recorded, setup):
 def test_the_trace_holds_what_was_sent(recorded):
     # Two instruments that know nothing of each other: a dispatch mode, and the profiler.
     for setup in ("ddp_bucketed", "fsdp_full_shard_torch"):
-        told = json.loads((recorded / "run" / f"{setup}.rank0.json").read_text())
+        told = summary(recorded / "run", f"{setup}.rank0")
         steps = steps_of(recorded / "traces" / setup / "rank0_trace.json")
         expected = told["reductions_per_step"] + told["control_messages_per_step"]
         for names in steps.values():
@@ -87,15 +89,14 @@ def test_the_trace_holds_what_was_sent(recorded):
 
 
 def test_recording_changes_no_number_and_replaces_no_trace(recorded, data, tmp_path):
-    before = (recorded / "run" / "baseline.rank0.json").read_text()
+    before = summary(recorded / "run")
     flags = (*SMALL, "--global-batch-size", 4, "--micro-batch-size", 2, "--data", data)
 
     plain = run(BASELINE, *flags, folder=tmp_path)
     again = run(BASELINE, *flags, "--profile-steps", 1, folder=recorded)
 
     assert plain.status == 0, plain.err
-    told = json.loads((tmp_path / "run" / "baseline.rank0.json").read_text())
-    assert told["weights_sha256"] == json.loads(before)["weights_sha256"]
+    assert summary(tmp_path / "run")["weights_sha256"] == before["weights_sha256"]
     assert not (tmp_path / "traces").exists()
     assert again.status == 2
     assert "rank0_trace.json" in again.err
@@ -120,42 +121,35 @@ def test_what_cannot_be_recorded_is_refused_before_training(data, tmp_path, flag
     assert "step " not in ended.out
 
 
-HISTORY = """
-import contextlib, json
-from pathlib import Path
-from unittest import mock
-import torch
-from solution.measure.memory_used import memory_history
+def histories(ctx, path):
+    """What is called of torch's recorder of memory, on a pretended GPU that has none left."""
+    calls = []
 
-calls = []
-def noted(name):
-    return lambda *args, **kwargs: calls.append([name, *args, kwargs])
+    def noted(name):
+        return lambda *args, **kwargs: calls.append([name, *args, kwargs])
 
-with contextlib.ExitStack() as stack:
-    memory = torch.cuda.memory
-    for where, name, what in (
-        (torch.cuda, "is_available", lambda: True),
-        (memory, "_record_memory_history", noted("record")),
-        (memory, "_dump_snapshot", noted("dump")),
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda.memory, "_record_memory_history", noted("record")),
+        mock.patch.object(torch.cuda.memory, "_dump_snapshot", noted("dump")),
+        contextlib.suppress(torch.OutOfMemoryError),
+        solution("measure.memory_used").memory_history(path),
     ):
-        stack.enter_context(mock.patch.object(where, name, what))
-    with contextlib.suppress(torch.OutOfMemoryError), memory_history(Path("snapshots/x.pickle")):
         raise torch.OutOfMemoryError("injected")
-print(json.dumps(calls))
-"""
+    return calls
 
 
-def test_a_memory_history_is_bounded_written_and_ended_also_out_of_memory(tmp_path):
-    ended = run(HISTORY, folder=tmp_path)
+def test_a_memory_history_is_bounded_written_and_ended_also_out_of_memory(in_rank, tmp_path):
+    snapshot = tmp_path / "snapshots" / "x.pickle"
 
-    assert ended.status == 0, ended.err
-    (begin, options), (dump, path, _), (end, off) = json.loads(ended.out.splitlines()[-1])
+    (begin, options), (dump, path, _), (end, off) = in_rank(histories, snapshot)
+
     assert [begin, dump, end] == ["record", "dump", "record"]
     assert options["stacks"] == "python"
     assert options["max_entries"] <= 1_000_000
-    assert path == "snapshots/x.pickle"
+    assert path == str(snapshot)
     assert off == {"enabled": None}
-    assert (tmp_path / "snapshots").is_dir()
+    assert snapshot.parent.is_dir()
 
 
 # ---------------------------------------------------------------------------------------- analysis
@@ -241,6 +235,77 @@ def test_what_is_no_run_is_refused(tmp_path):
     for error, wanted in zip(errors, says[1:], strict=True):
         assert wanted in error
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole"]
+
+
+# ---------------------------------------------------------------- beside Holistic Trace Analysis
+
+# On traces of a GPU both must find the same; on traces of a CPU ours has an answer and the other
+# (package `traceinsight`) has none. It counts kernels by where they were launched, leaves out the
+# last step unless told otherwise, and counts idle time from the first kernel to the last only.
+THEIRS = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+from hta.trace_analysis import TraceAnalysis
+
+def numbers(**options):
+    analysis = TraceAnalysis(trace_dir=sys.argv[1], **options)
+    overlap = analysis.get_comm_comp_overlap(visualize=False)
+    times = analysis.get_temporal_breakdown(visualize=False)
+    return [overlap.comp_comm_overlap_pctg.tolist(), times["compute_time(us)"].tolist(),
+            times["non_compute_time(us)"].tolist()]
+
+found = {"all": numbers(include_last_profiler_step=True), "default": numbers()}
+on_cpu = TraceAnalysis(trace_dir=sys.argv[2])
+overlap = on_cpu.get_comm_comp_overlap(visualize=False)
+found["overlap on a CPU"] = str(overlap.comp_comm_overlap_pctg.tolist()[0])
+try:
+    on_cpu.get_temporal_breakdown(visualize=False)
+except Exception as error:
+    found["breakdown on a CPU"] = type(error).__name__
+print(json.dumps(found))
+"""
+OURS = """
+import json, sys
+from solution import summarize_trace
+print(json.dumps([summarize_trace(path) for path in sys.argv[1:]]))
+"""
+
+
+def write_known(folder, device, *, num_steps=3):
+    """Two ranks, each with steps of the same known content."""
+    folder.mkdir()
+    for rank in range(2):
+        line = Timeline(device, rank=rank, world_size=2)
+        for number in range(num_steps):
+            begin = 1000 * number
+            line.step(number, begin, begin + 1000)
+            for start, end in ((100, 300), (300, 500), (800, 900)):
+                line.work(begin + start, begin + end)
+            line.send(begin + 400, begin + 700)
+        (folder / f"rank{rank}_trace.json").write_bytes(line.data())
+    return folder
+
+
+@pytest.mark.skipif(
+    find_spec("hta") is None,
+    reason="Holistic Trace Analysis is not installed: pip install 'trainspec[analysis]'",
+)
+def test_both_find_what_was_computed_by_hand(tmp_path):
+    gpu, cpu = write_known(tmp_path / "gpu", "cuda"), write_known(tmp_path / "cpu", "cpu")
+
+    theirs = json.loads(fresh_lines(THEIRS, gpu, cpu, environment=os.environ)[-1])
+    files = [gpu / "rank0_trace.json", gpu / "rank1_trace.json", cpu / "rank0_trace.json"]
+    ours = answer(OURS, *files, folder=tmp_path)
+
+    for rank in range(2):
+        total = ours[rank]["total"]
+        found = [each[rank] for each in theirs["all"]]
+        assert found == [33.33, total["compute_us"], total["exposed_us"]] == [33.33, 1500, 600]
+        assert round(100 * total["overlap_fraction"], 2) == 33.33
+        assert [each[rank] for each in theirs["default"]] == [33.33, 1000, 400], "two of three"
+    assert theirs["overlap on a CPU"] == "nan"
+    assert theirs["breakdown on a CPU"] == "IndexError"
+    assert ours[2]["total"] == ours[0]["total"]
 
 
 # ---------------------------------------------------------------------------------------- notebook
