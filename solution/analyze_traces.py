@@ -21,15 +21,20 @@ from pathlib import Path
 
 from solution.measure.plots import can_plot, plot_traces
 from solution.measure.trace_file import TraceError
-from solution.measure.trace_folder import difference_of, find_setups, read_setup
-from solution.measure.trace_report import as_json, diff_table, page, setup_table, warnings_of
-
-__all__ = ["main"]
+from solution.measure.traces import (
+    diff_table,
+    difference_of,
+    find_setups,
+    page,
+    read_setup,
+    setup_table,
+    warnings_of,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit status."""
-    options = _parser().parse_args(arguments)
+    options = _options(arguments)
     data, html, picture = (options.out / f"traces.{kind}" for kind in ("json", "html", "png"))
     try:
         there = [str(path) for path in (data, html, picture) if path.exists()]
@@ -47,17 +52,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     print(setup_table(setups))
-    diff = None
+    changes, diff = None, ""
     if options.diff:
         first, second = options.diff  # their first ranks are compared
         changes = difference_of(setups[first][0]["operators"], setups[second][0]["operators"])
-        diff = first, second, changes
-        print(f"\n{diff_table(changes, first, second)}")
-    for text in warnings_of(setups):
-        sys.stderr.write(f"warning: {text}\n")
+        diff = diff_table(changes, first, second)
+        print(f"\n{diff}")
+    warnings = warnings_of(setups)
+    sys.stderr.writelines(f"warning: {text}\n" for text in warnings)
     options.out.mkdir(parents=True, exist_ok=True)
-    data.write_text(json.dumps(as_json(setups, diff and diff[2]), indent=1) + "\n")
-    html.write_text(page(setups, diff), encoding="utf-8")
+    record = {"setups": setups, "diff": changes, "warnings": warnings}
+    data.write_text(json.dumps(record, indent=1) + "\n")
+    html.write_text(page(setups, " and ".join(options.diff or ()), diff), encoding="utf-8")
     print(f"{data}\n{html}")
     if options.plots:
         plot_traces(setups, picture)
@@ -65,34 +71,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m solution.analyze_traces",
         description="Say where a step's time went, from the traces of some runs.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "traces",
-        nargs="?",
-        type=Path,
-        default=Path("outputs/traces"),
-        help="folder with SETUP/rankN_trace.json(.gz), or with the files of one run",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("outputs/analysis"), help="folder to write"
-    )
-    parser.add_argument(
-        "--diff", nargs=2, metavar="SETUP", help="two setups whose operators differ"
-    )
-    parser.add_argument("--step", type=int, help="the step to draw (default: of median duration)")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier analysis")
-    parser.add_argument(
-        "--plots",
-        action=argparse.BooleanOptionalAction,
-        default=can_plot(),
-        help="whether to draw traces.png (default: where matplotlib is installed)",
-    )
-    return parser
+    add, traces = parser.add_argument, Path("outputs/traces")
+    text = "folder with SETUP/rankN_trace.json(.gz), or with the files of one run"
+    add("traces", nargs="?", type=Path, default=traces, help=text)
+    add("--out", type=Path, default=Path("outputs/analysis"), help="folder to write")
+    add("--diff", nargs=2, metavar="SETUP", help="two setups whose operators differ")
+    add("--step", type=int, help="the step to draw (default: of median duration)")
+    add("--overwrite", action="store_true", help="replace an earlier analysis")
+    text = "whether to draw traces.png (default: where matplotlib is installed)"
+    add("--plots", action=argparse.BooleanOptionalAction, default=can_plot(), help=text)
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

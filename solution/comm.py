@@ -211,9 +211,3 @@ def leave(group: Group) -> None:
     """Destroys a group that `own_cpu_group` made."""
     if group is not None and is_initialized():
         dist.destroy_process_group(group)
-
-
-def barrier(group: Group = None) -> None:
-    """Returns when every rank of `group` has called it; at once when nothing is distributed."""
-    if size(group) > 1:
-        dist.barrier(group)

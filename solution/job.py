@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import statistics
 import sys
@@ -41,12 +42,12 @@ from solution.data.loader import TokenLoader, token_loader
 from solution.data.prepare import read_meta
 from solution.data.shards import find_shards, write_atomically
 from solution.evaluate import evaluate
-from solution.measure.fingerprint import fingerprint
 from solution.measure.memory_used import Holdings, memory_history, peak_memory_bytes
 from solution.measure.recording import WARM_UP, Recording, ShortRunError, require_free
 from solution.measure.traffic import Traffic
 from solution.models import families
 from solution.optim import cosine_schedule, decay_groups
+from solution.parallel.fsdp.api import full_parameters
 from solution.parallel.zero1 import ShardedOptimizer
 from solution.precision import Precision
 from solution.runlog import RunLog, say, table
@@ -325,6 +326,18 @@ class Job:
             skipped = sum(line["skipped"] for line in lines)
             rows.insert(3, ("overflows", f"{skipped}, loss scale {self.precision.scale:g}"))
         return table(rows)
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Return a hash over all parameters, names and bits: equal exactly when the weights are.
+
+    All ranks call it: parameters of a sharded module are gathered.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in full_parameters(module).items():
+        data = parameter.cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(name.encode() + data.numpy().tobytes())
+    return digest.hexdigest()
 
 
 Wrap = Callable[[nn.Module, TrainConfig, World], nn.Module]

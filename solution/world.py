@@ -24,14 +24,12 @@ class World:
     Attributes:
         rank: 0 .. size - 1, over all machines.
         size: number of processes.
-        local_rank: rank on this machine.
         device: where this rank's model and batches live.
         backend: "nccl" or "gloo".
     """
 
     rank: int
     size: int
-    local_rank: int
     device: torch.device
     backend: str
 
@@ -79,15 +77,27 @@ def distributed(*, device: str | None = None, timeout_s: float = 600.0) -> Itera
         dist.destroy_process_group()
 
 
-def _world_from_environment(device: str | None) -> World:
-    if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
-        given, absent = ("RANK", "WORLD_SIZE") if "RANK" in os.environ else ("WORLD_SIZE", "RANK")
+def rank_and_size() -> tuple[int, int]:
+    """Return RANK and WORLD_SIZE as torchrun sets them; 0 and 1 without either.
+
+    Raises:
+        ValueError: one without the other, or values that make no sense.
+    """
+    values = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    missing = [name for name, value in values.items() if value is None]
+    if len(missing) == 1:
         raise ValueError(
-            f"expected both RANK and WORLD_SIZE, or neither; got {given} without {absent}"
+            f"expected RANK and WORLD_SIZE both set or neither, got {values}; start with torchrun, "
+            f"or set {missing[0]}"
         )
-    rank_, size_ = _environment_int("RANK", 0), _environment_int("WORLD_SIZE", 1)
-    if not 0 <= rank_ < size_:
-        raise ValueError(f"expected 0 <= RANK < WORLD_SIZE, got RANK={rank_}, WORLD_SIZE={size_}")
+    rank, size = _environment_int("RANK", 0), _environment_int("WORLD_SIZE", 1)
+    if not 0 <= rank < size:
+        raise ValueError(f"expected 0 <= RANK < WORLD_SIZE, got RANK={rank}, WORLD_SIZE={size}")
+    return rank, size
+
+
+def _world_from_environment(device: str | None) -> World:
+    rank_, size_ = rank_and_size()
     local_rank = _environment_int("LOCAL_RANK", rank_)
     local_size = _environment_int("LOCAL_WORLD_SIZE", size_)
     if device not in (None, "cpu", "cuda"):
@@ -95,11 +105,11 @@ def _world_from_environment(device: str | None) -> World:
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError('got device="cuda" but no CUDA device is visible; use device="cpu"')
     if device == "cpu" or not torch.cuda.is_available():
-        return World(rank_, size_, local_rank, torch.device("cpu"), "gloo")
+        return World(rank_, size_, torch.device("cpu"), "gloo")
     num_devices = torch.cuda.device_count()
     # nccl refuses two ranks on one GPU; gloo carries CUDA tensors through host memory.
     backend = "nccl" if local_size <= num_devices and dist.is_nccl_available() else "gloo"
-    return World(rank_, size_, local_rank, torch.device("cuda", local_rank % num_devices), backend)
+    return World(rank_, size_, torch.device("cuda", local_rank % num_devices), backend)
 
 
 def _environment_int(name: str, default: int) -> int:

@@ -28,17 +28,15 @@ Cost. A save writes each byte once over all ranks. A load holds the model twice 
 `AsyncCheckpointer` blocks for a copy to host memory only, which training then does not touch.
 
 Files: `errors.py` who failed, on all ranks; `folder.py` names, markers, retention; `storage.py` the
-library, made safe; `named.py` canonical names; `random_state.py` generators; `background.py` the
-thread.
+library, made safe; `named.py` canonical names.
 PyTorch counterpart: torch.distributed.checkpoint, which this is built on, and its `state_dict`
 module, which is left out: it steps a cold optimizer to find out what its state will be.
 """
 
-from solution.checkpoint.background import AsyncCheckpointer
 from solution.checkpoint.errors import CheckpointError
 from solution.checkpoint.folder import latest_step
 from solution.checkpoint.load import load_checkpoint
-from solution.checkpoint.save import Stateful, save_checkpoint
+from solution.checkpoint.save import AsyncCheckpointer, Stateful, save_checkpoint
 
 __all__ = [
     "AsyncCheckpointer",

@@ -26,10 +26,10 @@ import torch
 from torch import nn
 
 from solution import comm
-from solution.checkpoint import folder, random_state, storage
+from solution.checkpoint import folder, storage
 from solution.checkpoint.errors import CheckpointError, by_first, together
 from solution.checkpoint.named import ModelTensors, OptimizerTensors, same
-from solution.checkpoint.save import PLAIN, Stateful
+from solution.checkpoint.save import PLAIN, Stateful, restore_random_state
 
 
 def load_checkpoint(
@@ -121,7 +121,7 @@ class _Loading:
             named.load(targets.get("model", {}), plain["objects"])
             moments.load(targets.get("optimizer", {}).get("state", {}), plain["optimizer"])
             if own["random"] is not None:
-                random_state.restore(own["random"])
+                restore_random_state(own["random"])
 
         together(f"take over what it read from {self.path}", apply, self.group)
 

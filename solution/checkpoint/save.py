@@ -3,8 +3,8 @@
 Everything that does not go into the library's tensor files is plain: options of the optimizer, and
 per rank the loader's state, the generators and the extras. It is encoded while it is captured, so
 nothing that happens later can leak into it. Tensors are written from where they live, which is why
-`save_checkpoint` returns only when they are on disk; `AsyncCheckpointer`
-(`background.py`) copies them first.
+`save_checkpoint` returns only when they are on disk; `AsyncCheckpointer` copies them first, and
+saves in a thread while training goes on.
 
 Buffers come from rank 0 alone: running statistics differ between replicas, and a wrapper takes the
 first rank's before each forward. Parameters are equal everywhere, so the ranks share the writing.
@@ -14,17 +14,20 @@ The state of a sharded optimizer is written by those who have it, under the plai
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from solution import comm
-from solution.checkpoint import folder, random_state, storage
+from solution.checkpoint import folder, storage
 from solution.checkpoint.errors import CheckpointError, by_first, together
 from solution.checkpoint.named import ModelTensors, OptimizerTensors, joined
 from solution.data.shards import write_atomically
@@ -73,10 +76,80 @@ def save_checkpoint(
         CheckpointError: on all ranks, when it failed on any; what was saved before is still there.
     """
     captured = Captured.of(step, model, optimizer, loader, extra, process_group, copy=False)
-    return captured.write(checked(directory, keep), keep, process_group)
+    return captured.write(_checked(directory, keep), keep, process_group)
 
 
-def checked(directory: str | os.PathLike[str], keep: int | None) -> Path:
+class AsyncCheckpointer:
+    """Saves while training goes on: `save` blocks for a copy to host memory only.
+
+    At most one save is under way; the next `save`, `wait` and the end of the `with` block wait for
+    it and raise what went wrong in it. It has a gloo group of its own: messages of the
+    default group and of a thread beside it would meet each other in any order.
+
+        with AsyncCheckpointer("runs/checkpoints", keep=3) as checkpoints:
+            ...
+            checkpoints.save(step=step, model=model, optimizer=optimizer)
+
+    Made by all ranks. Nothing else may save into the directory meanwhile.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        process_group: comm.Group = None,
+    ) -> None:
+        self._root = _checked(directory, keep)
+        self._keep = keep
+        self._group = process_group
+        self._own_group = comm.own_cpu_group(process_group)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._under_way: Future[object] | None = None
+
+    def save(
+        self,
+        *,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: Stateful | None = None,
+        extra: Mapping[str, Stateful] | None = None,
+    ) -> None:
+        """Begin to save; what training does from now on is not in it. Args: `save_checkpoint`.
+
+        Raises:
+            CheckpointError: capturing failed, or the save before this one did.
+        """
+        self.wait()
+        captured = Captured.of(step, model, optimizer, loader, extra, self._group, copy=True)
+        self._under_way = self._writer.submit(
+            captured.write, self._root, self._keep, self._own_group
+        )
+
+    def wait(self) -> None:
+        """Return when nothing is under way; raises CheckpointError if it went wrong."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def close(self) -> None:
+        """Wait, and leave the group."""
+        try:
+            self.wait()
+        finally:
+            self._writer.shutdown()
+            comm.leave(self._own_group)
+            self._own_group = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _checked(directory: str | os.PathLike[str], keep: int | None) -> Path:
     """The directory as an absolute path; ValueError for a `keep` that keeps nothing."""
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"expected keep to be None or an integer >= 1, got {keep!r}")
@@ -198,7 +271,7 @@ def _of_rank(loader: Stateful | None, extra: Mapping[str, Stateful] | None) -> b
     """Return the state that each rank has for itself, encoded."""
     return storage.encode(
         {
-            "random": random_state.capture(),
+            "random": random_state(),
             "loader": None if loader is None else loader.state_dict(),
             "extra": {name: each.state_dict() for name, each in (extra or {}).items()},
         }
@@ -218,3 +291,41 @@ def _copied(nested: Any) -> Any:
     if isinstance(nested, DTensor):
         return nested.detach().clone()
     return nested.detach().to("cpu", copy=True)
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of torch's generators (CPU and this rank's GPU), NumPy's and Python's.
+
+    They decide dropout, shuffling and initialisation. Nothing is drawn. As tensors and plain
+    numbers, which a load that runs no code accepts.
+    """
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "numpy": {
+            "kind": kind,
+            "keys": torch.from_numpy(np.asarray(keys, np.int64)),
+            "position": position,
+            "has_gauss": has_gauss,
+            "cached": cached,
+        },
+    }
+    # Not `is_available`: asking for the state of an unused device would start it.
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Set every generator as `random_state` found it."""
+    torch.set_rng_state(state["torch"])
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state(
+        (numpy["kind"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"])
+    )
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

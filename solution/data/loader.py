@@ -33,10 +33,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from solution import comm
 from solution.config import require_positive
 from solution.data.shards import Shard
+from solution.world import rank_and_size
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 PathLike = str | os.PathLike[str]
@@ -185,45 +186,25 @@ def _check_paths(paths: Sequence[PathLike]) -> list[PathLike]:
 
 
 def _resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """This rank and the number of ranks: from the arguments, the environment, or 0 of 1."""
+    """Return this rank and the number of ranks: the arguments, or the environment's, or 0 of 1."""
     if (rank is None) != (world_size is None):
         raise ValueError(
             f"expected rank and world_size together, got {rank=} and {world_size=}; pass both"
         )
-    source = "rank and world_size"
     if rank is None or world_size is None:
-        source = "RANK and WORLD_SIZE"
-        rank, world_size = _rank_from_environment()
-    require_positive(source.split()[2], world_size)
+        found = rank_and_size()
+        group = comm.rank(), comm.size()
+        # Without this, ranks with no such environment would all read the same tokens.
+        if comm.is_initialized() and found != group:
+            raise ValueError(
+                f"expected RANK and WORLD_SIZE to agree with the process group (rank {group[0]} of "
+                f"{group[1]}), got {found[0]} of {found[1]}; pass rank and world_size"
+            )
+        return found
+    require_positive("world_size", world_size)
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
         raise ValueError(
-            f"expected {source} with 0 <= rank < world_size, got rank={rank!r} and "
+            f"expected rank and world_size with 0 <= rank < world_size, got rank={rank!r} and "
             f"world_size={world_size}; ranks count from 0"
         )
     return rank, world_size
-
-
-def _rank_from_environment() -> tuple[int, int]:
-    """RANK and WORLD_SIZE as torchrun sets them, and as the process group agrees with them."""
-    values = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
-    missing = [name for name, value in values.items() if value is None]
-    if len(missing) == 1:
-        raise ValueError(
-            f"expected RANK and WORLD_SIZE both set or neither, got {values}; start with torchrun, "
-            f"set {missing[0]}, or pass rank and world_size"
-        )
-    numbers = [0, 1]
-    if not missing:
-        try:
-            numbers = [int(value or "") for value in values.values()]
-        except ValueError:
-            raise ValueError(f"expected RANK and WORLD_SIZE to be integers, got {values}") from None
-    if dist.is_available() and dist.is_initialized():
-        group = [dist.get_rank(), dist.get_world_size()]
-        # Without this, ranks with no such environment would all read the same tokens.
-        if numbers != group:
-            raise ValueError(
-                f"expected the environment to agree with the process group (rank {group[0]} of "
-                f"{group[1]}), got {values}; pass rank and world_size"
-            )
-    return numbers[0], numbers[1]

@@ -159,17 +159,10 @@ def _check_words(path: Path, magic: int, version: int, count: int) -> None:
 
 
 def _read_at(path: Path, offset: int, num_bytes: int) -> bytes:
-    """Up to `num_bytes` from `offset`; fewer only at the end of the file."""
-    pieces, missing = [], num_bytes
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-    try:
-        # One call moves at most about 2 GiB on Linux, and may move less.
-        while missing and (piece := os.pread(descriptor, missing, offset)):
-            pieces.append(piece)
-            offset, missing = offset + len(piece), missing - len(piece)
-    finally:
-        os.close(descriptor)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    """Return up to `num_bytes` from `offset`; fewer only at the end of the file."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(num_bytes)
 
 
 def write_shard(path: str | os.PathLike[str], tokens: npt.ArrayLike | Iterable[int]) -> int:

@@ -24,6 +24,6 @@ status:
     python -m solution.demo [--steps 30] [--out outputs/demo] [--device auto] [--attention sdpa]
     python -m solution.demo --runs 'one rank' control 'ours, bucketed' --no-conformance
 
-`runs` starts them, `theory` predicts what they need, `results` gathers, `checks` judges, `page`
-draws (with matplotlib). One thread per rank: two would fight for two cores.
+`runs` starts them, `results` gathers and predicts, `checks` judges, `page` draws (with matplotlib).
+One thread per rank: two would fight for two cores.
 """

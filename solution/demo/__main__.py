@@ -17,9 +17,9 @@ from solution.config import GPT2Config
 from solution.data.prepare import read_meta
 from solution.data.shards import write_atomically
 from solution.demo import checks, results
-from solution.demo.runs import PRESET, RUNS, Run, prepare, train
-from solution.demo.theory import Theory
+from solution.demo.runs import PRESET, RUNS, start, train
 
+DATA = ["--vocab-size", "2048", "--max-bytes", "2000000", "--shard-tokens", "200000"]
 # A clause or two of each chapter: what a demonstration has time for.
 SHORT_CHECK = [
     "data.partition.global-order",
@@ -41,19 +41,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {said}; python -m pip install 'trainspec[plots]'", file=sys.stderr)
         return 2
     started = time.perf_counter()
-    if status := prepare(flags.out):
+    data = flags.out / "data"
+    if status := start([sys.executable, "-m", "solution.data.prepare", "--out", str(data), *DATA]):
         return status
     chosen = [run for run in RUNS if run.title in flags.runs]
     for run in chosen:
         if status := train(run, flags):
             return status
-    theory = _theory(chosen, flags)
-    found = results.gather(chosen, theory, flags.out)
+    meta = read_meta(data)
+    assert meta is not None  # `prepare` has written it
+    config = GPT2Config.preset(PRESET, vocab_size=meta["vocab_size"])
+    found = results.gather(chosen, config, flags.attention, flags.out)
     found["conformance"] = _conformance(flags)
     print("\n" + checks.table(found))
-    found["bounds"], found["problems"] = checks.check(chosen, theory, flags.out)
+    found["bounds"], found["problems"] = checks.check(chosen, found, flags.out)
     found["seconds"] = round(time.perf_counter() - started, 1)
-    _write(found, flags.out)
+    from solution.demo import page  # here: it needs matplotlib, which is optional
+
+    write_atomically(flags.out / "results.json", json.dumps(found, indent=1).encode() + b"\n")
+    write_atomically(flags.out / "index.html", page.render(found).encode())
+    print(f"page: {flags.out / 'index.html'}")
     print("\n".join(found["problems"]) or "all checks hold", f"({found['seconds']:.0f} s)")
     return 1 if found["problems"] else 0
 
@@ -89,14 +96,6 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     return flags
 
 
-def _theory(chosen: Sequence[Run], flags: argparse.Namespace) -> Theory:
-    meta = read_meta(flags.out / "data")
-    assert meta is not None  # `prepare` has written it
-    config = GPT2Config.preset(PRESET, vocab_size=meta["vocab_size"])
-    sizes = {run.micro_batch for run in chosen}
-    return Theory.of(config, attention=flags.attention, micro_batches=sizes)
-
-
 def _conformance(flags: argparse.Namespace) -> dict[str, Any] | None:
     """What the specification says: from its report, else from a few clauses that are run now."""
     if not flags.conformance:
@@ -113,15 +112,6 @@ def _conformance(flags: argparse.Namespace) -> dict[str, Any] | None:
         check=False,  # what does not hold is what the table will say
     )
     return results.conformance(own / "report.json")
-
-
-def _write(found: dict[str, Any], out: Path) -> None:
-    from solution.demo import page  # here: it needs matplotlib, which is optional
-
-    text = json.dumps(found, indent=1) + "\n"
-    write_atomically(out / "results.json", text.encode())
-    write_atomically(out / "index.html", page.render(found).encode())
-    print(f"page: {out / 'index.html'}")
 
 
 if __name__ == "__main__":

@@ -10,44 +10,33 @@ import torch
 
 from solution.console import aligned
 from solution.demo.runs import Run
-from solution.demo.theory import Theory
-
-__all__ = ["check", "distance", "table"]
 
 MARGIN = 10.0  # between two right runs that differ in rounding, the control being one such pair
 
-Bound = dict[str, Any]
-"""`what` was bounded, the `largest` that came, what was `allowed`."""
 
-
-def distance(run: Run, other: Run, out: Path, key: str) -> float:
-    """Return the largest difference between two curves, over all steps."""
-    pairs = zip(run.curve(out, key), other.curve(out, key), strict=True)
-    return max(abs(a - b) for a, b in pairs)
-
-
-def check(runs: Sequence[Run], theory: Theory, out: Path) -> tuple[list[Bound], list[str]]:
-    """Return the bounds that applied, and what does not hold, one line each."""
-    baseline, control, *others = runs
+def check(
+    runs: Sequence[Run], results: Mapping[str, Any], out: Path
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the bounds that applied (see `results`), and what does not hold, one line each."""
+    _, control, *others = results["runs"]
     bounds, problems = [], []
     # Adam and clipping hide a gradient of the wrong size from the loss, but not from its own norm.
     for key, title in (("loss", "losses"), ("grad_norm", "gradient norms")):
-        noise = distance(control, baseline, out, key)
-        rounding = 8 * torch.finfo(torch.float32).eps * max(baseline.curve(out, key))
-        allowed = MARGIN * noise + rounding
-        largest = max((distance(run, baseline, out, key) for run in others), default=0.0)
+        rounding = 8 * torch.finfo(torch.float32).eps * max(runs[0].curve(out, key))
+        allowed = MARGIN * control["distance"][key] + rounding
+        largest = max((one["distance"][key] for one in others), default=0.0)
         said = f"{title}: at most {largest:.1e} from one rank; allowed {allowed:.1e}"
         print(f"{said} ({MARGIN:.0f} x control + 8 ulp)")
         bounds.append({"what": title, "largest": largest, "allowed": allowed})
         if not largest <= allowed:
             problems.append(f"FAILED: expected equal curves of {said}")
-    losses = baseline.curve(out)
+    losses = results["runs"][0]["losses"]
     if not losses[-1] < losses[0]:
         problems.append(f"FAILED: expected the loss to fall, got {losses[0]} to {losses[-1]}")
-    for run in others:
-        problems += _check_ranks(run, run.summaries(out), theory.sent(run))
+    for run, gathered in zip(runs[2:], others, strict=True):
+        problems += _check_ranks(run, gathered["traffic"]["theory_bytes"], out)
         if run.is_killed:
-            same = [other for other in others if other.name == run.name and other.kind == run.kind]
+            same = [other for other in runs if other.name == run.name and other.kind == run.kind]
             problems += _check_restart(run, same[0], out)
     return bounds, problems
 
@@ -67,19 +56,19 @@ def _check_restart(run: Run, same: Run, out: Path) -> list[str]:
     return []
 
 
-def _check_ranks(run: Run, summaries: Sequence[Mapping[str, Any]], expected: int) -> list[str]:
-    problems = []
+def _check_ranks(run: Run, expected: int, out: Path) -> list[str]:
+    summaries = run.summaries(out)
     weights = {summary["weights_sha256"] for summary in summaries}
+    problems = []
     if len(weights) != 1:
         problems.append(f"FAILED: {run.title}: expected equal weights on all ranks, got {weights}")
-    for summary in summaries:
-        sent = summary["bytes_per_step"]
-        if sent != expected:
-            problems.append(
-                f"FAILED: {run.title}, rank {summary['rank']}: expected {expected} bytes per step, "
-                f"as its algorithm needs, got {sent} ({sent / max(expected, 1):.2f} x)"
-            )
-    return problems
+    return problems + [
+        f"FAILED: {run.title}, rank {summary['rank']}: expected {expected} bytes per step, as its "
+        f"algorithm needs, got {summary['bytes_per_step']} "
+        f"({summary['bytes_per_step'] / max(expected, 1):.2f} x)"
+        for summary in summaries
+        if summary["bytes_per_step"] != expected
+    ]
 
 
 def table(results: Mapping[str, Any]) -> str:

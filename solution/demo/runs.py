@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -19,14 +20,11 @@ from typing import Any
 
 from solution.measure.recording import WARM_UP
 
-__all__ = ["RUNS", "Run", "prepare", "start", "train"]
-
 GLOBAL_BATCH, MICRO_BATCH, SEQUENCE_LENGTH = 16, 4, 128
 PRESET = "tiny"
 VICTIM = 1  # the rank that is killed
 # Before a rank's command: write which process it is, then become it. torchrun makes $$ of $$$$.
 TELL = 'echo $$$$ > "$0.$RANK"; exec "$@"'
-DATA = ["--vocab-size", "2048", "--max-bytes", "2000000", "--shard-tokens", "200000"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Run:
     Attributes:
         title: for people.
         name: of the files it writes.
-        kind: how the work is divided, a key of `theory`.
+        kind: how the work is divided, a row of the table in `results`.
         num_ranks: how many processes.
         flags: of its own.
         folder: below the demo's.
@@ -48,39 +46,29 @@ class Run:
     name: str
     kind: str
     num_ranks: int
-    flags: tuple[str, ...]
+    flags: tuple[str, ...] = ()
     folder: str = "runs"
     is_killed: bool = False
     micro_batch: int = MICRO_BATCH
-
-    @property
-    def script(self) -> str:
-        """Return the module that trains it."""
-        if self.num_ranks == 1:
-            return "solution.train_baseline"
-        return "solution.train_fsdp" if self.name.startswith("fsdp") else "solution.train_ddp"
 
     def traces(self, out: Path) -> Path:
         """Return the folder of its recorded step."""
         return out / "traces" / re.sub(r"\W+", "-", self.title.lower())
 
-    @property
-    def num_micro_batches(self) -> int:
-        """Return the backward passes of one rank per step."""
-        return GLOBAL_BATCH // (self.micro_batch * self.num_ranks)
-
     def command(self, shared: Sequence[str], out: Path) -> list[str]:
         """Return the command line, `torchrun` on a free port of the loopback for several ranks."""
+        family = "baseline" if self.kind == "alone" else "fsdp" if "fsdp" in self.kind else "ddp"
         flags = [*shared, *self.flags, "--out", str(out / self.folder)]
-        flags += ["--micro-batch-size", str(self.micro_batch)]
+        script = ["-m", f"solution.train_{family}", *flags]
+        script += ["--micro-batch-size", str(self.micro_batch)]
         if self.num_ranks == 1:
-            return [sys.executable, "-m", self.script, *flags]
+            return [sys.executable, *script]
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         torchrun.append(f"--nproc-per-node={self.num_ranks}")
         if not self.is_killed:
-            return [*torchrun, "-m", self.script, *flags]
+            return [*torchrun, *script]
         tell = ["--max-restarts=1", "--no-python", "sh", "-c", TELL, str(out / self.folder / "pid")]
-        return [*torchrun, *tell, sys.executable, "-m", self.script, *flags]
+        return [*torchrun, *tell, sys.executable, *script]
 
     def pid(self, out: Path) -> str:
         """Return the process id of the rank to be killed, of the newest start."""
@@ -94,7 +82,7 @@ class Run:
         """Return the file that gets a line per step."""
         return out / self.folder / f"{self.name}.jsonl"
 
-    def curve(self, out: Path, key: str = "loss") -> list[float]:
+    def curve(self, out: Path, key: str) -> list[float]:
         """Return `key` of each step, from the log."""
         return [json.loads(line)[key] for line in self.log(out).read_text().splitlines()]
 
@@ -104,58 +92,28 @@ class Run:
         return [json.loads(path.read_text()) for path in paths]
 
 
-def _sharded(title: str, strategy: str, *flags: str) -> Run:
-    name = f"fsdp_{strategy.lower()}" + ("_torch" if flags else "")
-    kind = name.removesuffix("_torch")
-    return Run(title, name, kind, 2, ("--strategy", strategy, *flags))
-
-
 BUCKETED = ("--wrapper", "ddp_bucketed")
+FULL, GRAD_OP, NOTHING = "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_no_shard"
 RUNS = [
-    Run("one rank", "baseline", "alone", 1, ()),
-    Run("control", "baseline", "alone", 1, (), "control", micro_batch=MICRO_BATCH // 2),
+    Run("one rank", "baseline", "alone", 1),
+    Run("control", "baseline", "alone", 1, folder="control", micro_batch=MICRO_BATCH // 2),
     Run("ours, ddp", "ddp", "ddp", 2, ("--wrapper", "ddp")),
     Run("ours, bucketed", "ddp_bucketed", "ddp", 2, BUCKETED),
     Run("PyTorch's DDP", "torch", "ddp", 2, ("--wrapper", "torch")),
     Run("ours, ZeRO-1", "ddp_bucketed", "zero1", 2, (*BUCKETED, "--zero1"), "zero1"),
-    _sharded("ours, FSDP", "FULL_SHARD"),
-    _sharded("ours, SHARD_GRAD_OP", "SHARD_GRAD_OP"),
-    _sharded("ours, NO_SHARD", "NO_SHARD"),
-    _sharded("PyTorch's FSDP", "FULL_SHARD", "--impl", "torch"),
+    Run("ours, FSDP", FULL, FULL, 2, ("--strategy", "FULL_SHARD")),
+    Run("ours, SHARD_GRAD_OP", GRAD_OP, GRAD_OP, 2, ("--strategy", "SHARD_GRAD_OP")),
+    Run("ours, NO_SHARD", NOTHING, NOTHING, 2, ("--strategy", "NO_SHARD")),
+    Run("PyTorch's FSDP", f"{FULL}_torch", FULL, 2, ("--impl", "torch")),
     Run("killed, resumed", "ddp_bucketed", "ddp", 2, BUCKETED, "killed", is_killed=True),
 ]
 """The first one is the baseline and the second the control, whatever else is chosen."""
 
 
-def prepare(out: Path) -> int:
-    """Make the shards, unless they are there; return 2 if that failed."""
-    return start([sys.executable, "-m", "solution.data.prepare", "--out", str(out / "data"), *DATA])
-
-
 def train(run: Run, flags: argparse.Namespace) -> int:
     """Train one of the runs, and kill it if that is its purpose; return 2 if it failed."""
-    folder, shared = flags.out / run.folder, _shared_flags(flags)
-    meanwhile = None
-    if run.is_killed:
-        shutil.rmtree(folder, ignore_errors=True)  # an earlier demo's saves are of a finished run
-        folder.mkdir(parents=True)
-        every = str(max(1, flags.steps // 6))
-        shared += ["--checkpoint-dir", str(folder / "saved"), "--save-every", every]
-
-        def meanwhile(process: subprocess.Popen[bytes]) -> None:
-            _kill(run, flags.out, max(1, 4 * flags.steps // 7), process)
-
-    elif flags.steps > WARM_UP:  # one that is killed would find the traces of its first start
-        shutil.rmtree(run.traces(flags.out), ignore_errors=True)
-        shared += ["--profile-steps", "1", "--traces", str(run.traces(flags.out))]
-    command = run.command(shared, flags.out)
-    print(f"\n$ {shlex.join(['python', *command[1:]])}", flush=True)
-    return start(command, meanwhile)
-
-
-def _shared_flags(flags: argparse.Namespace) -> list[str]:
-    """Return the flags that all runs share; a run's own flags come later, and win."""
-    settings = {
+    folder = flags.out / run.folder
+    settings = {  # a run's own flags come later, and win
         "data": flags.out / "data",
         "preset": PRESET,
         "sequence-length": SEQUENCE_LENGTH,
@@ -169,11 +127,24 @@ def _shared_flags(flags: argparse.Namespace) -> list[str]:
         "device": flags.device,
         "attention": flags.attention,
     }
-    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    meanwhile: Any = subprocess.Popen.wait
+    if run.is_killed:
+        shutil.rmtree(folder, ignore_errors=True)  # an earlier demo's saves are of a finished run
+        folder.mkdir(parents=True)
+        settings |= {"checkpoint-dir": folder / "saved", "save-every": max(1, flags.steps // 6)}
+        meanwhile = functools.partial(_kill, run, flags.out, max(1, 4 * flags.steps // 7))
+    elif flags.steps > WARM_UP:  # one that is killed would find the traces of its first start
+        shutil.rmtree(run.traces(flags.out), ignore_errors=True)
+        settings |= {"profile-steps": 1, "traces": run.traces(flags.out)}
+    shared = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    command = run.command(shared, flags.out)
+    print(f"\n$ {shlex.join(['python', *command[1:]])}", flush=True)
+    return start(command, meanwhile)
 
 
 def start(
-    command: Sequence[str], meanwhile: Callable[[subprocess.Popen[bytes]], None] | None = None
+    command: Sequence[str],
+    meanwhile: Callable[[subprocess.Popen[bytes]], Any] = subprocess.Popen.wait,
 ) -> int:
     """Run `command` to its end with one thread per rank; 2 if it failed, having said why."""
     environment = {
@@ -187,8 +158,7 @@ def start(
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     with subprocess.Popen(command, env=environment) as process:
-        if meanwhile is not None:
-            meanwhile(process)
+        meanwhile(process)
     if process.returncode:
         said = f"expected status 0, got {process.returncode} from: {shlex.join(command)}"
         print(f"error: {said}", file=sys.stderr)

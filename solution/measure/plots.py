@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from solution.measure.trace_folder import RankTrace
+from solution.measure.traces import RankTrace
 
 __all__ = ["can_plot", "plot_memory", "plot_sweep", "plot_traces"]
 

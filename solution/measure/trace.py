@@ -15,35 +15,52 @@ for slower ranks counts as communication on both.
 
 Steps are ProfilerSteps, all of them. Holistic Trace Analysis (package `traceinsight`) leaves the
 last one out and has no answer for traces without kernels.
+
+Collectives are counted as what was asked for, not as a backend does them: gloo runs PyTorch's
+reduce-scatter as an all-reduce, and its annotation says so, but the operator
+`c10d::_reduce_scatter_base_` was called. So on a CPU the operators of c10d are counted; with nccl
+the kernels, which bear the name and the sizes of what was asked for. Bytes are of the payload on
+this rank, the larger of what goes in and what comes out, as `solution.measure.traffic` counts them;
+they need `record_shapes=True`.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from os import PathLike
 from typing import Any
 
-from solution.measure.collectives import collectives_between
-from solution.measure.intervals import (
-    Intervals,
-    clipped,
-    difference,
-    intersection,
-    length,
-    merged,
-)
+from solution.measure.intervals import Intervals, clipped, difference, intersection, length, merged
 from solution.measure.trace_file import Span, Trace, TraceError, read_trace
-
-__all__ = ["LANES", "Lanes", "step_lanes", "summarize", "summarize_trace"]
 
 STEP, UPDATE, GLOO = "ProfilerStep#", "Optimizer.step#", "gloo:"
 COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of operators
 WRAPPERS = ("autograd", "torch", *COLLECTIVES)  # only call other operators, or communicate
 LANES = ("compute", "communication", "overlap", "exposed")
+# Longer words first: "allreduce" is no "reduce".
+KINDS = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "monitoredbarrier": "barrier",
+    **{
+        word: word
+        for word in ("broadcast", "gather", "scatter", "reduce", "send", "recv", "barrier")
+    },
+}
+ITEM_BYTES = {
+    **dict.fromkeys(("bool", "byte", "unsigned char", "char", "signed char"), 1),
+    **dict.fromkeys(("half", "bfloat16", "short", "short int"), 2),
+    **dict.fromkeys(("float", "int"), 4),
+    **dict.fromkeys(("double", "long", "long int", "complex<float>", "complexfloat"), 8),
+    **dict.fromkeys(("complex<double>", "complexdouble"), 16),
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +72,7 @@ class Lanes:
         step: N of ProfilerStep#N.
         optimizer_steps: updates that begin in it.
         begin, end: of the step.
-        compute, communication, overlap, exposed: disjoint intervals, in order.
+        of: each of `LANES` to disjoint intervals, in order.
     """
 
     rank: int
@@ -63,31 +80,20 @@ class Lanes:
     optimizer_steps: int
     begin: float
     end: float
-    compute: Intervals
-    communication: Intervals
-
-    @cached_property
-    def overlap(self) -> Intervals:
-        """Return when the rank computed and communicated."""
-        return intersection(self.compute, self.communication)
-
-    @cached_property
-    def exposed(self) -> Intervals:
-        """Return when the rank communicated and did not compute."""
-        return difference(self.communication, self.compute)
+    of: dict[str, Intervals]
 
     def times(self) -> dict[str, float]:
         """Return the contract's times of a step, in microseconds."""
         duration = self.end - self.begin
-        covered = {f"{lane}_us": length(getattr(self, lane)) for lane in LANES}
+        covered = {f"{lane}_us": length(spans) for lane, spans in self.of.items()}
         idle = duration - covered["compute_us"] - covered["exposed_us"]
         return {"duration_us": duration, **covered, "idle_us": idle}
 
     def from_begin(self) -> dict[str, Any]:
         """Return rank, step, `duration_us` and lanes for JSON, counted from the step's begin."""
         lanes = {
-            lane: [[begin - self.begin, end - self.begin] for begin, end in getattr(self, lane)]
-            for lane in LANES
+            lane: [[begin - self.begin, end - self.begin] for begin, end in spans]
+            for lane, spans in self.of.items()
         }
         duration = self.end - self.begin
         return {"rank": self.rank, "step": self.step, "duration_us": duration, **lanes}
@@ -156,29 +162,25 @@ def step_lanes(trace: Trace) -> list[Lanes]:
     for kernel in trace.kernels:
         index = holder(trace.launches.get(kernel.args.get("correlation")))
         last_kernel[index] = max(last_kernel[index], kernel.end)
-    compute, communication = _computation(trace), _communication(trace)
+    compute, communication = _computation_and_communication(trace)
     lanes, previous = [], float("-inf")
     for index, mark in enumerate(marks):
         begin = max(mark.begin, previous)
         end = previous = max(begin, mark.end, last_kernel[index])
-        lanes.append(
-            Lanes(
-                *(trace.rank, int(mark.name.removeprefix(STEP)), updates[index], begin, end),
-                clipped(compute, begin, end),
-                clipped(communication, begin, end),
-            )
-        )
+        own, sent = clipped(compute, begin, end), clipped(communication, begin, end)
+        sets = (own, sent, intersection(own, sent), difference(sent, own))
+        of = dict(zip(LANES, sets, strict=True))
+        number = int(mark.name.removeprefix(STEP))
+        lanes.append(Lanes(trace.rank, number, updates[index], begin, end, of))
     return lanes
 
 
-def _communication(trace: Trace) -> Intervals:
-    kernels = (kernel for kernel in trace.kernels if _is_nccl(kernel))
-    return _union([*kernels, *_gloo(trace)])
-
-
-def _computation(trace: Trace) -> Intervals:
+def _computation_and_communication(trace: Trace) -> tuple[Intervals, Intervals]:
+    gloo = [note for note in trace.annotations if note.name.startswith(GLOO)]
     if trace.kernels:
-        return _union(kernel for kernel in trace.kernels if not _is_nccl(kernel))
+        nccl = [kernel for kernel in trace.kernels if _is_nccl(kernel)]
+        own = [kernel for kernel in trace.kernels if not _is_nccl(kernel)]
+        return _union(own), _union([*nccl, *gloo])
     working: dict[Any, list[Span]] = defaultdict(list)  # by thread
     sending: dict[Any, list[Span]] = defaultdict(list)
     for span in trace.operators:
@@ -187,17 +189,14 @@ def _computation(trace: Trace) -> Intervals:
             sending[span.thread].append(span)
         elif separator and namespace not in WRAPPERS:
             working[span.thread].append(span)
-    for span in _gloo(trace):
+    for span in gloo:
         sending[span.thread].append(span)
-    return merged(
+    own_time = merged(
         interval
         for thread, spans in working.items()
         for interval in difference(_union(spans), _union(sending[thread]))
     )
-
-
-def _gloo(trace: Trace) -> list[Span]:
-    return [note for note in trace.annotations if note.name.startswith(GLOO)]
+    return own_time, _union(gloo)
 
 
 def _is_nccl(span: Span) -> bool:
@@ -206,3 +205,78 @@ def _is_nccl(span: Span) -> bool:
 
 def _union(spans: Iterable[Span]) -> Intervals:
     return merged((span.begin, span.end) for span in spans)
+
+
+def collectives_between(trace: Trace, begin: float, end: float) -> dict[str, dict[str, Any]]:
+    """Return kind to `count` and `bytes` of the collectives that begin between two moments.
+
+    `bytes` is None for a kind of which some collective has no sizes in the trace.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for kind, at, num_bytes in _collectives(trace):
+        if begin <= at <= end:
+            entry = found.setdefault(kind, {"count": 0, "bytes": 0})
+            entry["count"] += 1
+            is_known = num_bytes is not None and entry["bytes"] is not None
+            entry["bytes"] = entry["bytes"] + num_bytes if is_known else None
+    return found
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a collective from the name of an operator, kernel or annotation.
+
+    >>> kind_of("c10d::_allgather_base_"), kind_of("ncclDevKernel_AllReduce_Sum_f32_RING_LL")
+    ('all_gather', 'all_reduce')
+    >>> kind_of("gloo:reduce_scatter")
+    'reduce_scatter'
+    """
+    bare = re.sub(r"^(c10d::|gloo:|nccl\w*?Kernel_|nccl:)", "", name).strip("_")
+    word = bare.replace("_", "").lower()
+    return next((kind for stem, kind in KINDS.items() if word.startswith(stem)), bare)
+
+
+def _collectives(trace: Trace) -> list[tuple[str, float, int | None]]:
+    """Return kind, begin and bytes of each: from kernels, else operators, else annotations."""
+    kernels = [kernel for kernel in trace.kernels if _is_nccl(kernel)]
+    if kernels:
+        return [_of_kernel(kernel) for kernel in kernels]
+    noted = [note for note in trace.annotations if note.name.startswith(("gloo:", "nccl:"))]
+    # A trace does not give the types of a list of tensors, but an annotation of the same dims does.
+    types = {repr(n.args.get("Input Dims")): n.args.get("Input type", []) for n in noted}
+    asked = [span for span in trace.operators if span.name.startswith("c10d::")]
+    return [
+        (kind_of(span.name), span.begin, _payload_bytes(span, types)) for span in asked or noted
+    ]
+
+
+def _of_kernel(kernel: Span) -> tuple[str, float, int | None]:
+    args = kernel.args
+    sizes = [args[key] for key in ("In msg nelems", "Out msg nelems") if key in args]
+    item = _item_bytes(args.get("dtype"))
+    num_bytes = int(max(sizes)) * item if sizes and item is not None else None
+    return kind_of(args.get("Collective name") or kernel.name), kernel.begin, num_bytes
+
+
+def _payload_bytes(span: Span, types: dict[str, list[str]]) -> int | None:
+    """Return the bytes of the largest argument: a tensor, or a list of tensors."""
+    largest = None
+    arguments = zip(span.args.get("Input Dims", ()), span.args.get("Input type", ()), strict=False)
+    for dims, kind in arguments:
+        if kind == "GenericList":
+            return None  # lists of lists bear no sizes, and are the larger side
+        is_list = kind == "TensorList"
+        if not is_list and _item_bytes(kind) is None:
+            continue  # no tensor: a group, a number
+        tensors, kinds = (dims, types.get(repr(dims), [])) if is_list else ([dims], [kind])
+        items = [_item_bytes(one) for one in kinds]
+        if len(items) != len(tensors) or None in items:
+            return None
+        size = sum(math.prod(t) * (i or 0) for t, i in zip(tensors, items, strict=True))
+        largest = max(size, largest or 0)
+    return largest
+
+
+def _item_bytes(dtype: Any) -> int | None:
+    """Return bytes per element by the profiler's names of a dtype; None if it is none."""
+    word = str(dtype).lower().removeprefix("c10::")
+    return 1 if word.startswith("float8") else ITEM_BYTES.get(word)

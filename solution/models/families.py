@@ -1,4 +1,4 @@
-"""One way to ask either model: what its config says decides which one it is."""
+"""Either model by its config: building it, and what it counts and costs in closed form."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import functools
 from typing import Any
 
 from solution.attention import attention as attend
-from solution.config import GPT2Config, ModelConfig, require_positive
-from solution.models import gpt2, llama
+from solution.config import GPT2Config, LlamaConfig, ModelConfig, require_positive
 from solution.models.gpt2 import GPT2
 from solution.models.llama import Llama
 
@@ -24,13 +23,47 @@ def build(
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Return how many parameters the model has; see the family's own file."""
-    return _family(config).parameter_count(config)
+    """Return the number of parameters; GPT-2's tied matrix counts once.
+
+    >>> parameter_count(GPT2Config.preset("small"))
+    124439808
+    >>> parameter_count(LlamaConfig.preset("debug")), parameter_count(LlamaConfig.preset("1b"))
+    (6163712, 1498482688)
+    """
+    e, layers = config.embedding_dim, config.num_layers
+    if isinstance(config, GPT2Config):
+        # Biases of qkv 3, out 1, up 4, down 1, and two norms of 2; a final norm; the positions.
+        rest = layers * 13 * e + 2 * e + config.max_sequence_length * e
+    else:
+        rest = (2 * layers + 1) * e + config.vocab_size * e  # norms; the embedding is a lookup
+    return _multiplying_weights(config) + rest
 
 
 def flops_per_token(config: ModelConfig, *, sequence_length: int) -> int:
-    """Return the operations of forward and backward, matrix products only; see the same file."""
-    return _family(config).flops_per_token(config, sequence_length=sequence_length)
+    """Return the operations of a forward and a backward, per token; matrix products only.
+
+    A product costs 2 per weight in the forward and 4 in the backward; attention's two products add
+    12 L E T, not discounted for the causal half, and not fewer with fewer heads of keys and values.
+    An embedding is a lookup. Equals `torch.utils.flop_counter` exactly. PaLM (Chowdhery et al.
+    2022), appendix B, has 6N with norms and biases and lookups counted in.
+
+    >>> flops_per_token(GPT2Config.preset("small"), sequence_length=1024)
+    854438400
+    >>> flops_per_token(LlamaConfig.preset("debug"), sequence_length=256)
+    38535168
+    """
+    products = 12 * config.num_layers * config.embedding_dim * sequence_length
+    return 6 * _multiplying_weights(config) + products
+
+
+def _multiplying_weights(config: ModelConfig) -> int:
+    """Return the elements of the matrices that multiply, the one of the logits included."""
+    e = config.embedding_dim
+    if isinstance(config, LlamaConfig):
+        block = 2 * e * e + 2 * e * config.kv_heads * config.head_dim + 3 * e * config.ffn_dim
+    else:
+        block = 12 * e * e  # qkv 3, out 1, up 4, down 4
+    return config.num_layers * block + config.vocab_size * e
 
 
 def activation_bytes(config: ModelConfig, *, batch_size: int, sequence_length: int) -> int:
@@ -76,7 +109,3 @@ def activation_bytes(config: ModelConfig, *, batch_size: int, sequence_length: i
         per_token = layers * per_layer + 3 * e + norms
         positions = 0
     return ELEMENT_BYTES * tokens * (per_token + config.vocab_size) + positions + loss_and_count
-
-
-def _family(config: ModelConfig) -> Any:
-    return gpt2 if isinstance(config, GPT2Config) else llama

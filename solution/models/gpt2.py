@@ -155,30 +155,3 @@ def language_model(
             max_sequence_length=max_sequence_length,
         )
     )
-
-
-def parameter_count(config: GPT2Config) -> int:
-    """Return the number of parameters, the tied matrix counted once.
-
-    >>> parameter_count(GPT2Config.preset("small"))
-    124439808
-    """
-    e = config.embedding_dim
-    embeddings = (config.vocab_size + config.max_sequence_length) * e
-    block = 12 * e * e + 13 * e  # qkv 3, out 1, up 4, down 4; biases 3 + 1 + 4 + 1; two norms of 2
-    return embeddings + config.num_layers * block + 2 * e
-
-
-def flops_per_token(config: GPT2Config, *, sequence_length: int) -> int:
-    """Floating-point operations of a forward and a backward, per token; matrix products only.
-
-    A product costs 2 per weight in the forward and 4 in the backward; attention's two products add
-    12 L E T, not discounted for the causal half. Equals `torch.utils.flop_counter` exactly.
-    PaLM (Chowdhery et al. 2022), appendix B, has 6N with norms and biases and lookups counted in.
-
-    >>> flops_per_token(GPT2Config.preset("small"), sequence_length=1024)
-    854438400
-    """
-    e, layers = config.embedding_dim, config.num_layers
-    weights = 12 * layers * e * e + config.vocab_size * e
-    return 6 * weights + 12 * layers * e * sequence_length

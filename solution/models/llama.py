@@ -160,33 +160,3 @@ class MLP(nn.Module):
 
 def _norm(config: LlamaConfig) -> nn.RMSNorm:
     return nn.RMSNorm(config.embedding_dim, eps=config.norm_epsilon)
-
-
-def parameter_count(config: LlamaConfig) -> int:
-    """Return the number of parameters.
-
-    >>> parameter_count(LlamaConfig.preset("debug")), parameter_count(LlamaConfig.preset("1b"))
-    (6163712, 1498482688)
-    """
-    norms = (2 * config.num_layers + 1) * config.embedding_dim
-    return _weights(config) + config.vocab_size * config.embedding_dim + norms
-
-
-def flops_per_token(config: LlamaConfig, *, sequence_length: int) -> int:
-    """Floating-point operations of a forward and a backward, per token; matrix products only.
-
-    Counted as for GPT-2: 6 per weight that multiplies, and 12 L E T for attention's two products,
-    which fewer heads of keys and values do not make fewer. The embedding is a lookup.
-
-    >>> flops_per_token(LlamaConfig.preset("debug"), sequence_length=256)
-    38535168
-    """
-    products = 12 * config.num_layers * config.embedding_dim * sequence_length
-    return 6 * _weights(config) + products
-
-
-def _weights(config: LlamaConfig) -> int:
-    """Elements of the matrices that multiply, the one of the logits included."""
-    e, kv_dim = config.embedding_dim, config.kv_heads * config.head_dim
-    block = 2 * e * e + 2 * e * kv_dim + 3 * e * config.ffn_dim
-    return config.num_layers * block + config.vocab_size * e

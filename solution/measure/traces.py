@@ -1,4 +1,4 @@
-"""The traces of a run, all ranks together, and of several runs side by side.
+"""The traces of a run, all ranks together, and of several runs side by side: tables, page, JSON.
 
     outputs/traces/          a folder of setups
         baseline/            one run
@@ -11,23 +11,29 @@ in one folder are refused: their mean would be meaningless.
 
 Counts and times of operators are per step. An operator's time includes what it calls, so times of
 different names do not add up to a step; on a GPU kernels are listed, which do not nest.
+
+The page (`traces.html.jinja`) is one file of HTML with drawings in SVG: it opens from anywhere.
 """
 
 from __future__ import annotations
 
 import re
+import statistics
 from bisect import bisect_right
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from solution.console import aligned
+from solution.measure.intervals import merged
 from solution.measure.trace import Lanes, step_lanes, summarize
 from solution.measure.trace_file import Trace, TraceError, read_trace
 
-__all__ = ["RankTrace", "difference_of", "find_setups", "read_rank", "read_setup"]
-
 RECORD = "record some with `python -m solution.train_baseline --profile-steps 3`"
 POINTS = 400  # of memory over time, about
+MOST_CHANGES = 15  # operators that are listed
 _NAME = re.compile(r"rank(\d+)_trace\.json(\.gz)?")
 
 Uses = dict[str, dict[str, float]]
@@ -42,6 +48,8 @@ operators: per step; on a GPU the kernels.
 memory: microseconds since the first step, bytes.
 timeline: one typical step as lanes of intervals (`Lanes.from_begin`).
 """
+Setups = dict[str, list[RankTrace]]
+Changes = list[dict[str, Any]]  # of `difference_of`
 
 
 def read_rank(path: Path, *, step: int | None = None) -> RankTrace:
@@ -173,13 +181,113 @@ def _check(new: RankTrace, earlier: list[RankTrace]) -> None:
     if any(reported == other["rank"] for other in earlier):
         raise TraceError(f"{path}: expected one trace of rank {reported}, got two; remove one")
 
-    def facts(rank: RankTrace) -> dict[str, Any]:
-        numbers = [step["step"] for step in rank["steps"]]
-        return {"world_size": rank["world_size"], "device": rank["device"], "steps": numbers}
-
-    for key, wanted in facts(first).items():
-        if facts(new)[key] != wanted:
+    for key in ("world_size", "device", "steps"):
+        wanted, got = (
+            [step["step"] for step in rank[key]] if key == "steps" else rank[key]
+            for rank in (first, new)
+        )
+        if got != wanted:
             raise TraceError(
-                f"{path}: expected {key} {wanted} as in {Path(first['path']).name}, got "
-                f"{facts(new)[key]}; files of different runs lie in one folder"
+                f"{path}: expected {key} {wanted} as in {Path(first['path']).name}, got {got}; "
+                "files of different runs lie in one folder"
             )
+
+
+def setup_table(setups: Setups) -> str:
+    """Return one line per rank: what a step takes, its parts, what was hidden, what was sent."""
+    header = (
+        *("setup", "rank", "steps", "step ms", "compute", "exposed", "idle"),
+        *("overlapped", "collectives per step", "MB per step", "peak MB"),
+    )
+    rows = [(name, *_cells(rank)) for name, ranks in setups.items() for rank in ranks]
+    return aligned([header, *rows])
+
+
+def _cells(summary: RankTrace) -> tuple[str, ...]:
+    total, num_steps = summary["total"], len(summary["steps"])
+    collectives = summary["collectives"]
+    kinds = (f"{entry['count'] / num_steps:g} {kind}" for kind, entry in collectives.items())
+    sizes = [entry["bytes"] for entry in collectives.values()]
+    fraction, peak = total["overlap_fraction"], summary["peak_memory_bytes"]
+    whole = total["duration_us"] or 1
+    parts = [total[f"{part}_us"] / whole for part in ("compute", "exposed", "idle")]
+    return (
+        str(summary["rank"]),
+        str(num_steps),
+        f"{statistics.median(step['duration_us'] for step in summary['steps']) / 1e3:.2f}",
+        *(f"{100 * part:.1f} %" for part in parts),
+        "-" if fraction is None else f"{100 * fraction:.1f} %",
+        ", ".join(kinds) or "-",
+        "?" if None in sizes else f"{sum(sizes) / num_steps / 1e6:.3f}",
+        "?" if peak is None else f"{peak / 1e6:.1f}",
+    )
+
+
+def diff_table(changes: Changes, first: str, second: str) -> str:
+    """Return the operators that one setup runs more often than the other."""
+    header = ("operator", f"{first}: per step", f"{second}: per step", "difference", "ms per step")
+    rows = []
+    for change in changes[:MOST_CHANGES]:
+        (count_a, us_a), (count_b, us_b) = change["first"].values(), change["second"].values()
+        counts = (f"{count_a:g}", f"{count_b:g}", f"{count_b - count_a:+g}")
+        rows.append((change["name"], *counts, f"{(us_b - us_a) / 1e3:+.3f}"))
+    rest = len(changes) - MOST_CHANGES
+    return aligned([header, *rows]) + (f"\n... and {rest} more" if rest > 0 else "")
+
+
+def warnings_of(setups: Setups) -> list[str]:
+    """Return the reasons why a comparison of these setups would mislead."""
+    found = []
+    for name, ranks in setups.items():
+        for rank in ranks:
+            counts = [step["optimizer_steps"] for step in rank["steps"]]
+            if set(counts) != {1}:
+                found.append(
+                    f"{name}, rank {rank['rank']}: expected one optimizer step per "
+                    f"ProfilerStep, got {counts}; its times are of another amount of work"
+                )
+    devices = {ranks[0]["device"] for ranks in setups.values()}
+    if len(devices) > 1:
+        found.append(f"expected traces of one device, got {sorted(devices)}; times do not compare")
+    if "cpu" in devices:
+        found.append(
+            "no kernels on a CPU: times are of the host, with the profiler's own cost in them"
+        )
+    return found
+
+
+class Drawing(str):
+    """SVG as text; a notebook shows the picture."""
+
+    def _repr_html_(self) -> str:
+        return str(self)
+
+
+def timeline_drawing(timeline: dict[str, Any], *, longest_us: float | None = None) -> Drawing:
+    """Draw one step of one rank: computation, communication, and what of it is exposed.
+
+    Args:
+        timeline: of `Lanes.from_begin`.
+        longest_us: what fills the whole width; None takes the step's own duration.
+    """
+    return Drawing(_template("drawings.svg.jinja").module.timeline(timeline, longest_us))
+
+
+def memory_drawing(ranks: list[list[tuple[float, int]]]) -> Drawing:
+    """Draw the bytes over time of all ranks."""
+    return Drawing(_template("drawings.svg.jinja").module.memory(ranks))
+
+
+def page(setups: Setups, diff_title: str, diff_text: str) -> str:
+    """Return the whole page, with a table of what differs between two setups unless it is empty."""
+    diff = {"title": diff_title, "table": diff_text} if diff_text else None
+    table, warnings = setup_table(setups), warnings_of(setups)
+    template = _template("traces.html.jinja")
+    return template.render(setups=setups, table=table, warnings=warnings, diff=diff).lstrip()
+
+
+def _template(name: str) -> Any:
+    options: Any = {"autoescape": True, "trim_blocks": True, "undefined": StrictUndefined}
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), **options)
+    environment.filters["merged"] = merged
+    return environment.get_template(name)
