@@ -3,8 +3,11 @@
 Problem. A rank that refuses what the others accept, or that holds another model, leaves the others
 waiting in their next collective. So every rank prepares, describes what it has got, and compares.
 
+`send_values` gives all of them the values of one rank. Values travel as bytes, so all dtypes share
+a message; strides are kept.
+
 Cost. One collective of 16 bytes for each process group; the descriptions themselves are sent only
-if ranks disagree.
+if ranks disagree. One broadcast per `CHUNK_BYTES` of values.
 """
 
 from __future__ import annotations
@@ -13,7 +16,11 @@ import itertools
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 
-from solution import comm
+import torch
+
+from solution import comm, flat
+
+CHUNK_BYTES = 256 * flat.MIB  # of values in one message, so that sending needs little memory
 
 
 def on_all_ranks(
@@ -66,3 +73,26 @@ def _gather(lines: list[str], groups: Sequence[comm.Group]) -> list[list[str]]:
     for group in groups:
         everyones = list(itertools.chain.from_iterable(comm.gather_objects(everyones, group)))
     return everyones
+
+
+@torch.no_grad()
+def send_values(
+    tensors: Sequence[torch.Tensor],
+    source: int,
+    group: comm.Group,
+    *,
+    device: torch.device | None = None,
+) -> None:
+    """Overwrite `tensors`, of any dtypes, with those of rank `source`; all ranks call it.
+
+    Args:
+        device: from which the group's backend can send; None is that of the tensors.
+    """
+    if comm.size(group) == 1:
+        return
+    is_source = comm.rank(group) == source
+    for chunk in flat.group_by_bytes(tensors, CHUNK_BYTES):
+        message = flat.pack_bytes(chunk, fill=is_source).to(device=device)
+        comm.broadcast(message, source, group).wait()
+        if not is_source:
+            flat.unpack_bytes(message, chunk)

@@ -47,8 +47,9 @@ from __future__ import annotations
 import logging
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -69,11 +70,11 @@ class Reducer(ABC):
         parameters: in order of registration.
         buckets: indices into `parameters`, in the order in which buckets are sent.
         is_sending: False inside `no_sync`: gradients then stay local.
+        is_in_backward: from the first gradient until the backward has succeeded; outside of
+            backward it says that one was interrupted.
         has_news: whether a gradient may have changed since the last mean.
         staged: for each parameter staged in this round, where its gradient is sent from.
     """
-
-    _in_backward: bool  # from the first gradient until the backward has succeeded
 
     def __init__(
         self, named: Sequence[tuple[str, nn.Parameter]], *, cap_bytes: float, group: comm.Group
@@ -96,17 +97,27 @@ class Reducer(ABC):
     def buffer(self, bucket: int) -> torch.Tensor:
         """Return the 1-D memory of a bucket whose gradients are all staged."""
 
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether a backward began and did not end; for use outside of backward."""
-        return self._in_backward
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context for forward and backward: gradients stay local."""
+        previous, self.is_sending = self.is_sending, False
+        try:
+            yield
+        finally:
+            self.is_sending = previous
 
-    def begin(self) -> None:
-        """Called when a training forward begins: end a round that was interrupted."""
-        if self.is_interrupted:
+    def begin(self) -> bool:
+        """Called before every forward; return whether it begins a training pass.
+
+        A forward that activation checkpointing repeats inside a backward does not.
+        """
+        if not torch.is_grad_enabled() or is_inside_backward():
+            return False
+        if self.is_in_backward:
             self.abandon()
         # Even if this rank's loss turns out to use no parameter: its peers' may.
         self.has_news = True
+        return True
 
     def finish(self) -> None:
         """Return when every `.grad` is the mean over the group; without news send nothing."""
@@ -142,28 +153,31 @@ class Reducer(ABC):
     def _register_hooks(self) -> None:
         # Weak references, removed with the reducer: parameters outlive it, and the hooks of a dead
         # replica would go on sending.
-        this = weakref.ref(self)
+        on_gradient = weakref.WeakMethod(self._on_gradient)
 
-        def hook_for(index: int) -> Callable[[torch.Tensor], None]:
-            def hook(_parameter: torch.Tensor) -> None:
-                reducer = this()
-                if reducer is not None:
-                    reducer._on_gradient(index)
-
-            return hook
+        def hook(index: int, _parameter: torch.Tensor) -> None:
+            if (method := on_gradient()) is not None:
+                method(index)
 
         for index, parameter in enumerate(self.parameters):
-            handle = parameter.register_post_accumulate_grad_hook(hook_for(index))
+            handle = parameter.register_post_accumulate_grad_hook(partial(hook, index))
             weakref.finalize(self, handle.remove).atexit = False
 
     def _on_gradient(self, index: int) -> None:
         if index in self.staged:
-            self._raise_second_gradient(index)
+            # It was added to memory that is being sent, so this round's results are invalid.
+            self.is_in_backward = True
+            raise RuntimeError(
+                f"rank {comm.rank(self.group)}: expected one gradient of {self.names[index]!r} "
+                "between two calls of finish_gradient_synchronization, got a second while the "
+                "first is being reduced; call it after every backward outside no_sync (reentrant "
+                "activation checkpointing also runs backwards of its own: use use_reentrant=False)"
+            )
         self.has_news = True
         if not self.is_sending:
             return
-        if not self._in_backward:
-            self._in_backward = True
+        if not self.is_in_backward:
+            self.is_in_backward = True
             # Runs when this backward has succeeded; an interrupted one leaves the flag up.
             torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
         self._stage(index)
@@ -172,18 +186,8 @@ class Reducer(ABC):
             self._launch_next()
 
     def _on_backward_end(self) -> None:
-        self._in_backward = False
+        self.is_in_backward = False
         self._launch_rest()
-
-    def _raise_second_gradient(self, index: int) -> NoReturn:
-        # It was added to memory that is being sent, so this round's results are invalid.
-        self._in_backward = True
-        raise RuntimeError(
-            f"rank {comm.rank(self.group)}: expected one gradient of {self.names[index]!r} between "
-            "two calls of finish_gradient_synchronization, got a second while the first is being "
-            "reduced; call it after every backward outside no_sync (reentrant activation "
-            "checkpointing also runs backwards of its own: use use_reentrant=False)"
-        )
 
     # ----------------------------------------------------------------------------------- a round
 
@@ -193,7 +197,7 @@ class Reducer(ABC):
         self._absent: list[int] = []
         self._num_missing = [len(bucket) for bucket in self.buckets]
         self._handles: list[comm.Handle] = []  # of the buckets launched, always the first ones
-        self._in_backward = False
+        self.is_in_backward = False
 
     def _stage(self, index: int) -> None:
         parameter = self.parameters[index]

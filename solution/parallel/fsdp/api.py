@@ -51,7 +51,7 @@ from solution.parallel.fsdp.options import MixedPrecisionPolicy, OffloadPolicy
 from solution.parallel.fsdp.param import Place, ShardedParameter
 from solution.parallel.fsdp.schedule import Schedule
 from solution.parallel.fsdp.unit import Unit
-from solution.parallel.reducer import InPlace, is_inside_backward
+from solution.parallel.reducer import InPlace
 
 _Found = tuple[str, nn.Parameter, list[Place]]  # name, parameter, all its places
 _CLASSES: dict[type, type] = {}  # a module's class to its subclass with FSDPModule
@@ -244,21 +244,15 @@ class FullySharded(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs."""
-        if torch.is_grad_enabled() and not is_inside_backward():
-            self._reducer.begin()
+        self._reducer.begin()
         return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context around forward and backward of a micro-batch: gradients stay local."""
         assert isinstance(self.module, FSDPModule)
-        previous = self._reducer.is_sending
-        self._reducer.is_sending = False
-        try:
-            with self.module.no_sync():
-                yield
-        finally:
-            self._reducer.is_sending = previous
+        with self._reducer.no_sync(), self.module.no_sync():
+            yield
 
     def finish_gradient_synchronization(self) -> None:
         """Wait for the means of replicated gradients; those of shards are in place already.
