@@ -43,8 +43,13 @@ def on_all_ranks(
         lines = list(prepare())
     except Exception as caught:  # including errors of a caller's function: other ranks wait
         error, lines = caught, [f"the refusal {str(caught)!r}"]
-    is_same = _agree(zlib.crc32(repr(lines).encode()), groups)
-    everyones = [lines] if is_same else _gather(lines, groups)
+    checksum, is_same = zlib.crc32(repr(lines).encode()), True
+    for group in groups:
+        # A rank whose first group disagrees still takes part in the second, and tells it.
+        is_same = comm.agree(checksum if is_same else -1, group) and is_same
+    everyones = [lines]  # of all ranks, in their order in the mesh, if they disagree
+    for group in () if is_same else groups:
+        everyones = list(itertools.chain.from_iterable(comm.gather_objects(everyones, group)))
     if error is not None:
         try:
             raise error
@@ -57,22 +62,6 @@ def on_all_ranks(
                 f"expected {expected}, got {parts[0]} on rank 0 of the group and {parts[other]} "
                 f"on rank {other}"
             )
-
-
-def _agree(checksum: int, groups: Sequence[comm.Group]) -> bool:
-    is_same = True
-    for group in groups:
-        # A rank whose first group disagrees still takes part in the second, and tells it.
-        is_same = comm.agree(checksum if is_same else -1, group) and is_same
-    return is_same
-
-
-def _gather(lines: list[str], groups: Sequence[comm.Group]) -> list[list[str]]:
-    """Return every rank's lines, in the order of ranks in the mesh, on every rank."""
-    everyones = [lines]
-    for group in groups:
-        everyones = list(itertools.chain.from_iterable(comm.gather_objects(everyones, group)))
-    return everyones
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from __future__ import annotations
 from torch import nn
 
 from solution import comm
-from solution.parallel.reducer import InPlace
+from solution.parallel.reducer import Reducer
 from solution.parallel.replica import Replica
 
 
@@ -37,7 +37,7 @@ class DDPIndividualParameters(Replica):
 
     def __init__(self, module: nn.Module, *, process_group: comm.Group = None) -> None:
         super().__init__(module, options=(), process_group=process_group)
-        self._reducer = InPlace(self._trainable, process_group)
+        self._reducer = Reducer(self._trainable, process_group)
 
 
 ddp = DDPIndividualParameters  # the contract's name

@@ -56,7 +56,7 @@ class DDPBucketed(Replica):
             raise ValueError(f"expected bucket_size_mb of at least 0, got {bucket_size_mb}")
         super().__init__(module, options=(bucket_size_mb,), process_group=process_group)
         cap_bytes = bucket_size_mb * flat.MIB
-        self._reducer = _Slots(self._trainable, cap_bytes=cap_bytes, group=process_group)
+        self._reducer = _Slots(self._trainable, process_group, cap_bytes=cap_bytes)
 
 
 ddp_bucketed = DDPBucketed  # the contract's name
@@ -66,9 +66,9 @@ class _Slots(Reducer):
     """A reducer that sends each gradient from its slot, a view of its bucket's buffer."""
 
     def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], *, cap_bytes: float, group: comm.Group
+        self, named: Sequence[tuple[str, nn.Parameter]], group: comm.Group, *, cap_bytes: float
     ) -> None:
-        super().__init__(named, cap_bytes=cap_bytes, group=group)
+        super().__init__(named, group, cap_bytes=cap_bytes)
         self.buffers: list[torch.Tensor] = []
         self.slots: dict[int, torch.Tensor] = {}
         for bucket in self.buckets:

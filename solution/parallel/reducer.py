@@ -46,7 +46,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -61,10 +60,12 @@ logger = logging.getLogger(__name__)
 _ZERO = torch.zeros(())
 
 
-class Reducer(ABC):
+class Reducer:
     """Averages the gradients of `named` parameters over `group`, a round at a time.
 
-    Subclasses define where a gradient is sent from (`place`) and a bucket's memory (`buffer`).
+    It sends each gradient by itself, from its own memory. A subclass that sends more of them in a
+    bucket defines where a gradient is sent from (`place`) and a bucket's memory (`buffer`). With a
+    cap of 0 bytes each parameter is a bucket of its own (`flat.plan_buckets`).
 
     Attributes:
         parameters: in order of registration.
@@ -77,7 +78,7 @@ class Reducer(ABC):
     """
 
     def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], *, cap_bytes: float, group: comm.Group
+        self, named: Sequence[tuple[str, nn.Parameter]], group: comm.Group, *, cap_bytes: float = 0
     ) -> None:
         self.group = group
         self.names = [name for name, _ in named]
@@ -85,17 +86,31 @@ class Reducer(ABC):
         self.buckets = flat.plan_buckets(self.parameters, cap_bytes=cap_bytes)
         self.is_sending = True
         self._scale = 1.0 / comm.size(group)
+        self._strides = [flat.strides_for(parameter) for parameter in self.parameters]
         self._bucket_of = {i: number for number, bucket in enumerate(self.buckets) for i in bucket}
         self._rearm()
         self._register_hooks()
 
-    @abstractmethod
     def place(self, index: int) -> torch.Tensor:
-        """Return where gradient `index` is sent from, in the strides of `flat.strides_for`."""
+        """Return where gradient `index` is sent from, in the strides of `flat.strides_for`.
 
-    @abstractmethod
+        It is the gradient itself, unless it is absent or has other strides.
+        """
+        parameter, strides = self.parameters[index], self._strides[index]
+        gradient = parameter.grad
+        if gradient is not None and gradient.stride() == strides:
+            # With create_graph=True gradients have a history and cannot be written to.
+            return gradient.detach() if gradient.requires_grad else gradient
+        # Expanded, transposed.
+        return torch.empty_strided(
+            parameter.shape, strides, dtype=parameter.dtype, device=parameter.device
+        )
+
     def buffer(self, bucket: int) -> torch.Tensor:
         """Return the 1-D memory of a bucket whose gradients are all staged."""
+        [index] = self.buckets[bucket]
+        gradient = self.staged[index]
+        return gradient.as_strided((gradient.numel(),), (1,))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -233,33 +248,6 @@ class Reducer(ABC):
                 if index not in self.staged:
                     self._stage(index)
             self._launch_next()
-
-
-class InPlace(Reducer):
-    """A reducer that sends each gradient by itself, from its own memory."""
-
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], group: comm.Group) -> None:
-        # A cap that every parameter reaches: each is a bucket of its own.
-        super().__init__(named, cap_bytes=0, group=group)
-        self.strides = [flat.strides_for(parameter) for parameter in self.parameters]
-
-    def place(self, index: int) -> torch.Tensor:
-        """Return the gradient itself, unless it is absent or has other strides than peers'."""
-        parameter, strides = self.parameters[index], self.strides[index]
-        gradient = parameter.grad
-        if gradient is not None and gradient.stride() == strides:
-            # With create_graph=True gradients have a history and cannot be written to.
-            return gradient.detach() if gradient.requires_grad else gradient
-        # Expanded, transposed.
-        return torch.empty_strided(
-            parameter.shape, strides, dtype=parameter.dtype, device=parameter.device
-        )
-
-    def buffer(self, bucket: int) -> torch.Tensor:
-        """Return its one gradient, flat."""
-        [index] = self.buckets[bucket]
-        gradient = self.staged[index]
-        return gradient.as_strided((gradient.numel(),), (1,))
 
 
 def is_inside_backward() -> bool:

@@ -52,7 +52,6 @@ from solution.parallel.ownership import OptimizerGroup, Ownership, described, op
 
 __all__ = ["ShardedOptimizer", "full_optimizer_state", "sharded_optimizer"]
 
-State = dict[Any, dict[str, Any]]  # of each parameter, by its number in a state dict
 _EXPECTED = "the same model and the same parameter groups on all ranks"
 Parameters = Iterable[torch.Tensor] | Iterable[OptimizerGroup] | Iterable[tuple[str, torch.Tensor]]
 
@@ -173,10 +172,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def full_state_dict(self) -> dict[str, Any]:
         """See `full_optimizer_state`."""
-        packed = torch.optim.Optimizer.state_dict(self)
+        packed, group = torch.optim.Optimizer.state_dict(self), self.process_group
         device = next(iter(self._ownership.owners)).device  # where the backend can send from
-        state = _gathered(packed["state"], self.process_group, device)
-        return {"state": state, "param_groups": copy.deepcopy(packed["param_groups"])}
+        own = tree_map(_copied, packed["state"])
+        without_values = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), own)
+        empty = partial(torch.empty_like, device="cpu")
+        whole: dict[int, dict[str, Any]] = {}  # by the number of the parameter in a state dict
+        for source, entries in enumerate(comm.gather_objects(without_values, group)):
+            is_own = source == comm.rank(group)
+            state = own if is_own else tree_map_only(torch.Tensor, empty, entries)
+            tensors = [value for value in tree_leaves(state) if isinstance(value, torch.Tensor)]
+            send_values(tensors, source, group, device=device)
+            whole |= state
+        groups = copy.deepcopy(packed["param_groups"])
+        return {"state": dict(sorted(whole.items())), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's part of the unsharded optimizer's state; all ranks call it.
@@ -234,22 +243,6 @@ def _require_divisible(optimizer_cls: type[torch.optim.Optimizer]) -> None:
             "expected an optimizer that updates each parameter by itself, got LBFGS, whose steps "
             "depend on all gradients at once; use it unsharded"
         )
-
-
-def _gathered(part: State, group: comm.Group, device: torch.device) -> State:
-    """Return the state of all ranks, on every rank; the group can send from `device`."""
-    own = tree_map(_copied, part)
-    described = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), own)
-    whole: State = {}
-    for source, entries in enumerate(comm.gather_objects(described, group)):
-        if source == comm.rank(group):
-            entries = own
-        else:
-            entries = tree_map_only(torch.Tensor, partial(torch.empty_like, device="cpu"), entries)
-        tensors = [value for value in tree_leaves(entries) if isinstance(value, torch.Tensor)]
-        send_values(tensors, source, group, device=device)
-        whole |= entries
-    return dict(sorted(whole.items()))
 
 
 def _copied(value: Any) -> Any:
