@@ -110,7 +110,7 @@ def fully_shard(
     inside = [p for part in modules for p in part.parameters() if id(p) not in ignored]
     default = "cuda" if torch.cuda.is_available() else "cpu"
     device_type = next((p.device.type for p in inside if not p.is_meta), default)
-    groups = ShardingMesh.of(mesh, device_type=device_type)
+    groups = ShardingMesh(mesh, device_type=device_type)
     policy = _NO_CASTS if mp_policy is None else mp_policy
 
     def describe() -> Iterator[str]:
