@@ -110,12 +110,6 @@ def max_over_ranks(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
     return tensor
 
 
-def broadcast_from_first(tensor: torch.Tensor, group: Group) -> None:
-    """Overwrites `tensor` on every rank with that of the first rank of `group`; blocks."""
-    if tensor.numel() > 0 and size(group) > 1:
-        dist.broadcast(tensor, group=group, group_src=0)
-
-
 def broadcast(tensor: torch.Tensor, source: int, group: Group) -> Handle:
     """Starts overwriting `tensor` (contiguous) by that of rank `source` of `group`."""
     if tensor.numel() == 0 or size(group) == 1:

@@ -3,8 +3,11 @@
 Problem. A rank that refuses what the others accept, or that holds another model, leaves the others
 waiting in their next collective. So every rank prepares, describes what it has got, and compares.
 
+`send_values` gives all of them the values of one rank. Values travel as bytes, so all dtypes share
+a message; strides are kept.
+
 Cost. One collective of 16 bytes for each process group; the descriptions themselves are sent only
-if ranks disagree.
+if ranks disagree. One broadcast per `CHUNK_BYTES` of values.
 """
 
 from __future__ import annotations
@@ -13,7 +16,11 @@ import itertools
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 
-from solution import comm
+import torch
+
+from solution import comm, flat
+
+CHUNK_BYTES = 256 * flat.MIB  # of values in one message, so that sending needs little memory
 
 
 def on_all_ranks(
@@ -36,8 +43,13 @@ def on_all_ranks(
         lines = list(prepare())
     except Exception as caught:  # including errors of a caller's function: other ranks wait
         error, lines = caught, [f"the refusal {str(caught)!r}"]
-    is_same = _agree(zlib.crc32(repr(lines).encode()), groups)
-    everyones = [lines] if is_same else _gather(lines, groups)
+    checksum, is_same = zlib.crc32(repr(lines).encode()), True
+    for group in groups:
+        # A rank whose first group disagrees still takes part in the second, and tells it.
+        is_same = comm.agree(checksum if is_same else -1, group) and is_same
+    everyones = [lines]  # of all ranks, in their order in the mesh, if they disagree
+    for group in () if is_same else groups:
+        everyones = list(itertools.chain.from_iterable(comm.gather_objects(everyones, group)))
     if error is not None:
         try:
             raise error
@@ -52,17 +64,24 @@ def on_all_ranks(
             )
 
 
-def _agree(checksum: int, groups: Sequence[comm.Group]) -> bool:
-    is_same = True
-    for group in groups:
-        # A rank whose first group disagrees still takes part in the second, and tells it.
-        is_same = comm.agree(checksum if is_same else -1, group) and is_same
-    return is_same
+@torch.no_grad()
+def send_values(
+    tensors: Sequence[torch.Tensor],
+    source: int,
+    group: comm.Group,
+    *,
+    device: torch.device | None = None,
+) -> None:
+    """Overwrite `tensors`, of any dtypes, with those of rank `source`; all ranks call it.
 
-
-def _gather(lines: list[str], groups: Sequence[comm.Group]) -> list[list[str]]:
-    """Return every rank's lines, in the order of ranks in the mesh, on every rank."""
-    everyones = [lines]
-    for group in groups:
-        everyones = list(itertools.chain.from_iterable(comm.gather_objects(everyones, group)))
-    return everyones
+    Args:
+        device: from which the group's backend can send; None is that of the tensors.
+    """
+    if comm.size(group) == 1:
+        return
+    is_source = comm.rank(group) == source
+    for chunk in flat.group_by_bytes(tensors, CHUNK_BYTES):
+        message = flat.pack_bytes(chunk, fill=is_source).to(device=device)
+        comm.broadcast(message, source, group).wait()
+        if not is_source:
+            flat.unpack_bytes(message, chunk)

@@ -34,8 +34,6 @@ from torch.distributed.tensor import DTensor
 
 from solution import comm
 
-__all__ = ["clip_grad_norm_", "scale_to_norm_", "total_norm"]
-
 Tensors = torch.Tensor | Iterable[torch.Tensor]
 _ADDED_UP_AT_ONCE = 2**14  # elements
 
@@ -100,8 +98,13 @@ def total_norm(parameters: Tensors, norm_type: float = 2.0) -> torch.Tensor:
             reduce_ = comm.max_over_ranks if order == math.inf else comm.sum_over_ranks
             part = reduce_(part, group)
         parts.append(part)
+    first, *rest = torch.stack(parts).unbind(1)  # each `[sets of ranks]`, equal on all ranks
+    if order != math.inf:
+        norm = first.sum().pow(1.0 / order)
+    else:
+        norm = torch.where(rest[0].any(), math.nan, first.max())
     dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
-    return _norm_of(torch.stack(parts), order).to(dtype)
+    return norm.to(dtype)
 
 
 @torch.no_grad()
@@ -177,11 +180,3 @@ def _norms(gradients: Sequence[torch.Tensor], order: float) -> list[torch.Tensor
             alike = [piece for g in alike for piece in g.flatten().split(_ADDED_UP_AT_ONCE)]
         norms.extend(torch._foreach_norm(alike, order, dtype=wide))
     return [norm.double() for norm in norms]
-
-
-def _norm_of(parts: torch.Tensor, order: float) -> torch.Tensor:
-    """Return the norm from the parts `[sets of ranks, 1 or 2]`, each equal on all its ranks."""
-    if order != math.inf:
-        return parts[:, 0].sum().pow(1.0 / order)
-    largest, is_nan = parts[:, 0].max(), parts[:, 1].any()
-    return torch.where(is_nan, math.nan, largest)

@@ -25,18 +25,19 @@ from __future__ import annotations
 from torch import nn
 
 from solution import comm
-from solution.parallel.reducer import InPlace
+from solution.parallel.reducer import Reducer
 from solution.parallel.replica import Replica
 
 
-def ddp(module: nn.Module, *, process_group: comm.Group = None) -> DDPIndividualParameters:
-    """Wrap `module` so that each gradient is averaged over `process_group` by itself."""
-    return DDPIndividualParameters(module, process_group=process_group)
-
-
 class DDPIndividualParameters(Replica):
-    """A replica that sends each gradient as soon as it and those before it are complete."""
+    """A replica that sends each gradient as soon as it and those before it are complete.
+
+    Gradients are averaged over `process_group`.
+    """
 
     def __init__(self, module: nn.Module, *, process_group: comm.Group = None) -> None:
         super().__init__(module, options=(), process_group=process_group)
-        self._reducer = InPlace(self._trainable, process_group)
+        self._reducer = Reducer(self._trainable, process_group)
+
+
+ddp = DDPIndividualParameters  # the contract's name

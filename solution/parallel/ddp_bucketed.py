@@ -36,25 +36,18 @@ from solution.parallel.reducer import Reducer
 from solution.parallel.replica import Replica
 
 
-def ddp_bucketed(
-    module: nn.Module, *, bucket_size_mb: float, process_group: comm.Group = None
-) -> DDPBucketed:
-    """Wrap `module` so that gradients are averaged over `process_group` in flat buckets.
+class DDPBucketed(Replica):
+    """A replica whose gradients live in buckets and are sent a bucket at a time.
 
     Args:
         module: the model; its Parameter objects are kept.
         bucket_size_mb: a bucket is closed once it holds this many MiB; 0 means a bucket per
             parameter.
-        process_group: None is the default group.
+        process_group: over which gradients are averaged; None is the default group.
 
     Raises:
         ValueError: a negative bucket size, or a group that this rank does not belong to.
     """
-    return DDPBucketed(module, bucket_size_mb=bucket_size_mb, process_group=process_group)
-
-
-class DDPBucketed(Replica):
-    """A replica whose gradients live in buckets and are sent a bucket at a time."""
 
     def __init__(
         self, module: nn.Module, *, bucket_size_mb: float, process_group: comm.Group = None
@@ -63,16 +56,19 @@ class DDPBucketed(Replica):
             raise ValueError(f"expected bucket_size_mb of at least 0, got {bucket_size_mb}")
         super().__init__(module, options=(bucket_size_mb,), process_group=process_group)
         cap_bytes = bucket_size_mb * flat.MIB
-        self._reducer = _Slots(self._trainable, cap_bytes=cap_bytes, group=process_group)
+        self._reducer = _Slots(self._trainable, process_group, cap_bytes=cap_bytes)
+
+
+ddp_bucketed = DDPBucketed  # the contract's name
 
 
 class _Slots(Reducer):
     """A reducer that sends each gradient from its slot, a view of its bucket's buffer."""
 
     def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], *, cap_bytes: float, group: comm.Group
+        self, named: Sequence[tuple[str, nn.Parameter]], group: comm.Group, *, cap_bytes: float
     ) -> None:
-        super().__init__(named, cap_bytes=cap_bytes, group=group)
+        super().__init__(named, group, cap_bytes=cap_bytes)
         self.buffers: list[torch.Tensor] = []
         self.slots: dict[int, torch.Tensor] = {}
         for bucket in self.buckets:

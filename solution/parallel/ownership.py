@@ -58,7 +58,6 @@ class Ownership:
     def __init__(self, group: comm.Group) -> None:
         self.owners: dict[torch.Tensor, int] = {}
         self._group = group
-        self._load_bytes = [0] * comm.size(group)
         self._slabs: list[_Slab] = []
         self._addresses: dict[torch.Tensor, int] = {}  # of the parameters in slabs
         self._frozen: list[torch.Tensor] = []  # not in slabs
@@ -71,17 +70,17 @@ class Ownership:
         """
         named = {p: name for group in groups for p, name in _named(group)}
         _require_plain(named, self.owners)
+        load_bytes = [0] * comm.size(self._group)
+        for parameter, owner in self.owners.items():
+            load_bytes[owner] += parameter.nbytes
         for parameter in sorted(named, key=lambda p: (not p.requires_grad, -p.nbytes)):
-            owner = self._load_bytes.index(min(self._load_bytes))
-            self.owners[parameter] = owner
-            self._load_bytes[owner] += parameter.nbytes
+            self.owners[parameter] = owner = load_bytes.index(min(load_bytes))
+            load_bytes[owner] += parameter.nbytes
 
     def take_back(self, parameters: Iterable[torch.Tensor]) -> None:
         """Undo `deal` for these parameters."""
         for parameter in parameters:
-            owner = self.owners.pop(parameter, None)
-            if owner is not None:
-                self._load_bytes[owner] -= parameter.nbytes
+            self.owners.pop(parameter, None)
 
     def is_mine(self, parameter: torch.Tensor) -> bool:
         """Whether this rank owns `parameter`."""

@@ -46,9 +46,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -60,23 +60,25 @@ logger = logging.getLogger(__name__)
 _ZERO = torch.zeros(())
 
 
-class Reducer(ABC):
+class Reducer:
     """Averages the gradients of `named` parameters over `group`, a round at a time.
 
-    Subclasses define where a gradient is sent from (`place`) and a bucket's memory (`buffer`).
+    It sends each gradient by itself, from its own memory. A subclass that sends more of them in a
+    bucket defines where a gradient is sent from (`place`) and a bucket's memory (`buffer`). With a
+    cap of 0 bytes each parameter is a bucket of its own (`flat.plan_buckets`).
 
     Attributes:
         parameters: in order of registration.
         buckets: indices into `parameters`, in the order in which buckets are sent.
         is_sending: False inside `no_sync`: gradients then stay local.
+        is_in_backward: from the first gradient until the backward has succeeded; outside of
+            backward it says that one was interrupted.
         has_news: whether a gradient may have changed since the last mean.
         staged: for each parameter staged in this round, where its gradient is sent from.
     """
 
-    _in_backward: bool  # from the first gradient until the backward has succeeded
-
     def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], *, cap_bytes: float, group: comm.Group
+        self, named: Sequence[tuple[str, nn.Parameter]], group: comm.Group, *, cap_bytes: float = 0
     ) -> None:
         self.group = group
         self.names = [name for name, _ in named]
@@ -84,29 +86,53 @@ class Reducer(ABC):
         self.buckets = flat.plan_buckets(self.parameters, cap_bytes=cap_bytes)
         self.is_sending = True
         self._scale = 1.0 / comm.size(group)
+        self._strides = [flat.strides_for(parameter) for parameter in self.parameters]
         self._bucket_of = {i: number for number, bucket in enumerate(self.buckets) for i in bucket}
         self._rearm()
         self._register_hooks()
 
-    @abstractmethod
     def place(self, index: int) -> torch.Tensor:
-        """Return where gradient `index` is sent from, in the strides of `flat.strides_for`."""
+        """Return where gradient `index` is sent from, in the strides of `flat.strides_for`.
 
-    @abstractmethod
+        It is the gradient itself, unless it is absent or has other strides.
+        """
+        parameter, strides = self.parameters[index], self._strides[index]
+        gradient = parameter.grad
+        if gradient is not None and gradient.stride() == strides:
+            # With create_graph=True gradients have a history and cannot be written to.
+            return gradient.detach() if gradient.requires_grad else gradient
+        # Expanded, transposed.
+        return torch.empty_strided(
+            parameter.shape, strides, dtype=parameter.dtype, device=parameter.device
+        )
+
     def buffer(self, bucket: int) -> torch.Tensor:
         """Return the 1-D memory of a bucket whose gradients are all staged."""
+        [index] = self.buckets[bucket]
+        gradient = self.staged[index]
+        return gradient.as_strided((gradient.numel(),), (1,))
 
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether a backward began and did not end; for use outside of backward."""
-        return self._in_backward
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context for forward and backward: gradients stay local."""
+        previous, self.is_sending = self.is_sending, False
+        try:
+            yield
+        finally:
+            self.is_sending = previous
 
-    def begin(self) -> None:
-        """Called when a training forward begins: end a round that was interrupted."""
-        if self.is_interrupted:
+    def begin(self) -> bool:
+        """Called before every forward; return whether it begins a training pass.
+
+        A forward that activation checkpointing repeats inside a backward does not.
+        """
+        if not torch.is_grad_enabled() or is_inside_backward():
+            return False
+        if self.is_in_backward:
             self.abandon()
         # Even if this rank's loss turns out to use no parameter: its peers' may.
         self.has_news = True
+        return True
 
     def finish(self) -> None:
         """Return when every `.grad` is the mean over the group; without news send nothing."""
@@ -142,28 +168,31 @@ class Reducer(ABC):
     def _register_hooks(self) -> None:
         # Weak references, removed with the reducer: parameters outlive it, and the hooks of a dead
         # replica would go on sending.
-        this = weakref.ref(self)
+        on_gradient = weakref.WeakMethod(self._on_gradient)
 
-        def hook_for(index: int) -> Callable[[torch.Tensor], None]:
-            def hook(_parameter: torch.Tensor) -> None:
-                reducer = this()
-                if reducer is not None:
-                    reducer._on_gradient(index)
-
-            return hook
+        def hook(index: int, _parameter: torch.Tensor) -> None:
+            if (method := on_gradient()) is not None:
+                method(index)
 
         for index, parameter in enumerate(self.parameters):
-            handle = parameter.register_post_accumulate_grad_hook(hook_for(index))
+            handle = parameter.register_post_accumulate_grad_hook(partial(hook, index))
             weakref.finalize(self, handle.remove).atexit = False
 
     def _on_gradient(self, index: int) -> None:
         if index in self.staged:
-            self._raise_second_gradient(index)
+            # It was added to memory that is being sent, so this round's results are invalid.
+            self.is_in_backward = True
+            raise RuntimeError(
+                f"rank {comm.rank(self.group)}: expected one gradient of {self.names[index]!r} "
+                "between two calls of finish_gradient_synchronization, got a second while the "
+                "first is being reduced; call it after every backward outside no_sync (reentrant "
+                "activation checkpointing also runs backwards of its own: use use_reentrant=False)"
+            )
         self.has_news = True
         if not self.is_sending:
             return
-        if not self._in_backward:
-            self._in_backward = True
+        if not self.is_in_backward:
+            self.is_in_backward = True
             # Runs when this backward has succeeded; an interrupted one leaves the flag up.
             torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
         self._stage(index)
@@ -172,18 +201,8 @@ class Reducer(ABC):
             self._launch_next()
 
     def _on_backward_end(self) -> None:
-        self._in_backward = False
+        self.is_in_backward = False
         self._launch_rest()
-
-    def _raise_second_gradient(self, index: int) -> NoReturn:
-        # It was added to memory that is being sent, so this round's results are invalid.
-        self._in_backward = True
-        raise RuntimeError(
-            f"rank {comm.rank(self.group)}: expected one gradient of {self.names[index]!r} between "
-            "two calls of finish_gradient_synchronization, got a second while the first is being "
-            "reduced; call it after every backward outside no_sync (reentrant activation "
-            "checkpointing also runs backwards of its own: use use_reentrant=False)"
-        )
 
     # ----------------------------------------------------------------------------------- a round
 
@@ -193,7 +212,7 @@ class Reducer(ABC):
         self._absent: list[int] = []
         self._num_missing = [len(bucket) for bucket in self.buckets]
         self._handles: list[comm.Handle] = []  # of the buckets launched, always the first ones
-        self._in_backward = False
+        self.is_in_backward = False
 
     def _stage(self, index: int) -> None:
         parameter = self.parameters[index]
@@ -229,33 +248,6 @@ class Reducer(ABC):
                 if index not in self.staged:
                     self._stage(index)
             self._launch_next()
-
-
-class InPlace(Reducer):
-    """A reducer that sends each gradient by itself, from its own memory."""
-
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], group: comm.Group) -> None:
-        # A cap that every parameter reaches: each is a bucket of its own.
-        super().__init__(named, cap_bytes=0, group=group)
-        self.strides = [flat.strides_for(parameter) for parameter in self.parameters]
-
-    def place(self, index: int) -> torch.Tensor:
-        """Return the gradient itself, unless it is absent or has other strides than peers'."""
-        parameter, strides = self.parameters[index], self.strides[index]
-        gradient = parameter.grad
-        if gradient is not None and gradient.stride() == strides:
-            # With create_graph=True gradients have a history and cannot be written to.
-            return gradient.detach() if gradient.requires_grad else gradient
-        # Expanded, transposed.
-        return torch.empty_strided(
-            parameter.shape, strides, dtype=parameter.dtype, device=parameter.device
-        )
-
-    def buffer(self, bucket: int) -> torch.Tensor:
-        """Return its one gradient, flat."""
-        [index] = self.buckets[bucket]
-        gradient = self.staged[index]
-        return gradient.as_strided((gradient.numel(),), (1,))
 
 
 def is_inside_backward() -> bool:

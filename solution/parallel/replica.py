@@ -7,14 +7,14 @@ from unequal ones, they stay unequal, with a loss that falls all the same.
 1. At construction all ranks compare names, shapes, dtypes and what is frozen (`agreement.py`): with
    different models they would send messages of different sizes, and hang or mix them up.
 2. Then they take the first rank's values, of frozen parameters and buffers too, since these shape
-   every gradient. Values travel as bytes, so all dtypes share a message; strides are kept.
+   every gradient.
 3. During backward, and in `finish_gradient_synchronization`, gradients become means
    (`reducer.py`); a subclass chooses the reducer.
 4. Buffers are changed by the forward itself (running statistics), from each rank's own data. So a
    training forward outside `no_sync` takes the first rank's before it starts.
 
 Cost. Nothing per step beyond the reducer's, but one broadcast for a model that has buffers. At
-construction one collective of 16 bytes, and one broadcast per `CHUNK_BYTES` of values.
+construction one collective of 16 bytes, and the values once (`agreement.py`).
 
 Paper: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 sections 3.1 and 4.1. PyTorch counterpart: `DistributedDataParallel`, which waits by itself at the
@@ -25,19 +25,16 @@ one broadcast for each dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from solution import comm, flat
-from solution.parallel.agreement import on_all_ranks
-from solution.parallel.reducer import Reducer, is_inside_backward
-
-# Values travel in pieces of this size, so that wrapping a model needs little further memory.
-CHUNK_BYTES = 256 * flat.MIB
+from solution import comm
+from solution.parallel.agreement import on_all_ranks, send_values
+from solution.parallel.reducer import Reducer
 
 
 class Replica(nn.Module):
@@ -45,6 +42,7 @@ class Replica(nn.Module):
 
     Attributes:
         module: the wrapped model, with its original Parameter objects.
+        process_group: over which gradients are averaged; None is the default group.
     """
 
     module: nn.Module
@@ -69,7 +67,7 @@ class Replica(nn.Module):
         expected = "the same module on all ranks (names, shapes, dtypes, what is frozen)"
         on_all_ranks(describe, [process_group], expected=f"{expected} and the same wrapper")
         self.module = module
-        self._group = process_group
+        self.process_group = process_group
         named = list(module.named_parameters())
         self._trainable = [(name, p) for name, p in named if p.requires_grad]
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
@@ -79,29 +77,19 @@ class Replica(nn.Module):
             for owner in module.modules()
             for name, _ in owner.named_buffers(recurse=False)
         ]
-        _take_first_ranks([p for _, p in named] + self._present_buffers(), self._group)
+        send_values([p for _, p in named] + self._present_buffers(), 0, process_group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; in training outside `no_sync`, on the first rank's buffers."""
-        # A forward that activation checkpointing repeats inside a backward is not a new one.
-        if torch.is_grad_enabled() and not is_inside_backward():
-            self._before_training_forward()
+        if self._reducer.begin():
+            self._require_frozen()
+            if self._reducer.is_sending and self.module.training:
+                send_values(self._present_buffers(), 0, self.process_group)
         return self.module(*args, **kwargs)
 
-    @property
-    def process_group(self) -> comm.Group:
-        """The group over which gradients are averaged; None is the default group."""
-        return self._group
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """A context for forward and backward: `.grad` holds local sums and nothing is sent."""
-        previous = self._reducer.is_sending
-        self._reducer.is_sending = False
-        try:
-            yield
-        finally:
-            self._reducer.is_sending = previous
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context for forward and backward: `.grad` is a local sum, nothing is sent."""
+        return self._reducer.no_sync()
 
     def finish_gradient_synchronization(self) -> None:
         """Return when `.grad` is the mean over the group; a second call changes nothing.
@@ -116,11 +104,11 @@ class Replica(nn.Module):
                 "finish_gradient_synchronization was called inside no_sync, where nothing is sent; "
                 "call it after the last micro-batch, whose forward and backward are outside"
             )
-        if self._reducer.is_interrupted:
+        if self._reducer.is_in_backward:
             self._reducer.abandon()
             raise RuntimeError(
-                f"rank {comm.rank(self._group)}: the backward before this call was interrupted by "
-                "an exception; its gradients are dropped, run the step again"
+                f"rank {comm.rank(self.process_group)}: the backward before this call was "
+                "interrupted by an exception; its gradients are dropped, run the step again"
             )
         self._reducer.finish()
 
@@ -131,16 +119,13 @@ class Replica(nn.Module):
             "state_dict"
         )
 
-    def _before_training_forward(self) -> None:
-        self._reducer.begin()
+    def _require_frozen(self) -> None:
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise RuntimeError(
                     f"{name!r} was frozen when the module was wrapped and requires a gradient now, "
                     "which nothing would reduce; wrap after choosing what is trained"
                 )
-        if self._reducer.is_sending and self.module.training:
-            _take_first_ranks(self._present_buffers(), self._group)
 
     def _present_buffers(self) -> list[torch.Tensor]:
         present = (owner._buffers[name] for owner, name in self._buffer_places)
@@ -154,16 +139,3 @@ def _require_replicable(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise NotImplementedError(f"expected dense gradients, got sparse=True in {name!r}")
-
-
-@torch.no_grad()
-def _take_first_ranks(tensors: Sequence[torch.Tensor], group: comm.Group) -> None:
-    """Overwrite `tensors` with the values of the first rank of `group`."""
-    if comm.size(group) == 1:
-        return
-    is_first = comm.rank(group) == 0
-    for chunk in flat.group_by_bytes(tensors, CHUNK_BYTES):
-        message = flat.pack_bytes(chunk, fill=is_first)
-        comm.broadcast_from_first(message, group)
-        if not is_first:
-            flat.unpack_bytes(message, chunk)

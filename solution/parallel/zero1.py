@@ -39,20 +39,19 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from solution import comm, flat
-from solution.parallel.agreement import on_all_ranks
+from solution import comm
+from solution.parallel.agreement import on_all_ranks, send_values
 from solution.parallel.ownership import OptimizerGroup, Ownership, described, options
 
 __all__ = ["ShardedOptimizer", "full_optimizer_state", "sharded_optimizer"]
 
-State = dict[Any, dict[str, Any]]  # of each parameter, by its number in a state dict
-_CHUNK_BYTES = 256 * flat.MIB  # of state, sent in one message
 _EXPECTED = "the same model and the same parameter groups on all ranks"
 Parameters = Iterable[torch.Tensor] | Iterable[OptimizerGroup] | Iterable[tuple[str, torch.Tensor]]
 
@@ -66,6 +65,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Attributes:
         param_groups: all parameters, with live options: a change acts at the next step.
         state: of the parameters that this rank owns.
+        process_group: over which state is divided; None is the default group.
     """
 
     _local: torch.optim.Optimizer | None = None  # until the constructor is done
@@ -86,7 +86,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 rank. Raised on every rank, also if only one of them is wrong.
         """
         comm.require_group(process_group, caller="ShardedOptimizer")
-        self._group = process_group
+        self.process_group = process_group
         self._ownership = Ownership(process_group)
 
         def build() -> Iterator[str]:
@@ -100,15 +100,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return described(self.param_groups)
 
         on_all_ranks(build, [process_group], expected=_EXPECTED)
-
-    @property
-    def process_group(self) -> comm.Group:
-        """The group over which state is divided; None is the default group."""
-        return self._group
-
-    def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank keeps the state of `parameter`."""
-        return self._ownership.is_mine(parameter)
 
     def add_param_group(self, param_group: OptimizerGroup) -> None:
         """As the unsharded optimizer's; all ranks call it.
@@ -130,7 +121,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return described(self.param_groups[first:])
 
         try:
-            on_all_ranks(add, [self._group], expected=_EXPECTED)
+            on_all_ranks(add, [self.process_group], expected=_EXPECTED)
         except Exception:
             for group in self.param_groups[first:]:
                 self._ownership.take_back(group["params"])
@@ -170,22 +161,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: the state is divided; use `full_optimizer_state`, on all ranks.
         """
-        if comm.size(self._group) > 1:
+        num_ranks = comm.size(self.process_group)
+        if num_ranks > 1:
             raise RuntimeError(
-                f"rank {comm.rank(self._group)}: expected the state of all parameters, but it is "
-                f"divided over {comm.size(self._group)} ranks; call "
-                "full_optimizer_state(optimizer) on all of them"
+                f"rank {comm.rank(self.process_group)}: expected the state of all parameters, but "
+                f"it is divided over {num_ranks} ranks; call full_optimizer_state(optimizer) on "
+                "all of them"
             )
         return super().state_dict()
 
     def full_state_dict(self) -> dict[str, Any]:
         """See `full_optimizer_state`."""
-        packed = torch.optim.Optimizer.state_dict(self)
-        device = next(
-            iter(self._ownership.owners)
-        ).device  # where the group's backend can send from
-        state = _gathered(packed["state"], self._group, device)
-        return {"state": state, "param_groups": copy.deepcopy(packed["param_groups"])}
+        packed, group = torch.optim.Optimizer.state_dict(self), self.process_group
+        device = next(iter(self._ownership.owners)).device  # where the backend can send from
+        own = tree_map(_copied, packed["state"])
+        without_values = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), own)
+        empty = partial(torch.empty_like, device="cpu")
+        whole: dict[int, dict[str, Any]] = {}  # by the number of the parameter in a state dict
+        for source, entries in enumerate(comm.gather_objects(without_values, group)):
+            is_own = source == comm.rank(group)
+            state = own if is_own else tree_map_only(torch.Tensor, empty, entries)
+            tensors = [value for value in tree_leaves(state) if isinstance(value, torch.Tensor)]
+            send_values(tensors, source, group, device=device)
+            whole |= state
+        groups = copy.deepcopy(packed["param_groups"])
+        return {"state": dict(sorted(whole.items())), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's part of the unsharded optimizer's state; all ranks call it.
@@ -201,7 +201,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         saved = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         live = itertools.chain.from_iterable(g["params"] for g in self.param_groups)
         # Of unequal length where the groups do not fit: the base says so, below.
-        mine = {index for index, p in zip(saved, live, strict=False) if self.owns(p)}
+        mine = {index for index, p in zip(saved, live, strict=False) if self._ownership.is_mine(p)}
         kept = {index: entries for index, entries in state_dict["state"].items() if index in mine}
         super().load_state_dict({**state_dict, "state": kept})
         # Through the class's own method, which may bring an older state up to date.
@@ -217,15 +217,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
 
-def sharded_optimizer(
-    params: Parameters,
-    optimizer_cls: type[torch.optim.Optimizer],
-    *,
-    process_group: comm.Group = None,
-    **kwargs: Any,
-) -> ShardedOptimizer:
-    """Return `optimizer_cls(params, **kwargs)` with its state divided over the group."""
-    return ShardedOptimizer(params, optimizer_cls, process_group=process_group, **kwargs)
+sharded_optimizer = ShardedOptimizer  # the contract's name
 
 
 def full_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -253,41 +245,7 @@ def _require_divisible(optimizer_cls: type[torch.optim.Optimizer]) -> None:
         )
 
 
-# ------------------------------------------------------------------------------ state of all ranks
-
-
-def _gathered(part: State, group: comm.Group, device: torch.device) -> State:
-    """Return the state of all ranks, on every rank; the group can send from `device`."""
-    own = tree_map(_copied, part)
-    descriptions = comm.gather_objects(tree_map(_description, own), group)
-    whole: State = {}
-    for source, description in enumerate(descriptions):
-        entries = own if source == comm.rank(group) else tree_map(_space, description)
-        _send(tree_leaves(entries), source, group, device)
-        whole |= entries
-    return dict(sorted(whole.items()))
-
-
-def _send(values: Sequence[Any], source: int, group: comm.Group, device: torch.device) -> None:
-    """Fill the tensors among `values` with those of rank `source`."""
-    is_source = source == comm.rank(group)
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    for chunk in flat.group_by_bytes(tensors, _CHUNK_BYTES):
-        message = flat.pack_bytes(chunk, fill=is_source).to(device)
-        comm.broadcast(message, source, group).wait()
-        if not is_source:
-            flat.unpack_bytes(message, chunk)
-
-
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     return copy.deepcopy(value)
-
-
-def _description(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, torch.Tensor) else value
-
-
-def _space(value: Any) -> Any:
-    return torch.empty_like(value, device="cpu") if isinstance(value, torch.Tensor) else value

@@ -1,7 +1,7 @@
 """Fully sharded data parallelism. Read `api.py` first, then bottom-up.
 
 mesh.py      process groups: shard, replicate    options.py   dtypes, and what is refused
-param.py     shard and unsharded parameter       message.py   buffers of collectives
+param.py     a parameter and its gradient        message.py   buffers of collectives
 unit.py      all-gather and reduce-scatter       schedule.py  hooks, prefetching
 module.py    methods of a sharded module         api.py       fully_shard, fsdp
 

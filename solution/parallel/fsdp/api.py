@@ -26,7 +26,7 @@ decide how much of it overlaps.
 
 PyTorch counterpart: `torch.distributed.fsdp.fully_shard`, with the same names, defaults, layout of
 messages and bits. Where it differs: a copy of the weights is never used after an update;
-`zero_grad` discards pending gradients too; parameters are the shards whenever no module computes;
+`zero_grad` discards unreduced gradients; parameters are the shards whenever no module computes;
 forwards prefetch on a CPU as well; after an exception nothing needs to be reset. What is left out
 is refused by name, and listed in `solution/README.md`. `fsdp` has no counterpart.
 """
@@ -51,7 +51,7 @@ from solution.parallel.fsdp.options import MixedPrecisionPolicy, OffloadPolicy
 from solution.parallel.fsdp.param import Place, ShardedParameter
 from solution.parallel.fsdp.schedule import Schedule
 from solution.parallel.fsdp.unit import Unit
-from solution.parallel.reducer import InPlace, is_inside_backward
+from solution.parallel.reducer import Reducer
 
 _Found = tuple[str, nn.Parameter, list[Place]]  # name, parameter, all its places
 _CLASSES: dict[type, type] = {}  # a module's class to its subclass with FSDPModule
@@ -108,21 +108,20 @@ def fully_shard(
     found = [entry for entry in _own_parameters(modules) if id(entry[1]) not in ignored]
     parameters = [parameter for _, parameter, _ in found]
     inside = [p for part in modules for p in part.parameters() if id(p) not in ignored]
-    groups = ShardingMesh.of(mesh, device_type=_device_type(inside))
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    device_type = next((p.device.type for p in inside if not p.is_meta), default)
+    groups = ShardingMesh(mesh, device_type=device_type)
     policy = _NO_CASTS if mp_policy is None else mp_policy
 
     def describe() -> Iterator[str]:
         options.require_options(name, reshard_after_forward, policy, offload_policy, dp_mesh_dims)
-        for part in modules:
-            options.require_shardable(part, is_sharded=isinstance(part, FSDPModule))
-        options.require_one_device(name, inside)
+        options.require_shardable(modules, inside, sharded_class=FSDPModule)
         if type(reshard_after_forward) is int:
             groups.require_part(reshard_after_forward)
         yield f"parameters for {groups.mesh.device_type}"
         yield f"reshard_after_forward={reshard_after_forward}, {policy}"
         for where, parameter, _ in found:
-            described = options.described_as(name, where, parameter)
-            options.require_rows(described, parameter, shard_placement_fn)
+            described = options.described_rows(name, where, parameter, shard_placement_fn)
             yield f"{described}, requires_grad={parameter.requires_grad}"
 
     expected = f"all ranks to call fully_shard on {name} alike"
@@ -210,13 +209,6 @@ def _move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
             tensor.data = tensor.data.to(device)
 
 
-def _device_type(parameters: Iterable[nn.Parameter]) -> str:
-    for parameter in parameters:
-        if not parameter.is_meta:
-            return parameter.device.type
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 # ------------------------------------------------------------------------------------- whole model
 
 
@@ -233,7 +225,7 @@ class FullySharded(nn.Module):
         super().__init__()
         self.module = module
         self.process_group = process_group
-        self._reducer = InPlace(
+        self._reducer = Reducer(
             [
                 (name, parameter)
                 for name, parameter in module.named_parameters()
@@ -244,21 +236,15 @@ class FullySharded(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs."""
-        if torch.is_grad_enabled() and not is_inside_backward():
-            self._reducer.begin()
+        self._reducer.begin()
         return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context around forward and backward of a micro-batch: gradients stay local."""
         assert isinstance(self.module, FSDPModule)
-        previous = self._reducer.is_sending
-        self._reducer.is_sending = False
-        try:
-            with self.module.no_sync():
-                yield
-        finally:
-            self._reducer.is_sending = previous
+        with self._reducer.no_sync(), self.module.no_sync():
+            yield
 
     def finish_gradient_synchronization(self) -> None:
         """Wait for the means of replicated gradients; those of shards are in place already.

@@ -10,9 +10,7 @@ PyTorch counterpart: `FSDPMeshInfo` and `HSDPMeshInfo`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,29 +20,22 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from solution import comm
 
 
-@dataclass(frozen=True)
 class ShardingMesh:
-    """The ranks of one `fully_shard` call.
+    """The ranks of one `fully_shard` call; None is a 1-D mesh of all ranks.
 
     Attributes:
         mesh: the device mesh of the parameters' DTensors.
         placements: of every parameter on `mesh`.
-        shard_group: ranks that hold different rows.
+        shard_group: ranks that hold different rows; `num_shards` of them, this one being `rank`.
         replica_group: ranks that hold the same rows; None on a 1-D mesh.
+        groups: both of them, or the first.
+        reduce_sizes: the numbers of ranks that the two stages of a reduction sum over.
+
+    Raises:
+        ValueError: not a mesh of one or two dims that contains this rank.
     """
 
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    shard_group: comm.Group
-    replica_group: comm.Group
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh | None, *, device_type: str) -> ShardingMesh:
-        """Return the groups of `mesh`; None is a 1-D mesh of all ranks.
-
-        Raises:
-            ValueError: not a mesh of one or two dims that contains this rank.
-        """
+    def __init__(self, mesh: DeviceMesh | None, *, device_type: str) -> None:
         if mesh is None:
             comm.require_group(None, caller="fully_shard")
             key = (device_type,)
@@ -55,29 +46,16 @@ class ShardingMesh:
             raise ValueError(
                 f"expected mesh to contain rank {comm.rank()}, got {mesh!r}; only its members shard"
             )
-        if mesh.ndim == 1:
-            return cls(mesh, (Shard(0),), mesh.get_group(0), None)
-        return cls(mesh, (Replicate(), Shard(0)), mesh.get_group(1), mesh.get_group(0))
-
-    @cached_property
-    def num_shards(self) -> int:
-        """The number of ranks in the shard group."""
-        return comm.size(self.shard_group)
-
-    @cached_property
-    def num_replicas(self) -> int:
-        """The number of ranks in the replica group; 1 on a 1-D mesh."""
-        return 1 if self.replica_group is None else comm.size(self.replica_group)
-
-    @cached_property
-    def rank(self) -> int:
-        """This rank in the shard group."""
-        return comm.rank(self.shard_group)
-
-    @property
-    def groups(self) -> list[comm.Group]:
-        """The groups of all dims, the sharding one first."""
-        return [self.shard_group, *([] if self.replica_group is None else [self.replica_group])]
+        self.mesh = mesh
+        self.placements: list[Placement] = [Replicate(), Shard(0)][-mesh.ndim :]
+        self.groups: Sequence[comm.Group] = mesh.get_all_groups()[::-1]
+        self.shard_group = self.groups[0]
+        self.replica_group = self.groups[1] if mesh.ndim == 2 else None
+        self.num_shards, self.rank = comm.size(self.shard_group), comm.rank(self.shard_group)
+        num_replicas = comm.size(self.replica_group) if mesh.ndim == 2 else 1
+        # With one shard the only stage is the sum over replicas.
+        several = self.num_shards > 1
+        self.reduce_sizes = (self.num_shards, num_replicas) if several else (num_replicas, 1)
 
     @property
     def device(self) -> torch.device:
@@ -99,23 +77,6 @@ class ShardingMesh:
         kind, ranks = self.mesh.device_type, self.mesh.mesh.view(-1, num_ranks)
         key = (kind, *ranks.shape, *ranks.flatten().tolist())
         return _once(key, lambda: DeviceMesh(kind, ranks)).get_group(1)
-
-    @property
-    def reduce_sizes(self) -> tuple[int, int]:
-        """The numbers of ranks that `start_reduce` and `reduce_over_replicas` sum over."""
-        shards, replicas = self.num_shards, self.num_replicas
-        return (shards, replicas) if shards > 1 else (replicas, 1)
-
-    def start_reduce(self, matrix: torch.Tensor) -> tuple[torch.Tensor, comm.Handle]:
-        """Start summing `matrix` `[W, m]`, which is used up; return this rank's row `[m]`."""
-        if self.num_shards > 1 or self.replica_group is None:
-            return comm.reduce_scatter_sum(matrix, self.shard_group)
-        return matrix[0], comm.all_reduce_sum(matrix, self.replica_group)
-
-    def reduce_over_replicas(self, row: torch.Tensor) -> None:
-        """Sum in place over replicas what `start_reduce` has summed over shards; blocks."""
-        if self.reduce_sizes[1] > 1:
-            comm.sum_over_ranks(row, self.replica_group)
 
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, DeviceMesh]]

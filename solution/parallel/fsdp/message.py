@@ -110,6 +110,7 @@ class _Memory:
     def __init__(self, device: torch.device) -> None:
         self.storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
         self.messages: dict[tuple[object, ...], Message] = {}
+        self.is_free = True
 
 
 class Message:
@@ -118,7 +119,7 @@ class Message:
     Attributes:
         parameters: in the order in which they lie in the buffer.
         layout: their places.
-        matrix: `[W, m]`, uninitialised.
+        matrix: `[W, m]`, uninitialised, in `memory`.
     """
 
     def __init__(
@@ -127,12 +128,13 @@ class Message:
         dtype: torch.dtype,
         layout: Layout,
         rank: int,
-        storage: torch.UntypedStorage,
+        memory: _Memory,
     ) -> None:
         self.parameters = parameters
         self.layout = layout
-        self.matrix = torch.empty(0, dtype=dtype, device=storage.device)
-        self.matrix.set_(storage, 0, (layout.num_ranks, layout.width), (layout.width, 1))
+        self.memory = memory
+        self.matrix = torch.empty(0, dtype=dtype, device=memory.storage.device)
+        self.matrix.set_(memory.storage, 0, (layout.num_ranks, layout.width), (layout.width, 1))
         self._own = layout.pieces(self.matrix[rank], rank)
         self._places = layout.places(self.matrix)
         self._tensors: Sequence[torch.Tensor] = ()
@@ -160,7 +162,6 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._memories: list[_Memory] = []
-        self._in_use: dict[Message, _Memory] = {}
 
     def take(
         self, parameters: list[ShardedParameter], dtype: torch.dtype, group: comm.Group
@@ -172,23 +173,24 @@ class BufferPool:
         key = parameters[0], dtype, layout.num_ranks  # bounds the number of messages kept
         message = memory.messages.get(key)
         if message is None or message.parameters != parameters:
-            message = Message(parameters, dtype, layout, comm.rank(group), memory.storage)
+            message = Message(parameters, dtype, layout, comm.rank(group), memory)
             memory.messages[key] = message
-        self._in_use[message] = memory
+        memory.is_free = False
         return message
 
     def give_back(self, message: Message) -> None:
         """Return the memory of `message` to the pool, once nothing reads or writes it."""
-        del self._in_use[message]
+        message.memory.is_free = True
 
     def empty(self) -> None:
         """Free all memory that is not in use."""
-        for memory in self._unused():
-            memory.storage.resize_(0)
+        for memory in self._memories:
+            if memory.is_free:
+                memory.storage.resize_(0)
 
     def _smallest(self, num_bytes: int, device: torch.device) -> _Memory:
         """Return the smallest unused memory that is large enough, or enlarge the largest."""
-        free = [memory for memory in self._unused() if memory.storage.device == device]
+        free = [m for m in self._memories if m.is_free and m.storage.device == device]
         free.sort(key=lambda memory: memory.storage.nbytes())
         found = next((m for m in free if m.storage.nbytes() >= num_bytes), None)
         if found is not None:
@@ -199,10 +201,6 @@ class BufferPool:
         free[-1].storage.resize_(0)  # or the values would be copied
         free[-1].storage.resize_(num_bytes)
         return free[-1]
-
-    def _unused(self) -> list[_Memory]:
-        in_use = set(self._in_use.values())
-        return [memory for memory in self._memories if memory not in in_use]
 
 
 def outside_of_autograd() -> AbstractContextManager[None]:

@@ -89,9 +89,15 @@ class FSDPModule:
         Raises:
             ValueError: a parameter of another class, whose backward would read freed memory.
         """
-        if not unshard_in_backward:
-            _require_embeddings(self._fsdp_unit)
-        self._fsdp_unit.unshards_in_backward = unshard_in_backward
+        unit = self._fsdp_unit
+        places = [(p.name, type(module)) for p in unit.parameters for module, _ in p.places]
+        for name, kind in [] if unshard_in_backward else places:
+            if not any(base.__name__.endswith("Embedding") for base in kind.__mro__):
+                raise ValueError(
+                    f"expected a unit of Embeddings only, whose backward needs no weights, got "
+                    f"{name!r} of {kind.__name__} in {unit.name}"
+                )
+        unit.unshards_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Set which modules are prefetched in this one's forward, instead of the next one."""
@@ -209,13 +215,3 @@ def _units_of(modules: Sequence[FSDPModule]) -> list[Unit]:
                 f"expected modules that fully_shard was called on, got {type(module).__name__}"
             )
     return [module._fsdp_unit for module in modules]
-
-
-def _require_embeddings(unit: Unit) -> None:
-    for parameter in unit.parameters:
-        for module, _ in parameter.places:
-            if not any(base.__name__.endswith("Embedding") for base in type(module).__mro__):
-                raise ValueError(
-                    f"expected a unit of Embeddings only, whose backward needs no weights, got "
-                    f"{parameter.name!r} of {type(module).__name__} in {unit.name}"
-                )

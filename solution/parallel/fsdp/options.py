@@ -113,33 +113,36 @@ def require_options(
         )
 
 
-def require_shardable(module: nn.Module, *, is_sharded: bool) -> None:
-    """Raise for containers, and for modules that are sharded already."""
-    name = type(module).__name__
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        raise ValueError(
-            f"expected a module with a forward, got the container {name}; shard what is in it"
-        )
-    if is_sharded:
-        raise ValueError(
-            f"expected a module that is not sharded yet, got {name}; call fully_shard once on each "
-            "module, inner ones first"
-        )
-
-
-def require_one_device(name: str, parameters: Sequence[nn.Parameter]) -> None:
-    """Raise unless all parameters that have values are on one type of device."""
+def require_shardable(
+    modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter], *, sharded_class: type
+) -> None:
+    """Raise for containers, for modules that are sharded already, and for several device types."""
+    for module in modules:
+        name = type(module).__name__
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            raise ValueError(
+                f"expected a module with a forward, got the container {name}; shard what is in it"
+            )
+        if isinstance(module, sharded_class):
+            raise ValueError(
+                f"expected a module that is not sharded yet, got {name}; call fully_shard once on "
+                "each module, inner ones first"
+            )
     types = sorted({p.device.type for p in parameters if not p.is_meta})
     if len(types) > 1:
-        raise ValueError(f"expected {name} on one device, got {types}; move it first")
+        names = ", ".join(type(module).__name__ for module in modules)
+        raise ValueError(f"expected {names} on one device, got {types}; move it first")
 
 
-def require_rows(
-    described: str,
+def described_rows(
+    module: str,
+    name: str,
     parameter: nn.Parameter,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None,
-) -> None:
-    """Raise for a parameter that cannot be sharded along dim 0, or should not be."""
+) -> str:
+    """Return a description; raise for a parameter that cannot be cut along dim 0, or should not."""
+    shape = "unknown" if is_lazy(parameter) else tuple(parameter.shape)
+    described = f"{name!r} of {module} ({parameter.dtype}, shape {shape})"
     if isinstance(parameter, DTensor):
         raise NotImplementedError(
             f"expected plain parameters, got the DTensor {described}; call fully_shard on inner "
@@ -174,9 +177,4 @@ def require_rows(
             f"expected shard_placement_fn to say None or Shard(0), got {placement!r} for "
             f"{described}; parameters are cut along dim 0"
         )
-
-
-def described_as(module: str, name: str, parameter: nn.Parameter) -> str:
-    """Return how error messages refer to a parameter."""
-    shape = "unknown" if is_lazy(parameter) else tuple(parameter.shape)
-    return f"{name!r} of {module} ({parameter.dtype}, shape {shape})"
+    return described

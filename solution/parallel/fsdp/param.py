@@ -11,28 +11,29 @@ views of that storage, and find the values again when the all-gather in backward
 memory is written through another tensor on the same storage, whose version counter is another one,
 so that autograd does not take an all-gather for a modification.
 
-The life of a gradient, and what is allocated for it (n elements, W ranks that shard):
+A gradient is on its way from `unsharded.grad` to `sharded.grad`, the mean, in one of the states of
+`GradientState`; `_TRANSITIONS` lists what leads from one to another:
 
-    state      memory                          left by
-    local      unsharded.grad            n     take_gradient, after the unit's backward
-    pending    pending                   n     send_gradient, or resume_gradient
-    in flight  a message (`unit.py`)     n     Reduction.finish, with add_gradient or to partial
-    partial    partial                   n/W   send_gradient of a backward that averages replicas
-    mean       sharded.grad              n/W   zero_grad
+    pre-backward    resume       autograd adds to an unreduced sum of earlier micro-batches
+    post-backward   accumulate   the local gradient is taken from autograd
+                    send         a reduce-scatter is started (`unit.py`)
+    its end         keep         HSDP, replicas not averaged yet: this rank's rows of the sum stay
+                    add          this rank's rows of the mean are added to `sharded.grad`
+    zero_grad       drop         also after an interrupted backward
 
-What is pending, in flight after a backward, or partial is not in `sharded.grad`, and yet
-`zero_grad` must discard it. So `sharded.grad` holds a *placeholder* meanwhile: zeros in the memory
-of one element, or the gradient that was there before. If the user replaced or zeroed the
-placeholder, the gradient counts as cleared and is dropped.
+`zero_grad` must discard what is not in `sharded.grad` yet. So between backwards `sharded.grad` is a
+*placeholder* for it: zeros in the memory of one element, or the gradient that was there before. If
+the user replaced or zeroed the placeholder, the gradient counts as cleared and is dropped.
 
 PyTorch counterpart: `FSDPParam`. There the unsharded tensor stays registered after a forward that
 keeps it, so an optimizer built then trains nothing; and `zero_grad` does not discard what is
-pending.
+unreduced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum, auto
 
 import torch
 from torch import nn
@@ -41,6 +42,47 @@ from torch.distributed.tensor import DTensor
 from solution.parallel.fsdp.mesh import ShardingMesh
 
 Place = tuple[nn.Module, str]  # where a Parameter is registered
+
+
+class GradientState(Enum):
+    """What is in memory of a gradient that is not in `sharded.grad` yet.
+
+    n elements; W ranks shard. Beside it is `unsharded.grad`, n, which is autograd's until the
+    post-backward hook.
+
+    - REDUCED: nothing.
+    - UNSHARDED: the unreduced sum of local gradients, n.
+    - IN_FLIGHT: the buffer of a reduce-scatter, n, and the partial sum if there was one.
+    - PARTIAL: this rank's rows of a sum over shards and not over replicas, n / W.
+    - UNSHARDED_AND_PARTIAL: both, n + n / W.
+    """
+
+    REDUCED = auto()
+    UNSHARDED = auto()
+    IN_FLIGHT = auto()
+    PARTIAL = auto()
+    UNSHARDED_AND_PARTIAL = auto()
+
+
+_TRANSITIONS = {
+    "accumulate": {
+        GradientState.REDUCED: GradientState.UNSHARDED,
+        GradientState.UNSHARDED: GradientState.UNSHARDED,
+        GradientState.PARTIAL: GradientState.UNSHARDED_AND_PARTIAL,
+        GradientState.UNSHARDED_AND_PARTIAL: GradientState.UNSHARDED_AND_PARTIAL,
+    },
+    "resume": {
+        GradientState.UNSHARDED: GradientState.REDUCED,
+        GradientState.UNSHARDED_AND_PARTIAL: GradientState.PARTIAL,
+    },
+    "send": {
+        GradientState.UNSHARDED: GradientState.IN_FLIGHT,
+        GradientState.UNSHARDED_AND_PARTIAL: GradientState.IN_FLIGHT,
+    },
+    "keep": {GradientState.IN_FLIGHT: GradientState.PARTIAL},
+    "add": {GradientState.IN_FLIGHT: GradientState.REDUCED},
+    "drop": dict.fromkeys(GradientState, GradientState.REDUCED),
+}
 
 
 def rows_of(num_rows: int, rank: int, num_ranks: int) -> slice:
@@ -62,7 +104,8 @@ class ShardedParameter:
         shape: of the unsharded tensor.
         sharded: the DTensor Parameter, this rank's rows.
         unsharded: the plain Parameter; None before the first all-gather, empty while freed.
-        pending: the sum of local gradients since the last reduction, unsharded.
+        gradient_state: which of the next two there are, and whether a reduction is in flight.
+        unreduced: the sum of local gradients since the last reduction, unsharded.
         partial: this rank's rows of what was summed over shards, and not yet over replicas.
     """
 
@@ -85,7 +128,8 @@ class ShardedParameter:
             requires_grad=parameter.requires_grad,
         )
         self.unsharded: nn.Parameter | None = None
-        self.pending: torch.Tensor | None = None
+        self.gradient_state = GradientState.REDUCED
+        self.unreduced: torch.Tensor | None = None
         self.partial: torch.Tensor | None = None
         self._memory = torch.empty(0)
         self._placeholder: tuple[torch.Tensor, tuple[int, int]] | None = None
@@ -147,6 +191,9 @@ class ShardedParameter:
 
     # --------------------------------------------------------------------------------- gradients
 
+    def _move(self, verb: str) -> None:
+        self.gradient_state = _TRANSITIONS[verb][self.gradient_state]
+
     @property
     def has_local_gradient(self) -> bool:
         """Whether a backward has left a gradient that is not taken yet."""
@@ -154,49 +201,71 @@ class ShardedParameter:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a gradient is pending or partial."""
-        return self.pending is not None or self.partial is not None
+        """Whether there is a gradient that a later reduction sends."""
+        return self.gradient_state not in (GradientState.REDUCED, GradientState.IN_FLIGHT)
 
-    def take_gradient(self, dtype: torch.dtype | None, *, sends_partial: bool) -> None:
-        """Make the local gradient pending, in `dtype`, and zeros if only a partial sum is sent."""
-        if self.unsharded is not None and self.unsharded.grad is not None:
-            gradient, self.unsharded.grad = self.unsharded.grad.detach(), None
-            if self.pending is None:
-                # contiguous: a gradient may be a transposed or an expanded view.
-                self.pending = gradient.to(dtype or gradient.dtype).contiguous()
-            else:
-                self.pending += gradient
-        if sends_partial and self.partial is not None and self.pending is None:
-            self.pending = self.partial.new_zeros(self.shape)
-
-    def resume_gradient(self) -> None:
-        """Let autograd add to the pending gradient if it has the dtype of this backward.
+    def resume(self) -> None:
+        """Let autograd add to the unreduced gradient if it has the dtype of this backward.
 
         Each gradient is then freed as soon as it is added, not when its unit's backward is over.
         """
         assert self.unsharded is not None
-        if self.pending is not None and self.pending.dtype == self.unsharded.dtype:
-            self.unsharded.grad, self.pending = self.pending, None
+        if self.unreduced is not None and self.unreduced.dtype == self.unsharded.dtype:
+            self._move("resume")
+            self.unsharded.grad, self.unreduced = self.unreduced, None
 
-    def send_gradient(self) -> torch.Tensor | None:
-        """Free what is pending, which has been copied to a message; return the partial sum."""
-        partial, self.pending, self.partial = self.partial, None, None
+    def accumulate(self, dtype: torch.dtype | None, *, sends_partial: bool) -> None:
+        """Take the local gradient from autograd, in `dtype`; zeros where only `partial` is sent."""
+        if self.unsharded is not None and self.unsharded.grad is not None:
+            self._move("accumulate")
+            gradient, self.unsharded.grad = self.unsharded.grad.detach(), None
+            if self.unreduced is None:
+                # contiguous: a gradient may be a transposed or an expanded view.
+                self.unreduced = gradient.to(dtype or gradient.dtype).contiguous()
+            else:
+                self.unreduced += gradient
+        elif sends_partial and self.gradient_state is GradientState.PARTIAL:
+            assert self.partial is not None
+            self._move("accumulate")
+            self.unreduced = self.partial.new_zeros(self.shape)
+
+    def send(self) -> None:
+        """Free the unreduced gradient, which has been copied to a message."""
+        self._move("send")
+        self.unreduced = None
         self.remove_placeholder()
-        return partial
 
-    def drop_gradient(self) -> None:
-        """Discard the local, pending and partial gradients."""
+    def keep(self, rows: torch.Tensor) -> None:
+        """Keep this rank's rows of a sum that later reductions average over replicas."""
+        self._move("keep")
+        self.partial = rows
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Add this rank's rows of a mean to `sharded.grad`; the tensor is kept, not copied."""
+        self._move("add")
+        self.partial = None
+        if self.sharded.grad is not None:
+            self.sharded.grad._local_tensor.add_(rows)  # type: ignore[attr-defined]  # a DTensor
+        else:
+            self.sharded.grad = self._as_gradient(rows)
+        hooks = self.sharded._post_accumulate_grad_hooks  # type: ignore[attr-defined]  # torch's
+        for hook in list((hooks or {}).values()):
+            hook(self.sharded)
+
+    def drop(self) -> None:
+        """Discard every gradient that is not in `sharded.grad`."""
+        self._move("drop")
         if self.unsharded is not None:
             self.unsharded.grad = None
-        self.send_gradient()
+        self.unreduced = self.partial = None
+        self.remove_placeholder()
 
-    def drop_if_cleared(self) -> None:
-        """Discard what is pending or partial if the user has cleared the placeholder."""
-        if self._is_cleared():
-            self.drop_gradient()
+    # ------------------------------------------------------------------------------- placeholder
 
     def leave_placeholder(self) -> None:
         """Make `zero_grad` discard what is not in `sharded.grad` yet."""
+        if self.gradient_state is GradientState.REDUCED:
+            return
         if self.sharded.grad is None:
             zero = torch.zeros((), dtype=self.local.dtype, device=self.local.device)
             self.sharded.grad = self._as_gradient(zero.expand(self.local.shape))
@@ -212,21 +281,16 @@ class ShardedParameter:
         self._placeholder, self._is_placeholder_zeros = None, False
         return is_cleared
 
+    def drop_if_cleared(self) -> None:
+        """Drop what is not in `sharded.grad` if the user has cleared the placeholder."""
+        if self._is_cleared():
+            self.drop()
+
     def _is_cleared(self) -> bool:
         if self._placeholder is None:
             return False
         placeholder, versions = self._placeholder
         return self.sharded.grad is not placeholder or _versions(placeholder) != versions
-
-    def add_gradient(self, rows: torch.Tensor) -> None:
-        """Add this rank's rows of a mean to `sharded.grad`; the tensor is kept, not copied."""
-        if self.sharded.grad is not None:
-            self.sharded.grad._local_tensor.add_(rows)  # type: ignore[attr-defined]  # a DTensor
-        else:
-            self.sharded.grad = self._as_gradient(rows)
-        hooks = self.sharded._post_accumulate_grad_hooks  # type: ignore[attr-defined]  # torch's
-        for hook in list((hooks or {}).values()):
-            hook(self.sharded)
 
     def _as_gradient(self, rows: torch.Tensor) -> DTensor:
         # As `DTensor.from_local`, with the spec that the parameter has already.

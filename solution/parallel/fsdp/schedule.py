@@ -51,7 +51,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from solution.parallel.fsdp.message import BufferPool, outside_of_autograd
-from solution.parallel.fsdp.unit import Reduction, State, Unit
+from solution.parallel.fsdp.unit import Reduction, Unit, UnitState
 from solution.parallel.reducer import is_inside_backward
 
 
@@ -107,7 +107,7 @@ class Schedule:
             if not unit.is_in_backward:
                 unit.drop_stale()
             if is_first:
-                unit.was_kept = unit.state is State.UNSHARDED
+                unit.was_kept = unit.state is UnitState.UNSHARDED
             unit.unshard()
             unit.wait_for_unshard()
             if is_new and is_first:
@@ -173,14 +173,14 @@ class Schedule:
         return ()
 
     def _prefetch(self, unit: Unit) -> None:
-        if unit.state is State.SHARDED:
+        if unit.state is UnitState.SHARDED:
             unit.unshard()
             self._prefetched.append(unit)
 
     def _drop_unused(self) -> None:
         """Free what was prefetched and not used, and the buffers."""
         for unit in self._prefetched:
-            if unit.state is State.GATHERING:
+            if unit.state is UnitState.GATHERING:
                 unit.reshard()
         self._prefetched.clear()
         self.buffers.empty()
@@ -208,7 +208,7 @@ class Schedule:
         if is_new:
             for parameter in unit.parameters:
                 parameter.drop_if_cleared()
-                parameter.resume_gradient()
+                parameter.resume()
         chosen = [previous] if previous is not None else []
         for other in unit.backward_prefetch or chosen:
             if other.unshards_in_backward:
@@ -216,19 +216,13 @@ class Schedule:
 
     def _post_backward(self, unit: Unit) -> None:
         unit.is_in_backward = False
-        unit.take_gradients()
         unit.register_sharded()
         if unit.reshard_after_backward:
             unit.reshard()
-        self._reduce(unit)
-
-    def _reduce(self, unit: Unit) -> None:
-        if not unit.sends:
-            for parameter in unit.parameters:
-                if parameter.is_waiting:
-                    parameter.leave_placeholder()
-            return
-        if any(parameter.pending is not None for parameter in unit.parameters):
+        if unit.has_second_gradients:  # its modules ran twice
+            self._finish_reductions()
+        unit.take_gradients()
+        if unit.sends and any(parameter.unreduced is not None for parameter in unit.parameters):
             # What was kept for this backward, and is freed in it, makes room for a second.
             makes_room = self._keeps(unit) and unit.reshard_after_backward
             self._finish_reductions(but=1 if makes_room else 0)
@@ -245,12 +239,12 @@ class Schedule:
             if not unit.is_in_backward:
                 for parameter in unit.parameters:
                     parameter.drop_if_cleared()
-            if unit.is_in_backward or unit.state is not State.SHARDED or unit.has_gradients:
+            if unit.is_in_backward or unit.state is not UnitState.SHARDED or unit.has_gradients:
                 self._post_backward(unit)
         if self.is_last_backward:
             self._finish_reductions()
-        for reduction in chain(*self._reductions):
-            reduction.let_be_cleared()
+        for parameter in chain.from_iterable(unit.parameters for unit in self.units):
+            parameter.leave_placeholder()
         self._drop_unused()
         self._is_end_queued = False
 
@@ -267,7 +261,7 @@ class Schedule:
             unit.to_run.clear()
             unit.reshard()
             for parameter in unit.parameters:
-                parameter.drop_gradient()
+                parameter.drop()
         self._drop_unused()
 
 
@@ -287,35 +281,27 @@ class _PostBackward(torch.autograd.Function):
 
 # --------------------------------------------------------------------- tensors in containers
 
-_Change = Callable[[torch.Tensor], torch.Tensor]
 
-
-def _map_tensors(change: _Change, values: Any) -> Any:
+def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
     """Replace tensors in containers and dataclasses; what holds none stays the same object."""
     if isinstance(values, torch.Tensor):
         return change(values)
     if type(values) is tuple:  # the usual case; PyTorch's walk takes longer than a small layer
         found = tuple(_map_tensors(change, value) for value in values)
         return found if any(a is not b for a, b in zip(found, values, strict=True)) else values
-    if values == {}:
+    if type(values) is dict and not values:
         return values
+    if dataclasses.is_dataclass(values) and not isinstance(values, type):
+        names = [field.name for field in dataclasses.fields(values) if field.init]
+        changes = {name: _map_tensors(change, getattr(values, name)) for name in names}
+        is_same = all(changes[name] is getattr(values, name) for name in names)
+        return values if is_same else dataclasses.replace(values, **changes)
     leaves, structure = tree_flatten(values)
-    changed = [_change_leaf(change, leaf) for leaf in leaves]
+    if structure.is_leaf():
+        return values
+    changed = [_map_tensors(change, leaf) for leaf in leaves]
     is_same = all(a is b for a, b in zip(changed, leaves, strict=True))
     return values if is_same else tree_unflatten(changed, structure)
-
-
-def _change_leaf(change: _Change, leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return change(leaf)
-    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-        return leaf
-    fields = {
-        field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.init
-    }
-    found = {name: _map_tensors(change, value) for name, value in fields.items()}
-    is_same = all(found[name] is fields[name] for name in fields)
-    return leaf if is_same else dataclasses.replace(leaf, **found)
 
 
 def _differentiable(values: Any) -> list[torch.Tensor]:

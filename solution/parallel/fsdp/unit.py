@@ -29,7 +29,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, TypeVar
 
@@ -42,12 +41,12 @@ from solution import comm
 from solution.parallel.fsdp.mesh import ShardingMesh
 from solution.parallel.fsdp.message import BufferPool, Message, copy, layout_of, outside_of_autograd
 from solution.parallel.fsdp.options import MixedPrecisionPolicy
-from solution.parallel.fsdp.param import ShardedParameter, rows_of
+from solution.parallel.fsdp.param import GradientState, ShardedParameter, rows_of
 
 K = TypeVar("K", bound=Hashable)
 
 
-class State(Enum):
+class UnitState(Enum):
     """What a unit has in memory, beside the shards.
 
     - SHARDED: nothing.
@@ -109,7 +108,7 @@ class Unit:
         self.depth = 0
         self.to_run: set[nn.Module] = set()
         self.buffers = BufferPool()
-        self.state = State.SHARDED
+        self.state = UnitState.SHARDED
         self.num_updates = 0  # steps of optimizers that hold parameters of this unit
         self._gathered_versions: tuple[object, ...] = ()
         self._in_flight: list[tuple[Message, comm.Handle]] = []
@@ -117,15 +116,16 @@ class Unit:
         self._part_group = None
         if type(reshard_after_forward) is int:
             self._part_group = mesh.part(reshard_after_forward)
-        _watch_optimizers(self)
+        _register_once()
+        _watching.add(self)
 
     # ------------------------------------------------------------------------------------ gather
 
     def unshard(self) -> None:
         """Start the all-gather, if it is needed; waited for by `wait_for_unshard`."""
-        if self.state in (State.GATHERING, State.UNSHARDED):
+        if self.state in (UnitState.GATHERING, UnitState.UNSHARDED):
             return
-        is_part = self.state is State.PARTLY_SHARDED
+        is_part = self.state is UnitState.PARTLY_SHARDED
         if not is_part:
             self._gathered_versions = self._versions()
             self._require_values()
@@ -138,18 +138,18 @@ class Unit:
                 else:
                     message.fill_own([p.local for p in parameters])
                 self._in_flight.append((message, comm.all_gather_rows(message.matrix, group)))
-        self.state = State.GATHERING
+        self.state = UnitState.GATHERING
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather; register the unsharded parameters in the modules."""
-        if self.state is State.GATHERING:
+        if self.state is UnitState.GATHERING:
             with outside_of_autograd():
                 for message, handle in self._in_flight:
                     handle.wait()
                     message.copy_to([p.allocate(message.matrix.dtype) for p in message.parameters])
                     self.buffers.give_back(message)
             self._in_flight.clear()
-            self.state = State.UNSHARDED
+            self.state = UnitState.UNSHARDED
         for parameter in self.parameters:
             parameter.register_unsharded()
 
@@ -163,14 +163,14 @@ class Unit:
         self._parts.clear()
         if keep_part:
             self._keep_part()
-        if self.state is State.UNSHARDED:
+        if self.state is UnitState.UNSHARDED:
             for parameter in self.parameters:
                 parameter.free()
-        self.state = State.PARTLY_SHARDED if keep_part else State.SHARDED
+        self.state = UnitState.PARTLY_SHARDED if keep_part else UnitState.SHARDED
 
     def drop_stale(self) -> None:
         """Reshard if the shards have changed since the all-gather was started."""
-        if self.state is not State.SHARDED and self._gathered_versions != self._versions():
+        if self.state is not UnitState.SHARDED and self._gathered_versions != self._versions():
             self.reshard()
 
     def register_sharded(self) -> None:
@@ -222,95 +222,92 @@ class Unit:
         sends = self.sends
         return any(p.has_local_gradient or (sends and p.is_waiting) for p in self.parameters)
 
+    @property
+    def has_second_gradients(self) -> bool:
+        """Whether there are local gradients of parameters whose reduction is still in flight."""
+        in_flight = [p for p in self.parameters if p.gradient_state is GradientState.IN_FLIGHT]
+        return any(p.has_local_gradient for p in in_flight)
+
     def take_gradients(self) -> None:
-        """Make what a backward left on the unsharded parameters pending."""
+        """Take from autograd what a backward left on the unsharded parameters."""
+        # What is sent at once is cast when it is copied into the message.
+        dtype = None if self.sends else self.policy.reduce_dtype
         with outside_of_autograd():
             for parameter in self.parameters:
-                # What is sent at once is cast when it is copied into the message.
-                dtype = None if self.sends else self.policy.reduce_dtype
-                parameter.take_gradient(dtype, sends_partial=not self.leaves_replicas)
+                parameter.accumulate(dtype, sends_partial=not self.leaves_replicas)
 
     def start_reduction(self) -> list[Reduction]:
-        """Start reducing what is pending; each is waited for by its `finish`."""
-        pending = [p for p in self.parameters if p.pending is not None]
+        """Start reducing what is unreduced; each is waited for by its `finish`."""
+        unreduced = [p for p in self.parameters if p.unreduced is not None]
         with outside_of_autograd():
-            return [self._send(members) for _, members in _grouped(pending, self._dtypes)]
+            return [
+                Reduction(self, parameters, dtype)
+                for (dtype, _), parameters in _grouped(unreduced, self._reduced_dtypes)
+            ]
 
-    def _dtypes(self, parameter: ShardedParameter) -> tuple[torch.dtype, torch.dtype]:
+    def _reduced_dtypes(self, parameter: ShardedParameter) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes of the reduction, and of the gradient that the optimizer sees."""
-        assert parameter.pending is not None
-        return self.policy.reduce_dtype or parameter.pending.dtype, parameter.local.dtype
-
-    def _send(self, parameters: list[ShardedParameter]) -> Reduction:
-        gradients = [p.pending for p in parameters if p.pending is not None]
-        dtype, _ = self._dtypes(parameters[0])
-        message = self.buffers.take(parameters, dtype, self.mesh.shard_group)
-        message.fill(gradients)
-        partials = [parameter.send_gradient() for parameter in parameters]
-        factors = _divisors(dtype, self.mesh.reduce_sizes, self.divide_factor)
-        if factors[0] > 1:
-            message.matrix.div_(factors[0])
-        own, handle = self.mesh.start_reduce(message.matrix)
-        return Reduction(self, message, own, partials, handle, factors, self.leaves_replicas)
+        assert parameter.unreduced is not None
+        return self.policy.reduce_dtype or parameter.unreduced.dtype, parameter.local.dtype
 
 
-@dataclass(frozen=True)
 class Reduction:
-    """Gradients of one message in flight, until `finish`.
+    """The gradients of one message in flight, from construction to `finish` or `drop`."""
 
-    Attributes:
-        own: `[m]`, the sum of this rank's row when `handle` is done.
-        partials: for each parameter, rows of earlier sums over shards, if any.
-        divisors: by what sums are divided before, between and after the two stages.
-        is_partial: whether the sum over replicas is left to a later micro-batch.
-    """
-
-    unit: Unit
-    message: Message
-    own: torch.Tensor
-    partials: Sequence[torch.Tensor | None]
-    handle: comm.Handle
-    divisors: tuple[float, float, float]
-    is_partial: bool
+    def __init__(self, unit: Unit, parameters: list[ShardedParameter], dtype: torch.dtype) -> None:
+        mesh = unit.mesh
+        self._unit = unit
+        self._is_partial = unit.leaves_replicas
+        self._message = unit.buffers.take(parameters, dtype, mesh.shard_group)
+        self._message.fill([p.unreduced for p in parameters if p.unreduced is not None])
+        for parameter in parameters:
+            parameter.send()
+        # By what sums are divided before, between and after the two stages.
+        self._divisors = _divisors(dtype, mesh.reduce_sizes, unit.divide_factor)
+        matrix = self._message.matrix
+        if self._divisors[0] > 1:
+            matrix.div_(self._divisors[0])
+        # The sum of this rank's row `[m]`, when the handle is done.
+        if mesh.num_shards == 1 and mesh.replica_group is not None:  # nothing to scatter
+            self._own, self._handle = matrix[0], comm.all_reduce_sum(matrix, mesh.replica_group)
+        else:
+            self._own, self._handle = comm.reduce_scatter_sum(matrix, mesh.shard_group)
 
     def finish(self) -> None:
         """Wait for the means and add them to the gradients of the shards."""
+        parameters, mesh = self._message.parameters, self._unit.mesh
         with outside_of_autograd():
-            self.handle.wait()
-            mean = self.own / self.divisors[1]  # a copy: the message's memory is used again
-            self.unit.buffers.give_back(self.message)
-            if any(partial is not None for partial in self.partials):
-                for partial, rows in zip(self.partials, self._rows(mean), strict=True):
-                    if partial is not None:
-                        rows += partial
-            parameters = self.message.parameters
-            if not self.is_partial:
-                self.unit.mesh.reduce_over_replicas(mean)
-                if self.divisors[2] != 1:
-                    mean.div_(self.divisors[2])
+            self._handle.wait()
+            mean = self._own / self._divisors[1]  # a copy: the message's memory is used again
+            self._unit.buffers.give_back(self._message)
+            if any(parameter.partial is not None for parameter in parameters):
+                for parameter, rows in zip(parameters, self._rows(mean), strict=True):
+                    if parameter.partial is not None:
+                        rows += parameter.partial
+            if not self._is_partial:
+                if mesh.reduce_sizes[1] > 1:
+                    comm.sum_over_ranks(mean, mesh.replica_group)
+                if self._divisors[2] != 1:
+                    mean.div_(self._divisors[2])
                 mean = mean.to(parameters[0].local.dtype)
             is_cleared = [parameter.remove_placeholder() for parameter in parameters]
             for parameter, rows, cleared in zip(
                 parameters, self._rows(mean), is_cleared, strict=True
             ):
-                if not cleared and self.is_partial:
-                    parameter.partial = rows
-                    parameter.leave_placeholder()
-                elif not cleared:
-                    parameter.add_gradient(rows)
-
-    def let_be_cleared(self) -> None:
-        """Make `zero_grad` discard these gradients too, until `finish`."""
-        for parameter in self.message.parameters:
-            parameter.leave_placeholder()
+                if cleared:
+                    parameter.drop()
+                elif self._is_partial:
+                    parameter.keep(rows)
+                else:
+                    parameter.add(rows)
 
     def drop(self) -> None:
         """Wait, and discard the result."""
-        self.handle.wait()
-        self.unit.buffers.give_back(self.message)
+        self._handle.wait()
+        self._unit.buffers.give_back(self._message)
 
     def _rows(self, row: torch.Tensor) -> list[torch.Tensor]:
-        return self.message.layout.pieces(row, self.unit.mesh.rank)
+        return self._message.layout.pieces(row, self._unit.mesh.rank)
 
 
 def _divisors(
@@ -335,13 +332,7 @@ def _grouped(
     return list(groups.items())
 
 
-_watching: weakref.WeakSet[Unit] = weakref.WeakSet()
-
-
-def _watch_optimizers(unit: Unit) -> None:
-    """Count the steps over its parameters, for as long as it lives."""
-    _register_once()
-    _watching.add(unit)
+_watching: weakref.WeakSet[Unit] = weakref.WeakSet()  # whose `num_updates` is counted
 
 
 @functools.cache
