@@ -7,22 +7,13 @@ rank to rank and from step to step. The order is an input here (`laws.schedules`
 from __future__ import annotations
 
 from spec_tests.clause import clauses
-from spec_tests.ddp.replica import Replica
-from spec_tests.laws import equivalence, schedules
+from spec_tests.ddp.replica import DDP, mean_gradients
+from spec_tests.laws import schedules
 
-clause = clauses(
-    judges=("ddp", "ddp_bucketed"), level="correct", worlds=(2, 3), transports=schedules.SIM
-)
-TOY, SEED = "stack", 7  # several buckets, of equal and of unequal size
-
-
-def three_steps(ctx, subject, toy, seed):
-    """Gradients after the third of three steps; what an early one leaves behind would show."""
-    replica = Replica(ctx, subject, toy, seed)
-    for micro in range(3):
-        replica.zero_grad()
-        replica.backward(micro)
-    return replica.gradients()
+clause = clauses(judges=DDP, level="correct", worlds=(2, 3), transports=schedules.SIM)
+TOY = "stack"  # several buckets, of equal and of unequal size
+# What an early step leaves behind would show in the third.
+THREE_STEPS = "backward 0, zero_grad, backward 1, zero_grad, backward 2"
 
 
 @clause("ddp.schedule.same-gradients", source=schedules.LAUNCH_ORDER)
@@ -34,9 +25,8 @@ def test_no_order_of_events_changes_the_gradients(world, subject, schedule):
     another bucket: sums of unrelated numbers where the sizes are equal, a deadlock where not. A
     buffer that is filled again in flight is an error by itself.
     """
-    ranks = schedules.run(world, schedule, three_steps, subject, TOY, SEED)
-
-    equivalence.mean_gradients(ranks, TOY, SEED, micros=(2,), given=str(schedule))
+    scheduled = schedules.under(world, schedule)
+    mean_gradients(scheduled, subject, TOY, THREE_STEPS, given=str(schedule))
 
 
 @clause("ddp.schedule.waits-for-every-launch", source=schedules.WAITED_FOR)
@@ -45,6 +35,4 @@ def test_every_reduction_is_waited_for(world, subject):
 
     That a later one has completed proves nothing about an earlier one: gloo runs several at once.
     """
-    ranks = world.run(three_steps, subject, TOY, SEED)
-
-    equivalence.mean_gradients(ranks, TOY, SEED, micros=(2,))
+    mean_gradients(world, subject, TOY, THREE_STEPS)

@@ -43,7 +43,7 @@ def after_failure(ctx, subject, seed, where):
         reset()
     sharded.optimizer.zero_grad()
     sharded.backward(0)
-    return sharded.stepped()
+    return sharded.gradients()
 
 
 @clause(
@@ -72,7 +72,7 @@ def interleaved(ctx, subject, toy, seed):
         one.finish()
         loss_two.backward()
         two.finish()
-    return {"one": one.stepped(), "two": two.stepped()}
+    return {"one": one.gradients(), "two": two.gradients()}
 
 
 @clause(
@@ -97,7 +97,7 @@ def on_a_mesh(ctx, subject, seed, shape):
     sharded = Sharded(ctx, subject, "stack", seed, **options)
     sharded.accumulate(1)
     sharded.backward(0)
-    return sharded.stepped()
+    return sharded.gradients()
 
 
 @clause(
@@ -138,7 +138,7 @@ def alone(ctx, subject, seed):
     with ctx.recording() as recorder:
         sharded.backward()
     sent = [str(event) for event in recorder.log().collectives()]
-    return {"gradients": sharded.stepped(), "sent": sent}
+    return {"gradients": sharded.gradients(), "sent": sent}
 
 
 @clause(
@@ -226,7 +226,7 @@ def by_hand(ctx, subject, seed):
         unit.unshard()
         unit.unshard()
     sent = len(recorder.log().collectives())
-    output = sharded.model(sharded.batch()).detach()
+    output = sharded.wrapped(sharded.batch()).detach()
     return {"whole": whole, "kinds": kinds, "sent": sent, "output": {"output": output}}
 
 

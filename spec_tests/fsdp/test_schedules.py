@@ -8,30 +8,22 @@ where completion is an input (`laws.schedules`).
 from __future__ import annotations
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded
-from spec_tests.laws import equivalence, schedules
+from spec_tests.fsdp.sharded import FULLY_SHARD, mean_gradients
+from spec_tests.laws import schedules
 
 clause = clauses(judges=FULLY_SHARD, level="correct", transports=schedules.SIM)
 
-TOY, SEED = "stack", 7
-
-
-def two_steps(ctx, subject, toy, seed):
-    """Gradients after the second of two steps; what an early one leaves behind would show."""
-    sharded = Sharded(ctx, subject, toy, seed)
-    for micro in range(2):
-        sharded.optimizer.zero_grad()
-        sharded.backward(micro)
-    return sharded.whole_gradients()
+TOY = "stack"
+# What an early step leaves behind would show in the second.
+TWO_STEPS = "backward 0, zero_grad, backward 1, gather"
 
 
 @clause("fsdp.schedule.same-gradients", source=schedules.LAUNCH_ORDER, worlds=(3,))
 @schedules.drawn
 def test_no_order_of_events_changes_the_gradients(world, subject, schedule):
     """Whatever schedule the ranks of a sharded model run by, its gradients MUST be the mean."""
-    ranks = schedules.run(world, schedule, two_steps, subject, TOY, SEED)
-
-    equivalence.mean_gradients(ranks, TOY, SEED, micros=(1,), given=str(schedule))
+    scheduled = schedules.under(world, schedule)
+    mean_gradients(scheduled, subject, TOY, TWO_STEPS, absent_is_zero=False, given=str(schedule))
 
 
 @clause("fsdp.schedule.waits-for-every-launch", source=schedules.WAITED_FOR, worlds=(2, 3))
@@ -40,6 +32,4 @@ def test_every_gather_and_every_reduction_is_waited_for(world, subject):
 
     Also a gather that was launched ahead and then not needed: its buffer may be freed in flight.
     """
-    ranks = world.run(two_steps, subject, TOY, SEED)
-
-    equivalence.mean_gradients(ranks, TOY, SEED, micros=(1,))
+    mean_gradients(world, subject, TOY, TWO_STEPS, absent_is_zero=False)

@@ -30,7 +30,7 @@ def at_a_moment(ctx, subject, toy, seed, moment):
             sharded.loss()
     elif moment == "unsharded-by-hand":
         sharded.unshard_all()
-    state: dict[str, Any] = sharded.model.state_dict()
+    state: dict[str, Any] = sharded.wrapped.state_dict()
     names = dict(sharded.module.named_buffers())
     return {
         "keys": list(state),
@@ -64,18 +64,18 @@ def carried_over(ctx, subject, toy, seed):
     first = Sharded(ctx, subject, toy, seed)
     first.backward(0)
     first.optimizer.step()
-    state = {name: value.clone() for name, value in first.model.state_dict().items()}
+    state = {name: value.clone() for name, value in first.wrapped.state_dict().items()}
     second = Sharded(ctx, subject, toy, seed + 1)
     with torch.no_grad():
         second.loss()
-    missing = second.model.load_state_dict(state, strict=True)
+    missing = second.wrapped.load_state_dict(state, strict=True)
     first.optimizer.zero_grad()
     return {
         "complaints": [*missing.missing_keys, *missing.unexpected_keys],
         "first": first.full(),
         "second": second.full(),
-        "expected": {"output": first.model(first.batch(3)).detach()},
-        "output": {"output": second.model(first.batch(3)).detach()},
+        "expected": {"output": first.wrapped(first.batch(3)).detach()},
+        "output": {"output": second.wrapped(first.batch(3)).detach()},
     }
 
 

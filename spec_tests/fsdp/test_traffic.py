@@ -35,7 +35,7 @@ def passes(ctx, subject, toy, seed, reshard_after_forward, keeps=False, flags=(T
     for _ in range(steps):
         for micro, is_reduced in enumerate(flags):
             sharded.synchronise(is_reduced)
-            sharded.keep_after_backward(keeps and micro < len(flags) - 1)
+            sharded.keep(keeps and micro < len(flags) - 1)
             with ctx.recording() as forward:
                 loss = sharded.loss(micro)
             with ctx.recording() as backward:

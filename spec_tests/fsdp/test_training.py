@@ -26,7 +26,7 @@ def trained(ctx, subject, toy, seed, steps, decay=0.0):
     """Full weights after training with momentum on this rank's share of every batch."""
     sharded = Sharded(ctx, subject, toy, seed)
     optimizer = torch.optim.SGD(
-        sharded.model.parameters(), lr=RATE, momentum=0.9, weight_decay=decay
+        sharded.wrapped.parameters(), lr=RATE, momentum=0.9, weight_decay=decay
     )
     for step in range(steps):
         optimizer.zero_grad()
@@ -115,12 +115,12 @@ def test_the_optimizer_keeps_the_objects_that_it_was_given(world, subject):
 def history(ctx, subject, seed):
     """Full weights after steps of AdamW in float32 on real-valued data."""
     sharded = Sharded(ctx, subject, "even", seed)
-    optimizer = torch.optim.AdamW(sharded.model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(sharded.wrapped.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(1000 + ctx.rank)
     for _ in range(STEPS):
         optimizer.zero_grad()
         batch = torch.randn(3, 6, generator=generator).to(ctx.device).clamp(-5, 5)
-        sharded.model(batch).square().mean().backward()
+        sharded.wrapped(batch).square().mean().backward()
         sharded.finish()
         optimizer.step()
     return sharded.full()

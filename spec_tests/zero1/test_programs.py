@@ -10,7 +10,6 @@ import torch
 from spec_tests.clause import clauses
 from spec_tests.laws import program_machine, programs
 from spec_tests.rig import judge
-from spec_tests.rig.oracle import Named
 from spec_tests.rig.tolerance import rounding
 from spec_tests.rig.toys import TOYS
 from spec_tests.zero1.runs import SEED, TOY, gradient
@@ -56,19 +55,10 @@ class Dealt(programs.Trainee):
         with contextlib.suppress(programs.PlantedError):
             self.optimizer.step(closure)
 
-    def state(self) -> Any:
-        whole = self.optimizer.state_dict if self.impl is None else self._full_state
-        return self.module.state_dict(), whole()
-
-    def _full_state(self) -> dict[str, Any]:
+    def optimizer_state(self) -> dict[str, Any]:
+        if self.impl is None:
+            return self.optimizer.state_dict()
         return self.impl.full_optimizer_state(self.optimizer)
-
-    def restore(self, state: Any) -> None:
-        self.module.load_state_dict(state[0])
-        self.optimizer.load_state_dict(state[1])
-
-    def weights(self) -> Named:
-        return {name: p.detach().clone() for name, p in self.parameters.items()}
 
 
 def trained(ctx, program):
@@ -87,18 +77,15 @@ def test_any_sequence_of_calls_does_what_the_plain_optimizer_does(world):
     Steps, `zero_grad` both ways, a changed learning rate of a group, a closure that raises, the
     full state saved and loaded.
     """
-
-    def compare(program):
-        programs.agree(
-            world.run(trained, program),
-            lambda rank: Dealt(),
-            program,
-            # Exact until small and large learning rates meet in one weight.
-            within=rounding(torch.float32, terms=4, depth=len(program) + 2),
-            given=f"toy {TOY!r}, two groups, momentum",
-        )
-
-    program_machine.any_program(compare, CALLS)
+    program_machine.any_sequence(
+        world,
+        trained,
+        alone=lambda rank: Dealt(),
+        # Exact until small and large learning rates meet in one weight.
+        within=lambda program: rounding(torch.float32, terms=4, depth=len(program) + 2),
+        calls=CALLS,
+        given=f"toy {TOY!r}, two groups, momentum",
+    )
 
 
 def back_to_the_start(run):

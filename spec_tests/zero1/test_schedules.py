@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from spec_tests.clause import clauses
 from spec_tests.laws import schedules
-from spec_tests.zero1.runs import in_ranks, like_unsharded
+from spec_tests.zero1.runs import same_as_unsharded
 
 clause = clauses(needs=("sharded_optimizer",), level="correct", transports=schedules.SIM)
 
@@ -27,14 +27,10 @@ def test_no_order_of_events_changes_the_weights(world, schedule):
     A buffer that is filled again in flight, or read before its message is in, is right as long as
     the wire is faster than the loop over parameters.
     """
-    ranks = schedules.run(world, schedule, in_ranks, two_steps, optimizer="momentum")
-
-    like_unsharded(ranks, two_steps, optimizer="momentum")
+    same_as_unsharded(schedules.under(world, schedule), two_steps, optimizer="momentum")
 
 
 @clause("zero1.schedule.waits-for-every-launch", source=schedules.WAITED_FOR, worlds=(2, 3))
 def test_every_exchange_is_waited_for(world):
     """Every exchange that is launched MUST be waited for by the rank that launched it."""
-    ranks = world.run(in_ranks, two_steps, optimizer="momentum")
-
-    like_unsharded(ranks, two_steps, optimizer="momentum")
+    same_as_unsharded(world, two_steps, optimizer="momentum")
