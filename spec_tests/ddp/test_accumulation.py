@@ -63,7 +63,7 @@ def local_window(ctx, subject, toy):
     """Gradients in the middle of a window, and what a bare module would have."""
     replica = Replica(ctx, subject, toy)
     wrapped = replica.gradients_after("accumulate 0, accumulate 1")
-    return {"wrapped": wrapped, "bare": replica.local_gradients((0, 1))}
+    return wrapped, replica.local_gradients((0, 1))
 
 
 @clause("ddp.no-sync.keeps-local-sums", source=NO_SYNC)
@@ -73,11 +73,11 @@ def test_gradients_inside_no_sync_are_plain_local_sums(world, subject, toy):
 
     Dividing what has accumulated on each micro-batch weighs the early ones less and less.
     """
-    ranks = world.run(local_window, subject, toy)
+    wrapped, bare = zip(*world.run(local_window, subject, toy), strict=True)
 
     judge.tensors(
-        [rank["wrapped"] for rank in ranks],
-        [rank["bare"] for rank in ranks],
+        wrapped,
+        bare,
         quantity="local sum of two micro-batches",
         given=f"toy {toy!r}, seed 7, inside no_sync",
     )
@@ -193,14 +193,13 @@ def test_an_exception_inside_no_sync_does_not_leave_it_on(world, subject):
     equivalence.mean_gradients(ranks, "mlp", SEED, given="after an exception inside no_sync")
 
 
-def nested(ctx, subject, toy, seed):
+def nested(ctx, subject):
     """What is sent in the outer window after the inner one closed, and gradients at the end."""
-    replica = Replica(ctx, subject, toy, seed)
+    replica = Replica(ctx, subject, "mlp")
     with ctx.recording() as recorder, replica.no_sync():
         replica.accumulate(0)
         replica.loss(1).backward()
-    replica.backward(2)
-    return {"log": recorder.log(), "gradients": replica.gradients()}
+    return recorder.log(), replica.gradients_after("backward 2")
 
 
 @clause(
@@ -210,16 +209,14 @@ def nested(ctx, subject, toy, seed):
 )
 def test_an_inner_window_does_not_end_the_outer_one(world, subject):
     """Leaving a nested `no_sync` MUST restore the outer one, which still sends nothing."""
-    ranks = world.run(nested, subject, "mlp", 7)
+    logs, gradients = zip(*world.run(nested, subject), strict=True)
 
     traffic.silent(
-        [rank["log"] for rank in ranks],
+        logs,
         when="in the outer no_sync",
         likely="the inner exit switches synchronisation on, in place of restoring what was before",
     )
-    equivalence.mean_gradients(
-        [rank["gradients"] for rank in ranks], "mlp", 7, micros=(0, 1, 2), given="nested no_sync"
-    )
+    equivalence.mean_gradients(gradients, "mlp", SEED, micros=(0, 1, 2), given="nested no_sync")
 
 
 @clause(

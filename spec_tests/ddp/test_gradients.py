@@ -188,9 +188,7 @@ def two_forwards(ctx, subject):
 @clause("ddp.gradients.two-forwards-one-backward", source="pytorch issue 175024")
 def test_two_forwards_and_one_backward_give_the_whole_gradient(world, subject):
     """Two forwards followed by one backward MUST give the mean of the complete gradients."""
-    ranks = world.run(two_forwards, subject)
-
-    equivalence.mean_gradients(ranks, "mlp", SEED, micros=(0, 1))
+    equivalence.mean_gradients(world.run(two_forwards, subject), "mlp", SEED, micros=(0, 1))
 
 
 @clause(

@@ -1,15 +1,22 @@
-"""Any sequence of training calls on replicas: what no single situation would show."""
+"""Programs: any sequence of training calls on replicas, in any order of events.
+
+Schedules: in whichever order ranks run and operations complete, the gradients are the same.
+
+Buckets leave while the backward still fills others, so which of them is done first differs from
+rank to rank and from step to step. The order is an input here (`laws.schedules`).
+"""
 
 from __future__ import annotations
 
 import torch
 
-from spec_tests.clause import clause
-from spec_tests.ddp.replica import Replica
-from spec_tests.laws import program_machine, programs
+from spec_tests.clause import clauses
+from spec_tests.ddp.replica import DDP, SEED, Replica, mean_gradients
+from spec_tests.laws import program_machine, programs, schedules
 from spec_tests.rig.tolerance import rounding
 
-TOY, SEED = "mlp", 7
+clause = clauses(judges=DDP, level="correct", worlds=(2, 3))
+TOY = "mlp"
 
 
 def trained(ctx, subject, program):
@@ -20,11 +27,8 @@ def trained(ctx, subject, program):
 
 @clause(
     "ddp.programs.any-sequence",
-    level="correct",
-    judges=("ddp", "ddp_bucketed"),
     needs=("no_sync",),
     source="contract, Ddp and NoSync; hypothesis, stateful testing",
-    worlds=(2, 3),
 )
 def test_any_sequence_of_calls_does_what_one_process_does(world, subject):
     """Any sequence of training calls MUST do on the ranks what it does in one process.
@@ -42,3 +46,32 @@ def test_any_sequence_of_calls_does_what_one_process_does(world, subject):
         ),
         given=f"toy {TOY!r}, seed {SEED}",
     )
+
+
+SCHEDULED_TOY = "stack"  # several buckets, of equal and of unequal size
+# What an early step leaves behind would show in the third.
+THREE_STEPS = "backward 0, zero_grad, backward 1, zero_grad, backward 2"
+
+
+@clause("ddp.schedule.same-gradients", source=schedules.LAUNCH_ORDER, transports=schedules.SIM)
+@schedules.drawn
+def test_no_order_of_events_changes_the_gradients(world, subject, schedule):
+    """The gradients MUST be the mean, whatever rank runs when and whatever completes first.
+
+    A rank that launches by what has completed, or by what its own clock says, meets its peers with
+    another bucket: sums of unrelated numbers where the sizes are equal, a deadlock where not. A
+    buffer that is filled again in flight is an error by itself.
+    """
+    scheduled = schedules.under(world, schedule)
+    mean_gradients(scheduled, subject, SCHEDULED_TOY, THREE_STEPS, given=str(schedule))
+
+
+@clause(
+    "ddp.schedule.waits-for-every-launch", source=schedules.WAITED_FOR, transports=schedules.SIM
+)
+def test_every_reduction_is_waited_for(world, subject):
+    """Every reduction that is launched MUST be waited for by the rank that launched it.
+
+    That a later one has completed proves nothing about an earlier one: gloo runs several at once.
+    """
+    mean_gradients(world, subject, SCHEDULED_TOY, THREE_STEPS)

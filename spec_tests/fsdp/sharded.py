@@ -11,16 +11,19 @@ integers: nothing is rounded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from spec_tests.laws import wrapped
 from spec_tests.laws.wrapped import SEED as SEED  # the chapter takes it from here
+from spec_tests.rig import judge
 from spec_tests.rig.oracle import Gradients, Named
 from spec_tests.rig.rank import Context
+from spec_tests.rig.recorder import Log
 from spec_tests.rig.toys import TOYS
 from spec_tests.rig.world import World
 
@@ -90,12 +93,51 @@ def shard(
     return module
 
 
+def finish(ctx: Context, subject: str, model: nn.Module) -> None:
+    """End a backward pass of the whole-model shape."""
+    if subject == "fsdp":
+        ctx.impl.finish_gradient_synchronization(model)
+
+
 def of_integers(module: nn.Module) -> Any:
     """The module, its parameters small integers that are not zero: sums are exact."""
     for number, parameter in enumerate(module.parameters()):
         values = torch.arange(parameter.numel()).add(number).remainder(5) - 2.5
         parameter.data.copy_((2 * values).view(parameter.shape))
     return module
+
+
+def about(tensor: torch.Tensor | None) -> dict[str, Any]:
+    """What a parameter or gradient says about itself, as plain data."""
+    if tensor is None:
+        return {}
+    found: dict[str, Any] = {
+        "is a Parameter": isinstance(tensor, nn.Parameter),
+        "is a DTensor": isinstance(tensor, DTensor),
+        "shape": tuple(tensor.shape),
+        "stride": tuple(tensor.stride()),
+        "dtype": str(tensor.dtype),
+        "requires_grad": tensor.requires_grad,
+    }
+    if isinstance(tensor, DTensor):
+        found["placements"] = str(tensor.placements)
+        found["mesh"] = tensor.device_mesh.mesh.tolist()
+        found["local shape"] = tuple(tensor.to_local().shape)
+    return found
+
+
+def says_the_same(
+    seen: Mapping[str, Any], wanted: Mapping[str, Any], keys: Iterable[str], what: str, given: str
+) -> None:
+    """A tensor must say of itself what is wanted; keys of `about`."""
+    __tracebackhide__ = True
+    wrong = [key for key in keys if seen.get(key) != wanted.get(key)]
+    judge.holds(
+        not wrong,
+        f"{what}: expected { ({k: wanted.get(k) for k in wrong}) }, got "
+        f"{ ({k: seen.get(k) for k in wrong}) }",
+        given=given,
+    )
 
 
 def full_parameters(ctx: Context, model: nn.Module, names: Sequence[str]) -> Named:
@@ -132,6 +174,14 @@ class Sharded(wrapped.WrappedToy):
         self.held: list[Any] = list(self.wrapped.parameters())
         self.optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=RATE)
 
+    def recorded(self, micro: int = 0, **flags: Any) -> tuple[Log, Log]:
+        """What the forward and what the backward of a micro-batch send."""
+        with self.ctx.recording() as forward:
+            loss = self.loss(micro, **flags)
+        with self.ctx.recording() as backward:
+            loss.backward()
+        return forward.log(), backward.log()
+
     def accumulate(self, micro: int = 0, **flags: Any) -> None:
         """Forward and backward of a micro-batch whose gradients stay on this rank."""
         self.synchronise(False)
@@ -164,8 +214,7 @@ class Sharded(wrapped.WrappedToy):
 
     def finish(self) -> None:
         """End a backward pass of the whole-model shape."""
-        if self.subject == "fsdp":
-            self.ctx.impl.finish_gradient_synchronization(self.wrapped)
+        finish(self.ctx, self.subject, self.wrapped)
 
     def full(self) -> Named:
         """Full parameters by the plain model's names."""

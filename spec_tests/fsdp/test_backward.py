@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from spec_tests.clause import clauses
@@ -23,9 +22,11 @@ from spec_tests.fsdp.sharded import (
     FULLY_SHARD,
     SEED,
     Sharded,
+    about,
     divisible,
     gradients_after,
     mean_gradients,
+    says_the_same,
 )
 from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import judge, oracle
@@ -229,27 +230,11 @@ def test_recomputing_a_unit_changes_no_gradient(world, subject, reentrant, resha
     equivalence.mean_gradients(ranks, "stack", 7, absent_is_zero=True)
 
 
-def described_gradients(ctx, subject, toy, seed):
+def described_gradients(ctx, subject, toy):
     """What the gradients say about themselves, beside what the parameters say."""
-    sharded = Sharded(ctx, subject, toy, seed)
+    sharded = Sharded(ctx, subject, toy)
     sharded.backward()
-    return {
-        name: {"parameter": _about(p), "gradient": _about(p.grad)}
-        for name, p in sharded.shards().items()
-    }
-
-
-def _about(tensor: torch.Tensor | None) -> dict[str, object]:
-    if not isinstance(tensor, DTensor):
-        return {"kind": "None" if tensor is None else "plain tensor"}
-    return {
-        "kind": "DTensor",
-        "placements": str(tensor.placements),
-        "mesh": tensor.device_mesh.mesh.tolist(),
-        "shape": tuple(tensor.shape),
-        "local shape": tuple(tensor.to_local().shape),
-        "dtype": str(tensor.dtype),
-    }
+    return {name: (about(p), about(p.grad)) for name, p in sharded.shards().items()}
 
 
 @clause(
@@ -263,14 +248,10 @@ def test_gradients_are_sharded_as_their_parameters_are(world, subject, toy):
 
     None where a rank has no rows, and its peers wait for it in the next clipping.
     """
-    ranks = world.run(described_gradients, subject, toy, 7)
+    ranks = world.run(described_gradients, subject, toy)
 
+    keys = ("is a DTensor", "placements", "mesh", "shape", "local shape", "dtype")
     for (rank, seen), name in itertools.product(enumerate(ranks), TOYS[toy].build(7).state_dict()):
-        wanted, got = seen[name]["parameter"], seen[name]["gradient"]
-        wrong = [key for key in wanted if got.get(key) != wanted[key]]
-        judge.holds(
-            not wrong,
-            f"rank {rank}, gradient of {name!r}: expected { ({k: wanted[k] for k in wrong}) }, got "
-            f"{ ({k: got.get(k) for k in wrong}) }",
-            given=f"toy {toy!r}",
-        )
+        parameter, gradient = seen[name]
+        what = f"rank {rank}, gradient of {name!r}"
+        says_the_same(gradient, parameter, keys, what, given=f"toy {toy!r}")

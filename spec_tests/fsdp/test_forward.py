@@ -20,6 +20,7 @@ from spec_tests.fsdp.sharded import (
     SEED,
     Sharded,
     divisible,
+    finish,
     mean_gradients,
     of_integers,
     shard,
@@ -137,8 +138,7 @@ def structured(ctx, subject, seed):
     found = model(inputs={"x": x})
     loss = found["parts"][0].square().sum() + found["parts"][1][0].square().sum()
     (ctx.world_size * loss).backward()
-    if subject == "fsdp":
-        ctx.impl.finish_gradient_synchronization(model)
+    finish(ctx, subject, model)
     optimizer.step()
     full = ctx.impl.full_parameters(model)
     after = {name.removeprefix("module."): value.detach() for name, value in full.items()}

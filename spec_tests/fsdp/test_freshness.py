@@ -14,7 +14,16 @@ import torch
 from torch import nn
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, RATE, SEED, Sharded, gradients_after, shard
+from spec_tests.fsdp.sharded import (
+    BOTH,
+    FULLY_SHARD,
+    RATE,
+    SEED,
+    Sharded,
+    finish,
+    gradients_after,
+    shard,
+)
 from spec_tests.laws import programs, refusal
 from spec_tests.rig import judge
 from spec_tests.rig.symptoms import Hint, gap
@@ -150,8 +159,7 @@ def after_leaving_out(ctx, subject, raises=""):
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4)
     x = torch.ones(1, 12, device=ctx.device)
     model(x).sum().backward()
-    if subject == "fsdp":
-        ctx.impl.finish_gradient_synchronization(model)
+    finish(ctx, subject, model)
     if raises == "within a layer":
         with programs.failing(ladder.layers[1]):
             model(x)

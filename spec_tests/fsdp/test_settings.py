@@ -56,10 +56,7 @@ def over_replicas(ctx, subject, case):
     sent = []
     for micro, flags in enumerate(uses):
         sharded.wrapped.set_requires_all_reduce(micro == 1)
-        loss = sharded.loss(micro, **flags)
-        with ctx.recording() as backward:
-            loss.backward()
-        sent.append(traffic.reduced(backward.log()))
+        sent.append(traffic.reduced(sharded.recorded(micro, **flags)[1]))
         if case == "cleared" and micro == 0:
             sharded.zero_grad()
     return sent, sharded.gradients()
@@ -125,10 +122,8 @@ def without_weights(ctx, subject):
     embed: Any = sharded.module.embed
     embed.set_unshard_in_backward(False)
     sharded.backward(1)
-    loss = sharded.loss(0)
-    with ctx.recording() as backward:
-        loss.backward()
-    return traffic.gathered(backward.log(), ctx.world_size), sharded.gradients()
+    _, backward = sharded.recorded(0)
+    return traffic.gathered(backward, ctx.world_size), sharded.gradients()
 
 
 @clause("fsdp.traffic.not-unsharded-in-backward", source="FSDPModule.set_unshard_in_backward")

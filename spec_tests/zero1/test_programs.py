@@ -1,4 +1,11 @@
-"""Any sequence of training calls with a sharded optimizer: what no single situation would show."""
+"""Programs: any sequence of calls of a sharded optimizer, in any order of events.
+
+Schedules: in whichever order ranks run and operations complete, the weights are the same.
+
+Each rank sends what it owns and takes what the others own, in as many messages as there are owners
+or parameters. Who overlaps them relies on what has arrived; here arrival is an input
+(`laws.schedules`).
+"""
 
 from __future__ import annotations
 
@@ -8,11 +15,11 @@ from typing import Any
 import torch
 
 from spec_tests.clause import clauses
-from spec_tests.laws import program_machine, programs
+from spec_tests.laws import program_machine, programs, schedules
 from spec_tests.rig import judge
 from spec_tests.rig.tolerance import rounding
 from spec_tests.rig.toys import TOYS
-from spec_tests.zero1.runs import SEED, TOY, gradient
+from spec_tests.zero1.runs import SEED, TOY, Run, gradient, same_as_unsharded
 
 clause = clauses(needs=("sharded_optimizer", "full_optimizer_state"), level="correct")
 
@@ -119,3 +126,32 @@ def test_a_loaded_state_replaces_the_one_before(world):
         within=rounding(torch.float32, terms=4, depth=4),
         given="an empty state is saved, a step taken, the empty state loaded, a step taken",
     )
+
+
+@clause(
+    "zero1.schedule.same-weights",
+    source=schedules.LAUNCH_ORDER,
+    worlds=(3,),
+    needs=("sharded_optimizer",),
+    transports=schedules.SIM,
+)
+@schedules.drawn
+def test_no_order_of_events_changes_the_weights(world, schedule):
+    """All ranks MUST hold the unsharded weights, whatever rank runs when and what completes first.
+
+    A buffer that is filled again in flight, or read before its message is in, is right as long as
+    the wire is faster than the loop over parameters.
+    """
+    same_as_unsharded(schedules.under(world, schedule), Run.steps, 1, 2, optimizer="momentum")
+
+
+@clause(
+    "zero1.schedule.waits-for-every-launch",
+    source=schedules.WAITED_FOR,
+    worlds=(2, 3),
+    needs=("sharded_optimizer",),
+    transports=schedules.SIM,
+)
+def test_every_exchange_is_waited_for(world):
+    """Every exchange that is launched MUST be waited for by the rank that launched it."""
+    same_as_unsharded(world, Run.steps, 1, 2, optimizer="momentum")
