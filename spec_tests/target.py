@@ -221,9 +221,9 @@ def _misfit(name: str, function: Callable[..., Any]) -> str:
 
     What the contract gives a default for is passed by some clauses only, and those say so.
     """
-    kind = FUNCTIONS[name]
-    promised = inspect.signature(kind.__call__)
-    needed = [p for p in promised.parameters.values() if p.default is p.empty and p.name != "self"]
+    promised = FUNCTIONS[name]
+    every = inspect.signature(promised).parameters.values()
+    needed = [p for p in every if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     try:
         own = inspect.signature(function)
     except (TypeError, ValueError):  # built in, or with a signature of its own making
@@ -236,7 +236,7 @@ def _misfit(name: str, function: Callable[..., Any]) -> str:
         names = ", ".join([p.name for p in needed[: len(args)]] + [f"{k}=" for k in kwargs])
         return (
             f"expected a function that can be called as {name}({names}), got {name}{own}: {error}; "
-            f"see class {kind.__name__} in {kind.__module__.replace('.', '/')}.py"
+            f"see `{name}` in {promised.__module__.replace('.', '/')}.py"
         )
     return ""
 

@@ -118,8 +118,7 @@ def test_large_logits_of_either_sign_are_exact(world, subject, data, mask):
 @pytest.mark.parametrize("scale", [0.0, 0.3, -0.3, 1.0])
 def test_any_scale_is_honoured(world, subject, scale):
     """Any scale MUST be honoured: zero is the mean of v, and negative ones turn the order round."""
-    problem = fitting(world, subject, RAGGED.but(scale=scale))
-    as_defined(world, subject, problem, *OUTPUT_AND_LSE)
+    as_defined(world, subject, fitting(world, subject, RAGGED.but(scale=scale)), *OUTPUT_AND_LSE)
 
 
 @clause(

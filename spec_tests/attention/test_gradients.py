@@ -129,8 +129,7 @@ def test_gradients_have_the_range_of_their_dtype(world, subject, upstream):
 @pytest.mark.parametrize("upstream", [1e6, 1e-6])
 def test_float32_gradients_have_its_range(world, subject, upstream):
     """In float32 a dO of 1e6 or 1e-6 MUST give gradients as exact as one of 1."""
-    problem = fitting(world, subject, RAGGED.but(upstream=upstream))
-    as_defined(world, subject, problem, *GRADIENTS)
+    as_defined(world, subject, fitting(world, subject, RAGGED.but(upstream=upstream)), *GRADIENTS)
 
 
 @clause(

@@ -24,7 +24,7 @@ from spec_tests.attention.defined import (
     require_right,
     takes_dtype,
 )
-from spec_tests.attention.problem import Inputs, Problem, dense, inputs
+from spec_tests.attention.problem import Problem, dense, inputs
 from spec_tests.clause import clauses
 from spec_tests.rig import judge
 from spec_tests.rig.errors import RankRaised
@@ -159,15 +159,11 @@ def test_an_expanded_upstream_gradient_is_read_as_one(world, subject):
     problem = fitting(world, subject, Problem(seq_q=40))
     seen = observe(world, subject, summed, problem)
 
-    ones = inputs(problem)
-    wanted = _with_upstream_of_ones(problem, ones)
-    rules.near(seen, wanted, given=f"{problem!r}, out.sum()", tf32=is_tf32(world, subject))
-
-
-def _with_upstream_of_ones(problem: Problem, x: Inputs) -> dict[str, torch.Tensor]:
+    x = inputs(problem)
     x.do = torch.ones_like(x.do)
     found = dense(problem, x, torch.float64, scale_on_keys=False)
-    return {name: found[name].float() for name in rules.GRADIENTS}
+    wanted = {name: found[name].float() for name in rules.GRADIENTS}
+    rules.near(seen, wanted, given=f"{problem!r}, out.sum()", tf32=is_tf32(world, subject))
 
 
 @clause(
@@ -179,17 +175,13 @@ def test_keys_expanded_over_the_batch_are_keys(world, subject):
     problem = fitting(world, subject, Problem(seq_q=40, batch=3))
     seen = observe(world, subject, expanded, problem)
 
-    wanted = _expanded_reference(problem)
-    rules.near(seen, wanted, given=f"{problem!r}, k and v expanded", tf32=is_tf32(world, subject))
-
-
-def _expanded_reference(problem: Problem) -> dict[str, torch.Tensor]:
     x = inputs(problem)
     x.k, x.v = (t[:1].expand_as(t).clone() for t in (x.k, x.v))
     found = dense(problem, x, torch.float64, scale_on_keys=False)
     for name in ("dK", "dV"):
         found[name] = found[name].sum(dim=0, keepdim=True)
-    return {name: found[name].float() for name in ("O", *rules.GRADIENTS)}
+    wanted = {name: found[name].float() for name in ("O", *rules.GRADIENTS)}
+    rules.near(seen, wanted, given=f"{problem!r}, k and v expanded", tf32=is_tf32(world, subject))
 
 
 def amid(ctx, subject, problem, around):
@@ -254,20 +246,12 @@ def test_one_tensor_may_be_query_key_and_value(world, subject):
     problem = fitting(world, subject, Problem(seq_q=40))
     seen = observe(world, subject, thrice, problem)
 
-    rules.near(
-        seen,
-        _thrice_reference(problem),
-        given=f"{problem!r}, q is k is v",
-        tf32=is_tf32(world, subject),
-    )
-
-
-def _thrice_reference(problem: Problem) -> dict[str, torch.Tensor]:
     x = inputs(problem)
     x.k = x.v = x.q
     found = dense(problem, x, torch.float64, scale_on_keys=False)
     total = functools.reduce(torch.add, (found[name] for name in rules.GRADIENTS))
-    return {"O": found["O"].float(), "dX": total.float()}
+    wanted = {"O": found["O"].float(), "dX": total.float()}
+    rules.near(seen, wanted, given=f"{problem!r}, q is k is v", tf32=is_tf32(world, subject))
 
 
 def far_apart(ctx, subject, problem, dim):

@@ -13,11 +13,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from spec_tests.rig.world import Ranks, World
 
 _CHANGES = frozenset(
     f"os.{name}" for name in ("rename", "remove", "rmdir", "mkdir", "link", "symlink", "truncate")
@@ -29,6 +31,12 @@ def folder() -> Iterator[str]:
     """A fresh folder for one run of bodies, removed at the end."""
     with tempfile.TemporaryDirectory(prefix="trainspec-disk-") as path:
         yield str(Path(path) / "checkpoints")
+
+
+def in_folder(world: World, body: Callable[..., Any], *args: Any, **kwargs: Any) -> Ranks:
+    """`World.run` of a body whose first argument is a fresh folder."""
+    with folder() as directory:
+        return world.run(body, directory, *args, **kwargs)
 
 
 class CrashImages:
@@ -69,19 +77,15 @@ class CrashImages:
 
     def _concerns(self, event: str, arguments: tuple[Any, ...]) -> bool:
         if event == "open":
-            path, _, flags = arguments
+            flags = arguments[2]
             if not isinstance(flags, int) or not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
                 return False
-        elif event in _CHANGES:
-            path = arguments[0]
-        else:
+        elif event not in _CHANGES:
             return False
-        if not isinstance(path, str | bytes | os.PathLike):
+        if not isinstance(arguments[0], str | bytes | os.PathLike):
             return False
-        return self.watched.resolve() in [
-            (parent := Path(os.fsdecode(path)).absolute()),
-            *parent.parents,
-        ]
+        path = Path(os.fsdecode(arguments[0])).absolute()
+        return path.is_relative_to(self.watched.resolve())
 
     def _take(self, where: str) -> None:
         listing = self._listing()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from spec_tests.checkpoint.disk import contents, folder, trapped
+from spec_tests.checkpoint.disk import contents, in_folder, trapped
 from spec_tests.checkpoint.trainee import Trainee
 from spec_tests.clause import clauses
 from spec_tests.laws import durability
@@ -23,7 +23,7 @@ def several(ctx, directory, steps):
         trainee.train()
         trainee.save(directory, step=step)
     reading = Trainee(ctx, seed=8).read(directory, f"saved {steps}")
-    return {"last": trainee.state(), "reading": reading}
+    return trainee.state(), reading
 
 
 @clause(
@@ -32,30 +32,23 @@ def several(ctx, directory, steps):
 )
 def test_the_highest_step_is_loaded(world):
     """Of several saves a load MUST take that of the highest step, as a number."""
-    steps = [8, 9, 10, 100]
-    with folder() as directory:
-        ranks = world.run(several, directory, steps)
+    ranks = in_folder(world, several, [8, 9, 10, 100])
 
-    for rank in ranks:
-        durability.one_of(
-            [rank["reading"]],
-            {"the last save": (100, rank["last"])},
-            likely="steps are compared as text",
-        )
+    for last, reading in ranks:
+        saved = {"the last save": (100, last)}
+        durability.one_of([reading], saved, likely="steps are compared as text")
 
 
 def with_strangers(ctx, directory):
     """A save among files and folders of other people."""
-    trainee = Trainee(ctx)
-    trainee.train()
-    trainee.save(directory, step=1)
+    trainee = Trainee.saved(ctx, directory)
     if ctx.rank == 0:
         Path(directory, "lost+found").mkdir()
         Path(directory, "plots", "step-99999999").mkdir(parents=True)
         Path(directory, "notes.txt").write_text("step 2 looked odd\n")
     ctx.barrier()
     reading = Trainee(ctx, seed=8).read(directory, "with foreign files beside it")
-    return {"saved": trainee.state(), "reading": reading}
+    return trainee.state(), reading
 
 
 @clause(
@@ -64,11 +57,10 @@ def with_strangers(ctx, directory):
 )
 def test_foreign_files_are_no_checkpoints(world):
     """Foreign files and folders beside the saves MUST not keep the newest one from loading."""
-    with folder() as directory:
-        ranks = world.run(with_strangers, directory)
+    ranks = in_folder(world, with_strangers)
 
-    for rank in ranks:
-        durability.one_of([rank["reading"]], {"the save": (1, rank["saved"])})
+    for saved, reading in ranks:
+        durability.one_of([reading], {"the save": (1, saved)})
 
 
 def without_any(ctx, directory, exists):
@@ -83,8 +75,7 @@ def without_any(ctx, directory, exists):
 @pytest.mark.parametrize("exists", [True, False], ids=["empty", "missing"])
 def test_without_a_checkpoint_nothing_is_loaded(world, exists):
     """Without a complete save a load MUST raise, or return 0, and change nothing."""
-    with folder() as directory:
-        ranks = world.run(without_any, directory, exists)
+    ranks = in_folder(world, without_any, exists)
 
     for rank in ranks:
         judge.holds(
@@ -95,28 +86,20 @@ def test_without_a_checkpoint_nothing_is_loaded(world, exists):
         judge.holds(not changed, f"expected nothing to change, got changes in {changed[:3]}")
 
 
-def _wider(module):
-    module.second = nn.Linear(5, 4)
-
-
-def _longer(module):
-    module.third = nn.Linear(3, 3)
-
-
-def _without_bias(module):
-    module.second = nn.Linear(5, 3, bias=False)
-
-
-CHANGES = {"wider": _wider, "longer": _longer, "without-bias": _without_bias}
-NAMES = {"wider": "second", "longer": "third", "without-bias": "second.bias"}
+CHANGES = {
+    # the layer that is replaced or added, what it is then, and what an error must name
+    "wider": ("second", lambda: nn.Linear(5, 4), "second"),
+    "longer": ("third", lambda: nn.Linear(3, 3), "third"),
+    "without-bias": ("second", lambda: nn.Linear(5, 3, bias=False), "second.bias"),
+}
 
 
 def into_another_model(ctx, directory, change):
     """A load into a model of another shape."""
-    trainee = Trainee(ctx, toy="mlp")
-    trainee.train()
-    trainee.save(directory, step=1)
-    return Trainee(ctx, toy="mlp", seed=8, change=CHANGES[change]).read(directory, change)
+    Trainee.saved(ctx, directory, toy="mlp")
+    name, layer, _ = CHANGES[change]
+    other = Trainee(ctx, toy="mlp", seed=8, change=lambda model: setattr(model, name, layer()))
+    return other.read(directory, change)
 
 
 @clause("checkpoint.mismatch.raises", source="contract: a model that does not fit is an error")
@@ -126,8 +109,7 @@ def test_a_model_that_does_not_fit_is_an_error(world, change):
 
     With `strict=False` what does not fit keeps its random values.
     """
-    with folder() as directory:
-        ranks = world.run(into_another_model, directory, change)
+    ranks = in_folder(world, into_another_model, change)
 
     judge.equal(
         [bool(rank["error"]) for rank in ranks],
@@ -145,8 +127,7 @@ def test_a_model_that_does_not_fit_is_an_error(world, change):
 @pytest.mark.parametrize("change", list(CHANGES))
 def test_a_load_that_raises_changes_nothing(world, change):
     """A load that raises MUST leave model, optimizer, loader and generators as they were."""
-    with folder() as directory:
-        ranks = world.run(into_another_model, directory, change)
+    ranks = in_folder(world, into_another_model, change)
 
     durability.untouched(ranks)
 
@@ -160,22 +141,20 @@ def test_a_load_that_raises_changes_nothing(world, change):
 @pytest.mark.parametrize("change", list(CHANGES))
 def test_the_error_names_what_does_not_fit(world, change):
     """The error of a load that does not fit MUST name a tensor that is to blame."""
-    with folder() as directory:
-        ranks = world.run(into_another_model, directory, change)
+    ranks = in_folder(world, into_another_model, change)
 
+    culprit = CHANGES[change][2]
     for number, rank in enumerate(ranks):
         judge.holds(
-            not rank["error"] or NAMES[change] in rank["error"],
-            f"rank {number}: expected an error that names {NAMES[change]!r}, got {rank['error']}",
+            not rank["error"] or culprit in rank["error"],
+            f"rank {number}: expected an error that names {culprit!r}, got {rank['error']}",
             given=f"the model is {change}",
         )
 
 
 def with_traps(ctx, directory):
     """Every file of a checkpoint in turn replaced by a pickle that runs code; what ran."""
-    trainee = Trainee(ctx)
-    trainee.train()
-    trainee.save(directory, step=1)
+    Trainee.saved(ctx, directory)
     ran = []
     for number, file in enumerate(contents(directory)):
         for archive in (False, True):
@@ -201,7 +180,4 @@ def test_a_checkpoint_runs_no_code(world):
     Checkpoints are downloaded. What a load makes of such a file, an error or the save before, is
     not promised here.
     """
-    with folder() as directory:
-        ranks = world.run(with_traps, directory)
-
-    judge.equal(ranks, [], quantity="files whose code ran")
+    judge.equal(in_folder(world, with_traps), [], quantity="files whose code ran")

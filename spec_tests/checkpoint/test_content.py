@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spec_tests.checkpoint.disk import folder
+from spec_tests.checkpoint.disk import in_folder
 from spec_tests.checkpoint.trainee import Trainee, part
 from spec_tests.clause import clauses
 from spec_tests.rig import judge
@@ -22,9 +22,7 @@ CONTRACT = "contract: everything from which training goes on as if it had not st
 
 def round_trip(ctx, directory, toy, optimizer):
     """The state when it was saved, one step later, before loading and after."""
-    trainee = Trainee(ctx, toy=toy, optimizer=optimizer)
-    trainee.train(2)
-    trainee.save(directory, step=2)
+    trainee = Trainee.saved(ctx, directory, step=2, toy=toy, optimizer=optimizer)
     saved = trainee.state()
     trainee.train()
     fresh = Trainee(ctx, toy=toy, optimizer=optimizer, seed=8)
@@ -64,8 +62,7 @@ def compare(ranks, *kinds, quantity, given=""):
 )
 def test_parameters_and_buffers_come_back(world, toy):
     """A load MUST bring back every parameter and buffer as it was when it was saved."""
-    with folder() as directory:
-        ranks = world.run(round_trip, directory, toy, "adamw")
+    ranks = in_folder(world, round_trip, toy, "adamw")
 
     compare(ranks, "model", quantity="saved parameter or buffer", given=f"toy {toy!r}")
 
@@ -80,8 +77,7 @@ def test_optimizer_state_comes_back(world, optimizer):
 
     Without moments the loss hardly shows it: a bump of some steps after each restart.
     """
-    with folder() as directory:
-        ranks = world.run(round_trip, directory, "tied", optimizer)
+    ranks = in_folder(world, round_trip, "tied", optimizer)
 
     compare(ranks, "optimizer", quantity="saved optimizer state", given=f"optimizer {optimizer!r}")
 
@@ -92,8 +88,7 @@ def test_the_loaders_place_comes_back(world):
 
     Otherwise the first batches are seen again, and the last ones never.
     """
-    with folder() as directory:
-        ranks = world.run(round_trip, directory, "mlp", "adamw")
+    ranks = in_folder(world, round_trip, "mlp", "adamw")
 
     compare(ranks, "loader", quantity="saved loader position")
 
@@ -108,8 +103,7 @@ def test_every_ranks_generators_come_back(world):
 
     Each rank's own: all with the first rank's would draw one dropout mask for all.
     """
-    with folder() as directory:
-        ranks = world.run(round_trip, directory, "mlp", "adamw")
+    ranks = in_folder(world, round_trip, "mlp", "adamw")
 
     compare(ranks, "random", quantity="saved generator state")
 
@@ -120,23 +114,21 @@ def test_every_ranks_generators_come_back(world):
 )
 def test_the_step_is_that_of_the_save(world):
     """A load MUST return the step that was given to the save, on every rank."""
-    with folder() as directory:
-        ranks = world.run(round_trip, directory, "mlp", "adamw")
+    ranks = in_folder(world, round_trip, "mlp", "adamw")
 
     judge.equal([rank["step"] for rank in ranks], 2, quantity="step")
 
 
 def trained_after_load(ctx, directory):
-    """The original Parameter objects around a step after loading."""
+    """Parameters that are other objects after loading, and those that a step then leaves."""
     Trainee(ctx).save(directory, step=0)
     fresh = Trainee(ctx, seed=8)
     objects = {name: id(p) for name, p in fresh.module.named_parameters()}
     fresh.load(directory)
-    kept = {n: objects.get(n) == id(p) for n, p in fresh.module.named_parameters()}
+    replaced = [n for n, p in fresh.module.named_parameters() if objects.get(n) != id(p)]
     loaded = fresh.weights()
     fresh.train()
-    moved = {name: not torch.equal(loaded[name], t) for name, t in fresh.weights().items()}
-    return {"kept": kept, "moved": moved}
+    return replaced, [n for n, t in fresh.weights().items() if torch.equal(loaded[n], t)]
 
 
 @clause(
@@ -149,29 +141,22 @@ def test_what_is_loaded_is_what_trains(world):
     New Parameter objects in their place are unknown to the optimizer and to every wrapper: the
     loss stands still, or the replicas drift.
     """
-    with folder() as directory:
-        ranks = world.run(trained_after_load, directory)
+    replaced, unmoved = zip(*in_folder(world, trained_after_load), strict=True)
 
-    for quantity in ("kept", "moved"):
-        judge.equal(
-            [[name for name, holds in rank[quantity].items() if not holds] for rank in ranks],
-            [],
-            quantity=f"names of parameters that were not {quantity}",
-        )
+    judge.equal(replaced, [], quantity="names of parameters that were not kept")
+    judge.equal(unmoved, [], quantity="names of parameters that were not moved")
 
 
 def loaded_twice(ctx, directory):
     """A loaded run's state before and after another one, loaded from the same place, trains."""
-    first = Trainee(ctx)
-    first.train()
-    first.save(directory, step=1)
+    first = Trainee.saved(ctx, directory)
     one, two = Trainee(ctx, seed=8), Trainee(ctx, seed=9)
     one.load(directory)
     two.load(directory)
     before = part(one.state(), "model", "optimizer")
     first.train()
     two.train()
-    return {"before": before, "after": part(one.state(), "model", "optimizer")}
+    return before, part(one.state(), "model", "optimizer")
 
 
 @clause(
@@ -181,14 +166,9 @@ def loaded_twice(ctx, directory):
 )
 def test_loaded_values_are_nobody_elses(world):
     """What is loaded MUST share no memory with the run that saved or with another that loaded."""
-    with folder() as directory:
-        ranks = world.run(loaded_twice, directory)
+    before, after = zip(*in_folder(world, loaded_twice), strict=True)
 
-    judge.tensors(
-        [rank["after"] for rank in ranks],
-        [rank["before"] for rank in ranks],
-        quantity="value from before the others trained",
-    )
+    judge.tensors(after, before, quantity="value from before the others trained")
 
 
 def trained(ctx, directory, steps, saves):
@@ -211,8 +191,7 @@ def test_saving_leaves_no_trace_in_training(world):
     Asking PyTorch's `get_optimizer_state_dict` for the state of an optimizer that never stepped
     makes it step, and the count stays: the first real update is corrected like a second one.
     """
-    with folder() as directory:
-        saving = world.run(trained, directory, 3, True, seed=5)
+    saving = in_folder(world, trained, 3, True, seed=5)
     silent = world.run(trained, "", 3, False, seed=5)
 
     judge.tensors(saving, silent, quantity="state of the run that never saved")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_tests.checkpoint.disk import CrashImages, contents, damaged, folder, full_disk
+from spec_tests.checkpoint.disk import CrashImages, contents, damaged, full_disk, in_folder
 from spec_tests.checkpoint.trainee import Trainee
 from spec_tests.clause import clauses
 from spec_tests.laws import durability, refusal
@@ -26,9 +26,7 @@ CRASH = "Lightning issues 688 and 19970, prime-rl pull request 2992; Pillai et a
 
 def crashed_everywhere(ctx, directory, is_same_step):
     """What each copy of the folder, taken during a second save, loads."""
-    trainee = Trainee(ctx)
-    trainee.train()
-    trainee.save(directory, step=1)
+    trainee = Trainee.saved(ctx, directory)
     older = trainee.state()
     trainee.train()
     crashes = CrashImages(directory, into=f"{directory}-images")
@@ -40,10 +38,12 @@ def crashed_everywhere(ctx, directory, is_same_step):
     return {"older": older, "newer": newer, "readings": readings, "final": final}
 
 
-def old_or_new(rank, newer_step):
+def judge_crashes(world, is_same_step):
     """Every image is the older save or the newer one, and the end is the newer."""
     __tracebackhide__ = True
-    newer = {"the newer save": (newer_step, rank["newer"])}
+    (rank,) = in_folder(world, crashed_everywhere, is_same_step)
+
+    newer = {"the newer save": (1 if is_same_step else 2, rank["newer"])}
     durability.one_of(
         rank["readings"], {"the older save": (1, rank["older"]), **newer}, given="a second save"
     )
@@ -53,10 +53,7 @@ def old_or_new(rank, newer_step):
 @clause("checkpoint.crash.old-or-new", source=CRASH)
 def test_a_save_killed_at_any_moment_leaves_the_older_one(world):
     """A save killed at any moment MUST leave a folder that loads the older save or the new one."""
-    with folder() as directory:
-        (rank,) = world.run(crashed_everywhere, directory, False)
-
-    old_or_new(rank, newer_step=2)
+    judge_crashes(world, is_same_step=False)
 
 
 @clause(
@@ -69,28 +66,19 @@ def test_saving_a_step_again_never_tears(world):
     It happens after each restart from an older checkpoint. Half of the files new and half old load
     without an error.
     """
-    with folder() as directory:
-        (rank,) = world.run(crashed_everywhere, directory, True)
-
-    old_or_new(rank, newer_step=1)
+    judge_crashes(world, is_same_step=True)
 
 
 def saved_on_full_disk(ctx, directory, after_bytes, full_ranks):
     """A second save while some ranks cannot write, and what loads after it and after a third."""
-    trainee = Trainee(ctx)
-    trainee.train()
-    trainee.save(directory, step=1)
-    older, error = trainee.state(), ""
+    trainee = Trainee.saved(ctx, directory)
+    older = trainee.state()
     trainee.train()
     newer = trainee.state()
     is_full = ctx.rank in full_ranks
     with full_disk(after_bytes=after_bytes) if is_full else contextlib.nullcontext():
-        try:
+        with refusal.caught(BaseException) as caught:  # the library's own is no Exception
             trainee.save(directory, step=2)
-        except refusal.NO_ANSWERS:
-            raise
-        except BaseException as caught:  # the library's own is no Exception
-            error = f"{type(caught).__name__}: {caught}"
     ctx.barrier()
     reading = Trainee(ctx, seed=8).read(directory, f"files end after {after_bytes} bytes")
     trainee.save(directory, step=3)
@@ -99,7 +87,7 @@ def saved_on_full_disk(ctx, directory, after_bytes, full_ranks):
     return {
         "older": older,
         "newer": newer,
-        "error": error,
+        "error": caught["error"],
         "reading": reading,
         "third": third,
         "after": after,
@@ -119,8 +107,7 @@ FULL = pytest.mark.parametrize("after_bytes", [0, 5000])
 def test_a_save_that_fails_on_one_rank_fails_on_all(world, after_bytes, full):
     """A save that fails on one rank MUST raise on all ranks, without a hang."""
     ranks_full = [0 if full == "first" else world.size - 1]
-    with folder() as directory:
-        ranks = world.run(saved_on_full_disk, directory, after_bytes, ranks_full)
+    ranks = in_folder(world, saved_on_full_disk, after_bytes, ranks_full)
 
     durability.all_or_none(
         [rank["error"] for rank in ranks],
@@ -132,8 +119,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(world, after_bytes, full):
 @clause("checkpoint.failure.is-reported", source="contract: complete, or nothing", worlds=(1, 2))
 def test_a_save_that_nobody_could_write_raises(world):
     """A save MUST raise where no rank can write."""
-    with folder() as directory:
-        ranks = world.run(saved_on_full_disk, directory, 0, range(world.size))
+    ranks = in_folder(world, saved_on_full_disk, 0, range(world.size))
 
     judge.equal(
         [bool(rank["error"]) for rank in ranks], True, quantity="whether it raised, the answer"
@@ -144,8 +130,7 @@ def test_a_save_that_nobody_could_write_raises(world):
 @FULL
 def test_after_a_failed_save_the_older_one_loads(world, after_bytes):
     """After a save that raised, the older one MUST load; after one that did not, the new one."""
-    with folder() as directory:
-        ranks = world.run(saved_on_full_disk, directory, after_bytes, [world.size - 1])
+    ranks = in_folder(world, saved_on_full_disk, after_bytes, [world.size - 1])
 
     for rank in ranks:
         failed = {"the older save": (1, rank["older"])}
@@ -166,8 +151,7 @@ def test_after_a_failed_save_the_older_one_loads(world, after_bytes):
 @FULL
 def test_after_a_failed_save_the_next_one_works(world, after_bytes):
     """After a save that raised, the next one MUST work and load."""
-    with folder() as directory:
-        ranks = world.run(saved_on_full_disk, directory, after_bytes, [0])
+    ranks = in_folder(world, saved_on_full_disk, after_bytes, [0])
 
     for rank in ranks:
         durability.one_of([rank["after"]], {"the third save": (3, rank["third"])})
@@ -175,9 +159,7 @@ def test_after_a_failed_save_the_next_one_works(world, after_bytes):
 
 def read_damaged(ctx, directory, hows):
     """Of two saves, what loads when a file of the newer one is damaged."""
-    trainee = Trainee(ctx)
-    trainee.train()
-    trainee.save(directory, step=1)
+    trainee = Trainee.saved(ctx, directory)
     older, before = trainee.state(), contents(directory)
     trainee.train()
     trainee.save(directory, step=2)
@@ -190,24 +172,23 @@ def read_damaged(ctx, directory, hows):
     return {"older": older, "newer": newer, "readings": readings}
 
 
-def whole_or_refused(rank):
-    """Each reading is a whole state under its own step, or an error."""
+def judge_damaged(world, hows, **law):
+    """With a file damaged in these ways, what loads is a whole state under its own step."""
     __tracebackhide__ = True
-    durability.one_of(
-        rank["readings"],
-        {"the older save": (1, rank["older"]), "the newer save": (2, rank["newer"])},
-        may_refuse=True,
-        likely="what could not be read was left out without a word",
-    )
+    (rank,) = in_folder(world, read_damaged, hows)
+
+    saved = {"the older save": (1, rank["older"]), "the newer save": (2, rank["newer"])}
+    durability.one_of(rank["readings"], saved, **law)
+
+
+INCOMPLETE = ["cut", "emptied", "removed"]
+OR_REFUSED = {"may_refuse": True, "likely": "what could not be read was left out without a word"}
 
 
 @clause("checkpoint.damage.never-in-part", source=CRASH)
 def test_a_damaged_save_is_never_loaded_in_part(world):
     """With a file cut, emptied or missing, a load MUST find a whole save or raise."""
-    with folder() as directory:
-        (rank,) = world.run(read_damaged, directory, ["cut", "emptied", "removed"])
-
-    whole_or_refused(rank)
+    judge_damaged(world, INCOMPLETE, **OR_REFUSED)
 
 
 @clause(
@@ -217,13 +198,7 @@ def test_a_damaged_save_is_never_loaded_in_part(world):
 )
 def test_with_a_damaged_newest_the_older_save_is_used(world):
     """With a file of the newest save cut, emptied or missing, a load SHOULD use the one before."""
-    with folder() as directory:
-        (rank,) = world.run(read_damaged, directory, ["cut", "emptied", "removed"])
-
-    durability.one_of(
-        rank["readings"],
-        {"the older save": (1, rank["older"]), "the newer save": (2, rank["newer"])},
-    )
+    judge_damaged(world, INCOMPLETE)
 
 
 @clause(
@@ -233,7 +208,4 @@ def test_with_a_damaged_newest_the_older_save_is_used(world):
 )
 def test_a_flipped_bit_is_noticed(world):
     """With a bit flipped in a file, a load SHOULD find a whole save or raise."""
-    with folder() as directory:
-        (rank,) = world.run(read_damaged, directory, [f"flipped at {n / 8}" for n in range(8)])
-
-    whole_or_refused(rank)
+    judge_damaged(world, [f"flipped at {n / 8}" for n in range(8)], **OR_REFUSED)

@@ -2,6 +2,12 @@
 
 What is saved today on eight ranks is looked at tomorrow on one, without any wrapper. Names that
 carry the wrapper (`module.`) load nowhere else; one file per rank loads at one world size only.
+
+A sharded optimizer's state is on many ranks, and in a checkpoint it is one state again.
+
+Every rank has the moments of other parameters, so whoever saves what the first rank has loses most
+of them. The save must be the plain optimizer's: for any number of ranks, and for none. A save that
+refuses a sharded optimizer, with an error on all ranks, is right as well.
 """
 
 from __future__ import annotations
@@ -11,38 +17,38 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
-from spec_tests.checkpoint.disk import folder
+from spec_tests.checkpoint.disk import folder, in_folder
 from spec_tests.checkpoint.trainee import Trainee, part
 from spec_tests.clause import clauses
+from spec_tests.laws import refusal
 from spec_tests.rig import judge
+from spec_tests.rig.symptoms import Hint
+from spec_tests.rig.tolerance import rounding
+from spec_tests.rig.toys import TOYS, sum_of_squares
 
 clause = clauses(needs=("save_checkpoint", "load_checkpoint"), level="correct")
 CONTRACT = "contract: by the plain model's names, at any world size"
 
 
 def saved_and_loaded(ctx, directory, toy, saver, loader):
-    """Saved under one wrapper, loaded under another."""
+    """What was saved under one wrapper, and what was loaded under another."""
     trainee = Trainee(ctx, toy=toy, wrapper=saver)
     trainee.train(2)
     saved = part(trainee.state(), "model", "optimizer", "loader")
     trainee.save(directory, step=2)
     fresh = Trainee(ctx, toy=toy, wrapper=loader, seed=8)
     fresh.load(directory)
-    return {"saved": saved, "loaded": part(fresh.state(), "model", "optimizer", "loader")}
+    return saved, part(fresh.state(), "model", "optimizer", "loader")
 
 
 def same_under_both(world, saver, loader):
     """What the one saved is what the other has."""
     __tracebackhide__ = True
-    with folder() as directory:
-        ranks = world.run(saved_and_loaded, directory, "tied", saver, loader)
-    judge.tensors(
-        [rank["loaded"] for rank in ranks],
-        [rank["saved"] for rank in ranks],
-        quantity="saved value",
-        given=f"saved under {saver or 'no wrapper'}, loaded under {loader or 'none'}",
-    )
+    saved, loaded = zip(*in_folder(world, saved_and_loaded, "tied", saver, loader), strict=True)
+    given = f"saved under {saver or 'no wrapper'}, loaded under {loader or 'none'}"
+    judge.tensors(loaded, saved, quantity="saved value", given=given)
 
 
 @clause("checkpoint.names.across-own-wrappers", judges=("ddp", "ddp_bucketed"), source=CONTRACT)
@@ -64,16 +70,11 @@ def test_pytorchs_wrapper_and_plain_models_load_each_others(world, direction):
 
 
 def in_other_groups(ctx, directory):
-    """Saved with one parameter group, loaded with two in another order."""
-    trainee = Trainee(ctx)
-    trainee.train(2)
-    trainee.save(directory, step=2)
+    """What was saved with one parameter group, and loaded with two in another order."""
+    trainee = Trainee.saved(ctx, directory, step=2)
     fresh = Trainee(ctx, seed=8, reverse=True)
     fresh.load(directory)
-    return {
-        "saved": part(trainee.state(), "optimizer"),
-        "loaded": part(fresh.state(), "optimizer"),
-    }
+    return part(trainee.state(), "optimizer"), part(fresh.state(), "optimizer")
 
 
 @clause(
@@ -83,12 +84,11 @@ def in_other_groups(ctx, directory):
 )
 def test_optimizer_state_follows_the_parameters_name(world):
     """Optimizer state MUST find its parameter by name, whatever the order and grouping."""
-    with folder() as directory:
-        ranks = world.run(in_other_groups, directory)
+    saved, loaded = zip(*in_folder(world, in_other_groups), strict=True)
 
     judge.tensors(
-        [rank["loaded"] for rank in ranks],
-        [rank["saved"] for rank in ranks],
+        loaded,
+        saved,
         quantity="saved state of that parameter",
         given="loaded with the parameters reversed and in two groups",
     )
@@ -96,19 +96,17 @@ def test_optimizer_state_follows_the_parameters_name(world):
 
 def save_only(ctx, directory, wrapper):
     """Train and save; the state that was saved."""
-    trainee = Trainee(ctx, wrapper=wrapper)
-    trainee.train(2)
-    trainee.save(directory, step=2)
+    trainee = Trainee.saved(ctx, directory, step=2, wrapper=wrapper)
     return part(trainee.state(), "model", "optimizer", "loader")
 
 
 def load_only(ctx, directory):
-    """Load into a fresh run, and a step of it."""
+    """What a fresh run loads, and the step; it can train on."""
     fresh = Trainee(ctx, seed=8)
     step = fresh.load(directory)
     loaded = part(fresh.state(), "model", "optimizer", "loader")
     fresh.train()
-    return {"loaded": loaded, "step": step}
+    return loaded, step
 
 
 @clause(
@@ -126,13 +124,10 @@ def test_a_save_loads_at_any_other_world_size(world, other):
         saved = world.run(save_only, directory, "torch")
         ranks = world.worlds.world(other, world.target).run(load_only, directory)
 
-    judge.tensors(
-        [rank["loaded"] for rank in ranks],
-        saved[0],
-        quantity="saved value",
-        given=f"saved on {world.size} ranks, loaded on {other}",
-    )
-    judge.equal([rank["step"] for rank in ranks], 2, quantity="step")
+    loaded, steps = zip(*ranks, strict=True)
+    given = f"saved on {world.size} ranks, loaded on {other}"
+    judge.tensors(loaded, saved[0], quantity="saved value", given=given)
+    judge.equal(steps, 2, quantity="step")
 
 
 def from_elsewhere(ctx, directory, how):
@@ -154,7 +149,7 @@ def from_elsewhere(ctx, directory, how):
     fresh = Trainee(ctx, seed=8)
     reading = fresh.read(str(base / "elsewhere") if how == "moved" else "../checkpoints")
     os.chdir("/")
-    return {"saved": saved, "loaded": reading["state"], "error": reading["error"]}
+    return saved, reading["state"], reading["error"]
 
 
 @clause(
@@ -166,12 +161,87 @@ def from_elsewhere(ctx, directory, how):
 @pytest.mark.parametrize("how", ["other-working-directory", "moved"])
 def test_neither_working_directory_nor_place_matter(world, how):
     """A save MUST load from another working directory, and after its folder was moved."""
-    with folder() as directory:
-        ranks = world.run(from_elsewhere, directory, how)
+    saved, loaded, errors = zip(*in_folder(world, from_elsewhere, how), strict=True)
 
-    judge.equal([rank["error"] for rank in ranks], "", quantity="error of the load")
-    judge.tensors(
-        [rank["loaded"] for rank in ranks],
-        [rank["saved"] for rank in ranks],
-        quantity="saved value",
-    )
+    judge.equal(errors, "", quantity="error of the load")
+    judge.tensors(loaded, saved, quantity="saved value")
+
+
+NEEDS = ("save_checkpoint", "load_checkpoint", "sharded_optimizer")
+TOY, STEPS = "ragged", 2
+
+
+class Trained:
+    """A toy that all ranks train on the same batches, with a sharded or a plain AdamW."""
+
+    def __init__(self, ctx, *, seed, is_sharded):
+        self.ctx = ctx
+        self.module = TOYS[TOY].build(seed)
+        parameters = self.module.parameters()
+        if is_sharded:
+            self.optimizer = ctx.impl.sharded_optimizer(parameters, torch.optim.AdamW, lr=0.01)
+        else:
+            self.optimizer = torch.optim.AdamW(parameters, lr=0.01)
+
+    def train(self, *numbers):
+        """Steps on the batches of these numbers; the weights afterwards."""
+        for number in numbers:
+            self.optimizer.zero_grad()
+            sum_of_squares(self.module(TOYS[TOY].batch(7, rank=0, micro=number))).backward()
+            self.optimizer.step()
+        return {name: p.detach().clone() for name, p in self.module.named_parameters()}
+
+
+def saved(ctx, directory):
+    """Weights at the save, and of the run that goes on without stopping."""
+    run = Trained(ctx, seed=7, is_sharded=True)
+    run.train(1, 2)
+    ctx.impl.save_checkpoint(directory, step=STEPS, model=run.module, optimizer=run.optimizer)
+    return run.train(3, 4)
+
+
+def went_on(ctx, directory, is_sharded):
+    """Weights of a fresh run that loads and goes on."""
+    run = Trained(ctx, seed=8, is_sharded=is_sharded)
+    run.train(9)  # whatever was there before must not matter
+    ctx.impl.load_checkpoint(directory, model=run.module, optimizer=run.optimizer)
+    return run.train(3, 4)
+
+
+def cold(ctx, directory):
+    """Weights where the moments are lost."""
+    run = Trained(ctx, seed=7, is_sharded=False)
+    run.train(1, 2)
+    run.optimizer.state.clear()
+    return run.train(3, 4)
+
+
+@clause(
+    "checkpoint.sharded-optimizer.any-world-size",
+    level="correct",
+    needs=NEEDS,
+    source="ZeroRedundancyOptimizer.consolidate_state_dict; KempnerForge pull request 115",
+)
+@pytest.mark.parametrize("then", ["on-2-ranks", "on-3-ranks", "unsharded"])
+def test_it_goes_on_with_any_number_of_ranks_or_unsharded(world, then):
+    """A save of a sharded optimizer MUST go on at any world size, and unsharded, or be refused."""
+    size = {"on-2-ranks": 2, "on-3-ranks": 3, "unsharded": 1}[then]
+    with folder() as directory:
+        first = refusal.answer_or_refusal(world, saved, directory)
+        if first is None:
+            return
+        other = world.worlds.world(size, world.target)
+        ranks = refusal.answer_or_refusal(other, went_on, directory, then != "unsharded")
+        lost = world.run(cold, directory)[0]
+
+    if ranks is not None:
+        judge.tensors(
+            ranks,
+            first[0],
+            quantity="weight of the uninterrupted run",
+            within=rounding(torch.float32, terms=64, depth=2 * STEPS),
+            hints=[
+                Hint("the weight without the moments: they were not saved, or not loaded", lost)
+            ],
+            given=f"saved on {world.size} ranks, went on {then}",
+        )

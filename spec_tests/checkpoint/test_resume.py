@@ -7,7 +7,7 @@ generators, a falling learning rate and a loader, and it is stopped at every ste
 
 from __future__ import annotations
 
-from spec_tests.checkpoint.disk import folder
+from spec_tests.checkpoint.disk import in_folder
 from spec_tests.checkpoint.trainee import Trainee, part
 from spec_tests.clause import clauses
 from spec_tests.rig import judge
@@ -57,8 +57,7 @@ def equal_to_the_whole(ranks, stops, given):
 def test_a_run_stopped_at_any_step_ends_like_one_that_was_not(world):
     """A run that is stopped, at any step, and loaded MUST end with the uninterrupted run's bits."""
     stops = range(STEPS + 1)
-    with folder() as directory:
-        ranks = world.run(stopped_everywhere, directory, "ragged", "torch", list(stops))
+    ranks = in_folder(world, stopped_everywhere, "ragged", "torch", list(stops))
 
     equal_to_the_whole(ranks, stops, "DistributedDataParallel")
 
@@ -70,8 +69,7 @@ def test_a_wrapped_run_goes_on_as_if_it_had_not_stopped(world, subject):
     The model has buffers, which differ between ranks when they are saved, and of which the first
     rank's are those that count. A save that divides the work over the ranks mixes them up.
     """
-    with folder() as directory:
-        ranks = world.run(stopped_everywhere, directory, "buffers", subject, [2])
+    ranks = in_folder(world, stopped_everywhere, "buffers", subject, [2])
 
     for rank in ranks:  # between two forwards only the first rank's buffers mean anything
         for state in (rank["whole"], rank["resumed"][2]["state"]):
@@ -102,8 +100,7 @@ def test_where_buffers_differ_the_first_ranks_are_loaded(world):
     one rank and the variance from another. Loading each rank its own is right as well, while there
     are as many ranks; what counts is that the first rank's are the first rank's.
     """
-    with folder() as directory:
-        ranks = world.run(buffers_after_load, directory)
+    ranks = in_folder(world, buffers_after_load)
 
     judge.tensors(
         [ranks[0]["loaded"]],

@@ -88,6 +88,14 @@ class Trainee:
         self.loader = Stream(toy, 7, ctx.rank if wrapper else 0)
         self.seed_generators(1000 * seed + ctx.rank)
 
+    @classmethod
+    def saved(cls, ctx: Context, directory: str, step: int = 1, **options: Any) -> Trainee:
+        """A trainee after `step` steps, and its save."""
+        trainee = cls(ctx, **options)
+        trainee.train(step)
+        trainee.save(directory, step=step)
+        return trainee
+
     def _wrapped(self) -> nn.Module:
         if self.wrapper == "torch":
             return DistributedDataParallel(self.module)
@@ -132,20 +140,11 @@ class Trainee:
     def read(self, directory: str, where: str = "") -> dict[str, Any]:
         """Try to load; what came of it, and the state before and after."""
         before = self.state()
-        step, error = None, ""
-        try:
+        step = None
+        with refusal.caught(BaseException) as caught:  # the library's own is no Exception
             step = self.load(directory)
-        except refusal.NO_ANSWERS:
-            raise
-        except BaseException as caught:  # the library's own is no Exception
-            error = f"{type(caught).__name__}: {caught}"
-        return {
-            "where": where,
-            "step": step,
-            "error": error,
-            "before": before,
-            "state": self.state(),
-        }
+        found = {"where": where, "step": step, "error": caught["error"]}
+        return {**found, "before": before, "state": self.state()}
 
     def state(self) -> State:
         """Everything, by name; copies."""

@@ -29,74 +29,18 @@ What must hold, clause by clause, is in CLAUSES.md.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
-from spec_tests.contract.measure import (
-    ExtrapolateTraining,
-    FlopsPerToken,
-    MeasureThroughput,
-    MemoryEstimate,
-    ModelFlopsUtilization,
-    SummarizeTrace,
-    SweepBatchSizes,
-)
-from spec_tests.contract.models import (
-    FlashAttention,
-    LanguageModel,
-)
-from spec_tests.contract.parallel import (
-    ClipGradNorm,
-    Ddp,
-    DdpBucketed,
-    FinishGradientSynchronization,
-    Fsdp,
-    FullOptimizerState,
-    FullParameters,
-    FullyShard,
-    MixedPrecisionPolicy,
-    NoSync,
-    RegisterForwardMethod,
-    ShardedOptimizer,
-)
-from spec_tests.contract.training import (
-    AccumulationSteps,
-    LoadCheckpoint,
-    Path,
-    SaveCheckpoint,
-    TokenLoader,
-    Train,
-)
+from spec_tests.contract import measure, models, parallel, training
 
-FUNCTIONS: dict[str, type] = {
-    "ddp": Ddp,
-    "ddp_bucketed": DdpBucketed,
-    "finish_gradient_synchronization": FinishGradientSynchronization,
-    "no_sync": NoSync,
-    "sharded_optimizer": ShardedOptimizer,
-    "full_optimizer_state": FullOptimizerState,
-    "fully_shard": FullyShard,
-    "MixedPrecisionPolicy": MixedPrecisionPolicy,
-    "register_fsdp_forward_method": RegisterForwardMethod,
-    "fsdp": Fsdp,
-    "full_parameters": FullParameters,
-    "clip_grad_norm_": ClipGradNorm,
-    "token_loader": TokenLoader,
-    "flash_attention": FlashAttention,
-    "flash_attention_triton": FlashAttention,
-    "accumulation_steps": AccumulationSteps,
-    "train": Train,
-    "save_checkpoint": SaveCheckpoint,
-    "load_checkpoint": LoadCheckpoint,
-    "language_model": LanguageModel,
-    "memory_estimate": MemoryEstimate,
-    "flops_per_token": FlopsPerToken,
-    "measure_throughput": MeasureThroughput,
-    "sweep_batch_sizes": SweepBatchSizes,
-    "model_flops_utilization": ModelFlopsUtilization,
-    "extrapolate_training": ExtrapolateTraining,
-    "summarize_trace": SummarizeTrace,
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    name: value
+    for module in (parallel, training, models, measure)
+    for name, value in vars(module).items()
+    if isinstance(value, FunctionType)
 }
-"""Every name of the contract, in the order of a training step."""
+"""Every function of the contract by name; its signature and docstring are the promise."""
 
 DEFAULTS: dict[str, Callable[..., Any]] = {
     "finish_gradient_synchronization": lambda wrapped: None,
@@ -106,35 +50,3 @@ DEFAULTS: dict[str, Callable[..., Any]] = {
     },
 }
 """What a function means where an implementation leaves it out; all others are not offered."""
-
-__all__ = [
-    "DEFAULTS",
-    "FUNCTIONS",
-    "AccumulationSteps",
-    "ClipGradNorm",
-    "Ddp",
-    "DdpBucketed",
-    "ExtrapolateTraining",
-    "FinishGradientSynchronization",
-    "FlashAttention",
-    "FlopsPerToken",
-    "Fsdp",
-    "FullOptimizerState",
-    "FullParameters",
-    "FullyShard",
-    "LanguageModel",
-    "LoadCheckpoint",
-    "MeasureThroughput",
-    "MemoryEstimate",
-    "MixedPrecisionPolicy",
-    "ModelFlopsUtilization",
-    "NoSync",
-    "Path",
-    "RegisterForwardMethod",
-    "SaveCheckpoint",
-    "ShardedOptimizer",
-    "SummarizeTrace",
-    "SweepBatchSizes",
-    "TokenLoader",
-    "Train",
-]

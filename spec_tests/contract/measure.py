@@ -1,9 +1,11 @@
 """The contract of what is measured and predicted: memory, throughput, traces."""
 
+# mypy: disable-error-code="empty-body"
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +13,9 @@ from torch import nn
 from spec_tests.contract.training import Path
 
 
-class MemoryEstimate(Protocol):
+def memory_estimate(
+    model: nn.Module, *, batch_size: int, sequence_length: int
+) -> Mapping[str, Any]:
     """Bytes of one training step of `model`, by term, predicted.
 
     The step: ids `[batch, seq]` -> logits -> their mean cross-entropy over all places -> backward
@@ -26,22 +30,18 @@ class MemoryEstimate(Protocol):
     generators and memory are afterwards as before. ValueError for sizes that are not positive.
     """
 
-    def __call__(
-        self, model: nn.Module, *, batch_size: int, sequence_length: int
-    ) -> Mapping[str, Any]: ...
 
-
-class FlopsPerToken(Protocol):
+def flops_per_token(model: nn.Module, *, sequence_length: int) -> int:
     """Floating-point operations of a forward and a backward, per token; matrix products only.
 
     2 per weight and token in a forward, twice that in a backward; attention's two products are
     counted in full, causal or not. Lookups, norms and biases are none. ids `[1, seq]` are given.
     """
 
-    def __call__(self, model: nn.Module, *, sequence_length: int) -> int: ...
 
-
-class MeasureThroughput(Protocol):
+def measure_throughput(
+    step: Callable[[], Any], *, tokens_per_step: int, clock: Callable[[], float]
+) -> Mapping[str, Any]:
     """Steady-state tokens per second of `step`.
 
     `step()` is called until it takes a steady time, then some more times, each timed by itself with
@@ -55,12 +55,15 @@ class MeasureThroughput(Protocol):
     not positive.
     """
 
-    def __call__(
-        self, step: Callable[[], Any], *, tokens_per_step: int, clock: Callable[[], float]
-    ) -> Mapping[str, Any]: ...
 
-
-class SweepBatchSizes(Protocol):
+def sweep_batch_sizes(
+    build: Callable[[int], Callable[[], Any]],
+    *,
+    batch_sizes: Sequence[int],
+    sequence_length: int,
+    clock: Callable[[], float],
+    memory: Any,
+) -> Sequence[Mapping[str, Any]]:
     """Throughput and peak memory by batch size: one row each, in the caller's order.
 
     `build(batch_size)` returns a `step`, which owns model and optimizer; each is gone, cycles and
@@ -72,18 +75,14 @@ class SweepBatchSizes(Protocol):
     rest, and smaller sizes are still tried. Any other error goes to the caller.
     """
 
-    def __call__(
-        self,
-        build: Callable[[int], Callable[[], Any]],
-        *,
-        batch_sizes: Sequence[int],
-        sequence_length: int,
-        clock: Callable[[], float],
-        memory: Any,
-    ) -> Sequence[Mapping[str, Any]]: ...
 
-
-class ModelFlopsUtilization(Protocol):
+def model_flops_utilization(
+    *,
+    tokens_per_s: float,
+    flops_per_token: float,
+    device_name: str,
+    dtype: torch.dtype,
+) -> float | None:
     """The part of a device's peak that the model's own operations use, or None.
 
     `device_name` is `torch.cuda.get_device_name()`'s. The peak is the vendor's for dense products
@@ -91,17 +90,15 @@ class ModelFlopsUtilization(Protocol):
     not known: never a guess.
     """
 
-    def __call__(
-        self,
-        *,
-        tokens_per_s: float,
-        flops_per_token: float,
-        device_name: str,
-        dtype: torch.dtype,
-    ) -> float | None: ...
 
-
-class ExtrapolateTraining(Protocol):
+def extrapolate_training(
+    *,
+    tokens_per_s: float,
+    num_parameters: int,
+    target_parameters: int,
+    target_tokens: int,
+    device_memory_bytes: int,
+) -> Mapping[str, Any]:
     """What a measured rate of one device would mean for a larger model: a pure function.
 
     Tokens per second fall as parameters grow; a year has 365 days; a parameter in training takes 16
@@ -109,18 +106,8 @@ class ExtrapolateTraining(Protocol):
     one device, `flops` (6 per parameter and token), `num_devices_for_memory`, rounded up.
     """
 
-    def __call__(
-        self,
-        *,
-        tokens_per_s: float,
-        num_parameters: int,
-        target_parameters: int,
-        target_tokens: int,
-        device_memory_bytes: int,
-    ) -> Mapping[str, Any]: ...
 
-
-class SummarizeTrace(Protocol):
+def summarize_trace(path: Path) -> dict[str, Any]:
     """What one rank did in each step, from a Chrome trace of torch.profiler (JSON, or gzipped).
 
     A step is a host annotation (`user_annotation`) `ProfilerStep#N`. It begins there, but not
@@ -146,5 +133,3 @@ class SummarizeTrace(Protocol):
     the largest `Total Allocated` of `[memory]` with that device's `Device Type`, else None. What is
     no such trace, is cut off, or holds no step: ValueError, or OSError.
     """
-
-    def __call__(self, path: Path) -> dict[str, Any]: ...

@@ -1,14 +1,22 @@
 """The contract of what one rank computes: attention and a language model."""
 
-from __future__ import annotations
+# mypy: disable-error-code="empty-body"
 
-from typing import Protocol
+from __future__ import annotations
 
 import torch
 from torch import nn
 
 
-class FlashAttention(Protocol):
+def flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention in O(N) memory. `flash_attention_triton` is the same in Triton kernels.
 
     q `[batch, heads, seq_q, head_dim]`, k and v `[batch, kv_heads, seq_k, head_dim]`; 3-D is
@@ -31,32 +39,21 @@ class FlashAttention(Protocol):
     the argument, and sizes of zero give empty results, or those of rows that see nothing.
     """
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        causal: bool = False,
-        scale: float | None = None,
-        return_lse: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+flash_attention_triton = flash_attention
 
 
-class LanguageModel(Protocol):
+def language_model(
+    *,
+    vocab_size: int,
+    num_layers: int,
+    num_heads: int,
+    embedding_dim: int,
+    max_sequence_length: int,
+) -> nn.Module:
     """A decoder: ids `[batch, seq]` -> logits `[batch, seq, vocab]`, `seq` up to the longest.
 
     The logits at a place depend on the ids up to and at it, and on their order; not on later ones,
     and not on the other sequences of the batch. The module takes `.double()` and `.eval()`; what
     it computes in float32 all the same is no error.
     """
-
-    def __call__(
-        self,
-        *,
-        vocab_size: int,
-        num_layers: int,
-        num_heads: int,
-        embedding_dim: int,
-        max_sequence_length: int,
-    ) -> nn.Module: ...

@@ -1,10 +1,12 @@
 """The contract of what many ranks do together: replicas, a divided optimizer, shards, norms."""
 
+# mypy: disable-error-code="empty-body"
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 
-class Ddp(Protocol):
+def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.Module:
     """Replicate `module` over the group: each gradient is averaged by itself.
 
     Returns a module that is called like the original, whose `parameters()` are the original's, and
@@ -32,24 +34,17 @@ class Ddp(Protocol):
     a caught exception the next step is right, or an error.
     """
 
-    def __call__(
-        self, module: nn.Module, *, process_group: ProcessGroup | None = None
-    ) -> nn.Module: ...
 
-
-class DdpBucketed(Protocol):
+def ddp_bucketed(
+    module: nn.Module,
+    *,
+    bucket_size_mb: float,
+    process_group: ProcessGroup | None = None,
+) -> nn.Module:
     """As `ddp`, with the gradients packed into flat buckets of about `bucket_size_mb` MiB."""
 
-    def __call__(
-        self,
-        module: nn.Module,
-        *,
-        bucket_size_mb: float,
-        process_group: ProcessGroup | None = None,
-    ) -> nn.Module: ...
 
-
-class FinishGradientSynchronization(Protocol):
+def finish_gradient_synchronization(wrapped: nn.Module) -> None:
     """Called after a backward that is outside `no_sync`, before the optimizer.
 
     Several backwards may come before one call: then gradients are those of all of them, or there is
@@ -57,10 +52,8 @@ class FinishGradientSynchronization(Protocol):
     A second call changes nothing.
     """
 
-    def __call__(self, wrapped: nn.Module) -> None: ...
 
-
-class NoSync(Protocol):
+def no_sync(wrapped: nn.Module) -> AbstractContextManager[Any]:
     """A context manager around forward *and* backward of a micro-batch.
 
     Inside, `.grad` holds plain local sums and nothing is sent. Other placements (only the forward,
@@ -68,10 +61,14 @@ class NoSync(Protocol):
     body raises.
     """
 
-    def __call__(self, wrapped: nn.Module) -> AbstractContextManager[Any]: ...
 
-
-class ShardedOptimizer(Protocol):
+def sharded_optimizer(
+    params: Iterable[Any],
+    optimizer_cls: type[Optimizer],
+    *,
+    process_group: ProcessGroup | None = None,
+    **kwargs: Any,
+) -> Optimizer:
     """ZeRO-1: a `torch.optim.Optimizer` whose state is divided over the group.
 
     Gradients arrive already averaged. `step` evaluates a closure that it is given once, first, and
@@ -87,23 +84,18 @@ class ShardedOptimizer(Protocol):
     disturb it. What is launched is waited for before `step` returns.
     """
 
-    def __call__(
-        self,
-        params: Iterable[Any],
-        optimizer_cls: type[Optimizer],
-        *,
-        process_group: ProcessGroup | None = None,
-        **kwargs: Any,
-    ) -> Optimizer: ...
 
-
-class FullOptimizerState(Protocol):
+def full_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     """On every rank, the state dict that the unsharded optimizer would have; changes nothing."""
 
-    def __call__(self, optimizer: Optimizer) -> dict[str, Any]: ...
 
-
-class FullyShard(Protocol):
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: Any = None,
+) -> Any:
     """FSDP in place, called bottom-up, with meaning and defaults of PyTorch's `fully_shard`.
 
     Forwards have the plain model's bits, gradients are the mean over the mesh, and equal runs give
@@ -123,23 +115,14 @@ class FullyShard(Protocol):
     and the setters that `spec_tests/fsdp/test_settings.py` names.
     """
 
-    def __call__(
-        self,
-        module: nn.Module,
-        *,
-        mesh: DeviceMesh | None = None,
-        reshard_after_forward: bool | int | None = None,
-        mp_policy: Any = None,
-    ) -> Any: ...
 
-
-class RegisterForwardMethod(Protocol):
-    """Lets a method of a sharded module beside `forward` compute with full weights, too."""
-
-    def __call__(self, module: nn.Module, method_name: str) -> None: ...
-
-
-class MixedPrecisionPolicy(Protocol):
+def MixedPrecisionPolicy(
+    *,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
+    cast_forward_inputs: bool = True,
+) -> Any:
     """What `fully_shard` takes as `mp_policy`, with the meaning and defaults of PyTorch's.
 
     Weights are gathered and computed with in `param_dtype`, gradients reduced in `reduce_dtype`
@@ -148,17 +131,12 @@ class MixedPrecisionPolicy(Protocol):
     gradients of shards and buffers keep their own dtype.
     """
 
-    def __call__(
-        self,
-        *,
-        param_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        output_dtype: torch.dtype | None = None,
-        cast_forward_inputs: bool = True,
-    ) -> Any: ...
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Lets a method of a sharded module beside `forward` compute with full weights, too."""
 
 
-class Fsdp(Protocol):
+def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.Module:
     """The whole-model wrapper of the CS336 exercise: shards Linear and Embedding weights.
 
     Returns a module that is called like the original, with positional and keyword arguments, and
@@ -174,33 +152,24 @@ class Fsdp(Protocol):
     second backward without `zero_grad`, whose gradients add up.
     """
 
-    def __call__(
-        self, module: nn.Module, *, compute_dtype: torch.dtype | None = None
-    ) -> nn.Module: ...
 
-
-class FullParameters(Protocol):
+def full_parameters(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """`{name: full tensor}` on every rank, by the plain model's names (after a `module.`, if any).
 
     Absent: `full_tensor()` where a parameter has it.
     """
 
-    def __call__(self, model: nn.Module) -> Mapping[str, torch.Tensor]: ...
 
-
-class ClipGradNorm(Protocol):
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
     """`torch.nn.utils.clip_grad_norm_` for replicated, sharded and mixed parameters.
 
     Returns the global norm as a plain tensor with the same bits on all ranks, each element counted
     once; what is replicated is equal on all ranks already. A NaN anywhere makes it NaN. Plain
     gradients beside DTensors may be refused with an error.
     """
-
-    def __call__(
-        self,
-        parameters: torch.Tensor | Iterable[torch.Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        error_if_nonfinite: bool = False,
-    ) -> torch.Tensor: ...

@@ -1,10 +1,12 @@
 """The contract of a training run: its data, its loop, its checkpoints."""
 
+# mypy: disable-error-code="empty-body"
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +15,14 @@ from torch.optim import Optimizer
 Path = str | PathLike[str]
 
 
-class TokenLoader(Protocol):
+def token_loader(
+    paths: Sequence[Path],
+    *,
+    batch_size: int,
+    sequence_length: int,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of next-token pairs over kjj0 `.bin` shards.
 
     A shard is 256 little-endian int32 header words (20240520, 1, count) and `count` uint16 tokens,
@@ -33,29 +42,25 @@ class TokenLoader(Protocol):
     without a single batch may be refused in the same way.
     """
 
-    def __call__(
-        self,
-        paths: Sequence[Path],
-        *,
-        batch_size: int,
-        sequence_length: int,
-        rank: int | None = None,
-        world_size: int | None = None,
-    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]: ...
 
-
-class AccumulationSteps(Protocol):
+def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
     """Micro-batches per rank and optimizer step, an int.
 
     `global_batch_size` over `micro_batch_size * world_size`; ValueError when it does not divide.
     """
 
-    def __call__(
-        self, *, global_batch_size: int, micro_batch_size: int, world_size: int
-    ) -> int: ...
 
-
-class Train(Protocol):
+def train(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    steps: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    max_norm: float | None = None,
+    lr: Callable[[int], float] | None = None,
+) -> Sequence[Any]:
     """The loop of the training chapter, for plain and wrapped models.
 
     `model(ids)` gives logits; the loss is their cross-entropy with the targets, of which those of
@@ -73,21 +78,15 @@ class Train(Protocol):
     finite is dealt with alike on all ranks: they go on, skip the update, or raise.
     """
 
-    def __call__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
-        *,
-        steps: int,
-        global_batch_size: int,
-        micro_batch_size: int,
-        max_norm: float | None = None,
-        lr: Callable[[int], float] | None = None,
-    ) -> Sequence[Any]: ...
 
-
-class SaveCheckpoint(Protocol):
+def save_checkpoint(
+    directory: Path,
+    *,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: Any = None,
+) -> Any:
     """Write a complete checkpoint of `step` below `directory`, or nothing. All ranks call it.
 
     Complete is everything from which training goes on as if it had not stopped: parameters and
@@ -102,18 +101,10 @@ class SaveCheckpoint(Protocol):
     save. Saving a step again replaces it, at once or not at all.
     """
 
-    def __call__(
-        self,
-        directory: Path,
-        *,
-        step: int,
-        model: nn.Module,
-        optimizer: Optimizer,
-        loader: Any = None,
-    ) -> Any: ...
 
-
-class LoadCheckpoint(Protocol):
+def load_checkpoint(
+    directory: Path, *, model: nn.Module, optimizer: Optimizer, loader: Any = None
+) -> int:
     """Load the newest complete checkpoint below `directory`; returns its step. All ranks call it.
 
     Newest is the highest step; other people's files and folders there do not count. Values replace
@@ -122,7 +113,3 @@ class LoadCheckpoint(Protocol):
     or are an error, as a model that does not fit is on all ranks. Without any save: an error, or 0
     and nothing changed.
     """
-
-    def __call__(
-        self, directory: Path, *, model: nn.Module, optimizer: Optimizer, loader: Any = None
-    ) -> int: ...

@@ -41,14 +41,9 @@ BAD_ARGUMENTS = {
 def opened(ctx, paths, **changed):
     """How making a loader ends: None, or the kinds and the text of the error."""
     arguments = {"batch_size": 2, "sequence_length": 4, "rank": 0, "world_size": 1, **changed}
-    try:
+    with refusal.caught() as error:
         ctx.impl.token_loader(paths, **arguments)
-    except refusal.NO_ANSWERS:
-        raise
-    except Exception as error:
-        kinds = [kind.__name__ for kind in type(error).__mro__]
-        return {"kinds": kinds, "text": str(error)}
-    return None
+    return error if error["kinds"] else None
 
 
 def with_arguments(ctx, changed):
@@ -89,9 +84,7 @@ def without_files(ctx):
 @clause("data.refusal.no-files", source=CONTRACT + "; a glob that matches nothing")
 def test_an_empty_list_of_files_is_refused(world, subject):
     """An empty list of files MUST be a ValueError: a glob that matches nothing is no data set."""
-    ranks = world.run(without_files, timeout_s=TIMEOUT_S)
-
-    refused(ranks, "no files")
+    refused(world.run(without_files, timeout_s=TIMEOUT_S), "no files")
 
 
 def in_environment(ctx, variables):
@@ -147,9 +140,7 @@ def test_a_bad_file_is_refused_at_construction(world, subject, damage):
     The damaged file is the second of two: who opens files as they come finds it in hour three, and
     on one rank first.
     """
-    ranks = world.run(with_damage, damage, first=False, timeout_s=TIMEOUT_S)
-
-    refused(ranks, f"damage {damage!r}")
+    refused(world.run(with_damage, damage, first=False, timeout_s=TIMEOUT_S), f"damage {damage!r}")
 
 
 @clause("data.refusal.no-file-there", source=CONTRACT)

@@ -10,10 +10,14 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from spec_tests.laws import wrapped
+from spec_tests.laws.wrapped import SEED as SEED  # the chapter takes it from here
 from spec_tests.rig.oracle import Gradients, gradients_of
 from spec_tests.rig.rank import Context
-from spec_tests.rig.toys import TOYS, sum_of_squares
+from spec_tests.rig.toys import sum_of_squares
+from spec_tests.rig.world import World
 
+DDP = ("ddp", "ddp_bucketed")
 # Small enough that every toy needs several buckets: 32 float32 elements.
 SMALL_BUCKET_MB = 32 * 4 / 2**20
 
@@ -34,11 +38,10 @@ def wrap(
     return ctx.impl.ddp(module, **group)
 
 
-class Replica:
+class Replica(wrapped.WrappedToy):
     """A toy, wrapped, whose gradients are read from the Parameter objects of *before* wrapping.
 
-    Every rank builds the toy with the seed `seed + weights_differ * rank`. The loss of each
-    micro-batch is `world_size * sum_of_squares`, so that the mean over ranks is the plain sum.
+    Every rank builds the toy with the seed `seed + weights_differ * rank`.
     """
 
     def __init__(
@@ -46,30 +49,17 @@ class Replica:
         ctx: Context,
         subject: str,
         toy: str,
-        seed: int,
+        seed: int = SEED,
         *,
         weights_differ: bool = False,
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        self.ctx = ctx
-        self.toy = TOYS[toy]
-        self.seed = seed
-        self.module = self.toy.build(seed + weights_differ * ctx.rank).to(ctx.device, dtype)
+        super().__init__(ctx, toy, seed, seed + weights_differ * ctx.rank, dtype)
         self.parameters = dict(self.module.named_parameters())
         # Built before wrapping, over the original objects, as users do.
         self.optimizer = torch.optim.SGD(self.parameters.values(), lr=2.0**-16)
         self.wrapped = wrap(ctx, subject, self.module, **options)
-
-    def loss(self, micro: int = 0, **flags: Any) -> torch.Tensor:
-        """Forward of this rank's micro-batch number `micro`."""
-        batch = self.toy.batch(self.seed, rank=self.ctx.rank, micro=micro).to(self.ctx.device)
-        return self.ctx.world_size * sum_of_squares(self.wrapped(batch, **flags))
-
-    def backward(self, micro: int = 0, **flags: Any) -> None:
-        """Forward and backward of a micro-batch that is synchronised, and the finish after it."""
-        self.loss(micro, **flags).backward()
-        self.finish()
 
     def accumulate(self, micro: int = 0, **flags: Any) -> None:
         """Forward and backward of a micro-batch inside no_sync."""
@@ -86,10 +76,6 @@ class Replica:
         with self.ctx.impl.no_sync(self.wrapped):
             yield
 
-    def zero_grad(self, *, set_to_none: bool = True) -> None:
-        """Clear gradients as an optimizer over the original parameters does."""
-        self.optimizer.zero_grad(set_to_none=set_to_none)
-
     def gradients(self) -> Gradients:
         """`.grad` of the original Parameter objects, by name."""
         return {
@@ -105,7 +91,24 @@ class Replica:
         """What this rank alone would accumulate, computed on a bare copy of the toy."""
         bare = self.toy.build(self.seed).to(self.ctx.device)
         for micro in micros:
-            batch = self.toy.batch(self.seed, rank=self.ctx.rank, micro=micro)
-            loss = sum_of_squares(bare(batch.to(self.ctx.device), **flags))
+            loss = sum_of_squares(bare(self.batch(micro), **flags))
             (self.ctx.world_size * loss).backward()
         return gradients_of(bare)
+
+
+def gradients_after(ctx, subject, toy, seed, calls, **options):
+    """Gradients of a replicated toy after these calls."""
+    return Replica(ctx, subject, toy, seed, **options).gradients_after(calls)
+
+
+def mean_gradients(
+    world: World, subject: str, toy: str, calls: str, *, ordinary: str = "backward 0", **law: Any
+) -> None:
+    """After the calls all ranks hold the mean gradient, or refused; see `laws.wrapped`.
+
+    Args:
+        ordinary: calls on toy 'mlp' that no implementation may refuse.
+    """
+    __tracebackhide__ = True
+    usual = (gradients_after, subject, "mlp", SEED, ordinary)
+    wrapped.gradients(world, gradients_after, subject, toy, calls, ordinary=usual, **law)

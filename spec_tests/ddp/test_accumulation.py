@@ -12,32 +12,32 @@ and drifts. The contract therefore wants both inside, and the clauses place them
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import example, given
 from torch import nn
 
 from spec_tests.clause import clauses
-from spec_tests.ddp.replica import Replica, wrap
-from spec_tests.laws import equivalence, refusal, traffic
+from spec_tests.ddp.replica import DDP, SEED, Replica, mean_gradients, wrap
+from spec_tests.laws import equivalence, traffic
 from spec_tests.rig import fingerprint, judge, oracle, strategies
 from spec_tests.rig.recorder import Kind
 from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.tolerance import rounding
 
-clause = clauses(judges=("ddp", "ddp_bucketed"), needs=("no_sync",), level="correct", worlds=(2, 3))
+clause = clauses(judges=DDP, needs=("no_sync",), level="correct", worlds=(2, 3))
 NO_SYNC = "DistributedDataParallel.no_sync; Li et al. 2020, section 3.2.4"
 
 
-def silent_window(ctx, subject, toy, seed, steps_before):
+def silent_window(ctx, subject, toy, steps_before):
     """What is sent by a micro-batch inside no_sync, at the start or after some steps."""
-    replica = Replica(ctx, subject, toy, seed)
+    replica = Replica(ctx, subject, toy)
     for micro in range(steps_before):
-        replica.zero_grad()
-        replica.backward(micro)
+        replica.follow(f"zero_grad, backward {micro}")
     with ctx.recording() as recorder:
-        replica.accumulate(8)
-        replica.accumulate(9)
+        replica.follow("accumulate 8, accumulate 9")
     return recorder.log()
 
 
@@ -49,7 +49,7 @@ def test_nothing_is_sent_inside_no_sync(world, subject, toy, steps_before):
 
     The numbers are right either way: only a look at the traffic tells.
     """
-    logs = world.run(silent_window, subject, toy, 7, steps_before)
+    logs = world.run(silent_window, subject, toy, steps_before)
 
     traffic.silent(
         logs,
@@ -59,12 +59,11 @@ def test_nothing_is_sent_inside_no_sync(world, subject, toy, steps_before):
     )
 
 
-def local_window(ctx, subject, toy, seed):
+def local_window(ctx, subject, toy):
     """Gradients in the middle of a window, and what a bare module would have."""
-    replica = Replica(ctx, subject, toy, seed)
-    replica.accumulate(0)
-    replica.accumulate(1)
-    return {"wrapped": replica.gradients(), "bare": replica.local_gradients((0, 1))}
+    replica = Replica(ctx, subject, toy)
+    wrapped = replica.gradients_after("accumulate 0, accumulate 1")
+    return wrapped, replica.local_gradients((0, 1))
 
 
 @clause("ddp.no-sync.keeps-local-sums", source=NO_SYNC)
@@ -74,33 +73,22 @@ def test_gradients_inside_no_sync_are_plain_local_sums(world, subject, toy):
 
     Dividing what has accumulated on each micro-batch weighs the early ones less and less.
     """
-    ranks = world.run(local_window, subject, toy, 7)
+    wrapped, bare = zip(*world.run(local_window, subject, toy), strict=True)
 
     judge.tensors(
-        [rank["wrapped"] for rank in ranks],
-        [rank["bare"] for rank in ranks],
+        wrapped,
+        bare,
         quantity="local sum of two micro-batches",
         given=f"toy {toy!r}, seed 7, inside no_sync",
     )
-
-
-def accumulated(ctx, subject, toy, seed, flags):
-    """Gradients after micro-batches of which those with a True flag are synchronised."""
-    replica = Replica(ctx, subject, toy, seed)
-    for micro, is_synchronised in enumerate(flags):
-        (replica.backward if is_synchronised else replica.accumulate)(micro)
-    return replica.gradients()
 
 
 @clause("ddp.accumulation.equals-big-batch", source=NO_SYNC, worlds=(2, 3, 4))
 @pytest.mark.parametrize("micros", [2, 4])
 def test_accumulated_micro_batches_equal_one_big_batch(world, subject, micros):
     """N micro-batches, the last synchronised, MUST give the mean gradient of them all."""
-    ranks = world.run(accumulated, subject, "ragged", 7, (False,) * (micros - 1) + (True,))
-
-    equivalence.mean_gradients(
-        ranks, "ragged", 7, micros=range(micros), given=f"{micros} micro-batches"
-    )
+    early = "".join(f"accumulate {micro}, " for micro in range(micros - 1))
+    mean_gradients(world, subject, "ragged", f"{early}backward {micros - 1}")
 
 
 @clause(
@@ -116,16 +104,15 @@ def test_any_schedule_of_synchronisation_gives_the_same_gradient(world, subject,
     Reduced values are equal on all ranks, so the mean leaves them alone. A sum on each micro-batch
     with one division at the end counts the early ones W times over.
     """
-    ranks = world.run(accumulated, subject, "mlp", seed, flags)
-
-    equivalence.mean_gradients(
-        ranks,
+    words = ("backward" if is_synchronised else "accumulate" for is_synchronised in flags)
+    mean_gradients(
+        world,
+        subject,
         "mlp",
-        seed,
-        micros=range(len(flags)),
+        ", ".join(f"{word} {micro}" for micro, word in enumerate(words)),
+        seed=seed,
         # A mean of means is no integer any more: the exact arithmetic ends with the first one.
         within=rounding(torch.float32, terms=24 * world.size, depth=len(flags)),
-        given=f"synchronised {flags}",
     )
 
 
@@ -183,16 +170,12 @@ def test_every_contribution_arrives_exactly_once(world, subject):
             )
 
 
-def after_exception(ctx, subject, toy, seed):
+def after_exception(ctx, subject):
     """Gradients of an ordinary step after the body of no_sync has raised."""
-    replica = Replica(ctx, subject, toy, seed)
-    try:
-        with replica.no_sync():
-            raise KeyError("planted")
-    except KeyError:
-        pass
-    replica.backward(0)
-    return replica.gradients()
+    replica = Replica(ctx, subject, "mlp")
+    with contextlib.suppress(KeyError), replica.no_sync():
+        raise KeyError("planted")
+    return replica.gradients_after("backward 0")
 
 
 @clause(
@@ -205,19 +188,18 @@ def test_an_exception_inside_no_sync_does_not_leave_it_on(world, subject):
 
     Otherwise one caught out-of-memory error lets the replicas drift apart for ever.
     """
-    ranks = world.run(after_exception, subject, "mlp", 7)
+    ranks = world.run(after_exception, subject)
 
-    equivalence.mean_gradients(ranks, "mlp", 7, given="after an exception inside no_sync")
+    equivalence.mean_gradients(ranks, "mlp", SEED, given="after an exception inside no_sync")
 
 
-def nested(ctx, subject, toy, seed):
+def nested(ctx, subject):
     """What is sent in the outer window after the inner one closed, and gradients at the end."""
-    replica = Replica(ctx, subject, toy, seed)
+    replica = Replica(ctx, subject, "mlp")
     with ctx.recording() as recorder, replica.no_sync():
         replica.accumulate(0)
         replica.loss(1).backward()
-    replica.backward(2)
-    return {"log": recorder.log(), "gradients": replica.gradients()}
+    return recorder.log(), replica.gradients_after("backward 2")
 
 
 @clause(
@@ -227,27 +209,14 @@ def nested(ctx, subject, toy, seed):
 )
 def test_an_inner_window_does_not_end_the_outer_one(world, subject):
     """Leaving a nested `no_sync` MUST restore the outer one, which still sends nothing."""
-    ranks = world.run(nested, subject, "mlp", 7)
+    logs, gradients = zip(*world.run(nested, subject), strict=True)
 
     traffic.silent(
-        [rank["log"] for rank in ranks],
+        logs,
         when="in the outer no_sync",
         likely="the inner exit switches synchronisation on, in place of restoring what was before",
     )
-    equivalence.mean_gradients(
-        [rank["gradients"] for rank in ranks], "mlp", 7, micros=(0, 1, 2), given="nested no_sync"
-    )
-
-
-def discarded(ctx, subject, toy, seed, set_to_none):
-    """Gradients of one clean micro-batch after a window was discarded by zero_grad."""
-    replica = Replica(ctx, subject, toy, seed)
-    replica.backward(5)
-    replica.zero_grad(set_to_none=set_to_none)
-    replica.accumulate(0)
-    replica.zero_grad(set_to_none=set_to_none)
-    replica.backward(1)
-    return replica.gradients()
+    equivalence.mean_gradients(gradients, "mlp", SEED, micros=(0, 1, 2), given="nested no_sync")
 
 
 @clause(
@@ -258,54 +227,34 @@ def discarded(ctx, subject, toy, seed, set_to_none):
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
 def test_zero_grad_inside_a_window_discards_what_was_pending(world, subject, set_to_none):
     """`zero_grad` after a window MUST discard what was pending: no hidden accumulator."""
-    ranks = world.run(discarded, subject, "mlp", 7, set_to_none)
-
-    both = equivalence.full_batch_gradients("mlp", 7, ranks=range(world.size), micros=(0, 1))
-    equivalence.mean_gradients(
-        ranks,
+    clear = f"zero_grad {set_to_none}"
+    both = equivalence.full_batch_gradients("mlp", SEED, ranks=range(world.size), micros=(0, 1))
+    mean_gradients(
+        world,
+        subject,
         "mlp",
-        7,
-        micros=(1,),
+        f"backward 5, {clear}, accumulate 0, {clear}, backward 1",
         hints=[Hint("the discarded micro-batch is still in it: a hidden accumulator", both)],
-        given="window, zero_grad, one clean micro-batch",
     )
 
 
-def evaluated(ctx, subject, toy, seed):
+def evaluated(ctx, subject):
     """Gradients of a step with evaluation forwards inside and after the window."""
-    replica = Replica(ctx, subject, toy, seed)
-    inputs = replica.toy.batch(seed, rank=ctx.rank, micro=7).to(ctx.device)
+    replica = Replica(ctx, subject, "mlp")
     replica.accumulate(0)
-    with replica.no_sync(), torch.no_grad():
-        replica.wrapped(inputs)
-    with torch.no_grad():
-        replica.wrapped(inputs)
+    with replica.no_sync():
+        replica.evaluate(7)
+    replica.evaluate(7)
     replica.loss(1).backward()
-    with torch.no_grad():
-        replica.wrapped(inputs)
-    replica.finish()
-    with torch.no_grad():
-        replica.wrapped(inputs)
-    return replica.gradients()
+    return replica.gradients_after("evaluate 7, finish, evaluate 7")
 
 
 @clause("ddp.accumulation.evaluation-in-between", source=NO_SYNC, worlds=(2,))
 def test_an_evaluation_forward_disturbs_nothing(world, subject):
     """A forward without gradients, inside or outside a window, MUST change no gradient."""
-    ranks = world.run(evaluated, subject, "mlp", 7)
+    ranks = world.run(evaluated, subject)
 
-    equivalence.mean_gradients(ranks, "mlp", 7, micros=(0, 1), given="with evaluation in between")
-
-
-def used_early(ctx, subject, seed):
-    """Gradients where branch c is used only in the first, unsynchronised micro-batch."""
-    replica = Replica(ctx, subject, "branches", seed)
-    replica.accumulate(0, use="abc")
-    replica.backward(1, use="ab")
-    first = replica.gradients()
-    replica.zero_grad()
-    replica.backward(2, use="abc")  # the next forward: the latest moment for an error
-    return first
+    equivalence.mean_gradients(ranks, "mlp", SEED, micros=(0, 1), given="evaluation in between")
 
 
 @clause(
@@ -316,29 +265,10 @@ def test_a_parameter_used_only_in_an_early_micro_batch_is_reduced(world, subject
 
     A reduction that only hooks trigger never happens for it, and a local gradient is stepped.
     """
-    ranks = refusal.answer_or_refusal(
-        world, used_early, subject, 7, ordinary=(local_window, subject, "mlp", 7)
-    )
-
-    if ranks is not None:
-        equivalence.mean_gradients(
-            ranks,
-            "branches",
-            7,
-            micros=(0, 1),
-            flags=lambda rank, micro: {"use": ("abc", "ab")[micro]},
-            given="branch c used in micro-batch 0 only",
-        )
-
-
-def two_finishes(ctx, subject, seed):
-    """Gradients of two synchronised micro-batches without `zero_grad`; the second leaves c out."""
-    replica = Replica(ctx, subject, "branches", seed)
-    replica.backward(0, use="abc")
-    replica.backward(1, use="ab")
-    both = replica.gradients()
-    replica.loss(2)  # the next forward: the latest moment for an error
-    return both
+    # The next forward is the latest moment for an error.
+    calls = "accumulate 0 use=abc, backward 1 use=ab, note, zero_grad, backward 2 use=abc"
+    ordinary = "accumulate 0, accumulate 1"
+    mean_gradients(world, subject, "branches", calls, may_refuse=True, ordinary=ordinary)
 
 
 @clause(
@@ -351,20 +281,53 @@ def test_two_synchronised_micro_batches_add_up(world, subject):
 
     A finish that divides every `.grad` divides those a second time that this backward left alone.
     """
-    ranks = refusal.answer_or_refusal(
-        world, two_finishes, subject, 7, ordinary=(accumulated, subject, "mlp", 7, (True,))
+    mean_gradients(
+        world,
+        subject,
+        "branches",
+        # The next forward is the latest moment for an error.
+        "backward 0 use=abc, backward 1 use=ab, note, forward 2",
+        may_refuse=True,
+        within=rounding(torch.float32, terms=24 * world.size, depth=2),
     )
 
-    if ranks is not None:
-        equivalence.mean_gradients(
-            ranks,
-            "branches",
-            7,
-            micros=(0, 1),
-            flags=lambda rank, micro: {"use": ("abc", "ab")[micro]},
-            within=rounding(torch.float32, terms=24 * world.size, depth=2),
-            given="branch c used in micro-batch 0 only, both synchronised",
-        )
+
+@clause(
+    "ddp.accumulation.one-finish",
+    needs=(),
+    source="contract: a local gradient is everything since zero_grad; gradient accumulation",
+)
+def test_two_backwards_and_one_finish_add_up(world, subject):
+    """Two backwards and one finish MUST give the mean of both micro-batches, or be an error.
+
+    An all-reduce of `.grad` in each backward adds up the first micro-batch once more.
+    """
+    size, ranks = world.size, range(world.size)
+
+    def weighed(of_first: float, of_second: float) -> oracle.Gradients:
+        shares = [
+            equivalence.scaled(
+                equivalence.full_batch_gradients("mlp", SEED, ranks=ranks, micros=[micro]), factor
+            )
+            for micro, factor in enumerate((of_first, of_second))
+        ]
+        return {name: shares[0][name] + shares[1][name] for name in shares[0]}
+
+    mean_gradients(
+        world,
+        subject,
+        "mlp",
+        # The next forward is the latest moment for an error.
+        "unfinished 0, unfinished 1, finish, note, forward 2",
+        may_refuse=True,
+        within=rounding(torch.float32, terms=24 * size, depth=2),
+        hints=[
+            Hint(f"the first micro-batch counts {size} times: reduced twice", weighed(size, 1)),
+            Hint(f"the last micro-batch counts 1/{size}: divided twice", weighed(1, 1 / size)),
+            Hint("the first micro-batch is lost", weighed(0, 1)),
+            Hint("the last micro-batch is lost", weighed(1, 0)),
+        ],
+    )
 
 
 def counted(ctx, subject, toy, seed, flags):
@@ -405,58 +368,3 @@ def test_reductions_happen_exactly_where_they_were_asked_for(world, subject, fla
         quantity="number of reductions per micro-batch",
         given=f"synchronised {flags}",
     )
-
-
-def one_finish(ctx, subject, seed):
-    """Gradients of two micro-batches whose backwards are followed by one finish."""
-    replica = Replica(ctx, subject, "mlp", seed)
-    replica.loss(0).backward()
-    replica.loss(1).backward()
-    replica.finish()
-    both = replica.gradients()
-    replica.loss(2)  # the next forward: the latest moment for an error
-    return both
-
-
-@clause(
-    "ddp.accumulation.one-finish",
-    needs=(),
-    source="contract: a local gradient is everything since zero_grad; gradient accumulation",
-)
-def test_two_backwards_and_one_finish_add_up(world, subject):
-    """Two backwards and one finish MUST give the mean of both micro-batches, or be an error.
-
-    An all-reduce of `.grad` in each backward adds up the first micro-batch once more.
-    """
-    ranks = refusal.answer_or_refusal(
-        world, one_finish, subject, 7, ordinary=(accumulated, subject, "mlp", 7, (True,))
-    )
-
-    if ranks is not None:
-        every = range(world.size)
-        first, second = (
-            equivalence.full_batch_gradients("mlp", 7, ranks=every, micros=(m,)) for m in (0, 1)
-        )
-
-        def weighed(of_first: float, of_second: float) -> oracle.Gradients:
-            terms = (equivalence.scaled(first, of_first), equivalence.scaled(second, of_second))
-            return {
-                name: None if one is None or other is None else one + other
-                for (name, one), other in zip(terms[0].items(), terms[1].values(), strict=True)
-            }
-
-        size = world.size
-        equivalence.mean_gradients(
-            ranks,
-            "mlp",
-            7,
-            micros=(0, 1),
-            within=rounding(torch.float32, terms=24 * size, depth=2),
-            hints=[
-                Hint(f"the first micro-batch counts {size} times: reduced twice", weighed(size, 1)),
-                Hint(f"the last micro-batch counts 1/{size}: divided twice", weighed(1, 1 / size)),
-                Hint("the first micro-batch is lost", weighed(0, 1)),
-                Hint("the last micro-batch is lost", weighed(1, 0)),
-            ],
-            given="two backwards, then one finish",
-        )

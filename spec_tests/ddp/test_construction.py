@@ -103,9 +103,8 @@ def test_wrapping_does_not_freeze_or_thaw(world, subject):
 def forward(ctx, subject, toy, seed):
     """The wrapped module's output, and the bare one's on the same input."""
     replica = Replica(ctx, subject, toy, seed)
-    batch = replica.toy.batch(seed, rank=ctx.rank).to(ctx.device)
     bare = replica.toy.build(seed).to(ctx.device)
-    return {"wrapped": {"output": replica.wrapped(batch)}, "bare": {"output": bare(batch)}}
+    return {"output": replica.wrapped(replica.batch())}, {"output": bare(replica.batch())}
 
 
 @clause(
@@ -116,11 +115,11 @@ def forward(ctx, subject, toy, seed):
 @pytest.mark.parametrize("toy", ["mlp", "tied", "buffers"])
 def test_the_wrapped_module_computes_what_the_bare_one_does(world, subject, toy):
     """The wrapped module MUST be called like the original and return the same values."""
-    ranks = world.run(forward, subject, toy, 3)
+    wrapped, bare = zip(*world.run(forward, subject, toy, 3), strict=True)
 
     judge.tensors(
-        [rank["wrapped"] for rank in ranks],
-        [rank["bare"] for rank in ranks],
+        wrapped,
+        bare,
         quantity="bare module's output",
         # Normalisation divides by a root, which is no integer arithmetic; a compiled forward may
         # round it in another order.
@@ -129,14 +128,9 @@ def test_the_wrapped_module_computes_what_the_bare_one_does(world, subject, toy)
     )
 
 
-def hooks_that_run(ctx, subject, seed):
+def hooks_that_run(ctx, subject):
     """The hooks of the original that a forward of the wrapper runs, in order."""
-    replica = Replica(ctx, subject, "mlp", seed)
-    found = []
-    replica.module.register_forward_pre_hook(lambda *_: found.append("before"))
-    replica.module.register_forward_hook(lambda *_: found.append("after"))
-    replica.loss()
-    return found
+    return Replica(ctx, subject, "mlp").forward_hooks()
 
 
 @clause(
@@ -149,7 +143,7 @@ def test_a_forward_runs_the_hooks_of_the_module(world, subject):
     `self.module.forward(...)` computes the same and skips them: activations that are recorded,
     weights that are normalised before each forward, another wrapper's preparations.
     """
-    ranks = world.run(hooks_that_run, subject, 7)
+    ranks = world.run(hooks_that_run, subject)
 
     judge.equal(ranks, ["before", "after"], quantity="hooks of the module that ran")
 

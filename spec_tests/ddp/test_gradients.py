@@ -14,21 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_tests.clause import clauses
-from spec_tests.ddp.replica import SMALL_BUCKET_MB, Replica
+from spec_tests.ddp.replica import (
+    DDP,
+    SEED,
+    SMALL_BUCKET_MB,
+    Replica,
+    gradients_after,
+    mean_gradients,
+)
 from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import judge, strategies
 from spec_tests.rig.symptoms import Hint
 
-DDP = ("ddp", "ddp_bucketed")
 clause = clauses(judges=DDP, level="correct", worlds=(2, 3))
 PAPER = "Li et al. 2020, section 3.2.1"
-
-
-def one_backward(ctx, subject, toy, seed):
-    """Gradients after one synchronised micro-batch."""
-    replica = Replica(ctx, subject, toy, seed)
-    replica.backward()
-    return replica.gradients()
 
 
 @clause("ddp.gradients.mean", level="course", source=PAPER, worlds=(2, 3, 4))
@@ -39,18 +38,14 @@ def test_every_rank_holds_the_mean_gradient(world, subject, toy):
     Not the sum, not its own, not the mean divided once more. Every rank has other data, so that
     nothing can be right by accident.
     """
-    ranks = world.run(one_backward, subject, toy, 7)
-
-    equivalence.mean_gradients(ranks, toy, 7)
+    mean_gradients(world, subject, toy, "backward 0")
 
 
 @clause("ddp.gradients.mean-at-any-seed", source=PAPER, worlds=(2,))
 @given(seed=strategies.seeds, toy=st.sampled_from(["mlp", "ragged", "tied", "reused"]))
 def test_the_mean_does_not_depend_on_weights_or_data(world, subject, seed, toy):
     """For any weights and data every rank MUST hold the mean of the local gradients."""
-    ranks = world.run(one_backward, subject, toy, seed)
-
-    equivalence.mean_gradients(ranks, toy, seed)
+    mean_gradients(world, subject, toy, "backward 0", seed=seed)
 
 
 @clause(
@@ -63,17 +58,13 @@ def test_a_tied_parameter_is_reduced_once_with_its_whole_gradient(world, subject
 
     A hook that fires for each use reduces a partial gradient, or the same one twice.
     """
-    ranks = world.run(one_backward, subject, "tied", 7)
-
-    equivalence.mean_gradients(ranks, "tied", 7)
+    mean_gradients(world, subject, "tied", "backward 0")
 
 
 @clause("ddp.gradients.reused-module", source="torch reducer: hooks on AccumulateGrad, not on uses")
 def test_a_module_applied_twice_is_reduced_with_its_whole_gradient(world, subject):
     """A module applied twice in one forward MUST hold the mean of its complete gradient."""
-    ranks = world.run(one_backward, subject, "reused", 7)
-
-    equivalence.mean_gradients(ranks, "reused", 7)
+    mean_gradients(world, subject, "reused", "backward 0")
 
 
 @clause(
@@ -87,9 +78,7 @@ def test_frozen_parameters_keep_no_gradient(world, subject):
 
     A zero in place of None makes AdamW decay a weight that was meant to stay.
     """
-    ranks = world.run(one_backward, subject, "frozen", 7)
-
-    equivalence.mean_gradients(ranks, "frozen", 7)
+    mean_gradients(world, subject, "frozen", "backward 0")
 
 
 @clause(
@@ -103,20 +92,18 @@ def test_every_dtype_and_layout_lands_in_its_place(world, subject, toy):
     Channels-last, transposed, expanded with stride zero, float32 next to bfloat16 or float64:
     flattening such a gradient may copy, and then the reduced values are written into the copy.
     """
-    ranks = world.run(one_backward, subject, toy, 7)
-
-    equivalence.mean_gradients(ranks, toy, 7)
+    mean_gradients(world, subject, toy, "backward 0")
 
 
-def weights_around_backward(ctx, subject, toy, seed):
+def weights_around_backward(ctx, subject):
     """Weights before and after a synchronised backward, made different on each rank."""
-    replica = Replica(ctx, subject, toy, seed)
+    replica = Replica(ctx, subject, "mlp")
     with torch.no_grad():
         for parameter in replica.parameters.values():
             parameter.add_(ctx.rank)  # the mean of equal weights would change nothing
     before = replica.weights()
     replica.backward()
-    return {"before": before, "after": replica.weights()}
+    return before, replica.weights()
 
 
 @clause(
@@ -130,51 +117,34 @@ def test_backward_changes_no_weight(world, subject):
     A post-accumulate hook is handed the *parameter*. Code that averages its argument averages the
     weights and leaves the gradients local, with a loss curve that looks plausible.
     """
-    ranks = world.run(weights_around_backward, subject, "mlp", 7)
+    before, after = zip(*world.run(weights_around_backward, subject), strict=True)
 
+    mean = {name: sum(rank[name] for rank in before) / world.size for name in before[0]}
     judge.tensors(
-        [rank["after"] for rank in ranks],
-        [rank["before"] for rank in ranks],
+        after,
+        before,
         quantity="weight from before backward",
-        hints=[
-            Hint("the mean of all ranks' weights: the hook averaged the parameter", _mean(ranks))
-        ],
+        hints=[Hint("the mean of all ranks' weights: the hook averaged the parameter", mean)],
         given="toy 'mlp', weights changed on each rank after wrapping",
     )
-
-
-def _mean(ranks):
-    first = ranks[0]["before"]
-    return {name: sum(rank["before"][name] for rank in ranks) / len(ranks) for name in first}
-
-
-def finish_twice(ctx, subject, toy, seed):
-    """Gradients after a second finish."""
-    replica = Replica(ctx, subject, toy, seed)
-    replica.backward()
-    replica.finish()
-    return replica.gradients()
 
 
 @clause("ddp.gradients.finish-is-idempotent", source="contract: a second call changes nothing")
 def test_a_second_finish_changes_nothing(world, subject):
     """A second `finish_gradient_synchronization` MUST change no gradient."""
-    ranks = world.run(finish_twice, subject, "mlp", 7)
-
-    size = world.size
-    once = equivalence.full_batch_gradients("mlp", 7, ranks=range(size))
-    again = Hint("divided by the world size once more", equivalence.scaled(once, 1 / size))
-    equivalence.mean_gradients(ranks, "mlp", 7, hints=[again], given="finish called twice")
+    once = equivalence.full_batch_gradients("mlp", SEED, ranks=range(world.size))
+    divided = equivalence.scaled(once, 1 / world.size)
+    again = Hint("divided by the world size once more", divided)
+    mean_gradients(world, subject, "mlp", "backward 0, finish", hints=[again])
 
 
-def late_peer(ctx, subject, toy, seed):
+def late_peer(ctx, subject):
     """Rank 0's gradients right after its finish, while the last rank is late in every layer."""
-    replica = Replica(ctx, subject, toy, seed)
+    replica = Replica(ctx, subject, "mlp")
     if ctx.rank == ctx.world_size - 1:
         for parameter in replica.parameters.values():
             parameter.register_hook(lambda gradient: ctx.be_late(0.04))
-    replica.backward()
-    return replica.gradients()
+    return replica.gradients_after("backward 0")
 
 
 @clause(
@@ -187,18 +157,9 @@ def test_gradients_are_final_when_finish_returns(world, subject):
     The last rank sleeps in front of each of its gradients. Whoever drops a handle, or waits for one
     and takes it for all, reads its own numbers.
     """
-    ranks = world.run(late_peer, subject, "mlp", 7)
+    ranks = world.run(late_peer, subject)
 
     equivalence.mean_gradients(ranks, "mlp", 7, given="the last rank is late in every layer")
-
-
-def two_steps(ctx, subject, toy, seed, set_to_none):
-    """Gradients of a second micro-batch after the first was cleared in the given way."""
-    replica = Replica(ctx, subject, toy, seed)
-    for micro in range(3):
-        replica.zero_grad(set_to_none=set_to_none)
-        replica.backward(micro)
-    return replica.gradients()
 
 
 @clause(
@@ -212,34 +173,22 @@ def test_both_ways_of_zero_grad_give_the_same_next_gradient(world, subject, set_
     Views into a bucket are lost when the gradient is set to None; what the bucket still holds must
     not be added in.
     """
-    ranks = world.run(two_steps, subject, "ragged", 7, set_to_none)
+    clear = f"zero_grad {set_to_none}"
+    calls = f"{clear}, backward 0, {clear}, backward 1, {clear}, backward 2"
+    mean_gradients(world, subject, "ragged", calls)
 
-    equivalence.mean_gradients(ranks, "ragged", 7, micros=(2,), given="third step")
 
-
-def two_forwards(ctx, subject, toy, seed):
+def two_forwards(ctx, subject):
     """Gradients of one backward through the sum of two forwards' losses."""
-    replica = Replica(ctx, subject, toy, seed)
+    replica = Replica(ctx, subject, "mlp")
     (replica.loss(0) + replica.loss(1)).backward()
-    replica.finish()
-    return replica.gradients()
+    return replica.gradients_after("finish")
 
 
 @clause("ddp.gradients.two-forwards-one-backward", source="pytorch issue 175024")
 def test_two_forwards_and_one_backward_give_the_whole_gradient(world, subject):
     """Two forwards followed by one backward MUST give the mean of the complete gradients."""
-    ranks = world.run(two_forwards, subject, "mlp", 7)
-
-    equivalence.mean_gradients(ranks, "mlp", 7, micros=(0, 1))
-
-
-def unused_everywhere(ctx, subject, seed, bucket_size_mb):
-    """Two steps of a model with a layer that no rank ever uses."""
-    replica = Replica(ctx, subject, "unused", seed, bucket_size_mb=bucket_size_mb)
-    for micro in range(2):
-        replica.zero_grad()
-        replica.backward(micro)
-    return replica.gradients()
+    equivalence.mean_gradients(world.run(two_forwards, subject), "mlp", SEED, micros=(0, 1))
 
 
 @clause(
@@ -252,26 +201,9 @@ def test_a_parameter_that_nobody_uses_never_hangs_the_step(world, subject, bucke
 
     In one bucket with others, it keeps the bucket from ever being complete.
     """
-    ranks = refusal.answer_or_refusal(
-        world,
-        unused_everywhere,
-        subject,
-        7,
-        bucket_size_mb,
-        ordinary=(one_backward, subject, "mlp", 7),
-    )
-
-    if ranks is not None:
-        equivalence.mean_gradients(ranks, "unused", 7, micros=(1,), given="second step")
-
-
-def unused_somewhere(ctx, subject, seed, uses):
-    """Two steps in which each rank computes other branches; the third rank on all of them."""
-    replica = Replica(ctx, subject, "branches", seed)
-    for micro in range(2):
-        replica.zero_grad()
-        replica.backward(micro, use=uses[ctx.rank])
-    return replica.gradients()
+    calls = "backward 0, zero_grad, backward 1"
+    size = {"bucket_size_mb": bucket_size_mb}
+    mean_gradients(world, subject, "unused", calls, may_refuse=True, **size)
 
 
 @clause(
@@ -284,25 +216,14 @@ def test_a_parameter_used_on_some_ranks_holds_the_mean_with_zeros(world, subject
     Dividing by the number of contributors is wrong; reducing only what one has pairs unrelated
     tensors, or waits for ever.
     """
-    ranks = refusal.answer_or_refusal(
-        world, unused_somewhere, subject, 7, uses, ordinary=(one_backward, subject, "mlp", 7)
-    )
-
-    if ranks is not None:
-        equivalence.mean_gradients(
-            ranks,
-            "branches",
-            7,
-            micros=(1,),
-            flags=lambda rank, micro: {"use": uses[rank]},
-            absent_is_zero=True,
-            given=f"branches used by each rank: {uses[: world.size]}",
-        )
+    use = "/".join(uses)
+    calls = f"backward 0 use={use}, zero_grad, backward 1 use={use}"
+    mean_gradients(world, subject, "branches", calls, may_refuse=True, absent_is_zero=True)
 
 
-def nothing_used(ctx, subject, seed):
+def nothing_used(ctx, subject):
     """Two steps in which the last rank's loss touches no parameter at all."""
-    replica = Replica(ctx, subject, "mlp", seed)
+    replica = Replica(ctx, subject, "mlp")
     for micro in range(2):
         replica.zero_grad()
         loss = replica.loss(micro)
@@ -323,33 +244,23 @@ def test_a_rank_whose_loss_touches_nothing_hangs_nobody(world, subject):
 
     A batch without valid targets, a sample that is skipped: no hook fires on that rank.
     """
-    ranks = refusal.answer_or_refusal(
-        world, nothing_used, subject, 7, ordinary=(one_backward, subject, "mlp", 7)
-    )
+    ordinary = (gradients_after, subject, "mlp", SEED, "backward 0")
+    ranks = refusal.answer_or_refusal(world, nothing_used, subject, ordinary=ordinary)
 
     if ranks is not None:
         others = range(world.size - 1)
-        expected = equivalence.full_batch_gradients("mlp", 7, ranks=others, micros=(1,))
+        expected = equivalence.full_batch_gradients("mlp", SEED, ranks=others, micros=(1,))
         judge.tensors(
             ranks, expected, quantity="mean gradient", given="the last rank uses no parameter"
         )
 
 
-def other_order(ctx, subject, seed, bucket_size_mb):
-    """Three steps in which every rank evaluates the branches in another order."""
-    replica = Replica(ctx, subject, "branches", seed, bucket_size_mb=bucket_size_mb)
-    for micro in range(3):
-        replica.zero_grad()
-        replica.backward(micro, use=_order(ctx.rank, micro))
-    return replica.gradients()
-
-
 BRANCH_MB = 15 * 4 / 2**20
 """A bucket for each branch: two of them have equal sizes, and can be mixed up in silence."""
-
-
-def _order(rank: int, micro: int) -> str:
-    return ("abc", "cab", "bca", "acb")[(rank + micro) % 4]
+ANOTHER_ORDER_EACH = (
+    "backward 0 use=abc/cab/bca/acb, zero_grad, backward 1 use=cab/bca/acb/abc, zero_grad, "
+    "backward 2 use=bca/acb/abc/cab"
+)
 
 
 @clause(
@@ -362,16 +273,8 @@ def test_the_order_in_which_gradients_become_ready_does_not_matter(world, subjec
     Collectives are paired by position. Launching each as it becomes ready adds up unrelated
     tensors in silence wherever the sizes agree.
     """
-    ranks = world.run(other_order, subject, 7, bucket_size_mb)
-
-    equivalence.mean_gradients(
-        ranks,
-        "branches",
-        7,
-        micros=(2,),
-        flags=lambda rank, micro: {"use": _order(rank, micro)},
-        given="branches evaluated in another order on each rank",
-    )
+    size = {"bucket_size_mb": bucket_size_mb}
+    mean_gradients(world, subject, "branches", ANOTHER_ORDER_EACH, **size)
 
 
 def scaled_loss(ctx, subject, seed, exponent):
@@ -411,11 +314,11 @@ def test_a_power_of_two_on_the_loss_scales_the_gradients_exactly(world, subject,
 @pytest.mark.parametrize("toy", ["mlp", "tied", "frozen"])
 def test_a_world_of_one_is_the_plain_module(world, subject, toy):
     """With a single rank the gradients MUST equal those of the bare module, bit for bit."""
-    ranks = world.run(one_backward, subject, toy, 7)
+    ranks = world.run(gradients_after, subject, toy, SEED, "backward 0")
 
     judge.tensors(
         ranks,
-        equivalence.full_batch_gradients(toy, 7, ranks=[0]),
+        equivalence.full_batch_gradients(toy, SEED, ranks=[0]),
         quantity="bare module's gradient",
         given=f"toy {toy!r}, world 1",
     )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_tests.clause import clauses
-from spec_tests.ddp.replica import SMALL_BUCKET_MB, Replica, wrap
+from spec_tests.ddp.replica import SEED, SMALL_BUCKET_MB, Replica, wrap
 from spec_tests.laws import agreement, equivalence, footprint, refusal
 from spec_tests.rig import judge, strategies
 from spec_tests.rig.symptoms import Hint
@@ -96,10 +96,9 @@ def test_the_same_run_twice_gives_the_same_bits(world, subject):
     )
 
 
-def interleaved(ctx, subject, seed):
+def interleaved(ctx, subject):
     """Gradients of two wrapped models whose passes interleave."""
-    one = Replica(ctx, subject, "mlp", seed)
-    two = Replica(ctx, subject, "tied", seed + 1)
+    one, two = Replica(ctx, subject, "mlp"), Replica(ctx, subject, "tied", SEED + 1)
     for micro in range(2):
         one.zero_grad()
         two.zero_grad()
@@ -108,7 +107,7 @@ def interleaved(ctx, subject, seed):
         loss_two.backward()
         one.finish()
         two.finish()
-    return {"mlp": one.gradients(), "tied": two.gradients()}
+    return one.gradients(), two.gradients()
 
 
 @clause(
@@ -117,10 +116,10 @@ def interleaved(ctx, subject, seed):
 )
 def test_two_wrapped_models_do_not_disturb_each_other(world, subject):
     """Two wrapped models whose passes interleave MUST each hold their own mean gradients."""
-    ranks = world.run(interleaved, subject, 7)
+    one, two = zip(*world.run(interleaved, subject), strict=True)
 
-    equivalence.mean_gradients([rank["mlp"] for rank in ranks], "mlp", 7, micros=(1,))
-    equivalence.mean_gradients([rank["tied"] for rank in ranks], "tied", 8, micros=(1,))
+    equivalence.mean_gradients(one, "mlp", SEED, micros=(1,))
+    equivalence.mean_gradients(two, "tied", SEED + 1, micros=(1,))
 
 
 def after_failure(ctx, subject, seed, where, to_none, bucket_size_mb):
@@ -181,9 +180,9 @@ def test_a_step_after_an_exception_is_right_or_refused(world, subject, how):
         equivalence.mean_gradients(ranks, "mlp", 7, micros=(2,), given=f"after an exception, {how}")
 
 
-def buffers_at_forward(ctx, subject, seed):
-    """Buffers as the inner module sees them when a training forward begins, and before that."""
-    replica = Replica(ctx, subject, "buffers", seed)
+def buffers_at_forward(ctx, subject):
+    """Buffers before a training forward, and as the inner module sees them when it begins."""
+    replica = Replica(ctx, subject, "buffers")
     replica.backward(0)
     seen = {}
 
@@ -192,9 +191,8 @@ def buffers_at_forward(ctx, subject, seed):
 
     own = {name: b.clone() for name, b in replica.module.named_buffers()}
     replica.module.register_forward_pre_hook(look)
-    replica.zero_grad()
-    replica.backward(1)
-    return {"own": own, "seen": seen}
+    replica.follow("zero_grad, backward 1")
+    return own, seen
 
 
 @clause(
@@ -207,32 +205,15 @@ def test_a_training_forward_sees_the_first_ranks_buffers(world, subject):
 
     Running statistics drift apart with the data; which rank saves the checkpoint must not matter.
     """
-    ranks = world.run(buffers_at_forward, subject, 7)
+    own, seen = zip(*world.run(buffers_at_forward, subject), strict=True)
 
-    judge.tensors(
-        [rank["seen"] for rank in ranks],
-        ranks[0]["own"],
-        quantity="first rank's buffer",
-        hints=[
-            Hint(
-                "the rank's own buffers: nothing is broadcast before a training forward",
-                [rank["own"] for rank in ranks],
-            )
-        ],
-    )
+    likely = "the rank's own buffers: nothing is broadcast before a training forward"
+    judge.tensors(seen, own[0], quantity="first rank's buffer", hints=[Hint(likely, own)])
 
 
-class Wide(torch.nn.Module):
-    """Parameters that are far larger than the activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(128, 128) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def wide():
+    """A model whose parameters are far larger than its activations."""
+    return torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(4)])
 
 
 def gradient_memory(ctx, subject):
@@ -240,7 +221,7 @@ def gradient_memory(ctx, subject):
 
     A wrapper may move the parameters into its own buffer: that is not growth and is not counted.
     """
-    module = Wide().to(ctx.device)
+    module = wide().to(ctx.device)
     before = [p.untyped_storage() for p in module.parameters()]
     inputs = torch.ones(2, 128, device=ctx.device)
     with ctx.recording() as recorder:
@@ -267,7 +248,7 @@ def test_gradients_cost_two_copies_at_most(world, subject):
     """In a steady step gradients and buckets MUST cost at most two copies of the parameters."""
     ranks = world.run(gradient_memory, subject)
 
-    parameters = sum(p.numel() * 4 for p in Wide().parameters())
+    parameters = sum(p.numel() * 4 for p in wide().parameters())
     layer = 128 * 128 * 4
     footprint.at_most(
         ranks,
@@ -284,7 +265,7 @@ def test_gradients_cost_two_copies_at_most(world, subject):
 
 def live_after_steps(ctx, subject):
     """Live bytes after each step, its gradients cleared."""
-    module = Wide().to(ctx.device)
+    module = wide().to(ctx.device)
     inputs, seen = torch.ones(2, 128, device=ctx.device), []
     with ctx.recording() as recorder:
         wrapped = wrap(ctx, subject, module, bucket_size_mb=0.1)
@@ -319,12 +300,9 @@ def test_memory_does_not_grow_from_step_to_step(world, subject):
         )
 
 
-def traceless(ctx, subject, seed):
+def traceless(ctx, subject):
     """Two steps, and nothing kept."""
-    replica = Replica(ctx, subject, "buffers", seed)
-    replica.backward(0)
-    replica.zero_grad()
-    replica.backward(1)
+    Replica(ctx, subject, "buffers").follow("backward 0, zero_grad, backward 1")
 
 
 @clause(
@@ -335,7 +313,7 @@ def traceless(ctx, subject, seed):
 )
 def test_wrapping_and_training_leave_no_global_state_behind(world, subject):
     """Wrapping and training SHOULD leave no process-global state changed."""
-    world.run(traceless, subject, 7)  # the first use may start threads that stay by design
-    ranks = world.run(traceless, subject, 7)
+    world.run(traceless, subject)  # the first use may start threads that stay by design
+    ranks = world.run(traceless, subject)
 
     judge.holds(not ranks.leaks, f"expected no change of global state, got {ranks.leaks}")

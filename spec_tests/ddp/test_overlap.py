@@ -22,22 +22,10 @@ OVERLAP = "Li et al. 2020, section 3.2.3"
 PATIENCE_S = 4.0
 
 
-class Deep(torch.nn.Module):
-    """Layers that fill a bucket each, also where a wrapper packs by the megabyte."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(600, 600) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def stream_of_events(ctx, subject):
     """The third step's collectives among the moments at which gradients were ready."""
-    module = Deep().to(ctx.device)
+    # Layers that fill a bucket each, also where a wrapper packs by the megabyte.
+    module = torch.nn.Sequential(*[torch.nn.Linear(600, 600) for _ in range(3)]).to(ctx.device)
     wrapped = wrap(ctx, subject, module, bucket_size_mb=1.0)
     inputs = torch.ones(2, 600, device=ctx.device)
     for _ in range(2):
@@ -70,16 +58,13 @@ def test_the_first_reduction_starts_before_the_last_gradient_is_ready(world, sub
         )
 
 
-def run_ahead(ctx, subject, seed):
+def run_ahead(ctx, subject):
     """Whether the other ranks finish their backward while the last rank has not begun its own.
 
     The last rank waits, in front of its first gradient, for a sign that rank 0 gives at its last.
     """
-    replica = Replica(ctx, subject, "mlp", seed, bucket_size_mb=1e-6)
-    names = list(replica.parameters)
-    for micro in range(2):
-        replica.zero_grad()
-        replica.backward(micro)
+    replica = Replica(ctx, subject, "mlp", bucket_size_mb=1e-6)
+    replica.follow("backward 0, zero_grad, backward 1")
     ahead = ctx.scratch / f"ahead-{subject}"
     if ctx.rank == 0:
         ahead.unlink(missing_ok=True)
@@ -104,9 +89,8 @@ def run_ahead(ctx, subject, seed):
                 time.sleep(0.002)
             seen.append(ahead.exists())
 
-        replica.parameters[names[-1]].register_hook(wait)
-    replica.zero_grad()
-    replica.backward(2)
+        [*replica.parameters.values()][-1].register_hook(wait)
+    replica.follow("zero_grad, backward 2")
     return seen
 
 
@@ -117,7 +101,7 @@ def test_a_rank_does_not_wait_inside_its_backward(world, subject):
     A blocking reduction inside the hook keeps the order of events and hides nothing.
     """
     # The one who waits for the sign is blocked, and so is whoever blocks in its hook.
-    ranks = world.run(run_ahead, subject, 7, grace_s=2 * PATIENCE_S)
+    ranks = world.run(run_ahead, subject, grace_s=2 * PATIENCE_S)
 
     judge.holds(
         ranks[-1] == [True],

@@ -1,69 +1,34 @@
-"""Any sequence of training calls on replicas: what no single situation would show."""
+"""Programs: any sequence of training calls on replicas, in any order of events.
+
+Schedules: in whichever order ranks run and operations complete, the gradients are the same.
+
+Buckets leave while the backward still fills others, so which of them is done first differs from
+rank to rank and from step to step. The order is an input here (`laws.schedules`).
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from spec_tests.clause import clause
-from spec_tests.ddp.replica import Replica
-from spec_tests.laws import program_machine, programs
-from spec_tests.rig.oracle import Named
+from spec_tests.clause import clauses
+from spec_tests.ddp.replica import DDP, SEED, Replica, mean_gradients
+from spec_tests.laws import program_machine, programs, schedules
 from spec_tests.rig.tolerance import rounding
 
-TOY, SEED = "mlp", 7
-
-
-class Replicated(programs.Trainee):
-    """A wrapped toy."""
-
-    def __init__(self, ctx: Any, subject: str) -> None:
-        self.replica = Replica(ctx, subject, TOY, SEED)
-        self.optimizer = programs.plain_optimizer(self.replica.parameters.values())
-
-    def micro(self, number: int) -> None:
-        self.replica.backward(number)
-
-    def local(self, number: int) -> None:
-        self.replica.accumulate(number)
-
-    def finish(self) -> None:
-        self.replica.finish()
-
-    def evaluate(self, number: int) -> Named:
-        replica = self.replica
-        with torch.no_grad():
-            batch = replica.toy.batch(SEED, rank=replica.ctx.rank, micro=number)
-            return {"output": replica.wrapped(batch)}
-
-    def interrupt(self, number: int) -> None:
-        with programs.failing(self.replica.module.get_submodule("second")):
-            self.replica.loss(number)
-
-    def state(self) -> Any:
-        return self.replica.module.state_dict(), self.optimizer.state_dict()
-
-    def restore(self, state: Any) -> None:
-        self.replica.module.load_state_dict(state[0])
-        self.optimizer.load_state_dict(state[1])
-
-    def weights(self) -> Named:
-        return self.replica.weights()
+clause = clauses(judges=DDP, level="correct", worlds=(2, 3))
+TOY = "mlp"
 
 
 def trained(ctx, subject, program):
     """What each call of the program let see on this rank."""
-    return programs.run(program, Replicated(ctx, subject))
+    replica = Replica(ctx, subject, TOY, SEED)
+    return programs.run(program, programs.OneRank(replica, replica.parameters.values()))
 
 
 @clause(
     "ddp.programs.any-sequence",
-    level="correct",
-    judges=("ddp", "ddp_bucketed"),
     needs=("no_sync",),
     source="contract, Ddp and NoSync; hypothesis, stateful testing",
-    worlds=(2, 3),
 )
 def test_any_sequence_of_calls_does_what_one_process_does(world, subject):
     """Any sequence of training calls MUST do on the ranks what it does in one process.
@@ -71,15 +36,42 @@ def test_any_sequence_of_calls_does_what_one_process_does(world, subject):
     Micro-batches in and out of `no_sync`, `finish` twice, `step`, `zero_grad` both ways also in a
     window, evaluation, save, load, a changed learning rate, an exception caught in forward.
     """
+    program_machine.any_sequence(
+        world,
+        trained,
+        subject,
+        alone=lambda rank: programs.OneProcess(TOY, SEED, size=world.size, rank=rank),
+        within=lambda program: rounding(
+            torch.float32, terms=24 * world.size, depth=4 * len(program) + 8
+        ),
+        given=f"toy {TOY!r}, seed {SEED}",
+    )
 
-    def compare(program):
-        ranks = world.run(trained, subject, program)
-        programs.agree(
-            ranks,
-            lambda rank: programs.OneProcess(TOY, SEED, size=world.size, rank=rank),
-            program,
-            within=rounding(torch.float32, terms=24 * world.size, depth=4 * len(program) + 8),
-            given=f"toy {TOY!r}, seed {SEED}",
-        )
 
-    program_machine.any_program(compare)
+SCHEDULED_TOY = "stack"  # several buckets, of equal and of unequal size
+# What an early step leaves behind would show in the third.
+THREE_STEPS = "backward 0, zero_grad, backward 1, zero_grad, backward 2"
+
+
+@clause("ddp.schedule.same-gradients", source=schedules.LAUNCH_ORDER, transports=schedules.SIM)
+@schedules.drawn
+def test_no_order_of_events_changes_the_gradients(world, subject, schedule):
+    """The gradients MUST be the mean, whatever rank runs when and whatever completes first.
+
+    A rank that launches by what has completed, or by what its own clock says, meets its peers with
+    another bucket: sums of unrelated numbers where the sizes are equal, a deadlock where not. A
+    buffer that is filled again in flight is an error by itself.
+    """
+    scheduled = schedules.under(world, schedule)
+    mean_gradients(scheduled, subject, SCHEDULED_TOY, THREE_STEPS, given=str(schedule))
+
+
+@clause(
+    "ddp.schedule.waits-for-every-launch", source=schedules.WAITED_FOR, transports=schedules.SIM
+)
+def test_every_reduction_is_waited_for(world, subject):
+    """Every reduction that is launched MUST be waited for by the rank that launched it.
+
+    That a later one has completed proves nothing about an earlier one: gloo runs several at once.
+    """
+    mean_gradients(world, subject, SCHEDULED_TOY, THREE_STEPS)

@@ -11,15 +11,21 @@ integers: nothing is rounded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from spec_tests.rig.oracle import Named
+from spec_tests.laws import wrapped
+from spec_tests.laws.wrapped import SEED as SEED  # the chapter takes it from here
+from spec_tests.rig import judge
+from spec_tests.rig.oracle import Gradients, Named
 from spec_tests.rig.rank import Context
-from spec_tests.rig.toys import TOYS, sum_of_squares
+from spec_tests.rig.recorder import Log
+from spec_tests.rig.toys import TOYS
+from spec_tests.rig.world import World
 
 RATE = 2.0**-16
 """Learning rate of training: weights move by ten times what rounding may move them, or more."""
@@ -87,12 +93,51 @@ def shard(
     return module
 
 
+def finish(ctx: Context, subject: str, model: nn.Module) -> None:
+    """End a backward pass of the whole-model shape."""
+    if subject == "fsdp":
+        ctx.impl.finish_gradient_synchronization(model)
+
+
 def of_integers(module: nn.Module) -> Any:
     """The module, its parameters small integers that are not zero: sums are exact."""
     for number, parameter in enumerate(module.parameters()):
         values = torch.arange(parameter.numel()).add(number).remainder(5) - 2.5
         parameter.data.copy_((2 * values).view(parameter.shape))
     return module
+
+
+def about(tensor: torch.Tensor | None) -> dict[str, Any]:
+    """What a parameter or gradient says about itself, as plain data."""
+    if tensor is None:
+        return {}
+    found: dict[str, Any] = {
+        "is a Parameter": isinstance(tensor, nn.Parameter),
+        "is a DTensor": isinstance(tensor, DTensor),
+        "shape": tuple(tensor.shape),
+        "stride": tuple(tensor.stride()),
+        "dtype": str(tensor.dtype),
+        "requires_grad": tensor.requires_grad,
+    }
+    if isinstance(tensor, DTensor):
+        found["placements"] = str(tensor.placements)
+        found["mesh"] = tensor.device_mesh.mesh.tolist()
+        found["local shape"] = tuple(tensor.to_local().shape)
+    return found
+
+
+def says_the_same(
+    seen: Mapping[str, Any], wanted: Mapping[str, Any], keys: Iterable[str], what: str, given: str
+) -> None:
+    """A tensor must say of itself what is wanted; keys of `about`."""
+    __tracebackhide__ = True
+    wrong = [key for key in keys if seen.get(key) != wanted.get(key)]
+    judge.holds(
+        not wrong,
+        f"{what}: expected { ({k: wanted.get(k) for k in wrong}) }, got "
+        f"{ ({k: seen.get(k) for k in wrong}) }",
+        given=given,
+    )
 
 
 def full_parameters(ctx: Context, model: nn.Module, names: Sequence[str]) -> Named:
@@ -102,11 +147,10 @@ def full_parameters(ctx: Context, model: nn.Module, names: Sequence[str]) -> Nam
     return {name: plain[name].detach().clone() for name in names if name in plain}
 
 
-class Sharded:
+class Sharded(wrapped.WrappedToy):
     """A toy, sharded, with an optimizer over what its `parameters()` are afterwards.
 
-    All ranks build the toy with one seed, as the contract wants it. The loss of each micro-batch is
-    `world_size * sum_of_squares`, so that the mean over ranks is the plain sum.
+    All ranks build the toy with one seed, as the contract wants it.
     """
 
     def __init__(
@@ -114,37 +158,29 @@ class Sharded:
         ctx: Context,
         subject: str,
         toy: str,
-        seed: int,
+        seed: int = SEED,
         *,
         units: str | Sequence[str] = "children",
         dtype: torch.dtype | None = None,
         frozen: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        self.ctx = ctx
+        super().__init__(ctx, toy, seed, seed, dtype)
         self.subject = subject
-        self.toy = TOYS[toy]
-        self.seed = seed
-        self.module = self.toy.build(seed).to(ctx.device, dtype)
         self.names = [name for name, _ in self.module.named_parameters()]
         for name in frozen:
             self.module.get_parameter(name).requires_grad_(False)
-        self.model = shard(ctx, subject, self.module, units, **options)
-        self.held: list[Any] = list(self.model.parameters())
-        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
+        self.wrapped: Any = shard(ctx, subject, self.module, units, **options)
+        self.held: list[Any] = list(self.wrapped.parameters())
+        self.optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=RATE)
 
-    def batch(self, micro: int = 0) -> torch.Tensor:
-        """This rank's inputs `[4, 6]` of a micro-batch."""
-        return self.toy.batch(self.seed, rank=self.ctx.rank, micro=micro).to(self.ctx.device)
-
-    def loss(self, micro: int = 0, **flags: Any) -> torch.Tensor:
-        """Forward of this rank's micro-batch number `micro`."""
-        return self.ctx.world_size * sum_of_squares(self.model(self.batch(micro), **flags))
-
-    def backward(self, micro: int = 0, **flags: Any) -> None:
-        """Forward and backward of a micro-batch, and the finish after it."""
-        self.loss(micro, **flags).backward()
-        self.finish()
+    def recorded(self, micro: int = 0, **flags: Any) -> tuple[Log, Log]:
+        """What the forward and what the backward of a micro-batch send."""
+        with self.ctx.recording() as forward:
+            loss = self.loss(micro, **flags)
+        with self.ctx.recording() as backward:
+            loss.backward()
+        return forward.log(), backward.log()
 
     def accumulate(self, micro: int = 0, **flags: Any) -> None:
         """Forward and backward of a micro-batch whose gradients stay on this rank."""
@@ -154,11 +190,15 @@ class Sharded:
 
     def synchronise(self, flag: bool) -> None:
         """Whether the next backward reduces."""
-        self.model.set_requires_gradient_sync(flag)  # type: ignore[operator]  # an FSDPModule
+        self.wrapped.set_requires_gradient_sync(flag)
 
-    def keep_after_backward(self, flag: bool) -> None:
+    def keep(self, flag: bool) -> None:
         """Whether full weights stay after a backward."""
-        self.model.set_reshard_after_backward(not flag)  # type: ignore[operator]  # an FSDPModule
+        self.wrapped.set_reshard_after_backward(not flag)
+
+    def last(self, flag: bool) -> None:
+        """Whether the next backward is the last of its window."""
+        self.wrapped.set_is_last_backward(flag)
 
     def unshard_all(self) -> None:
         """Gather every unit by hand."""
@@ -167,16 +207,25 @@ class Sharded:
             if hasattr(part, "unshard"):
                 part.unshard()
 
+    def infer(self, micro: int) -> None:
+        """A forward in inference mode, whose tensors take no part in autograd."""
+        with torch.inference_mode():
+            self.loss(micro)
+
     def finish(self) -> None:
         """End a backward pass of the whole-model shape."""
-        if self.subject == "fsdp":
-            self.ctx.impl.finish_gradient_synchronization(self.model)
+        finish(self.ctx, self.subject, self.wrapped)
 
     def full(self) -> Named:
         """Full parameters by the plain model's names."""
-        return full_parameters(self.ctx, self.model, self.names)
+        return full_parameters(self.ctx, self.wrapped, self.names)
 
-    def stepped(self) -> Named:
+    def weights(self) -> Named:
+        """The same from the shards: `full_parameters`, or a load, may free what would be stale."""
+        shards = zip(self.names, self.held, strict=True)
+        return {name: shard.full_tensor().detach().clone() for name, shard in shards}
+
+    def gradients(self) -> Gradients:
         """The gradients, read from a step of SGD; zero where there are none."""
         for group in self.optimizer.param_groups:
             group["lr"] = 1.0
@@ -184,6 +233,10 @@ class Sharded:
         self.optimizer.step()
         after = self.full()
         return {name: before[name] - after[name] for name in before}
+
+    def gather(self) -> None:
+        """Note the gradients as gathered from their shards."""
+        self.noted = self.whole_gradients()
 
     def shards(self) -> dict[str, Any]:
         """The parameters as `fully_shard` left them: DTensors, by name."""
@@ -202,3 +255,22 @@ class Sharded:
             name: None if p.grad is None else p.grad.full_tensor().clone()
             for name, p in self.shards().items()
         }
+
+
+def gradients_after(ctx, subject, toy, seed, calls, **options):
+    """Gradients of a sharded toy after these calls, read from a step of SGD."""
+    return Sharded(ctx, subject, toy, seed, **options).gradients_after(calls)
+
+
+def mean_gradients(
+    world: World, subject: str, toy: str, calls: str, *, ordinary: str = "", **law: Any
+) -> None:
+    """After the calls all ranks hold the mean gradient, or refused; see `laws.wrapped`.
+
+    Args:
+        ordinary: calls on toy 'even' that no implementation may refuse.
+    """
+    __tracebackhide__ = True
+    usual = (gradients_after, subject, "even", SEED, ordinary) if ordinary else ()
+    law = {"absent_is_zero": True, "ordinary": usual, **law}
+    wrapped.gradients(world, gradients_after, subject, toy, calls, **law)

@@ -8,11 +8,10 @@ along, and the micro-batch that reduces may not use every unit that has somethin
 from __future__ import annotations
 
 import pytest
-import torch
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded
-from spec_tests.laws import equivalence, refusal
+from spec_tests.fsdp.sharded import FULLY_SHARD, SEED, Sharded, mean_gradients
+from spec_tests.laws import equivalence
 from spec_tests.rig import judge
 from spec_tests.rig.recorder import Kind
 from spec_tests.rig.symptoms import Hint
@@ -21,23 +20,11 @@ clause = clauses(judges=FULLY_SHARD, level="correct")
 
 PAGE = "FSDPModule.set_requires_gradient_sync, set_reshard_after_backward"
 WINDOWS = {
-    "last": (False, False, True),
-    "each": (True, True, True),
-    "mixed": (True, False, True),
+    "last": ("accumulate 0", "accumulate 1", "backward 2"),
+    "each": ("backward 0", "backward 1", "backward 2"),
+    "mixed": ("backward 0", "accumulate 1", "backward 2"),
 }
-
-
-def accumulated(ctx, subject, toy, seed, flags, keeps, reshard_after_forward):
-    """Gradients after micro-batches of which those with a True flag are reduced."""
-    sharded = Sharded(
-        ctx, subject, toy, seed, units="nested", reshard_after_forward=reshard_after_forward
-    )
-    for micro, is_reduced in enumerate(flags):
-        is_last = micro == len(flags) - 1
-        sharded.synchronise(is_reduced)
-        sharded.keep_after_backward(keeps and not is_last)
-        sharded.loss(micro).backward()
-    return sharded.stepped()
+EVALUATED = "accumulate 0, evaluate 7, backward 1, evaluate 8"
 
 
 @clause(
@@ -49,21 +36,17 @@ def accumulated(ctx, subject, toy, seed, flags, keeps, reshard_after_forward):
 @pytest.mark.parametrize("keeps", [False, True], ids=["freed", "kept"])
 def test_any_schedule_of_reductions_gives_the_same_gradient(world, subject, window, keeps):
     """Whichever micro-batches are reduced, freed or kept, the gradient MUST be that of them all."""
-    ranks = world.run(accumulated, subject, "stack", 7, WINDOWS[window], keeps, not keeps)
-
-    equivalence.mean_gradients(
-        ranks, "stack", 7, micros=(0, 1, 2), absent_is_zero=True, given=f"reduced {window}"
-    )
+    first, second, last = WINDOWS[window]
+    calls = f"keep {keeps}, {first}, {second}, keep False, {last}"
+    mean_gradients(world, subject, "stack", calls, units="nested", reshard_after_forward=not keeps)
 
 
-def silent_window(ctx, subject, toy, seed):
-    """What two micro-batches send that are not to be reduced, and the gradients at the end."""
-    sharded = Sharded(ctx, subject, toy, seed)
-    sharded.backward(5)
-    sharded.optimizer.zero_grad()
+def silent_window(ctx, subject):
+    """How often two micro-batches that are not to be reduced reduce something."""
+    sharded = Sharded(ctx, subject, "even")
+    sharded.follow("backward 5, zero_grad")
     with ctx.recording() as recorder:
-        sharded.accumulate(0)
-        sharded.accumulate(1)
+        sharded.follow("accumulate 0, accumulate 1")
     return len(recorder.log().collectives(Kind.REDUCTION))
 
 
@@ -73,20 +56,9 @@ def test_a_micro_batch_that_is_not_reduced_sends_no_gradient(world, subject):
 
     The numbers are right either way: only a look at the traffic tells.
     """
-    ranks = world.run(silent_window, subject, "even", 7)
+    ranks = world.run(silent_window, subject)
 
     judge.equal(ranks, 0, quantity="number of reductions in two micro-batches")
-
-
-def discarded(ctx, subject, toy, seed, set_to_none):
-    """Gradients of one clean micro-batch after a window was discarded by zero_grad."""
-    sharded = Sharded(ctx, subject, toy, seed)
-    sharded.backward(5)
-    sharded.optimizer.zero_grad(set_to_none=set_to_none)
-    sharded.accumulate(0)
-    sharded.optimizer.zero_grad(set_to_none=set_to_none)
-    sharded.backward(1)
-    return sharded.stepped()
 
 
 @clause(
@@ -99,28 +71,15 @@ def test_zero_grad_inside_a_window_discards_what_was_pending(world, subject, set
 
     Otherwise a step that was skipped, for an overflow say, comes back with the next one.
     """
-    ranks = world.run(discarded, subject, "stack", 7, set_to_none)
-
-    both = equivalence.full_batch_gradients("stack", 7, ranks=range(world.size), micros=(0, 1))
-    equivalence.mean_gradients(
-        ranks,
+    clear = f"zero_grad {set_to_none}"
+    both = equivalence.full_batch_gradients("stack", SEED, ranks=range(world.size), micros=(0, 1))
+    mean_gradients(
+        world,
+        subject,
         "stack",
-        7,
-        micros=(1,),
-        absent_is_zero=True,
+        f"backward 5, {clear}, accumulate 0, {clear}, backward 1",
         hints=[Hint("the discarded micro-batch is still in it: a hidden accumulator", both)],
-        given="window, zero_grad, one clean micro-batch",
     )
-
-
-def used_early(ctx, subject, seed):
-    """Gradients where branch c is used only in the micro-batch that is not reduced."""
-    sharded = Sharded(ctx, subject, "branches", seed, units="layers")
-    sharded.synchronise(False)
-    sharded.loss(0, use="abc").backward()
-    sharded.synchronise(True)
-    sharded.backward(1, use="ab")
-    return sharded.stepped()
 
 
 @clause(
@@ -130,37 +89,13 @@ def used_early(ctx, subject, seed):
 )
 def test_a_unit_used_only_in_an_early_micro_batch_is_reduced(world, subject):
     """A unit used only before the reducing micro-batch MUST be reduced, or be an error."""
-    ranks = refusal.answer_or_refusal(
-        world, used_early, subject, 7, ordinary=(evaluated, subject, "even", 7)
+    calls = "accumulate 0 use=abc, backward 1 use=ab"
+    mean_gradients(
+        world, subject, "branches", calls, may_refuse=True, ordinary=EVALUATED, units="layers"
     )
-
-    if ranks is not None:
-        equivalence.mean_gradients(
-            ranks,
-            "branches",
-            7,
-            micros=(0, 1),
-            flags=lambda rank, micro: {"use": ("abc", "ab")[micro]},
-            absent_is_zero=True,
-            given="branch c used in micro-batch 0 only",
-        )
-
-
-def evaluated(ctx, subject, toy, seed):
-    """Gradients of two micro-batches with evaluations in between."""
-    sharded = Sharded(ctx, subject, toy, seed)
-    sharded.accumulate(0)
-    with torch.no_grad():
-        sharded.loss(7)
-    sharded.backward(1)
-    with torch.no_grad():
-        sharded.loss(8)
-    return sharded.stepped()
 
 
 @clause("fsdp.accumulation.evaluation-in-between", source=PAGE)
 def test_an_evaluation_in_mid_window_disturbs_nothing(world, subject):
     """A forward without gradients between micro-batches MUST change no gradient."""
-    ranks = world.run(evaluated, subject, "stack", 7)
-
-    equivalence.mean_gradients(ranks, "stack", 7, micros=(0, 1), absent_is_zero=True)
+    mean_gradients(world, subject, "stack", EVALUATED)

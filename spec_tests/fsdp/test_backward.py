@@ -14,11 +14,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, Sharded, divisible
+from spec_tests.fsdp.sharded import (
+    BOTH,
+    FULLY_SHARD,
+    SEED,
+    Sharded,
+    about,
+    divisible,
+    gradients_after,
+    mean_gradients,
+    says_the_same,
+)
 from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import judge, oracle
 from spec_tests.rig.toys import TOYS, sum_of_squares
@@ -29,31 +38,13 @@ PAPER = "Zhao et al. 2023, section 3.2"
 TRAINING = "test_fully_shard_training"
 
 
-def one_backward(ctx, subject, toy, seed, units="children"):
-    """Gradients of one micro-batch, read from a step of SGD."""
-    sharded = Sharded(ctx, subject, toy, seed, units=units)
-    sharded.backward()
-    return sharded.stepped()
-
-
 @clause("fsdp.backward.mean-gradient", level="course", judges=BOTH, source=PAPER, worlds=(2, 3, 4))
 def test_a_step_uses_the_mean_gradient(world, subject):
     """A step MUST use the mean over ranks of the local gradients, in every row.
 
     Not the sum, not the local one, not the mean divided once more.
     """
-    ranks = world.run(one_backward, subject, "even", 7)
-
-    equivalence.mean_gradients(ranks, "even", 7, absent_is_zero=True)
-
-
-def after_clearing(ctx, subject, toy, seed, set_to_none):
-    """Gradients of the second of two micro-batches, with `zero_grad` in between."""
-    sharded = Sharded(ctx, subject, toy, seed)
-    sharded.backward(0)
-    sharded.optimizer.zero_grad(set_to_none=set_to_none)
-    sharded.backward(1)
-    return sharded.stepped()
+    mean_gradients(world, subject, "even", "backward 0")
 
 
 @clause("fsdp.backward.zero-grad-modes", judges=BOTH, source="torch.optim.Optimizer.zero_grad")
@@ -63,10 +54,8 @@ def test_either_way_of_zero_grad_clears_what_was_reduced(world, subject, set_to_
 
     A gradient of zeros has the shape of the shard: autograd cannot add a full one to it.
     """
-    toy = divisible(subject, "stack")
-    ranks = world.run(after_clearing, subject, toy, 7, set_to_none)
-
-    equivalence.mean_gradients(ranks, toy, 7, micros=(1,), absent_is_zero=True)
+    calls = f"backward 0, zero_grad {set_to_none}, backward 1"
+    mean_gradients(world, subject, divisible(subject, "stack"), calls)
 
 
 @clause("fsdp.backward.mean-gradient-of-any-model", judges=BOTH, source=PAPER)
@@ -75,16 +64,17 @@ def test_either_way_of_zero_grad_clears_what_was_reduced(world, subject, set_to_
 )
 def test_a_step_uses_the_mean_gradient_of_any_model(world, subject, toy):
     """Odd sizes, ties, reuse, frozen or unused layers MUST get mean gradients, or be refused."""
+    usual = (gradients_after, subject, "even", SEED, "backward 0")
     ranks = refusal.answer_or_refusal(
-        world, one_backward, subject, toy, 7, ordinary=(one_backward, subject, "even", 7)
+        world, gradients_after, subject, toy, SEED, "backward 0", ordinary=usual
     )
 
     if ranks is not None:
         if subject == "fsdp":  # whose optimizer may see float32, whatever the weights were
-            built = oracle.parameters(toy, 7)
+            built = oracle.parameters(toy, SEED)
             for rank in ranks:
                 rank |= {name: g.to(built[name].dtype) for name, g in rank.items()}
-        equivalence.mean_gradients(ranks, toy, 7, absent_is_zero=True)
+        equivalence.mean_gradients(ranks, toy, SEED, absent_is_zero=True)
 
 
 @clause(
@@ -94,19 +84,17 @@ def test_a_step_uses_the_mean_gradient_of_any_model(world, subject, toy):
 @pytest.mark.parametrize("units", ["root", "layers", "nested"])
 def test_what_is_gathered_together_changes_no_gradient(world, subject, units):
     """However a model is cut into units, gradients MUST be the mean of the local ones."""
-    ranks = world.run(one_backward, subject, "stack", 7, units)
-
-    equivalence.mean_gradients(ranks, "stack", 7, absent_is_zero=True, given=f"units {units!r}")
+    mean_gradients(world, subject, "stack", "backward 0", units=units)
 
 
-def frozen_subset(ctx, subject, seed, frozen):
-    """Gradients where those parameters of a unit are frozen, and which stayed None."""
-    sharded = Sharded(ctx, subject, "stack", seed, units="root")
+def frozen_subset(ctx, subject, frozen):
+    """Names of the parameters without gradient where those of a unit are frozen, and gradients."""
+    sharded = Sharded(ctx, subject, "stack", units="root")
     for name, parameter in sharded.shards().items():
         parameter.requires_grad_(name not in frozen)
     sharded.backward()
     absent = [name for name, g in sharded.local_gradients().items() if g is None]
-    return {"absent": sorted(absent), "gradients": sharded.stepped()}
+    return sorted(absent), sharded.gradients()
 
 
 @clause(
@@ -121,27 +109,20 @@ def frozen_subset(ctx, subject, seed, frozen):
 )
 def test_any_subset_of_a_unit_may_be_frozen(world, subject, frozen):
     """Frozen parameters MUST keep `grad is None`, and the others of their unit get the mean."""
-    ranks = world.run(frozen_subset, subject, 7, frozen)
+    absent, gradients = zip(*world.run(frozen_subset, subject, frozen), strict=True)
 
-    expected = equivalence.full_batch_gradients("stack", 7, ranks=range(world.size))
+    expected = equivalence.full_batch_gradients("stack", SEED, ranks=range(world.size))
     for name in frozen:
-        expected[name] = torch.zeros_like(oracle.parameters("stack", 7)[name])
-    judge.equal(
-        [rank["absent"] for rank in ranks], list(frozen), quantity="parameters without gradient"
-    )
-    judge.tensors(
-        [rank["gradients"] for rank in ranks],
-        expected,
-        quantity="mean gradient",
-        given=f"frozen {frozen}",
-    )
+        expected[name] = torch.zeros_like(oracle.parameters("stack", SEED)[name])
+    judge.equal(absent, list(frozen), quantity="parameters without gradient")
+    judge.tensors(gradients, expected, quantity="mean gradient", given=f"frozen {frozen}")
 
 
 def gradient_of_input(ctx, subject, toy, seed):
     """The gradient that arrives at this rank's own inputs."""
     sharded = Sharded(ctx, subject, toy, seed)
     batch = sharded.batch().requires_grad_()
-    (ctx.world_size * sum_of_squares(sharded.model(batch))).backward()
+    (ctx.world_size * sum_of_squares(sharded.wrapped(batch))).backward()
     return {"input": batch.grad}
 
 
@@ -163,56 +144,45 @@ def test_gradients_of_inputs_are_not_averaged(world, subject):
     judge.tensors(ranks, expected, quantity="gradient of the input")
 
 
-def branches_in_turn(ctx, subject, seed, uses):
+def branches_in_turn(ctx, subject, uses):
     """Gradients of a step per entry of `uses`, which branches it takes."""
-    sharded = Sharded(ctx, subject, "branches", seed, units="layers")
+    sharded = Sharded(ctx, subject, "branches", units="layers")
     found = []
     for micro, use in enumerate(uses):
-        sharded.optimizer.zero_grad()
-        sharded.backward(micro, use=use)
-        found.append({n: g for n, g in sharded.whole_gradients().items() if g is not None})
+        sharded.follow(f"zero_grad, backward {micro} use={use}")
+        found.append(sharded.whole_gradients())
     return found
-
-
-def flags_of(use: str) -> equivalence.Flags:
-    """The same branches on every rank."""
-    return lambda rank, micro: {"use": use}
 
 
 @clause("fsdp.backward.unused-unit", source=f"{TRAINING}: unused modules", worlds=(2,))
 @pytest.mark.parametrize("uses", [("ab", "abc", "c"), ("abc", "ba", "cba")], ids=["later", "less"])
 def test_a_unit_may_be_left_out_and_come_back(world, subject, uses):
     """A unit left out of a step MUST NOT disturb any gradient, in that step or when used again."""
-    ranks = world.run(branches_in_turn, subject, 7, uses)
+    ranks = world.run(branches_in_turn, subject, uses)
 
-    like = oracle.parameters("branches", 7)
     for micro, use in enumerate(uses):
         equivalence.mean_gradients(
-            [{n: rank[micro].get(n, torch.zeros_like(like[n])) for n in like} for rank in ranks],
+            [rank[micro] for rank in ranks],
             "branches",
-            7,
+            SEED,
             micros=(micro,),
-            flags=flags_of(use),
+            flags=lambda rank, micro: {"use": uses[micro]},
             absent_is_zero=True,
             given=f"step {micro} uses branches {use!r} of {uses}",
         )
 
 
-def entangled(ctx, subject, seed, how):
+def entangled(ctx, subject, how):
     """Gradients where forwards and backwards do not simply alternate."""
-    sharded = Sharded(ctx, subject, "stack", seed, units="nested")
+    sharded = Sharded(ctx, subject, "stack", units="nested")
+    losses = [sharded.loss(micro) for micro in range(1 if how == "retained" else 2)]
     if how == "retained":
-        loss = sharded.loss(0)
-        loss.backward(retain_graph=True)
+        losses[0].backward(retain_graph=True)
+    elif how == "one-backward":
+        losses = [losses[0] + losses[1]]
+    for loss in losses[::-1] if how == "in-reverse" else losses:
         loss.backward()
-        return sharded.stepped()
-    losses = [sharded.loss(micro) for micro in range(2)]
-    if how == "one-backward":
-        (losses[0] + losses[1]).backward()
-    else:
-        for loss in losses if how == "in-order" else losses[::-1]:
-            loss.backward()
-    return sharded.stepped()
+    return sharded.gradients()
 
 
 @clause(
@@ -223,7 +193,7 @@ def entangled(ctx, subject, seed, how):
 @pytest.mark.parametrize("how", ["one-backward", "in-order", "in-reverse", "retained"])
 def test_several_forwards_may_wait_for_their_backward(world, subject, how):
     """Gradients MUST add up over forwards that precede a backward, and over repeated backwards."""
-    ranks = world.run(entangled, subject, 7, how)
+    ranks = world.run(entangled, subject, how)
 
     micros = (0, 0) if how == "retained" else (0, 1)
     equivalence.mean_gradients(
@@ -241,7 +211,7 @@ def recomputed(ctx, subject, seed, reentrant, reshard_after_forward):
     stack.blocks = nn.ModuleList(_Recompute(block, reentrant) for block in blocks)
     sharded.backward()
     stack.blocks = nn.ModuleList(blocks)  # the names of the plain model, for reading
-    return sharded.stepped()
+    return sharded.gradients()
 
 
 class _Recompute(nn.Module):
@@ -271,27 +241,11 @@ def test_recomputing_a_unit_changes_no_gradient(world, subject, reentrant, resha
     equivalence.mean_gradients(ranks, "stack", 7, absent_is_zero=True)
 
 
-def described_gradients(ctx, subject, toy, seed):
+def described_gradients(ctx, subject, toy):
     """What the gradients say about themselves, beside what the parameters say."""
-    sharded = Sharded(ctx, subject, toy, seed)
+    sharded = Sharded(ctx, subject, toy)
     sharded.backward()
-    return {
-        name: {"parameter": _about(p), "gradient": _about(p.grad)}
-        for name, p in sharded.shards().items()
-    }
-
-
-def _about(tensor: torch.Tensor | None) -> dict[str, object]:
-    if not isinstance(tensor, DTensor):
-        return {"kind": "None" if tensor is None else "plain tensor"}
-    return {
-        "kind": "DTensor",
-        "placements": str(tensor.placements),
-        "mesh": tensor.device_mesh.mesh.tolist(),
-        "shape": tuple(tensor.shape),
-        "local shape": tuple(tensor.to_local().shape),
-        "dtype": str(tensor.dtype),
-    }
+    return {name: (about(p), about(p.grad)) for name, p in sharded.shards().items()}
 
 
 @clause(
@@ -305,14 +259,10 @@ def test_gradients_are_sharded_as_their_parameters_are(world, subject, toy):
 
     None where a rank has no rows, and its peers wait for it in the next clipping.
     """
-    ranks = world.run(described_gradients, subject, toy, 7)
+    ranks = world.run(described_gradients, subject, toy)
 
+    keys = ("is a DTensor", "placements", "mesh", "shape", "local shape", "dtype")
     for (rank, seen), name in itertools.product(enumerate(ranks), TOYS[toy].build(7).state_dict()):
-        wanted, got = seen[name]["parameter"], seen[name]["gradient"]
-        wrong = [key for key in wanted if got.get(key) != wanted[key]]
-        judge.holds(
-            not wrong,
-            f"rank {rank}, gradient of {name!r}: expected { ({k: wanted[k] for k in wrong}) }, got "
-            f"{ ({k: got.get(k) for k in wrong}) }",
-            given=f"toy {toy!r}",
-        )
+        parameter, gradient = seen[name]
+        what = f"rank {rank}, gradient of {name!r}"
+        says_the_same(gradient, parameter, keys, what, given=f"toy {toy!r}")

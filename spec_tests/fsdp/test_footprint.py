@@ -7,8 +7,6 @@ is built, as sums of named terms. See Zhao et al. 2023, sections 3.2.1 and 4.1.
 
 from __future__ import annotations
 
-import gc
-import time
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ import torch
 from torch import nn
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, shard
+from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, finish, shard
 from spec_tests.laws import footprint, refusal
 from spec_tests.rig import judge
 
@@ -43,9 +41,10 @@ class Tower(nn.Module):
         return x
 
 
-def _after_a_moment(recorder):
-    time.sleep(0.001)
-    return recorder.live_bytes
+def backward(ctx, subject, model):
+    """Forward and backward of a tower."""
+    model(torch.ones(2, WIDTH, device=ctx.device)).sum().backward()
+    finish(ctx, subject, model)
 
 
 def footprints(ctx, subject, depth, reshard_after_forward=True, steps=2):
@@ -53,31 +52,24 @@ def footprints(ctx, subject, depth, reshard_after_forward=True, steps=2):
     seen = {}
     options = {} if subject == "fsdp" else {"reshard_after_forward": reshard_after_forward}
     with ctx.recording() as recorder:
-
-        def look(moment):
-            gc.collect()
-            # A thread of the backend may hold what it has just sent for a moment longer.
-            seen[moment] = min(_after_a_moment(recorder) for _ in range(4))
-
         with torch.device(ctx.device):
             model = shard(ctx, subject, Tower(depth), **options)
-        look("built")
+        seen["built"] = footprint.settled(recorder)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
         for step in range(steps):
             recorder.forget_peak()
             output = model(torch.ones(2, WIDTH, device=ctx.device))
-            look("after forward")
+            seen["after forward"] = footprint.settled(recorder)
             seen["peak of forward"] = recorder.log().peak_bytes
             recorder.forget_peak()
             output.sum().backward()
-            if subject == "fsdp":
-                ctx.impl.finish_gradient_synchronization(model)
+            finish(ctx, subject, model)
             del output
-            look("after backward")
+            seen["after backward"] = footprint.settled(recorder)
             seen["peak of backward"] = recorder.log().peak_bytes
             optimizer.step()
             optimizer.zero_grad()
-            look(f"after step {step}")
+            seen[f"after step {step}"] = footprint.settled(recorder)
     return seen
 
 
@@ -143,11 +135,8 @@ def above_a_trained_layer(ctx, subject, depth):
         model = shard(ctx, subject, tower)
         for _ in range(2):
             model.zero_grad()
-            model(torch.ones(2, WIDTH, device=ctx.device)).sum().backward()
-            if subject == "fsdp":
-                ctx.impl.finish_gradient_synchronization(model)
-        gc.collect()
-        return min(_after_a_moment(recorder) for _ in range(4))
+            backward(ctx, subject, model)
+        return footprint.settled(recorder)
 
 
 @clause(
@@ -246,14 +235,12 @@ def window(ctx, subject, depth):
     with ctx.recording() as recorder:
         with torch.device(ctx.device):
             model: Any = shard(ctx, subject, Tower(depth))
-        x = torch.ones(2, WIDTH, device=ctx.device)
         for moment in ("", "unreduced", "unreduced", "reduced"):
             model.set_requires_gradient_sync(moment != "unreduced")
-            model(x).sum().backward()
+            backward(ctx, subject, model)
             if not moment:
                 model.zero_grad()
-            gc.collect()
-            seen[moment] = min(_after_a_moment(recorder) for _ in range(4))
+            seen[moment] = footprint.settled(recorder)
     return seen
 
 

@@ -14,8 +14,18 @@ import torch
 from torch import nn
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, Sharded, divisible, shard
-from spec_tests.laws import equivalence, refusal
+from spec_tests.fsdp.sharded import (
+    BOTH,
+    FULLY_SHARD,
+    SEED,
+    Sharded,
+    divisible,
+    finish,
+    mean_gradients,
+    of_integers,
+    shard,
+)
+from spec_tests.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.rig.toys import TOYS
 
@@ -28,7 +38,8 @@ def outputs(ctx, subject, toy, seed, mode, number=2):
     """Outputs of that many forwards of this rank's batches."""
     sharded = Sharded(ctx, subject, toy, seed)
     with torch.set_grad_enabled(mode == "training"):
-        return {f"micro-batch {m}": sharded.model(sharded.batch(m)).detach() for m in range(number)}
+        found = {f"micro-batch {m}": sharded.wrapped(sharded.batch(m)) for m in range(number)}
+    return {name: output.detach() for name, output in found.items()}
 
 
 @clause("fsdp.forward.equals-plain", level="course", source=PAPER)
@@ -78,18 +89,6 @@ def _plain_outputs(toy, size, number=2):
     ]
 
 
-def after_evaluation(ctx, subject, toy, seed, how):
-    """Gradients of a step after a forward in which nothing was recorded."""
-    sharded = Sharded(ctx, subject, toy, seed)
-    if not how.endswith("first"):
-        sharded.backward(4)
-        sharded.optimizer.zero_grad()
-    with torch.no_grad() if how == "no-grad" else torch.inference_mode():
-        sharded.loss(5)
-    sharded.backward(0)
-    return sharded.stepped()
-
-
 @clause(
     "fsdp.forward.evaluation-leaves-no-trace",
     source="test_fully_shard_training; torch.inference_mode: its tensors take no part in autograd",
@@ -98,12 +97,12 @@ def after_evaluation(ctx, subject, toy, seed, how):
 @pytest.mark.parametrize("how", ["no-grad", "inference", "inference-first"])
 def test_an_evaluation_changes_nothing_about_the_next_step(world, subject, how):
     """A training step after an evaluation MUST have the same gradients as without it."""
-    toy = divisible(subject, "stack")
-    ranks = world.run(after_evaluation, subject, toy, 7, how)
-
-    equivalence.mean_gradients(
-        ranks, toy, 7, absent_is_zero=True, given=f"after a forward under {how}"
-    )
+    calls = {
+        "no-grad": "backward 4, zero_grad, evaluate 5, backward 0",
+        "inference": "backward 4, zero_grad, infer 5, backward 0",
+        "inference-first": "infer 5, backward 0",
+    }
+    mean_gradients(world, subject, divisible(subject, "stack"), calls[how])
 
 
 class Structured(nn.Module):
@@ -130,24 +129,16 @@ class Inner(nn.Module):
         return {"y": y, "z": y.abs()}
 
 
-def _integers(module: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.arange(float(parameter.numel())).view_as(parameter) % 5 - 2)
-    return module
-
-
 def structured(ctx, subject, seed):
     """Gradients of weights and input through nested containers."""
-    module = _integers(Structured()).to(ctx.device)
+    module = of_integers(Structured()).to(ctx.device)
     model = shard(ctx, subject, module)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     x = TOYS["mlp"].batch(seed, rank=ctx.rank).to(ctx.device).requires_grad_()
     found = model(inputs={"x": x})
     loss = found["parts"][0].square().sum() + found["parts"][1][0].square().sum()
     (ctx.world_size * loss).backward()
-    if subject == "fsdp":
-        ctx.impl.finish_gradient_synchronization(model)
+    finish(ctx, subject, model)
     optimizer.step()
     full = ctx.impl.full_parameters(model)
     after = {name.removeprefix("module."): value.detach() for name, value in full.items()}
@@ -165,7 +156,7 @@ def test_inputs_and_outputs_may_sit_in_containers(world, subject):
     """
     ranks = world.run(structured, subject, 7)
 
-    plain = _integers(Structured())
+    plain = of_integers(Structured())
     batches = [TOYS["mlp"].batch(7, rank=rank).requires_grad_() for rank in range(world.size)]
     for x in batches:
         found = plain({"x": x})
@@ -181,21 +172,14 @@ def test_inputs_and_outputs_may_sit_in_containers(world, subject):
     )
 
 
-def under_setting(ctx, subject, seed, reshard_after_forward, units):
+def under_setting(ctx, subject, reshard_after_forward):
     """Outputs and gradients of three steps in one setting, float32 and real-valued data."""
-    sharded = Sharded(
-        ctx,
-        subject,
-        "stack",
-        seed,
-        units=units,
-        reshard_after_forward=reshard_after_forward,
-    )
-    generator = torch.Generator().manual_seed(seed + ctx.rank)
+    sharded = Sharded(ctx, subject, "stack", reshard_after_forward=reshard_after_forward)
+    generator = torch.Generator().manual_seed(SEED + ctx.rank)
     found = {}
     for step in range(3):
         batch = (torch.randn(4, 6, generator=generator).to(ctx.device) * 2).clamp(-4, 4)
-        output = sharded.model(batch)
+        output = sharded.wrapped(batch)
         output.square().sum().backward()
         for name, gradient in sharded.local_gradients().items():
             found[f"{name}, step {step}"] = gradient
@@ -203,6 +187,20 @@ def under_setting(ctx, subject, seed, reshard_after_forward, units):
         sharded.optimizer.step()
         sharded.optimizer.zero_grad()
     return found
+
+
+def judge_setting(world, subject, setting):
+    """Equal bits in this setting and where full weights are freed after forward."""
+    __tracebackhide__ = True
+    ranks = world.run(under_setting, subject, setting)
+    freed = world.run(under_setting, subject, True)
+
+    judge.tensors(
+        ranks,
+        freed,
+        quantity="value with reshard_after_forward=True",
+        given=f"reshard_after_forward={setting}, float32, three steps",
+    )
 
 
 @clause(
@@ -213,15 +211,7 @@ def under_setting(ctx, subject, seed, reshard_after_forward, units):
 @pytest.mark.parametrize("setting", [False, None], ids=["False", "None"])
 def test_what_is_kept_after_forward_changes_no_bit(world, subject, setting):
     """Whatever `reshard_after_forward` is, outputs and gradients MUST have the same bits."""
-    ranks = world.run(under_setting, subject, 7, setting, "children")
-    freed = world.run(under_setting, subject, 7, True, "children")
-
-    judge.tensors(
-        ranks,
-        freed,
-        quantity="value with reshard_after_forward=True",
-        given=f"reshard_after_forward={setting}, float32, three steps",
-    )
+    judge_setting(world, subject, setting)
 
 
 @clause(
@@ -233,20 +223,12 @@ def test_what_is_kept_after_forward_changes_no_bit(world, subject, setting):
 )
 def test_resharding_to_a_smaller_world_changes_no_bit(world, subject):
     """With `reshard_after_forward` an int, outputs and gradients MUST have the same bits."""
-    ranks = world.run(under_setting, subject, 7, 2, "children")
-    freed = world.run(under_setting, subject, 7, True, "children")
-
-    judge.tensors(ranks, freed, quantity="value with reshard_after_forward=True")
+    judge_setting(world, subject, 2)
 
 
-def hooks_that_run(ctx, subject, seed):
+def hooks_that_run(ctx, subject):
     """The hooks of the original that a forward of the sharded model runs, in order."""
-    sharded = Sharded(ctx, subject, "even", seed)
-    found = []
-    sharded.module.register_forward_pre_hook(lambda *_: found.append("before"))
-    sharded.module.register_forward_hook(lambda *_: found.append("after"))
-    sharded.loss()
-    return found
+    return Sharded(ctx, subject, "even").forward_hooks()
 
 
 @clause(
@@ -256,6 +238,6 @@ def hooks_that_run(ctx, subject, seed):
 )
 def test_a_forward_runs_the_hooks_of_the_module(world, subject):
     """A forward of the sharded model MUST run the original module's forward hooks, each once."""
-    ranks = world.run(hooks_that_run, subject, 7)
+    ranks = world.run(hooks_that_run, subject)
 
     judge.equal(ranks, ["before", "after"], quantity="hooks of the module that ran")

@@ -14,8 +14,16 @@ import torch
 from torch import nn
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, RATE, Sharded, shard
-from spec_tests.fsdp.test_backward import one_backward
+from spec_tests.fsdp.sharded import (
+    BOTH,
+    FULLY_SHARD,
+    RATE,
+    SEED,
+    Sharded,
+    finish,
+    gradients_after,
+    shard,
+)
 from spec_tests.laws import programs, refusal
 from spec_tests.rig import judge
 from spec_tests.rig.symptoms import Hint, gap
@@ -33,7 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def _output(sharded):
-    return {"output": sharded.model(sharded.batch(9)).detach()}
+    return {"output": sharded.wrapped(sharded.batch(9)).detach()}
 
 
 def _judge_fresh(ranks, toy, steps, given):
@@ -72,7 +80,7 @@ def after_steps(ctx, subject, toy, seed, setting):
     """Output after two steps."""
     sharded = Sharded(ctx, subject, toy, seed, **SETTINGS.get(setting, SETTINGS["default"]))
     if setting == "kept-after-backward":
-        sharded.keep_after_backward(True)
+        sharded.keep(True)
     for step in range(2):
         sharded.optimizer.zero_grad()
         sharded.backward(step)
@@ -151,8 +159,7 @@ def after_leaving_out(ctx, subject, raises=""):
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4)
     x = torch.ones(1, 12, device=ctx.device)
     model(x).sum().backward()
-    if subject == "fsdp":
-        ctx.impl.finish_gradient_synchronization(model)
+    finish(ctx, subject, model)
     if raises == "within a layer":
         with programs.failing(ladder.layers[1]):
             model(x)
@@ -188,9 +195,8 @@ def test_no_layer_of_a_whole_model_is_stale_after_an_exception(world, subject, w
 
     What was gathered, or is on its way, has no end of forward that would free it.
     """
-    ranks = refusal.answer_or_refusal(
-        world, after_leaving_out, subject, where, ordinary=(one_backward, subject, "even", 7)
-    )
+    usual = (gradients_after, subject, "even", SEED, "backward 0")
+    ranks = refusal.answer_or_refusal(world, after_leaving_out, subject, where, ordinary=usual)
 
     if ranks is not None:
         _judge_ladder(ranks)
@@ -218,9 +224,9 @@ def after_writing(ctx, subject, toy, seed, how, setting):
     with torch.no_grad():
         _output(sharded)
         if how == "load-state-dict":
-            state = sharded.model.state_dict()
+            state = sharded.wrapped.state_dict()
             zeros = {name: torch.zeros_like(value) for name, value in state.items()}
-            sharded.model.load_state_dict(zeros)
+            sharded.wrapped.load_state_dict(zeros)
         else:
             for parameter in sharded.held:
                 if how == "parameter":

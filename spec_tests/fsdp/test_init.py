@@ -17,7 +17,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, Sharded, full_parameters, shard
+from spec_tests.fsdp.sharded import (
+    BOTH,
+    FULLY_SHARD,
+    SEED,
+    Sharded,
+    about,
+    full_parameters,
+    says_the_same,
+    shard,
+)
 from spec_tests.laws import refusal
 from spec_tests.rig import judge, oracle
 from spec_tests.rig.symptoms import Hint
@@ -28,9 +37,9 @@ clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
 PAGE = "torch.distributed.fsdp.fully_shard"
 
 
-def after_sharding(ctx, subject, toy, seed):
+def after_sharding(ctx, subject, toy):
     """The full parameters right after sharding."""
-    return Sharded(ctx, subject, toy, seed).full()
+    return Sharded(ctx, subject, toy).full()
 
 
 @clause(
@@ -45,7 +54,7 @@ def test_sharding_loses_no_value(world, subject):
 
     The sizes here divide by the number of ranks, which is all that the exercises ask.
     """
-    ranks = world.run(after_sharding, subject, "even", 7)
+    ranks = world.run(after_sharding, subject, "even")
 
     judge.tensors(ranks, oracle.parameters("even", 7), quantity="parameter as built")
 
@@ -59,32 +68,26 @@ def test_sharding_loses_no_value(world, subject):
 @pytest.mark.parametrize("toy", ["ragged", "stack", "tied", "frozen"])
 def test_sharding_loses_no_value_of_any_model(world, subject, toy):
     """With odd sizes, ties or frozen layers, full parameters MUST be those built, or be refused."""
-    ranks = refusal.answer_or_refusal(
-        world, after_sharding, subject, toy, 7, ordinary=(after_sharding, subject, "even", 7)
-    )
+    usual = (after_sharding, subject, "even")
+    ranks = refusal.answer_or_refusal(world, after_sharding, subject, toy, ordinary=usual)
 
     if ranks is not None:
         built = oracle.parameters(toy, 7)
         judge.tensors(ranks, built, quantity="parameter as built", given=f"toy {toy!r}, seed 7")
 
 
-class Rows(nn.Module):
-    """A layer of so many rows, and a vector of as many."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, rows)
-        with torch.no_grad():
-            self.linear.weight.copy_(torch.arange(3.0 * rows).view(rows, 3))
-            self.linear.bias.copy_(torch.arange(float(rows)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
+def of_rows(rows):
+    """A layer of so many rows, and a vector of as many, in a model."""
+    linear = nn.Linear(3, rows)
+    with torch.no_grad():
+        linear.weight.copy_(torch.arange(3.0 * rows).view(rows, 3))
+        linear.bias.copy_(torch.arange(float(rows)))
+    return nn.Sequential(linear)
 
 
 def local_rows(ctx, subject, rows):
     """Each rank's local part of a layer of so many rows."""
-    module = Rows(rows).to(ctx.device)
+    module = of_rows(rows).to(ctx.device)
     shard(ctx, subject, module, "root")
     named: dict[str, Any] = dict(module.named_parameters())
     return {name: p.to_local().detach().clone() for name, p in named.items()}
@@ -106,7 +109,7 @@ def test_each_rank_keeps_the_rows_that_chunk_would_give_it(world, subject, rows)
     """
     ranks = world.run(local_rows, subject, rows)
 
-    whole = {n: p.detach() for n, p in Rows(rows).named_parameters()}
+    whole = {n: p.detach() for n, p in of_rows(rows).named_parameters()}
     expected = [
         {n: (*p.chunk(world.size), *[p[:0]] * world.size)[rank] for n, p in whole.items()}
         for rank in range(world.size)
@@ -143,83 +146,47 @@ def test_no_number_of_rows_loses_one(world, subject, rows):
         ranks = world.run(gathered_rows, subject, rows)
 
     if ranks is not None:
-        whole = {n: p.detach() for n, p in Rows(rows).named_parameters()}
+        whole = {n: p.detach() for n, p in of_rows(rows).named_parameters()}
         judge.tensors(ranks, whole, quantity="parameter as built", given=f"{rows} rows")
 
 
 def gathered_rows(ctx, subject, rows):
     """Full parameters of a layer of so many rows."""
-    module = Rows(rows).to(ctx.device)
+    module = of_rows(rows).to(ctx.device)
     names = [name for name, _ in module.named_parameters()]
     return full_parameters(ctx, shard(ctx, subject, module, "root"), names)
 
 
-def described(ctx, subject, toy, seed):
+def described(ctx, subject, toy):
     """What the parameters of a sharded model say about themselves, in order."""
-    sharded = Sharded(ctx, subject, toy, seed)
-    found = []
-    for name, p in sharded.shards().items():
-        is_sharded = isinstance(p, DTensor)
-        found.append(
-            {
-                "name": name,
-                "is a Parameter": isinstance(p, nn.Parameter),
-                "is a DTensor": is_sharded,
-                "placements": str(p.placements) if is_sharded else "",
-                "mesh": p.device_mesh.mesh.tolist() if is_sharded else [],
-                "shape": tuple(p.shape),
-                "stride": tuple(p.stride()),
-                "dtype": str(p.dtype),
-                "requires_grad": p.requires_grad,
-            }
-        )
-    return found
+    return {name: about(p) for name, p in Sharded(ctx, subject, toy).shards().items()}
 
 
-def _expected_description(toy, size):
-    return [
-        {
-            "name": name,
-            "is a Parameter": True,
-            "is a DTensor": True,
-            "placements": "(Shard(dim=0),)",
-            "mesh": list(range(size)),
-            "shape": tuple(p.shape),
-            "stride": tuple(p.stride()),
-            "dtype": str(p.dtype),
-            "requires_grad": p.requires_grad,
-        }
-        for name, p in TOYS[toy].build(7).named_parameters()
-    ]
-
-
-def _judge_descriptions(ranks, toy, size, keys):
-    for rank, seen in enumerate(ranks):
-        wanted = _expected_description(toy, size)
+def judge_descriptions(world, subject, toy, keys):
+    """Names, order and these keys must be those of the plain model, sharded on dim 0."""
+    __tracebackhide__ = True
+    sharded = {
+        "is a DTensor": True,
+        "placements": "(Shard(dim=0),)",
+        "mesh": list(range(world.size)),
+    }
+    wanted = {n: about(p) | sharded for n, p in TOYS[toy].build(SEED).named_parameters()}
+    for rank, seen in enumerate(world.run(described, subject, toy)):
         judge.holds(
-            [own["name"] for own in seen] == [right["name"] for right in wanted],
-            f"rank {rank}: expected parameters {[right['name'] for right in wanted]}, got "
-            f"{[own['name'] for own in seen]}",
+            [*seen] == [*wanted],
+            f"rank {rank}: expected parameters {[*wanted]}, got {[*seen]}",
             likely="wrapped or flattened: names and order must stay those of the plain model",
         )
-        for own, right in zip(seen, wanted, strict=True):
-            wrong = [key for key in keys if own[key] != right[key]]
-            judge.holds(
-                not wrong,
-                f"rank {rank}, {own['name']!r}: expected { ({k: right[k] for k in wrong}) }, got "
-                f"{ ({k: own[k] for k in wrong}) }",
-                given=f"toy {toy!r}",
-            )
+        for name, right in wanted.items():
+            says_the_same(seen[name], right, keys, f"rank {rank}, {name!r}", f"toy {toy!r}")
 
 
 @clause("fsdp.init.parameters-are-dtensors", source=PAGE)
 @pytest.mark.parametrize("toy", ["stack", "tied", "frozen"])
 def test_parameters_are_dtensors_sharded_on_dim_0(world, subject, toy):
     """Sharded parameters MUST be DTensor Parameters of the plain names, order and global shape."""
-    ranks = world.run(described, subject, toy, 7)
-
     keys = ("is a Parameter", "is a DTensor", "placements", "shape", "requires_grad")
-    _judge_descriptions(ranks, toy, world.size, keys)
+    judge_descriptions(world, subject, toy, keys)
 
 
 @clause(
@@ -233,38 +200,35 @@ def test_dtensors_carry_mesh_stride_and_dtype_of_the_whole(world, subject, toy):
 
     Rows that do not divide are where the global shape becomes W times the local one.
     """
-    ranks = world.run(described, subject, toy, 7)
-
     keys = ("placements", "mesh", "shape", "stride", "dtype", "requires_grad")
-    _judge_descriptions(ranks, toy, world.size, keys)
+    judge_descriptions(world, subject, toy, keys)
 
 
-def surroundings(ctx, subject, toy, seed):
-    """Buffers, state-dict keys and module names of a sharded model."""
-    sharded = Sharded(ctx, subject, toy, seed)
-    plain = TOYS[toy].build(seed)
-    kinds = {
-        name: isinstance(part, type(plain.get_submodule(name)))
+def surroundings(ctx, subject, toy):
+    """Buffers, those that are DTensors, state-dict keys, and modules of another class."""
+    sharded = Sharded(ctx, subject, toy)
+    plain = TOYS[toy].build(SEED)
+    buffers = {n: b.detach().clone() for n, b in sharded.module.named_buffers()}
+    divided = [n for n, b in sharded.module.named_buffers() if isinstance(b, DTensor)]
+    foreign = [
+        name
         for name, part in sharded.module.named_modules()
-    }
-    return {
-        "buffers": {n: b.detach().clone() for n, b in sharded.module.named_buffers()},
-        "dtensor buffers": [n for n, b in sharded.module.named_buffers() if isinstance(b, DTensor)],
-        "keys": list(sharded.module.state_dict()),
-        "foreign modules": [name for name, is_kind in kinds.items() if not is_kind],
-    }
+        if not isinstance(part, type(plain.get_submodule(name)))
+    ]
+    return buffers, divided, list(sharded.module.state_dict()), foreign
 
 
 @clause("fsdp.init.the-rest-stays", source=PAGE, worlds=(2,))
 def test_buffers_modules_and_keys_stay_what_they_were(world, subject):
     """Buffers MUST stay plain and whole; modules and state-dict keys MUST stay as they were."""
-    ranks = world.run(surroundings, subject, "buffers", 7)
+    ranks = world.run(surroundings, subject, "buffers")
+    buffers, divided, keys, foreign = zip(*ranks, strict=True)
 
-    plain = TOYS["buffers"].build(7)
-    judge.tensors([r["buffers"] for r in ranks], oracle.buffers("buffers", 7), quantity="buffer")
-    judge.equal([r["dtensor buffers"] for r in ranks], [], quantity="buffers that are DTensors")
-    judge.equal([r["keys"] for r in ranks], list(plain.state_dict()), quantity="state-dict keys")
-    judge.equal([r["foreign modules"] for r in ranks], [], quantity="modules of another class")
+    judge.tensors(buffers, oracle.buffers("buffers", SEED), quantity="buffer")
+    judge.equal(divided, [], quantity="buffers that are DTensors")
+    plain = TOYS["buffers"].build(SEED)
+    judge.equal(keys, list(plain.state_dict()), quantity="state-dict keys")
+    judge.equal(foreign, [], quantity="modules of another class")
 
 
 def materialised(ctx, subject, seed):

@@ -1,4 +1,10 @@
-"""Life cycle: after an exception, beside another model, on a part of the world, by hand."""
+"""Life cycle: after an exception, beside another model, on a part of the world, by hand.
+
+Surroundings: models that have names, hooks and layers of their own.
+
+Sharding comes last to a model that others have written. It adds attributes to it, takes over what
+autograd would do to a leaf, and finds layers that are never called.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,8 @@ import gc
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -14,9 +22,17 @@ from torch.optim.optimizer import (
 )
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, Sharded, divisible
+from spec_tests.fsdp.sharded import (
+    BOTH,
+    FULLY_SHARD,
+    SEED,
+    Sharded,
+    divisible,
+    mean_gradients,
+    shard,
+)
 from spec_tests.laws import equivalence, refusal
-from spec_tests.rig import judge, oracle
+from spec_tests.rig import judge
 from spec_tests.rig.toys import TOYS
 
 clause = clauses(judges=FULLY_SHARD, level="correct")
@@ -41,9 +57,7 @@ def after_failure(ctx, subject, seed, where):
     reset: Any = getattr(sharded.module, "reset_iter_state", None)
     if where.endswith("reset") and reset is not None:  # what PyTorch asks for, and others need not
         reset()
-    sharded.optimizer.zero_grad()
-    sharded.backward(0)
-    return sharded.stepped()
+    return sharded.gradients_after("zero_grad, backward 0")
 
 
 @clause(
@@ -61,18 +75,18 @@ def test_a_step_after_a_caught_exception_is_right(world, subject, where):
         )
 
 
-def interleaved(ctx, subject, toy, seed):
+def interleaved(ctx, subject, toy):
     """Gradients of two models whose passes interleave."""
-    one, two = Sharded(ctx, subject, toy, seed), Sharded(ctx, subject, "even", seed + 1)
+    one, two = Sharded(ctx, subject, toy), Sharded(ctx, subject, "even", SEED + 1)
     for micro in range(2):
-        one.optimizer.zero_grad()
-        two.optimizer.zero_grad()
+        one.zero_grad()
+        two.zero_grad()
         loss_one, loss_two = one.loss(micro), two.loss(micro)
         loss_one.backward()
         one.finish()
         loss_two.backward()
         two.finish()
-    return {"one": one.stepped(), "two": two.stepped()}
+    return one.gradients(), two.gradients()
 
 
 @clause(
@@ -83,10 +97,10 @@ def interleaved(ctx, subject, toy, seed):
 def test_two_models_do_not_disturb_each_other(world, subject):
     """Two sharded models whose passes interleave MUST each have their own mean gradients."""
     toy = divisible(subject, "mlp")
-    ranks = world.run(interleaved, subject, toy, 7)
+    one, two = zip(*world.run(interleaved, subject, toy), strict=True)
 
-    equivalence.mean_gradients([rank["one"] for rank in ranks], toy, 7, micros=(1,))
-    equivalence.mean_gradients([rank["two"] for rank in ranks], "even", 8, micros=(1,))
+    equivalence.mean_gradients(one, toy, SEED, micros=(1,))
+    equivalence.mean_gradients(two, "even", SEED + 1, micros=(1,))
 
 
 def on_a_mesh(ctx, subject, seed, shape):
@@ -95,9 +109,7 @@ def on_a_mesh(ctx, subject, seed, shape):
     mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=names)
     options: dict[str, Any] = {"mesh": mesh if shape == "hybrid" else mesh["shard"]}
     sharded = Sharded(ctx, subject, "stack", seed, **options)
-    sharded.accumulate(1)
-    sharded.backward(0)
-    return sharded.stepped()
+    return sharded.gradients_after("accumulate 1, backward 0")
 
 
 @clause(
@@ -132,13 +144,12 @@ def test_a_hybrid_mesh_averages_over_replicas_and_shards(world, subject):
     equivalence.mean_gradients(ranks, "stack", 7, micros=(0, 1), absent_is_zero=True)
 
 
-def alone(ctx, subject, seed):
-    """Gradients in a world of one, and how much was sent."""
-    sharded = Sharded(ctx, subject, "stack", seed)
+def alone(ctx, subject):
+    """What a step in a world of one sends."""
+    sharded = Sharded(ctx, subject, "stack")
     with ctx.recording() as recorder:
         sharded.backward()
-    sent = [str(event) for event in recorder.log().collectives()]
-    return {"gradients": sharded.stepped(), "sent": sent}
+    return [str(event) for event in recorder.log().collectives()]
 
 
 @clause(
@@ -149,10 +160,7 @@ def alone(ctx, subject, seed):
 )
 def test_one_rank_alone_is_the_plain_model(world, subject):
     """In a world of one, gradients MUST be those of the plain model."""
-    ranks = world.run(alone, subject, 7)
-
-    gradients = [rank["gradients"] for rank in ranks]
-    equivalence.mean_gradients(gradients, "stack", 7, absent_is_zero=True)
+    mean_gradients(world, subject, "stack", "backward 0")
 
 
 @clause(
@@ -164,9 +172,7 @@ def test_one_rank_alone_is_the_plain_model(world, subject):
 )
 def test_one_rank_alone_sends_nothing(world, subject):
     """In a world of one, forward and backward MUST send nothing: each message is a copy."""
-    ranks = world.run(alone, subject, 7)
-
-    judge.equal([rank["sent"] for rank in ranks], [], quantity="collectives of a step")
+    judge.equal(world.run(alone, subject), [], quantity="collectives of a step")
 
 
 def collected_in_a_step(ctx, subject, toy, seed):
@@ -210,36 +216,144 @@ def test_a_model_may_be_collected_in_the_middle_of_a_step(world, subject):
     judge.equal(ranks, [], quantity="errors of steps")
 
 
-def by_hand(ctx, subject, seed):
+def by_hand(ctx, subject):
     """What the parameters of a unit are when it is unsharded and resharded by hand."""
-    sharded = Sharded(ctx, subject, "mlp", seed)
+    sharded = Sharded(ctx, subject, "mlp")
     unit: Any = sharded.module.get_submodule("first")
-    whole = {}
-    for how in ("at once", "later"):
-        handle = unit.unshard(async_op=how == "later")
+    whole = []
+    for is_async in (False, True):
+        handle = unit.unshard(async_op=is_async)
         if handle is not None:
             handle.wait()
-        whole[how] = {n: p.detach().clone() for n, p in unit.named_parameters()}
+        whole.append({n: p.detach().clone() for n, p in unit.named_parameters()})
         unit.reshard()
     kinds = sorted({type(p).__name__ for p in unit.parameters()})
-    with ctx.recording() as recorder:
-        unit.unshard()
-        unit.unshard()
-    sent = len(recorder.log().collectives())
-    output = sharded.model(sharded.batch()).detach()
-    return {"whole": whole, "kinds": kinds, "sent": sent, "output": {"output": output}}
+    unit.unshard()
+    unit.unshard()
+    return whole, kinds, {"output": sharded.wrapped(sharded.batch()).detach()}
 
 
 @clause("fsdp.lifecycle.by-hand", source="FSDPModule.unshard, FSDPModule.reshard", worlds=(2, 3))
 def test_a_unit_may_be_unsharded_and_resharded_by_hand(world, subject):
     """After `unshard` a module MUST have full plain parameters, after `reshard` its shards."""
-    ranks = world.run(by_hand, subject, 7)
+    whole, kinds, outputs = zip(*world.run(by_hand, subject), strict=True)
 
-    plain = TOYS["mlp"].build(7)
-    whole = {n.removeprefix("first."): p for n, p in oracle.parameters("mlp", 7).items()}
-    first = {n: p for n, p in whole.items() if "." not in n}
-    for how in ("at once", "later"):
-        judge.tensors([rank["whole"][how] for rank in ranks], first, quantity="full parameter")
-    judge.equal([rank["kinds"] for rank in ranks], ["DTensor"], quantity="kind after reshard")
-    outputs = [{"output": plain(TOYS["mlp"].batch(7, rank=r)).detach()} for r in range(world.size)]
-    judge.tensors([rank["output"] for rank in ranks], outputs, quantity="output")
+    plain = TOYS["mlp"].build(SEED)
+    first = {n: p.detach() for n, p in plain.get_submodule("first").named_parameters()}
+    for of_ranks in zip(*whole, strict=True):
+        judge.tensors(of_ranks, first, quantity="full parameter")
+    judge.equal(kinds, ["DTensor"], quantity="kind after reshard")
+    batches = [TOYS["mlp"].batch(SEED, rank=r) for r in range(world.size)]
+    judge.tensors(outputs, [{"output": plain(x).detach()} for x in batches], quantity="output")
+
+
+NAMES = ("_schedule", "_unit", "_units", "_state", "_group", "_mesh", "_params", "_handles")
+"""What a model may call its own, and a wrapper might."""
+
+
+class Named(nn.Module):
+    """A model with such names, as values or as modules."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        for name in NAMES:
+            setattr(self, name, nn.Identity() if kind == "modules" else f"the model's {name}")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def names_afterwards(ctx, subject, kind):
+    """Which of the model's own names mean something else after sharding and a step."""
+    model = Named(kind).to(ctx.device)
+    before = {name: getattr(model, name) for name in NAMES}
+    sharded = shard(ctx, subject, model, ["layer"])
+    sharded(torch.ones(2, 4, device=ctx.device)).sum().backward()
+    return [name for name in NAMES if getattr(model, name) is not before[name]]
+
+
+@clause(
+    "fsdp.init.names-of-the-model",
+    source="ours, once: a noise schedule called _schedule was overwritten",
+    level="production",
+)
+@pytest.mark.parametrize("kind", ["values", "modules"])
+def test_attributes_of_the_model_stay_its_own(world, subject, kind):
+    """Sharding MUST NOT take a name that the model uses: `_schedule`, `_state`, `_group`, ..."""
+    ranks = world.run(names_afterwards, subject, kind)
+
+    judge.equal(ranks, [], quantity="names that mean something else afterwards")
+
+
+def told(ctx, subject, seed):
+    """How often each parameter's hook was called by the end of a window, and what it then saw."""
+    sharded = Sharded(ctx, subject, "stack", seed)
+    calls: dict[str, int] = {}
+    gradients: dict[str, torch.Tensor] = {}
+
+    def hook_of(name):
+        def hook(parameter):
+            calls[name] = calls.get(name, 0) + 1
+            gradients[name] = parameter.grad.full_tensor().clone()
+
+        return hook
+
+    for name, parameter in sharded.module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(hook_of(name))
+    sharded.accumulate(0)
+    early = sorted(calls)
+    sharded.backward(1)
+    return {"early": early, "calls": calls, "gradients": gradients}
+
+
+@clause(
+    "fsdp.backward.post-accumulate-hooks",
+    source="torch.Tensor.register_post_accumulate_grad_hook; test_fully_shard_autograd",
+    level="production",
+)
+def test_a_hook_that_waits_for_a_gradient_is_called_with_it(world, subject):
+    """A post-accumulate hook MUST be called once per reduction, when `.grad` is the mean.
+
+    An optimizer that steps in such hooks trains nothing otherwise, and nobody tells.
+    """
+    ranks = world.run(told, subject, 7)
+
+    judge.equal([rank["early"] for rank in ranks], [], quantity="called before the reduction:")
+    names = ranks[0]["calls"]
+    for rank, seen in enumerate(ranks):
+        often = {name: number for name, number in seen["calls"].items() if number != 1}
+        judge.holds(
+            bool(seen["calls"]) and not often,
+            f"rank {rank}: expected one call for each parameter, got {often or 'none at all'}",
+            likely="the sharded parameter is no leaf of the graph: who reduces must call its hooks",
+        )
+    gradients = [rank["gradients"] for rank in ranks]
+    equivalence.mean_gradients(gradients, "stack", 7, micros=(0, 1), absent_is_zero=bool(names))
+
+
+def attending(ctx):
+    """A layer whose attention reads weights of a layer inside of it, and an input."""
+    torch.manual_seed(7)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).to(ctx.device)
+    return layer, torch.randn(2, 3, 8, device=ctx.device)
+
+
+def attended(ctx, subject):
+    """Output of the sharded layer, and of the plain one in the same process."""
+    plain, x = attending(ctx)
+    sharded = ctx.impl.fsdp(attending(ctx)[0])
+    return {"got": {"output": sharded(x).detach()}, "right": {"output": plain(x).detach()}}
+
+
+@clause(
+    "fsdp.forward.layers-that-are-not-called",
+    judges=("fsdp",),
+    source="torch.nn.MultiheadAttention reads the weight of out_proj, a Linear, without calling it",
+    level="production",
+)
+def test_a_layer_whose_weight_is_read_from_outside_is_whole_then(world, subject):
+    """A model with an `nn.MultiheadAttention`, sharded in one call, MUST compute the same."""
+    ranks = world.run(attended, subject)
+
+    judge.tensors([r["got"] for r in ranks], [r["right"] for r in ranks], quantity="output")

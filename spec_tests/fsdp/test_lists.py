@@ -20,20 +20,16 @@ from spec_tests.rig.toys import TOYS, sum_of_squares
 clause = clauses(judges=FULLY_SHARD, level="production")
 
 
-def in_one_call(ctx, subject, seed):
+def in_one_call(ctx, subject):
     """Operations and elements of the passes of a second step, where two layers are one unit."""
-    sharded = Sharded(ctx, subject, "even", seed, units=("up+down",), reshard_after_forward=True)
+    sharded = Sharded(ctx, subject, "even", units=("up+down",), reshard_after_forward=True)
     sharded.backward(1)
-    with ctx.recording() as forward:
-        loss = sharded.loss(0)
-    with ctx.recording() as backward:
-        loss.backward()
+    forward, backward = sharded.recorded()
     found = [
         [len(log.collectives(*traffic.GATHERS)), traffic.gathered(log, ctx.world_size)]
-        for log in (forward.log(), backward.log())
+        for log in (forward, backward)
     ]
-    reductions = backward.log().collectives(Kind.REDUCTION)
-    return [*found, [len(reductions), traffic.reduced(backward.log())]]
+    return [*found, [len(backward.collectives(Kind.REDUCTION)), traffic.reduced(backward)]]
 
 
 @clause(
@@ -42,7 +38,7 @@ def in_one_call(ctx, subject, seed):
 )
 def test_modules_of_one_call_travel_together(world, subject):
     """Modules that are sharded as a list MUST be gathered once per pass, and reduced in one."""
-    ranks = world.run(in_one_call, subject, 7)
+    ranks = world.run(in_one_call, subject)
 
     whole = numel("even")
     for rank, seen in enumerate(ranks):
@@ -88,10 +84,8 @@ def _chunked(module, rank):
 def in_a_list(ctx, subject, how):
     """Gradients where a tie runs through a list, or part of it is called by itself."""
     if how == "tied":
-        sharded = Sharded(ctx, subject, "tied", 7, units=("encode+decode",))
-        sharded.backward(1)
-        sharded.backward(0)
-        return sharded.stepped()
+        sharded = Sharded(ctx, subject, "tied", units=("encode+decode",))
+        return sharded.gradients_after("backward 1, backward 0")
     module = sharded_apart(ctx)
     for _ in range(2):
         (ctx.world_size * _chunked(module, ctx.rank)).backward()

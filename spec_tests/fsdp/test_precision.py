@@ -4,6 +4,8 @@ Weights are gathered and computed with in a narrow dtype, gradients added up in 
 names, and what an optimizer updates keeps its own. Each of the three goes wrong in silence: the
 loss falls, only less. Values are chosen so that one rounding decides, which needs no tolerance.
 See Micikevicius et al. 2018, and `torch.distributed.fsdp.MixedPrecisionPolicy`.
+
+Casts: what each unit casts on its way in and out, and what it leaves alone.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, full_parameters, shard
+from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, finish, full_parameters, shard
 from spec_tests.laws import refusal, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.recorder import Kind
@@ -84,8 +86,7 @@ def small_updates(ctx, subject):
     for _ in range(16):
         optimizer.zero_grad()
         model(torch.arange(4, device=ctx.device)).sum().backward()
-        if subject == "fsdp":
-            ctx.impl.finish_gradient_synchronization(model)
+        finish(ctx, subject, model)
         optimizer.step()
     full = ctx.impl.full_parameters(model)
     return {"weight": next(iter(full.values())).detach().clone()}
@@ -286,8 +287,7 @@ def reused_in_half(ctx, subject):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     tokens = torch.zeros(ctx.rank + 1, dtype=torch.long, device=ctx.device)
     model(tokens).sum().backward()
-    if subject == "fsdp":
-        ctx.impl.finish_gradient_synchronization(model)
+    finish(ctx, subject, model)
     optimizer.step()
     return full_parameters(ctx, model, ("embed.weight", "layer.weight"))
 
@@ -323,3 +323,92 @@ def test_a_layer_used_twice_in_half_precision_gets_both_shares(world, subject):
         quantity="weight after one step",
         hints=[lost],
     )
+
+
+NEEDS = ("MixedPrecisionPolicy",)
+
+
+class Spy(nn.Module):
+    """Notes the dtypes that its forward sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.seen: dict[str, str] = {}
+
+    def forward(self, x: torch.Tensor, *, extra: dict[str, torch.Tensor]) -> Any:
+        self.seen = {"weight": str(self.weight.dtype), "x": str(x.dtype)}
+        self.seen |= {name: str(value.dtype) for name, value in extra.items()}
+        return {"y": x * self.weight, "ids": extra["ids"]}
+
+
+class Nest(nn.Module):
+    """A spy in a spy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Spy()
+        self.outer = Spy()
+
+    def forward(self, x: torch.Tensor, *, extra: dict[str, torch.Tensor]) -> Any:
+        return self.inner(self.outer(x, extra=extra)["y"], extra=extra)
+
+
+def seen_dtypes(ctx, subject, options):
+    """What two units see whose policies differ, and what comes out."""
+    policy = ctx.impl.MixedPrecisionPolicy
+    module = Nest().to(ctx.device)
+    ctx.impl.fully_shard(module.inner, mp_policy=policy(param_dtype=torch.float32))
+    ctx.impl.fully_shard(module, mp_policy=policy(param_dtype=HALF, **options))
+    extra = {
+        "ids": torch.arange(4, device=ctx.device),
+        "mask": torch.ones(4, dtype=torch.bool, device=ctx.device),
+        "angles": torch.ones(4, device=ctx.device),
+    }
+    output = module(torch.ones(2, 4, device=ctx.device), extra=extra)
+    found = {f"outer {k}": v for k, v in module.outer.seen.items()}
+    found |= {f"inner {k}": v for k, v in module.inner.seen.items()}
+    return found | {f"output {k}": str(v.dtype) for k, v in output.items()}
+
+
+_SEEN = {
+    "outer weight": "torch.bfloat16",
+    "outer x": "torch.bfloat16",
+    "outer ids": "torch.int64",
+    "outer mask": "torch.bool",
+    "outer angles": "torch.bfloat16",
+    "inner weight": "torch.float32",
+    "inner x": "torch.float32",
+    "inner ids": "torch.int64",
+    "inner mask": "torch.bool",
+    "inner angles": "torch.float32",
+    "output y": "torch.float32",
+    "output ids": "torch.int64",
+}
+_POLICIES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "default": ({}, {}),
+    "inputs-as-they-are": (
+        {"cast_forward_inputs": False},
+        {"outer x": "torch.float32", "outer angles": "torch.float32"},
+    ),
+    "output-dtype": ({"output_dtype": torch.float64}, {"output y": "torch.float64"}),
+}
+
+
+@clause(
+    "fsdp.precision.casts-are-selective",
+    level="correct",
+    judges=FULLY_SHARD,
+    needs=NEEDS,
+    source=f"{POLICY}; torchtitan issue 2881",
+)
+@pytest.mark.parametrize("policy", _POLICIES)
+def test_each_unit_casts_what_its_own_policy_names(world, subject, policy):
+    """Each unit MUST follow its own precision policy and cast floating-point tensors only."""
+    options, differing = _POLICIES[policy]
+    ranks = world.run(seen_dtypes, subject, options)
+
+    wanted = _SEEN | differing
+    for rank, seen in enumerate(ranks):
+        wrong = {name: (seen[name], right) for name, right in wanted.items() if seen[name] != right}
+        judge.holds(not wrong, f"rank {rank}: got and expected {wrong}", given=f"policy {policy}")

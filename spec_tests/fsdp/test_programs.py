@@ -1,16 +1,20 @@
-"""Any sequence of training calls on shards: what no single situation would show."""
+"""Programs: any sequence of training calls on shards, in any order of events.
+
+Schedules: in whichever order ranks run and operations complete, the gradients are the same.
+
+Gathers run ahead of the computation and reductions behind it, so several are in flight at any time
+and buffers go from one to the next. Whether each is waited for before its buffer is touched shows
+where completion is an input (`laws.schedules`).
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded
-from spec_tests.laws import program_machine, programs
+from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded, mean_gradients
+from spec_tests.laws import program_machine, programs, schedules
 from spec_tests.rig import judge
-from spec_tests.rig.oracle import Named
 from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.tolerance import rounding
 
@@ -19,59 +23,32 @@ clause = clauses(judges=FULLY_SHARD, level="correct")
 TOY, SEED = "mlp", 7
 
 
-class Divided(programs.Trainee):
-    """A sharded toy."""
-
-    def __init__(self, ctx: Any, subject: str, reshard: bool) -> None:
-        self.sharded = Sharded(ctx, subject, TOY, SEED, reshard_after_forward=reshard)
-        self.optimizer = programs.plain_optimizer(self.sharded.held)
-
-    def micro(self, number: int) -> None:
-        self.sharded.backward(number)
-
-    def local(self, number: int) -> None:
-        self.sharded.accumulate(number)
-
-    def evaluate(self, number: int) -> Named:
-        with torch.no_grad():
-            return {"output": self.sharded.model(self.sharded.batch(number))}
-
-    def interrupt(self, number: int) -> None:
-        with programs.failing(list(self.sharded.module.children())[-1]):
-            self.sharded.loss(number)
-
-    def state(self) -> Any:
-        return self.sharded.model.state_dict(), self.optimizer.state_dict()
-
-    def restore(self, state: Any) -> None:
-        self.sharded.model.load_state_dict(state[0])
-        self.optimizer.load_state_dict(state[1])
-
-    def weights(self) -> Named:
-        # From the shards: a state dict, or `full_parameters`, may free what would be stale.
-        shards = zip(self.sharded.names, self.sharded.held, strict=True)
-        return {name: shard.full_tensor().detach().clone() for name, shard in shards}
+def divided(ctx, subject, reshard):
+    """A sharded toy that a program trains."""
+    sharded = Sharded(ctx, subject, TOY, SEED, reshard_after_forward=reshard)
+    return programs.OneRank(sharded, sharded.held)
 
 
-def trained(ctx, subject, program, reshard):
+def trained(ctx, subject, reshard, program):
     """What each call of the program let see on this rank."""
-    return programs.run(program, Divided(ctx, subject, reshard))
+    return programs.run(program, divided(ctx, subject, reshard))
 
 
 def judge_programs(world, subject, reshard):
     """Any program does what one process does, with full weights kept after forward or not."""
     __tracebackhide__ = True
-
-    def compare(program):
-        programs.agree(
-            world.run(trained, subject, program, reshard),
-            lambda rank: programs.OneProcess(TOY, SEED, size=world.size, rank=rank),
-            program,
-            within=rounding(torch.float32, terms=24 * world.size, depth=4 * len(program) + 8),
-            given=f"toy {TOY!r}, seed {SEED}, reshard_after_forward={reshard}",
-        )
-
-    program_machine.any_program(compare, program_machine.ALL_CALLS - {"finish", "discard"})
+    program_machine.any_sequence(
+        world,
+        trained,
+        subject,
+        reshard,
+        alone=lambda rank: programs.OneProcess(TOY, SEED, size=world.size, rank=rank),
+        within=lambda program: rounding(
+            torch.float32, terms=24 * world.size, depth=4 * len(program) + 8
+        ),
+        calls=program_machine.ALL_CALLS - {"finish", "discard"},
+        given=f"toy {TOY!r}, seed {SEED}, reshard_after_forward={reshard}",
+    )
 
 
 @clause(
@@ -103,7 +80,7 @@ def test_any_sequence_with_weights_kept_after_forward(world, subject):
 
 def after_interruption(ctx, subject):
     """Outputs of an evaluation after an interrupted forward and then a step of the optimizer."""
-    run = Divided(ctx, subject, True)
+    run = divided(ctx, subject, True)
     run.micro(0)
     run.interrupt(1)
     run.step()
@@ -133,3 +110,37 @@ def test_a_step_after_an_interrupted_forward_is_seen(world, subject):
         hints=[Hint("the output of the weights before the step: a stale gathered copy", before)],
         given="backward, a forward that raises in its last layer, step, forward",
     )
+
+
+SCHEDULED_TOY = "stack"
+# What an early step leaves behind would show in the second.
+TWO_STEPS = "backward 0, zero_grad, backward 1, gather"
+
+
+@clause(
+    "fsdp.schedule.same-gradients",
+    source=schedules.LAUNCH_ORDER,
+    worlds=(3,),
+    transports=schedules.SIM,
+)
+@schedules.drawn
+def test_no_order_of_events_changes_the_gradients(world, subject, schedule):
+    """Whatever schedule the ranks of a sharded model run by, its gradients MUST be the mean."""
+    scheduled = schedules.under(world, schedule)
+    mean_gradients(
+        scheduled, subject, SCHEDULED_TOY, TWO_STEPS, absent_is_zero=False, given=str(schedule)
+    )
+
+
+@clause(
+    "fsdp.schedule.waits-for-every-launch",
+    source=schedules.WAITED_FOR,
+    worlds=(2, 3),
+    transports=schedules.SIM,
+)
+def test_every_gather_and_every_reduction_is_waited_for(world, subject):
+    """Every collective that is launched MUST be waited for by the rank that launched it.
+
+    Also a gather that was launched ahead and then not needed: its buffer may be freed in flight.
+    """
+    mean_gradients(world, subject, SCHEDULED_TOY, TWO_STEPS, absent_is_zero=False)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded
+from spec_tests.fsdp.sharded import FULLY_SHARD, SEED, Sharded
 from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import judge
 
@@ -65,18 +65,6 @@ def says(word, error, where, likely):
         f"{where}: expected an error{f' that says {word!r}' if word else ''}, "
         f"got {error[:200] or 'none'}",
         likely=likely,
-    )
-
-
-def all_raise(errors, given, likely=""):
-    """No rank may go on in silence."""
-    __tracebackhide__ = True
-    silent = [rank for rank, error in enumerate(errors) if not error]
-    judge.holds(
-        not silent,
-        f"expected an error on all {len(errors)} ranks, got none on ranks {silent}",
-        likely=likely,
-        given=given,
     )
 
 
@@ -203,14 +191,10 @@ def unequal(ctx, subject, difference):
         layer = nn.Linear(4, 5)
     if is_other and difference == "scalar":
         layer.temperature = nn.Parameter(torch.ones(()))
-    try:
+    with refusal.caught() as error:
         ctx.impl.fully_shard(layer.to(ctx.device))
         layer(torch.ones(2, 4, device=ctx.device)).sum().backward()
-    except refusal.NO_ANSWERS:
-        raise
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return error["error"]
 
 
 @clause(
@@ -222,26 +206,22 @@ def test_ranks_with_unequal_modules_are_told(world, subject, difference):
     """Where ranks differ in their modules, all MUST raise by the first step; none hangs."""
     errors = world.run(unequal, subject, difference)
 
-    all_raise(
+    refusal.on_all_ranks(
         errors,
         given=f"the last rank has another {difference}",
         likely="nothing is compared: rows go where others are expected",
     )
 
 
-def without_forward(ctx, subject, seed, how):
+def without_forward(ctx, subject, how):
     """The error of a backward that has no forward, and the gradients of the next clean step."""
-    sharded = Sharded(ctx, subject, "stack", seed)
-    if how == "twice":
+    sharded = Sharded(ctx, subject, "stack")
+    with torch.set_grad_enabled(how != "no-grad"):
         loss = sharded.loss(3)
+    if how == "twice":
         loss.backward()
-    else:
-        with torch.no_grad():
-            loss = sharded.loss(3)
     said = error_of(loss.backward)
-    sharded.optimizer.zero_grad()
-    sharded.backward(0)
-    return {"said": said, "gradients": sharded.stepped()}
+    return said, sharded.gradients_after("zero_grad, backward 0")
 
 
 @clause(
@@ -252,8 +232,7 @@ def without_forward(ctx, subject, seed, how):
 @pytest.mark.parametrize("how", ["twice", "no-grad"])
 def test_a_backward_without_its_forward_is_an_error_and_no_more(world, subject, how):
     """A backward without a live graph MUST raise an error and leave the next step right."""
-    ranks = world.run(without_forward, subject, 7, how)
+    said, gradients = zip(*world.run(without_forward, subject, how), strict=True)
 
-    all_raise([seen["said"] for seen in ranks], given=f"after {how}")
-    gradients = [seen["gradients"] for seen in ranks]
-    equivalence.mean_gradients(gradients, "stack", 7, absent_is_zero=True, given=f"after {how}")
+    refusal.on_all_ranks(said, given=f"after {how}")
+    equivalence.mean_gradients(gradients, "stack", SEED, absent_is_zero=True, given=f"after {how}")

@@ -15,41 +15,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded, numel
+from spec_tests.fsdp.sharded import FULLY_SHARD, SEED, Sharded, mean_gradients, numel
 from spec_tests.laws import equivalence, traffic
 from spec_tests.rig import judge
 
 clause = clauses(judges=FULLY_SHARD, level="production")
 
 
-def in_a_window(ctx, subject, seed):
-    """Gradients of three reduced micro-batches; the third is marked as the last backward."""
-    sharded = Sharded(ctx, subject, "stack", seed)
-    module: Any = sharded.module
-    for micro in range(3):
-        module.set_is_last_backward(micro == 2)
-        sharded.backward(micro)
-    return sharded.stepped()
-
-
 @clause("fsdp.accumulation.last-backward", source="FSDPModule.set_is_last_backward")
 def test_reductions_that_need_not_be_finished_are_by_the_last_backward(world, subject):
     """After the last backward of a window, gradients MUST be the mean over all of it."""
-    ranks = world.run(in_a_window, subject, 7)
-
-    equivalence.mean_gradients(ranks, "stack", 7, micros=(0, 1, 2), absent_is_zero=True)
-
-
-def cleared_under_way(ctx, subject, seed):
-    """Gradients of a micro-batch after one that was cleared while its reduction was in flight."""
-    sharded = Sharded(ctx, subject, "stack", seed)
-    module: Any = sharded.module
-    module.set_is_last_backward(False)
-    sharded.backward(0)
-    sharded.optimizer.zero_grad()
-    module.set_is_last_backward(True)
-    sharded.backward(1)
-    return sharded.stepped()
+    calls = "last False, backward 0, backward 1, last True, backward 2"
+    mean_gradients(world, subject, "stack", calls)
 
 
 @clause(
@@ -58,28 +35,8 @@ def cleared_under_way(ctx, subject, seed):
 )
 def test_zero_grad_reaches_a_reduction_that_is_not_finished(world, subject):
     """Gradients from before `zero_grad` MUST NOT reappear, even with their reduction in flight."""
-    ranks = world.run(cleared_under_way, subject, 7)
-
-    equivalence.mean_gradients(ranks, "stack", 7, micros=(1,), absent_is_zero=True)
-
-
-def over_replicas(ctx, subject, seed, case):
-    """Two micro-batches on a mesh of two dimensions, replicas averaged with the second."""
-    toy, units, uses = WINDOWS[case]
-    names = ("replicate", "shard")
-    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=names)
-    sharded = Sharded(ctx, subject, toy, seed, units=units, mesh=mesh)
-    module: Any = sharded.module
-    sent = []
-    for micro, flags in enumerate(uses):
-        module.set_requires_all_reduce(micro == 1)
-        loss = sharded.loss(micro, **flags)
-        with ctx.recording() as backward:
-            loss.backward()
-        sent.append(traffic.reduced(backward.log()))
-        if case == "cleared" and micro == 0:
-            sharded.optimizer.zero_grad()
-    return {"gradients": sharded.stepped(), "sent": sent}
+    calls = "last False, backward 0, zero_grad, last True, backward 1"
+    mean_gradients(world, subject, "stack", calls)
 
 
 WINDOWS: dict[str, Any] = {
@@ -88,6 +45,21 @@ WINDOWS: dict[str, Any] = {
     "cleared": ("even", "children", ({}, {})),
     "unused-in-last": ("branches", "layers", ({"use": "abc"}, {"use": "ab"})),
 }
+
+
+def over_replicas(ctx, subject, case):
+    """Two micro-batches on a mesh of two dimensions, replicas averaged with the second."""
+    toy, units, uses = WINDOWS[case]
+    names = ("replicate", "shard")
+    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=names)
+    sharded = Sharded(ctx, subject, toy, units=units, mesh=mesh)
+    sent = []
+    for micro, flags in enumerate(uses):
+        sharded.wrapped.set_requires_all_reduce(micro == 1)
+        sent.append(traffic.reduced(sharded.recorded(micro, **flags)[1]))
+        if case == "cleared" and micro == 0:
+            sharded.zero_grad()
+    return sent, sharded.gradients()
 
 
 @clause(
@@ -102,28 +74,25 @@ def test_replicas_are_averaged_once_per_window(world, subject, case):
     What waits for replicas waits like any other gradient: `zero_grad` discards it, and the last
     micro-batch averages it also where that does not use its layer.
     """
-    ranks = world.run(over_replicas, subject, 7, case)
+    sent, gradients = zip(*world.run(over_replicas, subject, case), strict=True)
 
     toy, _, uses = WINDOWS[case]
     equivalence.mean_gradients(
-        [rank["gradients"] for rank in ranks],
+        gradients,
         toy,
-        7,
+        SEED,
         micros=(1,) if case == "cleared" else (0, 1),
         flags=lambda rank, micro: uses[micro],
     )
     whole = numel("even")
     if toy == "even":
-        judge.equal(
-            [rank["sent"] for rank in ranks],
-            [whole, whole + whole // 2],
-            quantity="elements reduced in each backward",
-        )
+        each = [whole, whole + whole // 2]
+        judge.equal(sent, each, quantity="elements reduced in each backward")
 
 
-def divided(ctx, subject, seed, factor):
+def divided(ctx, subject, factor):
     """Gradients of a step whose sums are divided by `factor`."""
-    sharded = Sharded(ctx, subject, "stack", seed)
+    sharded = Sharded(ctx, subject, "stack")
     for part in sharded.module.modules():
         setter: Any = getattr(part, "set_gradient_divide_factor", None)
         if setter is not None:
@@ -132,33 +101,29 @@ def divided(ctx, subject, seed, factor):
         sums: Any = getattr(part, "set_force_sum_reduction_for_comms", None)
         if sums is not None:
             sums(True)
-    sharded.backward()
-    return sharded.stepped()
+    return sharded.gradients_after("backward 0")
 
 
 @clause("fsdp.backward.divide-factor", source="FSDPModule.set_gradient_divide_factor")
 @pytest.mark.parametrize("factor", [1.0, 4.0])
 def test_sums_are_divided_by_the_factor(world, subject, factor):
     """With a divide factor, gradients MUST be the sum over ranks divided by it alone."""
-    ranks = world.run(divided, subject, 7, factor)
+    ranks = world.run(divided, subject, factor)
 
-    mean = equivalence.full_batch_gradients("stack", 7, ranks=range(world.size), micros=(0,))
+    mean = equivalence.full_batch_gradients("stack", SEED, ranks=range(world.size))
     wanted = equivalence.scaled(mean, world.size / factor)
     wanted = {n: torch.zeros_like(ranks[0][n]) if g is None else g for n, g in wanted.items()}
     judge.tensors(ranks, wanted, quantity=f"sum over ranks / {factor}")
 
 
-def without_weights(ctx, subject, seed):
+def without_weights(ctx, subject):
     """What a backward gathers with unshard-in-backward off for an embedding, and gradients."""
-    sharded = Sharded(ctx, subject, "even", seed, reshard_after_forward=True)
+    sharded = Sharded(ctx, subject, "even", reshard_after_forward=True)
     embed: Any = sharded.module.embed
     embed.set_unshard_in_backward(False)
     sharded.backward(1)
-    loss = sharded.loss(0)
-    with ctx.recording() as backward:
-        loss.backward()
-    gathered = traffic.gathered(backward.log(), ctx.world_size)
-    return {"gathered": gathered, "gradients": sharded.stepped()}
+    _, backward = sharded.recorded(0)
+    return traffic.gathered(backward, ctx.world_size), sharded.gradients()
 
 
 @clause("fsdp.traffic.not-unsharded-in-backward", source="FSDPModule.set_unshard_in_backward")
@@ -167,15 +132,11 @@ def test_a_unit_that_needs_no_weights_in_backward_is_not_gathered_there(world, s
 
     The gradient of an embedding needs the rows' numbers, and no weight.
     """
-    ranks = world.run(without_weights, subject, 7)
+    gathered, gradients = zip(*world.run(without_weights, subject), strict=True)
 
-    judge.equal(
-        [rank["gathered"] for rank in ranks],
-        numel("even") - numel("even", "embed"),
-        quantity="elements gathered in backward",
-    )
-    gradients = [rank["gradients"] for rank in ranks]
-    equivalence.mean_gradients(gradients, "even", 7, micros=(0, 1))
+    expected = numel("even") - numel("even", "embed")
+    judge.equal(gathered, expected, quantity="elements gathered in backward")
+    equivalence.mean_gradients(gradients, "even", SEED, micros=(0, 1))
 
 
 def along_columns(ctx, subject):

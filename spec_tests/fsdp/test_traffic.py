@@ -5,10 +5,13 @@ The settings trade one for the other, and only the traffic shows a setting that 
 is counted by meaning: a gather may be one all-gather, or a broadcast or a point-to-point message
 from each rank.
 Level `production`. See Rajbhandari et al. 2020, section 7, and Zhao et al. 2023, section 3.2.
+
+Large worlds: a pass on many ranks gathers what it does on two, and shards are as many parts.
 """
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -17,9 +20,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded, numel, units_of
-from spec_tests.laws import agreement, traffic
+from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded, numel, shard, units_of
+from spec_tests.laws import agreement, footprint, large_worlds, traffic
 from spec_tests.rig import judge
+from spec_tests.rig.pretended import pretended
 from spec_tests.rig.recorder import Kind
 from spec_tests.rig.toys import TOYS
 
@@ -28,19 +32,16 @@ clause = clauses(judges=FULLY_SHARD, level="production")
 STAGES = "Rajbhandari et al. 2020, section 7; test_fully_shard_comm"
 
 
-def passes(ctx, subject, toy, seed, reshard_after_forward, keeps=False, flags=(True,), steps=3):
+def passes(ctx, subject, toy, reshard_after_forward, keeps=False, flags=(True,), steps=3):
     """What forward and backward of every micro-batch send, step by step."""
-    sharded = Sharded(ctx, subject, toy, seed, reshard_after_forward=reshard_after_forward)
+    sharded = Sharded(ctx, subject, toy, reshard_after_forward=reshard_after_forward)
     found = []
     for _ in range(steps):
         for micro, is_reduced in enumerate(flags):
             sharded.synchronise(is_reduced)
-            sharded.keep_after_backward(keeps and micro < len(flags) - 1)
-            with ctx.recording() as forward:
-                loss = sharded.loss(micro)
-            with ctx.recording() as backward:
-                loss.backward()
-            found.append({"forward": forward.log(), "backward": backward.log()})
+            sharded.keep(keeps and micro < len(flags) - 1)
+            forward, backward = sharded.recorded(micro)
+            found.append({"forward": forward, "backward": backward})
         with ctx.recording() as update:
             sharded.optimizer.step()
             sharded.optimizer.zero_grad()
@@ -71,7 +72,7 @@ def _judge_volumes(ranks, wanted, given):
 @pytest.mark.parametrize("setting", [True, False, None])
 def test_a_step_gathers_and_reduces_as_often_as_the_setting_says(world, subject, setting):
     """A step MUST gather one copy in forward, what was freed in backward, and reduce one copy."""
-    ranks = world.run(passes, subject, "even", 7, setting)
+    ranks = world.run(passes, subject, "even", setting)
 
     whole, root = numel("even"), numel("even", "gain")
     again = {True: whole, False: 0, None: whole - root}[setting]
@@ -84,7 +85,7 @@ def test_a_step_gathers_and_reduces_as_often_as_the_setting_says(world, subject,
 def test_a_window_sends_as_often_as_its_settings_say(world, subject, keeps, reduces):
     """In a window of micro-batches, kept weights MUST NOT be gathered again, nor sums reduced."""
     flags = (True, True, True) if reduces == "each" else (False, False, True)
-    ranks = world.run(passes, subject, "even", 7, not keeps, keeps, flags, 2)
+    ranks = world.run(passes, subject, "even", not keeps, keeps, flags, 2)
 
     whole = numel("even")
     wanted = [
@@ -98,13 +99,22 @@ def test_a_window_sends_as_often_as_its_settings_say(world, subject, keeps, redu
     _judge_volumes(ranks, wanted, f"weights {'kept' if keeps else 'freed'}, reduced {reduces}")
 
 
+def half_frozen(ctx, subject):
+    """What is gathered in forward and reduced in backward with some parameters frozen."""
+    sharded = Sharded(ctx, subject, "even", units="root")
+    for name, parameter in sharded.shards().items():
+        parameter.requires_grad_(name not in ("up.bias", "down.weight"))
+    forward, backward = sharded.recorded()
+    return traffic.gathered(forward, ctx.world_size), traffic.reduced(backward)
+
+
 @clause(
     "fsdp.traffic.frozen-not-reduced",
     source="test_fully_shard_frozen: reduce-scatter of trainable elements only",
 )
 def test_frozen_parameters_are_gathered_and_not_reduced(world, subject):
     """Frozen parameters MUST be gathered with the others, and MUST NOT be reduced."""
-    ranks = world.run(half_frozen, subject, 7)
+    ranks = world.run(half_frozen, subject)
 
     whole = numel("even")
     trains = numel("even", "embed.weight", "up.weight", "gain")
@@ -114,19 +124,6 @@ def test_frozen_parameters_are_gathered_and_not_reduced(world, subject):
             f"rank {rank}: expected {whole} elements gathered and {trains} reduced, got {seen}",
             likely="zeros are sent for frozen parameters",
         )
-
-
-def half_frozen(ctx, subject, seed):
-    """What is gathered in forward and reduced in backward with some parameters frozen."""
-    sharded = Sharded(ctx, subject, "even", seed, units="root")
-    for name, parameter in sharded.shards().items():
-        parameter.requires_grad_(name not in ("up.bias", "down.weight"))
-    with ctx.recording() as forward:
-        loss = sharded.loss()
-    with ctx.recording() as backward:
-        loss.backward()
-    gathered = traffic.gathered(forward.log(), ctx.world_size)
-    return gathered, traffic.reduced(backward.log())
 
 
 @clause(
@@ -139,7 +136,7 @@ def test_the_parameters_of_a_unit_travel_together(world, subject):
 
     Small messages cost their latency: eleven parameters in eleven gathers wait eleven times.
     """
-    ranks = world.run(passes, subject, "ragged", 7, True)
+    ranks = world.run(passes, subject, "ragged", True)
 
     units = len(units_of(TOYS["ragged"].build(7))) + 1  # and the root
     for rank, seen in enumerate(ranks):
@@ -156,7 +153,7 @@ def test_the_parameters_of_a_unit_travel_together(world, subject):
 @clause("fsdp.traffic.same-on-all-ranks", source="pytorch issue 174862", worlds=(3,))
 def test_all_ranks_issue_the_same_collectives(world, subject):
     """All ranks MUST issue the same sequence of collectives, those without rows too."""
-    ranks = world.run(passes, subject, "ragged", 7, True)
+    ranks = world.run(passes, subject, "ragged", True)
 
     for phase in ("forward", "backward", "update"):
         agreement.same_collectives([rank[-1][phase] for rank in ranks], given=f"third {phase}")
@@ -168,26 +165,25 @@ def test_all_ranks_issue_the_same_collectives(world, subject):
 )
 def test_an_update_sends_nothing(world, subject):
     """An optimizer step over shards and its zero_grad MUST send nothing."""
-    ranks = world.run(passes, subject, "even", 7, True)
+    ranks = world.run(passes, subject, "even", True)
 
     traffic.silent([rank[-1]["update"] for rank in ranks], when="in the optimizer step")
 
 
-def gathered_by_hand(ctx, subject, seed):
+def gathered_by_hand(ctx, subject):
     """What a second unshard sends, and a forward after it."""
-    sharded = Sharded(ctx, subject, "even", seed)
+    sharded = Sharded(ctx, subject, "even")
     with ctx.recording() as first:
         sharded.unshard_all()
     with ctx.recording() as second:
-        sharded.unshard_all()
-        sharded.loss()
+        sharded.follow("unshard_all, forward 0")
     return [traffic.gathered(recorder.log(), ctx.world_size) for recorder in (first, second)]
 
 
 @clause("fsdp.traffic.unsharded-once", source="FSDPModule.unshard")
 def test_what_is_unsharded_is_not_gathered_again(world, subject):
     """What was unsharded by hand MUST NOT be gathered again, by hand or by the forward after it."""
-    ranks = world.run(gathered_by_hand, subject, 7)
+    ranks = world.run(gathered_by_hand, subject)
 
     judge.equal(ranks, [numel("even"), 0], quantity="elements gathered first and afterwards")
 
@@ -219,3 +215,82 @@ def test_a_unit_that_is_recomputed_is_gathered_once_in_backward(world, subject):
 
     whole = 3 * (4 * 4 + 4)
     judge.equal(ranks, [whole, whole], quantity="elements gathered in forward and in backward")
+
+
+WIDTH, DEPTH = 64, 4
+UNIT = WIDTH * WIDTH
+"""Elements of a layer: 64 ranks keep a row of it each."""
+
+
+def one_rank(ctx, subject, rank, num_ranks):
+    """What `rank` of `num_ranks` sends in its second step, pass by pass, and keeps after it."""
+    seen: dict[str, Any] = {}
+    with pretended(rank, num_ranks), ctx.recording() as life:
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)]
+        model = shard(ctx, subject, nn.Sequential(*layers), reshard_after_forward=True)
+        del layers
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+        for _ in range(2):
+            with ctx.recording() as recorder:
+                loss = model(torch.ones(2, WIDTH)).sum()
+            seen["forward"] = recorder.log()
+            with ctx.recording() as recorder:
+                loss.backward()
+            seen["backward"] = recorder.log()
+            with ctx.recording() as recorder:
+                optimizer.step()
+            seen["update"] = recorder.log()
+            optimizer.zero_grad()
+        del loss
+        gc.collect()
+        seen["bytes"] = life.live_bytes
+    return seen
+
+
+@clause(
+    "fsdp.traffic.any-world-size",
+    source="Rajbhandari et al. 2020, section 7: volume does not depend on the number of ranks",
+    worlds=(1,),
+)
+@large_worlds.SIZES
+def test_a_step_sends_no_more_on_many_ranks(world, subject, num_ranks):
+    """On 8 and 64 ranks a step MUST send what it sends on two: per pass one copy of the model."""
+    ends = large_worlds.first_and_last(world, num_ranks, one_rank, subject)
+
+    whole = DEPTH * UNIT
+    for end, seen in ends.items():
+        got = (
+            traffic.gathered(seen["forward"], num_ranks),
+            traffic.gathered(seen["backward"], num_ranks),
+            traffic.reduced(seen["backward"]),
+            traffic.volume(seen["update"]),
+        )
+        judge.holds(
+            got == (whole, whole, whole, 0),
+            f"{end} rank of {num_ranks}: expected {whole} elements gathered in forward, as many "
+            f"gathered and reduced in backward, and none in the update, got {got}",
+            likely="rows are padded to a multiple, or something is sent by each rank",
+        )
+    for phase in ("forward", "backward", "update"):
+        logs = [seen[phase] for seen in ends.values()]
+        agreement.same_collectives(logs, given=f"{phase}, {large_worlds.both(num_ranks)}")
+
+
+@clause(
+    "fsdp.footprint.any-world-size",
+    source="Rajbhandari et al. 2020, figure 1: memory falls with the number of ranks",
+    worlds=(1,),
+)
+@large_worlds.SIZES
+def test_what_stays_is_one_part_in_so_many_ranks(world, subject, num_ranks):
+    """Between steps a rank of 8 or 64 MUST hold one part in 8 or 64 of weights and moments."""
+    ends = large_worlds.first_and_last(world, num_ranks, one_rank, subject)
+
+    shards = 4 * DEPTH * UNIT // num_ranks
+    footprint.at_most(
+        [seen["bytes"] for seen in ends.values()],
+        {"shards": shards, "moments": 2 * shards, "counters and inputs": 512 * DEPTH},
+        quantity="bytes after a step",
+        likely="rows are padded to a multiple, or ranks beyond a number share nothing",
+        given=f"{large_worlds.both(num_ranks)}, {DEPTH} layers of {4 * UNIT} bytes",
+    )

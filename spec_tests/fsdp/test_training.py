@@ -2,18 +2,27 @@
 
 What begins with the second step is invisible in the first: moments of the wrong rows, weights that
 were gathered before the update, parameters that the optimizer does not have.
+
+State dict: what a sharded model gives and takes, whatever it has just done.
+
+A checkpoint may be written after an evaluation, in the middle of a window, before the first step.
+Full weights that happen to be alive must not get into it, and a load has to reach the shards.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, RATE, Sharded
+from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, RATE, SEED, Sharded
 from spec_tests.laws import equivalence, refusal
-from spec_tests.rig import judge
+from spec_tests.rig import judge, oracle
 from spec_tests.rig.tolerance import rounding
+from spec_tests.rig.toys import TOYS
 
 clause = clauses(judges=BOTH, level="correct")
 
@@ -26,7 +35,7 @@ def trained(ctx, subject, toy, seed, steps, decay=0.0):
     """Full weights after training with momentum on this rank's share of every batch."""
     sharded = Sharded(ctx, subject, toy, seed)
     optimizer = torch.optim.SGD(
-        sharded.model.parameters(), lr=RATE, momentum=0.9, weight_decay=decay
+        sharded.wrapped.parameters(), lr=RATE, momentum=0.9, weight_decay=decay
     )
     for step in range(steps):
         optimizer.zero_grad()
@@ -51,9 +60,7 @@ def _judge_training(ranks, size, toy, seed, decay=0.0):
 )
 def test_training_in_shards_equals_training_on_the_whole(world, subject):
     """Training in W shards MUST give the full weights of one process on the whole batches."""
-    ranks = world.run(trained, subject, "even", 7, STEPS)
-
-    _judge_training(ranks, world.size, "even", 7)
+    _judge_training(world.run(trained, subject, "even", 7, STEPS), world.size, "even", 7)
 
 
 @clause(
@@ -115,12 +122,12 @@ def test_the_optimizer_keeps_the_objects_that_it_was_given(world, subject):
 def history(ctx, subject, seed):
     """Full weights after steps of AdamW in float32 on real-valued data."""
     sharded = Sharded(ctx, subject, "even", seed)
-    optimizer = torch.optim.AdamW(sharded.model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(sharded.wrapped.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(1000 + ctx.rank)
     for _ in range(STEPS):
         optimizer.zero_grad()
         batch = torch.randn(3, 6, generator=generator).to(ctx.device).clamp(-5, 5)
-        sharded.model(batch).square().mean().backward()
+        sharded.wrapped(batch).square().mean().backward()
         sharded.finish()
         optimizer.step()
     return sharded.full()
@@ -138,3 +145,64 @@ def test_the_same_run_twice_gives_the_same_bits(world, subject):
 
     judge.same_on_all_ranks(first, quantity="full weight", given="float32, AdamW")
     judge.tensors(second, first, quantity="weight of the first run", given="float32, AdamW")
+
+
+PAGE = "test_fully_shard_state_dict; pytorch issues 131965 and 154655"
+
+
+def at_a_moment(ctx, subject, calls):
+    """Keys of the state dict, entries that are not sharded, and its values put together."""
+    sharded = Sharded(ctx, subject, "stack")
+    sharded.follow(calls)
+    state: dict[str, Any] = sharded.wrapped.state_dict()
+    names = dict(sharded.module.named_buffers())
+    whole = sorted(n for n, v in state.items() if n not in names and type(v) is not DTensor)
+    values = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()}
+    return list(state), whole, {name: value.clone() for name, value in values.items()}
+
+
+MOMENTS = {
+    "at-once": "",
+    "after-evaluation": "evaluate 0",
+    "unsharded-by-hand": "unshard_all",
+}
+
+
+@clause("fsdp.state-dict.sharded-at-any-moment", source=PAGE, worlds=(2, 3), judges=FULLY_SHARD)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_state_dict_is_sharded_whatever_came_before(world, subject, moment):
+    """A state dict MUST hold shards under the plain model's keys, whatever is unsharded."""
+    ranks = world.run(at_a_moment, subject, MOMENTS[moment])
+    keys, whole, values = zip(*ranks, strict=True)
+
+    judge.equal(keys, list(TOYS["stack"].build(SEED).state_dict()), quantity="keys")
+    judge.equal(whole, [], quantity="entries that are not sharded")
+    built = oracle.parameters("stack", SEED)
+    judge.tensors(values, built, quantity="value in the state dict", given=moment)
+
+
+def carried_over(ctx, subject, toy):
+    """Missing keys, weights and outputs of a model that had a step, and of one that loaded them."""
+    first = Sharded(ctx, subject, toy)
+    first.backward(0)
+    first.optimizer.step()
+    state = {name: value.clone() for name, value in first.wrapped.state_dict().items()}
+    second = Sharded(ctx, subject, toy, SEED + 1)
+    second.evaluate(0)
+    missing = second.wrapped.load_state_dict(state, strict=True)
+    first.zero_grad()
+    weights = first.full(), second.full()
+    outputs = [{"output": each.wrapped(first.batch(3)).detach()} for each in (first, second)]
+    return [*missing.missing_keys, *missing.unexpected_keys], weights, outputs
+
+
+@clause("fsdp.state-dict.round-trip", source=PAGE, worlds=(3,), judges=FULLY_SHARD)
+@pytest.mark.parametrize("toy", ["ragged", "tied"])
+def test_what_one_model_gives_another_takes(world, subject, toy):
+    """A state dict, loaded into another model, MUST give it the weights and the output."""
+    complaints, weights, outputs = zip(*world.run(carried_over, subject, toy), strict=True)
+
+    judge.equal(complaints, [], quantity="missing or unexpected keys")
+    for what, of_ranks in (("weight", weights), ("output", outputs)):
+        given, taken = zip(*of_ranks, strict=True)
+        judge.tensors(taken, given, quantity=f"{what} of the model that gave")

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import Sharded
+from spec_tests.fsdp.sharded import SEED, Sharded, gradients_after, mean_gradients
 from spec_tests.fsdp.test_precision import HALF, constant, embedding
 from spec_tests.laws import equivalence, footprint, refusal, traffic
 from spec_tests.rig import judge, oracle
@@ -25,13 +25,6 @@ from spec_tests.rig.symptoms import Hint
 clause = clauses(judges=("fsdp",), level="correct", worlds=(2, 4))
 ROWS = 480
 """Of a table: two, three and four ranks divide them."""
-
-
-def frozen_before(ctx, subject, seed, frozen):
-    """Gradients of a whole model of which those parameters were frozen before it was sharded."""
-    sharded = Sharded(ctx, subject, "even", seed, frozen=frozen)
-    sharded.backward()
-    return sharded.stepped()
 
 
 @clause(
@@ -47,14 +40,14 @@ def test_frozen_weights_of_a_whole_model_stay_frozen(world, subject, frozen):
 
     A Parameter made of the shard trains, whatever the weight was.
     """
-    ranks = refusal.answer_or_refusal(world, frozen_before, subject, 7, frozen)
+    expected = equivalence.full_batch_gradients("even", SEED, ranks=range(world.size))
+    trained = Hint("frozen weights are trained: Parameters made anew require gradients", expected)
+    ranks = refusal.answer_or_refusal(
+        world, gradients_after, subject, "even", SEED, "backward 0", frozen=frozen
+    )
 
     if ranks is not None:
-        expected = equivalence.full_batch_gradients("even", 7, ranks=range(world.size))
-        trained = Hint(
-            "frozen weights are trained: Parameters made anew require gradients", expected
-        )
-        built = oracle.parameters("even", 7)
+        built = oracle.parameters("even", SEED)
         judge.tensors(
             ranks,
             expected | {name: torch.zeros_like(built[name]) for name in frozen},
@@ -64,19 +57,15 @@ def test_frozen_weights_of_a_whole_model_stay_frozen(world, subject, frozen):
         )
 
 
-def rest_of_a_whole_model(ctx, subject, seed):
-    """The parameter that belongs to no layer, and its gradient after a backward."""
-    sharded = Sharded(ctx, subject, "even", seed)
+def rest_of_a_whole_model(ctx, subject):
+    """Kind and value of the parameter that belongs to no layer, and its gradient."""
+    sharded = Sharded(ctx, subject, "even")
     sharded.backward()
-    named: dict[str, Any] = dict(sharded.model.named_parameters())
+    named: dict[str, Any] = dict(sharded.wrapped.named_parameters())
     found = [p for name, p in named.items() if name.rpartition(".")[2] == "gain"]
     if len(found) != 1 or isinstance(found[0], DTensor):
-        return {"kind": type(found[0]).__name__ if found else f"none, only {[*named]}"}
-    return {
-        "kind": "plain",
-        "parameter": {"gain": found[0].detach().clone()},
-        "gradient": {"gain": found[0].grad},
-    }
+        return type(found[0]).__name__ if found else f"none, only {[*named]}", {}, {}
+    return "plain", {"gain": found[0].detach().clone()}, {"gain": found[0].grad}
 
 
 @clause(
@@ -90,36 +79,20 @@ def test_what_is_no_layer_stays_whole_and_gets_the_mean_gradient(world, subject)
 
     Sharding a norm costs more than it saves, and a loop that reads its gradient meets a DTensor.
     """
-    ranks = world.run(rest_of_a_whole_model, subject, 7)
+    kinds, parameters, gradients = zip(*world.run(rest_of_a_whole_model, subject), strict=True)
 
-    judge.equal(
-        [rank["kind"] for rank in ranks],
-        "plain",
-        quantity="kind of 'gain', which belongs to no Linear or Embedding",
-    )
-    built = oracle.parameters("even", 7)
-    judge.tensors(
-        [rank["parameter"] for rank in ranks],
-        {"gain": built["gain"]},
-        quantity="parameter as built",
-    )
-    means = equivalence.full_batch_gradients("even", 7, ranks=range(world.size))
-    own = [equivalence.full_batch_gradients("even", 7, ranks=[r]) for r in range(world.size)]
+    judge.equal(kinds, "plain", quantity="kind of 'gain', which belongs to no Linear or Embedding")
+    built = {"gain": oracle.parameters("even", SEED)["gain"]}
+    judge.tensors(parameters, built, quantity="parameter as built")
+    means = equivalence.full_batch_gradients("even", SEED, ranks=range(world.size))
+    own = [equivalence.full_batch_gradients("even", SEED, ranks=[r]) for r in range(world.size)]
     local = [equivalence.scaled(gradients, world.size) for gradients in own]
     judge.tensors(
-        [rank["gradient"] for rank in ranks],
+        gradients,
         {"gain": means["gain"]},
         quantity="mean gradient",
         hints=[Hint("the rank's own local gradient: it was never reduced", local)],
     )
-
-
-def finished_each(ctx, subject, toy, seed):
-    """Gradients of two micro-batches, each reduced, without zero_grad in between."""
-    sharded = Sharded(ctx, subject, toy, seed)
-    sharded.backward(0)
-    sharded.backward(1)
-    return sharded.stepped()
 
 
 @clause(
@@ -131,21 +104,7 @@ def test_gradients_of_a_whole_model_add_up_until_they_are_cleared(world, subject
 
     Code that sets the shard's gradient where it ought to add trains on the last micro-batch alone.
     """
-    ranks = refusal.answer_or_refusal(world, finished_each, subject, "even", 7)
-
-    if ranks is not None:
-        equivalence.mean_gradients(
-            ranks, "even", 7, micros=(0, 1), absent_is_zero=True, given="two backwards, each ended"
-        )
-
-
-def finished_once(ctx, subject, toy, seed):
-    """Gradients of two micro-batches whose backwards are followed by one finish."""
-    sharded = Sharded(ctx, subject, toy, seed)
-    sharded.loss(0).backward()
-    sharded.loss(1).backward()
-    sharded.finish()
-    return sharded.stepped()
+    mean_gradients(world, subject, "even", "backward 0, backward 1", may_refuse=True)
 
 
 @clause(
@@ -154,39 +113,26 @@ def finished_once(ctx, subject, toy, seed):
 )
 def test_two_backwards_of_a_whole_model_and_one_finish_add_up(world, subject):
     """Two backwards of a whole model and one finish MUST give the mean of both, or be an error."""
-    ranks = refusal.answer_or_refusal(world, finished_once, subject, "even", 7)
-
-    if ranks is not None:
-        equivalence.mean_gradients(
-            ranks, "even", 7, micros=(0, 1), absent_is_zero=True, given="two backwards, one finish"
-        )
-
-
-def finished_twice(ctx, subject, seed):
-    """Gradients of one backward, finished twice."""
-    sharded = Sharded(ctx, subject, "even", seed)
-    sharded.backward()
-    sharded.finish()
-    return sharded.stepped()
+    calls = "unfinished 0, unfinished 1, finish"
+    mean_gradients(world, subject, "even", calls, may_refuse=True)
 
 
 @clause("fsdp.backward.finish-is-idempotent", source="contract: a second call changes nothing")
 def test_a_second_finish_of_a_whole_model_changes_nothing(world, subject):
     """A second `finish_gradient_synchronization` MUST NOT change what the next update uses."""
-    ranks = world.run(finished_twice, subject, 7)
-
-    once = equivalence.full_batch_gradients("even", 7, ranks=range(world.size))
-    again = Hint("divided by the world size once more", equivalence.scaled(once, 1 / world.size))
-    equivalence.mean_gradients(
-        ranks, "even", 7, hints=[again], absent_is_zero=True, given="finish called twice"
-    )
+    once = equivalence.full_batch_gradients("even", SEED, ranks=range(world.size))
+    divided = equivalence.scaled(once, 1 / world.size)
+    again = Hint("divided by the world size once more", divided)
+    mean_gradients(world, subject, "even", "backward 0, finish", hints=[again])
 
 
-def table(ctx, subject):
-    """Live bytes of a model that is little more than a table of words, once it is sharded."""
+def bytes_once_sharded(ctx, subject, kind):
+    """Live bytes of a model of one layer, or of a list of one, once it is sharded."""
     with ctx.recording() as recorder:
         with torch.device(ctx.device):
-            model = ctx.impl.fsdp(nn.Sequential(nn.Embedding(ROWS, 16)))
+            layer = nn.Linear(16, ROWS, False) if kind == "Linear" else nn.Embedding(ROWS, 16)
+            model = ctx.impl.fsdp(nn.Sequential(layer) if kind == "table" else layer)
+        del layer
         gc.collect()
         found = recorder.live_bytes
     assert model is not None  # alive until here
@@ -200,7 +146,7 @@ def table(ctx, subject):
 )
 def test_the_embedding_of_a_whole_model_is_divided(world, subject):
     """A rank MUST hold its rows of an embedding, and not those of others."""
-    ranks = world.run(table, subject)
+    ranks = world.run(bytes_once_sharded, subject, "table")
 
     rows = ROWS * 16 * 4 // world.size
     footprint.at_most(
@@ -212,19 +158,6 @@ def test_the_embedding_of_a_whole_model_is_divided(world, subject):
     )
 
 
-def single_layer(ctx, subject, kind):
-    """Live bytes of a whole model that is one layer, once it is sharded."""
-    with ctx.recording() as recorder:
-        with torch.device(ctx.device):
-            layer = nn.Embedding(ROWS, 16) if kind == "Embedding" else nn.Linear(16, ROWS, False)
-            model = ctx.impl.fsdp(layer)
-        del layer
-        gc.collect()
-        found = recorder.live_bytes
-    assert model is not None  # alive until here
-    return found
-
-
 @clause(
     "fsdp.footprint.layer-as-the-whole-model",
     source="contract: shards Linear and Embedding weights; `named_children` of a layer is empty",
@@ -233,7 +166,8 @@ def single_layer(ctx, subject, kind):
 @pytest.mark.parametrize("kind", ["Linear", "Embedding"])
 def test_a_whole_model_that_is_one_layer_is_divided(world, subject, kind):
     """Where the whole model is one Linear or Embedding, it MUST be sharded, or be refused."""
-    ranks = refusal.answer_or_refusal(world, single_layer, subject, kind, ordinary=(table, subject))
+    usual = (bytes_once_sharded, subject, "table")
+    ranks = refusal.answer_or_refusal(world, bytes_once_sharded, subject, kind, ordinary=usual)
 
     if ranks is not None:
         whole = ROWS * 16 * 4

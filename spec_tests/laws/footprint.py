@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from spec_tests.rig import judge
+from spec_tests.rig.recorder import Recorder
 
 
 def peak_bytes(device: torch.device, work: Callable[[], Any]) -> tuple[int, int]:
@@ -36,6 +38,16 @@ def peak_bytes(device: torch.device, work: Callable[[], Any]) -> tuple[int, int]
         live += event.nbytes()
         peak = max(peak, live)
     return peak, live
+
+
+def settled(recorder: Recorder, *, looks: int = 4, pause_s: float = 0.001) -> int:
+    """Live bytes, once a thread of the backend has let go of what it has just sent."""
+    gc.collect()
+    seen = []
+    for _ in range(looks):
+        time.sleep(pause_s)
+        seen.append(recorder.live_bytes)
+    return min(seen)
 
 
 def at_most(

@@ -9,6 +9,7 @@ local gradients, and whether there has been a save.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -18,7 +19,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from spec_tests.laws.programs import RATE, Call, Program
+from spec_tests.laws.programs import RATE, Call, Program, Trainee, agree
+from spec_tests.rig.tolerance import Tolerance
+from spec_tests.rig.world import World
 
 LONGEST = 24
 """Calls in a program: three that must meet in order rarely do so in a short one."""
@@ -29,14 +32,31 @@ ALL_CALLS = frozenset(
 """What a machine may draw; "discard" is zero_grad in a window."""
 
 
-def any_program(judge: Callable[[Program], None], calls: frozenset[str] = ALL_CALLS) -> None:
-    """Judge programs that hypothesis draws from `calls`, as many as the profile says.
+def any_sequence(
+    world: World,
+    body: Callable[..., Any],
+    *args: Any,
+    alone: Callable[[int], Trainee],
+    within: Callable[[Program], Tolerance],
+    calls: frozenset[str] = ALL_CALLS,
+    given: str,
+) -> None:
+    """Every program drawn from `calls` must do on the ranks what it does in one process.
+
+    As many programs as hypothesis' profile says.
 
     Args:
-        judge: runs a program on ranks and raises if it does not do what one process does.
+        body: called with (ctx, *args, program); returns what `programs.run` does.
+        alone: the oracle of a rank.
+        within: tolerance of a program.
         calls: names of `programs.Trainee`'s methods, and "discard".
     """
     __tracebackhide__ = True
+
+    def judge(program: Program) -> None:
+        seen = world.run(body, *args, program)
+        agree(seen, alone, program, within=within(program), given=given)
+
     run_state_machine_as_test(
         lambda: _Machine(judge, calls),  # type: ignore[arg-type]  # a factory will do
         settings=settings(stateful_step_count=LONGEST, print_blob=False),

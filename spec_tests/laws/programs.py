@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from spec_tests.laws.wrapped import WrappedToy
 from spec_tests.rig import judge
 from spec_tests.rig.oracle import Named, once
 from spec_tests.rig.symptoms import Hint
@@ -61,10 +62,12 @@ class Trainee(ABC):
     be skipped.
 
     Attributes:
+        module: what is trained; its state dict is the plain model's.
         optimizer: with two parameter groups, see `two_groups`.
         saved: weights and optimizer, after `save`.
     """
 
+    module: nn.Module
     optimizer: torch.optim.Optimizer
     saved: Any = None
 
@@ -91,24 +94,22 @@ class Trainee(ABC):
 
     def save(self) -> None:
         """Keep weights and optimizer."""
-        self.saved = copy.deepcopy(self.state())
+        self.saved = copy.deepcopy((self.module.state_dict(), self.optimizer_state()))
 
     def load(self) -> Named:
         """Put back what `save` kept."""
-        self.restore(copy.deepcopy(self.saved))
+        weights, optimizer = copy.deepcopy(self.saved)
+        self.module.load_state_dict(weights)
+        self.optimizer.load_state_dict(optimizer)
         return self.weights()
 
-    @abstractmethod
-    def state(self) -> Any:
-        """Weights and optimizer, as `restore` takes them."""
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return the optimizer's state as its `load_state_dict` takes it."""
+        return self.optimizer.state_dict()
 
-    @abstractmethod
-    def restore(self, state: Any) -> None:
-        """Set weights and optimizer."""
-
-    @abstractmethod
     def weights(self) -> Named:
         """Full weights by the plain model's names."""
+        return {name: p.detach().clone() for name, p in self.module.named_parameters()}
 
 
 class OneProcess(Trainee):
@@ -141,15 +142,24 @@ class OneProcess(Trainee):
     def interrupt(self, number: int) -> None:
         """A forward that is caught leaves nothing."""
 
-    def state(self) -> Any:  # noqa: D102
-        return self.module.state_dict(), self.optimizer.state_dict()
 
-    def restore(self, state: Any) -> None:  # noqa: D102
-        self.module.load_state_dict(state[0])
-        self.optimizer.load_state_dict(state[1])
+class OneRank(Trainee):
+    """A rank's wrapped toy, with an optimizer over the parameters that it trains."""
+
+    def __init__(self, toy: WrappedToy, trained: Iterable[nn.Parameter]) -> None:
+        self.toy, self.module = toy, toy.module
+        self.optimizer = plain_optimizer(trained)
+        self.local, self.finish, self.evaluate = toy.accumulate, toy.finish, toy.evaluate
+
+    def micro(self, number: int) -> None:  # noqa: D102
+        self.toy.backward(number)
+
+    def interrupt(self, number: int) -> None:  # noqa: D102
+        with failing(list(self.module.children())[-1]):
+            self.toy.loss(number)
 
     def weights(self) -> Named:  # noqa: D102
-        return {name: p.detach().clone() for name, p in self.module.named_parameters()}
+        return self.toy.weights()
 
 
 def two_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:

@@ -8,8 +8,9 @@ refused nothing, and `NotImplementedError` means "not offered" there.
 
 from __future__ import annotations
 
+import contextlib
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from spec_tests.rig import judge
@@ -17,8 +18,41 @@ from spec_tests.rig.errors import NotOffered, RankRaised, RigError
 from spec_tests.rig.sim.faults import SimError
 from spec_tests.rig.world import Ranks, World
 
+Kinds = type[BaseException] | tuple[type[BaseException], ...]
+
 # Exceptions that are no refusal: the function is not offered, or the rig raised them.
 NO_ANSWERS = (NotImplementedError, unittest.SkipTest, RigError, SimError)
+
+
+@contextlib.contextmanager
+def caught(kinds: Kinds = Exception) -> Iterator[dict[str, Any]]:
+    """Within the block, note what is raised, as plain data that a body may return.
+
+    Yields:
+        `kinds`, names of the error's classes, its own first; `text`, its message; `error`, both in
+        one line. All are empty where nothing was raised.
+    """
+    found: dict[str, Any] = {"kinds": [], "text": "", "error": ""}
+    try:
+        yield found
+    except NO_ANSWERS:
+        raise
+    except kinds as error:
+        found["kinds"] = [kind.__name__ for kind in type(error).__mro__]
+        found["text"] = str(error)
+        found["error"] = f"{type(error).__name__}: {error}"
+
+
+def on_all_ranks(errors: Sequence[str], *, likely: str = "", given: str) -> None:
+    """Every rank must have raised: none may go on in silence."""
+    __tracebackhide__ = True
+    silent = [rank for rank, error in enumerate(errors) if not error]
+    judge.holds(
+        not silent,
+        f"expected an error on all {len(errors)} ranks, got none on ranks {silent}",
+        likely=likely,
+        given=given,
+    )
 
 
 def answer_or_refusal(

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from hypothesis import example, given
 
 from spec_tests.rig import strategies
 from spec_tests.rig.sim import Schedule
-from spec_tests.rig.world import Ranks, World
+from spec_tests.rig.world import World
 
 SIM = ("sim",)
 """The transport of such clauses: the scheduling of live ranks cannot be controlled."""
@@ -35,8 +34,6 @@ def drawn(test: Callable[..., None]) -> Callable[..., None]:
     return given(schedule=strategies.schedules_of_ranks())(test)
 
 
-def run(
-    world: World, schedule: Schedule, body: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Ranks:
-    """`World.run` by a schedule; another clause judges work that is never waited for."""
-    return world.scheduled(replace(schedule, unwaited="ignore")).run(body, *args, **kwargs)
+def under(world: World, schedule: Schedule) -> World:
+    """The world by a schedule; another clause judges work that is never waited for."""
+    return world.scheduled(replace(schedule, unwaited="ignore"))

@@ -27,7 +27,11 @@ def swept(ctx, batch_sizes, capacity=10**9, is_cyclic=False, building=0):
     return bench.sweep(ctx, batch_sizes), bench.live_at_build
 
 
-def _rows(found, expected, *, likely, given):
+def judge_rows(world, expected, *, likely, given, **bench):
+    """There must be these rows; return what was alive when each model was built."""
+    __tracebackhide__ = True
+    sizes = [row["batch_size"] for row in expected]
+    [(found, live)] = world.run(swept, sizes, **bench)
     judge.equal([len(found)], len(expected), quantity="number of rows", given=given)
     for seen, row in zip(found, expected, strict=True):
         exact = {key: seen[key] for key in row if key != "tokens_per_s"}
@@ -44,15 +48,14 @@ def _rows(found, expected, *, likely, given):
             f"rank 0: expected tokens_per_s {right} for batch {row['batch_size']}, got {rate}",
             given=given,
         )
+    return live
 
 
 @clause("measure.sweep.rows", level="course", source=CONTRACT)
 def test_there_is_a_row_for_each_size(world, subject):
     """Each batch size MUST have a row, in the caller's order, with its own rate and peak."""
-    [(rows, _)] = world.run(swept, [1, 4, 8])
-
-    _rows(
-        rows,
+    judge_rows(
+        world,
         [expected_row(size) for size in (1, 4, 8)],
         likely="the peak of another moment, or tokens of another batch",
         given="batch sizes 1, 4, 8",
@@ -65,10 +68,8 @@ def test_there_is_a_row_for_each_size(world, subject):
 )
 def test_a_small_size_after_a_large_one_has_its_own_peak(world, subject):
     """A row MUST be the same whatever sizes came before it."""
-    [(rows, _)] = world.run(swept, [8, 1, 4])
-
-    _rows(
-        rows,
+    judge_rows(
+        world,
         [expected_row(size) for size in (8, 1, 4)],
         likely="the peak is never reset",
         given="batch sizes 8, 1, 4",
@@ -78,13 +79,12 @@ def test_a_small_size_after_a_large_one_has_its_own_peak(world, subject):
 @clause("measure.sweep.peaks-of-steps", source=CONTRACT + ": a row's peak is of its own steps")
 def test_the_peak_is_that_of_the_steps(world, subject):
     """A row's peak MUST NOT include memory used only while a model was built."""
-    [(rows, _)] = world.run(swept, [1, 4], building=100 * MODEL_BYTES)
-
-    _rows(
-        rows,
+    judge_rows(
+        world,
         [expected_row(size) for size in (1, 4)],
         likely="the peak is reset before the model is built, and not after",
         given="models that are built with a hundred times their size",
+        building=100 * MODEL_BYTES,
     )
 
 
@@ -124,18 +124,17 @@ def test_a_model_in_a_cycle_is_gone_as_well(world, subject):
 def test_a_size_that_does_not_fit_is_a_row_and_smaller_ones_follow(world, subject, where):
     """A size that does not fit MUST be a row that says so; smaller ones after it are measured."""
     if where == "step":
-        sizes, capacity = (4, TOO_LARGE, 2), CAPACITY
-        expected = [expected_row(size, is_oom=size == TOO_LARGE) for size in sizes]
+        capacity = CAPACITY
+        expected = [expected_row(size, is_oom=size == TOO_LARGE) for size in (4, TOO_LARGE, 2)]
     else:
-        sizes, capacity = (4, 3, 2), MODEL_BYTES // 2
-        expected = [expected_row(size, is_oom=True) for size in sizes]
-    [(rows, live)] = world.run(swept, sizes, capacity)
-
-    _rows(
-        rows,
+        capacity = MODEL_BYTES // 2
+        expected = [expected_row(size, is_oom=True) for size in (4, 3, 2)]
+    live = judge_rows(
+        world,
         expected,
         likely="the first error ended the sweep, or the model that did not fit is still alive",
-        given=f"batch sizes {sizes}, out of memory in the {where}",
+        given=f"batch sizes {[row['batch_size'] for row in expected]}, no memory in the {where}",
+        capacity=capacity,
     )
     judge.equal(
         live,
@@ -152,13 +151,9 @@ def failing(ctx, kind):
         "RuntimeError": RuntimeError("from the step: the size of a tensor must match"),
         "KeyError": KeyError("from the step"),
     }
-    try:
+    with refusal.caught() as error:
         Bench(error=errors[kind]).sweep(ctx, [1, 2])
-    except refusal.NO_ANSWERS:
-        raise
-    except Exception as error:
-        return type(error).__name__, "from the step" in str(error)
-    return "nothing", False
+    return error["kinds"][:1], "from the step" in error["text"]
 
 
 @clause(
@@ -170,4 +165,4 @@ def test_an_error_that_is_not_of_memory_is_no_row(world, subject, kind):
     """An error that is not out of memory MUST reach the caller."""
     ranks = world.run(failing, kind)
 
-    judge.equal(ranks, (kind, True), quantity="error", given=f"the second step raises {kind}")
+    judge.equal(ranks, ([kind], True), quantity="error", given=f"the second step raises {kind}")

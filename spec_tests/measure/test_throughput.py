@@ -155,13 +155,9 @@ def failing(ctx, kind, at):
                 "from the step"
             )
 
-    try:
+    with refusal.caught() as error:
         ctx.impl.measure_throughput(step, tokens_per_step=TOKENS, clock=machine.clock)
-    except refusal.NO_ANSWERS:
-        raise
-    except Exception as error:
-        return (type(error).__name__, str(error))
-    return ("nothing", "")
+    return error["kinds"][:1], error["text"]
 
 
 @clause(
@@ -175,20 +171,16 @@ def test_what_a_step_raises_reaches_the_caller(world, subject, kind, at):
     ranks = world.run(failing, kind, at)
 
     judge.equal(
-        ranks, (kind, "from the step"), quantity="error", given=f"step {at} raises a {kind}"
+        ranks, ([kind], "from the step"), quantity="error", given=f"step {at} raises a {kind}"
     )
 
 
 def with_tokens(ctx, tokens):
     """The kinds of the error, or nothing."""
     machine = Machine(DURATIONS["constant"])
-    try:
+    with refusal.caught() as error:
         ctx.impl.measure_throughput(machine.step, tokens_per_step=tokens, clock=machine.clock)
-    except refusal.NO_ANSWERS:
-        raise
-    except Exception as error:
-        return [kind.__name__ for kind in type(error).__mro__]
-    return []
+    return error["kinds"]
 
 
 @clause("measure.throughput.refuses-no-tokens", source=CONTRACT)

@@ -68,14 +68,11 @@ def ending(ctx, data):
     if data is not None:
         path.write_bytes(data)
     try:
-        found = ctx.impl.summarize_trace(path)
-    except refusal.NO_ANSWERS:
-        raise
-    except Exception as error:
-        return {"kinds": [kind.__name__ for kind in type(error).__mro__], "text": str(error)}
+        with refusal.caught() as error:
+            error["text"] = f"no error, but {ctx.impl.summarize_trace(path)}"
     finally:
         path.unlink(missing_ok=True)
-    return {"kinds": [], "text": f"no error, but {found}"}
+    return error
 
 
 def _stepless():

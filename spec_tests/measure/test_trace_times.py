@@ -32,9 +32,7 @@ def test_what_computes_at_once_counts_once(world, subject, device):
     line.work(400, 500)  # next to it
     line.work(700, 750)
 
-    found = observed(world, line)
-
-    times(found["total"], {"compute_us": 450, "idle_us": 550, "duration_us": 1000})
+    times(observed(world, line)["total"], {"compute_us": 450, "idle_us": 550, "duration_us": 1000})
 
 
 @clause(
@@ -50,10 +48,8 @@ def test_what_is_sent_at_once_counts_once(world, subject, device):
     line.send(200, 600, lane=1)
     line.send(800, 900, "all_gather")
 
-    found = observed(world, line)
-
     expected = {"communication_us": 600, "exposed_us": 600, "overlap_us": 0, "compute_us": 0}
-    times(found["total"], {**expected, "overlap_fraction": 0})
+    times(observed(world, line)["total"], {**expected, "overlap_fraction": 0})
 
 
 @clause(
@@ -71,10 +67,8 @@ def test_overlap_is_communication_while_something_computes(world, subject, devic
     line.work(800, 900)
     line.send(400, 700)
 
-    found = observed(world, line)
-
     expected = {"compute_us": 500, "communication_us": 300, "overlap_us": 100, "exposed_us": 200}
-    times(found["total"], {**expected, "idle_us": 300, "overlap_fraction": 1 / 3})
+    times(observed(world, line)["total"], {**expected, "idle_us": 300, "overlap_fraction": 1 / 3})
 
 
 @clause("measure.trace.no-communication", source=CONTRACT + "; Holistic Trace Analysis gives NaN")
@@ -135,9 +129,7 @@ def test_what_only_calls_others_does_not_compute(world, subject):
     line.work(120, 220, lane=1)
     line.send(310, 590)
 
-    found = observed(world, line)
-
-    times(found["total"], {"compute_us": 100, "overlap_us": 0, "exposed_us": 280})
+    times(observed(world, line)["total"], {"compute_us": 100, "overlap_us": 0, "exposed_us": 280})
 
 
 @clause(
@@ -154,10 +146,8 @@ def test_operators_inside_a_collective_do_not_compute(world, subject):
     line.work(350, 450, lane=1)  # another thread goes on
     line.add("cpu_op", "aten::to", 480, 700)  # half of it waits
 
-    found = observed(world, line)
-
     expected = {"compute_us": 300, "communication_us": 300, "overlap_us": 50, "exposed_us": 250}
-    times(found["total"], expected)
+    times(observed(world, line)["total"], expected)
 
 
 @clause(

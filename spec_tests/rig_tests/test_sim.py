@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from spec_tests import target
-from spec_tests.ddp.test_schedules import SEED, TOY, three_steps
+from spec_tests.ddp.replica import SEED, gradients_after
+from spec_tests.ddp.test_programs import SCHEDULED_TOY, THREE_STEPS
 from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import strategies
 from spec_tests.rig.errors import RankDied, RankHung, RankRaised
@@ -261,8 +262,9 @@ def test_hypothesis_finds_the_schedule_that_a_bug_needs_and_shrinks_it(worlds: W
     @settings(max_examples=100, phases=[Phase.generate, Phase.shrink])
     @given(schedule=strategies.schedules_of_ranks())
     def gradients_are_the_mean(schedule: Schedule) -> None:
-        ranks = faulty.scheduled(schedule).run(three_steps, "ddp_bucketed", TOY, SEED)
-        equivalence.mean_gradients(ranks, TOY, SEED, micros=(2,))
+        scheduled = faulty.scheduled(schedule)
+        ranks = scheduled.run(gradients_after, "ddp_bucketed", SCHEDULED_TOY, SEED, THREE_STEPS)
+        equivalence.mean_gradients(ranks, SCHEDULED_TOY, SEED, micros=(2,))
 
     with pytest.raises((RankRaised, AssertionError)) as caught:
         gradients_are_the_mean()

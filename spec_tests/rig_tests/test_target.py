@@ -220,10 +220,7 @@ def test_a_function_that_cannot_take_what_every_caller_passes_is_a_misfit(
     assert misfits.keys() == ({"ddp"} if said else set())
     if said:
         expected = f"expected a function that can be called as ddp(module), got ddp({signature})"
-        assert (
-            f"{expected}: {said}; see class Ddp in spec_tests/contract/parallel.py"
-            in misfits["ddp"]
-        )
+        assert f"{expected}: {said}; see `ddp` in spec_tests/contract/parallel.py" in misfits["ddp"]
 
 
 def test_keywords_of_the_contract_without_default_must_be_there(own: Worlds, mine):

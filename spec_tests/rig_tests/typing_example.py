@@ -1,18 +1,23 @@
-"""A minimal implementation, typed: a type checker holds it against the contract's Protocols.
+"""A minimal implementation, typed: a type checker holds it against the contract's signatures.
 
-Nothing runs this file. It shows that the contract's Protocols accept what a user would write,
+Nothing runs this file. It shows that the contract's signatures accept what a user would write,
 and `make lint` fails when they no longer do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from spec_tests import contract
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def ddp(module: nn.Module, *, process_group: dist.ProcessGroup | None = None) -> nn.Module:
@@ -52,8 +57,12 @@ def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, world_s
     return steps
 
 
-_ddp: contract.Ddp = ddp
-_ddp_bucketed: contract.DdpBucketed = ddp_bucketed
-_no_sync: contract.NoSync = no_sync
-_finish: contract.FinishGradientSynchronization = finish_gradient_synchronization
-_accumulation_steps: contract.AccumulationSteps = accumulation_steps
+def keeps(promise: Callable[P, R], own: Callable[P, R]) -> None:
+    """Accepted by a type checker if `own` can be called as `promise`."""
+
+
+keeps(contract.parallel.ddp, ddp)
+keeps(contract.parallel.ddp_bucketed, ddp_bucketed)
+keeps(contract.parallel.no_sync, no_sync)
+keeps(contract.parallel.finish_gradient_synchronization, finish_gradient_synchronization)
+keeps(contract.training.accumulation_steps, accumulation_steps)

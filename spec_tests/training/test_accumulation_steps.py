@@ -20,15 +20,12 @@ CONTRACT = "contract: accumulation_steps"
 
 def asked(ctx, global_batch, micro_batch, world_size):
     """The answer, or the kinds and the text of the error."""
-    try:
+    with refusal.caught() as error:
         found = ctx.impl.accumulation_steps(
             global_batch_size=global_batch, micro_batch_size=micro_batch, world_size=world_size
         )
-    except refusal.NO_ANSWERS:
-        raise
-    except Exception as error:
-        return {"kinds": [kind.__name__ for kind in type(error).__mro__], "text": str(error)}
-    return {"steps": found, "type": type(found).__name__}
+        return {"steps": found, "type": type(found).__name__}
+    return error
 
 
 @clause("training.accumulation.fills-the-global-batch", level="course", source=CONTRACT)

@@ -53,7 +53,7 @@ def refused(ctx, wrapper, job, global_batch):
     """How `train` with a global batch that does not divide ends, and what it has done by then."""
     trainee = Trainee.of(ctx, wrapper, job.seed)
     batches = Counted(job.micro_batches(ctx.rank))
-    try:
+    with refusal.caught() as error:
         ctx.impl.train(
             trainee.wrapped,
             trainee.optimizer,
@@ -62,12 +62,7 @@ def refused(ctx, wrapper, job, global_batch):
             global_batch_size=global_batch,
             micro_batch_size=job.micro_batch,
         )
-        kinds = []
-    except refusal.NO_ANSWERS:
-        raise
-    except Exception as error:
-        kinds = [kind.__name__ for kind in type(error).__mro__]
-    return {"kinds": kinds, "updates": len(trainee.rates)}
+    return {"kinds": error["kinds"], "updates": len(trainee.rates)}
 
 
 @clause(
@@ -96,14 +91,14 @@ def cut_short(ctx, wrapper, job, ends):
     """How `train` ends when this rank's data do after `ends[rank]` micro-batches."""
     trainee = Trainee.of(ctx, wrapper, job.seed)
     own = list(job.micro_batches(ctx.rank, end=job.steps))[: ends[ctx.rank]]
-    error, records = None, []
-    try:
+    records = []
+    with refusal.caught() as error:
         records = trainee.train(ctx, job, Counted(iter(own)))
-    except refusal.NO_ANSWERS:
-        raise
-    except Exception as raised:
-        error = type(raised).__name__
-    return {"error": error, "records": len(records), "weights": trainee.weights()}
+    return {
+        "error": next(iter(error["kinds"]), None),
+        "records": len(records),
+        "weights": trainee.weights(),
+    }
 
 
 @clause(

@@ -8,17 +8,15 @@ depend on seed, step and name, the same on all ranks unless a script asks for ot
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from spec_tests.laws import footprint
 from spec_tests.rig import judge, oracle
 from spec_tests.rig.rank import Context
-from spec_tests.rig.recorder import Recorder
 from spec_tests.rig.symptoms import Hint
 from spec_tests.rig.tolerance import Tolerance, exact, rounding
 from spec_tests.rig.toys import TOYS, integers
@@ -125,14 +123,8 @@ def _bytes_left(ctx: Context, model: nn.Module, optimizer: str, load: bool) -> i
             del state
         for _ in range(2):
             _step_on_ones(model, made)
-        gc.collect()  # cycles die in both runs, or in neither
-        # A thread of gloo holds the last messages for a moment after their wait() has returned.
-        return min(_later(recorder) for _ in range(10))
-
-
-def _later(recorder: Recorder) -> int:
-    time.sleep(0.01)
-    return recorder.live_bytes
+        # Cycles die in both runs, or in neither.
+        return footprint.settled(recorder, looks=10, pause_s=0.01)
 
 
 def _step_on_ones(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

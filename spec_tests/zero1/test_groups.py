@@ -219,8 +219,4 @@ def test_process_groups_train_apart(world):
 
     for number, members in enumerate(groups):
         seen = [ranks[rank] for rank in members]
-        like_unsharded(seen, _steps, (11,) if number == 1 else (1, 2), optimizer="sgd")
-
-
-def _steps(run, numbers):
-    return run.steps(*numbers)
+        like_unsharded(seen, Run.steps, *((11,) if number == 1 else (1, 2)), optimizer="sgd")

@@ -1,4 +1,11 @@
-"""Any sequence of training calls with a sharded optimizer: what no single situation would show."""
+"""Programs: any sequence of calls of a sharded optimizer, in any order of events.
+
+Schedules: in whichever order ranks run and operations complete, the weights are the same.
+
+Each rank sends what it owns and takes what the others own, in as many messages as there are owners
+or parameters. Who overlaps them relies on what has arrived; here arrival is an input
+(`laws.schedules`).
+"""
 
 from __future__ import annotations
 
@@ -8,12 +15,11 @@ from typing import Any
 import torch
 
 from spec_tests.clause import clauses
-from spec_tests.laws import program_machine, programs
+from spec_tests.laws import program_machine, programs, schedules
 from spec_tests.rig import judge
-from spec_tests.rig.oracle import Named
 from spec_tests.rig.tolerance import rounding
 from spec_tests.rig.toys import TOYS
-from spec_tests.zero1.runs import SEED, TOY, gradient
+from spec_tests.zero1.runs import SEED, TOY, Run, gradient, same_as_unsharded
 
 clause = clauses(needs=("sharded_optimizer", "full_optimizer_state"), level="correct")
 
@@ -56,19 +62,10 @@ class Dealt(programs.Trainee):
         with contextlib.suppress(programs.PlantedError):
             self.optimizer.step(closure)
 
-    def state(self) -> Any:
-        whole = self.optimizer.state_dict if self.impl is None else self._full_state
-        return self.module.state_dict(), whole()
-
-    def _full_state(self) -> dict[str, Any]:
+    def optimizer_state(self) -> dict[str, Any]:
+        if self.impl is None:
+            return self.optimizer.state_dict()
         return self.impl.full_optimizer_state(self.optimizer)
-
-    def restore(self, state: Any) -> None:
-        self.module.load_state_dict(state[0])
-        self.optimizer.load_state_dict(state[1])
-
-    def weights(self) -> Named:
-        return {name: p.detach().clone() for name, p in self.parameters.items()}
 
 
 def trained(ctx, program):
@@ -87,18 +84,15 @@ def test_any_sequence_of_calls_does_what_the_plain_optimizer_does(world):
     Steps, `zero_grad` both ways, a changed learning rate of a group, a closure that raises, the
     full state saved and loaded.
     """
-
-    def compare(program):
-        programs.agree(
-            world.run(trained, program),
-            lambda rank: Dealt(),
-            program,
-            # Exact until small and large learning rates meet in one weight.
-            within=rounding(torch.float32, terms=4, depth=len(program) + 2),
-            given=f"toy {TOY!r}, two groups, momentum",
-        )
-
-    program_machine.any_program(compare, CALLS)
+    program_machine.any_sequence(
+        world,
+        trained,
+        alone=lambda rank: Dealt(),
+        # Exact until small and large learning rates meet in one weight.
+        within=lambda program: rounding(torch.float32, terms=4, depth=len(program) + 2),
+        calls=CALLS,
+        given=f"toy {TOY!r}, two groups, momentum",
+    )
 
 
 def back_to_the_start(run):
@@ -132,3 +126,32 @@ def test_a_loaded_state_replaces_the_one_before(world):
         within=rounding(torch.float32, terms=4, depth=4),
         given="an empty state is saved, a step taken, the empty state loaded, a step taken",
     )
+
+
+@clause(
+    "zero1.schedule.same-weights",
+    source=schedules.LAUNCH_ORDER,
+    worlds=(3,),
+    needs=("sharded_optimizer",),
+    transports=schedules.SIM,
+)
+@schedules.drawn
+def test_no_order_of_events_changes_the_weights(world, schedule):
+    """All ranks MUST hold the unsharded weights, whatever rank runs when and what completes first.
+
+    A buffer that is filled again in flight, or read before its message is in, is right as long as
+    the wire is faster than the loop over parameters.
+    """
+    same_as_unsharded(schedules.under(world, schedule), Run.steps, 1, 2, optimizer="momentum")
+
+
+@clause(
+    "zero1.schedule.waits-for-every-launch",
+    source=schedules.WAITED_FOR,
+    worlds=(2, 3),
+    needs=("sharded_optimizer",),
+    transports=schedules.SIM,
+)
+def test_every_exchange_is_waited_for(world):
+    """Every exchange that is launched MUST be waited for by the rank that launched it."""
+    same_as_unsharded(world, Run.steps, 1, 2, optimizer="momentum")

@@ -140,23 +140,14 @@ def test_the_full_state_is_the_unsharded_optimizers(world):
     )
 
 
-def exported(run, export):
+def with_exports(ctx):
     """Weights of a run whose full state is taken before the first step and after each."""
-    export(run.optimizer)
+    run = Run(sharded(ctx))
+    ctx.impl.full_optimizer_state(run.optimizer)
     for number in range(1, 4):
         run.step(number)
-        export(run.optimizer)
+        ctx.impl.full_optimizer_state(run.optimizer)
     return run.seen
-
-
-def with_exports(ctx):
-    """The run in a rank."""
-    return exported(Run(sharded(ctx)), ctx.impl.full_optimizer_state)
-
-
-def without_exports(run):
-    """The run that nobody looks into."""
-    return run.steps(1, 2, 3)
 
 
 @clause(
@@ -167,24 +158,22 @@ def without_exports(run):
 )
 def test_taking_the_full_state_changes_nothing(world):
     """Taking the full state, before the first step too, MUST NOT change what training does."""
-    like_unsharded(world.run(with_exports), without_exports)
+    like_unsharded(world.run(with_exports), Run.steps, 1, 2, 3)
 
 
-def continued(ctx, state):
+def continued(run, state):
     """Weights after three further steps from a given state dict."""
+    run.module.load_state_dict(state["model"])
+    run.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+    return run.steps(3, 4, 6)
+
+
+def continued_in_ranks(ctx, state):
+    """The same with the sharded optimizer; whatever was there before must not matter."""
     run = Run(sharded(ctx), groups=matrices_and_the_rest)
-    run.steps(5)  # whatever was there before must not matter
-    run.module.load_state_dict(state["model"])
+    run.steps(5)
     run.seen.clear()
-    run.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-    return run.steps(3, 4, 6)
-
-
-def continued_plain(run, state):
-    """The same with the plain optimizer."""
-    run.module.load_state_dict(state["model"])
-    run.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-    return run.steps(3, 4, 6)
+    return continued(run, state)
 
 
 def saved():
@@ -204,9 +193,9 @@ def test_it_goes_on_from_the_unsharded_optimizers_state(world):
     options take effect at the first step; what the optimizer held before is gone.
     """
     state = saved()
-    ranks = world.run(continued, state)
+    ranks = world.run(continued_in_ranks, state)
 
-    like_unsharded(ranks, continued_plain, state, groups=matrices_and_the_rest)
+    like_unsharded(ranks, continued, state, groups=matrices_and_the_rest)
 
 
 @clause("zero1.state.divided-after-load", source=PAPER)
@@ -230,15 +219,10 @@ def round_trip(ctx):
     return second.steps(3, 4)
 
 
-def uninterrupted(run):
-    """All four steps in one optimizer."""
-    return run.steps(1, 2, 3, 4)
-
-
 @clause("zero1.state.round-trip", needs=BOTH, source=PORTABLE)
 def test_its_own_full_state_loads(world):
     """A run that goes on from its own full state MUST give the weights of an uninterrupted one."""
-    like_unsharded(world.run(round_trip), uninterrupted)
+    like_unsharded(world.run(round_trip), Run.steps, 1, 2, 3, 4)
 
 
 def own_state_dict(ctx):

@@ -29,19 +29,15 @@ from spec_tests.zero1.runs import (
 )
 
 clause = clauses(needs=("sharded_optimizer",), level="correct", worlds=(2, 3))
+FOUR = (1, 2, 3, 4)
 PAPER = "Rajbhandari et al. 2020, section 5.1; CS336 assignment 2, sharded optimizer"
-
-
-def four_steps(run):
-    """Weights after each of four steps."""
-    return run.steps(1, 2, 3, 4)
 
 
 @clause("zero1.step.equals-unsharded", level="course", source=PAPER)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_every_step_gives_the_unsharded_optimizers_weights(world, optimizer):
     """After every step all ranks MUST hold the weights that the unsharded optimizer gives."""
-    same_as_unsharded(world, four_steps, optimizer=optimizer)
+    same_as_unsharded(world, Run.steps, *FOUR, optimizer=optimizer)
 
 
 @clause(
@@ -52,7 +48,7 @@ def test_every_step_gives_the_unsharded_optimizers_weights(world, optimizer):
 )
 def test_a_tied_parameter_is_updated_once(world):
     """A parameter that is used under two names MUST be updated once."""
-    same_as_unsharded(world, four_steps, toy="tied")
+    same_as_unsharded(world, Run.steps, *FOUR, toy="tied")
 
 
 @clause(
@@ -66,7 +62,7 @@ def test_every_memory_layout_arrives_in_its_place(world, toy):
 
     A flat copy of a transposed or channels-last parameter has its elements in another order.
     """
-    same_as_unsharded(world, four_steps, toy=toy)
+    same_as_unsharded(world, Run.steps, *FOUR, toy=toy)
 
 
 @clause(
@@ -78,11 +74,11 @@ def test_every_memory_layout_arrives_in_its_place(world, toy):
 def test_unequal_dtypes_are_updated_or_refused(world, toy):
     """Parameters of unequal dtypes MUST be updated in their own, or be refused with an error."""
     ranks = refusal.answer_or_refusal(
-        world, in_ranks, four_steps, toy=toy, ordinary=(in_ranks, four_steps)
+        world, in_ranks, Run.steps, *FOUR, toy=toy, ordinary=(in_ranks, Run.steps, *FOUR)
     )
 
     if ranks is not None:
-        like_unsharded(ranks, four_steps, toy=toy)
+        like_unsharded(ranks, Run.steps, *FOUR, toy=toy)
 
 
 @clause(
@@ -90,7 +86,7 @@ def test_unequal_dtypes_are_updated_or_refused(world, toy):
 )
 def test_frozen_parameters_stay(world):
     """Frozen parameters MUST keep their values, whatever the weight decay."""
-    same_as_unsharded(world, four_steps, toy="frozen")
+    same_as_unsharded(world, Run.steps, *FOUR, toy="frozen")
 
 
 def changed_by_others(run):
@@ -137,13 +133,8 @@ def two_parameters(parameters):
     return list(parameters.values())[:2]
 
 
-def trains_two(run):
-    """Weights of a run in which most parameters have no optimizer."""
-    return run.steps(1, 2)
-
-
 def trains_two_and_one_more(run):
-    """The same, with a group of one parameter that is added after the first step."""
+    """Weights of a run to which a group of one parameter is added after the first step."""
     run.step(1)
     if not hasattr(run.optimizer, "add_param_group"):
         raise NotImplementedError("no add_param_group: see zero1.groups.added-later")
@@ -159,8 +150,8 @@ def trains_two_and_one_more(run):
 @pytest.mark.parametrize("grows", [False, True], ids=["fixed", "grows"])
 def test_a_rank_that_owns_nothing_takes_part(world, grows):
     """With more ranks than parameters every rank MUST still hold the updated weights."""
-    script = trains_two_and_one_more if grows else trains_two
-    same_as_unsharded(world, script, groups=two_parameters)
+    script = (trains_two_and_one_more,) if grows else (Run.steps, 1, 2)
+    same_as_unsharded(world, *script, groups=two_parameters)
 
 
 def thawed(run):
@@ -198,8 +189,8 @@ def test_two_optimizers_do_not_disturb_each_other(world):
     """Two optimizers whose steps alternate MUST each update their own parameters."""
     ranks = world.run(two_at_once)
 
-    like_unsharded([one for one, _ in ranks], four_steps)
-    like_unsharded([two for _, two in ranks], four_steps, toy="tied", optimizer="momentum")
+    like_unsharded([one for one, _ in ranks], Run.steps, *FOUR)
+    like_unsharded([two for _, two in ranks], Run.steps, *FOUR, toy="tied", optimizer="momentum")
 
 
 def with_closure(run):
@@ -217,12 +208,7 @@ def with_closure(run):
 
         losses[f"step {number}"] = run.optimizer.step(closure)
         run.note(f"after step {number}")
-    return {"weights": run.seen, "losses": losses, "evaluations": evaluations}
-
-
-def weights_with_closure(run):
-    """The weights alone."""
-    return with_closure(run)["weights"]
+    return run.seen, losses, evaluations
 
 
 @clause("zero1.step.closure", source="torch.optim.Optimizer.step(closure)")
@@ -235,20 +221,17 @@ def test_a_closure_is_evaluated_and_its_loss_returned(world, parameters):
     """
     groups = all_in_one if parameters == "all" else two_parameters
     ranks = world.run(in_ranks, with_closure, groups=groups)
+    weights, losses, evaluations = zip(*ranks, strict=True)
 
-    expected = alone(with_closure, groups=groups)
-    like_unsharded([rank["weights"] for rank in ranks], weights_with_closure, groups=groups)
+    like_unsharded(weights, lambda run: with_closure(run)[0], groups=groups)
+    _, wanted, times = alone(with_closure, groups=groups)
     judge.tensors(
-        [rank["losses"] for rank in ranks],
-        expected["losses"],
+        losses,
+        wanted,
         quantity="loss of the closure, which `step` returns",
         within=tolerance("adamw", torch.float32, num_steps=4),
     )
-    judge.equal(
-        [rank["evaluations"] for rank in ranks],
-        expected["evaluations"],
-        quantity="number of evaluations in three steps to be",
-    )
+    judge.equal(evaluations, times, quantity="number of evaluations in three steps to be")
 
 
 def own_gradients(ctx, optimizer):
@@ -320,11 +303,6 @@ def late(ctx, number_of_steps):
     return run.seen
 
 
-def in_time(run, number_of_steps):
-    """The same without ranks."""
-    return run.steps(*range(number_of_steps))
-
-
 @clause(
     "zero1.step.waits-for-late-owners",
     source="DeepSpeed issues 5545, 6351 and 8061: an exchange that overlaps too far",
@@ -344,8 +322,8 @@ def test_new_weights_are_there_when_step_returns(world):
     ]
     like_unsharded(
         ranks,
-        in_time,
-        world.size,
+        Run.steps,
+        *range(world.size),
         optimizer="sgd",
         hints=[Hint("the weight of the step before: the exchange was not waited for", stale)],
     )
