@@ -13,6 +13,7 @@ and drifts. The contract therefore wants both inside, and the clauses place them
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -305,7 +306,7 @@ def test_two_backwards_and_one_finish_add_up(world, subject):
     size, ranks = world.size, range(world.size)
 
     def weighed(of_first: float, of_second: float) -> oracle.Gradients:
-        shares = [
+        shares: list[Any] = [
             equivalence.scaled(
                 equivalence.full_batch_gradients("mlp", SEED, ranks=ranks, micros=[micro]), factor
             )
