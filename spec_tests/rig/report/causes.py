@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from spec_tests.rig.outcomes import BROKEN, LEVELS, REFUTED, Cell, Event, Outcome, cells
 from spec_tests.target import PACKAGE_ROOT
@@ -54,35 +55,42 @@ def causes(events: Sequence[Event], implementation: str) -> list[Cause]:
         if cell.implementation == implementation
         and cell.outcome in (REFUTED | BROKEN) - {Outcome.BLOCKED}
     ]
-    found: dict[tuple[str, ...], Cause] = {}
+    found: list[Cause] = []
+    known: dict[tuple[str, ...], Cause] = {}
     for cell in sorted(failed, key=_level):
-        key, text = _cause(cell)
-        found.setdefault(key, Cause(text)).cells.append(cell)
-    return sorted(found.values(), key=lambda cause: (_level(cause.first), -len(cause.cells)))
+        text, *signs = _shown(cell)
+        cause = next((known[sign] for sign in signs if sign in known), None)
+        if cause is None:
+            cause = Cause(_short(text))
+            found.append(cause)
+        cause.cells.append(cell)
+        known |= dict.fromkeys(signs, cause)
+    return sorted(found, key=lambda cause: (_level(cause.first), -len(cause.cells)))
 
 
 def _level(cell: Cell) -> int:
     return LEVELS.index(cell.level)
 
 
-def _cause(cell: Cell) -> tuple[tuple[str, ...], str]:
-    """What tells this cause from others, and what it is called."""
+def _shown(cell: Cell) -> tuple[Any, ...]:
+    """Return the cause in words, and what it has in common with others of the same cause."""
     message = cell.decisive_cases[0]["message"]
     lines = message.splitlines()
     headline = lines[1] if len(lines) > 1 else message
     place = _place(message)
     raised = _RAISED.match(headline)
-    if raised:
-        kind = raised[1].partition(":")[0]
-        where = f"{place} raises " if place else ""
-        return ("raised", kind, place or raised[1]), _short(where + raised[1])
+    if raised:  # the same words anywhere, or the same kind of error at one line
+        words, kind = raised[1], raised[1].partition(":")[0]
+        if not place:
+            return words, ("raised", words)
+        return f"{place} raises {words}", ("raised", words), ("raised", kind, place)
     likely = next((line for line in lines if line.startswith(_LIKELY)), "")
     if likely:
-        return ("likely", likely), _short(likely.removeprefix(_LIKELY))
+        return likely.removeprefix(_LIKELY), ("likely", likely)
     if cell.outcome in (Outcome.HANG, Outcome.DIED) and place:
         what = "ranks are blocked at" if cell.outcome is Outcome.HANG else "a rank ends at"
-        return (str(cell.outcome), place), f"{what} {place}"
-    return ("", cell.clause), _short(headline)
+        return f"{what} {place}", (str(cell.outcome), place)
+    return headline, ("", cell.clause)
 
 
 def _place(message: str) -> str:
@@ -93,8 +101,8 @@ def _place(message: str) -> str:
 
 def _is_own(file: str) -> bool:
     """False for lines of the suite, of Python and of installed packages."""
-    _, _, inside = file.rpartition("/spec_tests/")
-    if inside and (PACKAGE_ROOT / inside).is_file():
+    _, suite, inside = file.rpartition("/spec_tests/")
+    if suite and (PACKAGE_ROOT / inside).is_file():
         return inside.partition("/")[0] in _JUDGED
     return not re.search(r"site-packages|/lib/python3|^<", file)
 

@@ -14,6 +14,7 @@ without a new number after the slash in `schema`.
         "level": "correct",               what it is held to
         "levels": {"course": {"passed": 38, "judged": 40}, ...},   MUST clauses, see `outcomes`
         "outcomes": {"passed": 120, "failed": 2, ...},             clauses, of every strength
+        "causes": [{"text": "summed and not ...", "level": "course", "clauses": ["ddp...", ...]}],
         "points": null                    or {"title", "note", "points", "of", "items": [{"name",
       }],                  "points", "of", "by_hand", "not_judged", "missing": {clause: outcome}}]}
       "clauses": [{                       in the order of the run; all implementations' together
@@ -53,6 +54,7 @@ from spec_tests.rig.outcomes import (
     level_of,
     verdict,
 )
+from spec_tests.rig.report.causes import causes
 from spec_tests.rig.report.points import score
 from spec_tests.rig.report.text import (
     INCOMPLETE,
@@ -137,6 +139,10 @@ def _column(events: Sequence[Event], name: str, found: Sequence[Cell]) -> dict[s
         "level": level_of(events, name),
         "levels": {level: {"passed": n, "judged": of} for level, (n, of) in levels.items()},
         "outcomes": {outcome: number for outcome, number in counted.items() if number},
+        "causes": [
+            {"text": cause.text, "level": cause.first.level, "clauses": cause.clauses}
+            for cause in causes(events, name)
+        ],
         "points": score(events, name),
     }
 

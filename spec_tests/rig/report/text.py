@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from spec_tests.rig.errors import NOT_HERE
@@ -36,6 +37,7 @@ from spec_tests.rig.outcomes import (
     results,
     verdict,
 )
+from spec_tests.rig.report.causes import Cause, causes
 
 WORDS = {
     Outcome.PASSED: "pass",
@@ -75,6 +77,8 @@ RUN_KEYS = (
 
 _MAX_MESSAGE_LINES = 40
 _MAX_MARGINS = 5
+MAX_CAUSES = 15
+"""Named at the end of a run; the report has all."""
 
 
 def implementations(events: Sequence[Event]) -> list[str]:
@@ -106,9 +110,15 @@ def render_cell(cell: Cell | None) -> str:
 
 
 def render_table(events: Sequence[Event]) -> str:
-    """The table clause by implementation, one block per level and chapter, for a terminal."""
+    """The table clause by implementation, one block per level and chapter, for a terminal.
+
+    Clauses that no implementation offers anything for are counted in a line below.
+    """
     names = implementations(events)
     found = {(cell.clause, cell.implementation): cell for cell in cells(events)}
+    judged = {id for (id, _), cell in found.items() if cell.outcome is not Outcome.NOT_OFFERED}
+    absent = Counter(chapter(id) for id in dict.fromkeys(id for id, _ in found) if id not in judged)
+    found = {key: cell for key, cell in found.items() if key[0] in judged}
     # Insertion order keeps the order of the run within a block.
     clauses = {clause: cell for (clause, _), cell in found.items()}
     blocks: dict[tuple[int, str], list[list[str]]] = {}
@@ -120,7 +130,8 @@ def render_table(events: Sequence[Event]) -> str:
     for level, title in sorted(blocks, key=lambda block: block[0]):
         rows.append([f"**{LEVELS[level]}: {title}**", *[""] * (len(names) + 1)])
         rows += blocks[level, title]
-    return _grid(rows)
+    counts = ", ".join(f"{title} {number}" for title, number in absent.items())
+    return _grid(rows) + (f"\n\nclauses on what is not offered: {counts}" if counts else "")
 
 
 def count_levels(own: Sequence[Cell]) -> dict[str, tuple[int, int]]:
@@ -165,7 +176,40 @@ def render_terminal(events: Sequence[Event]) -> str:
         lines += [f"{name}: {render_counts(events, name)}", f"    {render_levels(events, name)}"]
     for why, clauses in _not_here(events):
         lines.append(f"not here, {len(clauses)} clause{'s' * (len(clauses) > 1)}: {why}")
-    return "\n".join([*lines, "", *verdict_lines(events)])
+    return "\n".join([*lines, "", *_conclusion(events)])
+
+
+def _conclusion(events: Sequence[Event]) -> list[str]:
+    """The verdict, and in place of the failed clauses the causes that they have in common."""
+    named, listed = [], set()
+    for name in implementations(events):
+        found = causes(events, name)
+        listed |= {f"{c.outcome}: {c.clause} on {name}" for cause in found for c in cause.cells}
+        named += render_causes(name, found)
+    lines = verdict_lines(events)
+    return [line for line in lines if line.removeprefix("- ") not in listed] + named
+
+
+def render_causes(implementation: str, found: Sequence[Cause]) -> list[str]:
+    """What to mend, the lowest level first: two lines per cause, at most forty in all."""
+    if not found:
+        return []
+    number = sum(len(cause.cells) for cause in found)
+    lines = ["", f"{_several(len(found), 'cause')} in {_several(number, 'failed clause')} of "]
+    lines[-1] += f"{implementation}, what is owed first:"
+    for index, cause in enumerate(found[:MAX_CAUSES], 1):
+        *few, last = cause.clauses[:3]
+        more = len(cause.clauses) - len(few) - 1
+        rest = f" and {more} more" if more else ""
+        lines.append(f"{index:2}  {cause.text}")
+        lines.append(f"    {cause.first.level}: {', '.join([*few, last])}{rest}")
+    if len(found) > MAX_CAUSES:
+        lines.append(f"    and {_several(len(found) - MAX_CAUSES, 'more cause')}: see the report")
+    return lines
+
+
+def _several(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def render_summary(events: Sequence[Event]) -> str:
@@ -175,6 +219,9 @@ def render_summary(events: Sequence[Event]) -> str:
     for name in implementations(events):
         lines.append(f"- **{name}**: {render_counts(events, name)}")
         lines += [f"  ({by_level})"] if (by_level := render_levels(events, name)) else []
+    for name in implementations(events):
+        named = [f"- {c.text} ({', '.join(c.clauses)})" for c in causes(events, name)]
+        lines += ["", f"## Causes in {name}", "", *named] if named else []
     lines += ["", render_table(events), ""]
     lines += _failure_cards(events)
     if absent := _not_here(events):
@@ -236,15 +283,16 @@ def _failure_cards(events: Sequence[Event]) -> list[str]:
 
 
 def render_failures(events: Sequence[Event]) -> str:
-    """What a terminal shows of failed cells: the first case in full; what is blocked by cause."""
+    """What a terminal shows of failed cells: of each cause one case in full, the rest by name."""
     blocks = _blocked(events)
-    for cell in cells(events):
-        if cell.outcome in (REFUTED | BROKEN) - {Outcome.BLOCKED}:
-            first, *others = cell.decisive_cases
-            text = f"{cell.outcome}: {first['message'].rstrip()}"
-            if others:
-                text += f"\n({len(others)} more: {', '.join(case['case'] for case in others[:6])})"
-            blocks.append(text)
+    for cause in (cause for name in implementations(events) for cause in causes(events, name)):
+        first, *others = cause.first.decisive_cases
+        text = f"{cause.first.outcome}: {first['message'].rstrip()}"
+        if others:
+            text += f"\n({len(others)} more: {', '.join(case['case'] for case in others[:6])})"
+        if len(cause.clauses) > 1:
+            text += f"\nthe same in {', '.join(cause.clauses[1:])}"
+        blocks.append(text)
     return "\n\n".join(blocks) or "nothing"
 
 

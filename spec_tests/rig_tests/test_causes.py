@@ -1,0 +1,89 @@
+"""Failed clauses that show the same are one cause, and nothing is guessed."""
+
+from __future__ import annotations
+
+from spec_tests.rig.report import render_failures, render_terminal
+from spec_tests.rig.report.causes import causes
+from spec_tests.rig.report.text import MAX_CAUSES
+from spec_tests.rig_tests.logs import log, result
+
+TRACE = """[{id}]  A sentence.
+rank 0 and 1 of 2 raised {error}
+Traceback (most recent call last):
+  File "/home/me/mine.py", line {line}, in finish
+    dist.all_reduce(p.grad)
+  File "/usr/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py", line 9, in f
+"""
+WRONG = """[{id}]  A sentence.
+rank 0, 'w' (2,): expected the mean gradient, got 2.000 x it in every element
+likely: summed and not divided by the world size
+"""
+BARE = """[{id}]  A sentence.
+rank 0, 'w' (2,): expected the mean gradient, got something else
+"""
+KIND = "TypeError: expected Tensor, got None"
+
+
+def failed(id: str, text: str, **fields: object):
+    return result("failed", clause=id, message=text.format(id=id, **fields))
+
+
+def test_one_line_that_raises_is_one_cause_whatever_it_says():
+    found = causes(
+        log(
+            failed("ddp.a.one", TRACE, error=KIND, line=12),
+            failed("ddp.a.two", TRACE, error="TypeError: another", line=12),
+            failed("ddp.a.three", TRACE, error="TypeError: elsewhere", line=90),
+        ),
+        "solution",
+    )
+    assert [cause.clauses for cause in found] == [["ddp.a.one", "ddp.a.two"], ["ddp.a.three"]]
+    assert found[0].text == f"mine.py:12 raises {KIND}"
+
+
+def test_one_diagnosis_is_one_cause_and_none_is_a_cause_of_its_own():
+    found = causes(
+        log(
+            failed("ddp.a.bare", BARE),
+            failed("ddp.a.one", WRONG),
+            failed("ddp.a.two", WRONG),
+            failed("ddp.b.bare", BARE),
+        ),
+        "solution",
+    )
+    assert [cause.clauses for cause in found] == [
+        ["ddp.a.one", "ddp.a.two"],
+        ["ddp.a.bare"],
+        ["ddp.b.bare"],
+    ]
+
+
+def test_what_the_exercise_asks_comes_first():
+    text = WRONG.replace("summed", "lost")
+    events = log(
+        *(failed(f"ddp.a.n{number}", WRONG) for number in range(3)),
+        result("failed", clause="zero1.a.b", level="course", message=text.format(id="zero1.a.b")),
+    )
+    assert [cause.first.level for cause in causes(events, "solution")] == ["course", "correct"]
+
+
+def test_what_passes_or_is_declared_has_no_cause():
+    events = log(result(), result("expected_failure"), result("not_here"), result("skipped"))
+    assert causes(events, "solution") == []
+
+
+def test_the_terminal_shows_each_cause_once_and_at_most_forty_lines_of_them():
+    events = log(
+        *(failed(f"ddp.a.n{number}", WRONG) for number in range(9)),
+        *(failed(f"ddp.b.n{number}", BARE) for number in range(40)),
+    )
+    assert render_failures(events).count("likely: ") == 1
+    ending = render_terminal(events).partition("41 causes in 49 failed clauses")[2].splitlines()
+    assert len(ending) <= 40
+    assert ending[-1] == f"    and {41 - MAX_CAUSES} more causes: see the report"
+
+
+def test_lines_of_the_suite_are_nobodys_cause():
+    suite = TRACE.replace("/home/me/mine.py", __file__.replace("rig_tests/test_causes", "clause"))
+    (cause,) = causes(log(failed("ddp.a.b", suite, error=KIND, line=1)), "solution")
+    assert cause.text == KIND
