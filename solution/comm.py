@@ -94,17 +94,13 @@ def all_reduce_sum(tensor: torch.Tensor, group: Group) -> Handle:
 
 
 def sum_over_ranks(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
-    """Replaces `tensor` by its sum over ranks and returns it; blocks.
-
-    For small tensors that the host needs at once: token counts, the loss of a log line. Without a
-    distributed run it returns `tensor` as it is.
-    """
+    """Replace a small `tensor` that the host needs at once by its sum over ranks; return it."""
     all_reduce_sum(tensor, group).wait()
     return tensor
 
 
 def max_over_ranks(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
-    """Replaces `tensor` by its maximum over ranks and returns it; blocks. NaN may get lost."""
+    """Replace `tensor` by its maximum over ranks and return it; blocks. NaN may get lost."""
     if size(group) > 1:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return tensor
@@ -131,25 +127,21 @@ def all_gather_rows(matrix: torch.Tensor, group: Group) -> Handle:
     if _is_gloo(matrix, group):
         if num_ranks == 2 or matrix.device.type != "cpu":  # gloo sends from host memory
             return _All([broadcast(row, source, group) for source, row in enumerate(matrix)])
-        return _send_rows(matrix, group)
+        return _All(_send_rows(matrix, group))
     # Renamed in torch 2.13. Flat: input and output then share memory in a way that is allowed.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: Handle = gather(matrix.view(-1), matrix[rank(group)], group=group, async_op=True)
     return work
 
 
-def _send_rows(matrix: torch.Tensor, group: Group) -> Handle:
+def _send_rows(matrix: torch.Tensor, group: Group) -> list[Any]:
     own, num_ranks = rank(group), size(group)
+    place: Any = {"group": group, "tag": _ROWS}
     # Each begins with its neighbour, so that no rank receives from all at once.
-    sources = [(own - step) % num_ranks for step in range(1, num_ranks)]
-    handles: list[Any] = [
-        dist.irecv(matrix[source], group=group, group_src=source, tag=_ROWS) for source in sources
-    ]
-    handles += [
-        dist.isend(matrix[own], group=group, group_dst=target, tag=_ROWS)
-        for target in reversed(sources)
-    ]
-    return _All(handles)
+    others = [(own - step) % num_ranks for step in range(1, num_ranks)]
+    received = [dist.irecv(matrix[source], group_src=source, **place) for source in others]
+    sent = [dist.isend(matrix[own], group_dst=target, **place) for target in reversed(others)]
+    return [*received, *sent]
 
 
 def reduce_scatter_sum(matrix: torch.Tensor, group: Group) -> tuple[torch.Tensor, Handle]:

@@ -29,27 +29,16 @@ from typing import Any, TypeVar
 
 Config = TypeVar("Config")
 
-PRESETS: dict[str, dict[str, int]] = {
-    name: dict(
-        zip(("max_sequence_length", "num_layers", "num_heads", "embedding_dim"), sizes, strict=True)
-    )
-    for name, sizes in {
-        "tiny": (256, 4, 4, 128),  #       826,112 and 128 per word of the vocabulary
-        "small": (1024, 12, 12, 768),  #   124,439,808
-        "medium": (1024, 24, 16, 1024),  # 354,823,168
-        "large": (1024, 36, 20, 1280),  #  774,030,080
-        "xl": (1024, 48, 25, 1600),  #   1,557,611,200
-    }.items()
+COMMON = ("max_sequence_length", "num_layers", "embedding_dim")
+PRESETS = {  # max_sequence_length, num_layers, num_heads, embedding_dim
+    "tiny": (256, 4, 4, 128),  #       826,112 and 128 per word of the vocabulary
+    "small": (1024, 12, 12, 768),  #   124,439,808
+    "medium": (1024, 24, 16, 1024),  # 354,823,168
+    "large": (1024, 36, 20, 1280),  #  774,030,080
+    "xl": (1024, 48, 25, 1600),  #   1,557,611,200
 }
-
 LLAMA_PRESETS: dict[str, dict[str, Any]] = {
-    "debug": {  # 6,163,712
-        "vocab_size": 2048,
-        "max_sequence_length": 2048,
-        "num_layers": 6,
-        "num_heads": 16,
-        "embedding_dim": 256,
-    },
+    "debug": {},  # 6,163,712: the defaults
     "1b": {  # 1,498,482,688
         "vocab_size": 128256,
         "max_sequence_length": 8192,
@@ -80,13 +69,7 @@ class GPT2Config:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "max_sequence_length",
-            "num_layers",
-            "num_heads",
-            "embedding_dim",
-        ):
+        for name in ("vocab_size", "num_heads", *COMMON):
             require_positive(name, getattr(self, name))
         if self.embedding_dim % self.num_heads:
             raise ValueError(
@@ -100,7 +83,8 @@ class GPT2Config:
         """The preset `name` with that vocabulary; ValueError names the presets there are."""
         if name not in PRESETS:
             raise ValueError(f"expected preset to be one of {list(PRESETS)}, got {name!r}")
-        return cls(vocab_size=vocab_size, **PRESETS[name])
+        names = ("max_sequence_length", "num_layers", "num_heads", "embedding_dim")
+        return cls(vocab_size=vocab_size, **dict(zip(names, PRESETS[name], strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +115,9 @@ class LlamaConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "max_sequence_length", "num_layers", "embedding_dim"):
+        for name in ("vocab_size", "num_heads", "ffn_multiple_of", *COMMON):
             require_positive(name, getattr(self, name))
-        for name in ("num_heads", "kv_heads", "ffn_multiple_of"):
-            require_positive(name.replace("kv_", "num_kv_"), getattr(self, name))
+        require_positive("num_kv_heads", self.kv_heads)
         for name in ("ffn_multiplier", "rope_theta"):
             require(name, getattr(self, name), "> 0", lambda value: value > 0)
         if self.embedding_dim % (2 * self.num_heads):

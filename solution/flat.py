@@ -61,36 +61,24 @@ def plan_buckets(tensors: Sequence[torch.Tensor], *, cap_bytes: float) -> list[l
     return sorted(buckets, key=lambda bucket: -bucket[-1])
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements of `tensor` fill one stretch of memory, in any order of dims.
-
-    >>> is_dense(torch.empty(3, 4).t()), is_dense(torch.empty(3, 4)[:, :2])
-    (True, False)
-    >>> is_dense(torch.empty(3, 1).expand(3, 4))
-    False
-    """
-    expected = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if length == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= length
-    return True
-
-
 def strides_for(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides with which `tensor`'s gradient is stored: its own where dense, else row-major.
+    """Return the strides with which `tensor`'s gradient is stored.
 
+    Its own where its elements fill one stretch of memory, in any order of dims; else row-major.
     Every rank derives them from the parameter, never from the gradient that autograd happened to
     produce, so element i of a flat buffer means the same on all ranks.
 
     >>> strides_for(torch.empty(3, 4).t()), strides_for(torch.empty(3, 4)[:, :2])
     ((1, 4), (2, 1))
+    >>> strides_for(torch.empty(3, 1).expand(3, 4))
+    (4, 1)
     """
-    if is_dense(tensor):
-        return tensor.stride()
-    return torch.empty(tensor.shape, device="meta").stride()
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length != 1 and stride != expected:
+            return torch.empty(tensor.shape, device="meta").stride()
+        expected *= length
+    return tensor.stride()
 
 
 def cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

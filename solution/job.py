@@ -28,7 +28,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ from solution.optim import cosine_schedule, decay_groups
 from solution.parallel.fsdp.api import full_parameters
 from solution.parallel.zero1 import ShardedOptimizer
 from solution.precision import Precision
-from solution.runlog import RunLog, say, table
+from solution.runlog import RunLog, say
 from solution.train_config import TrainConfig
 from solution.trainer import DataExhaustedError, NonFiniteError, StepRecord, accumulation_steps
 from solution.world import World, distributed
@@ -88,8 +88,7 @@ class Job:
 
     def __init__(self, config: TrainConfig, world: World, *, name: str) -> None:
         self.config, self.world, self.name = config, world, name
-        reason = unavailable(config.attention, world.device.type)
-        if reason is not None:
+        if reason := unavailable(config.attention, world.device.type):
             raise ValueError(f"expected an attention that runs on {world.device.type}: {reason}")
         self.num_micro_batches = accumulation_steps(
             global_batch_size=config.global_batch_size,
@@ -217,13 +216,7 @@ class Job:
         snapshot = self.recording.path.with_name(f"rank{self.world.rank}_snapshot.pickle")
         log_path = Path(config.out) / f"{self.name}.jsonl" if self.world.is_first else None
         with memory_history(snapshot if config.memory_snapshot else None):
-            log = RunLog(
-                log_path,
-                steps=config.steps,
-                finished=finished,
-                log_every=config.log_every,
-                tensorboard=config.tensorboard,
-            )
+            log = RunLog(log_path, config, finished=finished)
             with contextlib.closing(log):
                 yield log
 
@@ -299,7 +292,7 @@ class Job:
 
     def _table(self, log: RunLog, summary: dict[str, Any]) -> str:
         """Return what the run came to, with the files that hold the rest."""
-        lines, rate = log.lines, summary["tokens_per_s"]
+        lines, rate, sent = log.lines, summary["tokens_per_s"], summary["reductions_per_step"]
         flops = families.flops_per_token(self.model_config, sequence_length=self.sequence_length)
         plot = log.plot()
         rows = [
@@ -310,11 +303,7 @@ class Job:
                 "tokens/s",
                 f"{rate:,.0f} (median step, all ranks), {rate * flops / 1e9:,.1f} GFLOP/s",
             ),
-            (
-                "traffic",
-                f"{summary['reductions_per_step']} collectives, "
-                f"{summary['bytes_per_step']:,} bytes per step",
-            ),
+            ("traffic", f"{sent} collectives, {summary['bytes_per_step']:,} bytes per step"),
             ("peak memory", f"{summary['peak_memory_bytes'] / 2**20:,.0f} MiB per rank"),
             ("log", str(log.path)),
             ("summary", str(self._summary_path)),
@@ -325,7 +314,8 @@ class Job:
         if self.precision.name == "fp16":
             skipped = sum(line["skipped"] for line in lines)
             rows.insert(3, ("overflows", f"{skipped}, loss scale {self.precision.scale:g}"))
-        return table(rows)
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -347,27 +337,22 @@ def main(
     train: Callable[[Job, Wrap], None],
     wrap: Wrap,
     *,
-    name: str | None,
     description: str,
+    name: str | None = None,
     kind: type[TrainConfig] = TrainConfig,
-    arguments: Sequence[str] | None = None,
 ) -> int:
-    """Run the command of an entry script.
+    """Run the command of an entry script, and return the exit status.
 
     Args:
         train: carries a job out.
         wrap: puts the model into what reduces its gradients.
-        name: of the files written; None takes the config's.
         description: for `--help`.
+        name: of the files written; None takes the config's.
         kind: of the config; its fields are the flags.
-        arguments: instead of the command line's.
-
-    Returns:
-        The exit status.
     """
     where, job = "", None
     try:
-        config, is_dry_run = kind.from_command_line(description, arguments)
+        config, is_dry_run = kind.from_command_line(description)
         with distributed(device=None if config.device == "auto" else config.device) as world:
             where = f"[rank {world.rank}] " if world.size > 1 else ""
             job = Job(config, world, name=name or config.name)
@@ -379,16 +364,11 @@ def main(
     except Interrupted as error:
         sys.stderr.write(f"{where}{error}\n")
         return INTERRUPTED
-    except DataExhaustedError as error:
-        return _failed(where, error, OUT_OF_DATA)
-    except (NonFiniteError, CheckpointError, ShortRunError) as error:
-        return _failed(where, error, FAILED)
+    except (DataExhaustedError, NonFiniteError, CheckpointError, ShortRunError) as error:
+        sys.stderr.write(f"{where}error: {error}\n")
+        return OUT_OF_DATA if isinstance(error, DataExhaustedError) else FAILED
     except (ValueError, OSError) as error:
         if job is not None:  # the request was right: this is a bug, and needs its stack
             raise
-        return _failed(where, error, BAD_INPUT)
-
-
-def _failed(where: str, error: Exception, status: int) -> int:
-    sys.stderr.write(f"{where}error: {error}\n")
-    return status
+        sys.stderr.write(f"{where}error: {error}\n")
+        return BAD_INPUT

@@ -29,8 +29,6 @@ from solution.measure.plots import plot_memory
 from solution.measure.workload import BAD_INPUT, DONE, Workload, keep, parser
 from solution.models import families
 
-__all__ = ["main"]
-
 MIB = 2**20
 DOES_NOT_FIT = 3
 STATE = ("parameters", "gradients", "optimizer")
@@ -123,12 +121,10 @@ def _table(found: Prediction, measured: dict[str, int]) -> str:
         real = measured.get(name)
         error = f"{100 * (size - real) / real:+.2f} %" if real else ""
         words = "after the step (often printed as the peak)" if name == "after_step" else name
-        rows.append(
-            (f"  {words}", f"{size / MIB:,.2f}", f"{real / MIB:,.2f}" if real else "", error)
-        )
+        shown = f"{real / MIB:,.2f}" if real else ""
+        rows.append((f"  {words}", f"{size / MIB:,.2f}", shown, error))
     if "reserved" in measured:
-        reserved = f"{measured['reserved'] / MIB:,.2f}"
-        rows.append(("  reserved by the allocator", "", reserved, ""))
+        rows.append(("  reserved by the allocator", "", f"{measured['reserved'] / MIB:,.2f}", ""))
     return aligned(rows)
 
 

@@ -1,6 +1,6 @@
 """The log of a run: lines on stdout, a JSONL file, plots and a table. The first rank keeps it.
 
-    log = RunLog(out / "ddp.jsonl", steps=20, log_every=1)
+    log = RunLog(out / "ddp.jsonl", config)
     log.step(record, seconds=0.41, val_loss=None)
     ...
     log.close()
@@ -16,15 +16,15 @@ package that is not installed is reported once and stops nothing.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from solution.console import progress_bar
 from solution.data.shards import write_atomically
+from solution.measure.plots import can_plot, empty_figure
+from solution.train_config import TrainConfig
 from solution.trainer import StepRecord
 
 
@@ -33,36 +33,26 @@ class RunLog:
 
     Args:
         path: of the JSONL file, in an existing folder; None, on the other ranks, keeps nothing.
-        steps: how many there will be.
-        finished: how many of them a resumed run has behind it; their lines stay, later ones that
-            were not saved go.
-        log_every: steps between lines on stdout.
-        tensorboard: whether to write event files as well.
+        config: of the run: its steps, those between lines on stdout, and whether event files are
+            written as well.
+        finished: how many of the steps a resumed run has behind it; their lines stay, later ones
+            that were not saved go.
 
     Attributes:
         path: as given.
         lines: its content so far, one dict per step.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        *,
-        steps: int,
-        finished: int = 0,
-        log_every: int = 1,
-        tensorboard: bool = False,
-    ) -> None:
+    def __init__(self, path: Path | None, config: TrainConfig, *, finished: int = 0) -> None:
         self.path = path
-        self.lines: list[dict[str, Any]] = []
-        self._steps, self._log_every = steps, log_every
+        self.lines = [] if path is None else _lines_until(path, finished)
+        self._config = config
         self._file: Any = None
         self._events: Any = None
         if path is not None:
-            self.lines = _lines_until(path, finished)
             write_atomically(path, "".join(json.dumps(x) + "\n" for x in self.lines).encode())
             self._file = path.open("a")
-            if tensorboard:
+            if config.tensorboard:
                 self._events = _event_writer(path.with_suffix(".tensorboard"))
 
     def close(self) -> None:
@@ -88,31 +78,27 @@ class RunLog:
             for key in line.keys() - {"step"}:
                 self._events.add_scalar(key, line[key], step)
         progress_bar(0, 0)
-        is_turn = step in (1, self._steps) or step % self._log_every == 0
+        is_turn = step in (1, self._config.steps) or step % self._config.log_every == 0
         if is_turn or val_loss is not None or record.get("skipped"):
             say(_text(line))
-        progress_bar(step, self._steps, f"loss {record['loss']:.3f}")
+        progress_bar(step, self._config.steps, f"loss {record['loss']:.3f}")
 
     def plot(self) -> Path | None:
         """Draw loss, learning rate and step time over the steps; None without matplotlib."""
-        if self.path is None or not importlib.util.find_spec("matplotlib"):
+        if self.path is None or not can_plot():
             return None
-        from matplotlib.figure import Figure  # here: half a second, and optional
-
-        figure = Figure(figsize=(12, 3.5), layout="constrained")
+        figure = empty_figure(12, 3.5)
+        charts = figure.subplots(1, 3)
+        titles = {"loss": "loss", "lr": "learning rate", "step_s": "seconds per step"}
         steps = [line["step"] for line in self.lines]
-        for axes, (key, title) in zip(
-            figure.subplots(1, 3),
-            [("loss", "loss"), ("lr", "learning rate"), ("step_s", "seconds per step")],
-            strict=True,
-        ):
+        for axes, (key, title) in zip(charts, titles.items(), strict=True):
             axes.plot(steps, [line[key] for line in self.lines], label="training")
             axes.set(xlabel="step", title=title)
-            evaluated = [line for line in self.lines if "val_loss" in line]
-            if key == "loss" and evaluated:
-                xs, ys = zip(*((line["step"], line["val_loss"]) for line in evaluated), strict=True)
-                axes.plot(xs, ys, "o-", label="validation")
-                axes.legend()
+        evaluated = [line for line in self.lines if "val_loss" in line]
+        if evaluated:
+            xs, ys = zip(*((line["step"], line["val_loss"]) for line in evaluated), strict=True)
+            charts[0].plot(xs, ys, "o-", label="validation")
+            charts[0].legend()
         path = self.path.with_suffix(".png")
         figure.savefig(path)
         return path
@@ -147,28 +133,13 @@ def _event_writer(folder: Path) -> Any:
     try:
         from torch.utils.tensorboard.writer import SummaryWriter
     except ImportError:
-        warn("tensorboard is not installed, its files are not written; pip install tensorboard")
+        said = "tensorboard is not installed, its files are not written; pip install tensorboard"
+        sys.stderr.write(f"warning: {said}\n")
         return None
     return SummaryWriter(str(folder))
-
-
-def table(rows: Sequence[tuple[str, str]]) -> str:
-    """Two columns, the first one as wide as it must be.
-
-    >>> print(table([("steps", "20"), ("loss", "7.6 -> 6.1")]))
-      steps  20
-      loss   7.6 -> 6.1
-    """
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
 
 def say(text: str) -> None:
     """A line on stdout, at once."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
-
-
-def warn(text: str) -> None:
-    """A line on stderr about something that stops nothing."""
-    sys.stderr.write(f"warning: {text}\n")

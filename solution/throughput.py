@@ -33,10 +33,9 @@ from solution.measure.throughput import is_out_of_memory, measure_throughput, sw
 from solution.measure.workload import BAD_INPUT, DONE, Workload, keep, parser
 from solution.models import families
 
-__all__ = ["main"]
-
 OUT_OF_MEMORY = 3
-MIB, GB = 2**20, 10**9
+MIB = 2**20
+LARGER = {"target_parameters": 10**12, "target_tokens": 10**13, "device_memory_bytes": 80 * 10**9}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,13 +78,8 @@ def _report(work: Workload, flags: argparse.Namespace) -> int:
             f"error: out of memory with batch {work.batch_size}; take a smaller --batch-size\n"
         )
         return OUT_OF_MEMORY
-    larger = extrapolate_training(
-        tokens_per_s=found["tokens_per_s"],
-        num_parameters=work.num_parameters,
-        target_parameters=10**12,
-        target_tokens=10**13,
-        device_memory_bytes=80 * GB,
-    )
+    sizes = {"num_parameters": work.num_parameters, **LARGER}
+    larger = extrapolate_training(tokens_per_s=found["tokens_per_s"], **sizes)
     print(_lines(found, larger, work.autocast or torch.float32))
     compared = {}
     for name in flags.attentions or ():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import tomllib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -80,17 +79,17 @@ class TrainConfig:
     bucket_size_mb: float = setting(25.0, "of ddp_bucketed and torch, in MiB")
     zero1: bool = setting(False, "divide AdamW's state over the ranks (train_ddp only)")
 
-    models: ClassVar[tuple[str, ...]] = ("gpt2", "llama")
-    precisions: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
-    attentions: ClassVar[tuple[str, ...]] = ("plain", "tiled", "triton", "sdpa")
-    checkpointings: ClassVar[tuple[str, ...]] = ("none", "full", "selective")
-    devices: ClassVar[tuple[str, ...]] = ("auto", "cpu", "cuda")
-    wrappers: ClassVar[tuple[str, ...]] = ("ddp", "ddp_bucketed", "torch")
+    choices: ClassVar[dict[str, tuple[str, ...]]] = {
+        "model": ("gpt2", "llama"),
+        "precision": ("fp32", "bf16", "fp16"),
+        "attention": ("plain", "tiled", "triton", "sdpa"),
+        "activation_checkpointing": ("none", "full", "selective"),
+        "device": ("auto", "cpu", "cuda"),
+        "wrapper": ("ddp", "ddp_bucketed", "torch"),
+    }
 
     @classmethod
-    def from_command_line(
-        cls, description: str, arguments: Sequence[str] | None = None
-    ) -> tuple[Self, bool]:
+    def from_command_line(cls, description: str) -> tuple[Self, bool]:
         """Return the config of the flags (one per field) and of `--config`; and `--dry-run`.
 
         Raises:
@@ -105,7 +104,7 @@ class TrainConfig:
             parser.add_argument(flag, action=action, default=argparse.SUPPRESS, help=text)
         parser.add_argument("--config", type=Path, help="TOML file of these settings; flags win")
         parser.add_argument("--dry-run", action="store_true", help="check, say the numbers, stop")
-        settings = vars(parser.parse_args(arguments))
+        settings = vars(parser.parse_args())
         file, is_dry_run = settings.pop("config"), settings.pop("dry_run")
         if file is not None:
             try:
@@ -127,14 +126,7 @@ class TrainConfig:
             require(name, getattr(self, name), ">= 0", lambda value: value >= 0)
         at_most = f"<= steps={self.steps}"
         require("warmup_steps", self.warmup_steps, at_most, lambda value: value <= self.steps)
-        for name, among in (
-            ("model", self.models),
-            ("precision", self.precisions),
-            ("attention", self.attentions),
-            ("activation_checkpointing", self.checkpointings),
-            ("device", self.devices),
-            ("wrapper", self.wrappers),
-        ):
+        for name, among in self.choices.items():
             require(name, getattr(self, name), f"among {among}", among.__contains__)
 
     @property

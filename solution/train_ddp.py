@@ -37,7 +37,7 @@ def wrapped(module: nn.Module, config: TrainConfig, world: World) -> nn.Module:
 
 def main() -> int:
     """Run the command; return the exit status."""
-    return job.main(train, wrapped, name=None, description="Train GPT-2 on several ranks.")
+    return job.main(train, wrapped, description="Train GPT-2 on several ranks.")
 
 
 if __name__ == "__main__":

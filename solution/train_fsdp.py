@@ -31,7 +31,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from solution import comm, job
-from solution.config import require
 from solution.parallel import fsdp as ours
 from solution.train_baseline import train
 from solution.train_config import TrainConfig, setting
@@ -49,15 +48,12 @@ class FsdpConfig(TrainConfig):
     reshard_after_backward: bool = setting(True, "free full weights before the last backward, too")
     reduce_grads: bool = setting(False, "reduce gradients before the last backward, too")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, among in (
-            ("strategy", ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")),
-            ("impl", ("solution", "torch")),
-            ("param_dtype", ("float32", "bfloat16")),
-            ("reduce_dtype", ("float32", "bfloat16")),
-        ):
-            require(name, getattr(self, name), f"among {among}", among.__contains__)
+    choices = TrainConfig.choices | {
+        "strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"),
+        "impl": ("solution", "torch"),
+        "param_dtype": ("float32", "bfloat16"),
+        "reduce_dtype": ("float32", "bfloat16"),
+    }
 
     @property
     def name(self) -> str:
@@ -124,7 +120,7 @@ def sharded(module: nn.Module, config: TrainConfig, world: World) -> nn.Module:
 def main() -> int:
     """The command; returns the exit status."""
     description = "Train GPT-2 or Llama, sharded over ranks."
-    return job.main(train, sharded, name=None, description=description, kind=FsdpConfig)
+    return job.main(train, sharded, description=description, kind=FsdpConfig)
 
 
 if __name__ == "__main__":

@@ -106,11 +106,6 @@ def finish(temporary: Path, facts: dict[str, Any]) -> Path:
     return final
 
 
-def discard(temporary: Path) -> None:
-    """Remove a save that failed, as far as that is possible."""
-    shutil.rmtree(temporary, ignore_errors=True)
-
-
 def retain(root: Path, just_saved: Path, keep: int | None) -> None:
     """Remove all but the newest `keep` steps, and earlier saves of the same step.
 

@@ -127,7 +127,8 @@ class _Loading:
 
     def _compare(self) -> tuple[Any, dict[str, Any], ModelTensors, OptimizerTensors, Any]:
         plain = storage.decode((self.path / PLAIN).read_bytes())
-        sizes = storage.flat_sizes(storage.read_metadata(self.path))
+        # By flat names: "model.encoder.weight".
+        sizes = dict(storage.read_metadata(self.path).state_dict_metadata)
         named = ModelTensors.of(self.model)
         moments = OptimizerTensors.of(self.optimizer, named)
         problem = _model_mismatch(named, sizes, plain["objects"])

@@ -7,6 +7,7 @@ the parameter that they belong to, so that neither order nor grouping matters.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_PREFIXES = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")  # of wrappers inside the model
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -61,7 +62,7 @@ class ModelTensors:
             if not isinstance(value, torch.Tensor):
                 objects[key] = value
                 continue
-            name = actual[key] = first.setdefault(id(value), canonical(key))
+            name = actual[key] = first.setdefault(id(value), _PREFIXES.sub("", key))
             tensors.setdefault(name, value)
         buffers = frozenset(n for n, t in tensors.items() if not isinstance(t, nn.Parameter))
         return cls(module, tensors, buffers, objects, actual)
@@ -70,13 +71,6 @@ class ModelTensors:
         """Copy values into the live tensors, through the module's own `load_state_dict`."""
         state = {key: tensors[name] for key, name in self.actual.items()}
         self.module.load_state_dict(state | objects)
-
-
-def canonical(key: str) -> str:
-    """A state dict's key without the prefixes of wrappers inside the model."""
-    for prefix in _PREFIXES:
-        key = key.replace(prefix, "")
-    return key
 
 
 @dataclass(frozen=True)
@@ -155,16 +149,12 @@ class OptimizerTensors:
                 )
         return ""
 
-    def keeps(self, parameter: torch.Tensor) -> bool:
-        """Return whether this rank keeps the state of `parameter`; false only if it is sharded."""
-        owns = getattr(self.optimizer, "owns", None)
-        return owns is None or bool(owns(parameter))
-
     def empty(self, saved: dict[str, Any], sizes: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """Tensors to read the saved state into: of the parameter's layout where it has its size."""
         found: dict[str, dict[str, Any]] = {}
+        owns = getattr(self.optimizer, "owns", lambda parameter: True)  # of a sharded optimizer
         for name, parameter in self.parameters():
-            if not self.keeps(parameter):
+            if not owns(parameter):
                 continue
             for key in saved["keys"].get(name, ()):
                 like = sizes[f"optimizer.state.{name}.{key}"]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -190,7 +191,8 @@ class Captured:
         is_first = comm.rank(group) == 0
 
         def capture() -> tuple[dict[str, Any], dict[str, Any], bytes]:
-            _require_step(step)
+            if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+                raise ValueError(f"expected step to be an integer >= 0, got {step!r}")
             tensors, common = _of_replicas(model, optimizer, is_first=is_first)
             # Encoded here: what cannot be saved is an error before anything is written.
             storage.encode(common)
@@ -228,7 +230,7 @@ class Captured:
             final = by_first(f"complete {where}", lambda: self._complete(temporary, group), group)
         except CheckpointError:
             if comm.rank(group) == 0:
-                folder.discard(temporary)
+                shutil.rmtree(temporary, ignore_errors=True)
             raise
         if comm.rank(group) == 0:
             folder.retain(root, final, keep)
@@ -244,11 +246,6 @@ class Captured:
                 "save to a disk that all machines share"
             )
         return folder.finish(temporary, {"step": self.step, "world_size": comm.size(group)})
-
-
-def _require_step(step: int) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ValueError(f"expected step to be an integer >= 0, got {step!r}")
 
 
 def _of_replicas(

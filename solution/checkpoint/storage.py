@@ -16,7 +16,7 @@ import warnings
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed import checkpoint as dcp
@@ -61,11 +61,6 @@ def read_tensors(tensors: dict[str, Any], folder: Path, group: comm.Group) -> No
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=_SINGLE)
         dcp.load(tensors, storage_reader=_Reader(folder), process_group=group)
-
-
-def flat_sizes(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """Size and dtype of every saved tensor by its flat name, "model.encoder.weight"."""
-    return cast(dict[str, TensorStorageMetadata], dict(metadata.state_dict_metadata))
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -113,9 +108,10 @@ def encode(state: dict[str, Any]) -> bytes:
     try:
         decode(buffer.getvalue())
     except pickle.UnpicklingError as error:
+        first_line = str(error).strip().partition("\n")[0]
         raise TypeError(
             "expected state of tensors, numbers, strings, lists and dicts, got something that only "
-            f"an unsafe load could read; convert it in state_dict(). {_first_line(error)}"
+            f"an unsafe load could read; convert it in state_dict(). {first_line}"
         ) from None
     return buffer.getvalue()
 
@@ -142,10 +138,6 @@ def _damaged_part(archive: bytes) -> str | None:
             return parts.testzip()
     except (zipfile.BadZipFile, EOFError, NotImplementedError, zlib.error) as error:
         return str(error)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 class _Reader(dcp.FileSystemReader):

@@ -69,23 +69,15 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m solution.demo", description="Train in several ways.", allow_abbrev=False
     )
-    titles = [run.title for run in RUNS]
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of each run")
-    parser.add_argument("--out", type=Path, default=Path("outputs/demo"), help="folder to fill")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--attention", default="sdpa", help="who computes it, in all runs alike")
-    parser.add_argument(
-        "--runs", nargs="+", choices=titles, default=titles, metavar="TITLE", help=f"of {titles}"
-    )
-    parser.add_argument(
-        "--report",
-        type=Path,
-        default=Path("outputs/report/report.json"),
-        help="what `make check` wrote; where it is missing, a few clauses are run",
-    )
-    parser.add_argument(
-        "--conformance", action=argparse.BooleanOptionalAction, default=True, help="show it"
-    )
+    add, titles = parser.add_argument, [run.title for run in RUNS]
+    add("--steps", type=int, default=30, help="optimizer steps of each run")
+    add("--out", type=Path, default=Path("outputs/demo"), help="folder to fill")
+    add("--device", default="auto", help="auto, cpu or cuda")
+    add("--attention", default="sdpa", help="who computes it, in all runs alike")
+    add("--runs", nargs="+", choices=titles, default=titles, metavar="TITLE", help=f"of {titles}")
+    report, text = Path("outputs/report/report.json"), "what `make check` wrote, else a few clauses"
+    add("--report", type=Path, default=report, help=text)
+    add("--conformance", action=argparse.BooleanOptionalAction, default=True, help="show it")
     flags = parser.parse_args(arguments)
     if flags.steps < 2:
         parser.error(f"expected --steps >= 2 to see a loss fall, got {flags.steps}")

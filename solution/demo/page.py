@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-__all__ = ["render"]
+from solution.measure.traces import page_template
 
 FOLDER = Path(__file__).parent
 COMPONENTS = ("parameters", "gradients", "optimizer", "activations")
@@ -47,12 +46,6 @@ Axes = Any  # matplotlib's, whose types differ between versions
 
 def render(found: Mapping[str, Any]) -> str:
     """Return the whole page; `solution.demo.results` describes the argument."""
-    environment = Environment(
-        loader=FileSystemLoader(FOLDER),
-        autoescape=True,
-        trim_blocks=True,
-        undefined=StrictUndefined,
-    )
     styles = "".join((FOLDER / name).read_text("utf-8") for name in ("house.css", "page.css"))
     runs = found["runs"]
     with matplotlib.rc_context(STYLE):
@@ -62,7 +55,7 @@ def render(found: Mapping[str, Any]) -> str:
         recorded = [run for run in runs if run["timeline"]]
         longest = max((r["duration_us"] for run in recorded for r in run["timeline"]), default=0)
         timelines = [(run["title"], *_timeline(run, longest)) for run in recorded]
-    return environment.get_template("page.html.jinja").render(
+    return page_template(FOLDER / "page.html.jinja").render(
         {"problems": [], "seconds": 0, "conformance": None, **found},
         styles=Markup(styles),
         charts=charts,
@@ -80,9 +73,7 @@ def _losses(runs: Runs) -> Markup:
     for number, run in enumerate(runs):
         broad = {"linewidth": 7, "alpha": 0.35} if number == 0 else {}
         _curve(axes, number, run["title"], run["losses"], **broad)
-    axes.set(xlabel="step", ylabel="loss")
-    _legend(axes)
-    return _svg(axes, f"Loss of {len(runs)} runs over the steps; they coincide")
+    return _curves(axes, "loss", f"Loss of {len(runs)} runs over the steps; they coincide")
 
 
 def _differences(runs: Runs) -> Markup:
@@ -92,9 +83,8 @@ def _differences(runs: Runs) -> Markup:
     floor = min(found, default=1e-9) / 2
     for number, run in list(enumerate(runs))[1:]:
         _curve(axes, number, run["title"], [max(value, floor) for value in run["differences"]])
-    axes.set(xlabel="step", ylabel="difference", yscale="log")
-    _legend(axes)
-    return _svg(axes, "Difference of losses from one rank")
+    axes.set(yscale="log")
+    return _curves(axes, "difference", "Difference of losses from one rank")
 
 
 def _curve(axes: Axes, number: int, title: str, values: Sequence[float], **look: Any) -> None:
@@ -102,6 +92,12 @@ def _curve(axes: Axes, number: int, title: str, values: Sequence[float], **look:
     style = DASHES[(number // 6 * 2 + number % 2) % 5]
     steps = range(1, len(values) + 1)
     axes.plot(steps, values, linestyle=style, gid=f"curve-{number}", **look)
+
+
+def _curves(axes: Axes, label: str, title: str) -> Markup:
+    axes.set(xlabel="step", ylabel=label)
+    axes.figure.legend(loc="outside lower center", ncols=6, frameon=False, handlelength=4)
+    return _svg(axes, title)
 
 
 def _memory(runs: Runs) -> Markup:
@@ -144,22 +140,12 @@ def _timeline(run: Mapping[str, Any], longest_us: float) -> tuple[str, Markup]:
             ("overlap", top - 0.45, 1.9, HUES[2]),
         ):
             spans = [(begin / 1e3, (end - begin) / 1e3) for begin, end in rank[kind]]
-            look = {"alpha": 0.5} if kind == "overlap" else {}
-            axes.broken_barh(
-                spans,
-                (at, height),
-                color=colour,
-                linewidth=0.2,
-                gid=f"{kind}-{rank['rank']}",
-                **look,
-            )
+            look = {"alpha": 0.5 if kind == "overlap" else 1.0, "linewidth": 0.2}
+            name = f"{kind}-{rank['rank']}"
+            axes.broken_barh(spans, (at, height), color=colour, gid=name, **look)
         labels += [f"rank {rank['rank']} compute", f"rank {rank['rank']} communication"]
     axes.set(xlim=(0, longest_us / 1e3), xlabel="ms")
     return words, _svg(_rows(axes, labels), f"One step of {run['title']}: {words}")
-
-
-def _axes(height: float) -> Axes:
-    return Figure(figsize=(11, height), layout="constrained").subplots()
 
 
 def _rows(axes: Axes, labels: Sequence[str]) -> Axes:
@@ -170,8 +156,8 @@ def _rows(axes: Axes, labels: Sequence[str]) -> Axes:
     return axes
 
 
-def _legend(axes: Axes) -> None:
-    axes.figure.legend(loc="outside lower center", ncols=6, frameon=False, handlelength=4)
+def _axes(height: float) -> Axes:
+    return Figure(figsize=(11, height), layout="constrained").subplots()
 
 
 def _svg(axes: Axes, title: str) -> Markup:

@@ -20,8 +20,6 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from solution.config import require, require_positive
 from solution.measure.memory import fake_twin
 
-__all__ = ["extrapolate_training", "flops_per_token", "model_flops_utilization", "peak_flops"]
-
 BYTES_PER_PARAMETER = 16  # in training in float32: itself, its gradient, two moments
 SECONDS_PER_DAY, DAYS_PER_YEAR = 86_400, 365
 

@@ -10,8 +10,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from operator import itemgetter
 
-__all__ = ["Intervals", "clipped", "difference", "intersection", "length", "merged"]
-
 Intervals = list[tuple[float, float]]
 
 

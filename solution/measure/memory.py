@@ -41,10 +41,6 @@ from torch.utils._pytree import tree_leaves
 
 from solution.config import require_positive
 
-__all__ = ["Ledger", "Prediction", "fake_twin", "memory_estimate", "optimizer_tensors", "predict"]
-
-PHASES = ("forward", "backward", "update")
-
 
 class Ledger(TorchDispatchMode):
     """The books of all live storages while it is entered.
@@ -195,13 +191,9 @@ def predict(
             )
         with ledger:
             _step(twin, optimizer, ids, ledger, keeps_logits, autocast)
-        terms = {
-            "parameters": ledger.live["parameters"],
-            "buffers": ledger.live["buffers"],
-            "gradients": ledger.ends["backward"].get("gradients", 0),
-            "optimizer": ledger.live["optimizer"],
-            "activations": ledger.ends["forward"].get("activations", 0),
-        }
+        terms = {name: ledger.live[name] for name in ("parameters", "buffers", "optimizer")}
+        terms["gradients"] = ledger.ends["backward"].get("gradients", 0)
+        terms["activations"] = ledger.ends["forward"].get("activations", 0)
         return Prediction(terms, ledger.peaks, ledger.live.total())
 
 

@@ -23,8 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from solution.measure.memory import optimizer_tensors
 
-__all__ = ["Holdings", "measured_step", "memory_history", "peak_memory_bytes"]
-
 MAX_HISTORY = 100_000  # events, a ring of some 50 MB: unbounded histories are gigabytes
 
 
@@ -178,19 +176,11 @@ def memory_history(path: Path | None) -> Iterator[None]:
     memory above all, the file is written and recording is off afterwards.
 
     Args:
-        path: of the pickle; None records nothing.
-
-    Raises:
-        ValueError: there is no GPU.
+        path: of the pickle; None, where there is no GPU for instance, records nothing.
     """
     if path is None:
         yield
         return
-    if not torch.cuda.is_available():
-        raise ValueError(
-            "expected a GPU for a memory snapshot, got a machine without CUDA; leave out "
-            "--memory-snapshot, or see `python -m solution.memory_analysis`, which predicts"
-        )
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._record_memory_history(max_entries=MAX_HISTORY, stacks="python")
     try:

@@ -7,10 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from solution.measure.traces import RankTrace
-
-__all__ = ["can_plot", "plot_memory", "plot_sweep", "plot_traces"]
-
 MIB = 2**20
 PARTS = {"compute_us": "#4c78a8", "exposed_us": "#e45756", "idle_us": "#dddddd"}
 
@@ -20,8 +16,8 @@ def can_plot() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def _figure(width: float, height: float) -> Any:
-    """Return an empty figure.
+def empty_figure(width: float, height: float) -> Any:
+    """Return an empty figure, in inches.
 
     Raises:
         RuntimeError: matplotlib is not installed.
@@ -37,13 +33,8 @@ def _figure(width: float, height: float) -> Any:
 
 
 def plot_memory(peaks: Mapping[str, Mapping[str, int]], path: Path) -> None:
-    """Draw the highest moment of each phase, its terms on top of one another.
-
-    Args:
-        peaks: phase to term to bytes.
-        path: the PNG to write.
-    """
-    figure = _figure(7, 4)
+    """Draw the highest moment of each phase (to term to bytes), its terms on top of one another."""
+    figure = empty_figure(7, 4)
     axes = figure.subplots()
     below = [0.0] * len(peaks)
     for name in sorted({name for terms in peaks.values() for name in terms}):
@@ -56,15 +47,11 @@ def plot_memory(peaks: Mapping[str, Mapping[str, int]], path: Path) -> None:
 
 
 def plot_sweep(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str, peak: str) -> None:
-    """Draw tokens per second and peak memory over the batch size.
+    """Draw tokens per second and peak memory over the batch size, of rows of `sweep_batch_sizes`.
 
-    Args:
-        rows: of `sweep_batch_sizes`; a size that did not fit is marked and has no bar.
-        path: the PNG to write.
-        title: of the picture.
-        peak: what the peak is: "peak", or "predicted peak".
+    A size that did not fit is marked and has no bar. `peak` says what it is: "predicted peak".
     """
-    figure = _figure(7, 6)
+    figure = empty_figure(7, 6)
     rates, peaks = figure.subplots(2, 1, sharex=True)
     names = [str(row["batch_size"]) for row in rows]
     rates.bar(names, [row["tokens_per_s"] or 0 for row in rows])
@@ -77,19 +64,20 @@ def plot_sweep(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str, pea
     figure.savefig(path, dpi=120)
 
 
-def plot_traces(setups: Mapping[str, Sequence[RankTrace]], path: Path) -> None:
+def plot_traces(setups: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
     """Draw a bar per rank, of compute, exposed communication and idle, in ms per step; and memory.
+
+    Of each setup the ranks, as `solution.measure.traces` reads them.
 
     Raises:
         RuntimeError: matplotlib is not installed.
     """
     bars = {f"{name} {rank['rank']}": rank for name in setups for rank in setups[name]}
-    figure = _figure(9, 2.5 + 0.35 * len(bars))
+    figure = empty_figure(9, 2.5 + 0.35 * len(bars))
     times, memory = figure.subplots(2, 1, height_ratios=[max(2, len(bars)), 4])
     left = [0.0] * len(bars)
     for part, colour in PARTS.items():
-        summaries = bars.values()
-        widths = [one["total"][part] / len(one["steps"]) / 1e3 for one in summaries]
+        widths = [one["total"][part] / len(one["steps"]) / 1e3 for one in bars.values()]
         times.barh(list(bars), widths, left=left, color=colour, label=part.removesuffix("_us"))
         left = [a + b for a, b in zip(left, widths, strict=True)]
     times.invert_yaxis()
@@ -97,10 +85,8 @@ def plot_traces(setups: Mapping[str, Sequence[RankTrace]], path: Path) -> None:
     times.legend()
     for name, rank in bars.items():
         if rank["memory"]:
-            memory.plot(
-                *([x / 1e3 for x, _ in rank["memory"]], [y / 1e6 for _, y in rank["memory"]]),
-                label=name,
-            )
+            at, sizes = zip(*rank["memory"], strict=True)
+            memory.plot([x / 1e3 for x in at], [size / 1e6 for size in sizes], label=name)
     memory.set(xlabel="ms since the first recorded step", ylabel="MB allocated")
     if memory.lines:
         memory.legend(fontsize="small")

@@ -24,8 +24,6 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, _KinetoProfile, record_function
 
-__all__ = ["WARM_UP", "Recording", "ShortRunError", "require_free"]
-
 WARM_UP = 3
 
 
@@ -56,7 +54,8 @@ class Recording:
         self.is_written = False
         self._taken = 0
         self._device = device
-        self._profiler: _KinetoProfile | None = None
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        self._profiler = _KinetoProfile(activities=kinds, record_shapes=True, profile_memory=True)
         if num_steps:
             require_free(folder, "rank*_trace.json*")
 
@@ -81,29 +80,24 @@ class Recording:
             yield
             return
         if index == 0:
-            gpu = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
-            self._profiler = _KinetoProfile(
-                activities=[ProfilerActivity.CPU, *gpu], record_shapes=True, profile_memory=True
-            )
             self._profiler.start()  # type: ignore[no-untyped-call]  # unannotated in torch
-        profiler = self._profiler
-        assert profiler is not None  # the first recorded step has started it
+        is_last = True  # also where the step raises
         try:
             with record_function(f"ProfilerStep#{number}"):
                 yield
                 if self._device.type == "cuda":  # or the device's part would lie behind the mark
                     torch.cuda.synchronize(self._device)
-        except BaseException:
-            profiler.stop()  # type: ignore[no-untyped-call]  # as above
-            raise
-        if index == self.num_steps - 1:
-            profiler.stop()  # type: ignore[no-untyped-call]  # as above
-            self._profiler = None
+            is_last = index == self.num_steps - 1
+        finally:
+            if is_last:
+                self._profiler.stop()  # type: ignore[no-untyped-call]  # as above
+        if is_last:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             partial = self.path.with_name(f".{self.path.name}.partial")
-            profiler.export_chrome_trace(str(partial))
+            self._profiler.export_chrome_trace(str(partial))
             partial.replace(self.path)
             self.is_written = True
+            del self._profiler  # and its events, which are many
 
 
 def require_free(folder: Path, pattern: str) -> None:

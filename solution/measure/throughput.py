@@ -26,8 +26,6 @@ import torch
 
 from solution.config import require_positive
 
-__all__ = ["PeakMemory", "is_out_of_memory", "measure_throughput", "sweep_batch_sizes"]
-
 WINDOW = 3  # steps whose median is compared with that of as many before
 SETTLED = 0.05
 MAX_WARMUP_STEPS = 50

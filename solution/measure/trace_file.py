@@ -27,8 +27,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["MemoryUse", "Span", "Trace", "TraceError", "read_trace"]
-
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHERS = ("cuda_runtime", "cuda_driver")
 COLLECTIVE_MARKS = ("c10d::", "gloo:", "nccl")

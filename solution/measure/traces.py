@@ -32,6 +32,8 @@ from solution.measure.trace import Lanes, step_lanes, summarize
 from solution.measure.trace_file import Trace, TraceError, read_trace
 
 RECORD = "record some with `python -m solution.train_baseline --profile-steps 3`"
+PAGE = Path(__file__).with_name("traces.html.jinja")
+DRAWINGS = PAGE.with_name("drawings.svg.jinja")
 POINTS = 400  # of memory over time, about
 MOST_CHANGES = 15  # operators that are listed
 _NAME = re.compile(r"rank(\d+)_trace\.json(\.gz)?")
@@ -270,24 +272,25 @@ def timeline_drawing(timeline: dict[str, Any], *, longest_us: float | None = Non
         timeline: of `Lanes.from_begin`.
         longest_us: what fills the whole width; None takes the step's own duration.
     """
-    return Drawing(_template("drawings.svg.jinja").module.timeline(timeline, longest_us))
+    return Drawing(page_template(DRAWINGS).module.timeline(timeline, longest_us))
 
 
 def memory_drawing(ranks: list[list[tuple[float, int]]]) -> Drawing:
     """Draw the bytes over time of all ranks."""
-    return Drawing(_template("drawings.svg.jinja").module.memory(ranks))
+    return Drawing(page_template(DRAWINGS).module.memory(ranks))
 
 
 def page(setups: Setups, diff_title: str, diff_text: str) -> str:
     """Return the whole page, with a table of what differs between two setups unless it is empty."""
     diff = {"title": diff_title, "table": diff_text} if diff_text else None
     table, warnings = setup_table(setups), warnings_of(setups)
-    template = _template("traces.html.jinja")
+    template = page_template(PAGE)
     return template.render(setups=setups, table=table, warnings=warnings, diff=diff).lstrip()
 
 
-def _template(name: str) -> Any:
+def page_template(path: Path) -> Any:
+    """Return a page's template, which fails on names that it is not given."""
     options: Any = {"autoescape": True, "trim_blocks": True, "undefined": StrictUndefined}
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), **options)
+    environment = Environment(loader=FileSystemLoader(path.parent), **options)
     environment.filters["merged"] = merged
-    return environment.get_template(name)
+    return environment.get_template(path.name)

@@ -21,8 +21,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Collective", "Traffic"]
-
 NAMESPACES = ("c10d", "_c10d_functional")
 WAITS = ("wait_tensor", "monitored_barrier_", "barrier")  # move no payload
 

@@ -13,15 +13,13 @@ import torch
 from torch import nn
 
 from solution.attention import unavailable
-from solution.config import require_positive
+from solution.config import require, require_positive
 from solution.data.shards import write_atomically
 from solution.measure.memory import Prediction, predict
 from solution.measure.plots import can_plot
 from solution.models import families
 from solution.precision import PRECISIONS
 from solution.train_config import TrainConfig
-
-__all__ = ["BAD_INPUT", "DONE", "Workload", "keep", "parser"]
 
 DONE, BAD_INPUT = 0, 2
 
@@ -83,11 +81,9 @@ class Workload:
             raise ValueError("expected a GPU for --device cuda, found none; predictions need none")
         kind = ("cuda" if has_gpu else "cpu") if flags.device == "auto" else flags.device
         self.device = torch.device(kind)
+        known = TrainConfig.choices["attention"]
         for name in (flags.attention, *(getattr(flags, "attentions", None) or ())):
-            if name not in TrainConfig.attentions:
-                raise ValueError(
-                    f"expected attentions among {TrainConfig.attentions}, got {name!r}"
-                )
+            require("attentions", name, f"among {known}", known.__contains__)
             if is_run and (reason := unavailable(name, kind)):
                 raise ValueError(f"expected an attention that runs on {kind}: {reason}")
 

@@ -47,6 +47,19 @@ _KEPT = {
 }
 
 
+def _policy(context: object, operation: object, *args: object, **kwargs: object) -> Any:
+    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+MODES: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "full": {},
+    "selective": {
+        "context_fn": functools.partial(create_selective_checkpoint_contexts, _policy),
+    },
+}
+
+
 def runner(mode: str) -> Runner:
     """Return the function that calls a layer in `mode`.
 
@@ -55,28 +68,12 @@ def runner(mode: str) -> Runner:
     """
     if mode not in MODES:
         raise ValueError(f"expected activation_checkpointing among {list(MODES)}, got {mode!r}")
-    return MODES[mode]
+    return functools.partial(_run, MODES[mode])
 
 
-def _run(function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-    return function(*arguments)
-
-
-def _run_full(function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-    if not torch.is_grad_enabled():
+def _run(
+    options: dict[str, Any] | None, function: Callable[..., torch.Tensor], *arguments: Any
+) -> torch.Tensor:
+    if options is None or not torch.is_grad_enabled():
         return function(*arguments)
-    return checkpoint(function, *arguments, use_reentrant=False)
-
-
-def _run_selective(function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-    if not torch.is_grad_enabled():
-        return function(*arguments)
-    contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
-    return checkpoint(function, *arguments, use_reentrant=False, context_fn=contexts)
-
-
-def _policy(context: object, operation: object, *args: object, **kwargs: object) -> Any:
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-MODES: dict[str, Runner] = {"none": _run, "full": _run_full, "selective": _run_selective}
+    return checkpoint(function, *arguments, use_reentrant=False, **options)

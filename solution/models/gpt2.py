@@ -78,8 +78,7 @@ class GPT2(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> Self:
         """Draw all weights anew, in the order of `named_parameters()`; return the model."""
-        std, num_layers = self.config.init_std, self.config.num_layers
-        draw_weights(self, generator, std=std, num_layers=num_layers)
+        draw_weights(self, self.config, generator)
         return self
 
     def _tie(self) -> None:

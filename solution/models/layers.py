@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from solution.config import ModelConfig
 from solution.models.checkpointing import Runner
 
 
@@ -25,15 +26,14 @@ def check_ids(ids_BT: torch.Tensor, *, max_sequence_length: int) -> None:
 
 
 @torch.no_grad()
-def draw_weights(
-    model: nn.Module, generator: torch.Generator | None, *, std: float, num_layers: int
-) -> None:
+def draw_weights(model: nn.Module, config: ModelConfig, generator: torch.Generator | None) -> None:
     """Draw all weights anew, each tensor once, in the order of `named_parameters()`.
 
-    Normal(0, std) for matrices and embeddings; the two projections onto the residual stream are
-    scaled by 1 / sqrt(2L), where L is `num_layers`; biases are 0 and norms 1.
+    Normal(0, init_std) for matrices and embeddings; the two projections onto the residual stream
+    are scaled by 1 / sqrt(2L), where L is the number of layers; biases are 0 and norms 1.
     """
-    residual_std = std / (2 * num_layers) ** 0.5
+    std = config.init_std
+    residual_std = std / (2 * config.num_layers) ** 0.5
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)

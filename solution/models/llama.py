@@ -81,8 +81,7 @@ class Llama(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> Self:
         """Draw all weights anew, in the order of `named_parameters()`; return the model."""
-        std, num_layers = self.config.init_std, self.config.num_layers
-        draw_weights(self, generator, std=std, num_layers=num_layers)
+        draw_weights(self, self.config, generator)
         return self
 
 
