@@ -53,7 +53,7 @@ def causes(events: Sequence[Event], implementation: str) -> list[Cause]:
         cell
         for cell in cells(events)
         if cell.implementation == implementation
-        and cell.outcome in (REFUTED | BROKEN) - {Outcome.BLOCKED}
+        and cell.outcome in (REFUTED | BROKEN) - {Outcome.BLOCKED, Outcome.UNEXPECTED_PASS}
     ]
     found: list[Cause] = []
     known: dict[tuple[str, ...], Cause] = {}
@@ -68,8 +68,9 @@ def causes(events: Sequence[Event], implementation: str) -> list[Cause]:
     return sorted(found, key=lambda cause: (_level(cause.first), -len(cause.cells)))
 
 
-def _level(cell: Cell) -> int:
-    return LEVELS.index(cell.level)
+def _level(cell: Cell) -> tuple[bool, int]:
+    """Advice comes last."""
+    return cell.strength != "MUST", LEVELS.index(cell.level)
 
 
 def _shown(cell: Cell) -> tuple[Any, ...]:
@@ -90,7 +91,7 @@ def _shown(cell: Cell) -> tuple[Any, ...]:
     if cell.outcome in (Outcome.HANG, Outcome.DIED) and place:
         what = "ranks are blocked at" if cell.outcome is Outcome.HANG else "a rank ends at"
         return f"{what} {place}", (str(cell.outcome), place)
-    return headline, ("", cell.clause)
+    return headline or f"{cell.outcome}: {cell.clause}", ("", cell.clause)
 
 
 def _place(message: str) -> str:
