@@ -148,8 +148,8 @@ def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.M
     computes with current weights. With `compute_dtype` the sharded layers are gathered in it and
     compute in it, and the model casts its inputs; what an optimizer sees keeps its dtype or is
     float32. Bits, models and runs are as with `fully_shard`. Right or refused, never wrong in
-    silence: rows that the ranks do not divide, weights that layers share, frozen weights, and a
-    second backward without `zero_grad`, whose gradients add up.
+    silence: rows that the ranks do not divide, weights that layers share, layers that are called
+    twice, frozen weights, and a second backward without `zero_grad`, whose gradients add up.
     """
 
 

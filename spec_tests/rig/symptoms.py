@@ -111,7 +111,7 @@ def explain(finding: Finding, hints: Sequence[Hint], *, world_size: int) -> Caus
     if finding.seen is None or finding.wanted is None:
         return Cause("", finding.missing())
     if finding.missing():
-        return Cause("", "it was flattened, padded or cast, and not brought back")
+        return Cause("", _misshapen(finding.seen, finding.wanted))
     seen, wanted = finding.seen.double(), finding.wanted.double()
     # Two right ways to form a wrong value differ by some roundings of its dtype.
     dtype = finding.wanted.dtype
@@ -126,6 +126,12 @@ def explain(finding: Finding, hints: Sequence[Hint], *, world_size: int) -> Caus
         or _rounded(finding)
         or _partly_right(seen, wanted, close)
     )
+
+
+def _misshapen(seen: torch.Tensor, wanted: torch.Tensor) -> str:
+    if seen.ndim and seen.shape[1:] == wanted.shape[1:] and len(seen) < len(wanted):
+        return "the last rows are missing: those that the ranks do not divide were cut off"
+    return "it was flattened, padded or cast, and not brought back"
 
 
 def _not_finite(seen: torch.Tensor, wanted: torch.Tensor) -> Cause | None:
