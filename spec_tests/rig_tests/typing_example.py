@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import ParamSpec, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -57,12 +57,18 @@ def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, world_s
     return steps
 
 
-def keeps(promise: Callable[P, R], own: Callable[P, R]) -> None:
-    """Accepted by a type checker if `own` can be called as `promise`."""
+class Promise(Generic[P, R]):
+    """A function of the contract, to which a type checker holds others."""
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        """`function` fixes the signature."""
+
+    def kept_by(self, own: Callable[P, R]) -> None:
+        """Accepted by a type checker if `own` can be called as promised."""
 
 
-keeps(contract.parallel.ddp, ddp)
-keeps(contract.parallel.ddp_bucketed, ddp_bucketed)
-keeps(contract.parallel.no_sync, no_sync)
-keeps(contract.parallel.finish_gradient_synchronization, finish_gradient_synchronization)
-keeps(contract.training.accumulation_steps, accumulation_steps)
+Promise(contract.parallel.ddp).kept_by(ddp)
+Promise(contract.parallel.ddp_bucketed).kept_by(ddp_bucketed)
+Promise(contract.parallel.no_sync).kept_by(no_sync)
+Promise(contract.parallel.finish_gradient_synchronization).kept_by(finish_gradient_synchronization)
+Promise(contract.training.accumulation_steps).kept_by(accumulation_steps)
