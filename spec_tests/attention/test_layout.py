@@ -255,16 +255,31 @@ def test_one_tensor_may_be_query_key_and_value(world, subject):
 
 
 def far_apart(ctx, subject, problem, dim):
-    """The answer where one stride of k is so large that offsets exceed 2**31; and as it was."""
+    """The answers where one stride of k is so large that offsets exceed 2**31, and where it is not.
+
+    None if there is no answer to the latter.
+    """
     x = inputs(problem)
-    near_by = answer(ctx, subject, problem, x)
-    reach = 2**31 // (x.k.shape[dim] - 1) + 64
-    strides = list(x.k.stride())
-    strides[dim] = reach
-    # Untouched pages of a fresh allocation cost nothing: gigabytes of addresses, not of memory.
-    storage = torch.empty(2**31 + 2**16, dtype=x.k.dtype, device=ctx.device)
-    x.k = storage.as_strided(x.k.shape, strides).copy_(x.k)
+    k = x.k
+    try:
+        x.k = _strided(k, dim, 2 * k.stride(dim))
+        near_by = answer(ctx, subject, problem, x)
+    except NotImplementedError:
+        raise
+    except Exception:
+        return None
+    x.k = _strided(k, dim, 2**31 // (k.shape[dim] - 1) + 64)
     return answer(ctx, subject, problem, x), near_by
+
+
+def _strided(tensor: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
+    """A copy with that stride in `dim`."""
+    strides = list(tensor.stride())
+    strides[dim] = stride
+    num_elements = sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True)) + 1
+    # Untouched pages of a fresh allocation cost nothing: gigabytes of addresses, not of memory.
+    storage = torch.empty(num_elements, dtype=tensor.dtype, device=tensor.device)
+    return storage.as_strided(tensor.shape, strides).copy_(tensor)
 
 
 @clause(
@@ -286,7 +301,12 @@ def test_offsets_may_exceed_two_to_the_31(world, subject, dim):
     problem = Problem(seq_q=20, seq_k=40, batch=batch, heads=heads, dtype=dtype)
     problem = fitting(world, subject, problem)
     require_backward(world, subject)
-    seen, near_by = observe(world, subject, far_apart, problem, dim)
+    found = observe(world, subject, far_apart, problem, dim)
+    if found is None:
+        raise unittest.SkipTest(
+            "such strides are refused, for which attention.layout.strides fails"
+        )
+    seen, near_by = found
 
     rules.near(
         seen, near_by, given=f"{problem!r}, k far apart in dim {dim}", tf32=is_tf32(world, subject)

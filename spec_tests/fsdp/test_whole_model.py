@@ -7,7 +7,6 @@ weight, a norm, a gradient that was there before.
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -133,8 +132,7 @@ def bytes_once_sharded(ctx, subject, kind):
             layer = nn.Linear(16, ROWS, False) if kind == "Linear" else nn.Embedding(ROWS, 16)
             model = ctx.impl.fsdp(nn.Sequential(layer) if kind == "table" else layer)
         del layer
-        gc.collect()
-        found = recorder.live_bytes
+        found = footprint.settled(recorder)
     assert model is not None  # alive until here
     return found
 

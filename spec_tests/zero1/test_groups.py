@@ -7,6 +7,9 @@ warm-up never warms up. The second half is about process groups, which are not t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -179,6 +182,60 @@ def test_groups_show_all_parameters_with_their_options(world, toy):
     expected = _described(Run(plain, toy=toy, groups=halves))
     for key, value in expected.items():
         judge.equal([rank[key] for rank in ranks], value, quantity=f"{key} of the groups")
+
+
+FORMS: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple-of-groups": tuple,
+    "generator-of-groups": iter,
+    "generators-of-parameters": lambda groups: [{**g, "params": iter(g["params"])} for g in groups],
+}
+
+
+def in_form(ctx, form):
+    """Groups and weights of an optimizer whose groups are given in that form."""
+    run = Run(sharded(ctx), groups=lambda parameters: FORMS[form](halves(parameters)))
+    return {"groups": _described(run)["parameters"], "weights": run.steps(1, 2)}
+
+
+@clause(
+    "zero1.groups.any-iterable",
+    source="torch.optim.Optimizer: an iterable of tensors or of dicts, whose params are iterables",
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_groups_are_taken_from_any_iterable(world, form):
+    """Groups, and the parameters of a group, MUST be taken from any iterable, each one once."""
+    ranks = world.run(in_form, form)
+
+    usual = _described(Run(plain, groups=halves))["parameters"]
+    judge.equal([rank["groups"] for rank in ranks], usual, quantity="parameters of the groups")
+    like_unsharded([rank["weights"] for rank in ranks], two_steps, groups=halves)
+
+
+def two_steps(run):
+    """Weights after each of two steps."""
+    return run.steps(1, 2)
+
+
+def callers_groups(ctx):
+    """Names of the parameters in the groups that were given, once an optimizer is built."""
+    given = []
+
+    def groups(parameters):
+        given.extend(halves(parameters))
+        return given
+
+    run = Run(sharded(ctx), groups=groups)
+    names = {id(p): name for name, p in run.parameters.items()}
+    return [[names.get(id(p), "?") for p in group["params"]] for group in given]
+
+
+@clause(
+    "zero1.groups.caller-keeps-theirs", source="torch.optim.Optimizer; the groups are used again"
+)
+def test_the_callers_groups_stay_whole(world):
+    """The caller's group dicts MUST still name all parameters after construction."""
+    expected = _described(Run(plain, groups=halves))["parameters"]
+    judge.equal(world.run(callers_groups), expected, quantity="parameters of the given groups")
 
 
 def after_zero_grad(ctx):

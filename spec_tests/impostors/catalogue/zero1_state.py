@@ -354,3 +354,29 @@ class DoubleBuffers(Overlaps):
     def wait(self, handle):
         if not self.is_early:
             handle.wait()
+
+
+@near_miss("zero1.iterates-twice", rejected_by="zero1.groups.any-iterable")
+class IteratesTwice(PlainZero1):
+    """Goes through the parameters of a group before the optimizer has made a list of them.
+
+    From: `for p in group["params"]` at the head of `add_param_group`.
+    Unseen: Lists can be gone through twice.
+    """
+
+    def add_param_group(self, param_group):
+        self.num_parameters = sum(1 for _ in param_group["params"])
+        super().add_param_group(param_group)
+
+
+@near_miss("zero1.shortens-callers-groups", rejected_by="zero1.groups.caller-keeps-theirs")
+class ShortensCallersGroups(PlainZero1):
+    """Writes its own part into the group that the caller gave.
+
+    From: `param_group["params"] = local_params` before `super().add_param_group`.
+    Unseen: Most callers build their groups in the call.
+    """
+
+    def add_param_group(self, param_group):
+        super().add_param_group({**param_group, "params": list(param_group["params"])})
+        param_group["params"] = self.own_part(self.param_groups[-1])["params"]
