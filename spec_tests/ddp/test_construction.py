@@ -86,7 +86,7 @@ def test_every_rank_starts_from_the_first_ranks_buffers(world, subject, toy):
         [rank["buffers"] for rank in ranks],
         own[0],
         quantity="first rank's buffer",
-        hints=[Hint("the rank kept its own buffers: only parameters were broadcast", own)],
+        hints=[Hint("the rank kept its own buffer: the first rank's was not sent", own)],
         given=f"toy {toy!r}, seed 7 + rank",
     )
 
