@@ -25,7 +25,7 @@ EFFDL = target.parse(f"effdl:{CHECKOUTS / 'effdl' / 'fsdp.py'}")
 
 
 def test_the_exercise_of_cs336_has_no_causal_mask_that_is_not_square():
-    attention = cs336._attention(lambda: SimpleNamespace(apply=lambda q, k, v, causal: q))
+    attention = cs336._attention(lambda: SimpleNamespace(apply=lambda q, k, v, causal=False: q))
     q, k = torch.ones(1, 4, 2), torch.ones(1, 6, 2)
     with pytest.raises(NotImplementedError, match="as many queries as keys; got 4 and 6"):
         attention(q, k, k, causal=True)

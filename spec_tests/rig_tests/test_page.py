@@ -194,7 +194,7 @@ def test_what_stands_in_back_ticks_is_code():
     told = {"event": "clause", "clause": said["clause"], "source": "`x`", "where": "x.py:1"}
     told |= {"sentence": "`x` MUST.", "stories": [dict.fromkeys(STORY, "`<zeros>`")]}
     page = render_page(log(told, said))
-    assert page.count("<code>a &lt; b</code>") == 2
+    assert page.count("<code>a &lt; b</code>") == 3  # as a cause, as what is likely, in full
     assert "<code>again</code> and a lone `" in page
     assert page.count("<code>&lt;zeros&gt;</code>") == 3
     assert '<p class="norm"><code>x</code> MUST.</p>' in page

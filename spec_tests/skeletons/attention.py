@@ -14,7 +14,7 @@ Do one task after the other; the clauses of a task say when it is done:
     3. The backward, recomputed.
         python -m spec_tests --impl THIS_FILE --clause 'attention.gradients.*'
         python -m spec_tests --impl THIS_FILE --clause 'attention.autograd.*'
-        python -m spec_tests --impl THIS_FILE --clause 'attention.forward.float64'
+        python -m spec_tests --impl THIS_FILE --clause 'attention.forward.float*'
     4. Every shape and layout; what cannot be done is refused.
         python -m spec_tests --impl THIS_FILE --clause 'attention.shapes.*'
         python -m spec_tests --impl THIS_FILE --clause 'attention.layout.*'

@@ -284,7 +284,11 @@ def _failure_cards(events: Sequence[Event]) -> list[str]:
 
 def render_failures(events: Sequence[Event]) -> str:
     """What a terminal shows of failed cells: of each cause one case in full, the rest by name."""
-    blocks = _blocked(events)
+    blocks = _blocked(events) + [
+        f"{cell.outcome}: {cell.decisive_cases[0]['message'].rstrip()}"
+        for cell in cells(events)
+        if cell.outcome is Outcome.UNEXPECTED_PASS
+    ]
     for cause in (cause for name in implementations(events) for cause in causes(events, name)):
         first, *others = cause.first.decisive_cases
         text = f"{cause.first.outcome}: {first['message'].rstrip()}"
