@@ -21,6 +21,7 @@ from spec_tests.ddp.replica import (
     Replica,
     gradients_after,
     mean_gradients,
+    wrap,
 )
 from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import judge, strategies
@@ -93,6 +94,34 @@ def test_every_dtype_and_layout_lands_in_its_place(world, subject, toy):
     flattening such a gradient may copy, and then the reduced values are written into the copy.
     """
     mean_gradients(world, subject, toy, "backward 0")
+
+
+LARGE = 60000.0
+"""Near the largest number of float16, 65504."""
+
+
+def mean_of_large_gradients(ctx, subject):
+    """A mean gradient that float16 holds, of gradients whose sum it does not."""
+    module = torch.nn.Linear(4, 3, bias=False).to(ctx.device, torch.float16)
+    wrapped = wrap(ctx, subject, module)
+    ones = torch.ones(1, 4, device=ctx.device, dtype=torch.float16)
+    (wrapped(ones) * LARGE).sum().backward()
+    ctx.impl.finish_gradient_synchronization(wrapped)
+    return {"weight": module.weight.grad}
+
+
+@clause(
+    "ddp.gradients.float16-does-not-overflow",
+    level="production",
+    source="DistributedDataParallel divides before it adds up",
+)
+def test_a_mean_that_float16_holds_does_not_overflow_on_the_way(world, subject):
+    """In float16 the mean of gradients of 60000 MUST be 60000, though their sum is beyond it."""
+    judge.tensors(
+        world.run(mean_of_large_gradients, subject),
+        {"weight": torch.full((3, 4), LARGE, dtype=torch.float16)},
+        quantity="mean gradient",
+    )
 
 
 def weights_around_backward(ctx, subject):

@@ -16,7 +16,17 @@ import torch
 from spec_tests.clause import clauses
 from spec_tests.rig import judge
 from spec_tests.rig.symptoms import Hint
-from spec_tests.zero1.runs import Run, alone, like_unsharded, plain, same_as_unsharded, sharded
+from spec_tests.rig.toys import TOYS
+from spec_tests.zero1.runs import (
+    SEED,
+    TOY,
+    Run,
+    alone,
+    like_unsharded,
+    plain,
+    same_as_unsharded,
+    sharded,
+)
 
 clause = clauses(needs=("sharded_optimizer",), level="correct")
 GROUPS = "torch.optim: per-parameter options; pytorch issue 60284"
@@ -182,6 +192,23 @@ def test_groups_show_all_parameters_with_their_options(world, toy):
     expected = _described(Run(plain, toy=toy, groups=halves))
     for key, value in expected.items():
         judge.equal([rank[key] for rank in ranks], value, quantity=f"{key} of the groups")
+
+
+def rates_by_default(ctx):
+    """The rate that each group shows if the caller gives none."""
+    parameters = TOYS[TOY].build(SEED).parameters()
+    made = ctx.impl.sharded_optimizer(list(parameters), torch.optim.AdamW)
+    return [group.get("lr") for group in made.param_groups]
+
+
+@clause(
+    "zero1.groups.rate-by-default",
+    source="torch.optim.Optimizer: a group has every option; schedulers begin with its rate",
+)
+def test_groups_show_the_rate_that_nobody_gave(world):
+    """Where the caller gives no rate, `param_groups` MUST show the default of `optimizer_cls`."""
+    rates = [torch.optim.AdamW([torch.zeros(1)]).defaults["lr"]]
+    judge.equal(world.run(rates_by_default), rates, quantity="rates of the groups")
 
 
 FORMS: dict[str, Callable[[list[Any]], Any]] = {

@@ -252,3 +252,18 @@ class DividesUntouched(PlainDdp):
         for parameter in self.trainable:
             if is_due and parameter.grad is not None:
                 parameter.grad /= self.size()
+
+
+@near_miss("ddp.divides-the-sum", rejected_by="ddp.gradients.float16-does-not-overflow")
+class DividesTheSum(PlainDdp):
+    """Adds up the gradients of all ranks, and divides the sum.
+
+    From: The definition of a mean, and nearly every public solution.
+    Unseen: float32 has room for any number of ranks.
+    """
+
+    def scale(self, flat):
+        return flat
+
+    def write_back(self, bucket, flat, used):
+        super().write_back(bucket, flat / self.size(), used)

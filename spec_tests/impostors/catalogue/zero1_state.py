@@ -380,3 +380,17 @@ class ShortensCallersGroups(PlainZero1):
     def add_param_group(self, param_group):
         super().add_param_group({**param_group, "params": list(param_group["params"])})
         param_group["params"] = self.own_part(self.param_groups[-1])["params"]
+
+
+@near_miss(
+    "zero1.shows-no-options", rejected_by=("zero1.groups.rate-by-default", "zero1.groups.complete")
+)
+class ShowsNoOptions(PlainZero1):
+    """Leaves the options in the inner optimizer.
+
+    From: `super().__init__(params, {})`, and nothing after it.
+    Unseen: Nobody reads a rate that nobody changes.
+    """
+
+    def show(self):
+        self.state = self.inner.state
