@@ -5,7 +5,7 @@ left it: that is "not offered". What differs from the contract is when things ar
 
     the contract                      tests/adapters.py
     wrapped = ddp(module)             get_ddp (2026), get_ddp_individual_parameters (2025)
-    forward                           ddp_bucketed_on_train_batch_start, where there are gradients
+    forward                           ddp_bucketed_on_train_batch_start, before the first of a batch
     backward
     finish_gradient_synchronization   *_on_after_backward, the one that belongs to the wrapper
     full_parameters(model)            fsdp_gather_full_params
@@ -92,13 +92,24 @@ def _offer_ddp(hooks: ModuleType, functions: dict[str, Any], finishing: Any) -> 
         assert get_bucketed is not None
         made = _callable(get_bucketed(module, bucket_size_mb), get_bucketed)
         wrapped: Any = made if isinstance(made, nn.Module) else _Hookable(made)
-        finishing[wrapped] = after_bucketed
+        parameters = list(module.parameters())
+        batch = SimpleNamespace(is_open=False)
 
         def start_batch(wrapped: nn.Module, inputs: object) -> None:
-            if torch.is_grad_enabled():  # an evaluation is no batch of training
-                start(wrapped, _optimizer_of(wrapped))
+            if not torch.is_grad_enabled():  # an evaluation is no batch of training
+                return
+            # Gradients that no finish has followed: this is one more micro-batch of the same batch.
+            if batch.is_open and any(p.grad is not None and p.grad.any() for p in parameters):
+                return
+            batch.is_open = True
+            start(wrapped, _optimizer_of(wrapped))
+
+        def end_batch(wrapped: nn.Module, optimizer: Optimizer) -> None:
+            batch.is_open = False
+            after_bucketed(wrapped, optimizer)
 
         wrapped.register_forward_pre_hook(start_batch)
+        finishing[wrapped] = end_batch
         return wrapped
 
     functions |= {"ddp": ddp} if get_ddp else {}

@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,32 @@ def test_the_exercise_of_cs336_has_no_causal_mask_that_is_not_square():
     with pytest.raises(NotImplementedError, match="as many queries as keys; got 4 and 6"):
         attention(q, k, k, causal=True)
     assert attention(q, k, k).shape == attention(q, q, q, causal=True).shape == (1, 4, 2)
+
+
+def test_a_batch_of_cs336_begins_once_however_many_backwards_it_has():
+    calls: list[str] = []
+
+    def get_ddp_bucketed(module, bucket_size_mb):
+        return torch.nn.Sequential(module)
+
+    hooks: Any = SimpleNamespace(
+        get_ddp_bucketed=get_ddp_bucketed,
+        ddp_bucketed_on_train_batch_start=lambda wrapped, optimizer: calls.append("start"),
+        ddp_bucketed_on_after_backward=lambda wrapped, optimizer: calls.append("finish"),
+    )
+    functions: dict[str, Any] = {}
+    finishing: dict[Any, Any] = {}
+    cs336._offer_ddp(hooks, functions, finishing)
+    wrapped = functions["ddp_bucketed"](torch.nn.Linear(2, 2), bucket_size_mb=1.0)
+    for _ in range(2):
+        for _ in range(2):
+            wrapped(torch.ones(1, 2)).sum().backward()
+        finishing[wrapped](wrapped, None)
+    assert calls == ["start", "finish"] * 2
+    wrapped(torch.ones(1, 2)).sum().backward()
+    wrapped.zero_grad()  # after an exception, say: what was begun is over
+    wrapped(torch.ones(1, 2))
+    assert calls[4:] == ["start", "start"]
 
 
 @pytest.fixture(scope="module")
