@@ -21,7 +21,7 @@ from hypothesis import example, given
 from torch import nn
 
 from spec_tests.clause import clauses
-from spec_tests.ddp.replica import DDP, SEED, Replica, mean_gradients, wrap
+from spec_tests.ddp.replica import DDP, SEED, SMALL_BUCKET_MB, Replica, mean_gradients, wrap
 from spec_tests.laws import equivalence, traffic
 from spec_tests.rig import fingerprint, judge, oracle, strategies
 from spec_tests.rig.recorder import Kind
@@ -298,10 +298,14 @@ def test_two_synchronised_micro_batches_add_up(world, subject):
     needs=(),
     source="contract: a local gradient is everything since zero_grad; gradient accumulation",
 )
-def test_two_backwards_and_one_finish_add_up(world, subject):
+@pytest.mark.parametrize(
+    "bucket_size_mb", [SMALL_BUCKET_MB, 4 / 2**20], ids=["of-several", "of-one-tensor"]
+)
+def test_two_backwards_and_one_finish_add_up(world, subject, bucket_size_mb):
     """Two backwards and one finish MUST give the mean of both micro-batches, or be an error.
 
-    An all-reduce of `.grad` in each backward adds up the first micro-batch once more.
+    An all-reduce of `.grad` in each backward adds up the first micro-batch once more. A flat bucket
+    of one tensor is a view of its gradient.
     """
     size, ranks = world.size, range(world.size)
 
@@ -320,6 +324,7 @@ def test_two_backwards_and_one_finish_add_up(world, subject):
         "mlp",
         # The next forward is the latest moment for an error.
         "unfinished 0, unfinished 1, finish, note, forward 2",
+        bucket_size_mb=bucket_size_mb,
         may_refuse=True,
         within=rounding(torch.float32, terms=24 * size, depth=2),
         hints=[
