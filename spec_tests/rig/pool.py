@@ -24,6 +24,7 @@ import shutil
 import signal
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ class Outcome:
     leaks: tuple[str, ...]
 
 
-class BasePool:
+class BasePool(ABC):
     """`world_size` ranks with one implementation loaded: what live and simulated ranks share.
 
     Args:
@@ -105,9 +106,9 @@ class BasePool:
             self.kill()
             raise
 
+    @abstractmethod
     def _start(self) -> None:
         """Start every process of the pool."""
-        raise NotImplementedError
 
     def _config(self, rank: int, output: str, store_port: int = 0) -> rank_side.RankConfig:
         return rank_side.RankConfig(

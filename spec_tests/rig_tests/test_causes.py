@@ -41,6 +41,14 @@ def test_one_line_that_raises_is_one_cause_whatever_it_says():
     assert found[0].text == f"mine.py:12 raises {KIND}"
 
 
+def test_an_error_is_named_by_its_first_words_also_where_it_tells_of_another():
+    (cause,) = causes(
+        log(failed("ddp.a.one", TRACE, error="ValueError: the hook raised KeyError: 3", line=1)),
+        "solution",
+    )
+    assert cause.text == "mine.py:1 raises ValueError: the hook raised KeyError: 3"
+
+
 def test_one_diagnosis_is_one_cause_and_none_is_a_cause_of_its_own():
     found = causes(
         log(

@@ -18,7 +18,7 @@ from spec_tests.rig.outcomes import BROKEN, LEVELS, REFUTED, Cell, Event, Outcom
 from spec_tests.target import PACKAGE_ROOT
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
-_RAISED = re.compile(r"rank .* raised ((?:\w+)(?:: .*)?)$")
+_RAISED = re.compile(r"rank .*? raised ((?:\w+)(?:: .*)?)$")
 _JUDGED = ("impostors", "plain", "rig_tests")  # folders of the suite that can be judged
 _LIKELY = "likely: "
 _MAX_TEXT = 110
