@@ -67,7 +67,7 @@ def _impostors(arguments: list[str]) -> int:
     if arguments == ["--serve"]:
         # First: it preloads while this process imports. Without it every rank imports for itself,
         # a second each. All ranks are on a CPU, where kernels are interpreted.
-        from spec_tests.rig.zygote import rank_environment, start_zygote
+        from spec_tests.rig.ranks.zygote import rank_environment, start_zygote
 
         os.environ.update(rank_environment("gloo"))
         start_zygote("spec_tests.impostors.preload")
@@ -106,7 +106,7 @@ def _text_of(path: Path) -> str:
 
 
 def _judge(arguments: list[str]) -> int:
-    from spec_tests.rig.not_here import missing
+    from spec_tests.rig.ranks.not_here import missing
 
     flags = _flags(arguments)
     for spec in filter(None, flags.impl):
@@ -116,8 +116,8 @@ def _judge(arguments: list[str]) -> int:
     import pytest
 
     from spec_tests.ledger import chapter_folders
-    from spec_tests.rig.eventlog import read_log
     from spec_tests.rig.report import forget
+    from spec_tests.rig.report.eventlog import read_log
 
     with tempfile.TemporaryDirectory(prefix="trainspec-") as scratch:
         directory = flags.report or scratch

@@ -20,12 +20,12 @@ import torch
 
 from spec_tests import ledger
 from spec_tests.clause import MUST, Clause, clause_of
-from spec_tests.rig import expectations, replay, report, runner
-from spec_tests.rig.errors import RankDied, RankHung
-from spec_tests.rig.eventlog import EventLog
-from spec_tests.rig.judge import judging, unreadable_is_a_finding
+from spec_tests.rig import report
+from spec_tests.rig.judge import expectations, judging, replay, runner, unreadable_is_a_finding
 from spec_tests.rig.outcomes import Outcome
-from spec_tests.rig.world import World, Worlds
+from spec_tests.rig.ranks.errors import RankDied, RankHung
+from spec_tests.rig.ranks.world import World, Worlds
+from spec_tests.rig.report.eventlog import EventLog
 from spec_tests.target import Target
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from spec_tests.rig.zygote import start_zygote
+from spec_tests.rig.ranks.zygote import start_zygote
 
 # The zygote imports torch while this process imports it too: begin before the imports below.
 start_zygote()
@@ -33,15 +33,15 @@ from hypothesis import settings
 from spec_tests import ledger, outcome_hooks, target
 from spec_tests.clause import MUST, Clause, clause_of
 from spec_tests.outcome_hooks import ACTIVE, RUN, Run, clause_of_item, is_worker
-from spec_tests.rig import expectations, runner
-from spec_tests.rig.cuda_runtime import PRETENDED_CUDA
-from spec_tests.rig.errors import NOT_HERE, RankDied, RankHung, RigError
-from spec_tests.rig.eventlog import EventLog
+from spec_tests.rig.judge import expectations, runner
 from spec_tests.rig.outcomes import LEVELS, is_within
+from spec_tests.rig.ranks.cuda_runtime import PRETENDED_CUDA
+from spec_tests.rig.ranks.errors import NOT_HERE, RankDied, RankHung, RigError
+from spec_tests.rig.ranks.world import TRANSPORTS, World, Worlds
 from spec_tests.rig.report import points
+from spec_tests.rig.report.eventlog import EventLog
 from spec_tests.rig.sim import hooks
 from spec_tests.rig.strategies import register_profiles
-from spec_tests.rig.world import TRANSPORTS, World, Worlds
 
 # The reference and its peer are held to everything; others, unless they ask, to what is right.
 DEFAULT_LEVELS = {"solution": "production", "torch": "production"}

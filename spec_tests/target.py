@@ -34,7 +34,7 @@ from types import ModuleType
 from typing import Any
 
 from spec_tests.contract import DEFAULTS, FUNCTIONS
-from spec_tests.rig import not_here
+from spec_tests.rig.ranks import not_here
 
 PACKAGE_ROOT = Path(__file__).resolve().parent
 REPOSITORY_ROOT = PACKAGE_ROOT.parent
@@ -77,7 +77,7 @@ class Target:
         path: file or package folder to load, or None for an importable module.
         impostor: id of the near-miss to build on top of it, if any.
         layout: the course whose layout `path` has, a key of `LAYOUTS`; None for a plain one.
-        pretends_cuda: ranks on a CPU stand in for CUDA, see `rig.pretended_cuda`.
+        pretends_cuda: ranks on a CPU stand in for CUDA, see `rig.ranks.pretended_cuda`.
     """
 
     name: str

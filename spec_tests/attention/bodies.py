@@ -18,9 +18,9 @@ from spec_tests.attention import interpreter
 from spec_tests.attention.problem import WHOLE_TILES, Answer, Inputs, Problem, inputs
 from spec_tests.laws import footprint
 from spec_tests.rig import judge
-from spec_tests.rig.errors import NOT_HERE
-from spec_tests.rig.rank import Context
-from spec_tests.rig.world import World
+from spec_tests.rig.ranks.errors import NOT_HERE
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import World
 
 ATTENTION = ("flash_attention", "flash_attention_triton")
 KERNELS = ("flash_attention_triton",)

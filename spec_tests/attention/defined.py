@@ -11,8 +11,8 @@ import torch
 from spec_tests.attention import bodies, rules
 from spec_tests.attention.problem import AS_THE_EXERCISE, FITS, RAGGED, Answer, Problem
 from spec_tests.rig import judge
-from spec_tests.rig.errors import NotOffered, RankDied, RankHung
-from spec_tests.rig.world import World
+from spec_tests.rig.ranks.errors import NotOffered, RankDied, RankHung
+from spec_tests.rig.ranks.world import World
 
 # What is only tried says nothing: the case that is judged then meets the same.
 FAILURES = (Exception, RankDied, RankHung)

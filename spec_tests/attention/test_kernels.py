@@ -18,7 +18,7 @@ from spec_tests.attention.defined import fitting
 from spec_tests.attention.problem import AS_THE_EXERCISE, Problem, inputs
 from spec_tests.clause import clauses
 from spec_tests.rig import judge
-from spec_tests.rig.errors import NOT_HERE
+from spec_tests.rig.ranks.errors import NOT_HERE
 
 clause = clauses(judges=KERNELS, level="production", worlds=(1,), transports=("gloo",))
 NO_METHODS = f"{NOT_HERE}this Triton's interpreter has other methods"

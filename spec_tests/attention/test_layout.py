@@ -27,7 +27,7 @@ from spec_tests.attention.defined import (
 from spec_tests.attention.problem import Problem, dense, inputs
 from spec_tests.clause import clauses
 from spec_tests.rig import judge
-from spec_tests.rig.errors import RankRaised
+from spec_tests.rig.ranks.errors import RankRaised
 
 clause = clauses(judges=ATTENTION, level="correct", worlds=(1,))
 

@@ -22,7 +22,7 @@ from spec_tests.attention.problem import Problem, inputs
 from spec_tests.attention.test_layout import LAYOUTS
 from spec_tests.clause import clauses
 from spec_tests.rig import judge
-from spec_tests.rig.errors import NOT_HERE
+from spec_tests.rig.ranks.errors import NOT_HERE
 
 clause = clauses(judges=ATTENTION, level="production", worlds=(1,))
 

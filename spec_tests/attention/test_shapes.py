@@ -23,7 +23,7 @@ from spec_tests.attention.defined import (
 from spec_tests.attention.problem import AS_THE_EXERCISE, RAGGED, Problem, inputs
 from spec_tests.clause import clauses
 from spec_tests.rig import judge
-from spec_tests.rig.tolerance import rounding
+from spec_tests.rig.judge.tolerance import rounding
 
 clause = clauses(judges=ATTENTION, level="correct", worlds=(1,))
 

@@ -32,8 +32,8 @@ import torch.nn.functional as F
 from spec_tests.benchmarks import attention_gpu, paired, runner
 from spec_tests.benchmarks.paired import Found
 from spec_tests.benchmarks.runner import Section, bullets, table, verdict
-from spec_tests.rig.rank import Context
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.target import load, parse
 
 HEAD_DIM = 64

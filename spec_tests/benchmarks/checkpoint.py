@@ -29,8 +29,8 @@ from torch.distributed import checkpoint as dcp
 
 from spec_tests.benchmarks import paired, runner
 from spec_tests.benchmarks.runner import against, milliseconds
-from spec_tests.rig.rank import Context
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.target import load, parse
 
 BASE, AGAIN = "bare", "bare again"

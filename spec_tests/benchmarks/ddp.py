@@ -30,7 +30,7 @@ from torch import nn
 from spec_tests.benchmarks import blocks, machine, paired, runner
 from spec_tests.benchmarks.paired import Found
 from spec_tests.benchmarks.runner import Case, mebibytes, times, verdict
-from spec_tests.rig.rank import Context
+from spec_tests.rig.ranks.rank import Context
 from spec_tests.target import load, parse
 
 BUCKET_MB = 25

@@ -35,7 +35,7 @@ from torch import nn
 from spec_tests.benchmarks import blocks, machine, paired, runner
 from spec_tests.benchmarks.paired import Found
 from spec_tests.benchmarks.runner import mebibytes, times, verdict
-from spec_tests.rig.rank import Context
+from spec_tests.rig.ranks.rank import Context
 from spec_tests.target import Implementation, load, parse
 
 BASE, AGAIN, ALONE = "torch", "torch again", " alone"

@@ -47,8 +47,8 @@ from spec_tests.benchmarks import machine, paired, runner
 from spec_tests.benchmarks.paired import Found
 from spec_tests.benchmarks.runner import Section, bullets, table, verdict
 from spec_tests.rig import shards
-from spec_tests.rig.rank import Context
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.target import load, parse
 
 MAPPED, TORCHDATA, AGAIN = "mapped", "torchdata", "mapped again"

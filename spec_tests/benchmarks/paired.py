@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from spec_tests.benchmarks import machine
-from spec_tests.rig.rank import Context
+from spec_tests.rig.ranks.rank import Context
 
 MAX_OTHERS = 0.08
 AA_RANGE = (0.97, 1.03)

@@ -33,15 +33,15 @@ from hypothesis import strategies as st
 
 from spec_tests.benchmarks import runner
 from spec_tests.ledger import load_all
-from spec_tests.rig import oracle
-from spec_tests.rig.errors import RankDied
+from spec_tests.rig.judge import oracle
+from spec_tests.rig.judge.runner import run_case
 from spec_tests.rig.outcomes import Outcome
-from spec_tests.rig.rank import Context
-from spec_tests.rig.runner import run_case
+from spec_tests.rig.ranks.errors import RankDied
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.ranks.zygote import RANK_ENVIRONMENT, start_zygote
 from spec_tests.rig.sim import Deadlock
 from spec_tests.rig.strategies import register_profiles
-from spec_tests.rig.world import Worlds
-from spec_tests.rig.zygote import RANK_ENVIRONMENT, start_zygote
 from spec_tests.target import parse
 
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from spec_tests.benchmarks import machine, paired
 from spec_tests.benchmarks.paired import Arm, Found, Ratio
-from spec_tests.rig.rank import Context
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import Worlds
 
 RESULTS = Path(__file__).with_name("results")
 

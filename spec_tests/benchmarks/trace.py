@@ -25,8 +25,8 @@ from typing import Any
 
 from spec_tests.benchmarks import machine, runner
 from spec_tests.measure.timeline import DEVICES, Timeline
-from spec_tests.rig.rank import Context
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.target import load, parse
 
 JSON = "json.load"

@@ -41,7 +41,7 @@ from torch import nn
 
 from spec_tests.benchmarks import paired, runner
 from spec_tests.benchmarks.paired import Found
-from spec_tests.rig.rank import Context
+from spec_tests.rig.ranks.rank import Context
 from spec_tests.target import load, parse
 
 BARE, COUNTS, AGREEMENT, RECORD, AGAIN = PARTS = (

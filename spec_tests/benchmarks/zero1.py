@@ -30,7 +30,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from spec_tests.benchmarks import blocks, paired, runner
 from spec_tests.benchmarks.paired import Found
 from spec_tests.benchmarks.runner import Case, mebibytes, times, verdict
-from spec_tests.rig.rank import Context
+from spec_tests.rig.ranks.rank import Context
 from spec_tests.target import load, parse
 
 BASE, VIEWS, AGAIN = "torch", "torch views", "torch again"

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from spec_tests.rig.world import Ranks, World
+from spec_tests.rig.ranks.world import Ranks, World
 
 _CHANGES = frozenset(
     f"os.{name}" for name in ("rename", "remove", "rmdir", "mkdir", "link", "symlink", "truncate")

@@ -14,7 +14,7 @@ from spec_tests.checkpoint.disk import in_folder
 from spec_tests.checkpoint.trainee import Trainee, part
 from spec_tests.clause import clauses
 from spec_tests.rig import judge
-from spec_tests.rig.symptoms import Hint
+from spec_tests.rig.judge.symptoms import Hint
 
 clause = clauses(needs=("save_checkpoint", "load_checkpoint"), level="correct", worlds=(1, 2))
 CONTRACT = "contract: everything from which training goes on as if it had not stopped"

@@ -24,8 +24,8 @@ from spec_tests.checkpoint.trainee import Trainee, part
 from spec_tests.clause import clauses
 from spec_tests.laws import refusal
 from spec_tests.rig import judge
-from spec_tests.rig.symptoms import Hint
-from spec_tests.rig.tolerance import rounding
+from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.judge.tolerance import rounding
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
 clause = clauses(needs=("save_checkpoint", "load_checkpoint"), level="correct")

@@ -18,7 +18,7 @@ from torch.nn.functional import dropout
 from torch.nn.parallel import DistributedDataParallel
 
 from spec_tests.laws import refusal
-from spec_tests.rig.rank import Context
+from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
 State = dict[str, torch.Tensor]

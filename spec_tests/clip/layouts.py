@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from spec_tests.laws import refusal
-from spec_tests.rig.oracle import Named
-from spec_tests.rig.rank import Context
-from spec_tests.rig.tolerance import Tolerance, rounding
+from spec_tests.rig.judge.oracle import Named
+from spec_tests.rig.judge.tolerance import Tolerance, rounding
+from spec_tests.rig.ranks.rank import Context
 
 SHAPES = {"a": (7, 3), "b": (5, 2), "c": (6,), "d": (1, 3)}
 

@@ -19,7 +19,7 @@ from spec_tests.clip import layouts
 from spec_tests.clip.layouts import EMPTY_SHARDS, HYBRID, MIXED, PLAIN, SHARDED, clip
 from spec_tests.laws import refusal, traffic
 from spec_tests.rig import judge
-from spec_tests.rig.symptoms import Hint
+from spec_tests.rig.judge.symptoms import Hint
 
 clause = clauses(needs=("clip_grad_norm_",), level="correct", worlds=(2, 3))
 ISSUES = "torchtitan issues 19 and 766; PyTorch's test_fully_shard_clip_grad_norm_"

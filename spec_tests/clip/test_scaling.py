@@ -13,7 +13,7 @@ from spec_tests.clause import clauses
 from spec_tests.clip import layouts
 from spec_tests.clip.layouts import EMPTY_SHARDS, PLAIN, SHARDED, clip
 from spec_tests.rig import judge
-from spec_tests.rig.symptoms import Hint
+from spec_tests.rig.judge.symptoms import Hint
 
 clause = clauses(needs=("clip_grad_norm_",), level="correct", worlds=(2, 3))
 TORCH = "torch.nn.utils.clip_grad_norm_"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from spec_tests.laws import stream
 from spec_tests.laws.stream import Stream
 from spec_tests.rig import shards
-from spec_tests.rig.rank import Context
+from spec_tests.rig.ranks.rank import Context
 
 LOADER = ("token_loader",)
 CONTRACT = "contract: token_loader"

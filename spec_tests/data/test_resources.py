@@ -14,7 +14,7 @@ from spec_tests.clause import clauses
 from spec_tests.data.reading import LOADER, Layout, files_of, folder_of, open_loader, take
 from spec_tests.laws import footprint
 from spec_tests.rig import judge, shards
-from spec_tests.rig.errors import NOT_HERE
+from spec_tests.rig.ranks.errors import NOT_HERE
 
 clause = clauses(judges=LOADER, level="production", worlds=(1,))
 

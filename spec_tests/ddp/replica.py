@@ -12,10 +12,10 @@ from torch.distributed import ProcessGroup
 
 from spec_tests.laws import wrapped
 from spec_tests.laws.wrapped import SEED as SEED  # the chapter takes it from here
-from spec_tests.rig.oracle import Gradients, gradients_of
-from spec_tests.rig.rank import Context
+from spec_tests.rig.judge.oracle import Gradients, gradients_of
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import World
 from spec_tests.rig.toys import sum_of_squares
-from spec_tests.rig.world import World
 
 DDP = ("ddp", "ddp_bucketed")
 # Small enough that every toy needs several buckets: 32 float32 elements.

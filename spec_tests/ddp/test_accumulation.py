@@ -23,10 +23,11 @@ from torch import nn
 from spec_tests.clause import clauses
 from spec_tests.ddp.replica import DDP, SEED, SMALL_BUCKET_MB, Replica, mean_gradients, wrap
 from spec_tests.laws import equivalence, traffic
-from spec_tests.rig import fingerprint, judge, oracle, strategies
-from spec_tests.rig.recorder import Kind
-from spec_tests.rig.symptoms import Hint
-from spec_tests.rig.tolerance import rounding
+from spec_tests.rig import judge, strategies
+from spec_tests.rig.judge import fingerprint, oracle
+from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.judge.tolerance import rounding
+from spec_tests.rig.ranks.recorder import Kind
 
 clause = clauses(judges=DDP, needs=("no_sync",), level="correct", worlds=(2, 3))
 NO_SYNC = "DistributedDataParallel.no_sync; Li et al. 2020, section 3.2.4"

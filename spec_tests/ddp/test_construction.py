@@ -12,9 +12,10 @@ import torch
 
 from spec_tests.clause import clauses
 from spec_tests.ddp.replica import Replica
-from spec_tests.rig import judge, oracle
-from spec_tests.rig.symptoms import Hint
-from spec_tests.rig.tolerance import rounding
+from spec_tests.rig import judge
+from spec_tests.rig.judge import oracle
+from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.judge.tolerance import rounding
 
 clause = clauses(judges=("ddp", "ddp_bucketed"), level="correct")
 PAPER = "Li et al. 2020, section 3.1; DistributedDataParallel, constructor"

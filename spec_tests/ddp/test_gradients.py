@@ -25,7 +25,7 @@ from spec_tests.ddp.replica import (
 )
 from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import judge, strategies
-from spec_tests.rig.symptoms import Hint
+from spec_tests.rig.judge.symptoms import Hint
 
 clause = clauses(judges=DDP, level="correct", worlds=(2, 3))
 PAPER = "Li et al. 2020, section 3.2.1"

@@ -12,8 +12,9 @@ import pytest
 from spec_tests.clause import clauses
 from spec_tests.ddp.replica import Replica
 from spec_tests.laws import equivalence, refusal
-from spec_tests.rig import judge, oracle
-from spec_tests.rig.symptoms import Hint
+from spec_tests.rig import judge
+from spec_tests.rig.judge import oracle
+from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.toys import TOYS
 
 clause = clauses(judges=("ddp", "ddp_bucketed"), level="correct", worlds=(4,))

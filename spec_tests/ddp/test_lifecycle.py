@@ -14,8 +14,8 @@ from spec_tests.clause import clauses
 from spec_tests.ddp.replica import SEED, SMALL_BUCKET_MB, Replica, wrap
 from spec_tests.laws import agreement, equivalence, footprint, refusal
 from spec_tests.rig import judge, strategies
-from spec_tests.rig.symptoms import Hint
-from spec_tests.rig.tolerance import rounding
+from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.judge.tolerance import rounding
 
 clause = clauses(judges=("ddp", "ddp_bucketed"), level="correct", worlds=(2, 3))
 STEPS = 5

@@ -14,7 +14,7 @@ import torch
 from spec_tests.clause import clauses
 from spec_tests.ddp.replica import Replica, wrap
 from spec_tests.rig import judge
-from spec_tests.rig.recorder import Kind
+from spec_tests.rig.ranks.recorder import Kind
 
 clause = clauses(judges=("ddp", "ddp_bucketed"), level="production")
 OVERLAP = "Li et al. 2020, section 3.2.3"

@@ -13,7 +13,7 @@ import torch
 from spec_tests.clause import clauses
 from spec_tests.ddp.replica import DDP, SEED, Replica, mean_gradients
 from spec_tests.laws import program_machine, programs, schedules
-from spec_tests.rig.tolerance import rounding
+from spec_tests.rig.judge.tolerance import rounding
 
 clause = clauses(judges=DDP, level="correct", worlds=(2, 3))
 TOY = "mlp"

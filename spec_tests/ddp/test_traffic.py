@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from spec_tests.clause import clauses
 from spec_tests.ddp.replica import Replica
 from spec_tests.laws import agreement, equivalence, traffic
-from spec_tests.rig import judge, oracle, strategies
-from spec_tests.rig.recorder import Kind
+from spec_tests.rig import judge, strategies
+from spec_tests.rig.judge import oracle
+from spec_tests.rig.ranks.recorder import Kind
 from spec_tests.rig.toys import TOYS
 
 clause = clauses(judges=("ddp", "ddp_bucketed"), level="production", worlds=(2, 3))

@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 from spec_tests.laws import wrapped
 from spec_tests.laws.wrapped import SEED as SEED  # the chapter takes it from here
 from spec_tests.rig import judge
-from spec_tests.rig.oracle import Gradients, Named
-from spec_tests.rig.rank import Context
-from spec_tests.rig.recorder import Log
+from spec_tests.rig.judge.oracle import Gradients, Named
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.recorder import Log
+from spec_tests.rig.ranks.world import World
 from spec_tests.rig.toys import TOYS
-from spec_tests.rig.world import World
 
 RATE = 2.0**-16
 """Learning rate of training: weights move by ten times what rounding may move them, or more."""

@@ -13,8 +13,8 @@ from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import FULLY_SHARD, SEED, Sharded, mean_gradients
 from spec_tests.laws import equivalence
 from spec_tests.rig import judge
-from spec_tests.rig.recorder import Kind
-from spec_tests.rig.symptoms import Hint
+from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.ranks.recorder import Kind
 
 clause = clauses(judges=FULLY_SHARD, level="correct")
 

@@ -29,7 +29,8 @@ from spec_tests.fsdp.sharded import (
     says_the_same,
 )
 from spec_tests.laws import equivalence, refusal
-from spec_tests.rig import judge, oracle
+from spec_tests.rig import judge
+from spec_tests.rig.judge import oracle
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
 clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))

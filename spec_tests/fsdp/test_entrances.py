@@ -18,7 +18,7 @@ from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import FULLY_SHARD, of_integers
 from spec_tests.laws import refusal, traffic
 from spec_tests.rig import judge
-from spec_tests.rig.symptoms import Hint
+from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.toys import sum_of_squares
 
 clause = clauses(judges=FULLY_SHARD, level="production")

@@ -26,8 +26,8 @@ from spec_tests.fsdp.sharded import (
 )
 from spec_tests.laws import programs, refusal
 from spec_tests.rig import judge
-from spec_tests.rig.symptoms import Hint, gap
-from spec_tests.rig.tolerance import rounding
+from spec_tests.rig.judge.symptoms import Hint, gap
+from spec_tests.rig.judge.tolerance import rounding
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
 clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))

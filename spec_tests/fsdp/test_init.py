@@ -28,8 +28,9 @@ from spec_tests.fsdp.sharded import (
     shard,
 )
 from spec_tests.laws import refusal
-from spec_tests.rig import judge, oracle
-from spec_tests.rig.symptoms import Hint
+from spec_tests.rig import judge
+from spec_tests.rig.judge import oracle
+from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.toys import TOYS
 
 clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))

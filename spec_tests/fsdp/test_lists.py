@@ -14,7 +14,7 @@ from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded, numel, of_integers
 from spec_tests.laws import equivalence, traffic
 from spec_tests.rig import judge
-from spec_tests.rig.recorder import Kind
+from spec_tests.rig.ranks.recorder import Kind
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
 clause = clauses(judges=FULLY_SHARD, level="production")

@@ -18,7 +18,7 @@ from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import FULLY_SHARD, shard
 from spec_tests.laws import traffic
 from spec_tests.rig import judge
-from spec_tests.rig.recorder import Log
+from spec_tests.rig.ranks.recorder import Log
 
 clause = clauses(judges=FULLY_SHARD, level="production")
 

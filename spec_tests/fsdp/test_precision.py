@@ -20,8 +20,8 @@ from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, finish, full_parameters, shard
 from spec_tests.laws import refusal, traffic
 from spec_tests.rig import judge
-from spec_tests.rig.recorder import Kind
-from spec_tests.rig.symptoms import Hint
+from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.ranks.recorder import Kind
 
 POLICY = "torch.distributed.fsdp.MixedPrecisionPolicy"
 clause = clauses(judges=FULLY_SHARD, needs=("MixedPrecisionPolicy",), level="correct")

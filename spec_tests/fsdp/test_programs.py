@@ -15,8 +15,8 @@ from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded, mean_gradients
 from spec_tests.laws import program_machine, programs, schedules
 from spec_tests.rig import judge
-from spec_tests.rig.symptoms import Hint
-from spec_tests.rig.tolerance import rounding
+from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.judge.tolerance import rounding
 
 clause = clauses(judges=FULLY_SHARD, level="correct")
 

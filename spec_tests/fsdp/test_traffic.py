@@ -23,8 +23,8 @@ from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded, numel, shard, units_of
 from spec_tests.laws import agreement, footprint, large_worlds, traffic
 from spec_tests.rig import judge
-from spec_tests.rig.pretended import pretended
-from spec_tests.rig.recorder import Kind
+from spec_tests.rig.ranks.pretended import pretended
+from spec_tests.rig.ranks.recorder import Kind
 from spec_tests.rig.toys import TOYS
 
 clause = clauses(judges=FULLY_SHARD, level="production")

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, RATE, SEED, Sharded
 from spec_tests.laws import equivalence, refusal
-from spec_tests.rig import judge, oracle
-from spec_tests.rig.tolerance import rounding
+from spec_tests.rig import judge
+from spec_tests.rig.judge import oracle
+from spec_tests.rig.judge.tolerance import rounding
 from spec_tests.rig.toys import TOYS
 
 clause = clauses(judges=BOTH, level="correct")

@@ -18,8 +18,9 @@ from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import SEED, Sharded, gradients_after, mean_gradients
 from spec_tests.fsdp.test_precision import HALF, constant, embedding
 from spec_tests.laws import equivalence, footprint, refusal, traffic
-from spec_tests.rig import judge, oracle
-from spec_tests.rig.symptoms import Hint
+from spec_tests.rig import judge
+from spec_tests.rig.judge import oracle
+from spec_tests.rig.judge.symptoms import Hint
 
 clause = clauses(judges=("fsdp",), level="correct", worlds=(2, 4))
 ROWS = 480

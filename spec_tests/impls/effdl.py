@@ -13,7 +13,7 @@ attributes `reshard_after_backward` and `reduce_grads`. What the adapter adds:
 
 The exercise shards dim 0 where it divides, and knows neither weights that modules share nor
 `output_dtype` nor other placements: NotImplementedError, so "not offered". It assumes CUDA, which
-is stood in for on a CPU (`rig.pretended_cuda`).
+is stood in for on a CPU (`rig.ranks.pretended_cuda`).
 """
 
 from __future__ import annotations

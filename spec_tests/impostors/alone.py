@@ -15,12 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from spec_tests.impostors.card import Impostor
-from spec_tests.rig import hygiene
-from spec_tests.rig.errors import NotOffered, RankRaised, RankReport
 from spec_tests.rig.judge import SITUATION
-from spec_tests.rig.rank import Context, RankConfig, Task
-from spec_tests.rig.wire import RemoteError
-from spec_tests.rig.world import Ranks, World, Worlds
+from spec_tests.rig.ranks import hygiene
+from spec_tests.rig.ranks.errors import NotOffered, RankRaised, RankReport
+from spec_tests.rig.ranks.rank import Context, RankConfig, Task
+from spec_tests.rig.ranks.wire import RemoteError
+from spec_tests.rig.ranks.world import Ranks, World, Worlds
 from spec_tests.target import Implementation, Target
 
 

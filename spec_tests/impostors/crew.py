@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
 from spec_tests.impostors import find, matrix
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.target import PACKAGE_ROOT
 
 

@@ -18,9 +18,9 @@ from spec_tests.clause import Clause
 from spec_tests.impostors.alone import Alone
 from spec_tests.impostors.card import Impostor
 from spec_tests.ledger import load_all
+from spec_tests.rig.judge.runner import CaseResult, run_case
 from spec_tests.rig.outcomes import SILENT, Outcome
-from spec_tests.rig.runner import CaseResult, run_case
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.target import Target, parse
 
 # Chapters whose clauses see what the key chapter does: no stranger to it, so not "unrelated".

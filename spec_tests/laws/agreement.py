@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spec_tests.rig import judge
-from spec_tests.rig.recorder import Log
+from spec_tests.rig.ranks.recorder import Log
 
 
 def same_bits(

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from spec_tests.rig import judge, oracle
-from spec_tests.rig.symptoms import Hint
-from spec_tests.rig.tolerance import Tolerance
+from spec_tests.rig import judge
+from spec_tests.rig.judge import oracle
+from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.judge.tolerance import Tolerance
 from spec_tests.rig.toys import TOYS
 
 Flags = Callable[[int, int], dict[str, Any]]

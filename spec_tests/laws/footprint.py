@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from spec_tests.rig import judge
-from spec_tests.rig.recorder import Recorder
+from spec_tests.rig.ranks.recorder import Recorder
 
 
 def peak_bytes(device: torch.device, work: Callable[[], Any]) -> tuple[int, int]:

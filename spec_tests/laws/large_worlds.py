@@ -2,7 +2,7 @@
 
 Two and three ranks do not distinguish a share from a half, or padding from data. Counts and bytes
 follow from shapes, so PyTorch's fake process group shows them without such a machine
-(`rig.pretended`): on the first and on the last rank, which gets the remainder of a division.
+(`rig.ranks.pretended`): on the first and on the last rank, which gets the remainder of a division.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from spec_tests.rig.world import World
+from spec_tests.rig.ranks.world import World
 
 SIZES = pytest.mark.parametrize("num_ranks", [8, 64])
 

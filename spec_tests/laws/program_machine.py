@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 )
 
 from spec_tests.laws.programs import RATE, Call, Program, Trainee, agree
-from spec_tests.rig.tolerance import Tolerance
-from spec_tests.rig.world import World
+from spec_tests.rig.judge.tolerance import Tolerance
+from spec_tests.rig.ranks.world import World
 
 LONGEST = 24
 """Calls in a program: three that must meet in order rarely do so in a short one."""

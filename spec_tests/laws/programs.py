@@ -33,9 +33,9 @@ from torch import nn
 
 from spec_tests.laws.wrapped import WrappedToy
 from spec_tests.rig import judge
-from spec_tests.rig.oracle import Named, once
-from spec_tests.rig.symptoms import Hint
-from spec_tests.rig.tolerance import Tolerance
+from spec_tests.rig.judge.oracle import Named, once
+from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.judge.tolerance import Tolerance
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
 Call = tuple[Any, ...]

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from spec_tests.rig import judge
-from spec_tests.rig.errors import NotOffered, RankRaised, RigError
+from spec_tests.rig.ranks.errors import NotOffered, RankRaised, RigError
+from spec_tests.rig.ranks.world import Ranks, World
 from spec_tests.rig.sim.faults import SimError
-from spec_tests.rig.world import Ranks, World
 
 Kinds = type[BaseException] | tuple[type[BaseException], ...]
 

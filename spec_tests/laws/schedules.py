@@ -15,8 +15,8 @@ from dataclasses import replace
 from hypothesis import example, given
 
 from spec_tests.rig import strategies
+from spec_tests.rig.ranks.world import World
 from spec_tests.rig.sim import Schedule
-from spec_tests.rig.world import World
 
 SIM = ("sim",)
 """The transport of such clauses: the scheduling of live ranks cannot be controlled."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spec_tests.rig import judge
-from spec_tests.rig.recorder import Event, Kind, Log
+from spec_tests.rig.ranks.recorder import Event, Kind, Log
 
 GATHERS = (Kind.GATHER, Kind.BROADCAST, Kind.RECEIVE)
 """A gather is one all-gather, or a broadcast or a point-to-point message from each rank."""

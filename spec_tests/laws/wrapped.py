@@ -29,12 +29,12 @@ import torch
 from torch import nn
 
 from spec_tests.laws import equivalence, refusal
-from spec_tests.rig.oracle import Gradients, Named
-from spec_tests.rig.rank import Context
-from spec_tests.rig.symptoms import Hint
-from spec_tests.rig.tolerance import Tolerance
+from spec_tests.rig.judge.oracle import Gradients, Named
+from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.judge.tolerance import Tolerance
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import World
 from spec_tests.rig.toys import TOYS, sum_of_squares
-from spec_tests.rig.world import World
 
 SEED = 7
 """Of weights and inputs, where a clause does not draw one."""

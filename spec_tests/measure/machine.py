@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from spec_tests.rig.tolerance import rounding
+from spec_tests.rig.judge.tolerance import rounding
 
 # One division, and a quantile's interpolation.
 SAME = rounding(torch.float64, terms=4)

@@ -13,7 +13,7 @@ import torch
 from spec_tests.clause import clauses
 from spec_tests.laws import refusal
 from spec_tests.rig import judge
-from spec_tests.rig.tolerance import rounding
+from spec_tests.rig.judge.tolerance import rounding
 
 clause = clauses(judges=("language_model",), level="course", worlds=(1,))
 CONTRACT = "contract: language_model"

@@ -31,11 +31,11 @@ from pathlib import Path
 from typing import Any
 
 from spec_tests.reference_tests.training import shard
-from spec_tests.rig.errors import RankDied, RankHung, RankRaised
-from spec_tests.rig.rank import Context
+from spec_tests.rig.ranks.errors import RankDied, RankHung, RankRaised
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import World, Worlds
+from spec_tests.rig.ranks.zygote import start_zygote
 from spec_tests.rig.shards import HEADER_BYTES, MAGIC, VERSION
-from spec_tests.rig.world import World, Worlds
-from spec_tests.rig.zygote import start_zygote
 from spec_tests.target import load, parse
 
 LENGTH = 4  # tokens per sequence

@@ -43,7 +43,7 @@ from spec_tests.reference_tests.training import (
     summary,
     write_shards,
 )
-from spec_tests.rig.zygote import start_zygote
+from spec_tests.rig.ranks.zygote import start_zygote
 
 STEPS, SAVE_EVERY, NUM_RANKS = 40, 3, 2
 FLAGS = (

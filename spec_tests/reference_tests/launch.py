@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from spec_tests.rig.zygote import RANK_ENVIRONMENT, forget_triton, start_method
+from spec_tests.rig.ranks.zygote import RANK_ENVIRONMENT, forget_triton, start_method
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS_PROC = Path("/proc/self/environ").exists()

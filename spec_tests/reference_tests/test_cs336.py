@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.rig.rank import Context
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.target import parse
 
 WIDTH, WORDS, STEPS = 16, 20, 3

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from spec_tests.rig.rank import Context
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.target import REPOSITORY_ROOT, parse
 
 THEIRS = "torch.distributed.fsdp"

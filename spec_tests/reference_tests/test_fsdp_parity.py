@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from spec_tests.rig.rank import Context
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.target import parse
 
 WIDTH, LENGTH = 24, 12

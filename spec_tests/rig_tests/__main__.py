@@ -13,13 +13,13 @@ import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from spec_tests.rig.zygote import start_zygote
+from spec_tests.rig.ranks.zygote import start_zygote
 
 if __name__ == "__main__":
     start_zygote()
 
 # It preloads torch for the ranks while this process imports it.
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig_tests import programs
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spec_tests.rig.rank import Context
+from spec_tests.rig.ranks.rank import Context
 
 
 def empty(ctx: Context) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from spec_tests import target
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig_tests.browser import browser
 
 __all__ = ["browser"]

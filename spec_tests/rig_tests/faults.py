@@ -16,8 +16,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from spec_tests.rig.errors import RankDied, RankHung, RankRaised
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks.errors import RankDied, RankHung, RankRaised
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig_tests import bodies
 
 SIZES = (2, 3, 4)

@@ -12,9 +12,9 @@ from typing import Any
 from spec_tests import ledger
 from spec_tests.clause import Clause, clause_of
 from spec_tests.ddp import test_gradients
+from spec_tests.rig.judge.runner import CaseResult, run_case
 from spec_tests.rig.outcomes import LEVELS
-from spec_tests.rig.runner import CaseResult, run_case
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.target import Target
 
 ROOT = Path(__file__).parents[2]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from spec_tests.rig.eventlog import EventLog
 from spec_tests.rig.outcomes import Event, Outcome, count_outcomes, judge_run
+from spec_tests.rig.report.eventlog import EventLog
 
 MESSAGE = (
     "[ddp.gradients.mean]  It MUST.\nrank 0: got 2\nlikely: summed and not divided\n"

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from spec_tests.rig.rank import Context
-from spec_tests.rig.world import World
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import World
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _INTEGERS = ("int64", "int32", "int8", "uint8")

@@ -16,7 +16,7 @@ from spec_tests.ddp import test_construction, test_gradients
 from spec_tests.fsdp import test_precision, test_refusals
 from spec_tests.impls import course, cs336
 from spec_tests.rig.outcomes import Outcome
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig_tests.helpers import CHECKOUTS, judged, replaced
 
 EFFDL = target.parse(f"effdl:{CHECKOUTS / 'effdl' / 'fsdp.py'}")

@@ -13,7 +13,7 @@ from spec_tests.attention.problem import FITS, RAGGED, WHOLE_TILES, Problem, ref
 from spec_tests.clause import Clause
 from spec_tests.rig.judge import Violation
 from spec_tests.rig.outcomes import Outcome
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig_tests import helpers
 from spec_tests.rig_tests.helpers import CHECKOUTS, judged
 

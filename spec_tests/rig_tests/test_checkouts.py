@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from spec_tests import target
-from spec_tests.rig.eventlog import read_log
 from spec_tests.rig.outcomes import cells, judge_run
 from spec_tests.rig.report import points
+from spec_tests.rig.report.eventlog import read_log
 from spec_tests.rig_tests.helpers import CHECKOUTS, ROOT, python, replaced
 
 PLACE = "spec_tests/rig_tests/checkouts"  # from the repository's root

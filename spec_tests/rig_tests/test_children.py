@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from spec_tests.data import test_partition
-from spec_tests.rig import liveness
-from spec_tests.rig.errors import RankDied, RankHung
 from spec_tests.rig.outcomes import Outcome
-from spec_tests.rig.rank import Context
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks import liveness
+from spec_tests.rig.ranks.errors import RankDied, RankHung
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig_tests import bodies
 from spec_tests.rig_tests.helpers import judged, python
 
@@ -131,7 +131,7 @@ def test_children_end_with_a_rank_that_is_killed(worlds: Worlds):
 def test_ranks_and_their_children_end_with_a_parent_that_is_killed(tmp_path: Path):
     script = (
         "import os, signal\n"
-        "from spec_tests.rig.world import Worlds\n"
+        "from spec_tests.rig.ranks.world import Worlds\n"
         "from spec_tests.rig_tests import test_children\n"
         "worlds = Worlds()\n"
         "print(*worlds.world(2).run(test_children.start_a_child))\n"

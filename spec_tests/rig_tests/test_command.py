@@ -14,8 +14,8 @@ import pytest
 from spec_tests import __main__ as command
 from spec_tests.outcome_hooks import Run
 from spec_tests.plugin import _nothing_to_run
-from spec_tests.rig.eventlog import check_log, read_log
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.report.eventlog import check_log, read_log
 
 ROOT = Path(__file__).parents[2]
 RIGHT = """\

@@ -13,7 +13,8 @@ from spec_tests import ledger
 from spec_tests.__main__ import COMMANDS
 from spec_tests.contract import FUNCTIONS
 from spec_tests.impostors import CATALOGUE
-from spec_tests.rig import expectations, judge
+from spec_tests.rig import judge
+from spec_tests.rig.judge import expectations
 from spec_tests.skeletons import SUBJECTS
 from spec_tests.target import PACKAGE_ROOT, REPOSITORY_ROOT, parse
 

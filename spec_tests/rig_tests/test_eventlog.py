@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spec_tests.rig.eventlog import EventLog, check_log, environment, read_log
 from spec_tests.rig.outcomes import Outcome, is_complete, judge_run, verdict
+from spec_tests.rig.report.eventlog import EventLog, check_log, environment, read_log
 from spec_tests.rig_tests.helpers import python
 from spec_tests.rig_tests.logs import START, add
 
@@ -38,7 +38,7 @@ def test_a_killed_run_leaves_its_results_and_no_verdict(tmp_path: Path):
     path = tmp_path / "events.jsonl"
     program = (
         "import os, signal, sys\n"
-        "from spec_tests.rig.eventlog import EventLog\n"
+        "from spec_tests.rig.report.eventlog import EventLog\n"
         f"log = EventLog.start(sys.argv[1], **{START!r})\n"
         "log.result(clause='a.b', implementation='solution', outcome='passed',"
         " strength='MUST', level='correct')\n"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from spec_tests.rig.expectations import Deviation, expect, find, load, problems
+from spec_tests.rig.judge.expectations import Deviation, expect, find, load, problems
 from spec_tests.rig.outcomes import Event
 
 CLAUSE = "ddp.gradients.mean"

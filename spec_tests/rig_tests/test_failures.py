@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spec_tests.rig import pool
-from spec_tests.rig.errors import NotOffered, RankDied, RankHung, RankRaised, RigError
-from spec_tests.rig.rank import Context
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks import pool
+from spec_tests.rig.ranks.errors import NotOffered, RankDied, RankHung, RankRaised, RigError
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig_tests import bodies, faults
 from spec_tests.target import NotOfferedError
 
@@ -240,7 +240,7 @@ def test_a_hanging_rank_is_reported_with_its_stack(worlds: Worlds, size: int):
     assert f"blocked, nothing moved for {GRACE_S} s" in caught.value.headline
     stack = caught.value.ranks[1].stack
     assert f"line {line_of(bodies.fail, 'time.sleep')}, in fail" in stack
-    assert "rig/rank.py" not in stack
+    assert "rig/ranks/rank.py" not in stack
     peer = caught.value.ranks[0]
     assert peer.state == "in the body"
     assert peer.collectives[-1] == "all_reduce #2 [[4]]"

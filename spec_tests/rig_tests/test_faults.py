@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from spec_tests.rig import liveness, member, pool, wire, world
-from spec_tests.rig.errors import RankDied, RankRaised
-from spec_tests.rig.rank import Context
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks import liveness, member, pool, wire, world
+from spec_tests.rig.ranks.errors import RankDied, RankRaised
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig_tests import bodies, faults
 
 

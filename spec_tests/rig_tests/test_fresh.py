@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from spec_tests.rig.eventlog import read_log
+from spec_tests.rig.report.eventlog import read_log
 from spec_tests.rig_tests.helpers import python
 
 # Of each process: the calls of `ddp` after the LAST double the gradients.

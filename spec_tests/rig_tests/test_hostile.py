@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from spec_tests import target
-from spec_tests.rig import judge, member, runner, world
-from spec_tests.rig.errors import RankDied, RankHung, RigError
-from spec_tests.rig.eventlog import read_log
+from spec_tests.rig import judge
+from spec_tests.rig.judge import runner
 from spec_tests.rig.outcomes import Outcome
-from spec_tests.rig.rank import Context, RankConfig
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks import member, world
+from spec_tests.rig.ranks.errors import RankDied, RankHung, RigError
+from spec_tests.rig.ranks.rank import Context, RankConfig
+from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.report.eventlog import read_log
 from spec_tests.rig_tests import bodies
 from spec_tests.rig_tests.helpers import MEAN, judged, python
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spec_tests.rig import hygiene
-from spec_tests.rig.errors import RankRaised
-from spec_tests.rig.rank import Context
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks import hygiene
+from spec_tests.rig.ranks.errors import RankRaised
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig_tests import bodies
 
 CHANGES: dict[str, Callable[[], object]] = {

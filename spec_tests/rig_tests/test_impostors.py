@@ -15,9 +15,9 @@ from spec_tests.impostors import command, duplicates, matrix
 from spec_tests.impostors.card import Impostor
 from spec_tests.impostors.crew import Crew, Job, Verdict
 from spec_tests.impostors.patching import StalePatchError, forget, patched
-from spec_tests.rig.errors import RigError
 from spec_tests.rig.outcomes import Outcome
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks.errors import RigError
+from spec_tests.rig.ranks.world import Worlds
 
 NEAR_MISSES = [card for card in impostors.CATALOGUE.values() if not card.is_benign]
 BENIGN = impostors.find("benign.plain")

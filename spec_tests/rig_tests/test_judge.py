@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from spec_tests.rig import judge
-from spec_tests.rig.symptoms import Hint
-from spec_tests.rig.tolerance import exact, rounding
+from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.judge.tolerance import exact, rounding
 from spec_tests.rig_tests import golden
 
 SITUATION = judge.Situation(

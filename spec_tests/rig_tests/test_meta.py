@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn.modules import module as hooks
 
-from spec_tests.rig.errors import RankDied, RankHung, RankRaised
-from spec_tests.rig.rank import Context
-from spec_tests.rig.world import World, Worlds
+from spec_tests.rig.ranks.errors import RankDied, RankHung, RankRaised
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import World, Worlds
 from spec_tests.rig_tests import bodies
 
 # What it is, and how it is told: on live ranks, on simulated ones.

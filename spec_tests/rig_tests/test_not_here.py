@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from spec_tests.attention import interpreter, test_refusals
-from spec_tests.rig import not_here
-from spec_tests.rig.errors import RankRaised
-from spec_tests.rig.not_here import missing
 from spec_tests.rig.outcomes import Outcome
-from spec_tests.rig.rank import Context
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks import not_here
+from spec_tests.rig.ranks.errors import RankRaised
+from spec_tests.rig.ranks.not_here import missing
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig_tests.helpers import CHECKOUTS, judged, python, replaced
 
 CS336 = CHECKOUTS / "cs336_2026"

@@ -10,7 +10,7 @@ from spec_tests import target
 from spec_tests.contract import FUNCTIONS
 from spec_tests.ledger import load_all
 from spec_tests.rig.outcomes import SILENT, Outcome
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig_tests.helpers import judged
 
 # Its functions are not seen to be left open: they look like functions that do something.

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from spec_tests.rig import oracle
+from spec_tests.rig.judge import oracle
 from spec_tests.rig.toys import TOYS, Toy, sum_of_squares
 
 

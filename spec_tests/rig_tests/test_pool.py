@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spec_tests.rig.errors import RankRaised
-from spec_tests.rig.rank import Context
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks.errors import RankRaised
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig_tests import bodies, faults
 
 DTYPES = (

@@ -12,16 +12,17 @@ import torch
 
 from spec_tests import plugin, target
 from spec_tests.attention import test_gradients, test_masks, test_operator
-from spec_tests.rig import runner, world
-from spec_tests.rig.cuda_runtime import PRETENDED_CUDA
+from spec_tests.rig.judge import runner
 from spec_tests.rig.outcomes import Outcome
-from spec_tests.rig.rank import Context
+from spec_tests.rig.ranks import world
+from spec_tests.rig.ranks.cuda_runtime import PRETENDED_CUDA
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.wire import Frame, RemoteError
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.report.data import as_report
 from spec_tests.rig.report.page import render_page
 from spec_tests.rig.report.text import render_summary, render_terminal
 from spec_tests.rig.sim import hooks
-from spec_tests.rig.wire import Frame, RemoteError
-from spec_tests.rig.world import Worlds
 from spec_tests.rig_tests.helpers import CHECKOUTS, MEAN, MEAN_CASE, judged, replaced
 from spec_tests.rig_tests.logs import log
 

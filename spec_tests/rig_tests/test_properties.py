@@ -11,9 +11,9 @@ from hypothesis import Phase, Verbosity, given, settings
 from hypothesis import strategies as st
 
 from spec_tests.rig import strategies
-from spec_tests.rig.errors import RankDied, RankHung, RankRaised
-from spec_tests.rig.rank import Context
-from spec_tests.rig.world import World, Worlds
+from spec_tests.rig.ranks.errors import RankDied, RankHung, RankRaised
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import World, Worlds
 from spec_tests.rig_tests import bodies
 
 QUICK = settings(settings.get_profile("default"), deadline=None, derandomize=True, database=None)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from spec_tests import impostors, ledger
-from spec_tests.rig import expectations
-from spec_tests.rig.eventlog import read_log
+from spec_tests.rig.judge import expectations
 from spec_tests.rig.outcomes import Outcome, compose, results
+from spec_tests.rig.report.eventlog import read_log
 from spec_tests.target import PACKAGE_ROOT, REPOSITORY_ROOT
 
 README = REPOSITORY_ROOT / "README.md"

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from spec_tests.rig import runner, wire
-from spec_tests.rig.errors import RankRaised, RankReport
+from spec_tests.rig.judge import runner
 from spec_tests.rig.outcomes import Outcome
-from spec_tests.rig.rank import Context, Reply
-from spec_tests.rig.recorder import Kind
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks import wire
+from spec_tests.rig.ranks.errors import RankRaised, RankReport
+from spec_tests.rig.ranks.rank import Context, Reply
+from spec_tests.rig.ranks.recorder import Kind
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig_tests import bodies
 
 ELSEWHERE = """
@@ -93,7 +94,7 @@ def test_bytes_that_are_no_answer_are_refused_as_what_they_are():
         b"nonsense": "cannot be read: ",
         wire.dumps(3): "expected a Reply, got int",
         pickle.dumps(os.system): r"only posix\.system can rebuild",
-        b"cspec_tests.rig.pool\nos.system\n.": r"only spec_tests\.rig\.pool\.os\.system can",
+        b"cspec_tests.rig.ranks.pool\nos.system\n.": r"only spec_tests\.rig\.ranks\.pool\.os\.",
     }.items():
         with pytest.raises(wire.NotPlain, match=said):
             wire.received(data, Reply)

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from spec_tests.laws import traffic
-from spec_tests.rig.rank import Context
-from spec_tests.rig.recorder import Event, Kind, Log, Recorder
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.recorder import Event, Kind, Log, Recorder
+from spec_tests.rig.ranks.world import Worlds
 
 N = 6
 """Elements that each rank hands in; the world has two."""

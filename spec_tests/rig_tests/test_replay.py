@@ -9,10 +9,10 @@ import torch
 from spec_tests import plugin, target
 from spec_tests.clause import Clause
 from spec_tests.ledger import load_all
-from spec_tests.rig import replay, runner
+from spec_tests.rig.judge import replay, runner
 from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.ranks.world import World, Worlds
 from spec_tests.rig.sim import Schedule
-from spec_tests.rig.world import World, Worlds
 
 CLAUSES = {clause.id: clause for clause in load_all()}
 

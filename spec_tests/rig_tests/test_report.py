@@ -9,8 +9,6 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from spec_tests.rig.eventlog import EventLog
-from spec_tests.rig.junit import render_junit
 from spec_tests.rig.outcomes import Event, Outcome, cells, compose, judge_run, verdict
 from spec_tests.rig.report import (
     INCOMPLETE,
@@ -23,6 +21,8 @@ from spec_tests.rig.report import (
     render_terminal,
     write_report,
 )
+from spec_tests.rig.report.eventlog import EventLog
+from spec_tests.rig.report.junit import render_junit
 from spec_tests.rig_tests import golden
 from spec_tests.rig_tests.logs import MESSAGE, START, TOLD, add, log, profile, result
 

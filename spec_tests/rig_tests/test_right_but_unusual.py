@@ -6,7 +6,7 @@ import pytest
 
 from spec_tests.ddp import test_lifecycle
 from spec_tests.rig.outcomes import Outcome
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig_tests.helpers import judged
 
 FLAT = """

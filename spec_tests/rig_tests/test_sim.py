@@ -24,11 +24,11 @@ from spec_tests.ddp.replica import SEED, gradients_after
 from spec_tests.ddp.test_programs import SCHEDULED_TOY, THREE_STEPS
 from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import strategies
-from spec_tests.rig.errors import RankDied, RankHung, RankRaised
-from spec_tests.rig.rank import Context
+from spec_tests.rig.ranks.errors import RankDied, RankHung, RankRaised
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import World, Worlds
 from spec_tests.rig.sim import Deadlock, Schedule
 from spec_tests.rig.sim.hooks import needs
-from spec_tests.rig.world import World, Worlds
 from spec_tests.rig_tests import bodies, programs
 
 

@@ -10,9 +10,9 @@ import pytest
 from spec_tests import ledger, skeletons
 from spec_tests.clause import Clause
 from spec_tests.contract import FUNCTIONS
+from spec_tests.rig.judge.runner import CaseResult
 from spec_tests.rig.outcomes import Outcome
-from spec_tests.rig.runner import CaseResult
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig_tests.helpers import clauses, judged
 from spec_tests.skeletons.__main__ import main
 from spec_tests.target import REPOSITORY_ROOT, Implementation, Target, import_target, parse

@@ -6,10 +6,10 @@ import pytest
 
 from spec_tests import target
 from spec_tests.contract import DEFAULTS, FUNCTIONS
-from spec_tests.rig import runner
-from spec_tests.rig.errors import NotOffered, RigError
-from spec_tests.rig.pool import Pool
-from spec_tests.rig.world import Worlds
+from spec_tests.rig.judge import runner
+from spec_tests.rig.ranks.errors import NotOffered, RigError
+from spec_tests.rig.ranks.pool import Pool
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig_tests import bodies
 
 OFFER = "def ddp(module, *, process_group=None):\n    return module\n"

@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 
-from spec_tests.rig import fingerprint, tolerance
-from spec_tests.rig.tolerance import exact, rounding
+from spec_tests.rig.judge import fingerprint, tolerance
+from spec_tests.rig.judge.tolerance import exact, rounding
 
 
 @pytest.mark.parametrize("module", [fingerprint, tolerance])

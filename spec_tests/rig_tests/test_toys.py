@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spec_tests.rig import oracle
+from spec_tests.rig.judge import oracle
 from spec_tests.rig.toys import TOYS, sum_of_squares
 from spec_tests.zero1 import runs, test_groups
 

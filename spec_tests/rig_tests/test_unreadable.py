@@ -11,10 +11,11 @@ import torch
 from spec_tests import ledger, target
 from spec_tests.contract import FUNCTIONS
 from spec_tests.data.test_partition import test_all_ranks_are_in_the_same_window_of_the_order
-from spec_tests.rig import judge, runner
-from spec_tests.rig.errors import RigError
+from spec_tests.rig import judge
+from spec_tests.rig.judge import runner
 from spec_tests.rig.outcomes import Outcome
-from spec_tests.rig.world import Ranks, World, Worlds
+from spec_tests.rig.ranks.errors import RigError
+from spec_tests.rig.ranks.world import Ranks, World, Worlds
 from spec_tests.rig_tests.helpers import judged
 
 OBSERVATIONS = {

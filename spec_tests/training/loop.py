@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from spec_tests.rig.rank import Context
-from spec_tests.rig.tolerance import Tolerance, rounding
+from spec_tests.rig.judge.tolerance import Tolerance, rounding
+from spec_tests.rig.ranks.rank import Context
 
 VOCABULARY, LENGTH, WIDTH = 11, 5, 6
 POISON = VOCABULARY - 1  # an id that occurs in no data but poisoned ones

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from spec_tests.clause import clauses
 from spec_tests.rig import judge, strategies
-from spec_tests.rig.symptoms import Hint
+from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.training.loop import (
     CONTRACT,
     TRAIN,

@@ -12,8 +12,8 @@ import torch
 
 from spec_tests.clause import clauses
 from spec_tests.rig import judge
-from spec_tests.rig.symptoms import Hint
-from spec_tests.rig.tolerance import rounding
+from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.judge.tolerance import rounding
 from spec_tests.training.loop import (
     CONTRACT,
     TRAIN,

@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from spec_tests.laws import footprint
-from spec_tests.rig import judge, oracle
-from spec_tests.rig.rank import Context
-from spec_tests.rig.symptoms import Hint
-from spec_tests.rig.tolerance import Tolerance, exact, rounding
+from spec_tests.rig import judge
+from spec_tests.rig.judge import oracle
+from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.judge.tolerance import Tolerance, exact, rounding
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import World
 from spec_tests.rig.toys import TOYS, integers
-from spec_tests.rig.world import World
 
 Make = Callable[..., torch.optim.Optimizer]
 Groups = Callable[[dict[str, nn.Parameter]], Any]

@@ -15,7 +15,7 @@ import torch
 
 from spec_tests.clause import clauses
 from spec_tests.rig import judge
-from spec_tests.rig.symptoms import Hint
+from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.toys import TOYS
 from spec_tests.zero1.runs import (
     SEED,

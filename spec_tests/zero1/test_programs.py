@@ -17,7 +17,7 @@ import torch
 from spec_tests.clause import clauses
 from spec_tests.laws import program_machine, programs, schedules
 from spec_tests.rig import judge
-from spec_tests.rig.tolerance import rounding
+from spec_tests.rig.judge.tolerance import rounding
 from spec_tests.rig.toys import TOYS
 from spec_tests.zero1.runs import SEED, TOY, Run, gradient, same_as_unsharded
 

@@ -15,7 +15,7 @@ from torch import nn
 from spec_tests.clause import clauses
 from spec_tests.laws import agreement, footprint, large_worlds, traffic
 from spec_tests.rig import judge
-from spec_tests.rig.pretended import pretended
+from spec_tests.rig.ranks.pretended import pretended
 from spec_tests.zero1.runs import DEPTH, OPTIMIZERS, WIDTH, Run, sharded, state_bytes, wide
 
 clause = clauses(needs=("sharded_optimizer",), level="production", worlds=(2, 3))

@@ -14,8 +14,8 @@ import torch
 from spec_tests.clause import clauses
 from spec_tests.laws import refusal
 from spec_tests.rig import judge
-from spec_tests.rig.fingerprint import contribution, digits
-from spec_tests.rig.symptoms import Hint
+from spec_tests.rig.judge.fingerprint import contribution, digits
+from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.zero1.runs import (
     OPTIMIZERS,
     Run,

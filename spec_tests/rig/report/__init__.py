@@ -6,7 +6,7 @@
 | summary.md | a pull request (`text`) |
 | report.json | programs, `compare` among them; the schema stands in `data` |
 | index.html | a browser: one file that needs no network (`page`) |
-| junit.xml | whatever reads test reports (`spec_tests.rig.junit`) |
+| junit.xml | whatever reads test reports (`spec_tests.rig.report.junit`) |
 | results.json | Gradescope, with the points of a course (`points`) |
 
 All but the log are pure functions of it, and need no torch: a log is read in a moment. One without
@@ -19,9 +19,9 @@ import os
 import shutil
 from pathlib import Path
 
-from spec_tests.rig.eventlog import read_log
-from spec_tests.rig.junit import render_junit
 from spec_tests.rig.report.data import render_json
+from spec_tests.rig.report.eventlog import read_log
+from spec_tests.rig.report.junit import render_junit
 from spec_tests.rig.report.page import render_page
 from spec_tests.rig.report.points import render_gradescope, render_points
 from spec_tests.rig.report.text import (

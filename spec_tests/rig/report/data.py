@@ -43,7 +43,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spec_tests.rig.eventlog import read_log
 from spec_tests.rig.outcomes import (
     Cell,
     Event,
@@ -55,6 +54,7 @@ from spec_tests.rig.outcomes import (
     verdict,
 )
 from spec_tests.rig.report.causes import causes
+from spec_tests.rig.report.eventlog import read_log
 from spec_tests.rig.report.points import score
 from spec_tests.rig.report.text import (
     INCOMPLETE,

@@ -20,7 +20,6 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from spec_tests.rig.errors import NOT_HERE
 from spec_tests.rig.outcomes import (
     BROKEN,
     LEVELS,
@@ -37,6 +36,7 @@ from spec_tests.rig.outcomes import (
     results,
     verdict,
 )
+from spec_tests.rig.ranks.errors import NOT_HERE
 from spec_tests.rig.report.causes import Cause, causes
 
 WORDS = {

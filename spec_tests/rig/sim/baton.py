@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from spec_tests.rig.ranks.watcher import stack_of_body
 from spec_tests.rig.sim.faults import Abandoned, NotSimulated, PeerGone
 from spec_tests.rig.sim.schedule import Chooser, Schedule
-from spec_tests.rig.watcher import stack_of_body
 
 # So many questions in a row, without any progress, and nobody is working on the answer.
 _MAX_POLLS = 2_000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spec_tests.rig.errors import RankHung
+from spec_tests.rig.ranks.errors import RankHung
 
 
 class Deadlock(RankHung, Exception):

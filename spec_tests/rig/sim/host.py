@@ -1,8 +1,8 @@
 """The process that a simulated world lives in: threads for ranks, a pipe to the parent.
 
-It lives like a rank of the pool (`rig.rank`): forked from the zygote, output to a file, a watcher
-that says what is going on. One task is one body on all ranks; one answer holds a reply per rank
-and, if no rank could go on, the table of who waited where.
+It lives like a rank of the pool (`rig.ranks.rank`): forked from the zygote, output to a file, a
+watcher that says what is going on. One task is one body on all ranks; one answer holds a reply per
+rank and, if no rank could go on, the table of who waited where.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from spec_tests.rig import hygiene, wire
-from spec_tests.rig import rank as live
+from spec_tests.rig.ranks import hygiene, wire
+from spec_tests.rig.ranks import rank as live
+from spec_tests.rig.ranks.watcher import Doing, stack_of_body
 from spec_tests.rig.sim import hooks
 from spec_tests.rig.sim.baton import Baton, Blocked
 from spec_tests.rig.sim.collectives import Collectives
 from spec_tests.rig.sim.faults import UnwaitedWork
 from spec_tests.rig.sim.schedule import Schedule
 from spec_tests.rig.sim.store import SimStore
-from spec_tests.rig.watcher import Doing, stack_of_body
 from spec_tests.target import Implementation
 
 

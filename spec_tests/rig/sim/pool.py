@@ -16,13 +16,13 @@ import time
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from spec_tests.rig import member as member_side
-from spec_tests.rig import rank as live
-from spec_tests.rig import wire
-from spec_tests.rig.errors import RankDied, RankHung, RankReport, RigError
-from spec_tests.rig.liveness import Liveness
-from spec_tests.rig.member import Member
-from spec_tests.rig.pool import BasePool, Outcome, culprit, is_damaged, refusal
+from spec_tests.rig.ranks import member as member_side
+from spec_tests.rig.ranks import rank as live
+from spec_tests.rig.ranks import wire
+from spec_tests.rig.ranks.errors import RankDied, RankHung, RankReport, RigError
+from spec_tests.rig.ranks.liveness import Liveness
+from spec_tests.rig.ranks.member import Member
+from spec_tests.rig.ranks.pool import BasePool, Outcome, culprit, is_damaged, refusal
 from spec_tests.rig.sim import hooks, host
 from spec_tests.rig.sim.faults import Deadlock
 from spec_tests.rig.sim.schedule import Schedule
@@ -65,7 +65,7 @@ class SimPool(BasePool):
         """Run `body` on every rank.
 
         Raises:
-            RankRaised, RankHung (Deadlock), RankDied: see `spec_tests.rig.errors`.
+            RankRaised, RankHung (Deadlock), RankDied: see `spec_tests.rig.ranks.errors`.
         """
         own = wire.dumps(live.Task(0, 0, *body, args, kwargs, seed))
         task = host.SimTask(own, schedule or Schedule())

@@ -26,12 +26,19 @@ from typing import Any
 
 import torch
 
-from spec_tests.rig.errors import NOT_HERE, NotOffered, RankDied, RankHung, RankRaised, RigError
 from spec_tests.rig.judge import SITUATION
-from spec_tests.rig.pool import PATIENCE, Pool
+from spec_tests.rig.ranks.errors import (
+    NOT_HERE,
+    NotOffered,
+    RankDied,
+    RankHung,
+    RankRaised,
+    RigError,
+)
+from spec_tests.rig.ranks.pool import PATIENCE, Pool
+from spec_tests.rig.ranks.wire import RemoteError
 from spec_tests.rig.sim.pool import SimPool
 from spec_tests.rig.sim.schedule import Schedule
-from spec_tests.rig.wire import RemoteError
 from spec_tests.target import Target
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -197,14 +204,14 @@ class World:
         """Call `body(ctx, *args, **kwargs)` on every rank.
 
         Args:
-            body: a module-level function; its first parameter is a `rig.rank.Context`.
+            body: a module-level function; its first parameter is a `rig.ranks.rank.Context`.
             seed: each rank seeds torch, NumPy and random with `1000 * seed + rank`.
             timeout_s: the longest that the body may take.
             grace_s: how long all silent ranks may be blocked before that is called a hang.
 
         Raises:
             NotOffered: the implementation lacks a function that the body called.
-            RankRaised, RankHung, RankDied: see `rig.errors`.
+            RankRaised, RankHung, RankDied: see `rig.ranks.errors`.
             RigError: the body cannot be named.
         """
         name = _name_of(body)

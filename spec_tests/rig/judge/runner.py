@@ -19,7 +19,9 @@ import torch
 from hypothesis.errors import Flaky
 
 from spec_tests.clause import Clause
-from spec_tests.rig.errors import (
+from spec_tests.rig.judge import Situation, Violation, judging, unreadable_is_a_finding, violated
+from spec_tests.rig.outcomes import LEVELS, Outcome
+from spec_tests.rig.ranks.errors import (
     NOT_HERE,
     Blocked,
     NotOffered,
@@ -28,10 +30,8 @@ from spec_tests.rig.errors import (
     RankRaised,
     RigError,
 )
-from spec_tests.rig.judge import Situation, Violation, judging, unreadable_is_a_finding, violated
-from spec_tests.rig.outcomes import LEVELS, Outcome
+from spec_tests.rig.ranks.world import World, Worlds
 from spec_tests.rig.sim import Deadlock, hooks
-from spec_tests.rig.world import World, Worlds
 from spec_tests.target import Target
 
 DEFAULT_TRANSPORT = "gloo"

@@ -39,8 +39,8 @@ from torch.distributed import device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _device
 
-from spec_tests.rig import cuda_runtime
-from spec_tests.rig.cuda_runtime import device_index, nothing
+from spec_tests.rig.ranks import cuda_runtime
+from spec_tests.rig.ranks.cuda_runtime import device_index, nothing
 
 _TOLD_THE_TRUTH = ("torch", "triton", "spec_tests")
 _CPU = torch.device("cpu")

@@ -32,14 +32,14 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from spec_tests.rig import member as member_side
-from spec_tests.rig import rank as rank_side
-from spec_tests.rig import wire
-from spec_tests.rig.errors import RankDied, RankHung, RankRaised, RankReport
-from spec_tests.rig.liveness import Liveness
-from spec_tests.rig.member import Member
-from spec_tests.rig.watcher import Doing
-from spec_tests.rig.zygote import rank_environment
+from spec_tests.rig.ranks import member as member_side
+from spec_tests.rig.ranks import rank as rank_side
+from spec_tests.rig.ranks import wire
+from spec_tests.rig.ranks.errors import RankDied, RankHung, RankRaised, RankReport
+from spec_tests.rig.ranks.liveness import Liveness
+from spec_tests.rig.ranks.member import Member
+from spec_tests.rig.ranks.watcher import Doing
+from spec_tests.rig.ranks.zygote import rank_environment
 from spec_tests.target import Target
 
 # A rank that has raised closes its sockets, which releases its peers; who is not is killed.
@@ -213,7 +213,7 @@ class Pool(BasePool):
             patience: how many times `timeout_s` a body may take while it visibly computes.
 
         Raises:
-            RankRaised, RankHung, RankDied: see `spec_tests.rig.errors`.
+            RankRaised, RankHung, RankDied: see `spec_tests.rig.ranks.errors`.
         """
         self._serial += 1
         try:

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from hypothesis.errors import HypothesisException
 
-from spec_tests.rig.errors import Blocked, RankRaised, RigError
-from spec_tests.rig.symptoms import Finding, Hint, explain, gap
-from spec_tests.rig.tolerance import Tolerance, exact
+from spec_tests.rig.judge.symptoms import Finding, Hint, explain, gap
+from spec_tests.rig.judge.tolerance import Tolerance, exact
+from spec_tests.rig.ranks.errors import Blocked, RankRaised, RigError
 
 Tensors = Mapping[str, torch.Tensor | None]
 
@@ -243,8 +243,8 @@ def _ranks_agree(observed: Sequence[Tensors], name: str) -> bool:
 
 # ---------------------------------------------------------------- what a clause cannot read
 
-_SUITE = Path(__file__).parents[1]
-_WORLD = str(Path(__file__).with_name("world.py"))
+_SUITE = Path(__file__).parents[2]
+_WORLD = str(Path(__file__).parents[1] / "ranks/world.py")
 # Findings and outcomes of their own, and what the machine or the run itself is at fault for.
 _OTHERS = (
     *(AssertionError, RankRaised, RigError, Blocked, unittest.SkipTest, HypothesisException),

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from spec_tests.rig import wire
+from spec_tests.rig.ranks import wire
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
 Named = dict[str, torch.Tensor]

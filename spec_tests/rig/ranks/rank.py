@@ -39,10 +39,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spec_tests.rig import hygiene, wire
-from spec_tests.rig.recorder import Recorder
-from spec_tests.rig.watcher import LAST_WORDS, Doing, keep_last_words, watch
-from spec_tests.rig.zygote import forget_triton
+from spec_tests.rig.ranks import hygiene, wire
+from spec_tests.rig.ranks.recorder import Recorder
+from spec_tests.rig.ranks.watcher import LAST_WORDS, Doing, keep_last_words, watch
+from spec_tests.rig.ranks.zygote import forget_triton
 from spec_tests.target import Implementation, Target, load
 
 # Longer than any body may take: the parent's clock decides, this one is the last resort.
@@ -375,7 +375,7 @@ def prepare_device(target: Target, transport: str) -> str:
     """The type of the device that the implementation finds here, a stand-in if need be."""
     if target.pretends_cuda and transport != "cuda":
         # Imported here: the other ranks have no use for it.
-        from spec_tests.rig import pretended_cuda
+        from spec_tests.rig.ranks import pretended_cuda
 
         pretended_cuda.install()
         return "cuda"
@@ -384,7 +384,7 @@ def prepare_device(target: Target, transport: str) -> str:
 
 def _theirs(trace: TracebackType | None) -> TracebackType | None:
     """From the first frame on that is neither the suite's nor importlib's; None without one."""
-    suite = str(Path(__file__).parents[1])
+    suite = str(Path(__file__).parents[2])
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if not file.startswith((suite, "<frozen importlib")):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import unittest
 from dataclasses import dataclass, field
 
-from spec_tests.rig.wire import RemoteError
+from spec_tests.rig.ranks.wire import RemoteError
 
 NOT_HERE = "not here: "
 """How the reason of a skip begins when this machine lacks something."""

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from spec_tests.rig import wire
-from spec_tests.rig.recorder import issued_by_all_groups
+from spec_tests.rig.ranks import wire
+from spec_tests.rig.ranks.recorder import issued_by_all_groups
 
 _KEPT: list[object] = []  # what C code calls must not be collected
 _RANK = str(Path(__file__).with_name("rank.py"))

@@ -21,12 +21,12 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from spec_tests.rig import rank as rank_side
-from spec_tests.rig import wire
-from spec_tests.rig.errors import RankDied, RankHung, RankReport
-from spec_tests.rig.rank import Greeting
-from spec_tests.rig.watcher import LAST_WORDS, Doing
-from spec_tests.rig.zygote import start_method, without_main
+from spec_tests.rig.ranks import rank as rank_side
+from spec_tests.rig.ranks import wire
+from spec_tests.rig.ranks.errors import RankDied, RankHung, RankReport
+from spec_tests.rig.ranks.rank import Greeting
+from spec_tests.rig.ranks.watcher import LAST_WORDS, Doing
+from spec_tests.rig.ranks.zygote import start_method, without_main
 
 Main = Callable[[rank_side.RankConfig, Connection, Connection], None]
 """Entry point of a forked process: what it is told at its start, and its ends of the two pipes."""
@@ -170,5 +170,5 @@ def _stack_of(dump: str) -> str:
     threads = dump.partition(_CRASH)[2].split(_END)
     body = next((thread for thread in threads if " in _run\n" in thread), "")
     frames = [(m[1], int(m[2]), m[3], None) for m in _FRAME.finditer(body)]
-    own = itertools.takewhile(lambda frame: not frame[0].endswith("/rig/rank.py"), frames)
+    own = itertools.takewhile(lambda frame: not frame[0].endswith("/rig/ranks/rank.py"), frames)
     return "".join(traceback.StackSummary.from_list(reversed([*own])).format())

@@ -22,10 +22,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from spec_tests.clause import Clause
-from spec_tests.rig import runner
-from spec_tests.rig.judge import SITUATION, judging, unreadable_is_a_finding
+from spec_tests.rig.judge import SITUATION, judging, runner, unreadable_is_a_finding
 from spec_tests.rig.outcomes import LEVELS, Outcome
-from spec_tests.rig.world import AnyPool, World, Worlds
+from spec_tests.rig.ranks.world import AnyPool, World, Worlds
 from spec_tests.target import Target
 
 # ------------------------------------------------------------------------------- on live ranks

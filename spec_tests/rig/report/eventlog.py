@@ -244,7 +244,7 @@ def environment() -> Event:
 
 def suite_version() -> str:
     """The suite's version: of the checkout around this file, else of the installed package."""
-    project = Path(__file__).parents[2] / "pyproject.toml"
+    project = Path(__file__).parents[3] / "pyproject.toml"
     if project.is_file():
         declared = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
         if declared.get("name") == "trainspec":

@@ -35,7 +35,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from spec_tests.rig import not_here
+from spec_tests.rig.ranks import not_here
 
 # bfloat16 and the 8-bit floats have no NumPy twin: their bits travel as integers of equal width.
 _BITS_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -221,7 +221,7 @@ class RemoteError:
         entries = [
             Frame(f.filename, f.lineno or 1, f.name)
             for f in traceback.extract_tb(error.__traceback__)
-            if not f.filename.endswith(("/rig/rank.py", "/rig/not_here.py"))
+            if not f.filename.endswith(("/rig/ranks/rank.py", "/rig/ranks/not_here.py"))
         ]
         return cls(
             kind=type(error).__name__,
