@@ -61,7 +61,7 @@ def test_what_is_more_than_data_is_refused_and_never_called_in_the_parent(
 ):
     witness = tmp_path / "ran"
     text = ELSEWHERE.format(witness=str(witness), statement=statement)
-    which = mine("import torch\nfrom spec_tests.rig import rank\n" + text)
+    which = mine("import torch\nfrom spec_tests.rig.ranks import rank\n" + text)
     with pytest.raises(RankRaised, match=said) as caught:
         worlds.world(1, which).run(bodies.call_ddp)
     assert runner.outcome_of(caught.value) is Outcome.FAILED
