@@ -51,7 +51,7 @@ def fail_without_words(ctx: Context) -> None:
         ("return [{'a': Nested(3)}]", r"got what only pathlib\.\w*Path"),
         ("return len", r"got what only builtins\.(len|getattr) can rebuild"),
         ("return torch.nn.Linear(1, 1)", r"got what only torch\.nn\.modules\.linear\.Linear can"),
-        ("return rank._resolve", r"got what only spec_tests\.rig\.rank\._resolve can"),
+        ("return rank._resolve", r"got what only spec_tests\.rig\.ranks\.rank\._resolve can"),
         ("raise Named()", "raised Named: my words"),
     ],
     ids=["class", "calls", "nested", "builtin", "torch", "suite", "words"],
