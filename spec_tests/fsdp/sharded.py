@@ -172,7 +172,8 @@ class Sharded(wrapped.WrappedToy):
             self.module.get_parameter(name).requires_grad_(False)
         self.wrapped: Any = shard(ctx, subject, self.module, units, **options)
         self.held: list[Any] = list(self.wrapped.parameters())
-        self.optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=RATE)
+        # foreach, the default on a GPU, takes no plain tensors beside DTensors.
+        self.optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=RATE, foreach=False)
 
     def recorded(self, micro: int = 0, **flags: Any) -> tuple[Log, Log]:
         """What the forward and what the backward of a micro-batch send."""

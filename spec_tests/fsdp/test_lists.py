@@ -77,7 +77,8 @@ def sharded_apart(ctx):
 
 
 def _chunked(module, rank):
-    rows = module(TOYS["mlp"].batch(7, rank=rank))
+    device = next(module.parameters()).device
+    rows = module(TOYS["mlp"].batch(7, rank=rank).to(device))
     return sum(sum_of_squares(module.head(chunk)) for chunk in rows.split(2))
 
 

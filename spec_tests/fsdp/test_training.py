@@ -35,9 +35,8 @@ DECAY = 2.0**8
 def trained(ctx, subject, toy, seed, steps, decay=0.0):
     """Full weights after training with momentum on this rank's share of every batch."""
     sharded = Sharded(ctx, subject, toy, seed)
-    optimizer = torch.optim.SGD(
-        sharded.wrapped.parameters(), lr=RATE, momentum=0.9, weight_decay=decay
-    )
+    settings = {"lr": RATE, "momentum": 0.9, "weight_decay": decay, "foreach": False}
+    optimizer = torch.optim.SGD(sharded.wrapped.parameters(), **settings)
     for step in range(steps):
         optimizer.zero_grad()
         sharded.backward(step)
@@ -123,7 +122,7 @@ def test_the_optimizer_keeps_the_objects_that_it_was_given(world, subject):
 def history(ctx, subject, seed):
     """Full weights after steps of AdamW in float32 on real-valued data."""
     sharded = Sharded(ctx, subject, "even", seed)
-    optimizer = torch.optim.AdamW(sharded.wrapped.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(sharded.wrapped.parameters(), lr=1e-2, foreach=False)
     generator = torch.Generator().manual_seed(1000 + ctx.rank)
     for _ in range(STEPS):
         optimizer.zero_grad()

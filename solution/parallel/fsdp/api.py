@@ -261,7 +261,8 @@ def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> Full
     exercise defines itself. Replicated as well are layers that share a parameter with a module of
     another kind, and those inside an `nn.MultiheadAttention`, which reads their weights without
     calling them. If something else does so, as in `x @ embedding.weight.T`, call `fully_shard` on a
-    module around both. Values are not synchronised: seed all ranks alike.
+    module around both. Values are not synchronised: seed all ranks alike. On a GPU build the
+    optimizer with `foreach=False`: its default there takes no plain tensors beside DTensors.
 
     Args:
         compute_dtype: of the sharded layers in all-gathers and in computation. Shards, gradients,

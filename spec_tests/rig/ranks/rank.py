@@ -321,6 +321,10 @@ def _join(config: RankConfig, store: dist.TCPStore, generation: int) -> None:
     backend = "gloo"
     if config.transport == "cuda" and torch.cuda.device_count() >= config.world_size:
         backend = "cpu:gloo,cuda:nccl"
+    elif config.transport == "cuda":
+        from spec_tests.rig.ranks.shared_device import avoid_functional_collectives
+
+        avoid_functional_collectives()
     prefixed = dist.PrefixStore(f"rig/{generation}", store)
     _init_group(
         backend,
