@@ -176,7 +176,9 @@ def judge_descriptions(world, subject, toy, keys):
         judge.holds(
             [*seen] == [*wanted],
             f"rank {rank}: expected parameters {[*wanted]}, got {[*seen]}",
-            likely="wrapped or flattened: names and order must stay those of the plain model",
+            likely="a tied weight became two: one Parameter for both names, as in the plain model"
+            if {*seen} > {*wanted}
+            else "wrapped or flattened: names and order must stay those of the plain model",
         )
         for name, right in wanted.items():
             says_the_same(seen[name], right, keys, f"rank {rank}, {name!r}", f"toy {toy!r}")

@@ -87,6 +87,7 @@ VIOLATIONS: dict[str, Callable[[], None]] = {
         NEXT_TO_ONE, expected=torch.tensor(1.0), quantity="x", within=exact()
     ),
     "a hint that differs by rank": lambda: judged(MEAN, LOCAL, hints=[OF_EACH_RANK]),
+    "too small for float16": lambda: judged(0 * MEAN, expected=MEAN * 1e-9),
     "a tensor where none belongs": lambda: judge.tensors(
         [{"frozen.bias": MEAN}], {"frozen.bias": None}, quantity="gradient"
     ),

@@ -121,12 +121,22 @@ def message_of(error: BaseException | None) -> str:
     notes = list(getattr(error, "__notes__", ()))  # the values that hypothesis drew
     if isinstance(error, Violation):
         return "\n".join([str(error), *notes])
-    text = str(error) or repr(error)
+    text, likely = str(error) or repr(error), ""
     if isinstance(error, RankRaised):
         text += f"\n{error.error.text.rstrip()}"
+        likely = next((means for words, means in _WORDS.items() if words in text), "")
     elif outcome_of(error) is Outcome.ERROR and not isinstance(error, RigError):
         text = "".join(traceback.format_exception(error))
-    return "\n".join([str(violated(text)), *notes])
+    return "\n".join([str(violated(text, likely=likely)), *notes])
+
+
+# What some errors of PyTorch mean in code that frees and gathers storage by itself.
+_FREED = "the storage was freed, and not gathered again before this use"
+_WORDS = {
+    "which is out of bounds for storage of size 0": _FREED,
+    "setStorage": _FREED,
+    "got mixed torch.Tensor and DTensor": "some parameters are sharded and others plain, in one call",
+}
 
 
 def require_offered(world: World, clause: Clause, subject: str | None) -> None:

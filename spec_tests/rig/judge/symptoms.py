@@ -138,6 +138,11 @@ def _not_finite(seen: torch.Tensor, wanted: torch.Tensor) -> Cause | None:
     bad = int((~seen.isfinite() & (seen != wanted)).sum())
     if not bad:
         return None
+    if bool(wanted.isfinite().all()) and not bool(seen.isnan().any()):
+        text = (
+            "it overflowed: a number beyond the largest of the dtype on the way, or divided by zero"
+        )
+        return Cause(f"{bad} values that are infinite", text)
     return Cause(
         f"{bad} values that are not finite",
         "poison, padding or memory that nobody has written was read",
@@ -147,6 +152,10 @@ def _not_finite(seen: torch.Tensor, wanted: torch.Tensor) -> Cause | None:
 def _zero(seen: torch.Tensor, wanted: torch.Tensor) -> Cause | None:
     if bool(seen.any()) or not bool(wanted.any()):
         return None
+    for dtype in (torch.float16, torch.bfloat16):
+        if not bool(wanted.to(dtype).any()):
+            name = str(dtype).removeprefix("torch.")
+            return Cause("zero in every element", f"it is too small for {name}, or was cleared")
     return Cause("zero in every element", "it was cleared, or never filled in")
 
 
@@ -177,8 +186,10 @@ def _ratio(seen: torch.Tensor, wanted: torch.Tensor, world_size: int) -> Cause |
         -1.0: "the sign is wrong",
     }
     text = next((t for r, t in known.items() if abs(ratio - r) < 1e-6 * abs(r)), "")
-    if not text and ratios.numel() == 1:
+    if ratios.numel() == 1 and not text:
         return None  # one number is some multiple of any other
+    if ratios.numel() == 1 and ratio == float(world_size):
+        text = "added up over the ranks, where it is the mean, or the largest, of all"
     return Cause(f"{ratio:.3f} x it in every element", text or "a constant factor too many")
 
 

@@ -65,8 +65,8 @@ def _rebuild_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Te
 def _reduce_tensor(tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
     if type(tensor).__name__ == "DTensor":
         raise TypeError(
-            "a rank body may not return a DTensor; return tensor.to_local() or "
-            "tensor.full_tensor(), so that the parent knows which of the two it judges"
+            f"expected a plain tensor, got a DTensor of shape {tuple(tensor.shape)}: return "
+            "tensor.full_tensor() where the whole is meant, tensor.to_local() for this rank's part"
         )
     plain = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
     if plain.dtype not in _NUMPY_DTYPES:
