@@ -196,9 +196,7 @@ def test_tensorboard_that_is_not_installed_stops_nothing(data, tmp_path):
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="the demo draws with matplotlib")
 def test_the_demo_holds_its_own_checks_and_shows_them(tmp_path):
-    ended = start(
-        "solution.demo", ("--steps", 5, "--device", "cpu", "--no-conformance"), folder=tmp_path
-    ).wait(500)
+    ended = start("solution.demo", ("--steps", 5, "--device", "cpu"), folder=tmp_path).wait(500)
 
     assert ended.status == 0, ended.err
     assert "all checks hold" in ended.out
