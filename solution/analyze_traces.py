@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node=2 -m solution.train_ddp --profile-steps 3
     python -m solution.analyze_traces outputs/traces --diff baseline ddp_bucketed
 
-Prints a table and writes OUT/traces.json, OUT/traces.html (one file, opens anywhere) and, where
-matplotlib is installed, OUT/traces.png. The same as a notebook: `analyze_traces.ipynb`.
+Prints a table and writes OUT/traces.json and OUT/traces.html (one file, opens anywhere). The same
+as a notebook: `analyze_traces.ipynb`.
 
 Exit status: 0 done, 2 bad input (no traces, a damaged file, files of several runs in one folder, an
 output that is there already).
@@ -19,7 +19,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from solution.measure.plots import can_plot, plot_traces
 from solution.measure.trace_file import TraceError
 from solution.measure.traces import (
     diff_table,
@@ -35,9 +34,9 @@ from solution.measure.traces import (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit status."""
     options = _options(arguments)
-    data, html, picture = (options.out / f"traces.{kind}" for kind in ("json", "html", "png"))
+    data, html = (options.out / f"traces.{kind}" for kind in ("json", "html"))
     try:
-        there = [str(path) for path in (data, html, picture) if path.exists()]
+        there = [str(path) for path in (data, html) if path.exists()]
         if there and not options.overwrite:
             raise TraceError(
                 f"expected nothing to overwrite, got {', '.join(there)}; give another --out, or "
@@ -65,9 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     data.write_text(json.dumps(record, indent=1) + "\n")
     html.write_text(page(setups, " and ".join(options.diff or ()), diff), encoding="utf-8")
     print(f"{data}\n{html}")
-    if options.plots:
-        plot_traces(setups, picture)
-        print(picture)
     return 0
 
 
@@ -84,8 +80,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--diff", nargs=2, metavar="SETUP", help="two setups whose operators differ")
     add("--step", type=int, help="the step to draw (default: of median duration)")
     add("--overwrite", action="store_true", help="replace an earlier analysis")
-    text = "whether to draw traces.png (default: where matplotlib is installed)"
-    add("--plots", action=argparse.BooleanOptionalAction, default=can_plot(), help=text)
     return parser.parse_args(arguments)
 
 

@@ -6,8 +6,7 @@
 The prediction is made with fake tensors: no memory, no GPU. The measurement is two real steps, on a
 GPU by CUDA's allocator, on the CPU by MemTracker; it is left out where the prediction says that it
 cannot fit (exit status 3), and with `--no-measure`. On a GPU `--snapshot` writes a history for
-pytorch.org/memory_viz. Results: a table, OUT/memory.json, and OUT/memory.png where matplotlib is
-installed (the extra `plots`). MiB are 2^20 bytes.
+pytorch.org/memory_viz. Results: a table and OUT/memory.json. MiB are 2^20 bytes.
 
 Exit status: 0 done, 2 bad input, 3 does not fit.
 """
@@ -25,7 +24,6 @@ import torch
 from solution.console import aligned
 from solution.measure.memory import Prediction
 from solution.measure.memory_used import measured_step, memory_history
-from solution.measure.plots import plot_memory
 from solution.measure.workload import BAD_INPUT, DONE, Workload, keep, parser
 from solution.models import families
 
@@ -101,7 +99,7 @@ def _analyse(work: Workload, flags: argparse.Namespace, room: int | None) -> int
         "room": room,
         "fits": fits,
     }
-    keep(flags.out / "memory.json", record, functools.partial(plot_memory, found.peaks))
+    keep(flags.out / "memory.json", record)
     if room is None or fits:
         return DONE
     sys.stderr.write(

@@ -18,12 +18,12 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from solution.console import progress_bar
 from solution.data.shards import write_atomically
-from solution.measure.plots import can_plot, empty_figure
 from solution.train_config import TrainConfig
 from solution.trainer import StepRecord
 
@@ -85,9 +85,11 @@ class RunLog:
 
     def plot(self) -> Path | None:
         """Draw loss, learning rate and step time over the steps; None without matplotlib."""
-        if self.path is None or not can_plot():
+        if self.path is None or not find_spec("matplotlib"):
             return None
-        figure = empty_figure(12, 3.5)
+        from matplotlib.figure import Figure  # here: half a second, and optional
+
+        figure = Figure(figsize=(12, 3.5), layout="constrained")
         charts = figure.subplots(1, 3)
         titles = {"loss": "loss", "lr": "learning rate", "step_s": "seconds per step"}
         steps = [line["step"] for line in self.lines]

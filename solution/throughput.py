@@ -8,8 +8,7 @@
 Warm-up until steady, then the median step with its spread (`solution.measure.throughput`); FLOPs
 per token are the model's own, in closed form; MFU only for devices whose peak is known. A batch
 size that does not fit is a row of its table. On the CPU, where no allocator keeps a peak, memory is
-the prediction of `solution.memory_analysis`. Results go to OUT/throughput.json, a sweep also to
-OUT/throughput.png if matplotlib is there (extra `plots`).
+the prediction of `solution.memory_analysis`. Results go to OUT/throughput.json.
 
 Exit status: 0 done, 2 bad input, 3 out of memory.
 """
@@ -28,7 +27,6 @@ import torch.nn.functional as F
 
 from solution.config import require_positive
 from solution.measure.flops import extrapolate_training, model_flops_utilization
-from solution.measure.plots import plot_sweep
 from solution.measure.throughput import is_out_of_memory, measure_throughput, sweep_batch_sizes
 from solution.measure.workload import BAD_INPUT, DONE, Workload, keep, parser
 from solution.models import families
@@ -87,10 +85,8 @@ def _report(work: Workload, flags: argparse.Namespace) -> int:
         print(f"  {name:<7} {compared[name]['tokens_per_s']:>12,.1f} tokens/s", flush=True)
     peak = "peak" if is_gpu else "predicted peak"
     rows = _sweep(work, flags, peak) if flags.batch_sizes else []
-    title = f"{flags.model} {work.preset}, {work.length} tokens, {device}"
     record = {"found": found, "larger": larger, "attentions": compared, "sweep": rows}
-    plot = functools.partial(plot_sweep, rows, title=title, peak=peak) if rows else None
-    keep(flags.out / "throughput.json", record, plot)
+    keep(flags.out / "throughput.json", record)
     return DONE
 
 

@@ -8,7 +8,7 @@
    PyTorch's DDP; ZeRO-1; FSDP in each strategy, and PyTorch's.
 4. Two ranks, one of which is killed with SIGKILL in the middle: torchrun starts both anew, and they
    go on from the last save.
-5. What the specification says of it all: out of `make check`'s report, or a short run of its own.
+5. What the specification says of it all, where `make check` has left its report.
 
 Then a table, a page (OUT/index.html, out of OUT/results.json), and checks that decide the exit
 status:
@@ -22,7 +22,7 @@ status:
   for bit.
 
     python -m solution.demo [--steps 30] [--out outputs/demo] [--device auto] [--attention sdpa]
-    python -m solution.demo --runs 'one rank' control 'ours, bucketed' --no-conformance
+    python -m solution.demo --runs 'one rank' control 'ours, bucketed'
 
 `runs` starts them, `results` gathers and predicts, `checks` judges, `page` draws (with matplotlib).
 One thread per rank: two would fight for two cores.

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from solution.config import GPT2Config
 from solution.data.prepare import read_meta
@@ -20,17 +17,6 @@ from solution.demo import checks, results
 from solution.demo.runs import PRESET, RUNS, start, train
 
 DATA = ["--vocab-size", "2048", "--max-bytes", "2000000", "--shard-tokens", "200000"]
-# A clause or two of each chapter: what a demonstration has time for.
-SHORT_CHECK = [
-    "data.partition.global-order",
-    "attention.forward.values",
-    "models.logits.causal",
-    "ddp.gradients.mean-at-any-seed",
-    "zero1.step.equals-unsharded",
-    "fsdp.backward.mean-gradient",
-    "clip.norm.global",
-    "training.gradient.equals-one-process",
-]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     assert meta is not None  # `prepare` has written it
     config = GPT2Config.preset(PRESET, vocab_size=meta["vocab_size"])
     found = results.gather(chosen, config, flags.attention, flags.out)
-    found["conformance"] = _conformance(flags)
+    found["conformance"] = results.conformance(flags.report)
     print("\n" + checks.table(found))
     found["bounds"], found["problems"] = checks.check(chosen, found, flags.out)
     found["seconds"] = round(time.perf_counter() - started, 1)
@@ -75,9 +61,8 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--attention", default="sdpa", help="who computes it, in all runs alike")
     add("--runs", nargs="+", choices=titles, default=titles, metavar="TITLE", help=f"of {titles}")
-    report, text = Path("outputs/report/report.json"), "what `make check` wrote, else a few clauses"
-    add("--report", type=Path, default=report, help=text)
-    add("--conformance", action=argparse.BooleanOptionalAction, default=True, help="show it")
+    report = Path("outputs/report/report.json")
+    add("--report", type=Path, default=report, help="what `make check` wrote: shown if it is there")
     flags = parser.parse_args(arguments)
     if flags.steps < 2:
         parser.error(f"expected --steps >= 2 to see a loss fall, got {flags.steps}")
@@ -86,24 +71,6 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
         needed.add("ours, bucketed")  # what it is compared with
     flags.runs = needed | set(flags.runs)
     return flags
-
-
-def _conformance(flags: argparse.Namespace) -> dict[str, Any] | None:
-    """What the specification says: from its report, else from a few clauses that are run now."""
-    if not flags.conformance:
-        return None
-    if flags.report.is_file() or not find_spec("spec_tests"):
-        return results.conformance(flags.report)
-    own = flags.out / "report"
-    picked = [word for clause in SHORT_CHECK for word in ("--clause", clause)]
-    command = [sys.executable, "-m", "spec_tests", "--impl", "solution", "--impl", "torch"]
-    print("\nno report of `make check`: a few clauses are run now", flush=True)
-    subprocess.run(
-        [*command, *picked, "--report", str(own)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,  # what does not hold is what the table will say
-    )
-    return results.conformance(own / "report.json")
 
 
 if __name__ == "__main__":

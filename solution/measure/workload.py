@@ -16,7 +16,6 @@ from solution.attention import unavailable
 from solution.config import require, require_positive
 from solution.data.shards import write_atomically
 from solution.measure.memory import Prediction, predict
-from solution.measure.plots import can_plot
 from solution.models import families
 from solution.precision import PRECISIONS
 from solution.train_config import TrainConfig
@@ -111,17 +110,9 @@ class Workload:
         )
 
 
-def keep(path: Path, record: dict[str, Any], plot: Callable[[Path], None] | None) -> None:
-    """Write a record as JSON and, where matplotlib is installed, its plot as PNG; report both."""
+def keep(path: Path, record: dict[str, Any]) -> None:
+    """Write a record as JSON, and say where."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    picture = path.with_suffix(".png")
-    lines = [f"{'replaced' if path.exists() else 'written'}: {path.resolve()}"]
+    said = "replaced" if path.exists() else "written"
     write_atomically(path, json.dumps(record, indent=2).encode() + b"\n")
-    if plot is not None and can_plot():
-        lines.append(f"{'replaced' if picture.exists() else 'written'}: {picture.resolve()}")
-        plot(picture)
-    elif plot is not None:
-        lines.append(
-            "no plot: matplotlib is not installed (python -m pip install 'trainspec[plots]')"
-        )
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write(f"{said}: {path.resolve()}\n")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spec_tests.reference_tests.training import shard, write_shards
+from spec_tests.reference_tests.training import shard, trained, write_shards
 from spec_tests.target import parse
 
 
@@ -35,6 +35,14 @@ def data(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     write_shards(folder, 1500)
     (folder / "x_val_000000.bin").write_bytes(shard(700, seed=9, vocabulary=64))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def baseline(data, tmp_path_factory) -> Path:
+    """The folder of a plain run, with which others are compared."""
+    folder = tmp_path_factory.mktemp("baseline")
+    trained(data, folder)
     return folder
 
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +40,18 @@ class Outcome:
     status: int
     out: str
     err: str
+
+    def require(self, status: int, says: str = "") -> Outcome:
+        """Return this outcome.
+
+        Raises:
+            AssertionError: it is not as expected: another status, an error that does not say
+                `says`, or a refusal in the form of a traceback.
+        """
+        assert self.status == status, f"expected {status}, got {self.status}: {self.err}{self.out}"
+        assert says in self.err, f"expected {says!r}, got: {self.err}"
+        assert not (status and "Traceback" in self.err), self.err
+        return self
 
 
 class Started:
@@ -130,44 +140,25 @@ def start(
 
 
 def run(
-    module: str, *arguments: object, folder: Path, environment: Mapping[str, str] | None = None
+    module: str,
+    *arguments: object,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    status: int = 0,
+    says: str = "",
 ) -> Outcome:
-    """`start`, and wait for the end."""
-    return start(module, arguments, folder=folder, environment=environment).wait()
-
-
-def answer(
-    program: str, *arguments: object, folder: Path, environment: Mapping[str, str] | None = None
-) -> Any:
-    """Run a program's text; return what its last line says as JSON.
-
-    Raises:
-        AssertionError: it failed; with what it printed.
-    """
-    ended = run(program, *arguments, folder=folder, environment=environment)
-    assert ended.status == 0, ended.err + ended.out
-    return json.loads(ended.out.splitlines()[-1])
-
-
-def fresh_lines(program: str, *arguments: object, environment: Mapping[str, str]) -> list[str]:
-    """Run a program's text in a new interpreter, which may start processes; return its output.
-
-    A fork of the zygote is a daemon and may not.
-    """
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    ended = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=250, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout.splitlines()
+    """`start`, wait for the end, and see that it is the expected one (`Outcome.require`)."""
+    ended = start(module, arguments, folder=folder, environment=environment).wait()
+    return ended.require(status, says)
 
 
 def run_ranks(
     module: str,
     *arguments: object,
-    num_ranks: int,
     folder: Path,
     environment: Mapping[str, str] | None = None,
+    num_ranks: int = 2,
+    status: int = 0,
 ) -> list[Outcome]:
     """Run the command on every rank of a run, with the environment that torchrun gives."""
     size = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
@@ -178,7 +169,7 @@ def run_ranks(
         settings["LOCAL_RANK"] = str(rank)
         name = f"rank{rank}"
         ranks.append(start(module, arguments, folder=folder, environment=settings, name=name))
-    return [rank.wait() for rank in ranks]
+    return [ended.require(status) for ended in [rank.wait() for rank in ranks]]
 
 
 @contextlib.contextmanager

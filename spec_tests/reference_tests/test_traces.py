@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections import Counter
-from importlib.util import find_spec
 from unittest import mock
 
 import pytest
 import torch
 
 from spec_tests.measure.timeline import Timeline
-from spec_tests.reference_tests.launch import ROOT, answer, fresh_lines, run, solution
-from spec_tests.reference_tests.training import BASELINE, DDP, FSDP, summary, trained_ranks
+from spec_tests.reference_tests.launch import ROOT, run, run_ranks, solution
+from spec_tests.reference_tests.training import BASELINE, DDP, FSDP, summary
 
 NUM_STEPS, RECORDED, MICRO_BATCHES = 5, [4, 5], 2
 SMALL = (
@@ -27,7 +25,7 @@ def trained(folder, data, module, *flags, num_ranks):
     """A run that records its last two steps; each step has two micro-batches per rank."""
     sizes = ("--global-batch-size", 2 * MICRO_BATCHES * num_ranks, "--micro-batch-size", 2)
     flags = (*SMALL, *sizes, "--data", data, "--profile-steps", 2, *flags)
-    trained_ranks(module, *flags, num_ranks=num_ranks, folder=folder)
+    run_ranks(module, *flags, num_ranks=num_ranks, folder=folder)
 
 
 @pytest.fixture(scope="session")
@@ -92,15 +90,13 @@ def test_recording_changes_no_number_and_replaces_no_trace(recorded, data, tmp_p
     before = summary(recorded / "run")
     flags = (*SMALL, "--global-batch-size", 4, "--micro-batch-size", 2, "--data", data)
 
-    plain = run(BASELINE, *flags, folder=tmp_path)
-    again = run(BASELINE, *flags, "--profile-steps", 1, folder=recorded)
+    run(BASELINE, *flags, folder=tmp_path)
+    says = "expected no rank*_trace.json* in traces/baseline, got 1 of an earlier run"
+    again = run(BASELINE, *flags, "--profile-steps", 1, folder=recorded, status=2, says=says)
 
-    assert plain.status == 0, plain.err
     assert summary(tmp_path / "run")["weights_sha256"] == before["weights_sha256"]
     assert not (tmp_path / "traces").exists()
-    assert again.status == 2
     assert "rank0_trace.json" in again.err
-    assert "expected no rank*_trace.json* in traces/baseline, got 1 of an earlier run" in again.err
 
 
 @pytest.mark.parametrize(
@@ -114,10 +110,8 @@ def test_recording_changes_no_number_and_replaces_no_trace(recorded, data, tmp_p
 def test_what_cannot_be_recorded_is_refused_before_training(data, tmp_path, flags, says):
     sizes = ("--global-batch-size", 4, "--micro-batch-size", 2, "--data", data)
 
-    ended = run(BASELINE, *SMALL, *sizes, *flags, folder=tmp_path)
+    ended = run(BASELINE, *SMALL, *sizes, *flags, folder=tmp_path, status=2, says=says)
 
-    assert ended.status == 2
-    assert says in ended.err
     assert "step " not in ended.out
 
 
@@ -161,7 +155,6 @@ def test_the_analysis_says_where_the_time_went(recorded, tmp_path):
 
     ended = run("solution.analyze_traces", traces, *diff, "--out", "an", folder=tmp_path)
 
-    assert ended.status == 0, ended.err
     lines = ended.out.splitlines()
     assert [line.split()[:3] for line in lines[1:6]] == [
         ["baseline", "0", "2"],
@@ -177,7 +170,6 @@ def test_the_analysis_says_where_the_time_went(recorded, tmp_path):
             assert parts == pytest.approx(total["duration_us"])
             assert all(0 <= b < e <= line["duration_us"] for b, e in line["compute"])
             assert max(size for _, size in rank["memory"]) <= rank["peak_memory_bytes"]
-    assert (tmp_path / "an" / "traces.png").exists() == bool(find_spec("matplotlib"))
     html = (tmp_path / "an" / "traces.html").read_text()
     assert html.count("<svg") == 8, "a time line per rank, and one drawing of memory per setup"
     assert "http" not in html, "nothing is loaded from anywhere"
@@ -219,14 +211,13 @@ def test_what_is_no_run_is_refused(tmp_path):
         "none": "expected SETUP/rankN_trace.json, got no such file; record some with",
         "no-folder": "expected a folder of traces, got none; record some with",
     }
-    plain = [[name, "--out", f"out/{name}", "--no-plots"] for name in cases]
+    plain = [[name, "--out", f"out/{name}"] for name in cases]
     bad = [["whole", "--out", "out/whole"], ["whole", "--out", "x", "--diff", "run", "lost"]]
     says = [*cases.values(), "expected nothing to overwrite", "expected two of run, got 'lost'"]
 
     arguments = json.dumps([*plain, *bad])
     ended = run(PROGRAM, arguments, folder=tmp_path)
 
-    assert ended.status == 0, ended.err
     lines = [line for line in ended.err.splitlines() if not line.startswith("warning: ")]
     statuses = [int(line) for line in lines if line.isdigit()]
     errors = [line for line in lines if not line.isdigit()]
@@ -235,77 +226,6 @@ def test_what_is_no_run_is_refused(tmp_path):
     for error, wanted in zip(errors, says[1:], strict=True):
         assert wanted in error
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole"]
-
-
-# ---------------------------------------------------------------- beside Holistic Trace Analysis
-
-# On traces of a GPU both must find the same; on traces of a CPU ours has an answer and the other
-# (package `traceinsight`) has none. It counts kernels by where they were launched, leaves out the
-# last step unless told otherwise, and counts idle time from the first kernel to the last only.
-THEIRS = """
-import json, sys, warnings
-warnings.simplefilter("ignore")
-from hta.trace_analysis import TraceAnalysis
-
-def numbers(**options):
-    analysis = TraceAnalysis(trace_dir=sys.argv[1], **options)
-    overlap = analysis.get_comm_comp_overlap(visualize=False)
-    times = analysis.get_temporal_breakdown(visualize=False)
-    return [overlap.comp_comm_overlap_pctg.tolist(), times["compute_time(us)"].tolist(),
-            times["non_compute_time(us)"].tolist()]
-
-found = {"all": numbers(include_last_profiler_step=True), "default": numbers()}
-on_cpu = TraceAnalysis(trace_dir=sys.argv[2])
-overlap = on_cpu.get_comm_comp_overlap(visualize=False)
-found["overlap on a CPU"] = str(overlap.comp_comm_overlap_pctg.tolist()[0])
-try:
-    on_cpu.get_temporal_breakdown(visualize=False)
-except Exception as error:
-    found["breakdown on a CPU"] = type(error).__name__
-print(json.dumps(found))
-"""
-OURS = """
-import json, sys
-from solution import summarize_trace
-print(json.dumps([summarize_trace(path) for path in sys.argv[1:]]))
-"""
-
-
-def write_known(folder, device, *, num_steps=3):
-    """Two ranks, each with steps of the same known content."""
-    folder.mkdir()
-    for rank in range(2):
-        line = Timeline(device, rank=rank, world_size=2)
-        for number in range(num_steps):
-            begin = 1000 * number
-            line.step(number, begin, begin + 1000)
-            for start, end in ((100, 300), (300, 500), (800, 900)):
-                line.work(begin + start, begin + end)
-            line.send(begin + 400, begin + 700)
-        (folder / f"rank{rank}_trace.json").write_bytes(line.data())
-    return folder
-
-
-@pytest.mark.skipif(
-    find_spec("hta") is None,
-    reason="Holistic Trace Analysis is not installed: pip install 'trainspec[analysis]'",
-)
-def test_both_find_what_was_computed_by_hand(tmp_path):
-    gpu, cpu = write_known(tmp_path / "gpu", "cuda"), write_known(tmp_path / "cpu", "cpu")
-
-    theirs = json.loads(fresh_lines(THEIRS, gpu, cpu, environment=os.environ)[-1])
-    files = [gpu / "rank0_trace.json", gpu / "rank1_trace.json", cpu / "rank0_trace.json"]
-    ours = answer(OURS, *files, folder=tmp_path)
-
-    for rank in range(2):
-        total = ours[rank]["total"]
-        found = [each[rank] for each in theirs["all"]]
-        assert found == [33.33, total["compute_us"], total["exposed_us"]] == [33.33, 1500, 600]
-        assert round(100 * total["overlap_fraction"], 2) == 33.33
-        assert [each[rank] for each in theirs["default"]] == [33.33, 1000, 400], "two of three"
-    assert theirs["overlap on a CPU"] == "nan"
-    assert theirs["breakdown on a CPU"] == "IndexError"
-    assert ours[2]["total"] == ours[0]["total"]
 
 
 # ---------------------------------------------------------------------------------------- notebook
@@ -330,7 +250,6 @@ def test_the_notebook_runs_as_it_stands(recorded):
 
     ended = run(CELLS, NOTEBOOK, folder=folder)
 
-    assert ended.status == 0, ended.err
     assert ended.out.splitlines()[-1] == f"{sorted(SETUPS)} Drawing"
     assert "ddp_bucketed" in ended.out
 

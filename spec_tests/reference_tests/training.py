@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from spec_tests.reference_tests.launch import Outcome, Started, run, run_ranks
+from spec_tests.reference_tests.launch import Outcome, Started, run
 from spec_tests.rig.shards import shard_bytes
 
 BASELINE, DDP, FSDP = (f"solution.train_{name}" for name in ("baseline", "ddp", "fsdp"))
@@ -30,16 +30,11 @@ def write_shards(folder: Path, num_tokens: int) -> None:
         (folder / f"x_train_{index:06d}.bin").write_bytes(data)
 
 
-def trained(data: Path, folder: Path, *flags: object, module: str = BASELINE) -> Outcome:
+def trained(
+    data: Path, folder: Path, *flags: object, module: str = BASELINE, **expected: Any
+) -> Outcome:
     """Return how a small run on one rank ended, which writes to `folder`."""
-    return run(module, *SMALL, "--data", data, "--out", folder, *flags, folder=folder)
-
-
-def trained_ranks(module: str, *flags: object, folder: Path, num_ranks: int = 2) -> list[Outcome]:
-    """Run a command on all ranks, which must end well."""
-    ended = run_ranks(module, *flags, num_ranks=num_ranks, folder=folder)
-    assert [rank.status for rank in ended] == [0] * num_ranks, ended
-    return ended
+    return run(module, *SMALL, "--data", data, "--out", folder, *flags, folder=folder, **expected)
 
 
 def num_steps(folder: Path, name: str) -> int:
