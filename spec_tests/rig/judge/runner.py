@@ -135,7 +135,7 @@ _FREED = "the storage was freed, and not gathered again before this use"
 _WORDS = {
     "which is out of bounds for storage of size 0": _FREED,
     "setStorage": _FREED,
-    "got mixed torch.Tensor and DTensor": "some parameters are sharded and others plain, in one call",
+    "got mixed torch.Tensor and DTensor": "one call got sharded and plain tensors together",
 }
 
 

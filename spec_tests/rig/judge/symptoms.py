@@ -140,7 +140,7 @@ def _not_finite(seen: torch.Tensor, wanted: torch.Tensor) -> Cause | None:
         return None
     if bool(wanted.isfinite().all()) and not bool(seen.isnan().any()):
         text = (
-            "it overflowed: a number beyond the largest of the dtype on the way, or divided by zero"
+            "it overflowed on the way: a number beyond the largest of its dtype, or over zero"
         )
         return Cause(f"{bad} values that are infinite", text)
     return Cause(
