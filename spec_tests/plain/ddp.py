@@ -94,11 +94,23 @@ class PlainDdp(nn.Module):
         self.has_news = False
 
     def on_gradient(self, index: int) -> None:
+        if self.is_again(index):
+            self.start_over()
         self.has_news = True
         if not self.is_synchronised:
             return
         self.ready.add(index)
         self.launch_what_is_ready()
+
+    def is_again(self, index: int) -> bool:
+        """Whether this is one more backward of the same forward."""
+        return self.is_synchronised and index in self.ready
+
+    def start_over(self) -> None:
+        """What flies belongs to nobody."""
+        for _, _, handle in self.flying:
+            handle.wait()
+        self.new_round()
 
     def launch_what_is_ready(self) -> None:
         while self.launched < len(self.buckets) and self.ready.issuperset(
@@ -170,10 +182,8 @@ class PlainDdp(nn.Module):
         return self.module(*args, **kwargs)
 
     def before_training_forward(self) -> None:
-        if self.flying:  # a backward was interrupted: what flies belongs to nobody
-            for _, _, handle in self.flying:
-                handle.wait()
-            self.new_round()
+        if self.flying:  # a backward was interrupted, or comes before this one's finish
+            self.start_over()
         if self.module.training:
             self.take_first(list(self.module.buffers()))
 
