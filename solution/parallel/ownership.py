@@ -176,10 +176,7 @@ def _require_plain(named: Mapping[torch.Tensor, str], others: Iterable[torch.Ten
                 "has sharded state with the plain optimizer"
             )
         if parameter.layout != torch.strided:
-            raise ValueError(
-                f"expected {where} to be dense, got {parameter.layout}; train it with an optimizer "
-                "of its own"
-            )
+            raise ValueError(f"expected {where} to be dense, got {parameter.layout}")
         if parameter.numel() and parameter.data_ptr() in addresses:
             raise ValueError(
                 f"expected {where} to have memory of its own, got that of another parameter; to "

@@ -84,6 +84,7 @@ def sharded_optimizer(
     torch.optim's does. `load_state_dict`, which all ranks call, takes the unsharded optimizer's
     state dict in place of all that there was; `state_dict` gives that, or raises. Optimizers of
     other parameters do not disturb it. What is launched is waited for before `step` returns.
+    At level `production` sparse parameters are right, or refused as such.
     """
 
 

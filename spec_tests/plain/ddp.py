@@ -94,7 +94,7 @@ class PlainDdp(nn.Module):
         self.has_news = False
 
     def on_gradient(self, index: int) -> None:
-        if self.is_again(index):
+        if self.is_synchronised and index in self.ready:  # one more backward of the same forward
             self.start_over()
         self.has_news = True
         if not self.is_synchronised:
@@ -102,12 +102,7 @@ class PlainDdp(nn.Module):
         self.ready.add(index)
         self.launch_what_is_ready()
 
-    def is_again(self, index: int) -> bool:
-        """Whether this is one more backward of the same forward."""
-        return self.is_synchronised and index in self.ready
-
     def start_over(self) -> None:
-        """What flies belongs to nobody."""
         for _, _, handle in self.flying:
             handle.wait()
         self.new_round()
@@ -166,11 +161,9 @@ class PlainDdp(nn.Module):
             parameter.grad.copy_(mean)
 
     def cut(self, bucket: list[int], flat: torch.Tensor) -> list[torch.Tensor]:
-        sizes = [self.trainable[index].numel() for index in bucket]
-        return [
-            piece.view(self.trainable[index].shape)
-            for index, piece in zip(bucket, flat.split(sizes), strict=True)
-        ]
+        whole = [self.trainable[index] for index in bucket]
+        pieces = flat.split([parameter.numel() for parameter in whole])
+        return [piece.view(like.shape) for piece, like in zip(pieces, whole, strict=True)]
 
     # --------------------------------------------------------------------------------- forward
 
@@ -182,7 +175,7 @@ class PlainDdp(nn.Module):
         return self.module(*args, **kwargs)
 
     def before_training_forward(self) -> None:
-        if self.flying:  # a backward was interrupted, or comes before this one's finish
+        if self.flying:  # a backward was interrupted: what flies belongs to nobody
             self.start_over()
         if self.module.training:
             self.take_first(list(self.module.buffers()))

@@ -345,5 +345,6 @@ class OneBackwardPerForward(PlainDdp):
     Unseen: A backward mostly has a forward of its own; two losses of one forward do not.
     """
 
-    def is_again(self, index):
-        return False
+    def on_gradient(self, index):
+        self.ready.discard(index)
+        super().on_gradient(index)
