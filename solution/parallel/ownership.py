@@ -175,6 +175,8 @@ def _require_plain(named: Mapping[torch.Tensor, str], others: Iterable[torch.Ten
                 f"expected {where} to be a plain tensor, got a DTensor; what is sharded already "
                 "has sharded state with the plain optimizer"
             )
+        if parameter.layout != torch.strided:
+            raise ValueError(f"expected {where} to be dense, got {parameter.layout}")
         if parameter.numel() and parameter.data_ptr() in addresses:
             raise ValueError(
                 f"expected {where} to have memory of its own, got that of another parameter; to "

@@ -130,11 +130,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------------------------- a step
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # one signature for both overloads
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]  # one signature for both overloads
         """Update what this rank owns; return when every rank has all new values.
 
         Args:
             closure: evaluated on every rank, by the local optimizer.
+            kwargs: handed to its `step`.
 
         Returns:
             The result of the closure.
@@ -143,7 +144,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         assert local is not None
         for mine, group in zip(local.param_groups, self.param_groups, strict=True):
             mine.update(options(group))
-        loss = local.step() if closure is None else local.step(closure)
+        loss = local.step(**kwargs) if closure is None else local.step(closure, **kwargs)
         self._take_options(local)
         self._ownership.exchange()
         return loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import unittest
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,6 +21,7 @@ GRADIENTS = rules.GRADIENTS
 OUTPUT_AND_GRADIENTS = ("O", *GRADIENTS)
 OUTPUT_AND_LSE = ("O", "L")
 ALL = ("O", "L", *GRADIENTS)
+BODIES = (bodies.gradients, bodies.forward)
 
 _FIT: dict[tuple[object, ...], str] = {}
 _TAKES_CAUSAL: dict[tuple[object, ...], bool] = {}
@@ -41,7 +43,7 @@ def rounds_products(world: World, subject: str) -> bool:
     if key not in _TAKES:
         _TAKES[key] = False
         with _aside():
-            for body in (bodies.gradients, bodies.forward):
+            for body in BODIES:
                 with contextlib.suppress(*FAILURES):
                     seen = bodies.observe(world, subject, body, AS_THE_EXERCISE)
                     of_24, of_11 = (
@@ -153,14 +155,22 @@ def require_finite(answer: Answer) -> None:
         raise unittest.SkipTest("it gives NaN or inf here, for which attention.causal.* fail")
 
 
-def require_right(world: World, subject: str, problem: Problem) -> None:
-    """Skip where the problem by itself is answered wrongly: another clause fails for that."""
-    key = (world.target, subject, world.transport, problem)
+def require_right(
+    world: World, subject: str, problem: Problem, *, is_differentiated: bool = True
+) -> None:
+    """Skip where the problem by itself is answered wrongly: another clause fails for that.
+
+    Args:
+        is_differentiated: the gradients count, too, where there are any.
+    """
+    key = (world.target, subject, world.transport, problem, is_differentiated)
     if key not in _TAKES:
         _TAKES[key] = False
+        bodies_tried = BODIES if is_differentiated else BODIES[1:]
         with _aside():
-            num_offered = len(OUTPUT_AND_GRADIENTS) if offers_backward(world, subject) else 1
-            _TAKES[key] = _num_right(world, subject, problem) == num_offered
+            has_gradients = is_differentiated and offers_backward(world, subject)
+            num_offered = len(OUTPUT_AND_GRADIENTS) if has_gradients else 1
+            _TAKES[key] = _num_right(world, subject, problem, bodies_tried) == num_offered
     if not _TAKES[key]:
         raise unittest.SkipTest(f"{problem!r} is answered wrongly: see attention.gradients.*")
 
@@ -205,9 +215,11 @@ def _aside() -> contextlib.AbstractContextManager[object]:
     return judge.judging(dataclasses.replace(judge.SITUATION.get(), margins=[]))
 
 
-def _num_right(world: World, subject: str, problem: Problem) -> int:
+def _num_right(
+    world: World, subject: str, problem: Problem, tried: Sequence[Callable[..., Answer]] = BODIES
+) -> int:
     """How many of O, dQ, dK and dV are right, or of O alone; below zero where there is none."""
-    for body in (bodies.gradients, bodies.forward):
+    for body in tried:
         with contextlib.suppress(*FAILURES):
             seen = bodies.observe(world, subject, body, problem)
             return len(seen) - len(

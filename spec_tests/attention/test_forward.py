@@ -9,17 +9,19 @@ Gaussian inputs never bring.
 from __future__ import annotations
 
 import pytest
+import torch
 
 from spec_tests.attention import bodies, rules
-from spec_tests.attention.bodies import ATTENTION, CONTRACT, observe
+from spec_tests.attention.bodies import ATTENTION, CONTRACT, call, observe
 from spec_tests.attention.defined import (
     ALL,
     OUTPUT_AND_LSE,
     as_defined,
     fitting,
+    is_tf32,
     require_right,
 )
-from spec_tests.attention.problem import AS_THE_EXERCISE, RAGGED
+from spec_tests.attention.problem import AS_THE_EXERCISE, RAGGED, inputs, reference
 from spec_tests.clause import clauses
 
 clause = clauses(judges=ATTENTION, level="correct", worlds=(1,))
@@ -141,6 +143,32 @@ def test_equal_keys_give_the_mean_of_the_values_seen(world, subject, data, mask)
     """
     problem = fitting(world, subject, RAGGED.but(data=data, causal=mask == "causal"))
     as_defined(world, subject, problem, *OUTPUT_AND_LSE)
+
+
+def poisoned(ctx, subject, problem):
+    """O where one row of q, in the middle of a tile, is NaN."""
+    x = inputs(problem).to(ctx.device)
+    with torch.no_grad():
+        x.q[..., POISONED, :] = torch.nan
+        return {"O": call(ctx, subject, x.q, x.k, x.v, causal=problem.causal)}
+
+
+POISONED = 37
+
+
+@clause(
+    "attention.forward.rows-are-apart",
+    source=CONTRACT + "; rows rescaled by a product with a diagonal matrix, where 0 * NaN is NaN",
+)
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_row_of_nan_stays_in_its_row(world, subject, mask):
+    """Where one row of q is NaN, the other rows of the output MUST have the definition's values."""
+    problem = fitting(world, subject, RAGGED.but(causal=mask == "causal"))
+    require_right(world, subject, problem, is_differentiated=False)
+    seen = observe(world, subject, poisoned, problem)
+
+    seen["O"][..., POISONED, :] = reference(problem)["O"][..., POISONED, :]
+    rules.close(seen, problem, names=("O",), tf32=is_tf32(world, subject))
 
 
 @clause(

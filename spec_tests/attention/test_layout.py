@@ -66,6 +66,7 @@ LAYOUTS = {
     "fused": lambda x: [*torch.stack([_heads_inside(t) for t in x[:3]], dim=2).unbind(2), x[3]],
     "head-dim-outside": lambda x: [_head_dim_outside(t) for t in x],
     "one-element-in": lambda x: [_shifted(t) for t in x],
+    "head-dim-outside-of-v": lambda x: [*x[:2], _head_dim_outside(x[2]), x[3]],
     "head-dim-outside-of-do": lambda x: [*x[:3], _head_dim_outside(x[3])],
 }
 OF_ONE_HEAD = {
@@ -73,7 +74,7 @@ OF_ONE_HEAD = {
     "batches-interleaved": lambda x: [
         t.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for t in x
     ],
-    "head-dim-outside-of-do": LAYOUTS["head-dim-outside-of-do"],
+    **{name: LAYOUTS[name] for name in ("head-dim-outside-of-v", "head-dim-outside-of-do")},
 }
 """Likewise, where [batch, 1, seq, head_dim] becomes [batch, seq, head_dim] without a copy."""
 

@@ -50,6 +50,26 @@ def test_lengths_need_no_tile_to_divide_them(world, subject, lengths):
     as_defined(world, subject, LENGTHS[lengths], *OUTPUT_AND_GRADIENTS)
 
 
+FORWARD_LENGTHS = {
+    "128-256": Problem(seq_q=128, seq_k=256),
+    "256-128": Problem(seq_q=256, seq_k=128),
+    "128-90": Problem(seq_q=128, seq_k=90),
+    "90-128": Problem(seq_q=90, seq_k=128),
+    "90-90": Problem(seq_q=90),
+}
+"""Lengths that differ and are whole tiles, one length of whole tiles, and none."""
+
+
+@clause(
+    "attention.shapes.lengths-of-the-forward",
+    source=CONTRACT + "; kernels that take the number of keys from q, or count padded keys",
+)
+@pytest.mark.parametrize("lengths", FORWARD_LENGTHS)
+def test_any_lengths_give_the_definitions_output(world, subject, lengths):
+    """Any seq_q and seq_k MUST give the definition's output, whatever the backward does."""
+    as_defined(world, subject, FORWARD_LENGTHS[lengths], "O")
+
+
 @clause(
     "attention.shapes.head-dims", source="flash-attn tests: any head dim up to 256, padded inside"
 )

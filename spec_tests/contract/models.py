@@ -25,6 +25,7 @@ def flash_attention(
     `head_dim ** -0.5`. Causal is aligned bottom-right: row i sees keys j <= i + seq_k - seq_q.
     Query head h reads key head `h // (heads // kv_heads)`.
 
+    A row of the output depends on its own query alone, and on the keys and values that it sees.
     Output has q's dtype; the LSE is natural, float32 (float64 for float64), `[batch, heads,
     seq_q]`, and either differentiable or marked non-differentiable. Sums are float32 in every
     dtype, so that results are as good as one rounding. Rows that see nothing give zeros, -inf, and

@@ -47,9 +47,9 @@ def ddp_bucketed(
 def finish_gradient_synchronization(wrapped: nn.Module) -> None:
     """Called after a backward that is outside `no_sync`, before the optimizer.
 
-    Several backwards may come before one call: then gradients are those of all of them, or there is
-    an error. Never called inside `no_sync`. Absent means that nothing is left to do after backward.
-    A second call changes nothing.
+    Several backwards, also of one forward, may come before one call: then gradients are those of
+    all of them, or there is an error. Never called inside `no_sync`. Absent means that nothing is
+    left to do after backward. A second call changes nothing.
     """
 
 
@@ -73,15 +73,18 @@ def sharded_optimizer(
 
     Gradients arrive already averaged. `step` evaluates a closure that it is given once, first, and
     returns its loss; it updates what this rank owns and leaves all ranks of the group with equal
-    bits, the values that `optimizer_cls` alone would give, whatever the memory layout, the number
-    of ranks, and which parameters have no gradient. Parameters of unequal dtypes may be refused.
-    `.state` holds only owned state, also after a load, and no rank's exceeds its share by more than
-    that of the largest parameter. Weights that others change are taken as they are. `param_groups`
-    are the caller's, in order and whole, with their rates, also those that `add_param_group` adds,
-    and live, so a scheduler's change takes effect at the next step; `zero_grad` clears all
-    gradients. `load_state_dict`, which all ranks call, takes the unsharded optimizer's state dict
-    in place of all that there was; `state_dict` gives that, or raises. Optimizers of other
-    parameters do not disturb it. What is launched is waited for before `step` returns.
+    bits, the values that `optimizer_cls` alone would give, whatever the sizes, the memory layout,
+    the number of ranks, and which parameters have no gradient. Right or refused, never wrong in
+    silence: parameters of unequal dtypes, and optimizers that look at whole tensors, keep counts in
+    their groups, or whose `step` takes further keywords. `.state` holds only owned state, also
+    after a load, and no rank's exceeds its share by more than that of the largest parameter.
+    Weights that others change are taken as they are. `param_groups` are the caller's, in order and
+    whole, with their rates, also those that `add_param_group` adds, and live, so a scheduler's
+    change takes effect at the next step; `zero_grad` clears all gradients, to None or to zero as
+    torch.optim's does. `load_state_dict`, which all ranks call, takes the unsharded optimizer's
+    state dict in place of all that there was; `state_dict` gives that, or raises. Optimizers of
+    other parameters do not disturb it. What is launched is waited for before `step` returns.
+    At level `production` sparse parameters are right, or refused as such.
     """
 
 

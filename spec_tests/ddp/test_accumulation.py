@@ -13,7 +13,6 @@ and drifts. The contract therefore wants both inside, and the clauses place them
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import pytest
 import torch
@@ -311,13 +310,12 @@ def test_two_backwards_and_one_finish_add_up(world, subject, bucket_size_mb):
     size, ranks = world.size, range(world.size)
 
     def weighed(of_first: float, of_second: float) -> oracle.Gradients:
-        shares: list[Any] = [
-            equivalence.scaled(
-                equivalence.full_batch_gradients("mlp", SEED, ranks=ranks, micros=[micro]), factor
-            )
-            for micro, factor in enumerate((of_first, of_second))
-        ]
-        return {name: shares[0][name] + shares[1][name] for name in shares[0]}
+        first, second = (
+            equivalence.full_batch_gradients("mlp", SEED, ranks=ranks, micros=[micro])
+            for micro in (0, 1)
+        )
+        scaled = equivalence.scaled
+        return equivalence.added(scaled(first, of_first), scaled(second, of_second))
 
     mean_gradients(
         world,
@@ -333,6 +331,47 @@ def test_two_backwards_and_one_finish_add_up(world, subject, bucket_size_mb):
             Hint(f"the last micro-batch counts 1/{size}: divided twice", weighed(1, 1 / size)),
             Hint("the first micro-batch is lost", weighed(0, 1)),
             Hint("the last micro-batch is lost", weighed(1, 0)),
+        ],
+    )
+
+
+@clause(
+    "ddp.accumulation.backward-twice",
+    needs=(),
+    source="contract: several backwards may come before one finish; two losses of one forward",
+)
+@pytest.mark.parametrize(
+    "bucket_size_mb", [SMALL_BUCKET_MB, 4 / 2**20], ids=["of-several", "of-one-tensor"]
+)
+def test_two_backwards_of_one_forward_add_up(world, subject, bucket_size_mb):
+    """Two backwards of one forward MUST give the mean of their sum, or be an error.
+
+    What begins anew in each forward alone misses the second of them.
+    """
+
+    def of(ranks: range, factor: int) -> oracle.Gradients:
+        found = equivalence.full_batch_gradients("mlp", SEED, ranks=ranks)
+        return equivalence.scaled(found, factor)
+
+    size = world.size
+    once = of(range(size), 1)
+    local = [of(range(rank, rank + 1), size) for rank in range(size)]
+    mean_gradients(
+        world,
+        subject,
+        "mlp",
+        "twice 0, finish, note, forward 1",
+        bucket_size_mb=bucket_size_mb,
+        may_refuse=True,
+        within=rounding(torch.float32, terms=24 * size, depth=2),
+        hints=[
+            Hint("one of the two backwards is lost", once),
+            Hint("the first was reduced again", of(range(size), size + 1)),
+            Hint("the sum of both was reduced twice", of(range(size), 2 * size)),
+            Hint(
+                "one was reduced, and one stayed local",
+                [equivalence.added(once, own) for own in local],
+            ),
         ],
     )
 

@@ -96,6 +96,19 @@ def test_every_dtype_and_layout_lands_in_its_place(world, subject, toy):
     mean_gradients(world, subject, toy, "backward 0")
 
 
+@clause(
+    "ddp.gradients.shared-by-autograd",
+    source="torch.Tensor.register_hook: the hook should not modify its argument",
+)
+def test_a_gradient_that_is_also_anothers_is_left_alone(world, subject):
+    """Where autograd gives two one gradient tensor, each MUST hold the mean of its own gradient.
+
+    A sum passes its gradient on to both terms. Averaged in place by the hook of one, it is what the
+    layers in front of the other compute theirs from.
+    """
+    mean_gradients(world, subject, "shifted", "backward 0")
+
+
 LARGE = 60000.0
 """Near the largest number of float16, 65504."""
 

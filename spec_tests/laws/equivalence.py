@@ -129,7 +129,7 @@ def _usual_suspects(
         return of(everyone, micros[-1:], 1.0)
 
     def last_and_local() -> list[oracle.Gradients]:
-        return [_add(last(), of([rank], micros[:-1], size)) for rank in everyone]
+        return [added(last(), of([rank], micros[:-1], size)) for rank in everyone]
 
     hints = []
     if size > 1:
@@ -142,7 +142,8 @@ def _usual_suspects(
     return hints
 
 
-def _add(one: oracle.Gradients, other: oracle.Gradients) -> oracle.Gradients:
+def added(one: oracle.Gradients, other: oracle.Gradients) -> oracle.Gradients:
+    """The sum of both, where None adds nothing."""
     total: oracle.Gradients = {}
     for name, left in one.items():
         right = other[name]

@@ -94,11 +94,18 @@ class PlainDdp(nn.Module):
         self.has_news = False
 
     def on_gradient(self, index: int) -> None:
+        if self.is_synchronised and index in self.ready:  # one more backward of the same forward
+            self.start_over()
         self.has_news = True
         if not self.is_synchronised:
             return
         self.ready.add(index)
         self.launch_what_is_ready()
+
+    def start_over(self) -> None:
+        for _, _, handle in self.flying:
+            handle.wait()
+        self.new_round()
 
     def launch_what_is_ready(self) -> None:
         while self.launched < len(self.buckets) and self.ready.issuperset(
@@ -154,11 +161,9 @@ class PlainDdp(nn.Module):
             parameter.grad.copy_(mean)
 
     def cut(self, bucket: list[int], flat: torch.Tensor) -> list[torch.Tensor]:
-        sizes = [self.trainable[index].numel() for index in bucket]
-        return [
-            piece.view(self.trainable[index].shape)
-            for index, piece in zip(bucket, flat.split(sizes), strict=True)
-        ]
+        whole = [self.trainable[index] for index in bucket]
+        pieces = flat.split([parameter.numel() for parameter in whole])
+        return [piece.view(like.shape) for piece, like in zip(pieces, whole, strict=True)]
 
     # --------------------------------------------------------------------------------- forward
 
@@ -171,9 +176,7 @@ class PlainDdp(nn.Module):
 
     def before_training_forward(self) -> None:
         if self.flying:  # a backward was interrupted: what flies belongs to nobody
-            for _, _, handle in self.flying:
-                handle.wait()
-            self.new_round()
+            self.start_over()
         if self.module.training:
             self.take_first(list(self.module.buffers()))
 

@@ -73,7 +73,7 @@ class PlainZero1(torch.optim.Optimizer):
             self.show()
 
     def show(self) -> None:
-        """What the inner optimizer knows goes outside: defaults, and its state."""
+        """What the inner optimizer knows goes outside: defaults, what it counts, its state."""
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update({k: v for k, v in inner.items() if k != "params"})
         self.state = self.inner.state
@@ -83,6 +83,7 @@ class PlainZero1(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         self.hand_in()
         loss = self.update(closure)
+        self.show()
         self.exchange()
         return loss
 

@@ -178,6 +178,18 @@ class Strided(nn.Module):
         return x @ self.transposed.T + self.summed.sum()
 
 
+class Shifted(nn.Module):
+    """A parameter in the shape of what it is added to: autograd gives both one gradient tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6, bias=False)
+        self.shift = nn.Parameter(torch.empty(4, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) + self.shift
+
+
 class Mixed(nn.Module):
     """Parameters of a narrow, a wide and a narrow dtype; each just holds the gradients of its own.
 
@@ -338,6 +350,7 @@ TOYS = {
         Toy("transient", Transient, weights=2, inputs=3),
         Toy("conv", Convolution, weights=2, inputs=3),
         Toy("strided", Strided, weights=2, inputs=3),
+        Toy("shifted", Shifted, weights=2, inputs=3),
         Toy("mixed", Mixed, reach=4 * 4),
         Toy("double", partial(Mixed, torch.float32, torch.float64, 2**30), reach=4 * 4),
         Toy("even", Even, reach=4 * 4 * 2),

@@ -91,6 +91,16 @@ def test_frozen_lies_between_two_layers_that_train():
     assert bool(gradients("frozen", 7)["first.weight"].any()), "gradients pass through it"
 
 
+def test_shifted_gives_one_gradient_to_both():
+    def clear(gradient: torch.Tensor) -> None:
+        gradient.zero_()
+
+    module = built("shifted")
+    module.shift.register_hook(clear)
+    sum_of_squares(module(TOYS["shifted"].batch(7, rank=0))).backward()
+    assert not module.first.weight.grad.any()
+
+
 def ready_order(use: str) -> list[str]:
     module = built("branches")
     order: list[str] = []

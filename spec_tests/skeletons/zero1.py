@@ -51,10 +51,11 @@ def sharded_optimizer(
       b. Give every parameter one owner, by a rule that needs no message: all ranks see the same
          parameters in the same order. Whole parameters, dealt to whoever has least, will do.
       c. Build `optimizer_cls` over what this rank owns, if anything.
-      d. `step(closure)`: call the closure first; step the inner optimizer; then broadcast every
-         trainable parameter from its owner, in the same order everywhere, and wait.
+      d. `step(closure, **kwargs)`: call the closure first; step the inner optimizer; then broadcast
+         every trainable parameter from its owner, in the same order everywhere, and wait.
     Task 2:
-      a. Before each step copy the options of the outer groups (lr, betas, ...) to the inner ones.
+      a. Before each step copy the options of the outer groups (lr, betas, ...) to the inner ones;
+         after it take back what the inner optimizer wrote into its own.
       b. `add_param_group` may be called later: hand the new parameters out by the same rule.
       c. `zero_grad` clears all gradients, owned or not. That one is inherited.
     Task 3:

@@ -19,9 +19,9 @@ from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.toys import TOYS
 from spec_tests.zero1.runs import (
     SEED,
-    TOY,
     Run,
     alone,
+    fitting,
     like_unsharded,
     plain,
     same_as_unsharded,
@@ -47,17 +47,24 @@ def three_steps(run):
     return run.steps(1, 2, 3)
 
 
+def all_with_a_rate(parameters):
+    """One group of all parameters, with a rate of its own."""
+    return [{"params": list(parameters.values()), "lr": 0.5}]
+
+
 @clause("zero1.groups.own-options", level="course", source=GROUPS, worlds=(2, 3))
-def test_every_group_is_updated_with_its_own_options(world):
+@pytest.mark.parametrize("groups", [one_and_the_rest, all_with_a_rate], ids=["several", "one"])
+def test_every_group_is_updated_with_its_own_options(world, groups):
     """Every parameter group MUST be updated with its own options, also where a rank has none of it.
 
-    The first group has one parameter: on all ranks but one it is empty.
+    The first of several has one parameter: on all ranks but one it is empty.
     """
+    toy = fitting(world)
     dropped = Hint(
         "the group's own options were dropped: those of the constructor are used for all",
-        lambda: alone(three_steps),
+        lambda: alone(three_steps, toy=toy),
     )
-    same_as_unsharded(world, three_steps, groups=one_and_the_rest, hints=[dropped])
+    same_as_unsharded(world, three_steps, groups=groups, hints=[dropped], toy=toy)
 
 
 def options_that_change(run):
@@ -74,14 +81,15 @@ def options_that_change(run):
 @clause("zero1.groups.live", source=GROUPS)
 def test_what_is_written_into_a_group_acts_at_the_next_step(world):
     """A value written into `param_groups` MUST take effect at the next step, on all ranks."""
-    same_as_unsharded(world, options_that_change, hints=[not_followed(three_steps)])
+    same_as_unsharded(world, options_that_change, hints=[not_followed(world, three_steps)])
 
 
-def not_followed(script):
+def not_followed(world, script):
     """What the weights are if nothing changes the options: those of `script`."""
+    toy = fitting(world)
     return Hint(
         "a change of `param_groups` is not followed: the inner optimizer has its own options",
-        lambda: alone(script),
+        lambda: alone(script, toy=toy),
     )
 
 
@@ -107,21 +115,21 @@ def scheduled(run):
 )
 def test_schedulers_drive_it(world):
     """A torch.optim scheduler MUST drive the sharded optimizer as it drives the unsharded one."""
-    same_as_unsharded(world, scheduled, hints=[not_followed(four_steps)])
+    same_as_unsharded(world, scheduled, hints=[not_followed(world, four_steps)])
 
 
-def first_four(parameters):
+def first_two(parameters):
     """What the optimizer begins with."""
-    return list(parameters.values())[:4]
+    return list(parameters.values())[:2]
 
 
 def grows(run, **options):
     """A group is added after the first step, with its options, another one after the second."""
     every = list(run.parameters.values())
     run.step(1)
-    run.optimizer.add_param_group({"params": every[4:9], **options})
+    run.optimizer.add_param_group({"params": every[2:-2], **options})
     run.step(2)
-    run.optimizer.add_param_group({"params": every[9:]})
+    run.optimizer.add_param_group({"params": every[-2:]})
     return run.steps(3, 4)
 
 
@@ -138,11 +146,12 @@ def grows_with_a_rate(run):
 )
 def test_a_group_that_is_added_later_trains_from_then_on(world):
     """A group added during training MUST be updated from the next step on, with its options."""
+    toy = fitting(world)
     dropped = Hint(
         "the options of the added group were dropped: those of the constructor are used",
-        lambda: alone(grows, groups=first_four),
+        lambda: alone(grows, groups=first_two, toy=toy),
     )
-    same_as_unsharded(world, grows_with_a_rate, groups=first_four, hints=[dropped])
+    same_as_unsharded(world, grows_with_a_rate, groups=first_two, hints=[dropped], toy=toy)
 
 
 def halves(parameters):
@@ -159,9 +168,16 @@ GIVEN = (("lr",), ("lr", "betas"))
 """What the caller has given of the options of those groups, there or to the constructor."""
 
 
-def what_groups_say(ctx, toy):
+def frozen_halves(parameters):
+    """The same, some of them frozen."""
+    return halves(
+        {name: p.requires_grad_(i % 3 < 2) for i, (name, p) in enumerate(parameters.items())}
+    )
+
+
+def what_groups_say(ctx, toy, groups):
     """Groups by names of parameters, and what the optimizer is."""
-    return _described(Run(sharded(ctx), toy=toy, groups=halves))
+    return _described(Run(sharded(ctx), toy=toy, groups=groups))
 
 
 def _described(run):
@@ -181,23 +197,28 @@ def _described(run):
     "zero1.groups.complete",
     source="contract: a torch.optim.Optimizer; schedulers and clipping read its groups",
 )
-@pytest.mark.parametrize("toy", ["ragged", "frozen"])
-def test_groups_show_all_parameters_with_their_options(world, toy):
+@pytest.mark.parametrize("groups", [halves, frozen_halves], ids=["trained", "some-frozen"])
+def test_groups_show_all_parameters_with_their_options(world, groups):
     """`param_groups` MUST hold all parameters, in the caller's groups, order and options.
 
     Frozen ones too: they may train later, and a scheduler or a checkpoint counts them.
     """
-    ranks = world.run(what_groups_say, toy)
+    toy = fitting(world)
+    ranks = world.run(what_groups_say, toy, groups)
 
-    expected = _described(Run(plain, toy=toy, groups=halves))
+    expected = _described(Run(plain, toy=toy, groups=groups))
     for key, value in expected.items():
         judge.equal([rank[key] for rank in ranks], value, quantity=f"{key} of the groups")
 
 
-def rates_by_default(ctx):
-    """The rate that each group shows if the caller gives none."""
-    parameters = TOYS[TOY].build(SEED).parameters()
-    made = ctx.impl.sharded_optimizer(list(parameters), torch.optim.AdamW)
+def rates(ctx, toy, added):
+    """The rates that the groups show: the caller gives none, but to groups that are added."""
+    first, *others = TOYS[toy].build(SEED).parameters()
+    made = ctx.impl.sharded_optimizer(others, torch.optim.AdamW)
+    if added and not hasattr(made, "add_param_group"):
+        raise NotImplementedError("no add_param_group: see zero1.groups.added-later")
+    for rate in added:
+        made.add_param_group({"params": [first], "lr": rate})
     return [group.get("lr") for group in made.param_groups]
 
 
@@ -207,8 +228,21 @@ def rates_by_default(ctx):
 )
 def test_groups_show_the_rate_that_nobody_gave(world):
     """Where the caller gives no rate, `param_groups` MUST show the default of `optimizer_cls`."""
-    rates = [torch.optim.AdamW([torch.zeros(1)]).defaults["lr"]]
-    judge.equal(world.run(rates_by_default), rates, quantity="rates of the groups")
+    shown = world.run(rates, fitting(world), [])
+    judge.equal(shown, [DEFAULT_RATE], quantity="rates of the groups")
+
+
+DEFAULT_RATE = torch.optim.AdamW([torch.zeros(1)]).defaults["lr"]
+
+
+@clause(
+    "zero1.groups.added-rate",
+    source="contract: groups that `add_param_group` adds, with their rates; schedulers read them",
+)
+def test_an_added_group_shows_its_rate(world):
+    """`param_groups` MUST show the rate of a group that is added."""
+    shown = world.run(rates, fitting(world), [0.5])
+    judge.equal([groups[1:] for groups in shown], [0.5], quantity="rates of the added groups")
 
 
 FORMS: dict[str, Callable[[list[Any]], Any]] = {
@@ -223,9 +257,9 @@ def bare_halves(parameters):
     return [{"params": group["params"]} for group in halves(parameters)]
 
 
-def in_form(ctx, form):
+def in_form(ctx, form, toy):
     """Groups and weights of an optimizer whose groups are given in that form."""
-    run = Run(sharded(ctx), groups=lambda parameters: FORMS[form](bare_halves(parameters)))
+    run = Run(sharded(ctx), toy=toy, groups=lambda named: FORMS[form](bare_halves(named)))
     return {"groups": _described(run)["parameters"], "weights": run.steps(1, 2)}
 
 
@@ -236,11 +270,12 @@ def in_form(ctx, form):
 @pytest.mark.parametrize("form", FORMS)
 def test_groups_are_taken_from_any_iterable(world, form):
     """Groups, and the parameters of a group, MUST be taken from any iterable, each one once."""
-    ranks = world.run(in_form, form)
+    toy = fitting(world)
+    ranks = world.run(in_form, form, toy)
 
-    usual = _described(Run(plain, groups=bare_halves))["parameters"]
+    usual = _described(Run(plain, toy=toy, groups=bare_halves))["parameters"]
     judge.equal([rank["groups"] for rank in ranks], usual, quantity="parameters of the groups")
-    like_unsharded([rank["weights"] for rank in ranks], two_steps, groups=bare_halves)
+    like_unsharded([rank["weights"] for rank in ranks], two_steps, groups=bare_halves, toy=toy)
 
 
 def two_steps(run):
@@ -248,7 +283,7 @@ def two_steps(run):
     return run.steps(1, 2)
 
 
-def callers_groups(ctx):
+def callers_groups(ctx, toy):
     """Names of the parameters in the groups that were given, once an optimizer is built."""
     given = []
 
@@ -256,7 +291,7 @@ def callers_groups(ctx):
         given.extend(halves(parameters))
         return given
 
-    run = Run(sharded(ctx), groups=groups)
+    run = Run(sharded(ctx), toy=toy, groups=groups)
     names = {id(p): name for name, p in run.parameters.items()}
     return [[names.get(id(p), "?") for p in group["params"]] for group in given]
 
@@ -266,13 +301,14 @@ def callers_groups(ctx):
 )
 def test_the_callers_groups_stay_whole(world):
     """The caller's group dicts MUST still name all parameters after construction."""
-    expected = _described(Run(plain, groups=halves))["parameters"]
-    judge.equal(world.run(callers_groups), expected, quantity="parameters of the given groups")
+    toy = fitting(world)
+    expected = _described(Run(plain, toy=toy, groups=halves))["parameters"]
+    judge.equal(world.run(callers_groups, toy), expected, quantity="parameters of the given groups")
 
 
-def after_zero_grad(ctx):
+def after_zero_grad(ctx, toy):
     """Names of the gradients that are left."""
-    run = Run(sharded(ctx))
+    run = Run(sharded(ctx), toy=toy)
     run.step(1)
     run.deal(2)
     run.optimizer.zero_grad()
@@ -285,13 +321,15 @@ def test_zero_grad_clears_what_others_own(world):
 
     Otherwise backward adds to what is left, and the mean over ranks carries it to the owner.
     """
-    judge.equal(world.run(after_zero_grad), [], quantity="gradients left after zero_grad")
+    judge.equal(
+        world.run(after_zero_grad, fitting(world)), [], quantity="gradients left after zero_grad"
+    )
 
 
-def in_two_groups(ctx, groups):
+def in_two_groups(ctx, groups, toy):
     """Each process group trains on different gradients."""
     group = ctx.split(groups)
-    run = Run(sharded(ctx, group), optimizer="sgd")
+    run = Run(sharded(ctx, group), optimizer="sgd", toy=toy)
     own = next(i for i, ranks in enumerate(groups) if ctx.rank in ranks)
     if own == 1:  # the groups need not even take as many steps
         return run.steps(11)
@@ -304,8 +342,10 @@ def in_two_groups(ctx, groups):
 def test_process_groups_train_apart(world):
     """In a sub-group the ranks MUST update and exchange among themselves alone."""
     groups = {3: ((0, 2), (1,)), 4: ((0, 2), (1, 3))}[world.size]
-    ranks = world.run(in_two_groups, groups)
+    toy = fitting(world)
+    ranks = world.run(in_two_groups, groups, toy)
 
     for number, members in enumerate(groups):
         seen = [ranks[rank] for rank in members]
-        like_unsharded(seen, Run.steps, *((11,) if number == 1 else (1, 2)), optimizer="sgd")
+        steps = (11,) if number == 1 else (1, 2)
+        like_unsharded(seen, Run.steps, *steps, optimizer="sgd", toy=toy)

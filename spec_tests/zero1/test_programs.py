@@ -19,7 +19,7 @@ from spec_tests.laws import program_machine, programs, schedules
 from spec_tests.rig import judge
 from spec_tests.rig.judge.tolerance import rounding
 from spec_tests.rig.toys import TOYS
-from spec_tests.zero1.runs import SEED, TOY, Run, gradient, same_as_unsharded
+from spec_tests.zero1.runs import SEED, TOY, Run, fitting, gradient, same_as_unsharded
 
 clause = clauses(needs=("sharded_optimizer", "full_optimizer_state"), level="correct")
 
@@ -38,9 +38,9 @@ class Dealt(programs.Trainee):
         impl: the implementation; the plain optimizer where it is None, which is the oracle.
     """
 
-    def __init__(self, impl: Any = None) -> None:
+    def __init__(self, impl: Any = None, toy: str = TOY) -> None:
         self.impl = impl
-        self.module = TOYS[TOY].build(SEED)
+        self.module = TOYS[toy].build(SEED)
         self.parameters = dict(self.module.named_parameters())
         groups = programs.two_groups(self.parameters.values())
         options: dict[str, Any] = {"lr": 2.0**programs.RATE, "momentum": programs.MOMENTUM}
@@ -106,9 +106,9 @@ def back_to_the_start(run):
     return run.step()
 
 
-def rewound(ctx):
+def rewound(ctx, toy):
     """The same in a rank."""
-    return back_to_the_start(Dealt(ctx.impl))
+    return back_to_the_start(Dealt(ctx.impl, toy))
 
 
 @clause(
@@ -117,11 +117,12 @@ def rewound(ctx):
 )
 def test_a_loaded_state_replaces_the_one_before(world):
     """A load MUST replace the whole state: entries missing from the loaded state are gone."""
-    ranks = world.run(rewound)
+    toy = fitting(world)
+    ranks = world.run(rewound, toy)
 
     judge.tensors(
         ranks,
-        back_to_the_start(Dealt()),
+        back_to_the_start(Dealt(toy=toy)),
         quantity="weight after going back to the start",
         within=rounding(torch.float32, terms=4, depth=4),
         given="an empty state is saved, a step taken, the empty state loaded, a step taken",
@@ -142,7 +143,8 @@ def test_no_order_of_events_changes_the_weights(world, schedule):
     A buffer that is filled again in flight, or read before its message is in, is right as long as
     the wire is faster than the loop over parameters.
     """
-    same_as_unsharded(schedules.under(world, schedule), Run.steps, 1, 2, optimizer="momentum")
+    scheduled, toy = schedules.under(world, schedule), fitting(world)
+    same_as_unsharded(scheduled, Run.steps, 1, 2, optimizer="momentum", toy=toy)
 
 
 @clause(

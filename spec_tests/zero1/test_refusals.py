@@ -13,6 +13,7 @@ from torch import nn
 
 from spec_tests.clause import clause
 from spec_tests.laws import refusal
+from spec_tests.rig import judge
 
 ZERO = ("sharded_optimizer",)
 
@@ -48,3 +49,32 @@ def test_ranks_with_unequal_parameters_are_told(world, difference):
         likely="nothing is compared: each parameter trains with its owner's idea of it",
         given=f"the last rank has another {difference}",
     )
+
+
+def of_a_sparse_parameter(ctx):
+    """A sparse parameter after a step, or the error."""
+    sparse = nn.Parameter(torch.eye(3).to_sparse())
+    parameters = [nn.Parameter(torch.ones(3)), sparse]
+    with refusal.caught() as error:
+        optimizer = ctx.impl.sharded_optimizer(parameters, torch.optim.SGD, lr=0.5)
+        for parameter in parameters:
+            parameter.grad = parameter.detach().clone()
+        optimizer.step()
+        return sparse.detach().to_dense()
+    return error["error"]
+
+
+@clause(
+    "zero1.refusals.sparse",
+    level="production",
+    needs=ZERO,
+    source="ZeroRedundancyOptimizer: one dense type for all parameters",
+)
+def test_a_sparse_parameter_is_updated_or_refused_as_such(world):
+    """A sparse parameter MUST be updated, or be refused with an error that says "sparse"."""
+    for rank, found in enumerate(world.run(of_a_sparse_parameter)):
+        if isinstance(found, str):
+            expected = f"rank {rank}: expected an error that says 'sparse', got {found!r}"
+            judge.holds("sparse" in found.lower(), expected, likely="its memory is asked for")
+        else:
+            judge.tensors([{"sparse": found}], {"sparse": torch.eye(3) / 2}, quantity="weight")

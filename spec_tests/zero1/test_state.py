@@ -18,6 +18,7 @@ from spec_tests.rig import judge
 from spec_tests.zero1.runs import (
     DEPTH,
     Run,
+    fitting,
     like_unsharded,
     plain,
     sharded,
@@ -32,7 +33,7 @@ PAPER = "Rajbhandari et al. 2020, section 5.1; nanotron issue 37"
 PORTABLE = "ZeroRedundancyOptimizer.consolidate_state_dict and load_state_dict"
 
 
-MODEL_WIDTH = 128
+MODEL_WIDTH = 96  # which two and three ranks divide
 # For each parameter two moments and a counter, on cache lines of their own.
 PADDING_BYTES = 3 * 64 * 2 * DEPTH
 
@@ -88,9 +89,9 @@ def test_no_rank_keeps_much_more_than_its_share(world):
     )
 
 
-def full_state(ctx):
+def full_state(ctx, toy):
     """What `full_optimizer_state` gives after three steps, flat; and of which groups."""
-    run = Run(sharded(ctx), groups=matrices_and_the_rest)
+    run = Run(sharded(ctx), toy=toy, groups=matrices_and_the_rest)
     run.steps(1, 2, 3)
     return described(ctx.impl.full_optimizer_state(run.optimizer))
 
@@ -126,9 +127,10 @@ def test_the_full_state_is_the_unsharded_optimizers(world):
     Numbers of parameters count over all groups, as in torch.optim; values, counters and options
     are those of the plain optimizer after the same steps.
     """
-    ranks = world.run(full_state)
+    toy = fitting(world)
+    ranks = world.run(full_state, toy)
 
-    run = Run(plain, groups=matrices_and_the_rest)
+    run = Run(plain, toy=toy, groups=matrices_and_the_rest)
     run.steps(1, 2, 3)
     expected = described(run.optimizer.state_dict())
     judge.equal([rank["groups"] for rank in ranks], expected["groups"], quantity="param_groups")
@@ -140,9 +142,9 @@ def test_the_full_state_is_the_unsharded_optimizers(world):
     )
 
 
-def with_exports(ctx):
+def with_exports(ctx, toy):
     """Weights of a run whose full state is taken before the first step and after each."""
-    run = Run(sharded(ctx))
+    run = Run(sharded(ctx), toy=toy)
     ctx.impl.full_optimizer_state(run.optimizer)
     for number in range(1, 4):
         run.step(number)
@@ -158,7 +160,8 @@ def with_exports(ctx):
 )
 def test_taking_the_full_state_changes_nothing(world):
     """Taking the full state, before the first step too, MUST NOT change what training does."""
-    like_unsharded(world.run(with_exports), Run.steps, 1, 2, 3)
+    toy = fitting(world)
+    like_unsharded(world.run(with_exports, toy), Run.steps, 1, 2, 3, toy=toy)
 
 
 def continued(run, state):
@@ -168,17 +171,17 @@ def continued(run, state):
     return run.steps(3, 4, 6)
 
 
-def continued_in_ranks(ctx, state):
+def continued_in_ranks(ctx, state, toy):
     """The same with the sharded optimizer; whatever was there before must not matter."""
-    run = Run(sharded(ctx), groups=matrices_and_the_rest)
+    run = Run(sharded(ctx), toy=toy, groups=matrices_and_the_rest)
     run.steps(5)
     run.seen.clear()
     return continued(run, state)
 
 
-def saved():
+def saved(toy):
     """Model and plain optimizer after two steps with options that are not the constructor's."""
-    run = Run(plain, groups=matrices_and_the_rest)
+    run = Run(plain, toy=toy, groups=matrices_and_the_rest)
     for group in run.optimizer.param_groups:
         group["lr"] *= 0.25
     run.steps(1, 2)
@@ -192,10 +195,11 @@ def test_it_goes_on_from_the_unsharded_optimizers_state(world):
     That is what another world size saved, by the clause on the full state. Moments, counters and
     options take effect at the first step; what the optimizer held before is gone.
     """
-    state = saved()
-    ranks = world.run(continued_in_ranks, state)
+    toy = fitting(world)
+    state = saved(toy)
+    ranks = world.run(continued_in_ranks, state, toy)
 
-    like_unsharded(ranks, continued, state, groups=matrices_and_the_rest)
+    like_unsharded(ranks, continued, state, toy=toy, groups=matrices_and_the_rest)
 
 
 @clause("zero1.state.divided-after-load", source=PAPER)
@@ -208,11 +212,11 @@ def test_a_loaded_state_is_divided_as_well(world):
     divided(world.run(bytes_of_state, True), "after load_state_dict")
 
 
-def round_trip(ctx):
+def round_trip(ctx, toy):
     """Weights of a run that goes on in a new optimizer from the full state of the first."""
-    first = Run(sharded(ctx))
+    first = Run(sharded(ctx), toy=toy)
     first.steps(1, 2)
-    second = Run(sharded(ctx))
+    second = Run(sharded(ctx), toy=toy)
     second.module.load_state_dict(first.module.state_dict())
     second.optimizer.load_state_dict(ctx.impl.full_optimizer_state(first.optimizer))
     second.seen = first.seen
@@ -222,12 +226,13 @@ def round_trip(ctx):
 @clause("zero1.state.round-trip", needs=BOTH, source=PORTABLE)
 def test_its_own_full_state_loads(world):
     """A run that goes on from its own full state MUST give the weights of an uninterrupted one."""
-    like_unsharded(world.run(round_trip), Run.steps, 1, 2, 3, 4)
+    toy = fitting(world)
+    like_unsharded(world.run(round_trip, toy), Run.steps, 1, 2, 3, 4, toy=toy)
 
 
-def own_state_dict(ctx):
+def own_state_dict(ctx, toy):
     """`state_dict()` without any consolidation: tensors by name, or the error."""
-    run = Run(sharded(ctx))
+    run = Run(sharded(ctx), toy=toy)
     run.steps(1, 2, 3)
     try:
         state = run.optimizer.state_dict()
@@ -244,9 +249,10 @@ def own_state_dict(ctx):
 )
 def test_a_state_dict_is_whole_or_an_error(world):
     """`state_dict()` MUST be whole or raise: a partial state would load without an error."""
-    ranks = world.run(own_state_dict)
+    toy = fitting(world)
+    ranks = world.run(own_state_dict, toy)
 
-    run = Run(plain)
+    run = Run(plain, toy=toy)
     run.steps(1, 2, 3)
     expected = described(run.optimizer.state_dict())["tensors"]
     for rank, seen in enumerate(ranks):

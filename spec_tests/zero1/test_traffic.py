@@ -16,7 +16,16 @@ from spec_tests.clause import clauses
 from spec_tests.laws import agreement, footprint, large_worlds, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.ranks.pretended import pretended
-from spec_tests.zero1.runs import DEPTH, OPTIMIZERS, WIDTH, Run, sharded, state_bytes, wide
+from spec_tests.zero1.runs import (
+    DEPTH,
+    OPTIMIZERS,
+    WIDTH,
+    Run,
+    fitting,
+    sharded,
+    state_bytes,
+    wide,
+)
 
 clause = clauses(needs=("sharded_optimizer",), level="production", worlds=(2, 3))
 VOLUME = "Rajbhandari et al. 2020, section 7; ZeroRedundancyOptimizer, one broadcast per parameter"
@@ -25,9 +34,9 @@ LAYER = (WIDTH + 1) * WIDTH
 PADDING = 2 * 16
 
 
-def third_step(ctx):
+def third_step(ctx, toy):
     """What the third step of a toy sends. The first two may still be settling."""
-    run = Run(sharded(ctx))
+    run = Run(sharded(ctx), toy=toy)
     run.steps(1, 2)
     run.deal(3)
     with ctx.recording() as recorder:
@@ -116,7 +125,7 @@ def test_a_step_sends_a_few_messages(world):
 @clause("zero1.traffic.same-order-on-all-ranks", source="collectives are paired by position")
 def test_all_ranks_issue_the_same_collectives(world):
     """All ranks MUST issue the same collectives in a step, whoever owns what."""
-    agreement.same_collectives(world.run(third_step), given="third step")
+    agreement.same_collectives(world.run(third_step, fitting(world)), given="third step")
 
 
 def bytes_that_stay(ctx):

@@ -8,6 +8,8 @@ step by step, over several steps: moments begin to matter at the second. See Raj
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,9 +20,13 @@ from spec_tests.rig.judge.fingerprint import contribution, digits
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.zero1.runs import (
     OPTIMIZERS,
+    TOY,
+    USUAL,
     Run,
     all_in_one,
     alone,
+    fitting,
+    gradient,
     in_ranks,
     like_unsharded,
     same_as_unsharded,
@@ -30,14 +36,81 @@ from spec_tests.zero1.runs import (
 
 clause = clauses(needs=("sharded_optimizer",), level="correct", worlds=(2, 3))
 FOUR = (1, 2, 3, 4)
+SQUARES = "reordered"
+"""Matrices of equal sides: for clauses on unusual optimizers, which say nothing on sizes."""
 PAPER = "Rajbhandari et al. 2020, section 5.1; CS336 assignment 2, sharded optimizer"
 
 
 @clause("zero1.step.equals-unsharded", level="course", source=PAPER)
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", USUAL)
 def test_every_step_gives_the_unsharded_optimizers_weights(world, optimizer):
-    """After every step all ranks MUST hold the weights that the unsharded optimizer gives."""
-    same_as_unsharded(world, Run.steps, *FOUR, optimizer=optimizer)
+    """After every step all ranks MUST hold the weights that the unsharded optimizer gives.
+
+    On parameters of any size: other clauses are judged on such as all ranks divide, if need be.
+    """
+    same_as_unsharded(world, Run.steps, *FOUR, optimizer=optimizer, toy=TOY)
+
+
+@clause(
+    "zero1.step.whole-tensors",
+    source="contract: the values of `optimizer_cls`; DeepSpeed, zero_allow_untested_optimizer",
+)
+def test_what_looks_at_whole_tensors_gets_them(world):
+    """Optimizers that look at whole tensors MUST see them, or be refused with an error.
+
+    Adafactor divides by means of rows and columns. Of flat stretches it makes something else.
+    """
+    as_unsharded_or_refused(world, Run.steps, *FOUR, optimizer="adafactor", toy=SQUARES)
+
+
+def as_unsharded_or_refused(world, *script, **options):
+    """The unsharded optimizer's weights, or an error where AdamW's steps are none."""
+    __tracebackhide__ = True
+    options.setdefault("toy", fitting(world))
+    ordinary = in_ranks, Run.steps, *FOUR
+    ranks = refusal.answer_or_refusal(world, in_ranks, *script, ordinary=ordinary, **options)
+    if ranks is not None:
+        like_unsharded(ranks, *script, **options)
+
+
+@clause(
+    "zero1.step.counts-in-groups",
+    source="contract: the values that `optimizer_cls` gives; Prodigy and schedule-free keep such",
+)
+@pytest.mark.parametrize("optimizer", ["counting", "declared"])
+def test_what_an_optimizer_keeps_in_its_groups_stays(world, optimizer):
+    """What an optimizer writes into its own groups MUST be there at its next step, or be refused.
+
+    Options that are copied from outside in every step may overwrite it.
+    """
+    as_unsharded_or_refused(world, Run.steps, *FOUR, optimizer=optimizer, toy=SQUARES)
+
+
+def with_factors(run):
+    """Weights after steps with a keyword of the optimizer's own."""
+    for number in range(1, 4):
+        run.deal(number)
+        run.optimizer.step(factor=2.0**-number)
+        run.note(f"after step {number}")
+    return run.seen
+
+
+@clause(
+    "zero1.step.keywords",
+    source="ZeroRedundancyOptimizer.step(closure, **kwargs); CS336 assignment 2, likewise",
+)
+def test_keywords_of_a_step_reach_the_optimizer(world):
+    """Keyword arguments of `step` MUST reach the optimizer's own, or be refused with an error."""
+    as_unsharded_or_refused(world, with_factors, optimizer="counting", toy=SQUARES)
+
+
+@clause(
+    "zero1.step.half-precision",
+    source="padding in float32 beside parameters in bfloat16, in a solution of CS336",
+)
+def test_parameters_in_bfloat16_are_updated(world):
+    """Parameters that are all bfloat16 MUST get the weights that the unsharded optimizer gives."""
+    same_as_unsharded(world, Run.steps, *FOUR, optimizer="sgd", dtype=torch.bfloat16)
 
 
 @clause(
@@ -73,12 +146,7 @@ def test_every_memory_layout_arrives_in_its_place(world, toy):
 @pytest.mark.parametrize("toy", ["mixed", "double"])
 def test_unequal_dtypes_are_updated_or_refused(world, toy):
     """Parameters of unequal dtypes MUST be updated in their own, or be refused with an error."""
-    ranks = refusal.answer_or_refusal(
-        world, in_ranks, Run.steps, *FOUR, toy=toy, ordinary=(in_ranks, Run.steps, *FOUR)
-    )
-
-    if ranks is not None:
-        like_unsharded(ranks, Run.steps, *FOUR, toy=toy)
+    as_unsharded_or_refused(world, Run.steps, *FOUR, toy=toy)
 
 
 @clause(
@@ -86,7 +154,14 @@ def test_unequal_dtypes_are_updated_or_refused(world, toy):
 )
 def test_frozen_parameters_stay(world):
     """Frozen parameters MUST keep their values, whatever the weight decay."""
-    same_as_unsharded(world, Run.steps, *FOUR, toy="frozen")
+    same_as_unsharded(world, Run.steps, *FOUR, groups=partly_frozen)
+
+
+def partly_frozen(parameters):
+    """All parameters, every third one frozen."""
+    for parameter in list(parameters.values())[2::3]:
+        parameter.requires_grad_(False)
+    return all_in_one(parameters)
 
 
 def changed_by_others(run):
@@ -126,6 +201,33 @@ def now_and_then(run):
 def test_a_parameter_without_a_gradient_is_skipped(world):
     """Where a gradient is None a step MUST NOT decay the weight, move its moments or count."""
     same_as_unsharded(world, now_and_then)
+
+
+def cleared(run, **mode):
+    """Weights after a step for which every other gradient was cleared, and none came."""
+    run.step(1)
+    run.optimizer.zero_grad(**mode)
+    for number, parameter in enumerate(run.parameters.values()):
+        if number % 2:
+            parameter.grad = gradient(parameter, 2000 + number)
+    run.optimizer.step()
+    run.note("after step 2")
+    return run.seen
+
+
+def cleared_to_zero(run):
+    """The same with zeros."""
+    return cleared(run, set_to_none=False)
+
+
+@clause("zero1.step.after-zero-grad", source="torch.optim.Optimizer.zero_grad, set_to_none=True")
+@pytest.mark.parametrize("script", [cleared, cleared_to_zero], ids=["to-none", "to-zero"])
+def test_zero_grad_leaves_none_unless_zeros_are_asked_for(world, script):
+    """`zero_grad` MUST leave None, or zeros with `set_to_none=False`: a step decays by zeros only.
+
+    Zeros in place of None move whatever is not used in the next step.
+    """
+    same_as_unsharded(world, script)
 
 
 def two_parameters(parameters):
@@ -168,12 +270,12 @@ def thawed(run):
 )
 def test_what_was_frozen_at_first_is_updated_once_it_trains(world):
     """Parameters that were frozen at construction MUST be updated once they have gradients."""
-    same_as_unsharded(world, thawed, toy="frozen")
+    same_as_unsharded(world, thawed, groups=partly_frozen)
 
 
-def two_at_once(ctx):
+def two_at_once(ctx, toy):
     """Weights of two runs with separate optimizers, whose steps alternate."""
-    runs = Run(sharded(ctx)), Run(sharded(ctx), toy="tied", optimizer="momentum")
+    runs = Run(sharded(ctx), toy=toy), Run(sharded(ctx), toy="tied", optimizer="momentum")
     for number in range(1, 5):
         for run in runs:
             run.step(number)
@@ -187,9 +289,10 @@ def two_at_once(ctx):
 )
 def test_two_optimizers_do_not_disturb_each_other(world):
     """Two optimizers whose steps alternate MUST each update their own parameters."""
-    ranks = world.run(two_at_once)
+    toy = fitting(world)
+    ranks = world.run(two_at_once, toy)
 
-    like_unsharded([one for one, _ in ranks], Run.steps, *FOUR)
+    like_unsharded([one for one, _ in ranks], Run.steps, *FOUR, toy=toy)
     like_unsharded([two for _, two in ranks], Run.steps, *FOUR, toy="tied", optimizer="momentum")
 
 
@@ -206,7 +309,10 @@ def with_closure(run):
             loss.backward()
             return loss.detach()
 
-        losses[f"step {number}"] = run.optimizer.step(closure)
+        by_keyword = number == 2
+        losses[f"step {number}"] = (
+            run.optimizer.step(closure=closure) if by_keyword else run.optimizer.step(closure)
+        )
         run.note(f"after step {number}")
     return run.seen, losses, evaluations
 
@@ -220,11 +326,12 @@ def test_a_closure_is_evaluated_and_its_loss_returned(world, parameters):
     that owns nothing has a loss to return, too.
     """
     groups = all_in_one if parameters == "all" else two_parameters
-    ranks = world.run(in_ranks, with_closure, groups=groups)
+    options: dict[str, Any] = {"groups": groups, "toy": fitting(world)}
+    ranks = world.run(in_ranks, with_closure, **options)
     weights, losses, evaluations = zip(*ranks, strict=True)
 
-    like_unsharded(weights, lambda run: with_closure(run)[0], groups=groups)
-    _, wanted, times = alone(with_closure, groups=groups)
+    like_unsharded(weights, lambda run: with_closure(run)[0], **options)
+    _, wanted, times = alone(with_closure, **options)
     judge.tensors(
         losses,
         wanted,
@@ -234,9 +341,9 @@ def test_a_closure_is_evaluated_and_its_loss_returned(world, parameters):
     judge.equal(evaluations, times, quantity="number of evaluations in three steps to be")
 
 
-def own_gradients(ctx, optimizer):
+def own_gradients(ctx, optimizer, toy):
     """Weights after steps with gradients that are another power on each rank, and then equal."""
-    run = Run(sharded(ctx), optimizer=optimizer)
+    run = Run(sharded(ctx), optimizer=optimizer, toy=toy)
     start = {name: p.detach().clone() for name, p in run.parameters.items()}
     for number in (1, 2):
         # The second is equal: Adam does not feel a constant factor.
@@ -248,17 +355,27 @@ def own_gradients(ctx, optimizer):
     return {"start": start, "end": run.seen}
 
 
+def own_weights(ctx, optimizer, toy):
+    """Weights after two steps that begin with other weights on each rank."""
+    run = Run(sharded(ctx), optimizer=optimizer, toy=toy)
+    with torch.no_grad():
+        for parameter in run.parameters.values():
+            parameter.add_(ctx.rank)
+    return {"end": run.steps(1, 2)}
+
+
 @clause(
     "zero1.step.equal-on-all-ranks",
     source="contract: `step` leaves all ranks with equal parameters",
 )
-def test_all_ranks_end_with_equal_bits(world):
-    """A step MUST leave all ranks with equal bits, even where their gradients differ.
+@pytest.mark.parametrize("body", [own_gradients, own_weights], ids=["gradients", "weights"])
+def test_all_ranks_end_with_equal_bits(world, body):
+    """A step MUST leave all ranks with equal bits, even where gradients or weights differed.
 
     Replicas drift apart by rounding, by a kernel that sums in another order. With a sharded
     optimizer they cannot: what a rank does not own it receives.
     """
-    ranks = world.run(own_gradients, "adamw")
+    ranks = world.run(body, "adamw", fitting(world))
 
     judge.same_on_all_ranks([rank["end"] for rank in ranks], quantity="weight")
 
@@ -274,7 +391,7 @@ def test_each_element_is_updated_by_one_rank(world):
     Averaging weights after everyone has stepped, or reducing gradients once more, gives the right
     numbers for the price of what was to be saved.
     """
-    ranks = world.run(own_gradients, "sgd")
+    ranks = world.run(own_gradients, "sgd", fitting(world))
 
     rate = OPTIMIZERS["sgd"][1]["lr"]
     for rank, seen in enumerate(ranks):
@@ -291,9 +408,9 @@ def test_each_element_is_updated_by_one_rank(world):
                 )
 
 
-def late(ctx, number_of_steps):
+def late(ctx, number_of_steps, toy):
     """Weights right after each step, where another rank is late in every step."""
-    run = Run(sharded(ctx), optimizer="sgd")
+    run = Run(sharded(ctx), optimizer="sgd", toy=toy)
     for number in range(number_of_steps):
         run.deal(number)
         if ctx.rank == number % ctx.world_size:
@@ -309,7 +426,8 @@ def late(ctx, number_of_steps):
 )
 def test_new_weights_are_there_when_step_returns(world):
     """When `step` returns, the weights MUST be the new ones, however late their owner was."""
-    ranks = world.run(late, world.size)
+    toy = fitting(world)
+    ranks = world.run(late, world.size, toy)
 
     stale = [
         {
@@ -325,5 +443,6 @@ def test_new_weights_are_there_when_step_returns(world):
         Run.steps,
         *range(world.size),
         optimizer="sgd",
+        toy=toy,
         hints=[Hint("the weight of the step before: the exchange was not waited for", stale)],
     )

@@ -61,6 +61,22 @@ class OneSetOfStrides(PlainAttention):
         return [t.as_strided(q.shape, q.stride()) if t.shape == q.shape else t for t in others]
 
 
+@near_miss(
+    "attention.strides-of-v-from-k",
+    rejected_by=("attention.layout.strides", "attention.layout.strides-without-heads"),
+)
+class StridesOfVFromK(OneSetOfStrides):
+    """Reads v with the strides of k.
+
+    From: `stride_kd` for `stride_vd` in one block pointer, in a solution of CS336.
+    Unseen: k and v come from projections alike, or from one that is fused.
+    """
+
+    def misread(self, q, *others):
+        k, v = others
+        return k, v.as_strided(v.shape, k.stride()) if k.is_contiguous() else v
+
+
 @near_miss("attention.gradient-like-strides", rejected_by="attention.layout.expanded-keys")
 class GradientLikeStridesOfKeys(PlainAttention):
     """Makes dK and dV with the strides of k and v.

@@ -179,6 +179,21 @@ class CountsPadding(PlainAttention):
         return super().__call__(q, k, v, **options)
 
 
+@near_miss(
+    "attention.counts-padding-without-backward",
+    rejected_by="attention.shapes.lengths-of-the-forward",
+)
+class CountsPaddingWithoutBackward(CountsPadding):
+    """Likewise, and its backward raises.
+
+    From: `assert NotImplementedError(...)` in place of a backward, in a solution of CS336.
+    Unseen: What compares outputs after a backward sees the backward raise, and nothing else.
+    """
+
+    def backward(self, *args):
+        raise RuntimeError("returned an incorrect number of gradients")
+
+
 @near_miss("attention.drops-tail", rejected_by="attention.shapes.ragged-lengths")
 class DropsTail(PlainAttention):
     """Leaves the last keys out where they fill no tile.

@@ -6,6 +6,18 @@ from spec_tests.impostors.card import near_miss
 from spec_tests.plain.attention import PlainAttention
 
 
+@near_miss("attention.rescales-by-a-diagonal", rejected_by="attention.forward.rows-are-apart")
+class RescalesByDiagonal(PlainAttention):
+    """Rescales the rows of a tile by a product with a diagonal matrix.
+
+    From: `torch.diag(factors) @ acc`, in two solutions of CS336: the paper writes it so.
+    Unseen: Nobody tests with NaN, and all finite numbers are right.
+    """
+
+    def rescaled_acc(self, acc, rescale):
+        return torch.diag_embed(rescale) @ acc
+
+
 @near_miss(
     "attention.sum-not-rescaled",
     rejected_by=(

@@ -202,3 +202,22 @@ class ClampsGradients(PlainDdp):
 
     def scale(self, flat):
         return super().scale(flat).clamp(-50.0, 50.0)
+
+
+@near_miss("ddp.averages-what-the-hook-gets", rejected_by="ddp.gradients.shared-by-autograd")
+class AveragesWhatTheHookGets(PlainDdp):
+    """Averages the gradient in place in a hook on the tensor, before it is accumulated.
+
+    From: `p.register_hook(all_reduce)`, in a solution of CS336; torch says that hooks must not.
+    Unseen: Only a sum passes one tensor on to two, and batches broadcast the bias of a layer.
+    """
+
+    def register(self, index, parameter):
+        parameter.register_hook(self.average)
+
+    def average(self, gradient):
+        gradient /= self.size()
+        dist.all_reduce(gradient, group=self.group)
+
+    def finish(self):
+        pass

@@ -335,3 +335,16 @@ class ReducesSumsAgain(PlainDdp):
 
     def write_back(self, bucket, flat, used):
         super().write_back(bucket, flat / self.size(), used)
+
+
+@near_miss("ddp.one-backward-per-forward", rejected_by="ddp.accumulation.backward-twice")
+class OneBackwardPerForward(PlainDdp):
+    """Begins anew in each forward, and so reduces only the first backward after it.
+
+    From: Counts of ready gradients that `forward` resets, in two solutions of CS336.
+    Unseen: A backward mostly has a forward of its own; two losses of one forward do not.
+    """
+
+    def on_gradient(self, index):
+        self.ready.discard(index)
+        super().on_gradient(index)

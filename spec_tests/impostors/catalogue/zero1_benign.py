@@ -77,8 +77,16 @@ class Elementwise(PlainZero1):
     Every parameter is cut into equal stretches, one for each rank, as flat buffers are.
 
     The inner optimizer has the stretches as parameters of its own; right for optimizers that look
-    at each element by itself.
+    at each element by itself, and it refuses those that it does not know.
     """
+
+    def __init__(self, params, kind, group, options):
+        if not self.takes(kind):
+            raise ValueError(f"expected SGD, Adam or AdamW, got {kind.__name__}")
+        super().__init__(params, kind, group, options)
+
+    def takes(self, kind):
+        return kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
     def deal(self, parameters):
         for parameter in parameters:
@@ -115,10 +123,13 @@ class Elementwise(PlainZero1):
 
     def glued(self, stretch, like):
         length = -(-like.numel() // self.size())
-        padded = torch.cat([stretch, stretch.new_zeros(length - stretch.numel())])
+        padded = self.padded(stretch, length - stretch.numel())
         parts = [torch.empty_like(padded) for _ in range(self.size())]
         dist.all_gather(parts, padded, group=self.group)
         return torch.cat(parts)[: like.numel()].view(like.shape)
+
+    def padded(self, stretch, number):
+        return torch.cat([stretch, stretch.new_zeros(number)])
 
     def full_state(self):
         every = [p for group in self.param_groups for p in group["params"]]

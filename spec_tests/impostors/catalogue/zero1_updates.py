@@ -387,11 +387,11 @@ class OwnersOfTheWorld(PlainZero1):
 
 @near_miss(
     "zero1.compares-nothing",
-    rejected_by="zero1.refusals.unequal-ranks",
+    rejected_by=("zero1.refusals.unequal-ranks", "zero1.refusals.sparse"),
     outcomes=("failed", "hang", "died"),
 )
 class ComparesNothing(PlainZero1):
-    """Trusts that all ranks were given the same.
+    """Trusts that all ranks were given the same, and that it is dense.
 
     From: ZeroRedundancyOptimizer does, and so does every exercise.
     Unseen: Ranks run the same script.
