@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded, numel, shard, units_of
-from spec_tests.laws import agreement, footprint, large_worlds, traffic
+from spec_tests.laws import agreement, footprint, large_worlds, refusal, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.ranks.pretended import pretended
 from spec_tests.rig.ranks.recorder import Kind
@@ -77,6 +77,23 @@ def test_a_step_gathers_and_reduces_as_often_as_the_setting_says(world, subject,
     whole, root = numel("even"), numel("even", "gain")
     again = {True: whole, False: 0, None: whole - root}[setting]
     _judge_volumes(ranks, [(whole, again, whole)], f"reshard_after_forward={setting}")
+
+
+@clause(
+    "fsdp.traffic.ints-for-true-and-false",
+    source="torch.distributed.fsdp.fully_shard: reshard_after_forward as an int",
+    worlds=(2, 3),
+)
+@pytest.mark.parametrize("kept", [False, True], ids=["all-ranks", "one"])
+def test_the_ints_at_both_ends_mean_true_and_false(world, subject, kept):
+    """`reshard_after_forward` of all ranks MUST act as True and 1 as False, or be refused."""
+    setting, ordinary = 1 if kept else world.size, (passes, subject, "even", True)
+    ranks = refusal.answer_or_refusal(world, passes, subject, "even", setting, ordinary=ordinary)
+
+    if ranks is not None:
+        whole = numel("even")
+        wanted = [(whole, 0 if kept else whole, whole)]
+        _judge_volumes(ranks, wanted, f"reshard_after_forward={setting}")
 
 
 @clause("fsdp.traffic.copies-per-window", source=f"{STAGES}; Efficient DL week 5, the bonuses")

@@ -298,7 +298,7 @@ class Unit:
         return output
 
     def reshards_after_forward(self) -> bool:
-        return not self.is_root if self.raf is None else bool(self.raf)
+        return not self.is_root if self.raf is None else self.raf is True or self.raf > 1
 
     # -------------------------------------------------------------------------------- backward
 

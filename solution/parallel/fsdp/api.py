@@ -85,7 +85,7 @@ def fully_shard(
         reshard_after_forward: True frees the unsharded parameters after forward and gathers them
             again in backward. False keeps them. None is False for the outermost module and True for
             others. An int keeps 1/int of them, so that the all-gather in backward stays within
-            groups of so many neighbours.
+            groups of so many neighbours: 1 is False, the number of ranks that shard is True.
         shard_placement_fn: None, or a function that returns None or `Shard(0)`.
         mp_policy: dtypes; see `MixedPrecisionPolicy`. None is the default, too.
         offload_policy: only `OffloadPolicy()`: shards stay on the device that computes.
@@ -117,7 +117,7 @@ def fully_shard(
         options.require_options(name, reshard_after_forward, policy, offload_policy, dp_mesh_dims)
         options.require_shardable(modules, inside, sharded_class=FSDPModule)
         if type(reshard_after_forward) is int:
-            groups.require_part(reshard_after_forward)
+            groups.resharding(reshard_after_forward)
         yield f"parameters for {groups.mesh.device_type}"
         yield f"reshard_after_forward={reshard_after_forward}, {policy}"
         for where, parameter, _ in found:
@@ -126,6 +126,8 @@ def fully_shard(
 
     expected = f"all ranks to call fully_shard on {name} alike"
     on_all_ranks(describe, groups.groups, expected=expected)
+    if type(reshard_after_forward) is int:
+        reshard_after_forward = groups.resharding(reshard_after_forward)
     _move([*parameters, *(b for part in modules for b in part.buffers())], groups.device)
     unit = Unit(
         modules,

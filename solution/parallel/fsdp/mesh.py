@@ -64,13 +64,18 @@ class ShardingMesh:
             return torch.device("cpu")
         return torch.device(self.mesh.device_type, torch.accelerator.current_device_index())
 
-    def require_part(self, num_ranks: int) -> None:
-        """Raise ValueError unless `num_ranks` is a proper divisor of the shard group's size."""
-        if not 1 < num_ranks < self.num_shards or self.num_shards % num_ranks:
+    def resharding(self, num_ranks: int) -> bool | int:
+        """Return `num_ranks` as `reshard_after_forward`: 1 is False, all that shard are True.
+
+        Raises:
+            ValueError: no divisor of the shard group's size.
+        """
+        if num_ranks < 1 or self.num_shards % num_ranks:
             raise ValueError(
-                f"expected reshard_after_forward as an int to divide the {self.num_shards} ranks "
-                f"that shard, and to be neither 1 nor all of them, got {num_ranks}"
+                "expected reshard_after_forward as an int to divide the number of ranks that shard "
+                f"({self.num_shards}), got {num_ranks}"
             )
+        return num_ranks != 1 and (num_ranks == self.num_shards or num_ranks)
 
     def part(self, num_ranks: int) -> comm.Group:
         """Return this rank's group of `num_ranks` neighbours that shard; all ranks call it."""

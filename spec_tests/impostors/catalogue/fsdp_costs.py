@@ -115,6 +115,18 @@ class IgnoresKeeping(PlainFsdp):
         return True
 
 
+@near_miss("fsdp.one-is-true", rejected_by="fsdp.traffic.ints-for-true-and-false")
+class OneIsTrue(PlainFsdp):
+    """Frees full weights after forward where `reshard_after_forward` is 1.
+
+    From: `if reshard_after_forward:`, where True and 1 are the same.
+    Unseen: The numbers are right; a job of one rank per node has one copy too many on its network.
+    """
+
+    def reshards_after_forward(self):
+        return not self.is_root if self.raf is None else bool(self.raf)
+
+
 @near_miss("fsdp.frees-at-the-end", rejected_by="fsdp.footprint.peak-does-not-grow-with-depth")
 class FreesAtTheEnd(PlainFsdp):
     """Frees all units at the end of a pass.
