@@ -7,6 +7,7 @@ loss still falls, only later and less: that is why nobody notices.
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,6 +39,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "kept-after-forward": {"reshard_after_forward": False},
 }
+KEPT = "kept-after-backward"
+FLAVOURS: dict[str, Any] = {
+    f"{KEPT}-foreach": partial(torch.optim.SGD, lr=RATE, foreach=True),
+    # The step of SGD: without moments, beside an eps that no gradient reaches. (DTensors take no
+    # fused SGD.)
+    f"{KEPT}-fused": partial(
+        torch.optim.Adam, lr=RATE * 2.0**40, betas=(0.0, 0.0), eps=2.0**40, fused=True
+    ),
+}
+"""Optimizers that move no version counter; the first parameter is in a group of its own."""
 
 
 def _output(sharded):
@@ -71,16 +82,20 @@ def _judge_fresh(ranks, toy, steps, given):
     )
 
 
-def _old(toy, size):
+def _old(toy, size, weights=None):
     plain = TOYS[toy].build(7)
+    for parameter in plain.parameters() if weights else ():
+        nn.init.constant_(parameter, weights)
     return [{"output": plain(TOYS[toy].batch(7, rank=r, micro=9)).detach()} for r in range(size)]
 
 
 def after_steps(ctx, subject, toy, seed, setting):
     """Output after two steps."""
     sharded = Sharded(ctx, subject, toy, seed, **SETTINGS.get(setting, SETTINGS["default"]))
-    if setting == "kept-after-backward":
-        sharded.keep(True)
+    sharded.keep(setting.startswith(KEPT))
+    if setting in FLAVOURS:
+        groups = [{"params": part} for part in (sharded.held[:1], sharded.held[1:])]
+        sharded.optimizer = FLAVOURS[setting](groups)
     for step in range(2):
         sharded.optimizer.zero_grad()
         sharded.backward(step)
@@ -91,9 +106,12 @@ def after_steps(ctx, subject, toy, seed, setting):
 
 
 @clause("fsdp.lifecycle.fresh-after-step", source=FRESH)
-@pytest.mark.parametrize("setting", [*SETTINGS, "kept-after-backward", "by-hand"])
+@pytest.mark.parametrize("setting", [*SETTINGS, KEPT, *FLAVOURS, "by-hand"])
 def test_a_forward_after_a_step_uses_the_new_weights(world, subject, setting):
-    """The forward after a step MUST use the new weights, whatever was kept unsharded before it."""
+    """The forward after a step MUST use the new weights, whatever was kept unsharded before it.
+
+    Whoever reads version counters misses the foreach and fused updates, which move none.
+    """
     ranks = world.run(after_steps, subject, "even", 7, setting)
 
     _judge_fresh(ranks, "even", 2, f"weights {setting}")
@@ -219,20 +237,25 @@ def _judge_ladder(ranks):
 
 
 def after_writing(ctx, subject, toy, seed, how, setting):
-    """Output with zeros written over the weights while full ones may be alive."""
-    sharded = Sharded(ctx, subject, toy, seed, **SETTINGS[setting])
+    """Output with ones written over the weights while full ones may be alive."""
+    sharded = Sharded(ctx, subject, toy, seed, **SETTINGS.get(setting, {}))
     with torch.no_grad():
-        _output(sharded)
-        if how == "load-state-dict":
+        if setting == KEPT:
+            sharded.keep(True)
+            with torch.enable_grad():
+                sharded.backward()
+        else:
+            _output(sharded)
+        if how.startswith("load-state-dict"):
             state = sharded.wrapped.state_dict()
-            zeros = {name: torch.zeros_like(value) for name, value in state.items()}
-            sharded.wrapped.load_state_dict(zeros)
+            ones = {name: torch.ones_like(value) for name, value in state.items()}
+            sharded.wrapped.load_state_dict(ones, assign=how.endswith("assign"))
         else:
             for parameter in sharded.held:
                 if how == "parameter":
-                    parameter.mul_(0.0)
+                    parameter.fill_(1.0)
                 else:
-                    parameter.to_local().zero_()
+                    parameter.to_local().fill_(1.0)
     return _output(sharded)
 
 
@@ -243,19 +266,45 @@ def after_writing(ctx, subject, toy, seed, how, setting):
 )
 @pytest.mark.parametrize(
     "how",
-    ["load-state-dict", "parameter", "local-tensor"],
-    ids=["loaded", "written-parameter", "written-local-tensor"],
+    ["load-state-dict", "load-state-dict-assign", "parameter", "local-tensor"],
+    ids=["loaded", "assigned", "written-parameter", "written-local-tensor"],
 )
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", [*SETTINGS, KEPT])
 def test_a_forward_after_a_load_uses_the_loaded_weights(world, subject, setting, how):
     """The forward after weights were loaded or written in place MUST use them."""
     ranks = world.run(after_writing, subject, "even", 7, how, setting)
 
-    zeros = {"output": torch.zeros_like(_old("even", 1)[0]["output"])}
+    _judge_ones(ranks, f"weights {setting}, written by {how}")
+
+
+def whole_after_writing(ctx, subject, toy, seed, moment):
+    """Output of a whole model with ones written over its parameters after a call."""
+    sharded = Sharded(ctx, subject, toy, seed)
+    sharded.follow(moment)
+    with torch.no_grad():
+        for parameter in sharded.held:
+            parameter.fill_(1.0)
+    return _output(sharded)
+
+
+@clause(
+    "fsdp.lifecycle.fresh-after-writing-in-a-whole-model",
+    judges=("fsdp",),
+    source="contract: a forward computes with current weights; moving averages, initialisations",
+    worlds=(2,),
+)
+@pytest.mark.parametrize("moment", ["evaluate 0", "backward 0"], ids=["evaluated", "trained"])
+def test_a_forward_of_a_whole_model_uses_weights_that_were_written(world, subject, moment):
+    """After its `parameters()` were written in place, a whole model's forward MUST use them."""
+    _judge_ones(world.run(whole_after_writing, subject, "even", 7, moment), moment)
+
+
+def _judge_ones(ranks, given):
+    old = _old("even", len(ranks))
     judge.tensors(
         ranks,
-        zeros,
-        quantity="output of weights that are all zero",
-        hints=[Hint("the output of the weights before: a copy was kept", _old("even", world.size))],
-        given=f"weights {setting}, written by {how}",
+        _old("even", len(ranks), weights=1.0),
+        quantity="output of weights that are all one",
+        hints=[Hint("the output of the weights before: a copy was kept", old)],
+        given=given,
     )

@@ -10,6 +10,7 @@ Steps
     2. Cast inputs to `param_dtype` and outputs to `output_dtype`; gather in `param_dtype`.
     3. A call of the root while a backward is still on means that an exception ended it: start anew.
     4. Before a state dict is made or loaded, register the shards; after a load adopt new ones.
+    5. Count the steps of optimizers: their foreach and fused updates move no version counter.
 
 `fsdp` is CS336's whole-model shape: each Linear and Embedding whose weight nobody shares is a unit,
 the rest is replicated, and its gradients are averaged.
@@ -19,6 +20,8 @@ Source: torch.distributed.fsdp.fully_shard; CS336, assignment 2.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +31,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
 from spec_tests.plain.fsdp import Done, Unit, modules_without_units
@@ -41,6 +45,20 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+
+
+ALIVE: weakref.WeakSet[PlainFsdp] = weakref.WeakSet()
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Tell all units of every step, from now on."""
+
+    def tell(optimizer: Any, *ignored: Any) -> None:
+        for unit in list(ALIVE):
+            unit.after_step(optimizer.param_groups)
+
+    register_optimizer_step_post_hook(tell)
 
 
 class PlainFsdp(Unit):
@@ -57,8 +75,19 @@ class PlainFsdp(Unit):
         super().__init__(*args)
         self.forward_prefetch: list[PlainFsdp] = []
         self.backward_prefetch: list[PlainFsdp] | None = None
+        self.num_steps = 0
+        ALIVE.add(self)
+        watch_optimizers()
         self.module.register_state_dict_pre_hook(self.before_state_dict)
         self.module.register_load_state_dict_pre_hook(self.before_load)
+
+    def version(self) -> Any:
+        return super().version(), self.num_steps
+
+    def after_step(self, groups: list[dict[str, Any]]) -> None:
+        """An optimizer with these groups of parameters has stepped."""
+        stepped = {id(parameter) for group in groups for parameter in group["params"]}
+        self.num_steps += any(id(piece.parameter) in stepped for piece in self.pieces)
 
     def before_state_dict(self, *ignored: Any) -> None:
         self.reshard()

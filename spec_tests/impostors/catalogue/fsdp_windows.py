@@ -162,6 +162,61 @@ class StaleAhead(PlainFsdp):
         return output
 
 
+@near_miss("fsdp.reads-counters-only", rejected_by="fsdp.lifecycle.fresh-after-step")
+class ReadsCountersOnly(PlainFsdp):
+    """Does not notice foreach and fused updates.
+
+    From: A cache that compares version counters, which those updates do not move.
+    Unseen: On a CPU the for-loop is the default; on CUDA foreach is.
+    """
+
+    def after_step(self, groups):
+        pass
+
+
+@near_miss("fsdp.first-group-only", rejected_by="fsdp.lifecycle.fresh-after-step")
+class FirstGroupOnly(PlainFsdp):
+    """Looks for its parameters in the optimizer's first group alone.
+
+    From: `optimizer.param_groups[0]["params"]`.
+    Unseen: Weight decay for some parameters is what makes a second group.
+    """
+
+    def after_step(self, groups):
+        super().after_step(groups[:1])
+
+
+@near_miss("fsdp.keeps-what-it-was-given", rejected_by="fsdp.lifecycle.fresh-after-load")
+class KeepsWhatItWasGiven(PlainFsdp):
+    """Goes on with the shards of construction after `load_state_dict(assign=True)`.
+
+    From: A list of shards made once; an assignment puts other Parameters into the module.
+    Unseen: Loads copy in place, unless they are told otherwise.
+    """
+
+    def adopt(self):
+        pass
+
+
+@near_miss("fsdp.gathers-once", rejected_by="fsdp.lifecycle.fresh-after-writing-in-a-whole-model")
+class GathersOnce(PlainFsdp):
+    """Gathers anew after a step of an optimizer alone.
+
+    From: A cache of full weights that a step hook clears.
+    Unseen: Everything that trains goes through an optimizer.
+    """
+
+    def version(self):
+        return self.num_steps
+
+    def free(self):
+        pass
+
+    def unshard(self):
+        self.is_unsharded = self.gathered is not None
+        super().unshard()
+
+
 @near_miss("fsdp.watches-parameters", rejected_by="fsdp.lifecycle.fresh-after-load")
 class WatchesParameters(PlainFsdp):
     """Does not notice writes to a local tensor.
