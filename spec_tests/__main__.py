@@ -169,6 +169,7 @@ _PYTEST = [
     "-p",
     "no:cacheprovider",
     "-q",
+    "--live",
     "--tb=no",  # the plugin prints each clause's own message, once
     "-rN",
     "--no-header",

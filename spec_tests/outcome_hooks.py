@@ -197,18 +197,22 @@ def _show(found: pytest.TestReport, clause: Clause, result: dict[str, Any]) -> N
         found.outcome, found.wasxfail = "skipped", f"{clause.strength} advises only"
 
 
+def result_of(report: pytest.TestReport) -> dict[str, Any] | None:
+    """The log's line of a clause's case, if the report has one."""
+    found = (value for key, value in report.user_properties if key == _EVENT)
+    return cast("dict[str, Any] | None", next(found, None))
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Keep results of this process, and of xdist workers, for the log."""
     if ACTIVE.run is None:
         return
-    for key, found in report.user_properties:
-        if key == _EVENT:
-            value = cast(dict[str, Any], found)
-            ACTIVE.run.results.setdefault(value["implementation"], []).append(value)
-            if ACTIVE.run.log is not None:
-                if told := ACTIVE.run.told.get(value["clause"]):
-                    ACTIVE.run.log.tell(value["clause"], **told)
-                ACTIVE.run.log.result(**value)
+    if value := result_of(report):
+        ACTIVE.run.results.setdefault(value["implementation"], []).append(value)
+        if ACTIVE.run.log is not None:
+            if told := ACTIVE.run.told.get(value["clause"]):
+                ACTIVE.run.log.tell(value["clause"], **told)
+            ACTIVE.run.log.result(**value)
     if report.failed and not report.user_properties and ACTIVE.run.log is not None:
         ACTIVE.run.log.problem(f"{report.nodeid} failed outside of any clause")
 
@@ -270,13 +274,11 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
     if run.log is None:
         terminalreporter.write_line("\n".join(f"notice: {notice}" for notice in run.notices))
     else:
-        if config.getoption("tbstyle") == "no":
-            terminalreporter.section("what does not hold")
-            terminalreporter.write_line(report.render_failures(run.log.events))
-        terminalreporter.section("specification")
-        terminalreporter.write_line(report.render_terminal(run.log.events))
         if points := report.render_points(run.log.events):
             terminalreporter.section("points")
             terminalreporter.write_line(points)
+        terminalreporter.section("verdict")
+        everything = config.getoption("--all")
+        terminalreporter.write_line(report.render_ending(run.log.events, everything=everything))
         if not config.getoption("--report-is-scratch"):
             terminalreporter.write_line(f"report: {config.getoption('--report')}/index.html")

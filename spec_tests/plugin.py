@@ -30,7 +30,7 @@ start_zygote()
 import torch
 from hypothesis import settings
 
-from spec_tests import ledger, outcome_hooks, target
+from spec_tests import ledger, live, outcome_hooks, target
 from spec_tests.clause import MUST, Clause, clause_of
 from spec_tests.outcome_hooks import ACTIVE, RUN, Run, clause_of_item, is_worker
 from spec_tests.rig.judge import expectations, runner
@@ -66,6 +66,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--report", metavar="DIR", help="write log, pages and files for tools there")
     group.addoption("--points", metavar="PROFILE", help="points as a course gives them, see README")
+    group.addoption("--all", action="store_true", help="show each finding and clause at the end")
+    group.addoption("--live", action="store_true", help=argparse.SUPPRESS)
     # Set by `python -m spec_tests` where no report was asked for: it still needs the log.
     group.addoption("--report-is-scratch", action="store_true", help=argparse.SUPPRESS)
 
@@ -155,7 +157,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(_nothing_to_run(patterns, run))
     if dropped:
         config.hook.pytest_deselected(items=dropped)
-        items[:] = kept
+    if config.getoption("--live"):
+        chapters = list(dict.fromkeys(item.path.parent for item in kept))
+        kept.sort(key=lambda item: (chapters.index(item.path.parent), _level(item)))
+    items[:] = kept
+
+
+def _level(item: pytest.Item) -> int:
+    """What is owed first is judged first."""
+    clause = clause_of_item(item)
+    return LEVELS.index(clause.level) if clause is not None else 0
 
 
 def _is_asked_for(
@@ -243,6 +254,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     ACTIVE.run = run
     if config.option.collectonly:
         return
+    live.register(config)
     if config.getoption("--impl"):
         for which in run.targets:
             _require_loads(which, run)

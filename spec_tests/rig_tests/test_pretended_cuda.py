@@ -19,9 +19,9 @@ from spec_tests.rig.ranks.cuda_runtime import PRETENDED_CUDA
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.wire import Frame, RemoteError
 from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.report import render_ending, render_summary
 from spec_tests.rig.report.data import as_report
 from spec_tests.rig.report.page import render_page
-from spec_tests.rig.report.text import render_summary, render_terminal
 from spec_tests.rig.sim import hooks
 from spec_tests.rig_tests.helpers import CHECKOUTS, MEAN, MEAN_CASE, judged, replaced
 from spec_tests.rig_tests.logs import log
@@ -295,6 +295,6 @@ def test_every_report_says_once_that_cuda_was_stood_in_for():
     notice = f"mine.py: {PRETENDED_CUDA}"
     events = log(implementations=["mine.py"], notices=[notice])
     assert as_report(events)["run"]["notices"] == [notice]
-    assert render_terminal(events).count(notice) == 1
+    assert render_ending(events).count(notice) == 1
     assert f"- notice: {notice}" in render_summary(events)
     assert render_page(events).count(f'<p class="small">{notice}</p>') == 1

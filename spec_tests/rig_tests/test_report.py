@@ -4,6 +4,7 @@ Whole renderings are kept in `goldens/report`; see `golden` for how to write the
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -13,12 +14,12 @@ from spec_tests.rig.outcomes import Event, Outcome, cells, compose, judge_run, v
 from spec_tests.rig.report import (
     INCOMPLETE,
     WORDS,
+    render_ending,
     render_gradescope,
     render_json,
     render_page,
     render_points,
     render_summary,
-    render_terminal,
     write_report,
 )
 from spec_tests.rig.report.eventlog import EventLog
@@ -124,7 +125,7 @@ def test_an_error_beside_worse_looking_cases_is_not_hidden():
 def test_a_log_without_footer_has_no_verdict():
     events = log(result(), is_finished=False)
     assert verdict(events).status == 2
-    assert INCOMPLETE in render_terminal(events)
+    assert INCOMPLETE in render_ending(events)
     assert INCOMPLETE in render_summary(events)
     assert "INCOMPLETE" in render_junit(events)
     assert "conforms" not in render_summary(events)
@@ -181,7 +182,8 @@ def everything() -> list[Event]:
 
 
 RENDERINGS: dict[str, Callable[[list[Event]], str]] = {
-    "terminal.txt": render_terminal,
+    "terminal.txt": partial(render_ending, everything=True),
+    "ending.txt": render_ending,
     "summary.md": render_summary,
     "report.json": render_json,
     "results.json": render_gradescope,

@@ -139,9 +139,7 @@ def _not_finite(seen: torch.Tensor, wanted: torch.Tensor) -> Cause | None:
     if not bad:
         return None
     if bool(wanted.isfinite().all()) and not bool(seen.isnan().any()):
-        text = (
-            "it overflowed on the way: a number beyond the largest of its dtype, or over zero"
-        )
+        text = "it overflowed on the way: a number beyond the largest of its dtype, or over zero"
         return Cause(f"{bad} values that are infinite", text)
     return Cause(
         f"{bad} values that are not finite",

@@ -20,6 +20,7 @@ import shutil
 from pathlib import Path
 
 from spec_tests.rig.report.data import render_json
+from spec_tests.rig.report.ending import render_ending
 from spec_tests.rig.report.eventlog import read_log
 from spec_tests.rig.report.junit import render_junit
 from spec_tests.rig.report.page import render_page
@@ -28,10 +29,8 @@ from spec_tests.rig.report.text import (
     INCOMPLETE,
     WORDS,
     render_counts,
-    render_failures,
     render_summary,
     render_table,
-    render_terminal,
 )
 
 __all__ = [
@@ -39,14 +38,13 @@ __all__ = [
     "WORDS",
     "forget",
     "render_counts",
-    "render_failures",
+    "render_ending",
     "render_gradescope",
     "render_json",
     "render_page",
     "render_points",
     "render_summary",
     "render_table",
-    "render_terminal",
     "write_report",
 ]
 

@@ -1,4 +1,4 @@
-"""A log as text: the table on the terminal, and summary.md.
+"""A log as text: tables, counts, and summary.md. `ending.py` is what a terminal shows of it.
 
 Every function here is pure: events in, text out.
 
@@ -37,7 +37,7 @@ from spec_tests.rig.outcomes import (
     verdict,
 )
 from spec_tests.rig.ranks.errors import NOT_HERE
-from spec_tests.rig.report.causes import Cause, causes
+from spec_tests.rig.report.causes import causes
 
 WORDS = {
     Outcome.PASSED: "pass",
@@ -77,8 +77,6 @@ RUN_KEYS = (
 
 _MAX_MESSAGE_LINES = 40
 _MAX_MARGINS = 5
-MAX_CAUSES = 15
-"""Named at the end of a run; the report has all."""
 
 
 def implementations(events: Sequence[Event]) -> list[str]:
@@ -131,7 +129,7 @@ def render_table(events: Sequence[Event]) -> str:
         rows.append([f"**{LEVELS[level]}: {title}**", *[""] * (len(names) + 1)])
         rows += blocks[level, title]
     counts = ", ".join(f"{title} {number}" for title, number in absent.items())
-    return _grid(rows) + (f"\n\nclauses on what is not offered: {counts}" if counts else "")
+    return grid(rows) + (f"\n\nclauses on what is not offered: {counts}" if counts else "")
 
 
 def count_levels(own: Sequence[Cell]) -> dict[str, tuple[int, int]]:
@@ -169,49 +167,6 @@ def render_counts(events: Sequence[Event], implementation: str) -> str:
     return " · ".join(part for part in parts if part) or "nothing ran"
 
 
-def render_terminal(events: Sequence[Event]) -> str:
-    """What a run prints at its end: table, counts per implementation, verdict with its reasons."""
-    lines = [render_table(events), ""]
-    for name in implementations(events):
-        lines += [f"{name}: {render_counts(events, name)}", f"    {render_levels(events, name)}"]
-    for why, clauses in _not_here(events):
-        lines.append(f"not here, {len(clauses)} clause{'s' * (len(clauses) > 1)}: {why}")
-    return "\n".join([*lines, "", *_conclusion(events)])
-
-
-def _conclusion(events: Sequence[Event]) -> list[str]:
-    """The verdict, and in place of the failed clauses the causes that they have in common."""
-    named, listed = [], set()
-    for name in implementations(events):
-        found = causes(events, name)
-        listed |= {f"{c.outcome}: {c.clause} on {name}" for cause in found for c in cause.cells}
-        named += render_causes(name, found)
-    lines = verdict_lines(events)
-    return [line for line in lines if line.removeprefix("- ") not in listed] + named
-
-
-def render_causes(implementation: str, found: Sequence[Cause]) -> list[str]:
-    """What to mend, the lowest level first: two lines per cause, at most forty in all."""
-    if not found:
-        return []
-    number = sum(len(cause.cells) for cause in found)
-    lines = ["", f"{_several(len(found), 'cause')} in {_several(number, 'failed clause')} of "]
-    lines[-1] += f"{implementation}, what is owed first:"
-    for index, cause in enumerate(found[:MAX_CAUSES], 1):
-        *few, last = cause.clauses[:3]
-        more = len(cause.clauses) - len(few) - 1
-        rest = f" and {more} more" if more else ""
-        lines.append(f"{index:2}  {cause.text}")
-        lines.append(f"    {cause.first.level}: {', '.join([*few, last])}{rest}")
-    if len(found) > MAX_CAUSES:
-        lines.append(f"    and {_several(len(found) - MAX_CAUSES, 'more cause')}: see the report")
-    return lines
-
-
-def _several(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 def render_summary(events: Sequence[Event]) -> str:
     """The whole page as Markdown."""
     first = header(events)
@@ -224,7 +179,7 @@ def render_summary(events: Sequence[Event]) -> str:
         lines += ["", f"## Causes in {name}", "", *named] if named else []
     lines += ["", render_table(events), ""]
     lines += _failure_cards(events)
-    if absent := _not_here(events):
+    if absent := absent_here(events):
         lines += ["## Not here", "", *(f"- {why}: {', '.join(c)}" for why, c in absent), ""]
     lines += _closest_margins(events)
     lines += ["## The run", ""]
@@ -252,7 +207,7 @@ def _ratio(label: str, judged: Sequence[Cell]) -> str:
     return f"{label} {sum(cell.outcome is Outcome.PASSED for cell in asked)}/{len(asked)}"
 
 
-def _grid(rows: Sequence[Sequence[str]]) -> str:
+def grid(rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table whose columns are padded to one width."""
     widths = [max(3, *(len(row[i]) for row in rows)) for i in range(len(rows[0]))]
     padded = [
@@ -282,34 +237,7 @@ def _failure_cards(events: Sequence[Event]) -> list[str]:
     return ["## What did not hold", "", *lines] if lines else []
 
 
-def render_failures(events: Sequence[Event]) -> str:
-    """What a terminal shows of failed cells: of each cause one case in full, the rest by name."""
-    blocks = _blocked(events) + [
-        f"{cell.outcome}: {cell.decisive_cases[0]['message'].rstrip()}"
-        for cell in cells(events)
-        if cell.outcome is Outcome.UNEXPECTED_PASS
-    ]
-    for cause in (cause for name in implementations(events) for cause in causes(events, name)):
-        first, *others = cause.first.decisive_cases
-        text = f"{cause.first.outcome}: {first['message'].rstrip()}"
-        if others:
-            text += f"\n({len(others)} more: {', '.join(case['case'] for case in others[:6])})"
-        if len(cause.clauses) > 1:
-            text += f"\nthe same in {', '.join(cause.clauses[1:])}"
-        blocks.append(text)
-    return "\n\n".join(blocks) or "nothing"
-
-
-def _blocked(events: Sequence[Event]) -> list[str]:
-    waiting: dict[tuple[str, ...], list[str]] = {}
-    for cell in (cell for cell in cells(events) if cell.outcome is Outcome.BLOCKED):
-        why = cell.decisive_cases[0]["message"].strip().split("\n")[1:2]
-        waiting.setdefault((cell.implementation, *why), []).append(cell.clause)
-    count = "blocked: {} clauses not tried on {}".format
-    return ["\n".join([count(len(c), n), *why, ", ".join(c)]) for (n, *why), c in waiting.items()]
-
-
-def _not_here(events: Sequence[Event]) -> list[tuple[str, list[str]]]:
+def absent_here(events: Sequence[Event]) -> list[tuple[str, list[str]]]:
     """Each reason why this machine could not tell, once, with the clauses that it concerns."""
     waiting: dict[str, dict[str, None]] = {}
     for event in results(events):

@@ -1,0 +1,185 @@
+"""What a terminal shows when a run has ended: chapters, verdict, and last the causes.
+
+Functions here are pure: events in, text out. Where people look is the end of the output, so what to
+mend stands there, in at most forty lines for each implementation: of each cause what it is, one
+finding, the clauses that show it, and the command that shows it alone. Everything else is in the
+report, and with `--all` on the terminal: each finding in full, the table clause by implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spec_tests.rig.outcomes import LEVELS, SILENT, Cell, Event, Outcome, Strength, cells
+from spec_tests.rig.report.causes import Cause, causes
+from spec_tests.rig.report.text import (
+    absent_here,
+    chapter,
+    grid,
+    implementations,
+    render_counts,
+    render_table,
+    verdict_lines,
+)
+
+MAX_LINES = 40
+"""Of causes, for one implementation."""
+
+FEW = 3
+"""Failed clauses that are shown in full: who asks for one clause wants its whole message."""
+
+_FINE = (Outcome.PASSED, Outcome.EXPECTED_FAILURE)
+_LINES_OF_A_CAUSE = 4
+_MAX_WIDTH = 160
+
+
+def render_ending(events: Sequence[Event], *, everything: bool = False) -> str:
+    """What a run prints at its end; with `everything` each finding and clause, not each cause."""
+    found = {name: causes(events, name) for name in implementations(events)}
+    number = sum(len(cause.cells) for named in found.values() for cause in named)
+    lines = [render_failures(events), ""] if everything or 0 < number <= FEW else _blocked(events)
+    lines += [render_table(events) if everything else render_chapters(events), ""]
+    for name in found:
+        lines += [f"{name}: {render_counts(events, name)}", *_render_levels(events, name)]
+    for why, clauses in absent_here(events):
+        lines.append(f"not here, {_several(len(clauses), 'clause')}: {why}")
+    lines += ["", *_verdict(events, found)]
+    for name, named in found.items():
+        lines += _render_causes(name, named)
+    return "\n".join(lines)
+
+
+def render_chapters(events: Sequence[Event]) -> str:
+    """Chapter by implementation: how many of the clauses that were judged hold; MUST alone."""
+    names = implementations(events)
+    judged: dict[str, dict[str, list[Cell]]] = {}
+    for cell in cells(events):
+        if cell.outcome not in SILENT and cell.strength == Strength.MUST:
+            row = judged.setdefault(chapter(cell.clause), {})
+            row.setdefault(cell.implementation, []).append(cell)
+    rows = [["chapter", *names]]
+    for title, row in judged.items():
+        rows.append([title, *(_of(row.get(name, [])) for name in names)])
+    return grid(rows)
+
+
+def _of(judged: Sequence[Cell]) -> str:
+    if not judged:
+        return ""
+    held, expected = (sum(cell.outcome in kinds for cell in judged) for kinds in (_FINE, _FINE[1:]))
+    word = "pass" if held == len(judged) else "FAIL"
+    declared = f", {expected} of them expected to fail" if expected else ""
+    return f"{word} {held}/{len(judged)}{declared}"
+
+
+def _render_levels(events: Sequence[Event], implementation: str) -> list[str]:
+    """How far an implementation has come, the lowest level first, and what it lacks there."""
+    lines = []
+    for level in LEVELS:
+        own = [
+            cell
+            for cell in cells(events)
+            if cell.implementation == implementation
+            and (cell.level, cell.strength) == (level, Strength.MUST)
+            and cell.outcome not in SILENT
+        ]
+        missing = [cell.clause for cell in own if cell.outcome not in _FINE]
+        if own:
+            passed = sum(cell.outcome is Outcome.PASSED for cell in own)
+            named = f"; missing: {_enumerated(missing, 3)}" if missing else ""
+            lines.append(f"    {level} {passed}/{len(own)}{named}")
+    return lines
+
+
+def _verdict(events: Sequence[Event], found: dict[str, list[Cause]]) -> list[str]:
+    """The verdict; failed clauses are not among its reasons, for they are among the causes."""
+    listed = {
+        f"- {cause.outcome}: {cause.clause} on {name}"
+        for name, named in found.items()
+        for each in named
+        for cause in each.cells
+    }
+    return [line for line in verdict_lines(events) if line not in listed]
+
+
+def _render_causes(implementation: str, found: Sequence[Cause]) -> list[str]:
+    """What to mend first comes first: the lowest level, then the most frequent."""
+    if not found:
+        return []
+    number = sum(len(cause.cells) for cause in found)
+    explain = "explains" if len(found) == 1 else "explain"
+    lines = [
+        "",
+        f"{_several(len(found), 'cause')} {explain} {_several(number, 'failed clause')} of "
+        f"{implementation}; mend the first one first",
+    ]
+    room = MAX_LINES - len(lines)
+    in_full = len(found) if len(found) * _LINES_OF_A_CAUSE <= room else room // 5
+    for index, cause in enumerate(found[:in_full], 1):
+        lines += _render_cause(index, cause)
+    rest = found[in_full:]
+    room = MAX_LINES - len(lines)
+    shown = rest if len(rest) <= room else rest[: room - 1]
+    for index, cause in enumerate(shown, in_full + 1):
+        lines.append(_clipped(f"{index:2}  {cause.text} ({_enumerated(cause.clauses, 1)})"))
+    if len(shown) < len(rest):
+        lines.append(f"and {_several(len(rest) - len(shown), 'more cause')}: --all, or the report")
+    return lines
+
+
+def _render_cause(index: int, cause: Cause) -> list[str]:
+    first = cause.first.decisive_cases[0]
+    headline = (first["message"].splitlines() or [""])[1:2]
+    finding = headline[0] if headline and headline[0] != cause.text else _difference(first)
+    return [
+        _clipped(f"{index:2}  {cause.text}"),
+        _clipped(f"    {finding}"),
+        f"    {cause.first.level}: {_enumerated(cause.clauses, 3)}",
+        f"    again: {first['rerun']}",
+    ]
+
+
+def _difference(first: Event) -> str:
+    """The line on the largest error, or else the case."""
+    lines = (line for line in first["message"].splitlines() if line.startswith("largest error"))
+    return next(lines, first["case"])
+
+
+def _enumerated(names: Sequence[str], at_most: int) -> str:
+    more = len(names) - at_most
+    return ", ".join(names[:at_most]) + (f" and {more} more" if more > 0 else "")
+
+
+def _clipped(line: str) -> str:
+    return line if len(line) <= _MAX_WIDTH else f"{line[: _MAX_WIDTH - 3]}..."
+
+
+def _several(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def render_failures(events: Sequence[Event]) -> str:
+    """Failed cells in full: of each cause one case, the rest by name."""
+    blocks = _blocked(events) + [
+        f"{cell.outcome}: {cell.decisive_cases[0]['message'].rstrip()}"
+        for cell in cells(events)
+        if cell.outcome is Outcome.UNEXPECTED_PASS
+    ]
+    for cause in (cause for name in implementations(events) for cause in causes(events, name)):
+        first, *others = cause.first.decisive_cases
+        text = f"{cause.first.outcome}: {first['message'].rstrip()}"
+        if others:
+            text += f"\n({len(others)} more: {', '.join(case['case'] for case in others[:6])})"
+        if len(cause.clauses) > 1:
+            text += f"\nthe same in {', '.join(cause.clauses[1:])}"
+        blocks.append(text)
+    return "\n\n".join(blocks) or "nothing fails"
+
+
+def _blocked(events: Sequence[Event]) -> list[str]:
+    waiting: dict[tuple[str, ...], list[str]] = {}
+    for cell in (cell for cell in cells(events) if cell.outcome is Outcome.BLOCKED):
+        why = cell.decisive_cases[0]["message"].strip().split("\n")[1:2]
+        waiting.setdefault((cell.implementation, *why), []).append(cell.clause)
+    count = "blocked: {} clauses not tried on {}".format
+    return ["\n".join([count(len(c), n), *why, ", ".join(c)]) for (n, *why), c in waiting.items()]
