@@ -19,9 +19,17 @@ from spec_tests.attention.defined import (
     as_defined,
     fitting,
     is_tf32,
+    require_causal,
     require_right,
 )
-from spec_tests.attention.problem import AS_THE_EXERCISE, RAGGED, inputs, reference
+from spec_tests.attention.problem import (
+    AS_THE_EXERCISE,
+    RAGGED,
+    WHOLE_TILES,
+    Problem,
+    inputs,
+    reference,
+)
 from spec_tests.clause import clauses
 
 clause = clauses(judges=ATTENTION, level="correct", worlds=(1,))
@@ -163,7 +171,8 @@ POISONED = 37
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_row_of_nan_stays_in_its_row(world, subject, mask):
     """Where one row of q is NaN, the other rows of the output MUST have the definition's values."""
-    problem = fitting(world, subject, RAGGED.but(causal=mask == "causal"))
+    problem = Problem(seq_q=WHOLE_TILES, heads=1, causal=mask == "causal")
+    require_causal(world, subject, problem)
     require_right(world, subject, problem, is_differentiated=False)
     seen = observe(world, subject, poisoned, problem)
 

@@ -172,7 +172,7 @@ class Strided(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.transposed = nn.Parameter(torch.empty(6, 4).T)
-        self.summed = nn.Parameter(torch.empty(5, 3))
+        self.summed = nn.Parameter(torch.empty(6, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.transposed.T + self.summed.sum()

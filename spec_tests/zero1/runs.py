@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spec_tests.laws import footprint
+from spec_tests.laws import footprint, refusal
 from spec_tests.rig import judge
 from spec_tests.rig.judge import oracle
 from spec_tests.rig.judge.symptoms import Hint
@@ -247,6 +247,22 @@ def same_as_unsharded(
     options.setdefault("toy", fitting(world))
     ranks = world.run(in_ranks, script, *args, **options)
     like_unsharded(ranks, script, *args, hints=hints, **options)
+
+
+def ordinary_steps(ctx: Context, toy: str) -> oracle.Named:
+    """What no implementation may refuse."""
+    return Run(sharded(ctx), toy=toy).steps(1, 2, 3, 4)
+
+
+def as_unsharded_or_refused(world: World, *script: Any, **options: Any) -> None:
+    """The unsharded optimizer's weights, or an error where AdamW's steps are none."""
+    __tracebackhide__ = True
+    toy = fitting(world)
+    options.setdefault("toy", toy)
+    ordinary = ordinary_steps, toy
+    ranks = refusal.answer_or_refusal(world, in_ranks, *script, ordinary=ordinary, **options)
+    if ranks is not None:
+        like_unsharded(ranks, *script, **options)
 
 
 def like_unsharded(

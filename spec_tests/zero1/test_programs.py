@@ -68,9 +68,9 @@ class Dealt(programs.Trainee):
         return self.impl.full_optimizer_state(self.optimizer)
 
 
-def trained(ctx, program):
+def trained(ctx, toy, program):
     """What each call of the program let see on this rank."""
-    return programs.run(program, Dealt(ctx.impl))
+    return programs.run(program, Dealt(ctx.impl, toy))
 
 
 @clause(
@@ -84,14 +84,16 @@ def test_any_sequence_of_calls_does_what_the_plain_optimizer_does(world):
     Steps, `zero_grad` both ways, a changed learning rate of a group, a closure that raises, the
     full state saved and loaded.
     """
+    toy = fitting(world)
     program_machine.any_sequence(
         world,
         trained,
-        alone=lambda rank: Dealt(),
+        toy,
+        alone=lambda rank: Dealt(toy=toy),
         # Exact until small and large learning rates meet in one weight.
         within=lambda program: rounding(torch.float32, terms=4, depth=len(program) + 2),
         calls=CALLS,
-        given=f"toy {TOY!r}, two groups, momentum",
+        given=f"toy {toy!r}, two groups, momentum",
     )
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from spec_tests.clause import clauses
-from spec_tests.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.rig.judge.fingerprint import contribution, digits
 from spec_tests.rig.judge.symptoms import Hint
@@ -25,6 +24,7 @@ from spec_tests.zero1.runs import (
     Run,
     all_in_one,
     alone,
+    as_unsharded_or_refused,
     fitting,
     gradient,
     in_ranks,
@@ -36,8 +36,6 @@ from spec_tests.zero1.runs import (
 
 clause = clauses(needs=("sharded_optimizer",), level="correct", worlds=(2, 3))
 FOUR = (1, 2, 3, 4)
-SQUARES = "reordered"
-"""Matrices of equal sides: for clauses on unusual optimizers, which say nothing on sizes."""
 PAPER = "Rajbhandari et al. 2020, section 5.1; CS336 assignment 2, sharded optimizer"
 
 
@@ -49,68 +47,6 @@ def test_every_step_gives_the_unsharded_optimizers_weights(world, optimizer):
     On parameters of any size: other clauses are judged on such as all ranks divide, if need be.
     """
     same_as_unsharded(world, Run.steps, *FOUR, optimizer=optimizer, toy=TOY)
-
-
-@clause(
-    "zero1.step.whole-tensors",
-    source="contract: the values of `optimizer_cls`; DeepSpeed, zero_allow_untested_optimizer",
-)
-def test_what_looks_at_whole_tensors_gets_them(world):
-    """Optimizers that look at whole tensors MUST see them, or be refused with an error.
-
-    Adafactor divides by means of rows and columns. Of flat stretches it makes something else.
-    """
-    as_unsharded_or_refused(world, Run.steps, *FOUR, optimizer="adafactor", toy=SQUARES)
-
-
-def as_unsharded_or_refused(world, *script, **options):
-    """The unsharded optimizer's weights, or an error where AdamW's steps are none."""
-    __tracebackhide__ = True
-    options.setdefault("toy", fitting(world))
-    ordinary = in_ranks, Run.steps, *FOUR
-    ranks = refusal.answer_or_refusal(world, in_ranks, *script, ordinary=ordinary, **options)
-    if ranks is not None:
-        like_unsharded(ranks, *script, **options)
-
-
-@clause(
-    "zero1.step.counts-in-groups",
-    source="contract: the values that `optimizer_cls` gives; Prodigy and schedule-free keep such",
-)
-@pytest.mark.parametrize("optimizer", ["counting", "declared"])
-def test_what_an_optimizer_keeps_in_its_groups_stays(world, optimizer):
-    """What an optimizer writes into its own groups MUST be there at its next step, or be refused.
-
-    Options that are copied from outside in every step may overwrite it.
-    """
-    as_unsharded_or_refused(world, Run.steps, *FOUR, optimizer=optimizer, toy=SQUARES)
-
-
-def with_factors(run):
-    """Weights after steps with a keyword of the optimizer's own."""
-    for number in range(1, 4):
-        run.deal(number)
-        run.optimizer.step(factor=2.0**-number)
-        run.note(f"after step {number}")
-    return run.seen
-
-
-@clause(
-    "zero1.step.keywords",
-    source="ZeroRedundancyOptimizer.step(closure, **kwargs); CS336 assignment 2, likewise",
-)
-def test_keywords_of_a_step_reach_the_optimizer(world):
-    """Keyword arguments of `step` MUST reach the optimizer's own, or be refused with an error."""
-    as_unsharded_or_refused(world, with_factors, optimizer="counting", toy=SQUARES)
-
-
-@clause(
-    "zero1.step.half-precision",
-    source="padding in float32 beside parameters in bfloat16, in a solution of CS336",
-)
-def test_parameters_in_bfloat16_are_updated(world):
-    """Parameters that are all bfloat16 MUST get the weights that the unsharded optimizer gives."""
-    same_as_unsharded(world, Run.steps, *FOUR, optimizer="sgd", dtype=torch.bfloat16)
 
 
 @clause(
@@ -223,11 +159,11 @@ def cleared_to_zero(run):
 @clause("zero1.step.after-zero-grad", source="torch.optim.Optimizer.zero_grad, set_to_none=True")
 @pytest.mark.parametrize("script", [cleared, cleared_to_zero], ids=["to-none", "to-zero"])
 def test_zero_grad_leaves_none_unless_zeros_are_asked_for(world, script):
-    """`zero_grad` MUST leave None, or zeros with `set_to_none=False`: a step decays by zeros only.
+    """`zero_grad` MUST leave None, or zeros with `set_to_none=False` where it takes that.
 
-    Zeros in place of None move whatever is not used in the next step.
+    Zeros in place of None move whatever is not used in the next step: momentum and decay do.
     """
-    same_as_unsharded(world, script)
+    as_unsharded_or_refused(world, script)
 
 
 def two_parameters(parameters):
