@@ -196,7 +196,7 @@ class Carried(torch.Tensor):
         return found  # type: ignore[no-any-return]  # of this class
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]  # untyped
         """As the inner tensor, wrapped again."""
         args, kwargs = tree_map_only(cls, lambda one: one.held, (args, kwargs or {}))
         return tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
