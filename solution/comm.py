@@ -124,6 +124,8 @@ def all_gather_rows(matrix: torch.Tensor, group: Group) -> Handle:
     num_ranks = size(group)
     if matrix.numel() == 0 or num_ranks == 1:
         return _Done()
+    if matrix.itemsize == 1 or not matrix.is_floating_point():
+        matrix = matrix.view(torch.uint8)  # backends do not know all dtypes; rows are not summed
     if _is_gloo(matrix, group):
         if num_ranks == 2 or matrix.device.type != "cpu":  # gloo sends from host memory
             return _All([broadcast(row, source, group) for source, row in enumerate(matrix)])

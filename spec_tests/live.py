@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from spec_tests.clause import MUST
-from spec_tests.outcome_hooks import result_of
+from spec_tests.outcome_hooks import clause_of_item, result_of
 from spec_tests.rig.outcomes import REFUTED, SILENT, Outcome
 from spec_tests.rig.report import WORDS
+from spec_tests.rig.report.ending import FEW
 from spec_tests.rig.report.text import chapter, clip
 
 _MAX_LINES = 14  # of the first finding; the whole stands in the report
@@ -31,7 +32,12 @@ class Live:
         self._counts: dict[str, Counter[Outcome]] = {}
         self._seconds: Counter[str] = Counter()
         self._now = ""
-        self._has_finding = False
+        self._waits_for_finding = False
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """See whether there are so few clauses that the end shows every finding in full."""
+        clauses = {clause.id for item in session.items if (clause := clause_of_item(item))}
+        self._waits_for_finding = len(clauses) > FEW
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
@@ -53,8 +59,8 @@ class Live:
         outcome = Outcome(result["outcome"])
         self._counts.setdefault(title, Counter())[outcome] += 1
         self._seconds[title] += result["duration_s"]
-        if outcome in REFUTED and result["strength"] == MUST and not self._has_finding:
-            self._has_finding = True
+        if outcome in REFUTED and result["strength"] == MUST and self._waits_for_finding:
+            self._waits_for_finding = False
             seconds = time.monotonic() - self._began_s
             self._write(f"first finding, after {seconds:.1f} s of judging:")
             self._write(clip(result["message"].rstrip(), _MAX_LINES))

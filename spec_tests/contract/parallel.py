@@ -103,8 +103,10 @@ def fully_shard(
 
     Forwards have the plain model's bits, gradients are the mean over the mesh, and equal runs give
     equal bits. Any number of rows is sharded; mixed dtypes, tied and unused parameters, too, or
-    they are refused. As `reshard_after_forward` the number of ranks that shard is True and 1 is
-    False, or both are refused. `mp_policy` is built from the implementation's own `MixedPrecisionPolicy(param_dtype=,
+    they are refused. As `reshard_after_forward` the number of ranks that shard means True and 1
+    means False, or both are refused. Frozen integers keep their values, and methods
+    `fsdp_pre_all_gather` and `fsdp_post_all_gather` of a parameter are called, or they are refused.
+    `mp_policy` is built from the implementation's own `MixedPrecisionPolicy(param_dtype=,
     reduce_dtype=, output_dtype=, cast_forward_inputs=)`. Parameters become DTensors sharded on dim
     0. The module then has `unshard`, `reshard`, `set_requires_gradient_sync`,
     `set_reshard_after_backward`, `set_modules_to_forward_prefetch` and

@@ -412,3 +412,39 @@ def test_each_unit_casts_what_its_own_policy_names(world, subject, policy):
     for rank, seen in enumerate(ranks):
         wrong = {name: (seen[name], right) for name, right in wanted.items() if seen[name] != right}
         judge.holds(not wrong, f"rank {rank}: got and expected {wrong}", given=f"policy {policy}")
+
+
+class Quantised(nn.Module):
+    """Frozen codes at the end of their dtype's range, which no float holds, and a scale."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.iinfo(dtype).max - torch.arange(5).to(dtype), False)
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.codes.detach().clone()
+        return self.scale * (self.codes % 7) * x
+
+
+def quantised(ctx, subject, dtype):
+    """The codes as a forward sees them, and the gradient of the scale."""
+    model = in_half(ctx, subject, Quantised(dtype), "root")
+    model(torch.ones(5, device=ctx.device)).sum().backward()
+    return {"codes": model.seen, "gradient of scale": model.scale.grad.full_tensor()}
+
+
+@clause(
+    "fsdp.precision.integers-are-not-cast",
+    source=f"{POLICY}; Dettmers et al. 2023, QLoRA: frozen weights of few bits",
+)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64])
+def test_frozen_integers_keep_their_values_beside_what_is_cast(world, subject, dtype):
+    """Frozen integers MUST be gathered as they are beside trained parameters, or be refused."""
+    ordinary = (output_of_fine_weights, subject)
+    ranks = refusal.answer_or_refusal(world, quantised, subject, dtype, ordinary=ordinary)
+
+    if ranks is not None:
+        codes = Quantised(dtype).codes.detach()
+        right = {"codes": codes, "gradient of scale": (codes % 7).float()}
+        judge.tensors(ranks, right, quantity="value")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._pytree import tree_map_only
 
 from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import FULLY_SHARD, SEED, Sharded
@@ -180,6 +181,63 @@ def test_bad_input_is_an_error_on_every_rank_by_the_first_step(world, subject, c
             judge.tensors([found], right, quantity="output")
         else:
             says(BAD[case][2], error, f"rank {rank}, {case}", likely=astray)
+
+
+class Carried(torch.Tensor):
+    """A tensor that is doubled by its own all-gather."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Carried:
+        """A wrapper without memory."""
+        found = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]  # not in stubs
+        found.held = inner
+        return found  # type: ignore[no-any-return]  # of this class
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]  # untyped
+        """As the inner tensor, wrapped again."""
+        args, kwargs = tree_map_only(cls, lambda one: one.held, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        """What is sent in place of the shard, and what the other side should know."""
+        return (2 * self.held,), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        """What is computed with, and what is freed beside it."""
+        return None if out is not None else (outputs[0], ())
+
+
+def carried(ctx, subject):
+    """The output of two forwards over ones that their gather doubles; an error."""
+    ctx.impl.fully_shard(nn.Linear(4, 4))  # who cannot do this refuses nothing
+    layer, found = nn.Linear(4, 4, bias=False), {}
+
+    def step():
+        layer.weight = nn.Parameter(Carried(torch.ones(4, 4)))
+        ctx.impl.fully_shard(layer)
+        layer(torch.ones(4)).sum().backward()
+        found["output"] = layer(torch.ones(4)).detach()
+
+    return error_of(step), found
+
+
+@clause(
+    "fsdp.refusals.gather-extensions",
+    source="test_fully_shard_extensions; torchao, which gathers in float8 so",
+    transports=("gloo",),  # the class is of a CPU tensor
+)
+def test_how_a_class_is_gathered_is_done_or_refused(world, subject):
+    """All-gather methods of a parameter's class MUST be called, or be refused by name."""
+    ranks = world.run(carried, subject)
+
+    for rank, (error, found) in enumerate(ranks):
+        if found:
+            judge.tensors([found], {"output": torch.full((4,), 8.0)}, quantity="output")
+        else:
+            says("fsdp_pre_all_gather", error, f"rank {rank}", "it fails somewhere inside")
 
 
 def unequal(ctx, subject, difference):

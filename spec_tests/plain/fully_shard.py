@@ -6,7 +6,7 @@ Idea: `fully_shard(module)` makes a unit of what no unit further down has taken 
 module's class the methods of `FSDPModule`. The unit knows what a user may do between passes.
 
 Steps
-    1. Refuse what cannot be sharded, by name: scalars, integers, modules without a forward.
+    1. Refuse what cannot be sharded, by name: scalars, containers, classes with own gathers.
     2. Cast inputs to `param_dtype` and outputs to `output_dtype`; gather in `param_dtype`.
     3. A call of the root while a backward is still on means that an exception ended it: start anew.
     4. Before a state dict is made or loaded, register the shards; after a load adopt new ones.
@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
-from spec_tests.plain.fsdp import Done, Unit, modules_without_units
+from spec_tests.plain.fsdp import Done, Piece, Unit, modules_without_units
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,15 @@ class PlainFsdp(Unit):
 
     def before_load(self, *ignored: Any) -> None:
         self.reshard()
+
+    def shard(self, parameter: nn.Parameter, places: Any) -> Piece:
+        if hasattr(parameter, "fsdp_pre_all_gather"):
+            raise ValueError(f"{places[0][1]} has fsdp_pre_all_gather: not called here")
+        return super().shard(parameter, places)
+
+    def compute_dtype(self, piece: Piece) -> torch.dtype:
+        is_float = piece.parameter.is_floating_point()
+        return super().compute_dtype(piece) if is_float else piece.parameter.dtype
 
     def launch_gather(self) -> None:
         self.adopt()
@@ -287,8 +296,6 @@ def _require_plain_parameters(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter.dim() == 0:
             raise ValueError(f"{name} is a scalar: give it a dimension, as in torch.ones(1)")
-        if not parameter.is_floating_point():
-            raise ValueError(f"{name} has dtype {parameter.dtype}: make it a buffer")
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             raise ValueError(f"{name} is not contiguous: call contiguous() first")
 

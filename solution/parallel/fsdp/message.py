@@ -204,13 +204,15 @@ class BufferPool:
 
 
 def outside_of_autograd() -> AbstractContextManager[None]:
-    """Disable recording, and inference mode: what an evaluation makes serves training as well."""
-    return _outside_of_inference() if torch.is_inference_mode_enabled() else torch.no_grad()
+    """Disable autograd, inference mode and `torch.func`: what one forward makes serves the next."""
+    is_transformed = torch._C._are_functorch_transforms_active()
+    is_plain = not (is_transformed or torch.is_inference_mode_enabled())
+    return torch.no_grad() if is_plain else _outside_of_transforms()
 
 
 @contextmanager
-def _outside_of_inference() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad():
+def _outside_of_transforms() -> Iterator[None]:
+    with torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
         yield
 
 

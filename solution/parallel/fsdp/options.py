@@ -162,10 +162,16 @@ def described_rows(
         raise ValueError(
             f"expected parameters with a dim to cut, got the scalar {described}; make it a vector"
         )
-    if not parameter.is_floating_point():
+    if parameter.is_complex():
         raise ValueError(
-            f"expected floating-point parameters, got {described}; register it as a buffer"
+            f"expected real parameters, got {described}; take torch.view_as_real of it"
         )
+    for method in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+        if hasattr(parameter, method):
+            raise NotImplementedError(
+                f"expected parameters that are gathered as they are, got {described} with "
+                f"{method} of {type(parameter).__name__}, which nothing would call"
+            )
     if not parameter.is_contiguous():
         raise NotImplementedError(
             f"expected contiguous parameters, got {described} with strides {parameter.stride()}; "

@@ -162,7 +162,8 @@ class ShardedParameter:
             self.unsharded = nn.Parameter(self._memory.data, requires_grad=requires_grad)
         else:
             self._memory.untyped_storage().resize_(self._memory.nbytes)
-            tensor.requires_grad_(requires_grad)
+            if tensor.requires_grad != requires_grad:  # no transform of torch.func allows the call
+                tensor.requires_grad_(requires_grad)
         return self._memory
 
     def free(self) -> None:

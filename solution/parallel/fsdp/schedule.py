@@ -125,9 +125,13 @@ class Schedule:
         is_new = not is_inside_backward()
         unit.depth = max(0, unit.depth - 1)  # a hook of the user's may have raised before ours
         outputs = _differentiable(output) if torch.is_grad_enabled() else []
+        hook = partial(self._pre_backward, unit, self._latest if is_new else None)
         for tensor in outputs:
-            previous = self._latest if is_new else None
-            tensor.register_hook(partial(self._pre_backward, unit, previous))
+            tensor.register_hook(hook)
+        if torch.is_grad_enabled() and torch._C._are_functorch_transforms_active():
+            # What a transform of torch.func hides may belong to a graph outside of it.
+            hidden = _floating(output)
+            output, outputs = _watched(hook, output, hidden), [*outputs, *hidden]
         if is_new and not unit.depth:
             unit.register_sharded()
             is_outermost = self._outermost is unit
@@ -187,15 +191,12 @@ class Schedule:
 
     def _hook_inputs(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         inputs = _differentiable((args, kwargs)) if torch.is_grad_enabled() else []
-        if not inputs:
-            return args, kwargs
-        watched = _PostBackward.apply(self, unit, *inputs)  # type: ignore[no-untyped-call]  # torch's
-        passed = iter(watched)
-        return _map_tensors(lambda t: next(passed) if t.requires_grad else t, (args, kwargs))
+        hook = partial(self._post_backward, unit)
+        return _watched(hook, (args, kwargs), inputs)  # type: ignore[no-any-return]  # a pair
 
     # ---------------------------------------------------------------------------------- backward
 
-    def _pre_backward(self, unit: Unit, previous: Unit | None, gradient: torch.Tensor) -> None:
+    def _pre_backward(self, unit: Unit, previous: Unit | None, *_: torch.Tensor) -> None:
         if not self._is_end_queued:
             self._is_end_queued = True
             self._finish_reductions()  # of a backward that was not the last
@@ -214,7 +215,7 @@ class Schedule:
             if other.unshards_in_backward:
                 self._prefetch(other)
 
-    def _post_backward(self, unit: Unit) -> None:
+    def _post_backward(self, unit: Unit, *_: torch.Tensor) -> None:
         unit.is_in_backward = False
         unit.register_sharded()
         if unit.reshard_after_backward:
@@ -265,18 +266,36 @@ class Schedule:
         self._drop_unused()
 
 
-class _PostBackward(torch.autograd.Function):
-    """The identity on a unit's inputs; its backward is the unit's post-backward hook."""
+class _Watched(torch.autograd.Function):
+    """The identity; its backward calls `hook`, also where a transform of `torch.func` takes it."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, schedule: Schedule, unit: Unit, *inputs: torch.Tensor) -> Any:
-        ctx.schedule, ctx.unit = schedule, unit
-        return inputs
+    def forward(hook: Callable[..., None], *tensors: torch.Tensor) -> Any:
+        return tensors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.hook = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        ctx.schedule._post_backward(ctx.unit)
-        return None, None, *gradients
+        ctx.hook()
+        return None, *gradients
+
+    @staticmethod
+    def jvp(ctx: Any, _hook: None, *tangents: torch.Tensor) -> Any:
+        return tangents
+
+
+def _watched(hook: Callable[..., None], values: Any, chosen: list[torch.Tensor]) -> Any:
+    """Return `values`, the backward of whose `chosen` tensors calls `hook` once."""
+    if not chosen:
+        return values
+    watched = _Watched.apply(hook, *chosen)  # type: ignore[no-untyped-call]  # torch's
+    passed = dict(zip(map(id, chosen), watched, strict=True))
+    return _map_tensors(lambda t: passed.get(id(t), t), values)
 
 
 # --------------------------------------------------------------------- tensors in containers
@@ -305,11 +324,20 @@ def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], values: Any) ->
 
 
 def _differentiable(values: Any) -> list[torch.Tensor]:
-    """Return the tensors that require a gradient, in the order of `_map_tensors`."""
+    """Return the tensors that require a gradient."""
+    return _where(values, lambda tensor: tensor.requires_grad)
+
+
+def _floating(values: Any) -> list[torch.Tensor]:
+    """Return the floating-point tensors that require no gradient."""
+    return _where(values, lambda tensor: tensor.is_floating_point() and not tensor.requires_grad)
+
+
+def _where(values: Any, condition: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
+        if condition(tensor):
             found.append(tensor)
         return tensor
 

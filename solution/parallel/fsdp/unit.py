@@ -199,7 +199,8 @@ class Unit:
                 )
 
     def _param_dtype(self, parameter: ShardedParameter) -> torch.dtype:
-        return self.policy.param_dtype or parameter.local.dtype
+        dtype = parameter.local.dtype
+        return self.policy.param_dtype or dtype if dtype.is_floating_point else dtype
 
     def _versions(self) -> tuple[object, ...]:
         return self.num_updates, *(parameter.versions() for parameter in self.parameters)

@@ -204,6 +204,31 @@ class PartInWrongOrder(PlainFsdp):
         return super().cut_gathered(pieces, whole)
 
 
+@near_miss("fsdp.casts-frozen-integers", rejected_by="fsdp.precision.integers-are-not-cast")
+class CastsFrozenIntegers(PlainFsdp):
+    """Gathers frozen integers in the dtype of the floating-point parameters.
+
+    From: One dtype per unit, so that one message serves it.
+    Unseen: Integers below 256 come through bfloat16 unchanged.
+    """
+
+    def compute_dtype(self, piece):
+        return self.policy.param_dtype or piece.parameter.dtype
+
+
+@near_miss("fsdp.gathers-what-it-finds", rejected_by="fsdp.refusals.gather-extensions")
+class GathersWhatItFinds(PlainFsdp):
+    """Gathers a tensor of another class by its values, and never asks the class.
+
+    From: Ours, once: no call, unconverted weights, no error.
+    Unseen: Weights that have not been converted train as well, only not in float8.
+    """
+
+    def shard(self, parameter, places):
+        whole = getattr(parameter, "held", parameter)
+        return super().shard(nn.Parameter(whole, parameter.requires_grad), places)
+
+
 @near_miss("fsdp.registers-nothing", rejected_by="fsdp.lifecycle.registered-method")
 class RegistersNothing(PlainFsdp):
     """Takes the registration of a method, and does nothing about it.
