@@ -100,7 +100,8 @@ def fully_shard(
 
     Forwards have the plain model's bits, gradients are the mean over the mesh, and equal runs give
     equal bits. Any number of rows is sharded; mixed dtypes, tied and unused parameters, too, or
-    they are refused.
+    they are refused. A parameter unused on all ranks keeps None, as a frozen one does, and may be
+    frozen or thawed between steps.
     `mp_policy` is built from the implementation's own `MixedPrecisionPolicy(param_dtype=,
     reduce_dtype=, output_dtype=, cast_forward_inputs=)`. Parameters become DTensors sharded on dim
     0. The module then has `unshard`, `reshard`, `set_requires_gradient_sync`,
