@@ -76,7 +76,8 @@ def is_worker(config: pytest.Config) -> bool:
     return hasattr(config, "workerinput")
 
 
-_EVENT = "trainspec-result"
+EVENT = "trainspec-result"
+"""Of what a report carries from a worker of xdist: the line of the log."""
 _CASE = pytest.StashKey[str]()
 _SITUATION = pytest.StashKey[Any]()
 
@@ -141,7 +142,7 @@ def pytest_runtest_makereport(
         return found
     run = item.config.stash[RUN]
     result = _result(item, clause, call, error, run)
-    found.user_properties.append((_EVENT, result))
+    found.user_properties.append((EVENT, result))
     _show(found, clause, result)
     return found
 
@@ -199,7 +200,7 @@ def _show(found: pytest.TestReport, clause: Clause, result: dict[str, Any]) -> N
 
 def result_of(report: pytest.TestReport) -> dict[str, Any] | None:
     """The log's line of a clause's case, if the report has one."""
-    found = (value for key, value in report.user_properties if key == _EVENT)
+    found = (value for key, value in report.user_properties if key == EVENT)
     return cast("dict[str, Any] | None", next(found, None))
 
 

@@ -106,6 +106,8 @@ def fully_shard(
     they are refused. As `reshard_after_forward` the number of ranks that shard means True and 1
     means False, or both are refused. Frozen integers keep their values, and methods
     `fsdp_pre_all_gather` and `fsdp_post_all_gather` of a parameter are called, or they are refused.
+    A parameter unused on all ranks keeps None, as a frozen one does, and may be frozen or thawed
+    between steps.
     `mp_policy` is built from the implementation's own `MixedPrecisionPolicy(param_dtype=,
     reduce_dtype=, output_dtype=, cast_forward_inputs=)`. Parameters become DTensors sharded on dim
     0. The module then has `unshard`, `reshard`, `set_requires_gradient_sync`,

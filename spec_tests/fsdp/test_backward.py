@@ -24,9 +24,13 @@ from spec_tests.fsdp.sharded import (
     Sharded,
     about,
     divisible,
+    finish,
+    full_parameters,
     gradients_after,
     mean_gradients,
+    of_integers,
     says_the_same,
+    shard,
 )
 from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import judge
@@ -88,6 +92,20 @@ def test_what_is_gathered_together_changes_no_gradient(world, subject, units):
     mean_gradients(world, subject, "stack", "backward 0", units=units)
 
 
+@clause(
+    "fsdp.backward.two-dtypes-in-a-unit",
+    source="contract: mixed dtypes are sharded, or refused; test_fully_shard_mixed_precision",
+)
+def test_a_unit_of_two_dtypes_has_mean_gradients_or_is_refused(world, subject):
+    """A unit whose parameters have two dtypes MUST get mean gradients of each, or be refused.
+
+    One flat buffer takes the dtype of whatever comes first in it, on each rank perhaps another.
+    """
+    calls = "backward 0, zero_grad, backward 1"
+    usual = "backward 0"
+    mean_gradients(world, subject, "mixed", calls, may_refuse=True, ordinary=usual, units="root")
+
+
 def frozen_subset(ctx, subject, frozen):
     """Names of the parameters without gradient where those of a unit are frozen, and gradients."""
     sharded = Sharded(ctx, subject, "stack", units="root")
@@ -117,6 +135,41 @@ def test_any_subset_of_a_unit_may_be_frozen(world, subject, frozen):
         expected[name] = torch.zeros_like(oracle.parameters("stack", SEED)[name])
     judge.equal(absent, list(frozen), quantity="parameters without gradient")
     judge.tensors(gradients, expected, quantity="mean gradient", given=f"frozen {frozen}")
+
+
+def frozen_for_a_step(ctx, subject, frozen):
+    """Gradients of a step in which these parameters are frozen, and of the next, in which none is.
+
+    A step comes before, in which full parameters are made.
+    """
+    sharded = Sharded(ctx, subject, "stack", units="nested")
+    found = []
+    for micro, trains in enumerate((True, False, True)):
+        for name in frozen:
+            sharded.shards()[name].requires_grad_(trains)
+        sharded.follow(f"zero_grad, backward {micro}")
+        found.append(sharded.whole_gradients())
+    return found
+
+
+@clause(
+    "fsdp.backward.frozen-for-a-step",
+    source="torch.Tensor.requires_grad_ on parameters: layers that are frozen or thawed in turn",
+)
+def test_parameters_may_be_frozen_and_thawed_between_steps(world, subject):
+    """What is frozen after a step MUST keep `grad is None`, and get the mean again once thawed.
+
+    Full parameters of the first step go on to require gradients, if nobody tells them.
+    """
+    frozen = ("blocks.1.up.weight", "head.bias")
+    ranks = world.run(frozen_for_a_step, subject, frozen)
+
+    for micro, steps in enumerate(zip(*ranks, strict=True)):
+        wanted = equivalence.full_batch_gradients(
+            "stack", SEED, ranks=range(world.size), micros=(micro,)
+        )
+        wanted |= dict.fromkeys(frozen if micro == 1 else ())
+        judge.tensors(steps, wanted, quantity="mean gradient", given=f"step {micro}, {frozen}")
 
 
 def gradient_of_input(ctx, subject, toy, seed):
@@ -158,7 +211,7 @@ def branches_in_turn(ctx, subject, uses):
 @clause("fsdp.backward.unused-unit", source=f"{TRAINING}: unused modules", worlds=(2,))
 @pytest.mark.parametrize("uses", [("ab", "abc", "c"), ("abc", "ba", "cba")], ids=["later", "less"])
 def test_a_unit_may_be_left_out_and_come_back(world, subject, uses):
-    """A unit left out of a step MUST NOT disturb any gradient, in that step or when used again."""
+    """A unit left out on all ranks MUST keep None and disturb no gradient, then or used again."""
     ranks = world.run(branches_in_turn, subject, uses)
 
     for micro, use in enumerate(uses):
@@ -168,9 +221,45 @@ def test_a_unit_may_be_left_out_and_come_back(world, subject, uses):
             SEED,
             micros=(micro,),
             flags=lambda rank, micro: {"use": uses[micro]},
-            absent_is_zero=True,
             given=f"step {micro} uses branches {use!r} of {uses}",
         )
+
+
+def in_place_after_layers(ctx, subject):
+    """Weights after a step of a model that changes the outputs of its layers in place."""
+    module = in_place().to(ctx.device)
+    names = [name for name, _ in module.named_parameters()]
+    model = shard(ctx, subject, module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    x = TOYS["mlp"].batch(SEED, rank=ctx.rank).to(ctx.device)
+    (ctx.world_size * model(x).sum()).backward()
+    finish(ctx, subject, model)
+    optimizer.step()
+    return full_parameters(ctx, model, names)
+
+
+def in_place() -> Any:
+    """Layers with activations that write over what they are given."""
+    layers = [nn.Linear(6, 12), nn.ReLU(inplace=True), nn.Linear(12, 12), nn.ReLU(inplace=True)]
+    return of_integers(nn.Sequential(*layers, nn.Linear(12, 12)))
+
+
+@clause(
+    "fsdp.backward.in-place-after-a-layer",
+    judges=BOTH,
+    source="torch.nn.ReLU, inplace=True; what a custom autograd function gives back is a view",
+    worlds=(2,),
+)
+def test_the_output_of_a_sharded_layer_may_be_changed_in_place(world, subject):
+    """Where outputs of sharded layers are changed in place, a step MUST use the mean gradient."""
+    ranks = world.run(in_place_after_layers, subject)
+
+    plain = in_place()
+    for rank in range(world.size):
+        plain(TOYS["mlp"].batch(SEED, rank=rank)).sum().backward()
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    wanted = {name: p.detach() for name, p in plain.named_parameters()}
+    judge.tensors(ranks, wanted, quantity="weight after one step")
 
 
 def entangled(ctx, subject, how):
@@ -240,6 +329,33 @@ def test_recomputing_a_unit_changes_no_gradient(world, subject, reentrant, resha
     ranks = world.run(recomputed, subject, 7, reentrant, reshard_after_forward)
 
     equivalence.mean_gradients(ranks, "stack", 7, absent_is_zero=True)
+
+
+def recomputed_layers(ctx, subject, reentrant):
+    """Gradients of a whole model two of whose layers are computed again in backward."""
+    sharded = Sharded(ctx, subject, "even")
+    module: Any = sharded.module
+    layers = module.up, module.down
+    module.up, module.down = (_Recompute(layer, reentrant) for layer in layers)
+    sharded.backward()
+    module.up, module.down = layers  # the names of the plain model, for reading
+    return sharded.gradients()
+
+
+@clause(
+    "fsdp.backward.activation-checkpointing-in-a-whole-model",
+    judges=("fsdp",),
+    source="torch.utils.checkpoint; contract: a layer that is called twice is right, or refused",
+    worlds=(2,),
+)
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor-hooks", "reentrant"])
+def test_recomputing_a_layer_of_a_whole_model_changes_no_gradient(world, subject, reentrant):
+    """Layers of a whole model recomputed in backward MUST get the mean gradient, or be refused."""
+    usual = (gradients_after, subject, "even", SEED, "backward 0")
+    ranks = refusal.answer_or_refusal(world, recomputed_layers, subject, reentrant, ordinary=usual)
+
+    if ranks is not None:
+        equivalence.mean_gradients(ranks, "even", SEED)
 
 
 def described_gradients(ctx, subject, toy):

@@ -126,37 +126,50 @@ def test_full_weights_are_freed_after_forward_and_backward(world, subject):
         )
 
 
-def above_a_trained_layer(ctx, subject, depth):
-    """Live bytes after a backward through frozen layers to the one that is trained."""
+FROZEN = {"above": slice(1, None), "below": slice(-1)}
+"""Which layers: a backward passes through the first, and ends before it reaches the others."""
+
+
+def around_a_trained_layer(ctx, subject, depth, where):
+    """Live bytes after a backward of one trained layer among frozen ones, and kinds of parameters.
+
+    What no backward reaches is kept after forward, where that can be said.
+    """
+    is_kept = subject == "fully_shard" and where == "below"
+    options: dict[str, Any] = {"reshard_after_forward": False} if is_kept else {}
     with ctx.recording() as recorder:
         with torch.device(ctx.device):
             tower = Tower(depth)
-        tower.layers[1:].requires_grad_(False)
-        model = shard(ctx, subject, tower)
+        tower.layers[FROZEN[where]].requires_grad_(False)
+        model = shard(ctx, subject, tower, **options)
         for _ in range(2):
             model.zero_grad()
             backward(ctx, subject, model)
-        return footprint.settled(recorder)
+        return footprint.settled(recorder), {type(p).__name__ for p in model.parameters()}
 
 
 @clause(
     "fsdp.footprint.frozen-is-freed",
     source="test_fully_shard_frozen; freeing hung on the gradient, which a frozen weight never has",
 )
-def test_frozen_weights_are_freed_after_backward(world, subject):
-    """Frozen weights that a backward passes through MUST be freed after it, or be refused."""
+@pytest.mark.parametrize("where", FROZEN)
+def test_frozen_weights_are_freed_after_backward(world, subject, where):
+    """Frozen weights MUST be freed after backward, passed through or not, or be refused."""
     ranks = refusal.answer_or_refusal(
-        world, above_a_trained_layer, subject, 6, ordinary=(footprints, subject, 6)
+        world, around_a_trained_layer, subject, 6, where, ordinary=(footprints, subject, 6)
     )
 
     if ranks is not None:
+        found, kinds = zip(*ranks, strict=True)
+        if subject == "fully_shard":
+            judge.equal(kinds, {"DTensor"}, quantity="kinds of parameters after backward")
         shards = 6 * UNIT // world.size
         footprint.at_most(
-            ranks,
+            found,
             {"shards": shards, "gradient": UNIT // world.size, "slack of one layer": UNIT},
             quantity="live bytes after backward",
             likely="full weights are freed where their gradient arrives, and these have none",
-            given=f"six layers of {UNIT} bytes, the last five frozen",
+            given=f"six layers of {UNIT} bytes, five frozen {where} the other",
         )
 
 
@@ -184,6 +197,31 @@ def test_full_weights_stay_where_that_was_asked_for(world, subject):
         {"shards": shards, "moments": 2 * shards, "gradients": shards, "slack of one layer": UNIT},
         quantity="live bytes after backward",
         likely="what forward kept is never freed",
+    )
+
+
+@clause(
+    "fsdp.footprint.kept-in-part",
+    level="production",
+    judges=FULLY_SHARD,
+    source="torch.distributed.fsdp.fully_shard, reshard_after_forward as an int",
+    worlds=(4,),
+)
+def test_an_int_keeps_that_part_of_the_weights_after_forward(world, subject):
+    """With reshard_after_forward=2, half of the full weights at most MUST stay after forward."""
+    ranks = world.run(footprints, subject, 6, 2)
+
+    footprint.at_most(
+        [rank["after forward"] for rank in ranks],
+        {
+            "shards and moments": 3 * 6 * UNIT // world.size,
+            "halves": 6 * UNIT // 2,
+            "activations": 6 * ACTIVATIONS,
+            "slack of half a layer": UNIT // 2,
+        },
+        quantity="live bytes after forward",
+        likely="the int is taken for False, or each rank keeps the whole message",
+        given=f"six layers of {UNIT} bytes over {world.size} ranks, second step",
     )
 
 

@@ -7,6 +7,7 @@ into a weight, and hooks that see only tensors where a model is handed a diction
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -105,39 +106,59 @@ def test_an_evaluation_changes_nothing_about_the_next_step(world, subject, how):
     mean_gradients(world, subject, divisible(subject, "stack"), calls[how])
 
 
-class Structured(nn.Module):
-    """Takes and gives nested containers, by keyword."""
+@dataclass
+class Found:
+    """An output with names, as many models give it."""
 
-    def __init__(self) -> None:
+    y: torch.Tensor
+    z: torch.Tensor
+
+
+class Structured(nn.Module):
+    """Takes nested containers by keyword, and gives them, or a dataclass."""
+
+    def __init__(self, kind: Any) -> None:
         super().__init__()
-        self.inner = Inner()
+        self.inner = Inner(kind)
 
     def forward(self, inputs: dict[str, Any]) -> dict[str, Any]:
         found = self.inner(batch={"x": inputs["x"], "tags": ["a", 1]}, scale=2)
-        return {"parts": (found["y"], [found["z"]]), "note": "kept"}
+        y, z = (found.y, found.z) if isinstance(found, Found) else (found["y"], found["z"])
+        return {"parts": (y, [z]), "note": "kept"}
 
 
 class Inner(nn.Module):
-    """A layer whose inputs and outputs sit in dictionaries."""
+    """Two layers whose inputs and outputs sit in containers."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Any) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 12)
+        self.other = nn.Linear(6, 12)
+        self.kind = kind
 
-    def forward(self, *, batch: dict[str, Any], scale: int) -> dict[str, Any]:
-        y = self.linear(batch["x"]) * scale
-        return {"y": y, "z": y.abs()}
+    def forward(self, *, batch: dict[str, Any], scale: int) -> Any:
+        x = batch["x"]
+        return self.kind(y=self.linear(x) * scale, z=self.other(x).abs())
 
 
-def structured(ctx, subject, seed):
+OUTPUTS: dict[str, Any] = {"containers": dict, "second-alone": dict, "dataclass": Found}
+
+
+def loss_of(found, outputs):
+    """Of both outputs, or of the second alone."""
+    first, (second,) = found["parts"]
+    used = [second] if outputs == "second-alone" else [first, second]
+    return sum(output.square().sum() for output in used)
+
+
+def structured(ctx, subject, seed, outputs):
     """Gradients of weights and input through nested containers."""
-    module = of_integers(Structured()).to(ctx.device)
+    module = of_integers(Structured(OUTPUTS[outputs])).to(ctx.device)
     model = shard(ctx, subject, module)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     x = TOYS["mlp"].batch(seed, rank=ctx.rank).to(ctx.device).requires_grad_()
     found = model(inputs={"x": x})
-    loss = found["parts"][0].square().sum() + found["parts"][1][0].square().sum()
-    (ctx.world_size * loss).backward()
+    (ctx.world_size * loss_of(found, outputs)).backward()
     finish(ctx, subject, model)
     optimizer.step()
     full = ctx.impl.full_parameters(model)
@@ -149,18 +170,23 @@ def structured(ctx, subject, seed):
     "fsdp.forward.nested-containers",
     source="test_fully_shard_training: inputs and outputs in containers, keyword arguments",
 )
-def test_inputs_and_outputs_may_sit_in_containers(world, subject):
+@pytest.mark.parametrize("outputs", OUTPUTS)
+def test_inputs_and_outputs_may_sit_in_containers(world, subject, outputs):
     """Inputs by keyword and outputs in nested containers MUST get right gradients.
 
-    A hook on tensors alone never sees that such a module's backward begins.
+    A hook on tensors alone, or on the first of them, never sees that such a module's backward
+    begins. A dataclass may be refused.
     """
-    ranks = world.run(structured, subject, 7)
-
-    plain = of_integers(Structured())
+    ranks: Any = world.run(structured, subject, 7, outputs) if outputs != "dataclass" else None
+    if outputs == "dataclass":
+        usual = (structured, subject, 7, "containers")
+        ranks = refusal.answer_or_refusal(world, structured, subject, 7, outputs, ordinary=usual)
+    if ranks is None:
+        return
+    plain = of_integers(Structured(OUTPUTS[outputs]))
     batches = [TOYS["mlp"].batch(7, rank=rank).requires_grad_() for rank in range(world.size)]
     for x in batches:
-        found = plain({"x": x})
-        (found["parts"][0].square().sum() + found["parts"][1][0].square().sum()).backward()
+        loss_of(plain({"x": x}), outputs).backward()
     torch.optim.SGD(plain.parameters(), lr=1.0).step()
     after = {n: p.detach() for n, p in plain.named_parameters()}
     judge.equal([rank["note"] for rank in ranks], "kept", quantity="value that is no tensor")

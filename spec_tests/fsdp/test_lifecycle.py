@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -27,11 +28,13 @@ from spec_tests.fsdp.sharded import (
     FULLY_SHARD,
     SEED,
     Sharded,
+    about,
     divisible,
     mean_gradients,
+    says_the_same,
     shard,
 )
-from spec_tests.laws import equivalence, refusal
+from spec_tests.laws import equivalence, programs, refusal
 from spec_tests.rig import judge
 from spec_tests.rig.toys import TOYS
 
@@ -75,6 +78,32 @@ def test_a_step_after_a_caught_exception_is_right(world, subject, where):
         )
 
 
+def kinds_after_failure(ctx, subject, where):
+    """Kinds of the parameters after an evaluation that a caught exception came before."""
+    sharded = Sharded(ctx, subject, "stack", units="nested", reshard_after_forward=True)
+    sharded.backward()
+    with torch.set_grad_enabled(where == "training"):
+        with programs.failing(sharded.module.get_submodule("blocks.1.down")):
+            sharded.loss(3)
+    sharded.evaluate(1)
+    return sorted({type(p).__name__ for p in sharded.module.parameters()})
+
+
+@clause(
+    "fsdp.lifecycle.shards-after-exception",
+    source="contract: after a caught exception the next step is right; a state dict takes shards",
+)
+@pytest.mark.parametrize("where", ["training", "evaluation"])
+def test_an_exception_leaves_no_full_parameter_behind(world, subject, where):
+    """After a caught exception and an evaluation, parameters MUST be DTensors again.
+
+    A post-forward hook that is not called after an exception registers no shards.
+    """
+    ranks = world.run(kinds_after_failure, subject, where)
+
+    judge.equal(ranks, ["DTensor"], quantity="kinds of parameters after the evaluation")
+
+
 def interleaved(ctx, subject, toy):
     """Gradients of two models whose passes interleave."""
     one, two = Sharded(ctx, subject, toy), Sharded(ctx, subject, "even", SEED + 1)
@@ -103,11 +132,19 @@ def test_two_models_do_not_disturb_each_other(world, subject):
     equivalence.mean_gradients(two, "even", SEED + 1, micros=(1,))
 
 
+PARTS: dict[str, Any] = {"rows": None, "not-neighbours": [0, 2], "not-from-zero": [1, 2]}
+
+
 def on_a_mesh(ctx, subject, seed, shape):
     """Gradients on a mesh of two dimensions, or on the part of it that this rank is in."""
     names = ("replicate", "shard")
     mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=names)
-    options: dict[str, Any] = {"mesh": mesh if shape == "hybrid" else mesh["shard"]}
+    part = PARTS.get(shape)
+    if part is not None:
+        mesh = DeviceMesh(ctx.device.type, part)  # made by all ranks, as any process group
+        if ctx.rank not in part:
+            return {}
+    options: dict[str, Any] = {"mesh": mesh["shard"] if shape == "rows" else mesh}
     sharded = Sharded(ctx, subject, "stack", seed, **options)
     return sharded.gradients_after("accumulate 1, backward 0")
 
@@ -117,11 +154,15 @@ def on_a_mesh(ctx, subject, seed, shape):
     source="torch.distributed.fsdp.fully_shard, mesh; verl issue 7493",
     worlds=(4,),
 )
-def test_a_mesh_decides_who_talks_and_what_is_divided_by(world, subject):
-    """On a mesh of a part of the ranks, gradients MUST be the mean over that part alone."""
-    ranks = world.run(on_a_mesh, subject, 7, "part")
+@pytest.mark.parametrize("part", PARTS)
+def test_a_mesh_decides_who_talks_and_what_is_divided_by(world, subject, part):
+    """On a mesh of a part of the ranks, gradients MUST be the mean over that part alone.
 
-    for pair in ((0, 1), (2, 3)):
+    A rank's number in the world is not its place in the mesh.
+    """
+    ranks = world.run(on_a_mesh, subject, 7, part)
+
+    for pair in [PARTS[part]] if PARTS[part] else [(0, 1), (2, 3)]:
         whole = equivalence.full_batch_gradients("stack", 7, ranks=pair, micros=(0, 1))
         judge.tensors(
             [ranks[rank] for rank in pair],
@@ -142,6 +183,45 @@ def test_a_hybrid_mesh_averages_over_replicas_and_shards(world, subject):
     ranks = world.run(on_a_mesh, subject, 7, "hybrid")
 
     equivalence.mean_gradients(ranks, "stack", 7, micros=(0, 1), absent_is_zero=True)
+
+
+def on_a_flat_mesh(ctx, subject, shape):
+    """What parameters are on a mesh whose one dimension is 1, and gradients."""
+    names = ("replicate", "shard")
+    shape = tuple(ctx.world_size if size is None else size for size in shape)
+    mesh = init_device_mesh(ctx.device.type, shape, mesh_dim_names=names)
+    sharded = Sharded(ctx, subject, "stack", mesh=mesh)
+    described = {name: about(p) for name, p in sharded.shards().items()}
+    return described, sharded.gradients_after("accumulate 1, backward 0")
+
+
+@clause(
+    "fsdp.lifecycle.hybrid-of-one",
+    level="production",
+    source="torch.distributed.fsdp.fully_shard, mesh of two dimensions: (replicate, shard)",
+    worlds=(2, 4),
+)
+@pytest.mark.parametrize("shape", [(None, 1), (1, None)], ids=["replicas-alone", "shards-alone"])
+def test_the_first_dimension_of_a_mesh_replicates_and_the_second_shards(world, subject, shape):
+    """On meshes (W, 1) and (1, W), rows MUST be divided by the second dimension alone.
+
+    On a square mesh the two can be swapped, and every gradient is right.
+    """
+    described, gradients = zip(*world.run(on_a_flat_mesh, subject, shape), strict=True)
+
+    num_shards = shape[1] or world.size
+    for (rank, seen), (name, p) in itertools.product(
+        enumerate(described), TOYS["stack"].build(SEED).named_parameters()
+    ):
+        rows = len((*p.chunk(num_shards), *[p[:0]] * num_shards)[rank % num_shards])
+        wanted = {
+            "placements": "(Replicate(), Shard(dim=0))",
+            "shape": tuple(p.shape),
+            "local shape": (rows, *p.shape[1:]),
+        }
+        what = f"rank {rank}, {name!r}"
+        says_the_same(seen[name], wanted, wanted, what, given=f"{num_shards} ranks shard")
+    equivalence.mean_gradients(gradients, "stack", 7, micros=(0, 1), absent_is_zero=True)
 
 
 def alone(ctx, subject):

@@ -158,6 +158,33 @@ def test_what_an_optimizer_sees_keeps_its_dtype(world, subject):
         judge.holds(not wrong, f"rank {rank}: expected torch.float32, got {wrong}")
 
 
+def fine_weights(ctx, subject, moment):
+    """Full weights that bfloat16 cannot hold, once sharded or after a forward."""
+    model = in_half(ctx, subject, nn.Sequential(embedding(), constant(1 + FINE)))
+    if moment == "after-forward":
+        model(torch.zeros(1, dtype=torch.long, device=ctx.device))
+    return full_parameters(ctx, model, ("1.weight",))
+
+
+@clause(
+    "fsdp.precision.shards-keep-their-values",
+    judges=BOTH,
+    needs=(),
+    source=f"Micikevicius et al. 2018, section 3.1: a master copy; {POLICY}",
+)
+@pytest.mark.parametrize("moment", ["at-once", "after-forward"])
+def test_shards_are_not_rounded_to_the_computing_dtype(world, subject, moment):
+    """Full weights MUST keep the values that they were built with, whatever computes with them.
+
+    Rounded once and kept in float32, they look like master weights.
+    """
+    ranks = world.run(fine_weights, subject, moment)
+
+    rounded = Hint("rounded to bfloat16", {"1.weight": torch.ones(4, 4)})
+    built = {"1.weight": torch.full((4, 4), 1 + FINE)}
+    judge.tensors(ranks, built, quantity="weight as built", hints=[rounded], given=moment)
+
+
 class Tagged(nn.Module):
     """A parameter whose gradient is whatever number the forward is given."""
 
@@ -169,15 +196,19 @@ class Tagged(nn.Module):
         return (self.weight * tag).sum()
 
 
-def tagged(ctx, subject, tags, reduce_dtype, cells):
-    """The gradient after micro-batches with these numbers, the last of them reduced."""
-    model = in_half(ctx, subject, Tagged(), reduce_dtype=reduce_dtype)
+def tagged(ctx, subject, tags, reduce_dtype, cells, param_dtype=HALF):
+    """The gradient after micro-batches with these numbers, the last of them reduced.
+
+    Without a `param_dtype` the model itself is in bfloat16.
+    """
+    module = Tagged() if param_dtype else Tagged().to(HALF)
+    model = in_half(ctx, subject, module, reduce_dtype=reduce_dtype, param_dtype=param_dtype)
     for micro, tag in enumerate(tags):
         model.set_requires_gradient_sync(micro == len(tags) - 1)
         number = cells[ctx.rank] * tag
         model(torch.tensor(float(number), device=ctx.device)).backward()
     gradient = next(iter(model.parameters())).grad
-    return {"gradient": gradient.full_tensor().clone()}
+    return {"gradient": gradient.full_tensor().float()}
 
 
 @clause("fsdp.precision.reduces-in-its-dtype", source=f"{POLICY}, reduce_dtype")
@@ -200,19 +231,18 @@ def test_gradients_are_added_in_the_reduction_dtype(world, subject):
     "fsdp.precision.accumulates-in-its-dtype",
     source="test_fully_shard_pending_grad; DeepSpeed issues 2352 and 2768",
 )
-def test_gradients_wait_in_the_reduction_dtype(world, subject):
+@pytest.mark.parametrize("param_dtype", [HALF, None], ids=["policy", "model"])
+def test_gradients_wait_in_the_reduction_dtype(world, subject, param_dtype):
     """With reduce_dtype float32, gradients that wait for their reduction MUST add up in float32.
 
-    256, then 1, then -256: in bfloat16 the 1 is gone.
+    256, then 1, then 1: in bfloat16 both are gone, which itself holds their sum. The forward is in
+    bfloat16 because the policy says so, or because the model is.
     """
-    ranks = world.run(tagged, subject, (256, 1, -256), torch.float32, (1, 1))
+    ranks = world.run(tagged, subject, (256, 1, 1), torch.float32, (1, 1), param_dtype)
 
-    judge.tensors(
-        ranks,
-        {"gradient": torch.ones(6)},
-        quantity="sum of 256, 1 and -256",
-        hints=[Hint("accumulated in bfloat16: the 1 was lost", {"gradient": torch.zeros(6)})],
-    )
+    lost = Hint("accumulated in bfloat16: both ones were lost", {"gradient": torch.full((6,), 256)})
+    right = {"gradient": torch.full((6,), 258.0)}
+    judge.tensors(ranks, right, quantity="sum of 256, 1 and 1", hints=[lost])
 
 
 def sent_dtypes(ctx, subject, reduce_dtype):

@@ -139,6 +139,42 @@ def test_a_unit_that_needs_no_weights_in_backward_is_not_gathered_there(world, s
     equivalence.mean_gradients(gradients, "even", SEED, micros=(0, 1))
 
 
+NOT_INSIDE = {
+    # elements gathered in forward, in backward, reduced, and gathered in the next forward, as
+    # multiples of the whole model, less the outermost unit where it is 1
+    "set_requires_gradient_sync": (0, 0, 1, 0),
+    "set_reshard_after_forward": (0, 1, 0, 0),
+    "set_reshard_after_backward": (0, 0, 0, 1),
+}
+
+
+def set_outside_alone(ctx, subject, setter):
+    """What two passes send, the first with a setting that the inner units do not have."""
+    sharded = Sharded(ctx, subject, "even", reshard_after_forward=True)
+    sharded.follow("backward 5, zero_grad")
+    change: Any = getattr(sharded.wrapped, setter)
+    change(False, recurse=False)
+    forward, backward = sharded.recorded(0)
+    change(True, recurse=False)
+    again, _ = sharded.recorded(1)
+    gathered = [traffic.gathered(log, ctx.world_size) for log in (forward, backward, again)]
+    sent = [*gathered[:2], traffic.reduced(backward), gathered[2]]
+    return sent, sharded.gradients()
+
+
+@clause("fsdp.traffic.not-recursive", source="FSDPModule: setters that take `recurse`")
+@pytest.mark.parametrize("setter", NOT_INSIDE)
+def test_a_setting_without_recursion_leaves_inner_units_alone(world, subject, setter):
+    """With `recurse=False`, a setter MUST change what the outermost unit sends alone."""
+    sent, gradients = zip(*world.run(set_outside_alone, subject, setter), strict=True)
+
+    whole, root = numel("even"), numel("even", "gain")
+    expected = [whole - root * changed for changed in NOT_INSIDE[setter]]
+    what = "elements gathered in forward, in backward, reduced, and gathered in the next forward"
+    judge.equal(sent, expected, quantity=what)
+    equivalence.mean_gradients(gradients, "even", SEED, micros=(0, 1))
+
+
 def along_columns(ctx, subject):
     """The error, or the local shape, of a weight to be sharded along dim 1."""
     layer: Any = nn.Linear(4, 6, bias=False, device=ctx.device)

@@ -68,11 +68,12 @@ def test_training_in_shards_equals_training_on_the_whole(world, subject):
     source="Zhao et al. 2023, section 3.2",
     worlds=(3,),
 )
-@pytest.mark.parametrize("toy", ["mlp", "frozen", "tied", "reordered"])
+@pytest.mark.parametrize("toy", ["mlp", "frozen", "tied", "reordered", "unused"])
 def test_training_any_model_in_shards_equals_training_on_the_whole(world, subject, toy):
     """Training with odd sizes, ties or any order MUST give one process's weights, or be refused.
 
-    Weights decay: what has become two parameters of one decays twice.
+    Weights decay: what has become two parameters of one decays twice, and what is used on no rank
+    not at all, since its gradient is None.
     """
     ranks = refusal.answer_or_refusal(world, trained, subject, toy, 8, STEPS, DECAY)
 

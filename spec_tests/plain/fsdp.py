@@ -364,7 +364,7 @@ class Unit:
                 piece.pending, piece.token = None, (None, None)
 
     def reduce(self, pieces: list[Piece]) -> None:
-        for dtype in {p.pending.dtype for p in pieces if p.pending is not None}:
+        for dtype in dict.fromkeys(p.pending.dtype for p in pieces if p.pending is not None):
             same = [p for p in pieces if p.pending is not None and p.pending.dtype == dtype]
             shards = self.cut_flat(same, self.mean(self.flatten(same)))
             for piece, shard in zip(same, shards, strict=True):

@@ -156,6 +156,14 @@ class PlainFsdp(Unit):
         hints = self.backward_prefetch
         return super().next_in_backward() if hints is None else [*hints]
 
+    def end_of_backward(self) -> None:
+        missed = [u for u in self.run.units if not u.in_backward and u.reshard_after_backward]
+        super().end_of_backward()
+        for unit in missed:  # by this backward, and kept or gathered ahead for it
+            if unit.flying is not None:
+                unit.unshard()
+            unit.reshard()
+
     def finish(self) -> None:
         """Whatever is left after a backward of a whole model: nothing."""
 
@@ -242,6 +250,10 @@ class FSDPModule:
     def set_reshard_after_backward(self, flag: bool, *, recurse: bool = True) -> None:
         for unit in self._units(recurse):
             unit.reshard_after_backward = flag
+
+    def set_reshard_after_forward(self, flag: bool, recurse: bool = True) -> None:
+        for unit in self._units(recurse):
+            unit.raf = flag
 
     def set_requires_all_reduce(self, flag: bool, *, recurse: bool = True) -> None:
         for unit in self._units(recurse):

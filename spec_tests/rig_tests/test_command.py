@@ -2,20 +2,25 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from spec_tests import __main__ as command
-from spec_tests.outcome_hooks import Run
+from spec_tests import ledger
+from spec_tests.live import Live
+from spec_tests.outcome_hooks import EVENT, Run
 from spec_tests.plugin import _nothing_to_run
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.report.eventlog import check_log, read_log
+from spec_tests.rig_tests.logs import log, result
 
 ROOT = Path(__file__).parents[2]
 RIGHT = """\
@@ -295,3 +300,20 @@ def test_options_are_found_in_both_spellings():
     assert command._flags(["--impl", "a", "--report"]).report is None
     assert command._flags(["--report", "c", "--report=d"]).report == "d", "as pytest has it"
     assert command._flags([]).report is None
+
+
+def test_the_first_finding_is_told_at_once_and_chapters_as_they_end():
+    told: list[str] = []
+    live = Live(told.append, is_mixed=False)
+    clauses = [SimpleNamespace(function=clause.test) for clause in ledger.load_all()[:9]]
+    live.pytest_collection_finish(SimpleNamespace(items=clauses))
+    for event in log(result(), result("failed"), result("failed"), result(clause="zero1.a.b"))[1:]:
+        live.pytest_runtest_logreport(SimpleNamespace(user_properties=[(EVENT, event)]))
+    live.pytest_sessionfinish()
+    text = "\n".join(told)
+    assert text.startswith("first finding, after ")
+    assert text.count("first finding") == 1
+    assert re.findall(r"(?m)^(\w+) +(FAIL 2, pass 1|pass 1) ", text) == [
+        ("ddp", "FAIL 2, pass 1"),
+        ("zero1", "pass 1"),
+    ]

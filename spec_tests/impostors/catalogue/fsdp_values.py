@@ -223,7 +223,10 @@ class OverwritesGradients(PlainFsdp):
 
 @near_miss(
     "fsdp.frees-recomputed",
-    rejected_by="fsdp.backward.activation-checkpointing",
+    rejected_by=(
+        "fsdp.backward.activation-checkpointing",
+        "fsdp.backward.activation-checkpointing-in-a-whole-model",
+    ),
     outcomes=("failed", "died"),
 )
 class FreesRecomputed(PlainFsdp):
