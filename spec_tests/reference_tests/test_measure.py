@@ -1,7 +1,9 @@
 """The commands that measure: predictions to the byte, and what they refuse."""
 
 import functools
+import importlib
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -55,9 +57,8 @@ class CourseModel(torch.nn.Module):
     """The GPT-2 small of `transformers`, as the course trains it: ids to logits."""
 
     def __init__(self) -> None:
-        import transformers
-
         super().__init__()
+        transformers: Any = importlib.import_module("transformers")
         config = transformers.GPT2Config(attn_implementation="eager")
         self.model = transformers.GPT2LMHeadModel(config).train()
         products = [getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm")]
