@@ -14,7 +14,6 @@ Exit status: 0 done, 2 bad input, 3 does not fit.
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,9 +65,7 @@ def _room(gib: float | None, device: torch.device) -> int | None:
 
 
 def _analyse(work: Workload, flags: argparse.Namespace, room: int | None) -> int:
-    # What AdamW does on the device that is meant: many tensors at once on a GPU.
-    foreach = functools.partial(torch.optim.AdamW, foreach=work.device.type == "cuda")
-    found, closed = work.predict(work.batch_size, foreach), None
+    found, closed = work.predict(work.batch_size), None
     if (flags.attention, flags.activation_checkpointing, work.autocast) == ("sdpa", "none", None):
         closed = families.activation_bytes(
             work.config, batch_size=work.batch_size, sequence_length=work.length

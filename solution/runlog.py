@@ -9,8 +9,7 @@
 Lines go to stdout, every `log_every` steps and at the first and the last. OUT/NAME.jsonl has one
 line per step, flushed, so that what a killed run did can be read. OUT/NAME.png (loss, learning
 rate, seconds per step) is drawn from it at the end, never during training, where matplotlib is
-installed. OUT/NAME.tensorboard holds the same numbers where that was asked for. An optional
-package that is not installed is reported once and stops nothing.
+installed.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ class RunLog:
 
     Args:
         path: of the JSONL file, in an existing folder; None, on the other ranks, keeps nothing.
-        config: of the run: its steps, those between lines on stdout, and whether event files are
-            written as well.
+        config: of the run: its steps, and those between lines on stdout.
         finished: how many of the steps a resumed run has behind it; their lines stay, later ones
             that were not saved go.
 
@@ -48,19 +46,15 @@ class RunLog:
         self.lines = [] if path is None else _lines_until(path, finished)
         self._config = config
         self._file: Any = None
-        self._events: Any = None
         if path is not None:
             write_atomically(path, "".join(json.dumps(x) + "\n" for x in self.lines).encode())
             self._file = path.open("a")
-            if config.tensorboard:
-                self._events = _event_writer(path.with_suffix(".tensorboard"))
 
     def close(self) -> None:
-        """Close the files, and clear the progress bar."""
+        """Close the file, and clear the progress bar."""
         progress_bar(0, 0)
-        for file in (self._file, self._events):
-            if file is not None:
-                file.close()
+        if self._file is not None:
+            self._file.close()
 
     def step(self, record: StepRecord, *, seconds: float, val_loss: float | None = None) -> None:
         """Keep one optimizer step, and show it if it is its turn."""
@@ -74,9 +68,6 @@ class RunLog:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         step = record["step"]
-        if self._events is not None:
-            for key in line.keys() - {"step"}:
-                self._events.add_scalar(key, line[key], step)
         progress_bar(0, 0)
         is_turn = step in (1, self._config.steps) or step % self._config.log_every == 0
         if is_turn or val_loss is not None or record.get("skipped"):
@@ -128,17 +119,6 @@ def _lines_until(path: Path, finished: int) -> list[dict[str, Any]]:
             if line["step"] <= finished:
                 lines.append(line)
     return lines
-
-
-def _event_writer(folder: Path) -> Any:
-    """TensorBoard's writer; None, said once, where it is not installed."""
-    try:
-        from torch.utils.tensorboard.writer import SummaryWriter
-    except ImportError:
-        said = "tensorboard is not installed, its files are not written; pip install tensorboard"
-        sys.stderr.write(f"warning: {said}\n")
-        return None
-    return SummaryWriter(str(folder))
 
 
 def say(text: str) -> None:

@@ -2,7 +2,6 @@
 
     python -m solution.throughput                                      # GPT-2 small, 8 x 1024
     python -m solution.throughput --batch-sizes 1 4 8 16 32 64         # a row each
-    python -m solution.throughput --attentions sdpa tiled plain        # end to end, side by side
     python -m solution.throughput --model llama --preset debug --precision bf16 --compile
 
 Warm-up until steady, then the median step with its spread (`solution.measure.throughput`); FLOPs
@@ -23,10 +22,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from solution.config import require_positive
 from solution.measure.flops import extrapolate_training, model_flops_utilization
+from solution.measure.memory import training_loss
 from solution.measure.throughput import is_out_of_memory, measure_throughput, sweep_batch_sizes
 from solution.measure.workload import BAD_INPUT, DONE, Workload, keep, parser
 from solution.models import families
@@ -41,7 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = parser("throughput", "Tokens per second of training steps.")
     command.add_argument("--batch-sizes", type=int, nargs="+", help="sweep over these as well")
     command.add_argument("--steps", type=int, default=20, help="that are timed, after the warm-up")
-    command.add_argument("--attentions", nargs="+", help="compare these, one after another")
     command.add_argument("--tf32", action="store_true", help="float32 products in TF32 (GPU)")
     command.add_argument("--compile", action="store_true", help="torch.compile the model")
     command.add_argument("--fused", action="store_true", help="fused AdamW")
@@ -68,7 +66,7 @@ def _report(work: Workload, flags: argparse.Namespace) -> int:
         f"{flags.attention}{', compiled' * flags.compile}, AdamW{', fused' * flags.fused}, {device}"
     )
     try:
-        found = _measure(work, flags, flags.attention, device)
+        found = _measure(work, flags, device)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -79,43 +77,32 @@ def _report(work: Workload, flags: argparse.Namespace) -> int:
     sizes = {"num_parameters": work.num_parameters, **LARGER}
     larger = extrapolate_training(tokens_per_s=found["tokens_per_s"], **sizes)
     print(_lines(found, larger, work.autocast or torch.float32))
-    compared = {}
-    for name in flags.attentions or ():
-        compared[name] = _measure(work, flags, name, device)
-        print(f"  {name:<7} {compared[name]['tokens_per_s']:>12,.1f} tokens/s", flush=True)
     peak = "peak" if is_gpu else "predicted peak"
     rows = _sweep(work, flags, peak) if flags.batch_sizes else []
-    record = {"found": found, "larger": larger, "attentions": compared, "sweep": rows}
+    record = {"found": found, "larger": larger, "sweep": rows}
     keep(flags.out / "throughput.json", record)
     return DONE
 
 
-def _build(
-    work: Workload, flags: argparse.Namespace, attention: str, batch_size: int
-) -> Callable[[], None]:
+def _build(work: Workload, flags: argparse.Namespace, batch_size: int) -> Callable[[], None]:
     """Return a training step that owns its model and optimizer."""
-    module, ids = work.build(batch_size, attention=attention)
+    module, ids = work.build(batch_size)
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, fused=flags.fused or None)
     model: Any = torch.compile(module) if flags.compile else module
 
     def step() -> None:
-        autocast = work.autocast
-        with torch.autocast(work.device.type, dtype=autocast, enabled=autocast is not None):
-            loss = F.cross_entropy(model(ids).flatten(0, -2), ids.flatten())
-        loss.backward()
+        training_loss(model, ids, work.autocast).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     return step
 
 
-def _measure(
-    work: Workload, flags: argparse.Namespace, attention: str, device: str
-) -> dict[str, Any]:
-    """Return the report of one setup, with its utilisation."""
+def _measure(work: Workload, flags: argparse.Namespace, device: str) -> dict[str, Any]:
+    """Return the report, with the utilisation."""
     tokens, clock = work.batch_size * work.length, time.perf_counter
     flops = families.flops_per_token(work.config, sequence_length=work.length)
-    step = _build(work, flags, attention, work.batch_size)
+    step = _build(work, flags, work.batch_size)
     found = measure_throughput(step, tokens_per_step=tokens, clock=clock, num_steps=flags.steps)
     nothing = measure_throughput(lambda: None, tokens_per_step=1, clock=clock, num_steps=101)
     return {
@@ -173,7 +160,7 @@ class _Peak:
 def _sweep(work: Workload, flags: argparse.Namespace, peak: str) -> list[dict[str, Any]]:
     """Return a row per batch size; on the CPU the peak is predicted."""
     rows = sweep_batch_sizes(
-        functools.partial(_build, work, flags, flags.attention),
+        functools.partial(_build, work, flags),
         batch_sizes=flags.batch_sizes,
         sequence_length=work.length,
         clock=time.perf_counter,

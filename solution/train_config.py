@@ -70,7 +70,6 @@ class TrainConfig:
     keep: int | None = setting(None, "checkpoints that stay, the newest (default: all)")
     async_save: bool = setting(False, "save in the background, while training goes on")
     log_every: int = setting(1, "steps between log lines; the first and the last always appear")
-    tensorboard: bool = setting(False, "write event files as well, where tensorboard is installed")
     profile_steps: int = setting(0, "steps to record with torch.profiler, after 3 of warm-up")
     traces: str = setting("outputs/traces", "folder for TRACES/SETUP/rankN_trace.json")
     memory_snapshot: bool = setting(False, "record the GPU's memory for pytorch.org/memory_viz")

@@ -8,7 +8,6 @@
     python -m spec_tests impostors [...]        see that the suite has teeth
     python -m spec_tests new ddp DIR            a file to begin with, the algorithm in steps
     python -m spec_tests bench NAME [...]       time and memory, beside PyTorch's own
-    python -m spec_tests fuzz [...]             damaged token shards, read by a loader
     python -m spec_tests kills [...]            kill ranks of the reference's training, and compare
 
 An installed package offers the same as `trainspec check`, `trainspec new` and so on. `COMMAND
@@ -36,7 +35,6 @@ from pathlib import Path
 COMMANDS = {
     "bench": "spec_tests.benchmarks.__main__",
     "compare": "spec_tests.rig.report.compare",
-    "fuzz": "spec_tests.reference_tests.fuzz",
     "kills": "spec_tests.reference_tests.kills",
     "new": "spec_tests.skeletons.__main__",
 }

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = results.gather(chosen, config, flags.attention, flags.out)
     found["conformance"] = results.conformance(flags.report)
     print("\n" + checks.table(found))
-    found["bounds"], found["problems"] = checks.check(chosen, found, flags.out)
+    found["problems"] = checks.check(chosen, found, flags.out)
     found["seconds"] = round(time.perf_counter() - started, 1)
     from solution.demo import page  # here: it needs matplotlib, which is optional
 

@@ -4,7 +4,6 @@
   "schema": "trainspec-demo/1",
   "model": "gpt2 tiny", "parameters": 1088256, "tokens_per_step": 2048, "steps": 30,
   "device": "cpu", "torch": "2.13.0", "seconds": 190.0,
-  "bounds": [{"what": "losses", "largest": 1e-6, "allowed": 1e-5}],
   "problems": ["FAILED: ..."],              empty when all checks hold
   "runs": [{
     "title": "ours, FSDP", "num_ranks": 2, "kind": "fsdp_full_shard",

@@ -153,7 +153,6 @@ def predict(
     batch_size: int,
     sequence_length: int,
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
-    keeps_logits: bool = False,
     autocast: torch.dtype | None = None,
 ) -> Prediction:
     """Return what `memory_estimate` does, by term and phase.
@@ -161,7 +160,6 @@ def predict(
     Args:
         model, batch_size, sequence_length: as there.
         make_optimizer: from the list of trainable parameters.
-        keeps_logits: whether the caller holds them during the backward, as `out = model(ids)` does.
         autocast: dtype of products in the forward, where it is not that of the weights.
     """
     require_positive("batch_size", batch_size)
@@ -190,7 +188,7 @@ def predict(
                 lambda taken: ledger.own("gradients", [cast(torch.Tensor, taken.grad)])
             )
         with ledger:
-            _step(twin, optimizer, ids, ledger, keeps_logits, autocast)
+            _step(twin, optimizer, ids, ledger, autocast)
         terms = {name: ledger.live[name] for name in ("parameters", "buffers", "optimizer")}
         terms["gradients"] = ledger.ends["backward"].get("gradients", 0)
         terms["activations"] = ledger.ends["forward"].get("activations", 0)
@@ -218,20 +216,27 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
+def training_loss(
+    model: nn.Module, ids: torch.Tensor, autocast: torch.dtype | None
+) -> torch.Tensor:
+    """Return the cross-entropy over all places, of the ids themselves; measurements need no more.
+
+    Args:
+        autocast: dtype of products in the forward, where it is not that of the weights.
+    """
+    with torch.autocast(ids.device.type, dtype=autocast, enabled=autocast is not None):
+        return F.cross_entropy(model(ids).flatten(0, -2), ids.flatten())
+
+
 def _step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     ids: torch.Tensor,
     ledger: Ledger,
-    keeps_logits: bool,
     autocast: torch.dtype | None,
 ) -> None:
     with ledger.phase("forward", new="activations"):
-        with torch.autocast(ids.device.type, dtype=autocast, enabled=autocast is not None):
-            logits = model(ids)
-            loss = F.cross_entropy(logits.flatten(0, -2), ids.flatten())
-        if not keeps_logits:
-            del logits
+        loss = training_loss(model, ids, autocast)
     with ledger.phase("backward", new="temporaries"):
         loss.backward()
     with ledger.phase("update", new="temporaries"):

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from solution.measure.memory import optimizer_tensors
+from solution.measure.memory import optimizer_tensors, training_loss
 
 MAX_HISTORY = 100_000  # events, a ring of some 50 MB: unbounded histories are gigabytes
 
@@ -105,10 +104,6 @@ def measured_step(
         `reserved`, what the allocator took from the device.
     """
 
-    def loss() -> torch.Tensor:
-        with torch.autocast(ids.device.type, dtype=autocast, enabled=autocast is not None):
-            return F.cross_entropy(model(ids).flatten(0, -2), ids.flatten())
-
     def used(moment: str) -> int:
         """Return the bytes in use: `current`, or at the `peak`."""
         if ids.device.type == "cuda":
@@ -117,7 +112,7 @@ def measured_step(
             return torch.cuda.memory_allocated() if current else torch.cuda.max_memory_allocated()
         return int(tracker.get_tracker_snapshot(moment)[ids.device]["Total"]) - ids.nbytes
 
-    loss().backward()
+    training_loss(model, ids, autocast).backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     found = {
@@ -136,7 +131,7 @@ def measured_step(
             tracker.track_external(model, optimizer, ids)
             stack.enter_context(tracker)
         begun = used("current")
-        value = loss()
+        value = training_loss(model, ids, autocast)
         found["activations"] = used("current") - begun
         value.backward()
         del value

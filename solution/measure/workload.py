@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from solution.attention import unavailable
-from solution.config import require, require_positive
+from solution.config import require_positive
 from solution.data.shards import write_atomically
 from solution.measure.memory import Prediction, predict
 from solution.models import families
@@ -80,24 +80,17 @@ class Workload:
             raise ValueError("expected a GPU for --device cuda, found none; predictions need none")
         kind = ("cuda" if has_gpu else "cpu") if flags.device == "auto" else flags.device
         self.device = torch.device(kind)
-        known = TrainConfig.choices["attention"]
-        for name in (flags.attention, *(getattr(flags, "attentions", None) or ())):
-            require("attentions", name, f"among {known}", known.__contains__)
-            if is_run and (reason := unavailable(name, kind)):
-                raise ValueError(f"expected an attention that runs on {kind}: {reason}")
+        if is_run and (reason := unavailable(flags.attention, kind)):
+            raise ValueError(f"expected an attention that runs on {kind}: {reason}")
 
-    def build(self, batch_size: int, **options: Any) -> tuple[nn.Module, torch.Tensor]:
+    def build(self, batch_size: int) -> tuple[nn.Module, torch.Tensor]:
         """Return a model of random weights, and ids `[batch_size, length]`, on the device."""
         torch.manual_seed(0)
         with torch.device(self.device):
-            model = families.build(self.config, **(self.options | options))
+            model = families.build(self.config, **self.options)
             return model, torch.randint(self.config.vocab_size, (batch_size, self.length))
 
-    def predict(
-        self,
-        batch_size: int,
-        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
-    ) -> Prediction:
+    def predict(self, batch_size: int) -> Prediction:
         """Return what a step takes, without its memory."""
         with torch.device("meta"):
             model = families.build(self.config, **self.options)
@@ -105,7 +98,8 @@ class Workload:
             model,
             batch_size=batch_size,
             sequence_length=self.length,
-            make_optimizer=make_optimizer,
+            # What AdamW does on the device that is meant: many tensors at once on a GPU.
+            make_optimizer=partial(torch.optim.AdamW, foreach=self.device.type == "cuda"),
             autocast=self.autocast,
         )
 

@@ -31,7 +31,15 @@ import torch.nn.functional as F
 
 from spec_tests.benchmarks import attention_gpu, paired, runner
 from spec_tests.benchmarks.paired import Found
-from spec_tests.benchmarks.runner import Section, bullets, table, verdict
+from spec_tests.benchmarks.runner import (
+    Section,
+    against,
+    bullets,
+    mebibytes,
+    milliseconds,
+    pivot,
+    verdict,
+)
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.target import load, parse
@@ -39,7 +47,7 @@ from spec_tests.target import load, parse
 HEAD_DIM = 64
 LENGTHS = (512, 1024, 2048, 4096)  # that are timed
 MEASURED = (*LENGTHS, 8192)  # whose memory is
-EXPONENT, PART_OF_PLAIN, AGAINST_PLAIN, LONG = 1.1, 0.1, 1.0, 2048
+EXPONENT, PART_OF_PLAIN, LONG = 1.1, 0.1, 2048
 PLAIN, SDPA, AGAIN = "plain", "sdpa", "plain again"
 
 Attention = Callable[..., Any]
@@ -51,6 +59,22 @@ class Case(runner.Case):
 
     length: int = 0
     is_causal: bool = False
+
+
+# Plain's time depends on whether malloc finds 16 MiB again, so a block of short ones is many steps.
+CASES = [
+    Case(
+        f"{mask} N={length}",
+        num_ranks=1,
+        num_steps=max(1, 8192 // length),
+        num_rounds=20 if length in LENGTHS else 0,
+        limits={PLAIN: 1.0} if length in LENGTHS and length >= LONG else {},
+        length=length,
+        is_causal=mask == "causal",
+    )
+    for mask in ("full", "causal")
+    for length in MEASURED
+]
 
 
 def plain(
@@ -124,6 +148,7 @@ class AttentionOnCpu(runner.Comparison):
         f"1 thread, float32, batch 1, one head of {HEAD_DIM}, forward and backward; ratios are "
         "paired medians with their 95 % interval"
     )
+    all_cases = CASES
     bases, again = (PLAIN,), AGAIN
     options = {"--device": {"choices": ("cpu", "cuda"), "help": "default: cuda where there is one"}}
 
@@ -146,70 +171,36 @@ class AttentionOnCpu(runner.Comparison):
         return arms
 
     def sections(self, options: argparse.Namespace, worlds: Worlds) -> Iterator[Section]:
-        """A mask after the other, each with all its lengths."""
+        """A mask after the other: what was taken at each length, and how memory grows."""
+        labels = (PLAIN, *options.impl, SDPA)
         for mask in ("full", "causal"):
-            found = {}
-            for length in MEASURED:
-                # Plain's time depends on whether malloc finds 16 MiB again.
-                steps = max(1, 8192 // length)
-                rounds = 20 if length in LENGTHS else 0
-                is_causal = mask == "causal"
-                case = Case(mask, "", 1, steps, rounds, length=length, is_causal=is_causal)
-                found[length] = self.compare(worlds, case, options)
-            yield self.section_of(mask, found)
+            cases = [case for case in self.cases(options) if case.heading.startswith(mask)]
+            found = [self.compare(worlds, case, options) for case in cases]
+            timed = [one for one in found if one.case.num_rounds]
+            tables = [
+                pivot("peak MiB", found, labels, mebibytes("peak", ".1f")),
+                pivot("ms", timed, labels, milliseconds(".1f")),
+                pivot("time against plain", timed, (*labels, AGAIN), against(PLAIN)),
+            ]
+            said = [line for one in timed for line in self.verdicts(one)]
+            peaks = {a: {of.case.length: of.most(a, "peak") for of in found if a in of.labels}
+                     for a in labels}  # fmt: skip
+            for name in options.impl if len(found) > 1 else ():
+                grows = exponent(list(peaks[name]), list(peaks[name].values()))
+                words = f"{mask}, memory of {name} grows as N^{grows:.2f}, bound {EXPONENT}"
+                said.append(verdict(grows <= EXPONENT, words))
+                largest = max(peaks[PLAIN])
+                part = peaks[name][largest] / peaks[PLAIN][largest]
+                words = f"{mask} N={largest}, {name} has {part:.3f} of plain's peak"
+                said.append(verdict(part <= PART_OF_PLAIN, f"{words}, bound {PART_OF_PLAIN}"))
+            cases = [self.record(one, self.verdicts(one)) for one in timed]
+            record = {"mask": mask, "peak": peaks, "cases": cases, "verdicts": said}
+            yield Section(mask, [*tables, bullets(said)], record)
 
-    def section_of(self, mask: str, found: dict[int, Found]) -> Section:
-        """Return both tables of a mask."""
-        peak = {
-            label: {n: of.most(label, "peak") for n, of in found.items() if label in of.labels}
-            for label in (PLAIN, *found[LONG].impls, SDPA)
-        }
-        exponents = {label: exponent(list(of), list(of.values())) for label, of in peak.items()}
-        timed = {n: of for n, of in found.items() if n in LENGTHS and of.num_rounds}
-        rows = [["peak MiB", *(f"N={n}" for n in MEASURED), "grows as"]]
-        for label, of in peak.items():
-            cells = [f"{of[n] / 2**20:.1f}" if n in of else "-" for n in MEASURED]
-            rows.append([label, *cells, f"N^{exponents[label]:.2f}"])
-        blocks = [table(rows)]
-        if timed:
-            labels, others = list(peak), [*list(peak)[1:], AGAIN]
-            head = ["time against plain", *(f"N={n}" for n in timed)]
-            ratios = [[a, *(str(of.ratio(a, PLAIN)) for of in timed.values())] for a in others]
-            ms = [[f"{a}, ms", *(f"{of.ms()[a]:.1f}" for of in timed.values())] for a in labels]
-            dropped = sum(of.num_dropped for of in timed.values())
-            blocks += [table([head, *ratios, *ms]), f"{dropped} rounds dropped as noisy."]
-        verdicts = [
-            said
-            for name in found[LONG].impls
-            for said in self.verdicts_of(name, peak, exponents, timed)
-        ]
-        against = {length: of.against(PLAIN) for length, of in timed.items()}
-        ms_of = {length: of.ms() for length, of in timed.items()}
-        record = {"mask": mask, "peak": peak, "exponents": exponents, "ms": ms_of}
-        record |= {"against": against, "verdicts": verdicts}
-        return Section(mask, [*blocks, bullets(verdicts)], record)
-
-    def verdicts_of(
-        self,
-        name: str,
-        peak: dict[str, dict[int, int]],
-        exponents: dict[str, float],
-        timed: dict[int, Found],
-    ) -> Iterator[str]:
-        """Yield each bound in words; void lengths are void for themselves."""
-        grows, part = exponents[name], peak[name][4096] / peak[PLAIN][4096]
-        words = f"memory of {name} grows as N^{grows:.2f}, bound {EXPONENT}"
-        yield verdict(grows <= EXPONENT, words)
-        words = f"{name} has {part:.3f} of plain's peak at 4096, bound {PART_OF_PLAIN}"
-        yield verdict(part <= PART_OF_PLAIN, words)
-        for length, of in timed.items():
-            if length < LONG:
-                continue  # nothing is asked there
-            if voids := of.voids(PLAIN, AGAIN):
-                yield voids[0].replace("void: ", f"void: N={length}, ")
-            else:
-                words = f"{name} at N={length} takes at most {{}} of plain's time"
-                yield runner.at_most(of.ratio(name, PLAIN), AGAINST_PLAIN, words)
+    def verdicts(self, found: Found) -> list[str]:
+        """Of long sequences only: of short ones nothing is asked."""
+        said = super().verdicts(found) if found.case.limits else []
+        return [line.replace(": ", f": {found.case.heading}, ", 1) for line in said]
 
 
 BENCHMARK = AttentionOnCpu()

@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from spec_tests.benchmarks import paired, runner
 from spec_tests.benchmarks.paired import Found
-from spec_tests.benchmarks.runner import Section, bullets, table, verdict
+from spec_tests.benchmarks.runner import Section, bullets, pivot, verdict
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.target import load, parse
@@ -192,12 +192,10 @@ class AttentionOnGpu(runner.Comparison):
         verdicts = {id(one): self.verdicts(one) for one in itertools.chain(*of.values())}
         for direction, found in of.items():
             for title, cell in (("times flash's speed", _speed), ("TFLOP/s", _tflops)):
-                rows = [[title, *self.attentions]]
-                rows += [[one.case.heading, *(cell(one, a) for a in self.attentions)]
-                         for one in found]  # fmt: skip
                 records = [self.record(one, verdicts[id(one)]) for one in found]
                 record = {"direction": direction, "cases": records} if cell is _speed else None
-                yield Section(f"{direction}, {title}", [table(rows)], record)
+                table = pivot(title, found, list(self.attentions), cell)
+                yield Section(f"{direction}, {title}", [table], record)
         by_shape = zip(*of.values(), strict=True)
         said = [line for pair in by_shape for one in pair for line in verdicts[id(one)]]
         yield Section("", [bullets(said)])
@@ -222,12 +220,10 @@ def _ratio(found: Found, label: str) -> paired.Ratio:
 
 
 def _speed(found: Found, label: str) -> str:
-    return str(_ratio(found, label)) if label in found.labels else "-"
+    return str(_ratio(found, label))
 
 
 def _tflops(found: Found, label: str) -> str:
-    if label not in found.labels:
-        return "-"
     counted = found.case.flops / found.ms()[label] / 1e9
     is_split = found.case.direction == "backward" and label not in (FLASH, AGAIN, "cudnn")
     return f"{counted:.0f} ({1.4 * counted:.0f} executed)" if is_split else f"{counted:.0f}"

@@ -37,6 +37,8 @@ from typing import Any
 
 import torch
 
+from spec_tests.benchmarks.runner import table
+
 # Loaded at run time: this instrument is of the reference alone, which the suite never imports.
 tiling: Any = importlib.import_module("solution.attention.tiles")
 Tiles = Any  # solution.attention.tiles.Tiles
@@ -74,10 +76,10 @@ class Compiled:
     registers: int
     stack_bytes: int
     shared_bytes: int
-    num_wgmma: int
-    num_mma: int
-    num_async_copies: int
-    num_atomics: int
+    wgmma: int
+    mma: int
+    async_copies: int
+    atomics: int
 
 
 def rows(*, dtypes: Sequence[str], head_dims: Sequence[int], masks: Sequence[bool]) -> list[Row]:
@@ -98,14 +100,14 @@ def problems(row: Row, found: Compiled) -> list[str]:
         said.append(f"expected no spilled registers, got {found.stack_bytes} bytes per thread")
     if found.shared_bytes > SHARED_BYTES:
         said.append(f"expected at most {SHARED_BYTES} bytes shared, got {found.shared_bytes}")
-    if found.num_atomics:
-        said.append(f"expected no atomics, got {found.num_atomics}")
-    if row.kernel != "delta" and not found.num_wgmma + found.num_mma:
+    if found.atomics:
+        said.append(f"expected no atomics, got {found.atomics}")
+    if row.kernel != "delta" and not found.wgmma + found.mma:
         said.append("expected tensor-core instructions, got none")
     is_half, dims = row.dtype != "float32", tiling.padded(row.head_dim)
-    if row.kernel != "delta" and is_half and dims <= 128 and not found.num_wgmma:
-        said.append(f"expected wgmma, Hopper's widest product, got {found.num_mma} mma")
-    if row.tiles.num_stages > 1 and not found.num_async_copies:
+    if row.kernel != "delta" and is_half and dims <= 128 and not found.wgmma:
+        said.append(f"expected wgmma, Hopper's widest product, got {found.mma} mma")
+    if row.tiles.num_stages > 1 and not found.async_copies:
         said.append("expected tiles to be fetched ahead, got no asynchronous copies")
     return said
 
@@ -184,11 +186,11 @@ def _counted(binary: Any) -> Compiled:
         registers=numbers["REG"],
         stack_bytes=numbers["STACK"],
         shared_bytes=binary.metadata.shared,
-        num_wgmma=ptx.count("wgmma.mma_async"),
-        num_mma=len(re.findall(r"\bmma\.sync", ptx)),
-        num_async_copies=len(re.findall(r"\bcp\.async\.(?:c[ag]|bulk)", ptx)),
+        wgmma=ptx.count("wgmma.mma_async"),
+        mma=len(re.findall(r"\bmma\.sync", ptx)),
+        async_copies=len(re.findall(r"\bcp\.async\.(?:c[ag]|bulk)", ptx)),
         # An instruction begins its line, after its predicate: a file's name may hold the word, too.
-        num_atomics=len(re.findall(r"^\s*(?:@!?%p\d+\s+)?(?:atom|red)\.", ptx, re.MULTILINE)),
+        atomics=len(re.findall(r"^\s*(?:@!?%p\d+\s+)?(?:atom|red)\.", ptx, re.MULTILINE)),
     )
 
 
@@ -228,38 +230,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{reason}\n")
         return 2
     masks = [name == "causal" for name in flags.mask]
-    lines, said = [tuple(_HEADER)], []
+    lines: list[list[str]] = []
+    said: list[str] = []
     shipped = rows(dtypes=flags.dtype, head_dims=flags.head_dim, masks=masks)
     results = compiled([(row, row.tiles) for row in shipped])
     for row, found in zip(shipped, results, strict=True):
         if not isinstance(found, Compiled):
             said.append(found)
             continue
-        lines.append(_line(row, found))
+        cells = _cells(row, found)
+        lines = [*(lines or [list(cells)]), [str(cell) for cell in cells.values()]]
         said += [f"{' '.join(lines[-1][:4])}: {problem}" for problem in problems(row, found)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
-    for line in lines:
-        cells = zip(line, widths, strict=True)
-        sys.stdout.write("  ".join(f"{cell:>{width}}" for cell, width in cells) + "\n")
+    if lines:
+        sys.stdout.write(table(lines) + "\n")
     sys.stdout.write("\n".join(said or ["all is well"]) + "\n")
     return 1 if said else 0
 
 
-_HEADER = (
-    "kernel", "dtype", "D", "mask", "tile", "warps", "stages",
-    "registers", "stack", "shared KiB", "wgmma", "mma", "async", "atomics",
-)  # fmt: skip
-
-
-def _line(row: Row, found: Compiled) -> tuple[str, ...]:
+def _cells(row: Row, found: Compiled) -> dict[str, object]:
     tiles = row.tiles
-    cells = (
-        row.kernel, row.dtype, row.head_dim, "causal" if row.is_causal else "full",
-        f"{tiles.queries}x{tiles.keys}", tiles.num_warps, tiles.num_stages,
-        found.registers, found.stack_bytes, f"{found.shared_bytes / 1024:.1f}",
-        found.num_wgmma, found.num_mma, found.num_async_copies, found.num_atomics,
-    )  # fmt: skip
-    return tuple(str(cell) for cell in cells)
+    return {
+        "kernel": row.kernel,
+        "dtype": row.dtype,
+        "D": row.head_dim,
+        "mask": "causal" if row.is_causal else "full",
+        "tile": f"{tiles.queries}x{tiles.keys}",
+        "warps": tiles.num_warps,
+        "stages": tiles.num_stages,
+        **vars(found),
+    }
 
 
 if __name__ == "__main__":

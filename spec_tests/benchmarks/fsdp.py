@@ -153,11 +153,6 @@ class Fsdp(runner.Comparison):
                 heading = f"{case.heading}, {num_ranks} ranks"
                 yield dataclasses.replace(case, heading=heading, num_ranks=num_ranks)
 
-    def place(self, heading: str) -> Any:
-        """By ranks, then as the cases are listed."""
-        name, _, ranks = heading.rpartition(", ")
-        return int(ranks.split()[0]), [case.heading for case in CASES].index(name)
-
     def arms(self, ctx: Context, case: Any, impls: list[str]) -> dict[str, paired.Arm]:
         """Those alone only where one micro-batch is a step, and where lists can be set."""
         torchs = load(parse("torch"))

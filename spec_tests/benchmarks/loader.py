@@ -212,7 +212,10 @@ class Loader(runner.Comparison):
         steps = max(1, TOKENS_PER_ROUND // (size[0] * size[1]))
         with tempfile.TemporaryDirectory(prefix="trainspec-", dir=options.folder) as folder:
             case = Case("", "", 1, steps, 60, LIMITS, Path(folder) / "x_train_000000.bin", *size)
-            write_random_shard(case.path, options.tokens)
+            draw = np.random.default_rng(0)
+            with case.path.open("wb") as file:
+                file.write(shards.shard_bytes([], count=options.tokens))
+                draw.integers(0, 50257, options.tokens, dtype=np.uint16).tofile(file)
             found = self.compare(worlds, case, options)
         self.bases = [base for base in LIMITS if base in found.labels]
         self.columns = {
@@ -256,16 +259,6 @@ def _rate(found: Found, label: str) -> str:
 def _growth(found: Found, label: str) -> str:
     growth = found.facts[label][0]["growth"]
     return "" if growth is None else f"{growth / 1e6:.1f}"
-
-
-def write_random_shard(path: Path, num_tokens: int) -> None:
-    """Write a shard of uniform ids, in pieces."""
-    draw = np.random.default_rng(0)
-    with path.open("wb") as file:
-        file.write(shards.shard_bytes([], count=num_tokens))
-        for start in range(0, num_tokens, 2**24):
-            count = min(2**24, num_tokens - start)
-            file.write(draw.integers(0, 50257, count, dtype=np.uint16).astype("<u2").tobytes())
 
 
 BENCHMARK = Loader()

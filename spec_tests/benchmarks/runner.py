@@ -51,7 +51,6 @@ class Benchmark:
         note: what the page says about how it was measured; may be set while measuring.
         device: what the page names instead of the CPU; may be set while measuring.
         options: of the command, each with what `add_argument` takes.
-        facts_last: the tables come before date, machine and note.
     """
 
     name: str
@@ -59,7 +58,6 @@ class Benchmark:
     note: str = ""
     device: str = ""
     options: Mapping[str, Any] = {}
-    facts_last = False
 
     def declare(self, parser: argparse.ArgumentParser) -> None:
         """Add the benchmark's options."""
@@ -74,10 +72,6 @@ class Benchmark:
         """Return the benchmark that the options ask for: another one on another device."""
         return self
 
-    def place(self, heading: str) -> Any:
-        """Return where a section belongs among the others, as a sort key."""
-        return 0
-
 
 # ----------------------------------------------------------------------------- paired comparisons
 
@@ -88,7 +82,7 @@ class Case:
 
     Attributes:
         heading: of the table; empty where there is one table only.
-        size: what --size chooses by.
+        size: of the model, where there are several.
         num_steps: that an arm runs in a round.
         limits: base to what the upper end of an implementation's ratio to it may be.
     """
@@ -161,7 +155,7 @@ class Comparison(Benchmark):
     def cases(self, options: argparse.Namespace) -> Iterator[Any]:
         """Yield the tables that the options ask for."""
         for case in self.all_cases:
-            if options.case in case.heading and case.size in (options.size or [case.size]):
+            if options.case in case.heading:
                 yield case
 
     def declare(self, parser: argparse.ArgumentParser) -> None:
@@ -174,8 +168,6 @@ class Comparison(Benchmark):
             parser.add_argument(option, type=float, default=default, help=what)
         parser.add_argument("--case", default="", help="words of a table's heading; default: all")
         parser.add_argument("--add", action="store_true", help="keep --out's tables of other cases")
-        sizes = list(dict.fromkeys(case.size for case in self.all_cases if case.size))
-        parser.add_argument("--size", action="append", choices=sizes, help="default: all")
         super().declare(parser)
 
     def sections(self, options: argparse.Namespace, worlds: Worlds) -> Iterator[Section]:
@@ -272,6 +264,13 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def pivot(title: str, found: Sequence[Found], labels: Sequence[str], cell: Column) -> str:
+    """Return a table with a row for each case and a column for each arm that was measured."""
+    rows = [[one.case.heading, *(cell(one, a) if a in one.labels else "-" for a in labels)]
+            for one in found]  # fmt: skip
+    return table([[title, *labels], *rows])
+
+
 def find(name: str) -> Any:
     """Return the declaration of a benchmark."""
     return importlib.import_module(f"spec_tests.benchmarks.{name}").BENCHMARK
@@ -309,10 +308,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     options.impl = options.impl or ["solution"]
     benchmark = benchmark.chosen(options)
-    sections, kept = (
-        [],
-        earlier(options.out, benchmark.name) if getattr(options, "add", False) else [],
-    )
+    kept = earlier(options.out, benchmark.name) if getattr(options, "add", False) else []
+    sections: list[Section] = []
     worlds = Worlds(max_pools=1)  # at 124M the ranks of one take half of 24 GiB
     status = 0
     try:
@@ -322,9 +319,9 @@ def run(name: str, arguments: Sequence[str]) -> int:
     finally:  # who interrupts a long run keeps the tables that are done
         worlds.close()
         if sections:
-            done = {section.heading for section in sections}
-            sections += [section for section in kept if section.heading not in done]
-            sections.sort(key=lambda section: benchmark.place(section.heading))
+            done = {section.heading: section for section in sections}
+            replaced = [done.pop(old.heading, old) for old in kept]
+            sections = replaced + [section for section in sections if section.heading in done]
             environment = machine.environment([name, *arguments])
             environment["device"] = benchmark.device or environment["device"]
             status = write(benchmark, options.out, sections, environment)
@@ -337,9 +334,8 @@ def write(
     """Print and write the page; return 1 where anything on it is missed or void."""
     facts = [f"{key}: {value}" for key, value in environment.items()]
     head = bullets([*facts, benchmark.note] if benchmark.note else facts)
-    texts = [section.text for section in sections]
-    blocks = [*texts, head] if benchmark.facts_last else [head, *texts]
-    text = "\n\n".join([f"# {benchmark.title}", *blocks]) + "\n"
+    blocks = [f"# {benchmark.title}", head, *(section.text for section in sections)]
+    text = "\n\n".join(blocks) + "\n"
     print(text)
     results = [section.record for section in sections if section.record is not None]
     record = {"environment": environment, "results": results}

@@ -65,8 +65,7 @@ def _step(device: str, number: int) -> list[dict[str, Any]]:
 
 
 def _loaded(path: Path) -> Any:
-    with path.open() as file:
-        return json.load(file)
+    return json.loads(path.read_text())
 
 
 def body(ctx: Context, name: str, path: Path) -> dict[str, Any]:

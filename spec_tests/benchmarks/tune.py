@@ -6,7 +6,7 @@
 For each kernel, head dim and mask all candidates are compiled at once, as
 `spec_tests.benchmarks.compile_report` does, and those that spill or do not fit fall out. The others
 are first checked against attention in float64 (a compiler may get one shape of tile wrong and
-another right), then timed: the median of `NUM_TIMES` launches, 16384 tokens and 2048 channels in
+another right), then timed: the median of Triton's `do_bench`, 16384 tokens and 2048 channels in
 all. dK/dV and dQ are timed with the delta kernel, which both need. The fastest come first; the row
 of the table bears a star. What wins here belongs into the table.
 
@@ -18,9 +18,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
-import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -33,7 +32,6 @@ tiled: Any = importlib.import_module("solution.attention.tiled")
 launch: Any = importlib.import_module("solution.attention.triton_launch")
 
 NUM_TOKENS, NUM_CHANNELS = 16_384, 2048
-NUM_TIMES = 25
 UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-11}  # of float32's TF32 parts
 
 _SIDES = {  # queries, keys, warps, stages
@@ -55,7 +53,7 @@ def measured(kernel: str, head_dim: int, dtype: str, *, causal: bool, length: in
     small = _inputs((1, 2, 515, head_dim), dtype)  # ragged, so that masks count
     heads = max(1, NUM_CHANNELS // head_dim)
     large = _inputs((max(1, NUM_TOKENS // length), heads, length, head_dim), dtype)
-    rows = []
+    rows, timed = [], importlib.import_module("triton.testing").do_bench
     for candidate in candidates:
         star = "*" if candidate == shipped else " "
         # In place of that row of the table, for all head dims.
@@ -63,7 +61,7 @@ def measured(kernel: str, head_dim: int, dtype: str, *, causal: bool, length: in
         with mock.patch.dict(tiling.TABLE, row):
             try:
                 error = _error(kernel, small, causal=causal) / UNIT[dtype]
-                ms = _milliseconds(lambda: _run(kernel, large, causal=causal))
+                ms = timed(lambda: _run(kernel, large, causal=causal), return_mode="median")
             except Exception as problem:  # too much shared memory, or no compiler
                 rows.append((float("inf"), f"{star} {candidate}: {type(problem).__name__}"))
                 continue
@@ -130,20 +128,6 @@ def _error(kernel: str, given: Sequence[torch.Tensor], *, causal: bool) -> float
     found = _run(kernel, given, causal=causal)
     pairs = zip(found, wanted, strict=True)
     return max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
-
-
-def _milliseconds(run: Callable[[], Any]) -> float:
-    for _ in range(3):
-        run()
-    taken = []
-    for _ in range(NUM_TIMES):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        taken.append(start.elapsed_time(end))
-    return statistics.median(taken)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

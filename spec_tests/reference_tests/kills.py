@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spec_tests.benchmarks import runner
 from spec_tests.reference_tests.launch import Started, torchrun
 from spec_tests.reference_tests.training import (
     DDP,
@@ -223,23 +224,17 @@ def differences(whole: Whole, folder: Path) -> list[str]:
 
 def table(findings: Sequence[Finding]) -> str:
     """What the kills met, by count, rank, steps taken again, time, runs that differ."""
-    lines = [
-        "| killed | count | rank 0 | steps again, median | max | run s, median | wrong |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-    ]
+    rows = [["killed", "count", "rank 0", "steps again", "at most", "run s", "wrong"]]
     for when in (*WHEN, "all"):
         found = [f for f in findings if when in (f.when, "all")]
-        if not found:
-            continue
-        first = sum(f.kill.rank == 0 for f in found)
-        again = [f.repeated_steps for f in found]
-        seconds = statistics.median(f.seconds for f in found)
-        wrong = sum(bool(f.complaints) for f in found)
-        lines.append(
-            f"| {when} | {len(found)} | {first} | {statistics.median(again):g} | {max(again)} | "
-            f"{seconds:.1f} | {wrong} |"
-        )
-    return "\n".join(lines)
+        if found:
+            again, seconds = [f.repeated_steps for f in found], [f.seconds for f in found]
+            first = sum(f.kill.rank == 0 for f in found)
+            wrong = sum(bool(f.complaints) for f in found)
+            middle = (f"{statistics.median(again):g}", f"{statistics.median(seconds):.1f}")
+            numbers = (len(found), first, middle[0], max(again), middle[1], wrong)
+            rows.append([when, *map(str, numbers)])
+    return runner.table(rows)
 
 
 def main(arguments: Sequence[str]) -> int:

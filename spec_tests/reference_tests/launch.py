@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import runpy
 import signal
 import socket
@@ -99,8 +100,7 @@ class Started:
 
     def ranks(self) -> dict[int, int]:
         """Return the living ranks that it has started: rank to process."""
-        environments = {pid: _environment(pid) for pid in _children(self.pid)}
-        return {int(known["RANK"]): pid for pid, known in environments.items() if "RANK" in known}
+        return _ranks_below(self.pid)
 
     def ranks_when_started(self, number: int) -> dict[int, int]:
         """Return the same, as soon as there are `number` of them."""
@@ -225,19 +225,14 @@ def _run(
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _children(parent: int) -> list[int]:
-    """Return the processes that this one has started."""
-    found: list[int] = []
+def _ranks_below(parent: int) -> dict[int, int]:
+    """Return rank to process of those that this one has started, by their environment."""
+    found = {}
     with contextlib.suppress(OSError):  # it has ended meanwhile
         for task in Path(f"/proc/{parent}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
+            for pid in map(int, (task / "children").read_text().split()):
+                with contextlib.suppress(OSError):
+                    known = Path(f"/proc/{pid}/environ").read_bytes()
+                    if rank := re.search(rb"(?:^|\0)RANK=(\d+)", known):
+                        found[int(rank[1])] = pid
     return found
-
-
-def _environment(pid: int) -> dict[str, str]:
-    try:
-        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-    except OSError:
-        return {}
-    pairs = (item.partition("=") for item in text.split("\0") if item)
-    return {name: value for name, _, value in pairs}

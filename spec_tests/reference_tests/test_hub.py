@@ -56,15 +56,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub = hub
         super().__init__(*arguments)
 
-    def do_HEAD(self) -> None:
-        """Size, hash and commit of a file."""
-        self._answer(with_content=False)
-
     def do_GET(self) -> None:
-        """The same and the content, or what is left of it from a byte on."""
-        self._answer(with_content=True)
-
-    def _answer(self, *, with_content: bool) -> None:
+        """Size, hash and commit of a file; of a GET its content, or what is left from a byte on."""
         hub = self.hub
         _, _, name = unquote(self.path).partition(PREFIX)[2].partition("/")
         wanted = self.headers.get("Range", "")
@@ -78,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"ETag": f'"{digest}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         headers |= {"Content-Range": f"bytes {start}-{size - 1}/{size}"} if start else {}
         self._begin(206 if start else 200, {**headers, "Content-Length": size - start})
-        if not with_content:
+        if self.command == "HEAD":
             return
         if name in hub.corrupt:
             hub.corrupt.discard(name)
@@ -87,6 +80,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content[start:end])
         if end < len(content):
             self.close_connection = True
+
+    do_HEAD = do_GET
 
     def _begin(self, status: int, headers: dict[str, Any]) -> None:
         self.send_response(status)

@@ -161,13 +161,6 @@ def test_only_a_files_own_name_says_which_split_it_belongs_to(tmp_path):
     run(BASELINE, *flags, folder=tmp_path, status=2, says="x_val_000000.bin")
 
 
-@pytest.mark.skipif(find_spec("tensorboard") is not None, reason="tensorboard is installed here")
-def test_tensorboard_that_is_not_installed_stops_nothing(data, tmp_path):
-    ended = trained(data, tmp_path, "--steps", 1, "--tensorboard")
-
-    assert ended.err.count("tensorboard is not installed") == 1
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="the demo draws with matplotlib")

@@ -160,27 +160,24 @@ class Drawn(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def draws(ctx, name):
-    """How often each parameter is drawn by an initialisation."""
+def drawn_and_decayed(ctx, name):
+    """Of each parameter: how often an initialisation draws it, and its decay in the groups."""
     model = built(name)
     with Drawn() as drawn:
         model.reset_parameters(torch.Generator().manual_seed(5))
-    return {n: drawn.times[p.untyped_storage()._cdata] for n, p in model.named_parameters()}
-
-
-def decays(ctx, name):
-    """Every parameter of the groups with its decay."""
-    model = built(name)
-    names = {id(p): n for n, p in model.named_parameters()}
     groups = solution("optim").decay_groups(model, weight_decay=0.1)
-    return [(names[id(p)], group["weight_decay"]) for group in groups for p in group["params"]]
+    decays = [(id(p), group["weight_decay"]) for group in groups for p in group["params"]]
+    assert len(dict(decays)) == len(decays), "each once"
+    return {
+        n: (drawn.times[p.untyped_storage()._cdata], dict(decays)[id(p)])
+        for n, p in model.named_parameters()
+    }
 
 
 @MODELS
 def test_only_matrices_are_drawn_each_once_and_decay(in_rank, model):
-    drawn, decayed = in_rank(draws, model), in_rank(decays, model)
+    found = in_rank(drawn_and_decayed, model)
 
-    matrices = {name for name in drawn if not name.endswith(("norm.weight", ".bias"))}
-    assert matrices < set(drawn)
-    assert drawn == {name: int(name in matrices) for name in drawn}
-    assert sorted(decayed) == sorted((name, 0.1 if name in matrices else 0.0) for name in drawn)
+    matrices = {name for name in found if not name.endswith(("norm.weight", ".bias"))}
+    assert matrices < set(found)
+    assert found == {name: (1, 0.1) if name in matrices else (0, 0.0) for name in found}

@@ -38,14 +38,10 @@ def recorded(data, tmp_path_factory):
     return folder
 
 
-def events_of(path):
-    """All events of a trace."""
-    return json.loads(path.read_text())["traceEvents"]
-
-
 def steps_of(path):
     """Step number to the names of what begins in it."""
-    spans = [event for event in events_of(path) if event["ph"] == "X"]
+    events = json.loads(path.read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
     marks = {e["name"]: e for e in spans if e["name"].startswith("ProfilerStep#")}
     return {
         int(name.partition("#")[2]): Counter(
