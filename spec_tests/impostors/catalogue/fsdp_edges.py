@@ -1,4 +1,4 @@
-"""Near-misses of sharded data parallelism at its edges: odd meshes, dtypes, outputs and settings."""
+"""Near-misses of sharding at its edges: odd meshes, dtypes, outputs and settings."""
 
 from __future__ import annotations
 
