@@ -328,6 +328,7 @@ def test_two_backwards_and_one_finish_add_up(world, subject, bucket_size_mb):
         within=rounding(torch.float32, terms=24 * size, depth=2),
         hints=[
             Hint(f"the first micro-batch counts {size} times: reduced twice", weighed(size, 1)),
+            Hint(f"both count {size} times: their sum was reduced twice", weighed(size, size)),
             Hint(f"the last micro-batch counts 1/{size}: divided twice", weighed(1, 1 / size)),
             Hint("the first micro-batch is lost", weighed(0, 1)),
             Hint("the last micro-batch is lost", weighed(1, 0)),

@@ -92,11 +92,8 @@ def test_frozen_lies_between_two_layers_that_train():
 
 
 def test_shifted_gives_one_gradient_to_both():
-    def clear(gradient: torch.Tensor) -> None:
-        gradient.zero_()
-
     module = built("shifted")
-    module.shift.register_hook(clear)
+    module.shift.register_hook(torch.Tensor.zero_)
     sum_of_squares(module(TOYS["shifted"].batch(7, rank=0))).backward()
     assert not module.first.weight.grad.any()
 
