@@ -28,7 +28,7 @@ PyTorch counterpart: `torch.distributed.fsdp.fully_shard`, with the same names, 
 messages and bits. Where it differs: a copy of the weights is never used after an update;
 `zero_grad` discards unreduced gradients; parameters are the shards whenever no module computes;
 forwards prefetch on a CPU as well; after an exception nothing needs to be reset. What is left out
-is refused by name, and listed in `solution/README.md`. `fsdp` has no counterpart.
+is refused by name; `solution/README.md` lists all differences. `fsdp` has no counterpart.
 """
 
 from __future__ import annotations
