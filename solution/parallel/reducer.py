@@ -74,6 +74,8 @@ class Reducer:
         is_in_backward: from the first gradient until the backward has succeeded; outside of
             backward it says that one was interrupted.
         has_news: whether a gradient may have changed since the last mean.
+        is_armed: whether backwards send: a training forward of the wrapper came in this round.
+            Those of the module alone stay local; if `finish` is called after them, it sends.
         staged: for each parameter staged in this round, where its gradient is sent from.
     """
 
@@ -131,7 +133,7 @@ class Reducer:
         if self.is_in_backward:
             self.abandon()
         # Even if this rank's loss turns out to use no parameter: its peers' may.
-        self.has_news = True
+        self.has_news = self.is_armed = True
         return True
 
     def finish(self) -> None:
@@ -189,7 +191,7 @@ class Reducer:
                 "activation checkpointing also runs backwards of its own: use use_reentrant=False)"
             )
         self.has_news = True
-        if not self.is_sending:
+        if not (self.is_sending and self.is_armed):
             return
         if not self.is_in_backward:
             self.is_in_backward = True
@@ -207,7 +209,7 @@ class Reducer:
     # ----------------------------------------------------------------------------------- a round
 
     def _rearm(self) -> None:
-        self.has_news = False
+        self.has_news = self.is_armed = False
         self.staged: dict[int, torch.Tensor] = {}
         self._absent: list[int] = []
         self._num_missing = [len(bucket) for bucket in self.buckets]

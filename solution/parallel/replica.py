@@ -20,7 +20,7 @@ Paper: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Pa
 sections 3.1 and 4.1. PyTorch counterpart: `DistributedDataParallel`, which waits by itself at the
 end of backward where this waits in `finish_gradient_synchronization`, decides in the forward
 whether a backward is reduced where this decides in the backward, compares shapes only, and sends
-one broadcast for each dtype.
+one broadcast for each dtype. With both, backwards of `module` called alone stay local.
 """
 
 from __future__ import annotations

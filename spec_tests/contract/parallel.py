@@ -31,7 +31,8 @@ def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.M
     by how many one divides. All ranks get the same bits, and equal runs give equal bits. Several
     forwards may feed one backward; a forward without gradients disturbs nothing, nor does another
     wrapped model. What is launched is waited for, and memory does not grow from step to step. After
-    a caught exception the next step is right, or an error.
+    a caught exception the next step is right, or an error. Level `production`: forward and backward
+    of the original alone, after a finished step, send nothing, and their gradients stay local.
     """
 
 
@@ -103,10 +104,11 @@ def fully_shard(
 
     Forwards have the plain model's bits, gradients are the mean over the mesh, and equal runs give
     equal bits. Any number of rows is sharded; mixed dtypes, tied and unused parameters, too, or
-    they are refused. As `reshard_after_forward` the number of ranks that shard means True and 1
-    means False, or both are refused. Frozen integers keep their values, and methods
-    `fsdp_pre_all_gather` and `fsdp_post_all_gather` of a parameter are called, or they are refused.
-    A parameter unused on all ranks keeps None, as a frozen one does, and may be frozen or thawed
+    they are refused. Right or refused as well: the number of ranks that shard as
+    `reshard_after_forward`, which means True, and 1, which means False; frozen integers, which keep
+    their values; methods `fsdp_pre_all_gather` and `fsdp_post_all_gather` of a parameter, which are
+    called; and `torch.func.jvp` of a forward, which gives what it gives of the plain model. A
+    parameter unused on all ranks keeps None, as a frozen one does, and may be frozen or thawed
     between steps.
     `mp_policy` is built from the implementation's own `MixedPrecisionPolicy(param_dtype=,
     reduce_dtype=, output_dtype=, cast_forward_inputs=)`. Parameters become DTensors sharded on dim

@@ -27,6 +27,7 @@ from spec_tests.rig.judge import fingerprint, oracle
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.judge.tolerance import rounding
 from spec_tests.rig.ranks.recorder import Kind
+from spec_tests.rig.toys import sum_of_squares
 
 clause = clauses(judges=DDP, needs=("no_sync",), level="correct", worlds=(2, 3))
 NO_SYNC = "DistributedDataParallel.no_sync; Li et al. 2020, section 3.2.4"
@@ -82,6 +83,38 @@ def test_gradients_inside_no_sync_are_plain_local_sums(world, subject, toy):
         quantity="local sum of two micro-batches",
         given=f"toy {toy!r}, seed 7, inside no_sync",
     )
+
+
+def original_alone(ctx, subject):
+    """Between two steps, two backwards of the module that was wrapped: what they sent and left."""
+    replica = Replica(ctx, subject, "mlp")
+    replica.follow("backward 0, zero_grad")
+    with ctx.recording() as sent:
+        for micro in (1, 2):
+            loss = sum_of_squares(replica.module(replica.batch(micro)))
+            (ctx.world_size * loss).backward()
+    left = replica.gradients()
+    return (
+        sent.log(),
+        left,
+        replica.local_gradients((1, 2)),
+        replica.gradients_after("zero_grad, backward 3"),
+    )
+
+
+@clause(
+    "ddp.no-sync.original-alone",
+    level="production",
+    source="DistributedDataParallel, prepare_for_backward: its forward arms the reducer",
+)
+def test_a_backward_of_the_original_alone_stays_local(world, subject):
+    """Backwards of the original module alone MUST send nothing and leave local sums."""
+    logs, left, bare, after = zip(*world.run(original_alone, subject), strict=True)
+
+    likely = "hooks send whether or not the wrapper's forward came before"
+    traffic.silent(logs, when="without a forward of the wrapper", likely=likely)
+    judge.tensors(left, bare, quantity="local sum of two micro-batches")
+    equivalence.mean_gradients(after, "mlp", SEED, micros=(3,))
 
 
 @clause("ddp.accumulation.equals-big-batch", source=NO_SYNC, worlds=(2, 3, 4))

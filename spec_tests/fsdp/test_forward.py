@@ -267,3 +267,34 @@ def test_a_forward_runs_the_hooks_of_the_module(world, subject):
     ranks = world.run(hooks_that_run, subject)
 
     judge.equal(ranks, ["before", "after"], quantity="hooks of the module that ran")
+
+
+def derived(ctx, subject, calls):
+    """Output and tangent of a forward under jvp after these calls."""
+    sharded = Sharded(ctx, subject, "stack")
+    sharded.follow(calls)
+    inputs = sharded.batch()
+    found: Any = torch.func.jvp(sharded.wrapped, (inputs,), (torch.ones_like(inputs),))
+    return {"output": found[0].detach(), "tangent": found[1].detach()}
+
+
+@clause(
+    "fsdp.forward.under-a-transform",
+    level="production",
+    judges=FULLY_SHARD,
+    source="torch.func.jvp; FSDP2 gathers outside of transforms",
+    worlds=(2,),
+)
+@pytest.mark.parametrize("calls", ["", "backward 0"], ids=["first", "later"])
+def test_a_forward_derivative_is_that_of_the_plain_model(world, subject, calls):
+    """Under `torch.func.jvp` a forward MUST give the plain value and tangent, or an error."""
+    ordinary = (under_setting, subject, True)
+    ranks = refusal.answer_or_refusal(world, derived, subject, calls, ordinary=ordinary)
+
+    plain, right = TOYS["stack"], []
+    for rank in range(world.size) if ranks is not None else ():
+        inputs = plain.batch(SEED, rank=rank, micro=0)
+        pair = torch.func.jvp(plain.build(SEED), (inputs,), (torch.ones_like(inputs),))
+        right.append(dict(zip(("output", "tangent"), (t.detach() for t in pair), strict=True)))
+    if ranks is not None:
+        judge.tensors(ranks, right, quantity="value")

@@ -91,14 +91,14 @@ class PlainDdp(nn.Module):
         self.ready: set[int] = set()
         self.flying: list[tuple[list[int], torch.Tensor, Any]] = []
         self.launched = 0
-        self.has_news = False
+        self.has_news = self.is_armed = False
 
     def on_gradient(self, index: int) -> None:
         if self.is_synchronised and index in self.ready:  # one more backward of the same forward
             self.start_over()
         self.has_news = True
-        if not self.is_synchronised:
-            return
+        if not (self.is_synchronised and self.is_armed):
+            return  # inside no_sync, or of a forward of the module alone
         self.ready.add(index)
         self.launch_what_is_ready()
 
@@ -172,6 +172,7 @@ class PlainDdp(nn.Module):
             self.has_news = True  # also where this rank's loss touches nothing: its peers' may
             if self.is_synchronised:
                 self.before_training_forward()
+            self.is_armed = True
         return self.module(*args, **kwargs)
 
     def before_training_forward(self) -> None:

@@ -40,10 +40,11 @@ def public() -> dict[str, Any]:
 
 
 def listed() -> set[str]:
-    """Names in the first column of the README's table."""
+    """Names in the first column of the README's first table."""
     text = (REPOSITORY_ROOT / "solution" / "README.md").read_text()
     (section,) = re.findall(r"## Where `fully_shard` differs.*?\n(.*?)\n## ", text, re.DOTALL)
-    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    table, _ = section.split("\n| situation |")
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 

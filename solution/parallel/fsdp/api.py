@@ -28,7 +28,7 @@ PyTorch counterpart: `torch.distributed.fsdp.fully_shard`, with the same names, 
 messages and bits. Where it differs: a copy of the weights is never used after an update;
 `zero_grad` discards unreduced gradients; parameters are the shards whenever no module computes;
 forwards prefetch on a CPU as well; after an exception nothing needs to be reset. What is left out
-is refused by name, and listed in `solution/README.md`. `fsdp` has no counterpart.
+is refused by name; `solution/README.md` lists all differences. `fsdp` has no counterpart.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import (  # noqa: TID251  # where APIs register, none of them
+    REGISTRY_KEY,
+    RegistryItem,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -152,6 +156,8 @@ def _make_fsdp_module(module: nn.Module, unit: Unit) -> None:
     if original not in _CLASSES:
         _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
     module.__class__ = _CLASSES[original]
+    # The module's entry among PyTorch's composable APIs: `replicate` around it leaves it alone.
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
     # Not through nn.Module: a unit is not a submodule.
     object.__setattr__(module, "_fsdp_unit", unit)
 
@@ -195,6 +201,8 @@ def _own_parameters(modules: Sequence[nn.Module]) -> list[_Found]:
 def _visit(part: nn.Module, prefix: str, found: dict[int, _Found], visited: set[nn.Module]) -> None:
     # Not a closure: a recursive one is a reference cycle, which would keep the model alive.
     visited.add(part)
+    if "replicate" in getattr(part, REGISTRY_KEY, ()):
+        return
     for name, child in part.named_children():
         if child not in visited and not isinstance(child, FSDPModule):
             _visit(child, f"{prefix}{name}.", found, visited)

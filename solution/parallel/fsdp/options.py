@@ -119,7 +119,8 @@ def require_shardable(
     """Raise for containers, for modules that are sharded already, and for several device types."""
     for module in modules:
         name = type(module).__name__
-        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if is_container and type(module).forward is nn.Module.forward:
             raise ValueError(
                 f"expected a module with a forward, got the container {name}; shard what is in it"
             )

@@ -192,7 +192,7 @@ class Unit:
     def _require_values(self) -> None:
         for parameter in self.parameters:
             if parameter.local.is_meta:
-                raise ValueError(
+                raise RuntimeError(
                     f"expected {parameter.name!r} of {self.name} to have values by the first "
                     "forward, got one on the meta device; call to_empty(device=...) on the sharded "
                     "model, and initialise or load it"

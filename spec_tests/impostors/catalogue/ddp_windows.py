@@ -32,6 +32,17 @@ class IgnoresNoSync(PlainDdp):
             self.finish()
 
 
+@near_miss("ddp.sends-for-the-original", rejected_by="ddp.no-sync.original-alone")
+class SendsForTheOriginal(PlainDdp):
+    """Reduces in every backward of its parameters, whoever called the module.
+
+    From: Ours, once: hooks of parameters, which know no forward; the second backward raised.
+    Unseen: Training calls the wrapper.
+    """
+
+    is_armed = property(lambda self: True, lambda self, value: None)
+
+
 @near_miss("ddp.sends-buffers-in-window", rejected_by="ddp.no-sync.sends-nothing")
 class SendsBuffersInWindow(PlainDdp):
     """Broadcasts buffers in every training forward, inside no_sync as well.

@@ -216,6 +216,24 @@ class CastsFrozenIntegers(PlainFsdp):
         return self.policy.param_dtype or piece.parameter.dtype
 
 
+@near_miss("fsdp.drops-tangents", rejected_by="fsdp.forward.under-a-transform")
+class DropsTangents(PlainFsdp):
+    """Hides `torch.func` from a whole forward, where its own gather alone cannot bear it.
+
+    From: `torch._C._DisableFuncTorch` around too much.
+    Unseen: The output is right; only its tangent is zero.
+    """
+
+    def pre_forward(self, module, args, kwargs):
+        with torch._C._DisableFuncTorch():
+            args, kwargs = super().pre_forward(module, args, kwargs)
+        return tuple(torch.autograd.forward_ad.unpack_dual(arg)[0] for arg in args), kwargs
+
+    def post_forward(self, module, args, output):
+        with torch._C._DisableFuncTorch():
+            return super().post_forward(module, args, output)
+
+
 @near_miss("fsdp.gathers-what-it-finds", rejected_by="fsdp.refusals.gather-extensions")
 class GathersWhatItFinds(PlainFsdp):
     """Gathers a tensor of another class by its values, and never asks the class.
