@@ -1,4 +1,4 @@
-"""Near-misses of sharded data parallelism at its edges: odd meshes, dtypes, outputs and settings."""
+"""Near-misses of sharded data parallelism at its edges: meshes, dtypes, outputs, settings."""
 
 from __future__ import annotations
 
