@@ -129,6 +129,18 @@ class SwapsDimensions(PlainFsdp):
         super().__init__(module, turned, *rest)
 
 
+@near_miss("fsdp.fresh-on-a-line", rejected_by="fsdp.programs.pairs-of-settings")
+class FreshOnALine(PlainFsdp):
+    """Notices updates of kept weights on meshes of one dimension alone.
+
+    From: A branch for hybrid sharding that was written before the check for stale weights.
+    Unseen: Kept weights are tried on one dimension, and hybrid sharding with the defaults.
+    """
+
+    def is_fresh(self):
+        return self.mesh.ndim == 2 or super().is_fresh()
+
+
 @near_miss("fsdp.misses-exceptions", rejected_by="fsdp.lifecycle.shards-after-exception")
 class MissesExceptions(PlainFsdp):
     """Leaves full parameters registered where a forward raised.
