@@ -1,4 +1,4 @@
-"""Near-misses of sharding at its edges: odd meshes, dtypes, outputs and settings."""
+"""Near-misses of sharded data parallelism at its edges: meshes, dtypes, outputs, settings."""
 
 from __future__ import annotations
 
@@ -127,6 +127,18 @@ class SwapsDimensions(PlainFsdp):
     def __init__(self, module, mesh, *rest):
         turned = mesh if mesh.ndim == 1 else DeviceMesh(mesh.device_type, mesh.mesh.T)
         super().__init__(module, turned, *rest)
+
+
+@near_miss("fsdp.fresh-on-a-line", rejected_by="fsdp.programs.pairs-of-settings")
+class FreshOnALine(PlainFsdp):
+    """Notices updates of kept weights on meshes of one dimension alone.
+
+    From: A branch for hybrid sharding that was written before the check for stale weights.
+    Unseen: Kept weights are tried on one dimension, and hybrid sharding with the defaults.
+    """
+
+    def is_fresh(self):
+        return self.mesh.ndim == 2 or super().is_fresh()
 
 
 @near_miss("fsdp.misses-exceptions", rejected_by="fsdp.lifecycle.shards-after-exception")
