@@ -22,7 +22,6 @@ status:
   for bit.
 
     python -m solution.demo [--steps 30] [--out outputs/demo] [--device auto] [--attention sdpa]
-    python -m solution.demo --runs 'one rank' control 'ours, bucketed'
 
 `runs` starts them, `results` gathers and predicts, `checks` judges, `page` draws (with matplotlib).
 One thread per rank: two would fight for two cores.

@@ -30,17 +30,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     data = flags.out / "data"
     if status := start([sys.executable, "-m", "solution.data.prepare", "--out", str(data), *DATA]):
         return status
-    chosen = [run for run in RUNS if run.title in flags.runs]
-    for run in chosen:
+    for run in RUNS:
         if status := train(run, flags):
             return status
     meta = read_meta(data)
     assert meta is not None  # `prepare` has written it
     config = GPT2Config.preset(PRESET, vocab_size=meta["vocab_size"])
-    found = results.gather(chosen, config, flags.attention, flags.out)
+    found = results.gather(config, flags.attention, flags.out)
     found["conformance"] = results.conformance(flags.report)
     print("\n" + checks.table(found))
-    found["problems"] = checks.check(chosen, found, flags.out)
+    found["problems"] = checks.check(found, flags.out)
     found["seconds"] = round(time.perf_counter() - started, 1)
     from solution.demo import page  # here: it needs matplotlib, which is optional
 
@@ -55,21 +54,16 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m solution.demo", description="Train in several ways.", allow_abbrev=False
     )
-    add, titles = parser.add_argument, [run.title for run in RUNS]
+    add = parser.add_argument
     add("--steps", type=int, default=30, help="optimizer steps of each run")
     add("--out", type=Path, default=Path("outputs/demo"), help="folder to fill")
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--attention", default="sdpa", help="who computes it, in all runs alike")
-    add("--runs", nargs="+", choices=titles, default=titles, metavar="TITLE", help=f"of {titles}")
     report = Path("outputs/report/report.json")
     add("--report", type=Path, default=report, help="what `make check` wrote: shown if it is there")
     flags = parser.parse_args(arguments)
     if flags.steps < 2:
         parser.error(f"expected --steps >= 2 to see a loss fall, got {flags.steps}")
-    needed = {RUNS[0].title, RUNS[1].title}
-    if any(run.is_killed and run.title in flags.runs for run in RUNS):
-        needed.add("ours, bucketed")  # what it is compared with
-    flags.runs = needed | set(flags.runs)
     return flags
 
 

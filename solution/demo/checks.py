@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from solution.console import aligned
-from solution.demo.runs import Run
+from solution.demo.runs import RUNS, Run
 
 MARGIN = 10.0  # between two right runs that differ in rounding, the control being one such pair
 
 
-def check(runs: Sequence[Run], results: Mapping[str, Any], out: Path) -> list[str]:
+def check(results: Mapping[str, Any], out: Path) -> list[str]:
     """Return what does not hold, one line each."""
     _, control, *others = results["runs"]
     problems = []
     # Adam and clipping hide a gradient of the wrong size from the loss, but not from its own norm.
     for key, title in (("loss", "losses"), ("grad_norm", "gradient norms")):
-        rounding = 8 * torch.finfo(torch.float32).eps * max(runs[0].curve(out, key))
+        rounding = 8 * torch.finfo(torch.float32).eps * max(RUNS[0].curve(out, key))
         allowed = MARGIN * control["distance"][key] + rounding
-        largest = max((one["distance"][key] for one in others), default=0.0)
+        largest = max(one["distance"][key] for one in others)
         said = f"{title}: at most {largest:.1e} from one rank; allowed {allowed:.1e}"
         print(f"{said} ({MARGIN:.0f} x control + 8 ulp)")
         if not largest <= allowed:
@@ -30,11 +30,11 @@ def check(runs: Sequence[Run], results: Mapping[str, Any], out: Path) -> list[st
     losses = results["runs"][0]["losses"]
     if not losses[-1] < losses[0]:
         problems.append(f"FAILED: expected the loss to fall, got {losses[0]} to {losses[-1]}")
-    for run, gathered in zip(runs[2:], others, strict=True):
+    for run, gathered in zip(RUNS[2:], others, strict=True):
         problems += _check_ranks(run, gathered["traffic"]["theory_bytes"], out)
         if run.is_killed:
-            same = [other for other in runs if other.name == run.name and other.kind == run.kind]
-            problems += _check_restart(run, same[0], out)
+            same = next(one for one in RUNS if (one.name, one.kind) == (run.name, run.kind))
+            problems += _check_restart(run, same, out)
     return problems
 
 

@@ -41,14 +41,13 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from solution.config import GPT2Config
-from solution.demo.runs import GLOBAL_BATCH, SEQUENCE_LENGTH, Run
+from solution.demo.runs import GLOBAL_BATCH, RUNS, SEQUENCE_LENGTH, Run
 from solution.measure.intervals import merged
 from solution.measure.memory import predict
 from solution.measure.trace import LANES, step_lanes
@@ -58,9 +57,9 @@ from solution.models import families
 FINEST = 1500  # parts of a step: gaps below one such part are not drawn
 
 
-def gather(runs: Sequence[Run], config: GPT2Config, attention: str, out: Path) -> dict[str, Any]:
+def gather(config: GPT2Config, attention: str, out: Path) -> dict[str, Any]:
     """Return all of it but the checks, the conformance and the seconds."""
-    first = runs[0].summaries(out)[0]
+    first = RUNS[0].summaries(out)[0]
     return {
         "schema": "trainspec-demo/1",
         "model": f"{first['config']['model']} {first['config']['preset']}",
@@ -69,20 +68,18 @@ def gather(runs: Sequence[Run], config: GPT2Config, attention: str, out: Path) -
         "steps": first["steps"],
         "device": first["device"],
         "torch": torch.__version__,
-        "runs": [_gather_run(run, runs[0], config, attention, out) for run in runs],
+        "runs": [_gather_run(run, config, attention, out) for run in RUNS],
     }
 
 
-def _gather_run(
-    run: Run, baseline: Run, config: GPT2Config, attention: str, out: Path
-) -> dict[str, Any]:
+def _gather_run(run: Run, config: GPT2Config, attention: str, out: Path) -> dict[str, Any]:
     summaries = run.summaries(out)
     held = [summary["held_bytes"] for summary in summaries]
     traces = sorted(run.traces(out).rglob("rank*_trace.json"))
     predicted, sent, reason = _theory(run, config, attention)
 
     def differences(key: str) -> list[float]:
-        pairs = zip(run.curve(out, key), baseline.curve(out, key), strict=True)
+        pairs = zip(run.curve(out, key), RUNS[0].curve(out, key), strict=True)
         return [abs(a - b) for a, b in pairs]
 
     return {

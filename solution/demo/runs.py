@@ -107,7 +107,7 @@ RUNS = [
     Run("PyTorch's FSDP", f"{FULL}_torch", FULL, 2, ("--impl", "torch")),
     Run("killed, resumed", "ddp_bucketed", "ddp", 2, BUCKETED, "killed", is_killed=True),
 ]
-"""The first one is the baseline and the second the control, whatever else is chosen."""
+"""The first one is the baseline and the second the control."""
 
 
 def train(run: Run, flags: argparse.Namespace) -> int:
