@@ -90,6 +90,7 @@ class Ownership:
         """Return the group with this rank's parameters only."""
         return {**options(group), "params": [p for p in group["params"] if self.is_mine(p)]}
 
+    @torch._disable_dynamo  # a compiled step is the local optimizer's
     @torch.no_grad()
     def exchange(self) -> None:
         """Return when every parameter that trains has its owner's value, on every rank."""

@@ -49,6 +49,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -123,6 +124,7 @@ class Reducer:
         finally:
             self.is_sending = previous
 
+    @torch._disable_dynamo
     def begin(self) -> bool:
         """Called before every forward; return whether it begins a training pass.
 
@@ -136,6 +138,7 @@ class Reducer:
         self.has_news = self.is_armed = True
         return True
 
+    @torch._disable_dynamo
     def finish(self) -> None:
         """Return when every `.grad` is the mean over the group; without news send nothing."""
         if not self.has_news:
@@ -172,12 +175,10 @@ class Reducer:
         # replica would go on sending.
         on_gradient = weakref.WeakMethod(self._on_gradient)
 
-        def hook(index: int, _parameter: torch.Tensor) -> None:
-            if (method := on_gradient()) is not None:
-                method(index)
-
         for index, parameter in enumerate(self.parameters):
-            handle = parameter.register_post_accumulate_grad_hook(partial(hook, index))
+            handle = parameter.register_post_accumulate_grad_hook(
+                partial(_call, on_gradient, index)
+            )
             weakref.finalize(self, handle.remove).atexit = False
 
     def _on_gradient(self, index: int) -> None:
@@ -202,6 +203,7 @@ class Reducer:
         while self._has_next() and self._num_missing[len(self._handles)] == 0:
             self._launch_next()
 
+    @torch._disable_dynamo
     def _on_backward_end(self) -> None:
         self.is_in_backward = False
         self._launch_rest()
@@ -250,6 +252,12 @@ class Reducer:
                 if index not in self.staged:
                     self._stage(index)
             self._launch_next()
+
+
+@torch._disable_dynamo
+def _call(on_gradient: weakref.WeakMethod[Any], index: int, _parameter: torch.Tensor) -> None:
+    if (method := on_gradient()) is not None:
+        method(index)
 
 
 def is_inside_backward() -> bool:

@@ -81,11 +81,15 @@ class Replica(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; in training outside `no_sync`, on the first rank's buffers."""
+        self._before_forward()
+        return self.module(*args, **kwargs)
+
+    @torch._disable_dynamo  # so that a compiled forward is one graph: the module's
+    def _before_forward(self) -> None:
         if self._reducer.begin():
             self._require_frozen()
             if self._reducer.is_sending and self.module.training:
                 send_values(self._present_buffers(), 0, self.process_group)
-        return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context for forward and backward: `.grad` is a local sum, nothing is sent."""

@@ -20,7 +20,8 @@ unit whose forward came before, so the graph itself holds the order for prefetch
 backward of an identity on the module's inputs: it runs when the gradients of all of them are there,
 after those of the parameters. A unit whose inputs need no gradient has no such moment and is
 reduced in 5. A forward prefetches what came next in the last forward; once it takes another way,
-it prefetches nothing more.
+it prefetches nothing more. `torch.compile` is kept out of all of them (`_disable_dynamo`): graphs
+break where a unit begins, and hold its unsharded Parameters as inputs.
 
 One message of each kind is in flight at a time. So, beside the shards, there are at most the
 unsharded values of the unit that computes, its unsharded gradients, the values that come next, and
@@ -95,6 +96,7 @@ class Schedule:
 
     # ----------------------------------------------------------------------------------- forward
 
+    @torch._disable_dynamo
     def pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """All-gather, and prefetch what comes next; return the inputs, cast and with hooks."""
         # Activation checkpointing repeats forwards inside a backward; these are not new passes.
@@ -120,6 +122,7 @@ class Schedule:
         # The first module to run is the last in backward: then the whole unit is done.
         return self._hook_inputs(unit, args, kwargs) if is_first else (args, kwargs)
 
+    @torch._disable_dynamo
     def post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         """Free; also called after an exception, with None for the output."""
         is_new = not is_inside_backward()
@@ -196,6 +199,7 @@ class Schedule:
 
     # ---------------------------------------------------------------------------------- backward
 
+    @torch._disable_dynamo
     def _pre_backward(self, unit: Unit, previous: Unit | None, *_: torch.Tensor) -> None:
         if not self._is_end_queued:
             self._is_end_queued = True
@@ -235,6 +239,7 @@ class Schedule:
             for reduction in self._reductions.pop(0):
                 reduction.finish()
 
+    @torch._disable_dynamo
     def _end_of_backward(self) -> None:
         for unit in self.units:
             if not unit.is_in_backward:
@@ -280,6 +285,7 @@ class _Watched(torch.autograd.Function):
         ctx.hook = inputs[0]
 
     @staticmethod
+    @torch._disable_dynamo
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         ctx.hook()
         return None, *gradients
