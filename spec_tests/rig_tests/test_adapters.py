@@ -13,7 +13,7 @@ import torch
 
 from spec_tests import target
 from spec_tests.ddp import test_construction, test_gradients
-from spec_tests.fsdp import test_precision, test_refusals
+from spec_tests.fsdp import test_casts, test_refusals
 from spec_tests.impls import course, cs336
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.world import Worlds
@@ -103,7 +103,7 @@ def test_a_wrapper_that_is_no_module_is_judged_by_what_it_does(
     ("test", "parameters"),
     [
         (
-            test_precision.test_each_unit_casts_what_its_own_policy_names,
+            test_casts.test_each_unit_casts_what_its_own_policy_names,
             {"policy": ["default", "inputs-as-they-are"]},
         ),
         (

@@ -1,0 +1,136 @@
+"""Casts: what each unit casts on its way in and out, and what it leaves alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from spec_tests.clause import clauses
+from spec_tests.fsdp.sharded import FULLY_SHARD
+from spec_tests.fsdp.test_precision import HALF, POLICY, in_half, output_of_fine_weights
+from spec_tests.laws import refusal
+from spec_tests.rig import judge
+
+clause = clauses(judges=FULLY_SHARD, needs=("MixedPrecisionPolicy",), level="correct")
+
+
+class Spy(nn.Module):
+    """Notes the dtypes that its forward sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.seen: dict[str, str] = {}
+
+    def forward(self, x: torch.Tensor, *, extra: dict[str, torch.Tensor]) -> Any:
+        self.seen = {"weight": str(self.weight.dtype), "x": str(x.dtype)}
+        self.seen |= {name: str(value.dtype) for name, value in extra.items()}
+        return {"y": x * self.weight, "ids": extra["ids"]}
+
+
+class Nest(nn.Module):
+    """A spy in a spy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Spy()
+        self.outer = Spy()
+
+    def forward(self, x: torch.Tensor, *, extra: dict[str, torch.Tensor]) -> Any:
+        return self.inner(self.outer(x, extra=extra)["y"], extra=extra)
+
+
+def seen_dtypes(ctx, subject, options):
+    """What two units see whose policies differ, and what comes out."""
+    policy = ctx.impl.MixedPrecisionPolicy
+    module = Nest().to(ctx.device)
+    ctx.impl.fully_shard(module.inner, mp_policy=policy(param_dtype=torch.float32))
+    ctx.impl.fully_shard(module, mp_policy=policy(param_dtype=HALF, **options))
+    extra = {
+        "ids": torch.arange(4, device=ctx.device),
+        "mask": torch.ones(4, dtype=torch.bool, device=ctx.device),
+        "angles": torch.ones(4, device=ctx.device),
+    }
+    output = module(torch.ones(2, 4, device=ctx.device), extra=extra)
+    found = {f"outer {k}": v for k, v in module.outer.seen.items()}
+    found |= {f"inner {k}": v for k, v in module.inner.seen.items()}
+    return found | {f"output {k}": str(v.dtype) for k, v in output.items()}
+
+
+_SEEN = {
+    "outer weight": "torch.bfloat16",
+    "outer x": "torch.bfloat16",
+    "outer ids": "torch.int64",
+    "outer mask": "torch.bool",
+    "outer angles": "torch.bfloat16",
+    "inner weight": "torch.float32",
+    "inner x": "torch.float32",
+    "inner ids": "torch.int64",
+    "inner mask": "torch.bool",
+    "inner angles": "torch.float32",
+    "output y": "torch.float32",
+    "output ids": "torch.int64",
+}
+_POLICIES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "default": ({}, {}),
+    "inputs-as-they-are": (
+        {"cast_forward_inputs": False},
+        {"outer x": "torch.float32", "outer angles": "torch.float32"},
+    ),
+    "output-dtype": ({"output_dtype": torch.float64}, {"output y": "torch.float64"}),
+}
+
+
+@clause(
+    "fsdp.precision.casts-are-selective",
+    source=f"{POLICY}; torchtitan issue 2881",
+)
+@pytest.mark.parametrize("policy", _POLICIES)
+def test_each_unit_casts_what_its_own_policy_names(world, subject, policy):
+    """Each unit MUST follow its own precision policy and cast floating-point tensors only."""
+    options, differing = _POLICIES[policy]
+    ranks = world.run(seen_dtypes, subject, options)
+
+    wanted = _SEEN | differing
+    for rank, seen in enumerate(ranks):
+        wrong = {name: (seen[name], right) for name, right in wanted.items() if seen[name] != right}
+        judge.holds(not wrong, f"rank {rank}: got and expected {wrong}", given=f"policy {policy}")
+
+
+class Quantised(nn.Module):
+    """Frozen codes at the end of their dtype's range, which no float holds, and a scale."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.iinfo(dtype).max - torch.arange(5).to(dtype), False)
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.codes.detach().clone()
+        return self.scale * (self.codes % 7) * x
+
+
+def quantised(ctx, subject, dtype):
+    """The codes as a forward sees them, and the gradient of the scale."""
+    model = in_half(ctx, subject, Quantised(dtype), "root")
+    model(torch.ones(5, device=ctx.device)).sum().backward()
+    return {"codes": model.seen, "gradient of scale": model.scale.grad.full_tensor()}
+
+
+@clause(
+    "fsdp.precision.integers-are-not-cast",
+    source=f"{POLICY}; Dettmers et al. 2023, QLoRA: frozen weights of few bits",
+)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64])
+def test_frozen_integers_keep_their_values_beside_what_is_cast(world, subject, dtype):
+    """Frozen integers MUST be gathered as they are beside trained parameters, or be refused."""
+    ordinary = (output_of_fine_weights, subject)
+    ranks = refusal.answer_or_refusal(world, quantised, subject, dtype, ordinary=ordinary)
+
+    if ranks is not None:
+        codes = Quantised(dtype).codes.detach()
+        right = {"codes": codes, "gradient of scale": (codes % 7).float()}
+        judge.tensors(ranks, right, quantity="value")
