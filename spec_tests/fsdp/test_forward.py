@@ -270,12 +270,14 @@ def test_a_forward_runs_the_hooks_of_the_module(world, subject):
 
 
 def derived(ctx, subject, calls):
-    """Output and tangent of a forward under jvp after these calls."""
+    """Output and tangent of a forward under jvp after these calls, and those of the plain model."""
     sharded = Sharded(ctx, subject, "stack")
     sharded.follow(calls)
-    inputs = sharded.batch()
-    found: Any = torch.func.jvp(sharded.wrapped, (inputs,), (torch.ones_like(inputs),))
-    return {"output": found[0].detach(), "tangent": found[1].detach()}
+    inputs, found = sharded.batch(), []
+    for model in (sharded.wrapped, TOYS["stack"].build(SEED).to(ctx.device)):
+        pair: Any = torch.func.jvp(model, (inputs,), (torch.ones_like(inputs),))
+        found.append({"output": pair[0].detach(), "tangent": pair[1].detach()})
+    return found
 
 
 @clause(
@@ -291,10 +293,6 @@ def test_a_forward_derivative_is_that_of_the_plain_model(world, subject, calls):
     ordinary = (under_setting, subject, True)
     ranks = refusal.answer_or_refusal(world, derived, subject, calls, ordinary=ordinary)
 
-    plain, right = TOYS["stack"], []
-    for rank in range(world.size) if ranks is not None else ():
-        inputs = plain.batch(SEED, rank=rank, micro=0)
-        pair = torch.func.jvp(plain.build(SEED), (inputs,), (torch.ones_like(inputs),))
-        right.append(dict(zip(("output", "tangent"), (t.detach() for t in pair), strict=True)))
     if ranks is not None:
-        judge.tensors(ranks, right, quantity="value")
+        found, plain = zip(*ranks, strict=True)
+        judge.tensors(found, plain, quantity="value")
