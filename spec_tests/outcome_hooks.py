@@ -13,7 +13,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +76,8 @@ def is_worker(config: pytest.Config) -> bool:
     return hasattr(config, "workerinput")
 
 
-_EVENT = "trainspec-result"
+_PROPERTIES = ("clause", "case", "implementation", "world_size", "transport", "level", "outcome")
+"""Of each case in JUnit's XML: pytest knows passed, failed and skipped alone."""
 _CASE = pytest.StashKey[str]()
 _SITUATION = pytest.StashKey[Any]()
 
@@ -141,7 +142,8 @@ def pytest_runtest_makereport(
         return found
     run = item.config.stash[RUN]
     result = _result(item, clause, call, error, run)
-    found.user_properties.append((_EVENT, result))
+    found.trainspec = result  # type: ignore[attr-defined]  # reports carry what they are given
+    item.user_properties += [(key, result[key]) for key in _PROPERTIES]
     _show(found, clause, result)
     return found
 
@@ -201,15 +203,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Keep results of this process, and of xdist workers, for the log."""
     if ACTIVE.run is None:
         return
-    for key, found in report.user_properties:
-        if key == _EVENT:
-            value = cast(dict[str, Any], found)
-            ACTIVE.run.results.setdefault(value["implementation"], []).append(value)
-            if ACTIVE.run.log is not None:
-                if told := ACTIVE.run.told.get(value["clause"]):
-                    ACTIVE.run.log.tell(value["clause"], **told)
-                ACTIVE.run.log.result(**value)
-    if report.failed and not report.user_properties and ACTIVE.run.log is not None:
+    found: dict[str, Any] | None = getattr(report, "trainspec", None)
+    if found is not None:
+        ACTIVE.run.results.setdefault(found["implementation"], []).append(found)
+        if ACTIVE.run.log is not None:
+            if told := ACTIVE.run.told.get(found["clause"]):
+                ACTIVE.run.log.tell(found["clause"], **told)
+            ACTIVE.run.log.result(**found)
+    elif report.failed and ACTIVE.run.log is not None:
         ACTIVE.run.log.problem(f"{report.nodeid} failed outside of any clause")
 
 
