@@ -75,11 +75,6 @@ def test_what_the_exercise_asks_comes_first():
     assert [cause.first.level for cause in causes(events, "solution")] == ["course", "correct"]
 
 
-def test_what_passes_or_is_declared_has_no_cause():
-    events = log(result(), result("expected_failure"), result("not_here"), result("skipped"))
-    assert causes(events, "solution") == []
-
-
 def test_the_terminal_shows_each_cause_once_and_at_most_forty_lines_of_them():
     events = log(
         *(failed(f"ddp.a.n{number}", WRONG) for number in range(9)),
