@@ -72,8 +72,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--report-is-scratch", action="store_true", help=argparse.SUPPRESS)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest's own writer of JUnit's XML looks for its option
 def pytest_configure(config: pytest.Config) -> None:
     """Resolve the implementations and open what the run needs."""
+    directory = config.getoption("--report")
+    if directory and not config.getoption("--report-is-scratch") and not config.option.xmlpath:
+        config.option.xmlpath = os.path.join(directory, "junit.xml")  # noqa: PTH118 - it takes a string
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.pluginmanager.register(outcome_hooks)
     # Thread counts change the bits of a matrix product: the oracle computes as the ranks do.

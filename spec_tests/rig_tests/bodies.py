@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -38,6 +39,11 @@ def total(ctx: Context, values: Any) -> torch.Tensor:
     tensor = torch.as_tensor(values, dtype=torch.float64) * (ctx.rank + 1)
     dist.all_reduce(tensor)
     return tensor
+
+
+def unpicklable(ctx: Context) -> object:
+    """What cannot travel."""
+    return threading.Lock()
 
 
 def work(seconds: float) -> None:

@@ -22,30 +22,6 @@ FLAGS = [
     "--disable-gpu",
 ]
 
-# Of every visible piece of text: its contrast with what it stands on, as WCAG 2 defines it.
-_CONTRASTS = """() => {
-  const channel = (c) => (c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
-  const parse = (text) => text.match(/[\\d.]+/g).map(Number);
-  const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
-  const ground = (node) => {
-    for (; node; node = node.parentElement) {
-      const color = parse(getComputedStyle(node).backgroundColor);
-      if (color.length === 3 || color[3] === 1) return color;
-    }
-    return [255, 255, 255];
-  };
-  const found = new Map();
-  for (const node of document.querySelectorAll("body *")) {
-    if (!node.checkVisibility() || node.closest("svg")) continue;
-    if (![...node.childNodes].some((n) => n.nodeType === 3 && n.data.trim())) continue;
-    const [ink, paper] = [light(parse(getComputedStyle(node).color)), light(ground(node))];
-    const ratio = (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05);
-    const words = `${node.tagName}.${node.className}`;
-    found.set(words, Math.min(found.get(words) ?? 21, ratio));
-  }
-  return Object.fromEntries(found);
-}"""
-
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
@@ -64,6 +40,9 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
+_JS = Path(__file__).parent
+
+
 class Visit:
     """A page in the browser, and what it complained of or asked for."""
 
@@ -79,7 +58,7 @@ class Visit:
 
     def faint(self, least: float = 4.5) -> dict[str, float]:
         """Kinds of text whose contrast is below what WCAG asks at level AA."""
-        found: dict[str, float] = self.page.evaluate(_CONTRASTS)
+        found: dict[str, float] = self.page.evaluate(_JS.joinpath("contrasts.js").read_text())
         assert len(found) > 5, f"expected a page with text, got {found}"
         return {what: ratio for what, ratio in found.items() if ratio < least}
 
@@ -92,12 +71,5 @@ class Visit:
 
     def nameless(self) -> list[str]:
         """Controls that a screen reader cannot name, and figures without words."""
-        found: list[str] = self.page.evaluate("""() => [
-          ...[...document.querySelectorAll("button, select, input, a")].filter((node) =>
-            !(node.textContent.trim() && node.tagName !== "SELECT") && !node.labels?.length &&
-            !node.getAttribute("aria-label")),
-          ...document.querySelectorAll("svg:not([role=img], [aria-hidden]), [aria-controls]"),
-        ].filter((node) => !node.hasAttribute("aria-controls") ||
-                           !document.getElementById(node.getAttribute("aria-controls")))
-         .map((node) => node.outerHTML.slice(0, 80))""")
+        found: list[str] = self.page.evaluate(_JS.joinpath("nameless.js").read_text())
         return found

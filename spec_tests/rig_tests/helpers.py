@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ def declared(test: Callable[..., None]) -> Clause:
 
 MEAN = declared(test_gradients.test_every_rank_holds_the_mean_gradient)
 MEAN_CASE = {"world": 2, "subject": "ddp", "toy": "mlp"}
+PROMPT_S, HANG_S = 2.0, 5.0
+"""How soon a rank that raised or died is to be reported, and one that hangs."""
 
 
 def judged(
@@ -62,21 +65,34 @@ def clauses(chapter: str, level: str = LEVELS[-1]) -> list[Clause]:
     ]
 
 
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run this Python from the repository's root and return how it ended.
+def python(
+    *arguments: str, cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run this Python in a folder, the suite within reach, and return how it ended.
 
     It gets none of pytest's variables: a run within a worker of xdist would take itself for one.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    found = [str(ROOT), os.environ.get("PYTHONPATH")]
     return subprocess.run(
         [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**kept, **environment},
+        cwd=cwd,
+        env={**kept, "PYTHONPATH": os.pathsep.join(filter(None, found)), **environment},
         capture_output=True,
         text=True,
         timeout=500,
         check=False,
     )
+
+
+def alive(pids: Iterable[int]) -> list[int]:
+    """Those of `pids` that still exist."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            found.append(pid)
+    return found
 
 
 def replaced(path: Path, *changes: tuple[str, str]) -> None:

@@ -74,11 +74,6 @@ def test_what_the_exercise_asks_comes_first():
     assert [cause.first.level for cause in causes(events, "solution")] == ["course", "correct"]
 
 
-def test_what_passes_or_is_declared_has_no_cause():
-    events = log(result(), result("expected_failure"), result("not_here"), result("skipped"))
-    assert causes(events, "solution") == []
-
-
 def test_the_terminal_ends_with_the_causes_in_at_most_forty_lines():
     events = log(
         *(failed(f"ddp.a.n{number}", WRONG) for number in range(9)),

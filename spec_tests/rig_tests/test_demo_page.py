@@ -6,9 +6,6 @@ The page belongs to the reference, which the suite does not import: it is drawn 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import pytest
 
 from spec_tests.rig_tests.browser import Visit
 from spec_tests.rig_tests.demo_results import KINDS, STEPS, results
+from spec_tests.rig_tests.helpers import python
 from spec_tests.target import PACKAGE_ROOT, REPOSITORY_ROOT
 
 pytestmark = [
@@ -30,13 +28,7 @@ pytestmark = [
 def drawn(folder: Path, found: dict[str, Any]) -> Path:
     """The page of those results."""
     (folder / "results.json").write_text(json.dumps(found))
-    subprocess.run(
-        [sys.executable, "-m", "solution.demo.page", "results.json", "index.html"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY_ROOT)},
-        check=True,
-        timeout=250,
-    )
+    python("-m", "solution.demo.page", "results.json", "index.html", cwd=folder).check_returncode()
     return folder / "index.html"
 
 

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from spec_tests import ledger
+from spec_tests import impostors, ledger
 from spec_tests.__main__ import COMMANDS
 from spec_tests.contract import FUNCTIONS
 from spec_tests.impostors import CATALOGUE
 from spec_tests.rig import judge
 from spec_tests.rig.judge import expectations
+from spec_tests.rig.outcomes import Outcome, compose, results
+from spec_tests.rig.report.eventlog import read_log
+from spec_tests.rig_tests.helpers import python
 from spec_tests.skeletons import SUBJECTS
 from spec_tests.target import PACKAGE_ROOT, REPOSITORY_ROOT, parse
 
@@ -119,12 +122,13 @@ def test_the_table_of_a_message_has_the_lines_of_a_message_in_their_order():
     assert [line.split()[0] for line in text.splitlines()] == told
 
 
-def test_the_example_of_a_disputed_clause_is_a_valid_deviation(tmp_path: Path):
-    (text,) = blocks(SUITE / "DISPUTE.md", "toml")
+@pytest.mark.parametrize(("page", "begins"), [("DISPUTE.md", "disputed: "), ("README.md", "")])
+def test_the_example_of_a_deviation_is_valid(tmp_path: Path, page: str, begins: str):
+    (text,) = [each for each in blocks(SUITE / page, "toml") if "[[deviation]]" in each]
     (tmp_path / "mine.toml").write_text(text)
     (deviation,) = expectations.load(tmp_path / "mine.toml")
     assert deviation.clause in {clause.id for clause in ledger.load_all()}
-    assert deviation.reason.startswith("disputed: ")
+    assert deviation.reason.startswith(begins)
 
 
 @pytest.mark.skipif(not REFERENCE.is_dir(), reason="the reference is not beside the suite")
@@ -145,3 +149,72 @@ def test_the_reading_order_comes_past_every_folder_of_the_reference():
     text = (REFERENCE / "README.md").read_text()
     folders = {path.parent.name for path in REFERENCE.glob("*/__init__.py")}
     assert {folder for folder in folders if f"{folder}/" not in text} == set()
+
+
+# ---------------------------------------------------------------------- the repository's README
+
+
+README = REPOSITORY_ROOT / "README.md"
+with_readme = pytest.mark.skipif(
+    not README.is_file(), reason="an installed suite has no README beside it"
+)
+
+
+def example(language: str, first_words: str) -> str:
+    """The fenced block of README that begins with the given words."""
+    (found,) = [each for each in blocks(README, language) if each.startswith(first_words)]
+    return found
+
+
+@with_readme
+def test_the_numbers_of_the_first_screen_are_counted():
+    text = README.read_text()
+    counted = ledger.with_counts(text, ledger.load_all(), *impostors.counts())
+    assert text == counted, "stale numbers in README.md: run python -m spec_tests ledger"
+    assert "clauses**" in text
+    assert "@@" not in text, "nothing is left to fill in"
+
+
+@with_readme
+def test_the_table_of_defects_names_clauses_and_files_that_exist():
+    folder = SUITE
+    named = set(re.findall(r"`([\w./-]+)`", (folder / "DEFECTS.md").read_text()))
+    known = {clause.id for clause in ledger.load_all()}
+    clauses = {name for name in named if re.fullmatch(r"[a-z0-9]+(\.[a-z0-9-]+){2}", name)}
+    files = {name for name in named if name.startswith("reference_tests/")}
+    assert len(clauses) > 30
+    assert clauses <= known, clauses - known
+    assert [name for name in files if not (folder / name).is_file()] == []
+
+
+@with_readme
+def test_every_make_target_that_is_named_exists():
+    makefile = (REPOSITORY_ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([a-z]+)", README.read_text(), flags=re.MULTILINE))
+    assert named <= targets
+
+
+@with_readme
+def test_the_example_is_told_its_three_faults_and_the_transcript_is_real(tmp_path):
+    (tmp_path / "mine.py").write_text(example("python", "# mine.py"))
+    wanted = ["ddp.gradients.mean", "ddp.gradients.frozen-stay-none", "ddp.group.*"]
+    options = [word for pattern in wanted for word in ("--clause", pattern)]
+
+    asked = ["-m", "spec_tests", "--impl", "mine.py", "--report", "out", *options]
+    ran = python(*asked, cwd=tmp_path)
+
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    cells: dict[str, list[str]] = {}
+    for event in results(read_log(tmp_path / "out" / "events.jsonl")):
+        cells.setdefault(event["clause"], []).append(event["outcome"])
+    assert {clause: str(compose(map(Outcome, found))) for clause, found in cells.items()} == {
+        "ddp.gradients.mean": "failed",
+        "ddp.gradients.frozen-stay-none": "failed",
+        "ddp.group.divides-by-its-size": "failed",
+        "ddp.group.keeps-to-itself": "passed",  # by its error, which is allowed there
+        "ddp.group.starts-from-its-first-rank": "passed",
+    }
+    transcript = example("text", "[ddp.gradients.mean]").rstrip().splitlines()
+    missing = [line for line in transcript if line not in ran.stdout]
+    assert not missing, f"README's transcript is not what is printed: {missing}"

@@ -27,13 +27,6 @@ def test_a_finished_log_reads_back_and_is_sound(tmp_path: Path):
     assert events[-1]["counts"]["hang"] == 0
 
 
-def test_every_result_is_on_disk_before_the_next_call(tmp_path: Path):
-    log = EventLog.start(tmp_path / "events.jsonl", **START)
-    add(log)
-    assert len(read_log(log.path)) == 2
-    log.close()
-
-
 def test_a_killed_run_leaves_its_results_and_no_verdict(tmp_path: Path):
     path = tmp_path / "events.jsonl"
     program = (

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from spec_tests.rig.ranks import pool
 from spec_tests.rig.ranks.errors import NotOffered, RankDied, RankHung, RankRaised, RigError
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig_tests import bodies, faults
+from spec_tests.rig_tests import bodies
+from spec_tests.rig_tests.helpers import HANG_S, PROMPT_S
 from spec_tests.target import NotOfferedError
 
 GRACE_S = 0.6
@@ -42,8 +44,10 @@ def test_a_raising_rank_is_named_and_its_peers_are_released(worlds: Worlds, size
     kind = {"raise": "KeyError", "exit": "SystemExit"}[how]
     pids = worlds.pool(size, None, "gloo").pids()
     for culprit in range(size):
+        begun = time.monotonic()
         with pytest.raises(RankRaised) as caught:
             worlds.world(size).run(bodies.fail, how, culprit)
+        assert time.monotonic() - begun < PROMPT_S
         failure = caught.value
         assert failure.primary == culprit
         assert failure.error.kind == kind
@@ -161,13 +165,9 @@ def test_what_a_rank_printed_comes_with_its_failure(worlds: Worlds, capfd):
     assert caught.value.ranks[0].output == "", "output of an earlier call is not told again"
 
 
-def unpicklable(ctx: Context) -> object:
-    return threading.Lock()
-
-
 def test_a_result_that_cannot_travel_is_an_error_of_the_body(worlds: Worlds):
     with pytest.raises(RankRaised, match=r"cannot pickle '_thread\.lock' object"):
-        worlds.world(2).run(unpicklable)
+        worlds.world(2).run(bodies.unpicklable)
     assert_healthy(worlds, 2)
 
 
@@ -193,16 +193,28 @@ def test_a_body_that_has_no_name_is_refused_before_anything_runs(worlds: Worlds,
 
 
 @pytest.mark.parametrize(("how", "state"), [("os-exit", "exited with 3"), ("sigkill", "SIGKILL")])
-def test_a_dead_rank_is_named_at_once(worlds: Worlds, how: str, state: str):
-    assert_healthy(worlds, 3)
+@pytest.mark.parametrize(("size", "culprit"), [(2, 0), (3, 1), (4, 3)])
+def test_a_dead_rank_is_named_at_once(worlds: Worlds, size: int, culprit: int, how, state: str):
+    assert_healthy(worlds, size)
     begun = time.monotonic()
     with pytest.raises(RankDied) as caught:
-        worlds.world(3).run(bodies.fail, how, 1)
-    assert time.monotonic() - begun < faults.LIMITS_S["sigkill"]
-    assert caught.value.primary == 1
+        worlds.world(size).run(bodies.fail, how, culprit)
+    assert time.monotonic() - begun < PROMPT_S
+    assert caught.value.primary == culprit
     assert state in caught.value.headline
     assert "all_reduce #" in str(caught.value), "the last collectives of the living"
-    assert_healthy(worlds, 3)
+    assert_healthy(worlds, size)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_collectives_of_unequal_sizes_never_pass(worlds: Worlds, size: int):
+    # Whether they end a process or block it is gloo's affair.
+    with pytest.raises((RankDied, RankHung, RankRaised)) as caught:
+        worlds.world(size).run(bodies.fail, "mismatch", 0, grace_s=GRACE_S)
+    failure: Any = caught.value  # each of the three has them
+    sizes = [size for report in failure.ranks for size in report.collectives]
+    assert "mismatch" in str(failure) or any("[[7]]" in size for size in sizes)
+    assert_healthy(worlds, size)
 
 
 def test_a_rank_that_died_between_two_calls_is_told_too(worlds: Worlds):
@@ -213,21 +225,6 @@ def test_a_rank_that_died_between_two_calls_is_told_too(worlds: Worlds):
     assert_healthy(worlds, 2)
 
 
-def test_death_and_hang_are_no_ordinary_exceptions():
-    assert not issubclass(RankDied, Exception)
-    assert not issubclass(RankHung, Exception)
-    assert issubclass(RankRaised, Exception)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_collectives_of_unequal_sizes_never_pass(worlds: Worlds, size: int):
-    with pytest.raises((RankDied, RankHung, RankRaised)) as caught:
-        worlds.world(size).run(bodies.fail, "mismatch", 0, grace_s=GRACE_S)
-    fault = faults.Fault("mismatch", size, 0)
-    assert faults.wrong_verdict(fault, caught.value) == ""
-    assert_healthy(worlds, size)
-
-
 # --------------------------------------------------------------------------------------- it hangs
 
 
@@ -235,8 +232,10 @@ def test_collectives_of_unequal_sizes_never_pass(worlds: Worlds, size: int):
 def test_a_hanging_rank_is_reported_with_its_stack(worlds: Worlds, size: int):
     worlds.drop(None)  # collectives are numbered from the start of a pool
     assert_healthy(worlds, size)
+    begun = time.monotonic()
     with pytest.raises(RankHung) as caught:
         worlds.world(size).run(bodies.fail, "hang", 1, grace_s=GRACE_S)
+    assert time.monotonic() - begun < HANG_S
     assert f"blocked, nothing moved for {GRACE_S} s" in caught.value.headline
     stack = caught.value.ranks[1].stack
     assert f"line {line_of(bodies.fail, 'time.sleep')}, in fail" in stack

@@ -1,4 +1,4 @@
-"""The command that breaks ranks a hundred times, and the times that the rig promises."""
+"""How a blocked rank is told from a slow one, what a dying one still says, and in what time."""
 
 import ctypes
 import os
@@ -15,15 +15,16 @@ from spec_tests.rig.ranks import liveness, member, pool, wire, world
 from spec_tests.rig.ranks.errors import RankDied, RankRaised
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig_tests import bodies, faults
+from spec_tests.rig_tests import bodies
+from spec_tests.rig_tests.helpers import HANG_S, PROMPT_S
 
 
 def test_the_rigs_own_times_add_up_to_the_promise():
     # Released peers, one poll, the stacks of four ranks: before the limit for a raise.
     longest_raise_s = pool.RELEASE_S + pool._POLL_S + 4 * 0.3
-    assert longest_raise_s < faults.LIMITS_S["raise"]
+    assert longest_raise_s < PROMPT_S
     longest_hang_s = world.GRACE_S + 2 * pool._POLL_S + 4 * 0.3
-    assert longest_hang_s < faults.LIMITS_S["hang"] < world.TIMEOUT_S
+    assert longest_hang_s < HANG_S < world.TIMEOUT_S
 
 
 def test_peers_of_a_rank_that_is_long_in_going_are_released(worlds: Worlds):
@@ -144,32 +145,6 @@ def test_a_process_that_a_thread_has_started_works_for_it(does: str, is_work: bo
             assert second is not None
             found = "child" in second.working, second.cpu_s > first.cpu_s
     assert found == (is_work, is_work)
-
-
-def test_the_fault_command_plans_every_kind_rank_and_size():
-    planned = faults.plan(45, seed=3)
-    assert len(set(planned)) == 45 == len(planned)
-    assert planned == faults.plan(45, seed=3) != faults.plan(45, seed=4)
-
-
-def test_the_fault_command_complains_about_what_is_late_or_wrong():
-    fault = faults.Fault("hang", 2, 0)
-    late, wrong = faults.Finding(fault, 5.5, ""), faults.Finding(fault, 1.0, "blames rank 1")
-    found = faults.complaints([late, wrong, faults.Finding(fault, 4.0, "")])
-    assert len(found) == 2
-    assert "reported after 5.50 s, expected 5.0 s" in found[1]
-    assert "| hang | 3 | 4.00 | 5.50 | 5 | 1 |" in faults.table(
-        [late, wrong, faults.Finding(fault, 4.0, "")]
-    )
-
-
-def test_a_fault_of_each_quick_kind_is_reported_rightly(worlds: Worlds):
-    found = [
-        faults.inject(faults.Fault(kind, 2, culprit), worlds)
-        for kind in ("raise", "exit", "sigkill")
-        for culprit in range(2)
-    ]
-    assert [finding.complaint for finding in found] == [""] * 6
 
 
 def reduce_unequal(ctx: Context, depth: int) -> None:

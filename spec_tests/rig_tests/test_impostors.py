@@ -23,14 +23,6 @@ NEAR_MISSES = [card for card in impostors.CATALOGUE.values() if not card.is_beni
 BENIGN = impostors.find("benign.plain")
 
 
-@pytest.fixture
-def own() -> Iterator[Worlds]:
-    """Worlds that nobody else uses: an impostor's ranks go with it."""
-    worlds = Worlds()
-    yield worlds
-    worlds.close()
-
-
 @pytest.fixture(scope="session")
 def crew() -> Iterator[Crew]:
     """A process per core, each with worlds that nobody else uses."""

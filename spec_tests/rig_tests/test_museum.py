@@ -16,16 +16,12 @@ def test_the_page_is_fresh():
 
 
 def test_every_near_miss_says_what_it_does_where_it_comes_from_and_why_it_is_unseen():
-    mute = [card.id for card in NEAR_MISSES if not (card.does and card.seen)]
-    assert mute == []
+    for card in NEAR_MISSES:
+        assert card.does.endswith("."), card.id
+        assert card.seen or card is impostors.FORCED_FAILURE, card.id
+        assert card.functions or card.patches, card.id
     unseen = [card.id for card in NEAR_MISSES if not card.unseen]
     assert unseen == [impostors.FORCED_FAILURE.id], "a control is nobody's bug"
-
-
-def test_every_clause_without_an_impostor_says_why():
-    found = museum.without(ledger.load_all())
-    assert [clause.id for clause in found if not clause.no_impostor] == []
-    assert all(clause.transports == ("cuda",) for clause in found), "what a CPU shows has one"
 
 
 def test_right_but_unusual_code_of_each_kind_is_among_the_benign():

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from spec_tests.rig.ranks.errors import RankRaised
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig_tests import bodies, faults
+from spec_tests.rig_tests import bodies
+from spec_tests.rig_tests.helpers import alive
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
@@ -227,10 +228,10 @@ def test_no_rank_outlives_its_pool(own: Worlds, how: str):
     own.world(3).run(bodies.empty)
     pool = own.pool(3, None, "gloo")
     pids = pool.pids()
-    assert len(faults.alive(set(pids))) == 3
+    assert len(alive(set(pids))) == 3
     getattr(pool, how)()
     getattr(pool, how)()  # a second time does no harm
-    assert not faults.alive(pids)
+    assert not alive(pids)
 
 
 def test_a_world_outlives_the_pool_behind_it(own: Worlds):
@@ -238,7 +239,7 @@ def test_a_world_outlives_the_pool_behind_it(own: Worlds):
     before = world.run(bodies.pid)
     assert world.run(bodies.pid) == before, "the ranks go on living between calls"
     own.close()
-    assert not faults.alive(before)
+    assert not alive(before)
     after = world.run(bodies.pid)
     assert set(after).isdisjoint(before)
 
@@ -251,7 +252,7 @@ def test_the_longest_unused_pool_goes_first():
         first.run(bodies.pid)
         worlds.world(3).run(bodies.pid)
         assert first.run(bodies.pid) == pids[0]
-        assert not faults.alive(pids[1])
+        assert not alive(pids[1])
     finally:
         worlds.close()
 

@@ -6,7 +6,6 @@ Whole renderings are kept in `goldens/report`; see `golden` for how to write the
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -23,7 +22,6 @@ from spec_tests.rig.report import (
     write_report,
 )
 from spec_tests.rig.report.eventlog import EventLog
-from spec_tests.rig.report.junit import render_junit
 from spec_tests.rig_tests import golden
 from spec_tests.rig_tests.logs import MESSAGE, START, TOLD, add, log, profile, result
 
@@ -127,7 +125,6 @@ def test_a_log_without_footer_has_no_verdict():
     assert verdict(events).status == 2
     assert INCOMPLETE in render_ending(events)
     assert INCOMPLETE in render_summary(events)
-    assert "INCOMPLETE" in render_junit(events)
     assert "conforms" not in render_summary(events)
 
 
@@ -203,42 +200,11 @@ def test_what_a_reader_looks_for_is_there_once():
     assert "not judged, 1</span>" in render_page(everything())
 
 
-def test_junit_maps_outcomes_and_keeps_our_own():
-    events = log(*(result(str(outcome), case=str(outcome)) for outcome in Outcome))
-    root = ET.fromstring(render_junit(events))
-    suite = root[0]
-    kinds = {
-        case.get("name"): [child.tag for child in case if child.tag != "properties"]
-        for case in suite
-    }
-    assert kinds["mean[passed]"] == []
-    for name in ("failed", "hang", "died", "unexpected_pass"):
-        assert kinds[f"mean[{name}]"] == ["failure"]
-    for name in ("error", "blocked"):
-        assert kinds[f"mean[{name}]"] == ["error"]
-    for name in ("expected_failure", "not_offered", "not_here", "skipped"):
-        assert kinds[f"mean[{name}]"] == ["skipped"]
-    counted = [suite.get(key) for key in ("tests", "failures", "errors", "skipped")]
-    assert counted == ["11", "4", "2", "4"]
-    properties = {p.get("name"): p.get("value") for p in suite[0][0]}
-    assert properties["outcome"] == "not_offered"
-    assert properties["world_size"] == "2"
-
-
-def test_junit_survives_what_xml_forbids():
-    message = "\x1b[31mred\x1b[0m \x00 \ufffe <tag> & 'quotes'\nsecond"
-    root = ET.fromstring(render_junit(log(result("died", message=message))))
-    failure = root.find(".//failure")
-    assert failure is not None
-    assert failure.text == "?[31mred?[0m ? ? <tag> & 'quotes'\nsecond"
-    assert failure.get("type") == "died"
-
-
 def test_a_report_is_written_whole_beside_its_log(tmp_path: Path):
     with EventLog.start(tmp_path / "events.jsonl", **START) as writer:
         add(writer)
         writer.finish()
-    names = ["events.jsonl", "summary.md", "report.json", "index.html", "junit.xml", "results.json"]
+    names = ["events.jsonl", "summary.md", "report.json", "index.html", "results.json"]
     assert [path.name for path in write_report(tmp_path, writer.path)] == names
     elsewhere = tmp_path / "deep" / "report"
     write_report(elsewhere, writer.path)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.modules import module as hooks
 
 from spec_tests import target
 from spec_tests.ddp.replica import SEED, gradients_after
@@ -249,10 +250,41 @@ def test_who_blocks_outside_of_a_collective_is_named_in_time(worlds: Worlds):
     assert sim(worlds).run(bodies.who) == [(0, 2, ""), (1, 2, "")]
 
 
-def test_the_rank_that_ends_the_process_is_named(worlds: Worlds):
-    with pytest.raises(RankDied, match="rank 1 of 2: exited with 3"):
-        sim(worlds).run(bodies.fail, "os-exit", 1)
+@pytest.mark.parametrize(
+    ("how", "kind", "said"),
+    [
+        ("raise", RankRaised, "rank 1 of 2 raised KeyError"),
+        ("exit", RankRaised, "rank 1 of 2 raised SystemExit: 3"),
+        ("os-exit", RankDied, "rank 1 of 2: exited with 3"),
+        ("leave", Deadlock, "no rank can go on"),
+        ("mismatch", RankRaised, "CollectiveMismatch"),
+    ],
+)
+def test_what_must_fail_fails_and_the_next_call_is_well(worlds: Worlds, how: str, kind, said: str):
+    with pytest.raises(kind, match=said):
+        sim(worlds).run(bodies.fail, how, 1)
     assert sim(worlds).run(bodies.who) == [(0, 2, ""), (1, 2, "")]
+
+
+def test_a_result_that_cannot_travel_is_told(worlds: Worlds):
+    with pytest.raises(RankRaised, match=r"cannot pickle '_thread\.lock' object"):
+        sim(worlds).run(bodies.unpicklable)
+
+
+def leave_behind(ctx: Context) -> None:
+    torch.set_default_dtype(torch.float64)
+    hooks.register_module_forward_hook(lambda *args: None)
+    torch.set_grad_enabled(False)
+
+
+def state(ctx: Context) -> tuple[torch.dtype, int, bool]:
+    return torch.get_default_dtype(), len(hooks._global_forward_hooks), torch.is_grad_enabled()
+
+
+def test_dtype_hooks_and_grad_mode_do_not_leak_and_are_told(worlds: Worlds):
+    leaks = " ".join(sim(worlds).run(leave_behind).leaks)
+    assert all(name in leaks for name in ("default dtype", "global module hooks", "grad mode"))
+    assert sim(worlds).run(state) == [(torch.float32, 0, True)] * 2
 
 
 def test_hypothesis_finds_the_schedule_that_a_bug_needs_and_shrinks_it(worlds: Worlds):
@@ -287,8 +319,9 @@ def test_what_the_world_says_is_no_refusal_of_the_implementation(worlds: Worlds)
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_random_programs_agree_with_gloo(worlds: Worlds, size: int):
-    # Thousands of them: python -m spec_tests.rig_tests
-    for batch in programs.batches(0, 2 * programs.BATCH, size):
+    # Thousands of them: pytest --profile deep
+    many = 50 if settings().max_examples > settings.get_profile("quick").max_examples else 2
+    for batch in programs.batches(0, many * programs.BATCH, size):
         sim, gloo = worlds.world(size, transport="sim"), worlds.world(size)
         assert programs.disagreements(batch, sim, gloo) == []
 

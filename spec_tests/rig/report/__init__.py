@@ -6,11 +6,11 @@
 | summary.md | a pull request (`text`) |
 | report.json | programs, `compare` among them; the schema stands in `data` |
 | index.html | a browser: one file that needs no network (`page`) |
-| junit.xml | whatever reads test reports (`spec_tests.rig.report.junit`) |
+| junit.xml | whatever reads test reports: pytest's own, each case with its outcome as a property |
 | results.json | Gradescope, with the points of a course (`points`) |
 
-All but the log are pure functions of it, and need no torch: a log is read in a moment. One without
-footer is stamped INCOMPLETE by each, and has no verdict and no points.
+All but the log and junit.xml are pure functions of the log, and need no torch: a log is read in a
+moment. One without footer is stamped INCOMPLETE by each, and has no verdict and no points.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from pathlib import Path
 from spec_tests.rig.report.data import render_json
 from spec_tests.rig.report.ending import render_ending
 from spec_tests.rig.report.eventlog import read_log
-from spec_tests.rig.report.junit import render_junit
 from spec_tests.rig.report.page import render_page
 from spec_tests.rig.report.points import render_gradescope, render_points
 from spec_tests.rig.report.text import (
@@ -52,7 +51,6 @@ _RENDERINGS = {
     "summary.md": render_summary,
     "report.json": render_json,
     "index.html": render_page,
-    "junit.xml": render_junit,
     "results.json": render_gradescope,
 }
 
@@ -75,7 +73,7 @@ def write_report(directory: str | Path, log_path: str | Path) -> list[Path]:
 
 def forget(directory: str | Path) -> None:
     """Remove the log of an earlier run and everything that was made of it."""
-    for name in ("events.jsonl", *_RENDERINGS):
+    for name in ("events.jsonl", "junit.xml", *_RENDERINGS):
         (Path(directory) / name).unlink(missing_ok=True)
 
 
