@@ -37,7 +37,8 @@ def render_ending(events: Sequence[Event], *, everything: bool = False) -> str:
     """What a run prints at its end; with `everything` each finding and clause, not each cause."""
     found = {name: causes(events, name) for name in implementations(events)}
     number = sum(len(cause.cells) for named in found.values() for cause in named)
-    lines = [render_failures(events), ""] if everything or 0 < number <= FEW else _blocked(events)
+    in_full = everything or 0 < number <= FEW
+    lines = [render_failures(events), ""] if in_full else _without_cause(events)
     lines += [render_table(events) if everything else render_chapters(events), ""]
     for name in found:
         lines += [f"{name}: {render_counts(events, name)}", *_render_levels(events, name)]
@@ -160,11 +161,7 @@ def _several(number: int, noun: str) -> str:
 
 def render_failures(events: Sequence[Event]) -> str:
     """Failed cells in full: of each cause one case, the rest by name."""
-    blocks = _blocked(events) + [
-        f"{cell.outcome}: {cell.decisive_cases[0]['message'].rstrip()}"
-        for cell in cells(events)
-        if cell.outcome is Outcome.UNEXPECTED_PASS
-    ]
+    blocks = _without_cause(events)
     for cause in (cause for name in implementations(events) for cause in causes(events, name)):
         first, *others = cause.first.decisive_cases
         text = f"{cause.first.outcome}: {first['message'].rstrip()}"
@@ -176,10 +173,16 @@ def render_failures(events: Sequence[Event]) -> str:
     return "\n\n".join(blocks) or "nothing fails"
 
 
-def _blocked(events: Sequence[Event]) -> list[str]:
+def _without_cause(events: Sequence[Event]) -> list[str]:
+    """What was not tried, and what passes although it is declared to fail."""
     waiting: dict[tuple[str, ...], list[str]] = {}
     for cell in (cell for cell in cells(events) if cell.outcome is Outcome.BLOCKED):
         why = cell.decisive_cases[0]["message"].strip().split("\n")[1:2]
         waiting.setdefault((cell.implementation, *why), []).append(cell.clause)
     count = "blocked: {} clauses not tried on {}".format
-    return ["\n".join([count(len(c), n), *why, ", ".join(c)]) for (n, *why), c in waiting.items()]
+    blocks = ["\n".join([count(len(c), n), *why, ", ".join(c)]) for (n, *why), c in waiting.items()]
+    return blocks + [
+        f"{cell.outcome}: {cell.decisive_cases[0]['message'].rstrip()}"
+        for cell in cells(events)
+        if cell.outcome is Outcome.UNEXPECTED_PASS
+    ]
