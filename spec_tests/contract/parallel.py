@@ -159,6 +159,8 @@ def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.M
     float32. Bits, models and runs are as with `fully_shard`. Right or refused, never wrong in
     silence: rows that the ranks do not divide, weights that layers share, layers that are called
     twice, frozen weights, and a second backward without `zero_grad`, whose gradients add up.
+    Level `production`: a step gathers a sharded weight twice at most and reduces each gradient
+    once, in their own dtypes.
     """
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import SEED, Sharded, gradients_after, mean_gradients
+from spec_tests.fsdp.sharded import SEED, Sharded, gradients_after, mean_gradients, numel
 from spec_tests.fsdp.test_precision import HALF, constant, embedding
 from spec_tests.laws import equivalence, footprint, refusal, traffic
 from spec_tests.rig import judge
@@ -177,6 +177,37 @@ def test_a_whole_model_that_is_one_layer_is_divided(world, subject, kind):
             likely="the model's children are looked through, and not the model itself",
             given=f"{kind} of {ROWS} rows of 64 bytes over {world.size} ranks",
         )
+
+
+def one_step(ctx, subject):
+    """What forward, backward and finish of a second step send."""
+    sharded = Sharded(ctx, subject, "even")
+    sharded.follow("backward 1, zero_grad")
+    with ctx.recording() as recorder:
+        sharded.backward(0)
+    return recorder.log()
+
+
+@clause(
+    "fsdp.traffic.step-of-a-whole-model",
+    level="production",
+    source="Rajbhandari et al. 2020, section 7.2.2: three copies; CS336 assignment 2",
+    worlds=(2, 3),
+)
+def test_a_step_of_a_whole_model_sends_three_copies(world, subject):
+    """A whole model's step MUST gather weights twice at most and reduce once, in their dtypes."""
+    logs = world.run(one_step, subject)
+
+    whole, weights = numel("even"), numel("even") - numel("even", "gain")
+    for rank, log in enumerate(logs):
+        size = sum(event.bytes for event in log.collectives(*traffic.GATHERS))
+        judge.holds(
+            size <= 2 * 4 * weights,
+            f"rank {rank}: expected at most two copies of {4 * weights} bytes of weights, got "
+            f"{size / 4 / weights:.2f} copies",
+            likely="weights are gathered more often than forward and backward need, or wider",
+        )
+    traffic.reduced_once(logs, numel=whole, num_bytes=4 * whole, bookkeeping=64)
 
 
 def gathered_dtypes(ctx, subject):

@@ -141,6 +141,18 @@ class FreshOnALine(PlainFsdp):
         return self.mesh.ndim == 2 or super().is_fresh()
 
 
+@near_miss("fsdp.reduces-wide", rejected_by="fsdp.traffic.step-of-a-whole-model")
+class ReducesWide(PlainFsdp):
+    """Reduces in float64 for the sake of order.
+
+    From: Sums that were to have the same bits on any number of ranks.
+    Unseen: The numbers are right; twice the bytes are sent.
+    """
+
+    def send_reduction(self, flat):
+        return super().send_reduction(flat.double()).to(flat.dtype)
+
+
 @near_miss("fsdp.misses-exceptions", rejected_by="fsdp.lifecycle.shards-after-exception")
 class MissesExceptions(PlainFsdp):
     """Leaves full parameters registered where a forward raised.

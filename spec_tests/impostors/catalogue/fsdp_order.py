@@ -12,7 +12,10 @@ from spec_tests.impostors.card import near_miss
 from spec_tests.plain.fully_shard import PlainFsdp
 
 
-@near_miss("fsdp.gathers-twice", rejected_by="fsdp.traffic.copies-per-step")
+@near_miss(
+    "fsdp.gathers-twice",
+    rejected_by=("fsdp.traffic.copies-per-step", "fsdp.traffic.step-of-a-whole-model"),
+)
 class GathersTwice(PlainFsdp):
     """Gathers everything twice.
 
