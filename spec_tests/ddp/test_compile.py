@@ -26,7 +26,7 @@ class Compiled(Replica):
     """A replicated toy that is compiled."""
 
     def wrap(self, subject, how=""):
-        # PyTorch cuts graphs at buckets, and asserts that these are no smaller than its first: 1 MiB.
+        # PyTorch cuts graphs at buckets, and asserts that these are no less than 1 MiB.
         made = partial(super().wrap, subject, bucket_size_mb=2.0)
         wrapped, self.called = compiled.wrapped(self.module, made, [""], how)
         return wrapped
