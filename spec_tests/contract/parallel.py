@@ -32,7 +32,8 @@ def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.M
     forwards may feed one backward; a forward without gradients disturbs nothing, nor does another
     wrapped model. What is launched is waited for, and memory does not grow from step to step. After
     a caught exception the next step is right, or an error. Level `production`: forward and backward
-    of the original alone, after a finished step, send nothing, and their gradients stay local.
+    of the original alone, after a finished step, send nothing, and their gradients stay local;
+    `torch.compile` of the module, before or after wrapping, or of the wrapper changes no value.
     """
 
 
@@ -85,7 +86,8 @@ def sharded_optimizer(
     torch.optim's does, if it takes `set_to_none`. `load_state_dict`, which all ranks call, takes
     the unsharded optimizer's state dict in place of all that there was; `state_dict` gives that, or
     raises. Optimizers of other parameters do not disturb it. What is launched is waited for before
-    `step` returns. At level `production` sparse parameters are right, or refused as such.
+    `step` returns. Level `production`: sparse parameters are right, or refused as such, and
+    `torch.compile(optimizer.step)` is the same step.
     """
 
 
@@ -121,7 +123,8 @@ def fully_shard(
     not grow from step to step, what is launched is waited for, and another model disturbs nothing.
     After a caught exception the next step is right, or an error.
     Level `production` asks for more of PyTorch's: `ignored_params`, a list of modules as one unit,
-    and the setters that `spec_tests/fsdp/test_settings.py` names.
+    and the setters that `spec_tests/fsdp/test_settings.py` names. `torch.compile` of units, before
+    or after they are sharded, or of the sharded model changes no value.
     """
 
 

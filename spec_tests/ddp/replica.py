@@ -59,7 +59,11 @@ class Replica(wrapped.WrappedToy):
         self.parameters = dict(self.module.named_parameters())
         # Built before wrapping, over the original objects, as users do.
         self.optimizer = torch.optim.SGD(self.parameters.values(), lr=2.0**-16)
-        self.wrapped = wrap(ctx, subject, self.module, **options)
+        self.wrapped = self.wrap(subject, **options)
+
+    def wrap(self, subject: str, **options: Any) -> nn.Module:
+        """Wrap the toy."""
+        return wrap(self.ctx, subject, self.module, **options)
 
     def accumulate(self, micro: int = 0, **flags: Any) -> None:
         """Forward and backward of a micro-batch inside no_sync."""

@@ -170,10 +170,14 @@ class Sharded(wrapped.WrappedToy):
         self.names = [name for name, _ in self.module.named_parameters()]
         for name in frozen:
             self.module.get_parameter(name).requires_grad_(False)
-        self.wrapped: Any = shard(ctx, subject, self.module, units, **options)
+        self.wrapped: Any = self.wrap(units, **options)
         self.held: list[Any] = list(self.wrapped.parameters())
         # foreach, the default on a GPU, takes no plain tensors beside DTensors.
         self.optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=RATE, foreach=False)
+
+    def wrap(self, units: str | Sequence[str], **options: Any) -> Any:
+        """Shard the toy."""
+        return shard(self.ctx, self.subject, self.module, units, **options)
 
     def recorded(self, micro: int = 0, **flags: Any) -> tuple[Log, Log]:
         """What the forward and what the backward of a micro-batch send."""

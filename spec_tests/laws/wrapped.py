@@ -50,11 +50,13 @@ class WrappedToy(ABC):
     Attributes:
         module: the toy, as built with `seed`; `wrapped` is what the function under test made of it.
         noted: the gradients at the call `note`.
+        called: what is called in place of `wrapped`, where that is compiled.
     """
 
     wrapped: nn.Module
     optimizer: torch.optim.Optimizer
     noted: Gradients | None = None
+    called: Any = None
 
     def __init__(
         self, ctx: Context, toy: str, seed: int, weights: int, dtype: torch.dtype | None
@@ -68,7 +70,8 @@ class WrappedToy(ABC):
 
     def loss(self, micro: int = 0, **flags: Any) -> torch.Tensor:
         """Forward of this rank's micro-batch number `micro`."""
-        return self.ctx.world_size * sum_of_squares(self.wrapped(self.batch(micro), **flags))
+        model = self.wrapped if self.called is None else self.called
+        return self.ctx.world_size * sum_of_squares(model(self.batch(micro), **flags))
 
     forward = loss
 
@@ -111,6 +114,12 @@ class WrappedToy(ABC):
     @abstractmethod
     def weights(self) -> Named:
         """Full weights, by the plain model's names."""
+
+    @torch.no_grad()
+    def negate(self) -> None:
+        """An update that keeps integers: every parameter changes its sign, in place."""
+        for parameter in self.wrapped.parameters():
+            parameter.neg_()
 
     def note(self) -> None:
         """Keep the gradients of now for the end."""

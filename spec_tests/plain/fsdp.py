@@ -78,6 +78,8 @@ class PostBackward(torch.autograd.Function):
 class Unit:
     """The parameters below one module that no unit further down has taken."""
 
+    untraced = staticmethod(torch.compiler.disable)
+
     def __init__(
         self, module: nn.Module, mesh: DeviceMesh, raf: Any, policy: Any, ignored: Any = ()
     ) -> None:
@@ -101,8 +103,10 @@ class Unit:
         self.is_root = False
         self.num_running = 0
         self.run: Any = None  # a Pass, once the root is known
-        self.module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-        self.module.register_forward_hook(self.post_forward, always_call=True)
+        # A compiled module calls its hooks as they are: they send, free and fill.
+        before, after = map(self.untraced, (self.pre_forward, self.post_forward))
+        self.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        self.module.register_forward_hook(after, always_call=True)
 
     # ---------------------------------------------------------------------------- construction
 

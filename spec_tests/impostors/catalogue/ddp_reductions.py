@@ -267,3 +267,24 @@ class DividesTheSum(PlainDdp):
 
     def write_back(self, bucket, flat, used):
         super().write_back(bucket, flat / self.size(), used)
+
+
+@near_miss("ddp.armed-by-its-forward", rejected_by="ddp.compile.like-eager")
+class ArmedByItsForward(PlainDdp):
+    """Arms its hooks in a forward, but not in one that is traced.
+
+    From: `if not torch.compiler.is_compiling()` around what breaks a graph.
+    Unseen: Each rank trains alone, and its loss falls.
+    """
+
+    is_armed = False
+
+    def forward(self, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            return self.module(*args, **kwargs)
+        self.is_armed = True
+        return super().forward(*args, **kwargs)
+
+    def on_gradient(self, index):
+        if self.is_armed:
+            super().on_gradient(index)

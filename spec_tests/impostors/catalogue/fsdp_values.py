@@ -297,3 +297,53 @@ class Dithers(PlainFsdp):
         own = super().mean(flat)
         noise = torch.rand(own.shape, generator=self.generator).to(own.dtype) - 0.5
         return own * (1 + noise * 8 * torch.finfo(own.dtype).eps)
+
+
+# ---------------------------------------------------------------------------------- compilation
+
+
+@near_miss("fsdp.gathers-once-for-a-graph", rejected_by="fsdp.compile.like-eager")
+class GathersOnceForAGraph(PlainFsdp):
+    """Keeps the first full weights where a module is compiled.
+
+    From: A graph wants its parameters where it found them.
+    Unseen: The first step is right.
+    """
+
+    def unshard(self):
+        if not (self.is_unsharded and self.module._compiled_call_impl):
+            super().unshard()
+
+    def reshard(self):
+        if self.module._compiled_call_impl:
+            self.register(sharded=True)
+        else:
+            super().reshard()
+
+
+@near_miss("fsdp.reduces-while-tracing", rejected_by="fsdp.compile.like-eager")
+class ReducesWhileTracing(PlainFsdp):
+    """Reduces the first gradients of a compiled module and no others.
+
+    From: Hooks that were traced ran when the graph was made.
+    Unseen: The first step is right.
+    """
+
+    was_traced = False
+
+    def send_reduction(self, flat):
+        if self.was_traced and self.module._compiled_call_impl:
+            return flat[self.rank()].clone()
+        self.was_traced = True
+        return super().send_reduction(flat)
+
+
+@near_miss("fsdp.hooks-in-graphs", rejected_by="fsdp.compile.one-graph")
+class HooksInGraphs(PlainFsdp):
+    """Lets a compiler trace its hooks.
+
+    From: Hooks that were written before there was a compiler.
+    Unseen: With graph breaks it is right, only slow.
+    """
+
+    untraced = staticmethod(lambda hook: hook)

@@ -417,3 +417,16 @@ class KeepsCopiesOfWeights(PlainZero1):
         loss = super().step(closure)
         self.copies = {p: p.detach().clone() for p in self.owners}
         return loss
+
+
+@near_miss("zero1.exchanges-when-eager", rejected_by="zero1.compile.step")
+class ExchangesWhenEager(PlainZero1):
+    """Sends nothing in a step that is traced.
+
+    From: `if not torch.compiler.is_compiling()` around what breaks a graph.
+    Unseen: Each rank updates what it owns; the others keep their first values.
+    """
+
+    def exchange(self):
+        if not torch.compiler.is_compiling():
+            super().exchange()
