@@ -25,7 +25,7 @@ clause = clauses(
 class Compiled(Replica):
     """A replicated toy that is compiled."""
 
-    def wrap(self, subject, how=""):
+    def wrap(self, subject, how=""):  # type: ignore[override]  # options of its own
         # PyTorch cuts graphs at buckets, and asserts that these are no less than 1 MiB.
         made = partial(super().wrap, subject, bucket_size_mb=2.0)
         wrapped, self.called = compiled.wrapped(self.module, made, [""], how)

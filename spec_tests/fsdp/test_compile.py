@@ -28,7 +28,7 @@ BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 class Compiled(Sharded):
     """A sharded stack of which blocks, or which itself, is compiled."""
 
-    def wrap(self, units, how="", option="", fullgraph=False):
+    def wrap(self, units, how="", option="", fullgraph=False):  # type: ignore[override]  # its own
         options = {"reshard_after_forward": option != "keep"}
         if option == "precision":
             policy = self.ctx.impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import nn
 
 from spec_tests.rig import judge
@@ -34,10 +33,12 @@ def wrapped(
     """
     if not how:
         return wrap(), None
+    from torch._dynamo import utils  # here: it takes seconds, and most runs compile nothing
+
     order, backend = how.split()
     torch.compile(wrap, backend=backend)  # "not here" where compilers are stood in for
     torch._dynamo.reset()  # ranks are used again
-    torch._dynamo.utils.counters.clear()
+    utils.counters.clear()
     if order == "before":
         _compile(module, parts, backend, options)
     made = wrap()
@@ -48,7 +49,9 @@ def wrapped(
 
 def num_graphs() -> int:
     """Graphs that were compiled since the last model was wrapped."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    from torch._dynamo import utils
+
+    return int(utils.counters["stats"]["unique_graphs"])
 
 
 def _compile(module: nn.Module, parts: Sequence[str], backend: str, options: Any) -> None:

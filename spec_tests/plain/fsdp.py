@@ -78,16 +78,13 @@ class PostBackward(torch.autograd.Function):
 class Unit:
     """The parameters below one module that no unit further down has taken."""
 
-    untraced = staticmethod(torch.compiler.disable)
+    untraced: Any = staticmethod(torch._disable_dynamo)  # of what sends, frees and fills
 
     def __init__(
         self, module: nn.Module, mesh: DeviceMesh, raf: Any, policy: Any, ignored: Any = ()
     ) -> None:
-        self.module = module
+        self.module, self.mesh, self.raf, self.policy = module, mesh, raf, policy
         self.ignored = {id(parameter) for parameter in ignored}
-        self.mesh = mesh
-        self.raf = raf
-        self.policy = policy
         self.flying: Any = None
         self.is_unsharded = False
         self.gathered: Any = None
@@ -103,7 +100,6 @@ class Unit:
         self.is_root = False
         self.num_running = 0
         self.run: Any = None  # a Pass, once the root is known
-        # A compiled module calls its hooks as they are: they send, free and fill.
         before, after = map(self.untraced, (self.pre_forward, self.post_forward))
         self.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         self.module.register_forward_hook(after, always_call=True)
