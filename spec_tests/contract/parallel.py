@@ -81,12 +81,12 @@ def sharded_optimizer(
     their groups, or whose `step` takes further keywords. `.state` holds only owned state, also
     after a load, and no rank's exceeds its share by more than that of the largest parameter.
     Weights that others change are taken as they are. `param_groups` are the caller's, in order and
-    whole, with their rates, also those that `add_param_group` adds, and live, so a scheduler's
-    change takes effect at the next step; `zero_grad` clears all gradients, to None, or to zero as
-    torch.optim's does, if it takes `set_to_none`. `load_state_dict`, which all ranks call, takes
-    the unsharded optimizer's state dict in place of all that there was; `state_dict` gives that, or
-    raises. Optimizers of other parameters do not disturb it. What is launched is waited for before
-    `step` returns. Level `production`: sparse parameters are right, or refused as such, and
+    whole, with their rates or the default of `optimizer_cls`, also those that `add_param_group`
+    adds, and live, so a scheduler's change takes effect at the next step; `zero_grad` clears all
+    gradients, to None, or to zero as torch.optim's does, if it takes `set_to_none`.
+    `load_state_dict`, which all ranks call, takes the unsharded optimizer's state dict in place of
+    all that there was; `state_dict` gives that, or raises. Optimizers of other parameters do not
+    disturb it. What is launched is waited for before `step` returns. Level `production`: sparse parameters are right, or refused as such, and
     `torch.compile(optimizer.step)` is the same step.
     """
 

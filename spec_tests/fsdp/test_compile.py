@@ -60,29 +60,17 @@ def gradients(ctx, subject, how, option, fullgraph=False):
 
 
 @clause("fsdp.compile.like-eager")
-@pytest.mark.parametrize("option", ["reshard", "keep", "precision"])
+@pytest.mark.parametrize("option", ["reshard", "keep", "precision", "checkpoint"])
 @pytest.mark.parametrize("how", compiled.HOW)
 def test_compiled_units_compute_what_they_do_without(world, subject, option, how):
-    """Compiled by torch.compile, gradients MUST be those of the same run without it.
+    """Compiled units MUST have the gradients of the same run without a compiler.
 
-    Also after an update and after accumulation, with full weights freed or kept after forward, and
-    with bfloat16.
+    Also after an update and after accumulation, with full weights freed or kept after forward, in
+    bfloat16, and with activation checkpointing inside the units.
     """
     ranks = world.run(gradients, subject, how, option)
 
     compiled.like_eager(ranks, f"{how}, {option}")
-
-
-@clause(
-    "fsdp.compile.checkpointing",
-    no_impostor="those of fsdp.compile.like-eager; plain code does not checkpoint inside a unit",
-)
-@pytest.mark.parametrize("how", compiled.HOW)
-def test_compiled_units_may_repeat_their_forward(world, subject, how):
-    """Compiled units MUST be right with activation checkpointing inside them."""
-    ranks = world.run(gradients, subject, how, "checkpoint")
-
-    compiled.like_eager(ranks, f"{how}, checkpoint")
 
 
 @clause("fsdp.compile.one-graph")

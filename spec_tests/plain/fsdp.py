@@ -78,7 +78,7 @@ class PostBackward(torch.autograd.Function):
 class Unit:
     """The parameters below one module that no unit further down has taken."""
 
-    untraced: Any = staticmethod(torch._disable_dynamo)  # of what sends, frees and fills
+    untraced: Any = staticmethod(torch.compiler.disable)  # of what sends, frees and fills
 
     def __init__(
         self, module: nn.Module, mesh: DeviceMesh, raf: Any, policy: Any, ignored: Any = ()

@@ -19,12 +19,14 @@ from spec_tests.rig_tests.helpers import CHECKOUTS, judged
 
 SIZES = {
     "attention.shapes.ragged-lengths",
+    "attention.shapes.lengths-of-the-forward",
     "attention.shapes.head-dims",
     "attention.shapes.one-of-each",
 }
 HALF = {"attention.forward.half-precision", "attention.gradients.half-precision"}
 UNEQUAL = {
     "attention.shapes.ragged-lengths",
+    "attention.shapes.lengths-of-the-forward",
     "attention.shapes.grouped-heads",
     "attention.shapes.grouped-sums-are-wide",
     "attention.shapes.batch-and-heads-are-independent",

@@ -21,6 +21,7 @@ Do one task after the other; the clauses of a task say when it is done:
         python -m spec_tests --impl THIS_FILE --level production --clause 'ddp.traffic.*'
         python -m spec_tests --impl THIS_FILE --level production --clause 'ddp.overlap.*'
         python -m spec_tests --impl THIS_FILE --level production --clause 'ddp.footprint.*'
+        python -m spec_tests --impl THIS_FILE --level production --clause 'ddp.compile.*'
 
 At the first level, what a course asks: `make check IMPL=THIS_FILE ARGS="--level course"`; what
 the names promise: `make check IMPL=THIS_FILE`. Names and arguments are those of

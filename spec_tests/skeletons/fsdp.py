@@ -26,6 +26,7 @@ from the inside out. Do one of them, or both; delete the other.
         python -m spec_tests --impl THIS_FILE --level production --clause 'fsdp.traffic.*'
         python -m spec_tests --impl THIS_FILE --level production --clause 'fsdp.order.*'
         python -m spec_tests --impl THIS_FILE --clause 'fsdp.schedule.*'
+        python -m spec_tests --impl THIS_FILE --level production --clause 'fsdp.compile.*'
 
 All of it: `make check IMPL=THIS_FILE`; what a course asks: `ARGS="--level course"` besides.
 Names and arguments are those of spec_tests/contract/parallel.py. Rajbhandari et al. 2020, "ZeRO",

@@ -17,6 +17,7 @@ Do one task after the other; the clauses of a task say when it is done:
         python -m spec_tests --impl THIS_FILE --level production --clause 'zero1.footprint.*'
         python -m spec_tests --impl THIS_FILE --clause 'zero1.schedule.*'
         python -m spec_tests --impl THIS_FILE --level production --clause 'zero1.refusals.*'
+        python -m spec_tests --impl THIS_FILE --level production --clause 'zero1.compile.*'
 
 All of it: `make check IMPL=THIS_FILE`; what a course asks: `ARGS="--level course"` besides.
 Names and arguments are those of spec_tests/contract/parallel.py. Rajbhandari et al. 2020, "ZeRO",

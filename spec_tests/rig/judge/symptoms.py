@@ -234,4 +234,7 @@ def _partly_right(seen: torch.Tensor, wanted: torch.Tensor, close: float) -> Cau
             f"it in the first {count} elements only",
             "an offset or a length of the flat buffer is wrong, or its last part was not sent",
         )
-    return Cause(f"it in {count} of {right.numel()} elements", "some positions are mixed up")
+    return Cause(
+        f"it in {count} of {right.numel()} elements",
+        "some positions are mixed up, or changed while sent",
+    )
