@@ -86,7 +86,8 @@ def sharded_optimizer(
     gradients, to None, or to zero as torch.optim's does, if it takes `set_to_none`.
     `load_state_dict`, which all ranks call, takes the unsharded optimizer's state dict in place of
     all that there was; `state_dict` gives that, or raises. Optimizers of other parameters do not
-    disturb it. What is launched is waited for before `step` returns. Level `production`: sparse parameters are right, or refused as such, and
+    disturb it. What is launched is waited for before `step` returns. Level
+    `production`: sparse parameters are right, or refused as such, and
     `torch.compile(optimizer.step)` is the same step.
     """
 
