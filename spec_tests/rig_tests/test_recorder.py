@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from spec_tests.laws import traffic
@@ -57,40 +59,49 @@ COLLECTIVES = {
 }
 
 
+def letter(x: torch.Tensor) -> None:
+    dist.send(x, dst=1) if dist.get_rank() == 0 else dist.recv(x, src=0)
+
+
+def dtensor(x: torch.Tensor) -> torch.Tensor:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return DTensor.from_local(x, mesh, [Shard(0)]).full_tensor()
+
+
+OTHERS: dict[str, tuple[Callable[[torch.Tensor], object], list[tuple[Kind, int]]]] = {
+    "letter": (letter, [(Kind.SEND, N), (Kind.RECEIVE, N)]),
+    "barrier": (lambda x: dist.barrier(), [(Kind.BARRIER, 1)] * 2),
+    "DTensor": (dtensor, [(Kind.GATHER, 2 * N)] * 2),
+}
+"""Calls to the kind and elements that each of the two ranks sees."""
+
+
 def record(ctx: Context, name: str, dtype: torch.dtype) -> Log:
     x = torch.ones(N, dtype=dtype)
     with ctx.recording() as recorder:
-        COLLECTIVES[name][0](x)
+        (COLLECTIVES.get(name) or OTHERS[name])[0](x)
     return recorder.log()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_each_rank_sees_its_own_part(worlds: Worlds, name: str):
+    logs = worlds.world(2).run(record, name, torch.float64)
+    (seen, other) = ([(e.kind, e.numel) for e in log.collectives()] for log in logs)
+    assert [*seen, *other] == OTHERS[name][1]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_a_collective_is_seen_once_with_its_meaning_and_size(worlds: Worlds, name: str):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_collective_is_seen_once_with_its_meaning_and_size(worlds: Worlds, name, dtype):
     _, kind, numel = COLLECTIVES[name]
-    for log in worlds.world(2).run(record, name, torch.float64):
+    for log in worlds.world(2).run(record, name, dtype):
         (event,) = log.collectives()
         assert (event.kind, event.numel) == (kind, numel)
-        assert event.bytes == 8 * numel
-        assert event.dtypes == ("float64",)
+        assert event.bytes == dtype.itemsize * numel
+        assert event.dtypes == (str(dtype).removeprefix("torch."),)
         assert log.collectives(kind) == (event,)
         assert log.collectives(*(set(Kind) - {kind})) == ()
-
-
-def send_and_receive(ctx: Context) -> Log:
-    x = torch.ones(N)
-    with ctx.recording() as recorder:
-        if ctx.rank == 0:
-            dist.send(x, dst=1)
-        else:
-            dist.recv(x, src=0)
-    return recorder.log()
-
-
-def test_send_and_receive_are_told_apart(worlds: Worlds):
-    sent, received = worlds.world(2).run(send_and_receive)
-    assert [(e.kind, e.numel, e.bytes) for e in sent.collectives()] == [(Kind.SEND, N, 4 * N)]
-    assert [(e.kind, e.numel) for e in received.collectives()] == [(Kind.RECEIVE, N)]
 
 
 def rows_by_messages(ctx: Context) -> Log:
@@ -112,24 +123,6 @@ def test_a_gather_by_point_to_point_messages_counts_as_a_gather(worlds: Worlds, 
         assert len(log.collectives(*traffic.GATHERS)) == 2
 
 
-def test_bytes_follow_the_dtype(worlds: Worlds):
-    for log in worlds.world(2).run(record, "all_reduce", torch.bfloat16):
-        assert [(event.bytes, event.dtypes) for event in log.collectives()] == [
-            (2 * N, ("bfloat16",))
-        ]
-
-
-def barrier(ctx: Context) -> Log:
-    with ctx.recording() as recorder:
-        dist.barrier()
-    return recorder.log()
-
-
-def test_a_barrier_is_no_reduction(worlds: Worlds):
-    for log in worlds.world(2).run(barrier):
-        assert [event.kind for event in log.collectives()] == [Kind.BARRIER]
-
-
 def ddp_step(ctx: Context) -> tuple[Log, int, int]:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     wrapped = DistributedDataParallel(model)
@@ -146,22 +139,6 @@ def test_the_reducer_in_c_plus_plus_is_seen_as_well(worlds: Worlds):
         reductions = log.collectives(Kind.REDUCTION)
         assert sum(event.numel for event in reductions) == numel
         assert first == len(reductions), "nothing is reduced under no_sync"
-
-
-def dtensor(ctx: Context) -> Log:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    whole = torch.arange(8.0)
-    sharded = distribute_tensor(whole, init_device_mesh("cpu", (ctx.world_size,)), [Shard(0)])
-    with ctx.recording() as recorder:
-        sharded.full_tensor()
-    return recorder.log()
-
-
-def test_what_a_dtensor_emits_is_seen_as_well(worlds: Worlds):
-    for log in worlds.world(2).run(dtensor):
-        assert [(event.kind, event.numel) for event in log.collectives()] == [(Kind.GATHER, 8)]
 
 
 # ----------------------------------------------------------------------------------------- order
@@ -229,7 +206,7 @@ def test_views_and_in_place_operations_add_nothing(recorder: Recorder):
     assert recorder.live_bytes == 0
 
 
-def test_what_was_there_before_does_not_count():
+def test_what_was_there_before_does_not_count_and_its_gradient_does():
     weight = nn.Parameter(torch.ones(100))
     with Recorder() as recorder:
         doubled = weight * 2
@@ -237,37 +214,25 @@ def test_what_was_there_before_does_not_count():
         weight.detach().add_(1)
         (weight.detach()[:10]).mul_(2)
         assert recorder.live_bytes == 400
+        doubled.sum().backward()
         del doubled
-    assert recorder.live_bytes == 0
-
-
-def test_gradients_count_from_backward_to_zero_grad():
-    weight = nn.Parameter(torch.ones(100))
-    with Recorder() as recorder:
-        (weight * 3).sum().backward()
         assert recorder.live_bytes == 400
         weight.grad = None
         assert recorder.live_bytes == 0
         assert recorder.log().peak_bytes > 400
 
 
-def test_the_peak_may_begin_anew(recorder: Recorder):
+def test_the_peak_may_begin_anew_and_short_lives_do_not_add_up(recorder: Recorder):
     kept = torch.ones(10)
-    torch.ones(1000)
+    for _ in range(200):
+        torch.ones(1000)
+    gc.collect()
     assert recorder.log().peak_bytes == 4040
     recorder.forget_peak()
     assert recorder.log().peak_bytes == 40
     del kept
     assert recorder.live_bytes == 0
     assert recorder.log().peak_bytes == 40
-
-
-def test_many_short_lives_do_not_add_up(recorder: Recorder):
-    for _ in range(200):
-        torch.ones(100)
-    gc.collect()
-    assert recorder.live_bytes == 0
-    assert recorder.log().peak_bytes == 400
 
 
 def test_a_recorder_may_be_entered_within_another(recorder: Recorder):

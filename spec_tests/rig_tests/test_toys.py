@@ -1,6 +1,7 @@
 """Toys: what the name says, differences between ranks, and exactness for every seed and order."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,57 +39,55 @@ def present(found: oracle.Gradients) -> oracle.Named:
 # ------------------------------------------------------------------------------ the toy it claims
 
 
-def test_mlp_has_no_two_parameters_of_one_size():
-    sizes = [p.numel() for p in TOYS["mlp"].build(7).parameters()]
-    assert len(set(sizes)) == len(sizes) == 4
+def sizes(module: nn.Module) -> list[int]:
+    return [p.numel() for p in module.parameters()]
 
 
-def test_ragged_has_odd_sizes_and_one_single_element():
-    sizes = [p.numel() for p in TOYS["ragged"].build(7).parameters()]
-    assert 1 in sizes
-    assert len(set(sizes)) >= 7
-    assert any(size % 2 for size in sizes)
+FACTS: dict[str, Callable[[Any], bool]] = {
+    "mlp": lambda m: len(set(sizes(m))) == len(sizes(m)) == 4,
+    "ragged": lambda m: 1 in sizes(m) and len(set(sizes(m))) >= 7 and any(n % 2 for n in sizes(m)),
+    "unused": lambda m: m.unused.weight.requires_grad,
+    "frozen": lambda m: (
+        [layer for layer in m.children() if not layer.weight.requires_grad] == [m.frozen]
+    ),
+    "strided": lambda m: not m.transposed.is_contiguous(),
+    "even": lambda m: [p.shape[0] % 12 for p in m.parameters()] == [0] * 5,
+    "stack": lambda m: (
+        [len(list(block.children())) for block in m.blocks] == [2, 2, 2]
+        and "gain" in dict(m.named_parameters(recurse=False))
+    ),
+}
+"""Toy to what its name claims of its layers; what its gradients are is asserted below."""
 
 
-def test_tied_shares_one_storage_that_counts_once():
+@pytest.mark.parametrize("toy", FACTS)
+def test_a_toy_is_built_as_it_claims(toy: str):
+    assert FACTS[toy](built(toy))
+
+
+CALLS = {"tied": ["encode", "decode"], "reused": ["block", "block"]}
+
+
+@pytest.mark.parametrize("toy", CALLS)
+def test_a_weight_that_is_used_twice_is(toy: str):
+    module, calls = built(toy), []
+    for name in dict.fromkeys(CALLS[toy]):
+        layer = module.get_submodule(name)
+        layer.register_forward_hook(lambda *args, name=name: calls.append(name))
+    module(TOYS[toy].batch(7, rank=0))
+    assert calls == CALLS[toy]
+
+
+def test_tied_is_one_weight_that_counts_once_and_gets_gradient_from_both_uses():
     module = built("tied")
     assert module.encode.weight is module.decode.weight
     both = {n for n, _ in module.named_parameters(remove_duplicate=False)}
-    once = {n for n, _ in module.named_parameters()}
-    assert both - once == {"decode.weight"}
-    calls: list[str] = []
-    module.encode.register_forward_hook(lambda *args: calls.append("encode"))
-    module.decode.register_forward_hook(lambda *args: calls.append("decode"))
-    module(TOYS["tied"].batch(7, rank=0))
-    assert calls == ["encode", "decode"]
-
-
-def test_tied_gets_gradient_from_both_uses():
-    module = built("tied")
-    whole = gradients("tied", 7)["encode.weight"]
+    assert both - {n for n, _ in module.named_parameters()} == {"decode.weight"}
     module.decode.weight = nn.Parameter(module.decode.weight.detach().clone())
     sum_of_squares(module(TOYS["tied"].batch(7, rank=0))).backward()
-    assert bool(module.encode.weight.grad.any())
-    assert bool(module.decode.weight.grad.any())
-    assert torch.equal(whole, module.encode.weight.grad + module.decode.weight.grad)
-
-
-def test_reused_calls_its_block_twice():
-    module = built("reused")
-    calls: list[int] = []
-    module.block.register_forward_hook(lambda *args: calls.append(1))
-    module(TOYS["reused"].batch(7, rank=0))
-    assert len(calls) == 2
-
-
-def test_frozen_lies_between_two_layers_that_train():
-    module = built("frozen")
-    assert [(n, p.requires_grad) for n, p in module.named_parameters()] == [
-        (f"{layer}.{part}", layer != "frozen")
-        for layer in ("first", "frozen", "last")
-        for part in ("weight", "bias")
-    ]
-    assert bool(gradients("frozen", 7)["first.weight"].any()), "gradients pass through it"
+    parts = module.encode.weight.grad, module.decode.weight.grad
+    assert all(bool(part.any()) for part in parts)
+    assert torch.equal(gradients("tied", 7)["encode.weight"], sum(parts))
 
 
 def test_shifted_gives_one_gradient_to_both():
@@ -111,29 +110,14 @@ def test_branches_become_ready_in_the_order_of_use():
     assert ready_order("abc") == ready_order("abc")
     assert ready_order("abc") != ready_order("cba")
     assert set(ready_order("abc")) == set(ready_order("cba"))
-    assert {name.split(".")[1] for name in ready_order("ab") if name.startswith("branch")} == set(
-        "ab"
-    )
-
-
-def test_equal_sized_branches_have_different_gradients():
+    used = {name.split(".")[1] for name in ready_order("ab") if name.startswith("branch")}
+    assert used == set("ab")
+    assert gradients("branches", 7, use="ac")["branch.b.weight"] is None
     found = gradients("branches", 7)
     one, other = found["branch.a.weight"], found["branch.b.weight"]
     assert one.shape == other.shape
     assert not torch.equal(one, other)
     assert "branch.c.bias" not in found, "and the third has other sizes"
-
-
-def test_a_branch_that_is_not_used_gets_no_gradient():
-    found = gradients("branches", 7, use="ac")
-    assert found["branch.b.weight"] is None
-    assert found["branch.c.weight"] is not None
-
-
-def test_unused_is_trainable_and_never_gets_a_gradient():
-    module = built("unused")
-    assert module.unused.weight.requires_grad
-    assert gradients("unused", 7)["unused.weight"] is None
 
 
 def test_buffers_are_of_floats_integers_and_booleans_and_move():
@@ -156,9 +140,8 @@ def test_conv_is_channels_last_in_weight_and_gradient():
         assert not tensor.is_contiguous()
 
 
-def test_strided_has_a_transposed_parameter_and_an_expanded_gradient():
+def test_strided_has_an_expanded_gradient():
     module = built("strided")
-    assert not module.transposed.is_contiguous()
     seen: list[torch.Tensor] = []
     module.summed.register_hook(lambda gradient: seen.append(gradient))
     sum_of_squares(module(TOYS["strided"].batch(7, rank=0))).backward()
@@ -183,18 +166,6 @@ def test_the_outer_layers_dtype_does_not_hold_the_middle_ones_gradient(toy: str,
     for some in (batches[:1], batches):
         wide = present(oracle.gradients(toy, seed, some))["wide.weight"]
         assert bool((wide != wide.to(DTYPES[toy][0])).any())
-
-
-def test_even_divides_by_two_three_and_four():
-    rows = [p.shape[0] for p in TOYS["even"].build(7).parameters()]
-    assert len(rows) == 5
-    assert all(number % size == 0 for number in rows for size in (2, 3, 4))
-
-
-def test_stack_has_blocks_of_several_layers_and_a_parameter_of_its_own():
-    module = built("stack")
-    assert [len(list(block.children())) for block in module.blocks] == [2, 2, 2]
-    assert "gain" in dict(module.named_parameters(recurse=False))
 
 
 # --------------------------------------------------------------------------------- what all share
