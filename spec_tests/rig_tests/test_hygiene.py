@@ -59,18 +59,17 @@ def state(ctx: Context) -> dict[str, str]:
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_can_be_put_back_is_and_is_reported(worlds: Worlds, name: str):
     world = worlds.world(2)
-    before, pids = world.run(state), world.run(bodies.pid)
+    before, pids, known = world.run(state), world.run(bodies.pid), len(worlds.leaks)
     leaks = world.run(change, name).leaks
-    assert [leak.partition(": ")[0] for leak in leaks if f": {name}: " in leak] == ["rank 1"]
-    assert all(leak.endswith("(restored)") for leak in leaks)
+    assert worlds.leaks[known:] == list(leaks)
+    (own,) = [leak for leak in leaks if f": {name}: " in leak]
+    assert own.startswith("rank 1: ")
+    assert all(leak.endswith("(restored)") and len(leak) < 500 for leak in leaks)
+    assert "PATH" not in own, "of a mapping what has changed"
     found = world.run(state)
     assert found.leaks == ()
     assert found == before
     assert world.run(bodies.pid) == pids, "nothing was lost, so nobody had to die"
-
-
-def test_every_probe_is_put_to_the_test():
-    assert {probe.name for probe in hygiene._PROBES} == {*CHANGES, *LASTING, *HARMLESS}
 
 
 class _Mode(TorchDispatchMode):
@@ -78,12 +77,14 @@ class _Mode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+KEPT: list[Any] = []
+
+
 def enter(manager: Any) -> None:
     KEPT.append(manager)
     manager.__enter__()
 
 
-KEPT: list[Any] = []
 LASTING: dict[str, Callable[[], object]] = {
     "inference mode": lambda: enter(torch.inference_mode()),
     "dispatch modes": lambda: enter(_Mode()),
@@ -100,26 +101,24 @@ HARMLESS: dict[str, Callable[[], object]] = {
 """Name of the probe to a change that an implementation may want to keep."""
 
 
-@pytest.mark.parametrize("name", LASTING)
-def test_what_cannot_be_put_back_ends_the_pool(worlds: Worlds, name: str):
+def test_every_probe_is_put_to_the_test():
+    assert {probe.name for probe in hygiene._PROBES} == {*CHANGES, *LASTING, *HARMLESS}
+
+
+@pytest.mark.parametrize("name", [*LASTING, *HARMLESS])
+def test_what_cannot_be_put_back_ends_the_pool_unless_it_harms_nobody(worlds: Worlds, name: str):
     world = worlds.world(2)
     before, pids = world.run(state), world.run(bodies.pid)
     leaks = world.run(change, name).leaks
     assert any(leak.startswith(f"rank 1: {name}: ") for leak in leaks)
-    assert any(leak.endswith("(not restorable)") for leak in leaks)
-    assert set(world.run(bodies.pid)).isdisjoint(pids)
+    if name in HARMLESS:
+        assert all(leak.endswith("(kept)") for leak in leaks)
+        assert world.run(bodies.pid) == pids
+        worlds.drop(None)  # nobody after this one inherits it
+    else:
+        assert any(leak.endswith("(not restorable)") for leak in leaks)
+        assert set(world.run(bodies.pid)).isdisjoint(pids)
     assert_alike(world.run(state), before)
-
-
-@pytest.mark.parametrize("name", HARMLESS)
-def test_what_an_implementation_may_keep_is_reported_and_left_alone(worlds: Worlds, name: str):
-    world = worlds.world(2)
-    pids = world.run(bodies.pid)
-    leaks = world.run(change, name).leaks
-    assert any(leak.startswith(f"rank 1: {name}: ") for leak in leaks)
-    assert all(leak.endswith("(kept)") for leak in leaks)
-    assert world.run(bodies.pid) == pids
-    worlds.drop(None)  # nobody after this one inherits it
 
 
 def assert_alike(one: list[dict[str, str]], other: list[dict[str, str]]) -> None:
@@ -146,34 +145,27 @@ def test_a_failing_body_is_cleaned_up_as_well(worlds: Worlds):
     assert set(world.run(bodies.pid)).isdisjoint(pids)
 
 
-def keep_a_group(ctx: Context) -> None:
-    KEPT.append(dist.new_group([0, 1]))
-
-
 def sum_in_kept_group(ctx: Context) -> float:
+    if not KEPT:
+        KEPT.append(dist.new_group([0, 1]))
     tensor = torch.ones(1)
     dist.all_reduce(tensor, group=KEPT[-1])
     return tensor.item()
 
 
-def group_names(ctx: Context) -> tuple[int, ...]:
-    return tuple(len(ranks) for ranks in dist.distributed_c10d._world.pg_group_ranks.values())
-
-
-def test_a_group_that_is_kept_works_in_the_next_call(worlds: Worlds):
-    world = worlds.world(2)
-    world.run(keep_a_group)
-    assert world.run(sum_in_kept_group) == [2.0, 2.0]
+def test_a_group_that_is_kept_works_until_the_default_group_breaks(worlds: Worlds):
     worlds.drop(None)
-
-
-def test_a_kept_group_does_not_outlive_a_broken_default_group(worlds: Worlds):
     world = worlds.world(2)
-    world.run(keep_a_group)
+    for _ in range(2):
+        assert world.run(sum_in_kept_group) == [2.0, 2.0]
     pids = world.run(bodies.pid)
     with pytest.raises(RankRaised):
         world.run(change, "default dtype", then_raise=True)
     assert set(world.run(bodies.pid)).isdisjoint(pids), "half of its groups would belong to nobody"
+
+
+def group_names(ctx: Context) -> tuple[int, ...]:
+    return tuple(len(ranks) for ranks in dist.distributed_c10d._world.pg_group_ranks.values())
 
 
 def destroy(ctx: Context) -> None:
@@ -187,20 +179,6 @@ def test_a_body_may_destroy_the_default_group(worlds: Worlds):
     world.run(destroy)
     assert world.run(group_names) == [(2,)] * 2
     assert world.run(bodies.pid) == pids
-
-
-def test_worlds_collect_what_was_left_behind(worlds: Worlds):
-    before = len(worlds.leaks)
-    worlds.world(2).run(change, "default dtype")
-    added = worlds.leaks[before:]
-    assert added == ["rank 1: default dtype: torch.float32 -> torch.float16 (restored)"]
-
-
-def test_long_states_are_cut_and_mappings_show_what_changed(worlds: Worlds):
-    (leak,) = worlds.world(2).run(change, "environment").leaks
-    assert "TRAINSPEC_LEFT_BEHIND" in leak
-    assert "PATH" not in leak
-    assert len(leak) < 500
 
 
 def test_seeding_reaches_every_generator():
