@@ -62,14 +62,16 @@ class Visit:
         assert len(found) > 5, f"expected a page with text, got {found}"
         return {what: ratio for what, ratio in found.items() if ratio < least}
 
-    def is_too_wide(self) -> bool:
-        """Whether the page as a whole has to be scrolled sideways."""
-        wider: bool = self.page.evaluate(
-            "document.documentElement.scrollWidth > document.documentElement.clientWidth"
-        )
-        return wider
 
-    def nameless(self) -> list[str]:
-        """Controls that a screen reader cannot name, and figures without words."""
-        found: list[str] = self.page.evaluate(_JS.joinpath("nameless.js").read_text())
-        return found
+def require_decent(browser: Any, file: Path) -> Visit:
+    """Assert what every page owes: nothing fetched, names for a screen reader, no wide lines."""
+    visit = Visit(browser, file)
+    assert visit.requests == [file.as_uri()], "nothing but the file itself"
+    assert visit.complaints == []
+    found = visit.page.evaluate(_JS.joinpath("nameless.js").read_text())
+    assert found == [], "controls without a name, or figures without words"
+    narrow = Visit(browser, file, viewport={"width": 400, "height": 800}).page
+    assert not narrow.evaluate(
+        "document.documentElement.scrollWidth > document.documentElement.clientWidth"
+    ), "the page has to be scrolled sideways"
+    return visit

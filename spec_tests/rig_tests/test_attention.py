@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from spec_tests import target
+from spec_tests import impostors, target
 from spec_tests.attention import bodies, rules
 from spec_tests.attention.problem import FITS, RAGGED, WHOLE_TILES, Problem, reference
 from spec_tests.clause import Clause
+from spec_tests.impostors.attention_kills import course_test, function_of, tutorial_test
 from spec_tests.rig.judge import Violation
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.world import Worlds
@@ -52,19 +53,25 @@ def cases_of(clause: Clause) -> list[dict[str, Any]]:
     return [case for case in clause.cases() if case["subject"] == bodies.TILED[0]]
 
 
+BITS = {"attention.forward.float32-products", "attention.gradients.float32-range"}
+
+
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    ("words", "wanted", "chosen"),
     [
-        (TILED_ONLY, SIZES),
-        (CAUSAL_IGNORED, {"attention.causal.equal-lengths"}),
-        ("impostor:attention.equal-lengths-only", UNEQUAL),
-        ("impostor:attention.float32-only", HALF),
+        (TILED_ONLY, SIZES, ""),
+        (CAUSAL_IGNORED, {"attention.causal.equal-lengths"}, ""),
+        ("impostor:attention.equal-lengths-only", UNEQUAL, ""),
+        ("impostor:attention.float32-only", HALF, ""),
+        ("impostor:attention.half-products", BITS, ("attention.forward", "attention.gr")),
     ],
-    ids=["whole tiles", "causal ignored", "equal lengths", "float32"],
+    ids=["whole tiles", "causal ignored", "equal lengths", "float32", "eleven bits"],
 )
-def test_one_fault_fails_the_clauses_about_it_alone(worlds: Worlds, words: str, wanted: set[str]):
-    cases = [(c, case) for c in clauses("correct") for case in cases_of(c)]
-    found = [judged(target.parse(words), worlds, *case) for case in cases]
+def test_one_fault_fails_the_clauses_about_it_alone(
+    worlds: Worlds, words: str, wanted: set[str], chosen
+):
+    asked = [c for c in clauses("correct") if c.id.startswith(chosen)]
+    found = [judged(target.parse(words), worlds, c, case) for c in asked for case in cases_of(c)]
     failed = [r for r in found if r.outcome not in (Outcome.PASSED, Outcome.SKIPPED)]
     assert {r.clause.id for r in failed} == wanted, [r.message for r in failed]
 
@@ -91,49 +98,6 @@ def test_a_failure_says_on_which_sizes(worlds: Worlds, words: str, id: str, said
     (clause,) = [c for c in clauses("correct") if c.id == id]
     failed = [judged(target.parse(words), worlds, clause, case) for case in cases_of(clause)]
     assert said in "".join(r.message for r in failed if r.outcome is Outcome.FAILED)
-
-
-FORWARD_ALONE = """
-import torch
-
-
-class Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v):
-        return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
-
-
-def flash_attention(q, k, v, *, causal=False, scale=None, return_lse=False):
-    return Attention.apply(q, k, v)
-"""
-
-
-def test_a_backward_that_is_left_out_is_not_offered(worlds: Worlds, mine):
-    which = mine(FORWARD_ALONE)
-    found = {
-        c.id: judged(which, worlds, c, cases_of(c)[0]).outcome
-        for c in clauses("course")
-        if c.id in ("attention.forward.values", "attention.shapes.without-heads")
-    }
-    assert found == {
-        "attention.forward.values": Outcome.PASSED,
-        "attention.shapes.without-heads": Outcome.NOT_OFFERED,
-    }
-
-
-def test_products_of_eleven_bits_fail_what_is_about_bits_and_range(worlds: Worlds):
-    rounded = target.parse("impostor:attention.half-products")
-    asked = {c.id: c for c in clauses("correct")}
-    asked = {
-        id: c for id, c in asked.items() if id.startswith(("attention.forward", "attention.gr"))
-    }
-    failed = {
-        id
-        for id, c in asked.items()
-        for case in cases_of(c)
-        if judged(rounded, worlds, c, case).outcome is Outcome.FAILED
-    }
-    assert failed == {"attention.forward.float32-products", "attention.gradients.float32-range"}
 
 
 # ------------------------------------------------------------------------------------ in the parent
@@ -168,3 +132,32 @@ def test_all_that_is_wrong_is_reported():
     assert "likely: counted twice" in lines
     (of_dk,) = [line for line in lines if line.startswith("dK")]
     assert "the sign is wrong, largest error" in of_dk
+
+
+# ---------------------------------------------------- the table of what usual tests of it accept
+
+
+@pytest.mark.parametrize(
+    ("words", "verdicts"),
+    [
+        *((f"benign.attention-{word}", (True, True)) for word in ("plain", "uneven-tiles")),
+        ("benign.attention-two-passes", (True, True)),
+        ("attention.sum-not-rescaled", (False, False)),
+        ("attention.base-2-lse", (False, True)),
+        ("attention.backward-always-causal", (False, True)),
+        ("attention.causal-top-left", (True, True)),
+    ],
+)
+def test_what_the_tests_of_a_course_and_of_a_tutorial_see(words: str, verdicts):
+    attention = function_of(impostors.find(words))
+    assert (course_test(attention), tutorial_test(attention)) == verdicts
+
+
+def test_the_table_that_is_kept_is_of_these_near_misses():
+    table = (target.PACKAGE_ROOT / "benchmarks" / "results" / "attention_kills.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| a")]
+    kept = {id: (does, by) for id, does, _, _, by in rows}
+    cards = [card for words, card in impostors.CATALOGUE.items() if words.startswith("attention.")]
+    clauses = {c.id: ", ".join(i.removeprefix("attention.") for i in c.rejected_by) for c in cards}
+    assert kept == {card.id: (card.does, clauses[card.id]) for card in cards}
+    assert f"Of {len(cards)} near-misses" in table.splitlines()[-1]

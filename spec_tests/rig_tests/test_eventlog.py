@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 
 from spec_tests.rig.outcomes import Outcome, is_complete, judge_run, verdict
-from spec_tests.rig.report.eventlog import EventLog, check_log, environment, read_log
+from spec_tests.rig.report.eventlog import EventLog, environment, read_log
 from spec_tests.rig_tests.helpers import python
 from spec_tests.rig_tests.logs import START, add
 
 
-def test_a_finished_log_reads_back_and_is_sound(tmp_path: Path):
+def test_a_finished_log_reads_back_and_replaces_an_older_one(tmp_path: Path):
     path = tmp_path / "new" / "events.jsonl"
-    with EventLog.start(path, command=["spec_tests", "--impl", "a b"], **START) as log:
-        add(log, margins=[{"tolerance": 1e-9, "error": 1e-12, "ratio": 1e-3}])
-        assert log.finish() == 0
+    for _ in range(2):
+        with EventLog.start(path, command=["spec_tests", "--impl", "a b"], **START) as log:
+            add(log, margins=[{"tolerance": 1e-9, "error": 1e-12, "ratio": 1e-3}])
+            assert log.finish() == 0
 
     events = read_log(path)
     assert [event["event"] for event in events] == ["header", "result", "footer"]
-    assert check_log(events) == []
     assert events == log.events
     assert events[0]["command"] == "spec_tests --impl 'a b'"
     assert events[-1]["counts"]["passed"] == 1
@@ -44,21 +44,6 @@ def test_a_killed_run_leaves_its_results_and_no_verdict(tmp_path: Path):
     assert [event["event"] for event in events] == ["header", "result"]
     assert not is_complete(events)
     assert verdict(events).status == 2
-    assert check_log(events) == [
-        "expected exactly one footer, at the end: the run did not reach it"
-    ]
-
-
-def interrupted_run(path: Path) -> None:
-    with EventLog.start(path, **START) as log:
-        add(log)
-        raise KeyboardInterrupt
-
-
-def test_a_run_that_raises_writes_no_footer(tmp_path: Path):
-    with pytest.raises(KeyboardInterrupt):
-        interrupted_run(tmp_path / "events.jsonl")
-    assert not is_complete(read_log(tmp_path / "events.jsonl"))
 
 
 def test_a_torn_last_line_is_dropped_and_a_torn_middle_is_refused(tmp_path: Path):
@@ -68,14 +53,6 @@ def test_a_torn_last_line_is_dropped_and_a_torn_middle_is_refused(tmp_path: Path
     path.write_text('{"event": "resu\n{"event": "header"}\n', encoding="utf-8")
     with pytest.raises(ValueError, match="line 1: expected one JSON object per line"):
         read_log(path)
-
-
-def test_an_older_log_is_replaced_not_continued(tmp_path: Path):
-    for _ in range(2):
-        with EventLog.start(tmp_path / "events.jsonl", **START) as log:
-            add(log)
-            log.finish()
-    assert check_log(read_log(tmp_path / "events.jsonl")) == []
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
@@ -102,9 +79,10 @@ def test_text_that_utf8_lacks_does_not_stop_the_run(tmp_path: Path):
         ({"strength": "must"}, "expected strength in MUST, SHOULD, MAY; got 'must'"),
         ({"level": "perfect"}, "expected level in course, correct, production; got 'perfect'"),
         ({"clause": 3}, "'clause' has type int"),
+        ({"rerun": None}, "'rerun' has type NoneType"),
         ({"margins": [{"error": 1.0}]}, "expected a margin with tolerance, error, ratio"),
     ],
-    ids=["outcome", "strength", "level", "type", "margin"],
+    ids=["outcome", "strength", "level", "type", "nothing", "margin"],
 )
 def test_an_unknown_word_is_refused_when_it_is_written(tmp_path: Path, fields, said):
     with (
@@ -112,22 +90,6 @@ def test_an_unknown_word_is_refused_when_it_is_written(tmp_path: Path, fields, s
         pytest.raises(ValueError, match=said),
     ):
         add(log, **fields)
-
-
-def test_the_check_sees_a_doctored_log(tmp_path: Path):
-    with EventLog.start(tmp_path / "events.jsonl", **START) as log:
-        add(log, Outcome.FAILED)
-        log.finish()
-    events = read_log(log.path)
-
-    assert "expected exactly one header, at the start" in check_log(events[1:])
-    assert any("expected counts" in fault for fault in check_log([*events[:1], events[-1]]))
-    forged = [*events[:-1], {**events[-1], "exit_status": 0}]
-    assert check_log(forged) == ["footer: expected exit_status 1, got 0"]
-    assert "event 2: result lacks 'node'" in check_log(
-        [events[0], {k: v for k, v in events[1].items() if k != "node"}, events[2]]
-    )
-    assert check_log([]) != []
 
 
 def test_a_problem_of_the_run_breaks_it(tmp_path: Path):

@@ -198,20 +198,15 @@ torch.Tensor.norm = lambda *args: 1 / 0
 """
 
 
-def state(ctx: Context) -> dict[str, object]:
+def state(ctx: Context) -> list[object]:
     """What a body finds."""
     import torch
 
     ctx.barrier()
-    return {
-        "dtype": str(torch.get_default_dtype()),
-        "grad": torch.is_grad_enabled(),
-        "threads": torch.get_num_threads(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "environment": [os.environ[name] for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")],
-        "folder": str(Path.cwd()),
-        "drawn": torch.rand(1).item(),
-    }
+    names = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+    modes = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
+    found = [*modes, torch.get_num_threads(), str(torch.get_default_dtype()), str(Path.cwd())]
+    return [*found, torch.rand(1).item(), *(os.environ[name] for name in names)]
 
 
 def test_global_state_is_put_back_and_what_was_replaced_is_told(

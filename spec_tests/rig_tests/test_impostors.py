@@ -68,10 +68,18 @@ def test_the_null_impostor_is_accepted_by_a_sample_of_its_chapter(own: Worlds):
     assert matrix.must_accept([matrix.probe(c, BENIGN, own) for c in owed[::4]]) == []
 
 
-def test_right_code_is_reported_where_it_should_have_been_rejected(own: Worlds):
-    accused = Impostor("benign.plain", "", "", "", ("ddp.gradients.mean",))
+@pytest.mark.parametrize(
+    ("id", "outcomes", "said"),
+    [
+        ("benign.plain", ("failed",), "rejected by ddp.gradients.mean (failed): all passed"),
+        ("ddp.sum-for-mean", ("hang",), "rejected by ddp.gradients.mean (hang): failed"),
+    ],
+    ids=["right code", "a failure of another kind"],
+)
+def test_what_is_no_rejection_is_reported(own: Worlds, id: str, outcomes, said: str):
+    accused = Impostor(id, "", "", "", ("ddp.gradients.mean",), outcomes=outcomes)
     (complaint,) = matrix.must_reject(matrix.rejections(accused, own))
-    assert "benign.plain must be rejected by ddp.gradients.mean (failed): all passed" in complaint
+    assert said in complaint
 
 
 def test_wrong_code_is_reported_where_it_should_have_been_accepted(own: Worlds):
@@ -80,13 +88,6 @@ def test_wrong_code_is_reported_where_it_should_have_been_accepted(own: Worlds):
     (complaint,) = matrix.must_accept([matrix.probe(clause, accused, own)])
     assert "ddp.sum-for-mean must be accepted by ddp.gradients.mean: failed" in complaint
     assert "likely: summed and not divided by the world size" in complaint
-
-
-def test_a_failure_of_another_kind_than_the_card_says_is_no_rejection(own: Worlds):
-    accused = impostors.find("ddp.sum-for-mean")
-    card = Impostor(accused.id, "", "", "", ("ddp.gradients.mean",), outcomes=("hang",))
-    (complaint,) = matrix.must_reject(matrix.rejections(card, own))
-    assert "(hang): failed" in complaint
 
 
 def test_an_impostor_that_does_not_load_is_an_error_and_no_acceptance(own: Worlds, monkeypatch):
@@ -186,51 +187,32 @@ def test_a_patch_changes_the_import_and_no_file(victim: str, tmp_path: Path):
     with patched(((victim, "three = 3", "three = 4"), (victim, "one = 1", "one = 5"))):
         module = __import__(victim)
     assert (module.one, module.two, module.three) == (5, 2, 4)
+    assert "three = 4" in inspect.getsource(module), "Triton compiles this"
     assert (tmp_path / f"{victim}.py").read_bytes() == before
     sys.modules.pop(victim)
     assert __import__(victim).three == 3, "neither by way of cached bytecode"
-
-
-def test_a_patch_is_what_inspect_shows(victim: str):
-    with patched(((victim, "three = 3", "three = 4"),)):
-        module = __import__(victim)
-    assert "three = 4" in inspect.getsource(module), "Triton compiles this"
+    with pytest.raises(StalePatchError, match="already imported, too late to patch: trainspec"):
+        with patched(((victim, "one = 1", "one = 2"),)):
+            raise AssertionError("never entered")
+    forget(victim)
+    with patched(((victim, "one = 1", "one = 5"),)):
+        assert __import__(victim).one == 5
 
 
 @pytest.mark.parametrize(("find", "times"), [("four = 4", 0), ("1 +", 1), (" = 1", 2)])
 def test_an_anchor_fits_exactly_once_or_the_patch_is_stale(victim: str, find: str, times: int):
+    before = list(sys.meta_path)
     if times == 1:
         with patched(((victim, find, "2 +"),)):
             assert __import__(victim).two == 3
-        return
-    with pytest.raises(StalePatchError, match=f"expected '{find}' once, found it {times} times"):
-        with patched(((victim, find, "x"),)):
+    else:
+        said = f"expected '{find}' once, found it {times} times"
+        with pytest.raises(StalePatchError, match=said), patched(((victim, find, "x"),)):
             __import__(victim)
-
-
-def test_a_patch_that_comes_too_late_is_stale(victim: str):
-    __import__(victim)
-    with pytest.raises(StalePatchError, match="already imported, too late to patch: trainspec"):
-        with patched(((victim, "one = 1", "one = 2"),)):
-            raise AssertionError("never entered")
+    assert sys.meta_path == before, "no import hook is left behind"
 
 
 def test_a_patch_of_what_nobody_imports_is_stale(victim: str):
     with pytest.raises(StalePatchError, match="never imported, so never patched: trainspec"):
         with patched(((victim, "one = 1", "one = 2"),)):
             pass
-
-
-def test_what_was_imported_can_be_forgotten_and_patched(victim: str):
-    assert __import__(victim).one == 1
-    forget(victim)
-    with patched(((victim, "one = 1", "one = 5"),)):
-        assert __import__(victim).one == 5
-
-
-def test_patches_leave_no_import_hook_behind(victim: str):
-    before = list(sys.meta_path)
-    with pytest.raises(StalePatchError):
-        with patched(((victim, "no such text", ""),)):
-            __import__(victim)
-    assert sys.meta_path == before

@@ -113,36 +113,22 @@ def within_a_kernel(statement: str) -> str:
     )
 
 
+IDIOMS, BUILD = "triton>=3.6,<3.8", "/site-packages/triton/runtime/build.py"
+POINTERS = "raise RuntimeError('Block pointers have been removed in favor of the tensor ...')"
+SCALARS = "raise TypeError('only 0-dimensional arrays can be converted to Python scalars')"
+ITEMSIZE = "raise ValueError('numpy data itemsize (32 bits) exceeds dtype primitive_bitwidth')"
+COMPILER = "raise RuntimeError('Failed to find C compiler. Please specify via CC')"
+AGGREGATE = "type('_aggregate_type', (), {})().element_ty"
+
+
 @pytest.mark.parametrize(
     ("file", "statement", "advice"),
     [
-        (
-            LANGUAGE,
-            "raise RuntimeError('Block pointers have been removed in favor of the tensor ...')",
-            "triton>=3.6,<3.8",
-        ),
-        (
-            "mine.py",
-            within_a_kernel("type('_aggregate_type', (), {})().element_ty"),
-            "triton>=3.6,<3.8",
-        ),
-        (
-            INTERPRETER,
-            within_a_kernel(
-                "raise TypeError('only 0-dimensional arrays can be converted to Python scalars')"
-            ),
-            "'numpy<2.4'",
-        ),
-        (
-            INTERPRETER,
-            "raise ValueError('numpy data itemsize (32 bits) exceeds dtype primitive_bitwidth')",
-            "CUDA device",
-        ),
-        (
-            "/site-packages/triton/runtime/build.py",
-            "raise RuntimeError('Failed to find C compiler. Please specify via CC')",
-            "install a C compiler",
-        ),
+        (LANGUAGE, POINTERS, IDIOMS),
+        ("mine.py", within_a_kernel(AGGREGATE), IDIOMS),
+        (INTERPRETER, within_a_kernel(SCALARS), "'numpy<2.4'"),
+        (INTERPRETER, ITEMSIZE, "CUDA device"),
+        (BUILD, COMPILER, "install a C compiler"),
     ],
 )
 def test_an_error_is_recognised_by_its_words_and_its_place(file, statement, advice):
@@ -235,45 +221,44 @@ def test_a_missing_package_is_not_taken_for_a_refusal(module_worlds: Worlds, min
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
+    ("text", "said"),
     [
-        ({"mine.py": "import torch\nimport no_such_package.part\n"}, "(mine.py:2)"),
-        (
-            {"mine.py": "from helper import x\n", "helper.py": "import no_such_package"},
-            "helper.py:1",
-        ),
-        ({"mine.py": "import helper\n", "helper.py": "import torch, json.decoder"}, ""),
-        ({"mine.py": "try:\n    import no_such_package\nexcept ImportError:\n    pass\n"}, ""),
-        ({"mine.py": "import sys\nsys.path.append('lib')\nimport no_such_package\n"}, ""),
-        ({"mine.py": "from . import x\nimport mine.deep\n"}, ""),
-        ({"mine.py": "import = 3\n"}, ""),
-        ({"mine.py": "\0"}, ""),
+        ("import torch\nimport no_such_package.part\n", "(mine.py:2)"),
+        ("from helper import x\n", "helper.py:1"),
+        ("import harmless\n", ""),
+        ("try:\n    import no_such_package\nexcept ImportError:\n    pass\n", ""),
+        ("import sys\nsys.path.append('lib')\nimport no_such_package\n", ""),
+        ("from . import x\nimport mine.deep\n", ""),
+        ("import = 3\n", ""),
+        ("\0", ""),
     ],
 )
-def test_a_module_that_is_surely_missing_is_found_without_a_rank(tmp_path: Path, files, said):
-    for name, text in files.items():
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    found = missing(str(tmp_path / "mine.py"))
+def test_a_module_that_is_surely_missing_is_found_without_a_rank(mine, text: str, said: str):
+    mine("import no_such_package", "helper.py")
+    mine("import torch, json.decoder", "harmless.py")
+    found = missing(str(mine(text).path))
     assert bool(found) == bool(said)
     assert said in found
     assert not said or "python -m pip install no_such_package" in found
 
 
-def test_a_module_that_a_checkout_lacks_is_found_without_a_rank(tmp_path: Path):
-    checkout = tmp_path / "mine"
+def test_at_load_the_advice_takes_the_place_of_a_traceback(mine, tmp_path: Path):
+    checkout = tmp_path / "checkout"
     shutil.copytree(CS336, checkout)
     assert missing(f"cs336:{checkout}") == ""
-    fsdp = checkout / "cs336_systems" / "fsdp.py"
-    fsdp.write_text(f"import no_such_package\n{fsdp.read_text(encoding='utf-8')}", encoding="utf-8")
-    assert "(fsdp.py:1)" in missing(f"cs336:{checkout}")
-
-
-def test_at_load_the_advice_takes_the_place_of_a_traceback(mine):
-    ended = python("-m", "spec_tests", "--impl", mine("import no_such_package\n").name)
-    assert ended.returncode == 2
-    assert "python -m pip install no_such_package" in ended.stderr
-    assert "(mine.py:1)" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    replaced(
+        checkout / "cs336_systems" / "fsdp.py",
+        ("import functools\n", "import functools, no_such_package\n"),
+    )
+    for words, place in (
+        (mine("import no_such_package\n").name, "(mine.py:1)"),
+        (f"cs336:{checkout}", "(fsdp.py:3)"),
+    ):
+        ended = python("-m", "spec_tests", "--impl", words)
+        assert ended.returncode == 2
+        assert "python -m pip install no_such_package" in ended.stderr
+        assert place in ended.stderr
+        assert "Traceback" not in ended.stderr
 
 
 def test_a_package_of_the_course_that_is_missing_is_one_message(tmp_path: Path):

@@ -1,4 +1,7 @@
-"""What an implementation does not offer passes nothing, however late it says so."""
+"""What an implementation does not offer passes nothing, however late it says so.
+
+And right code that is unusual passes.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import pytest
 
 from spec_tests import target
 from spec_tests.contract import FUNCTIONS
+from spec_tests.ddp import test_lifecycle
 from spec_tests.ledger import load_all
 from spec_tests.rig.outcomes import SILENT, Outcome
 from spec_tests.rig.ranks.world import Worlds
@@ -29,7 +33,7 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, *, error_if_nonfinite=F
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 """
 
-FORWARD_ONLY = """
+FORWARD = """
 import torch
 
 class Attention(torch.autograd.Function):
@@ -37,12 +41,14 @@ class Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, causal):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise NotImplementedError("the backward is the next exercise")
-
 def flash_attention(q, k, v, *, causal=False, scale=None, return_lse=False):
     return Attention.apply(q, k, v, causal)
+"""
+LEFT_OPEN = """
+def backward(ctx, *gradients):
+    raise NotImplementedError("the backward is the next exercise")
+
+Attention.backward = staticmethod(backward)
 """
 
 
@@ -81,7 +87,43 @@ def test_a_keyword_that_is_not_offered_passes_no_clause_about_it(worlds: Worlds,
     }
 
 
-def test_without_a_backward_no_clause_about_it_passes(worlds: Worlds, folder: Path):
-    found = outcomes(worlds, folder / "forward.py", FORWARD_ONLY, "attention.autograd.")
-    passed = {name.partition(" ")[0] for name, o in found.items() if o is Outcome.PASSED}
-    assert passed == set()
+@pytest.mark.parametrize("backward", ["", LEFT_OPEN], ids=["left out", "left open"])
+def test_without_a_backward_no_clause_about_it_passes(worlds: Worlds, folder: Path, backward: str):
+    file = folder / f"forward{len(backward)}.py"
+    found = outcomes(worlds, file, FORWARD + backward, "attention.autograd.")
+    assert Outcome.PASSED not in found.values()
+    found = outcomes(worlds, file, FORWARD + backward, "attention.forward.values")
+    assert {*found.values()} == {Outcome.PASSED, Outcome.NOT_OFFERED}
+    found = outcomes(worlds, file, FORWARD + backward, "attention.shapes.without-heads")
+    assert {*found.values()} == {Outcome.NOT_OFFERED}
+
+
+MOVED = """
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+def ddp(module, *, process_group=None):
+    parameters = list(module.parameters())
+    flat = torch.cat([p.detach().reshape(-1) for p in parameters])
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters])):
+        parameter.data = part.view(parameter.shape)
+    {and_more}
+    return DistributedDataParallel(module)
+"""
+
+
+@pytest.mark.parametrize(
+    ("and_more", "outcome"),
+    [
+        ("pass", Outcome.PASSED),
+        ("module.kept = [torch.zeros_like(flat), torch.zeros_like(flat)]", Outcome.FAILED),
+    ],
+    ids=["moved", "moved, and copied twice"],
+)
+def test_a_module_that_was_moved_is_no_growth_of_gradients(
+    worlds: Worlds, mine, and_more: str, outcome: Outcome
+):
+    which = mine(MOVED.format(and_more=and_more))
+    test = test_lifecycle.test_gradients_cost_two_copies_at_most
+    found = judged(which, worlds, test, {"world": 2, "subject": "ddp"})
+    assert found.outcome is outcome, found.message

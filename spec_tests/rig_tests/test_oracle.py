@@ -1,5 +1,7 @@
 """The oracle against sums done by hand: it is what nothing else checks."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -83,7 +85,7 @@ def test_an_answer_is_kept_for_the_same_question_only():
     assert again["w"] is first["w"]
     first.clear()  # the mapping is the caller's
     assert again.keys() == oracle.gradients("scalar", 7, [one]).keys()
-    others = [(8, [one]), (7, [one, one]), (7, [one], [{"factor": 2}])]
+    others: list[Any] = [(8, [one]), (7, [one, one]), (7, [one], [{"factor": 2}])]
     assert all(oracle.gradients("scalar", *other)["w"] is not again["w"] for other in others)
     oracle.forget()
     assert oracle.gradients("scalar", 7, [one])["w"] is not again["w"]

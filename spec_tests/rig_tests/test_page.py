@@ -10,9 +10,8 @@ import pytest
 
 from spec_tests import impostors, ledger
 from spec_tests.rig.outcomes import Event, Outcome
-from spec_tests.rig.report import data, render_page
-from spec_tests.rig.report.page import page_of
-from spec_tests.rig_tests.browser import Visit
+from spec_tests.rig.report import render_page
+from spec_tests.rig_tests.browser import Visit, require_decent
 from spec_tests.rig_tests.logs import STORY, log, profile, result
 
 MESSAGE = (
@@ -60,16 +59,19 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_page_is_one_file_and_quick(file: Path, browser):
-    visit = Visit(browser, file)
-    assert visit.requests == [file.as_uri()], "nothing but the file itself"
-    assert visit.complaints == []
+def test_the_page_is_one_file_and_quick_with_names_and_headings(file: Path, browser):
+    visit = require_decent(browser, file)
     assert file.stat().st_size < 3_000_000
     rows = visit.page.locator("tr.clause")
     assert rows.count() == len(ledger.load_all())
     # In milliseconds of the page's own clock; a tenth of it on an idle machine.
     took = visit.page.evaluate("performance.getEntriesByType('navigation')[0].domComplete")
     assert took < 20_000
+    assert visit.page.evaluate("document.documentElement.lang") == "en"
+    assert visit.page.locator("main").count() == visit.page.locator("h1").count() == 1
+    assert visit.page.locator("td:empty").count() == 0, "a cell says why it is empty"
+    visit.page.goto(f"{file.as_uri()}#{MEAN}")
+    assert visit.page.locator(f"[id='about-{MEAN}']").is_visible(), "a link to a clause opens it"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -79,14 +81,6 @@ def test_every_text_can_be_read(file: Path, browser, scheme: str):
     assert visit.faint() == {}
     paper = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (paper == "rgb(253, 253, 251)") == (scheme == "light")
-
-
-def test_a_screen_reader_finds_names_and_headings(file: Path, browser):
-    visit = Visit(browser, file)
-    assert visit.nameless() == []
-    assert visit.page.evaluate("document.documentElement.lang") == "en"
-    assert visit.page.locator("main").count() == visit.page.locator("h1").count() == 1
-    assert visit.page.locator("td:empty").count() == 0, "a cell says why it is empty"
 
 
 def test_the_filters_leave_what_was_asked_for(file: Path, browser):
@@ -147,12 +141,6 @@ def test_a_row_opens_by_keyboard_and_tells_the_whole_story(file: Path, browser):
     assert visit.complaints == [], "markup in a message did nothing"
 
 
-def test_a_link_to_a_clause_opens_it(file: Path, browser):
-    visit = Visit(browser, file)
-    visit.page.goto(f"{file.as_uri()}#{MEAN}")
-    assert visit.page.locator(f"[id='about-{MEAN}']").is_visible()
-
-
 def test_without_its_script_the_page_is_whole(file: Path, browser):
     visit = Visit(browser, file, java_script_enabled=False)
     assert visit.page.locator(f"[id='about-{MEAN}']").is_visible()
@@ -167,10 +155,6 @@ def test_on_paper_failures_are_open_and_filters_gone(file: Path, browser):
     assert not visit.page.locator(".filters").is_visible()
     assert visit.page.evaluate("getComputedStyle(document.body).color") == "rgb(0, 0, 0)"
     assert visit.faint() == {}
-
-
-def test_a_narrow_screen_needs_no_sideways_scrolling(file: Path, browser):
-    assert not Visit(browser, file, viewport={"width": 400, "height": 800}).is_too_wide()
 
 
 def test_points_and_verdict_stand_at_the_top(file: Path, browser):
@@ -219,9 +203,3 @@ def test_the_banner_names_the_levels():
 def test_a_ratio_is_red_where_a_clause_does_not_hold(outcomes: list[str], kind: str):
     page = render_page(log(*(result(each, clause=f"a.{i}") for i, each in enumerate(outcomes))))
     assert f'<span class="mark {kind}">{outcomes.count("passed")} of 2</span>' in page
-
-
-def test_an_incomplete_log_is_stamped_on_the_page():
-    page = page_of(data.as_report(log(result(), is_finished=False)))
-    assert "INCOMPLETE" in page
-    assert "conforms" not in page

@@ -138,7 +138,7 @@ def test_the_default_group_is_gloo_and_one_thread_computes(own: Worlds):
     assert own.pool(2, None, "gloo").was_preloaded, "forked with torch"
 
 
-def write_then_list(ctx: Context, word: str) -> list[Path]:
+def write_then_list(ctx: Context, word: str) -> list[str]:
     (ctx.scratch / f"{word}{ctx.rank}").touch()
     ctx.barrier()
     return sorted(map(str, ctx.scratch.iterdir()))

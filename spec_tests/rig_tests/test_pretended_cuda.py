@@ -138,12 +138,6 @@ def named(mine):
     return write
 
 
-@pytest.mark.parametrize("statement", HABITS.values(), ids=HABITS)
-def test_a_habit_of_code_for_gpus_is_judged(module_worlds: Worlds, named, statement: str):
-    found = judged(named(statement), module_worlds)
-    assert found.outcome is Outcome.PASSED, found.message
-
-
 @ON_CPU
 @pytest.mark.parametrize("statement", HABITS.values(), ids=HABITS)
 def test_without_the_option_it_is_not_here_and_the_option_is_named(
@@ -171,12 +165,11 @@ OTHERS = {
     "meta stays meta": "assert not torch.empty(2, device='meta').is_cuda",
     "a fused optimizer": "torch.optim.AdamW(module.parameters(), fused=True, lr=0.0)",
 }
+"""What is not refused on a CPU, or not alone."""
 
 
-@pytest.mark.parametrize("statement", OTHERS.values(), ids=OTHERS)
-def test_foreign_code_finds_what_it_would_find_on_a_gpu(
-    module_worlds: Worlds, named, statement: str
-):
+@pytest.mark.parametrize("statement", [*HABITS.values(), *OTHERS.values()], ids=[*HABITS, *OTHERS])
+def test_a_habit_of_code_for_gpus_is_judged(module_worlds: Worlds, named, statement: str):
     found = judged(named(statement), module_worlds)
     assert found.outcome is Outcome.PASSED, found.message
 

@@ -323,7 +323,7 @@ def test_the_pinned_programs_use_every_operation():
 
 @pytest.mark.parametrize(
     "schedule",
-    [Schedule("reversed"), Schedule("seeded", seed=1), Schedule(reduce_order="ring", straggler=0)],
+    [Schedule("reversed"), Schedule("seeded", seed=1), Schedule(straggler=0)],
     ids=str,
 )
 def test_no_program_depends_on_the_schedule(worlds: Worlds, schedule: Schedule):

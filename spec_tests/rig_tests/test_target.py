@@ -30,42 +30,45 @@ def load_error(worlds: Worlds, which: target.Target) -> str:
     """What a rank says when it fails to load `which`."""
     error = worlds.pool(1, which, "gloo").load_error
     assert error is not None
-    return f"{error.kind}: {error.message}"
+    return f"{error.kind}: {error.message}\n{error.text}"
 
 
 # --------------------------------------------------------------------------------------- the words
 
 
-def test_the_reference_and_known_implementations_are_found_by_location():
-    found = target.parse("solution")
-    assert (found.name, found.module) == ("solution", "solution")
-    assert found.path == target.REPOSITORY_ROOT / "solution"
+TORCH = target.PACKAGE_ROOT / "impls" / "torch.py"
 
 
-def test_torch_has_a_file_with_its_deviations_and_plain_has_none():
-    found = target.parse("torch")
-    assert found.path == target.PACKAGE_ROOT / "impls" / "torch.py"
-    assert found.path.is_file()
-    assert found.expectations == found.path.with_suffix(".toml")
-    found = target.parse("plain")
-    assert (found.module, found.path, found.expectations) == ("spec_tests.plain", None, None)
+@pytest.mark.parametrize(
+    ("words", "module", "path", "expectations"),
+    [
+        ("solution", "solution", target.REPOSITORY_ROOT / "solution", None),
+        ("torch", "trainspec_impl_torch", TORCH, TORCH.with_suffix(".toml")),
+        ("plain", "spec_tests.plain", None, None),
+        ("email.message", "email.message", None, None),
+        ("impostor:ddp.sum-for-mean", "solution", None, None),
+    ],
+)
+def test_what_is_known_or_importable_is_found(words: str, module: str, path, expectations):
+    found = target.parse(words)
+    assert (found.name, found.module) == (words, module)
+    if path is not None:
+        assert found.path == path
+        assert path.exists()
+    if words != "solution":
+        assert found.expectations == expectations
+    assert found.impostor == (words.partition(":")[2] or None)
 
 
-def test_any_importable_module_may_be_named():
-    found = target.parse("email.message")
-    assert (found.name, found.module, found.path) == ("email.message", "email.message", None)
-    assert found.expectations is None
-
-
-def test_a_file_has_its_deviations_beside_it(write):
+def test_a_file_has_its_deviations_beside_it_and_is_meant_from_the_present_folder(
+    write, monkeypatch
+):
     spec = write("mine.py")
-    found = target.parse(spec)
-    assert (found.name, found.module, found.path) == (
-        spec,
-        "trainspec_impl_mine",
-        Path(spec),
-    )
-    assert found.expectations == Path(spec).with_suffix(".toml")
+    monkeypatch.chdir(Path(spec).parent)
+    for words in (spec, "mine.py", "./mine.py"):
+        found = target.parse(words)
+        assert (found.name, found.module, found.path) == (words, "trainspec_impl_mine", Path(spec))
+        assert found.expectations == Path(spec).with_suffix(".toml")
 
 
 @pytest.mark.parametrize("ending", ["", "/", "/__init__.py"])
@@ -74,19 +77,6 @@ def test_a_package_is_a_folder_or_its_init_file(write, ending: str):
     found = target.parse(f"{folder}{ending}")
     assert (found.module, found.path) == ("pack", folder)
     assert found.expectations == folder / "expectations.toml"
-
-
-def test_a_relative_path_is_meant_from_the_present_folder(write, monkeypatch):
-    spec = Path(write("mine.py"))
-    monkeypatch.chdir(spec.parent)
-    for words in ("mine.py", "./mine.py"):
-        assert target.parse(words).path == spec
-
-
-def test_an_impostor_has_no_deviations():
-    found = target.parse("impostor:ddp.sum-for-mean")
-    assert (found.module, found.impostor) == ("solution", "ddp.sum-for-mean")
-    assert found.expectations is None
 
 
 @pytest.mark.parametrize(
@@ -174,10 +164,11 @@ def test_a_package_called_solution_elsewhere_is_no_clash(own: Worlds, write):
         ("import no_such_module_at_all\n", "ModuleNotFoundError: No module named 'no_such_module"),
         ("raise SystemExit(3)\n", "SystemExit: 3"),
         ("def ddp(:\n", "SyntaxError"),
+        ("x = 1\n1 / 0\n", 'mine.py", line 2'),
         ("x = 1\n", "offers none of the contract's functions; expected at least one of ddp, ddp_b"),
         ("ddp = 3\n", "offers none of the contract's functions"),
     ],
-    ids=["import error", "exits", "syntax", "nothing offered", "no function"],
+    ids=["import error", "exits", "syntax", "its line", "nothing offered", "no function"],
 )
 def test_what_does_not_load_is_an_error_and_not_an_absence(own: Worlds, mine, text, said: str):
     which = mine(text)
@@ -186,12 +177,6 @@ def test_what_does_not_load_is_an_error_and_not_an_absence(own: Worlds, mine, te
         own.world(1, which).run(bodies.call_ddp)
     with pytest.raises(RigError, match="does not load"):
         own.world(1, which).offered()
-
-
-def test_the_traceback_of_a_failed_import_names_the_line(own: Worlds, mine):
-    error = own.pool(1, mine("x = 1\n1 / 0\n"), "gloo").load_error
-    assert error is not None
-    assert 'mine.py", line 2' in error.text
 
 
 def test_an_impostor_that_does_not_exist_is_named_with_those_that_are_near(own: Worlds):
@@ -205,27 +190,24 @@ def test_an_impostor_that_does_not_exist_is_named_with_those_that_are_near(own: 
 @pytest.mark.parametrize(
     ("signature", "said"),
     [
-        ("model", ""),
-        ("module, process_group=None", ""),
-        ("*args, **kwargs", ""),
-        ("", "too many positional arguments"),
-        ("*, module", "too many positional arguments"),
-        ("model, group", "missing a required argument: 'group'"),
+        ("ddp(model)", ""),
+        ("ddp(module, process_group=None)", ""),
+        ("ddp(*args, **kwargs)", ""),
+        ("ddp()", "ddp(module), got ddp(): too many positional arguments"),
+        ("ddp(*, module)", "ddp(module), got ddp(*, module): too many positional arguments"),
+        ("ddp(model, group)", "got ddp(model, group): missing a required argument: 'group'"),
+        ("ddp_bucketed(module, size_mb)", "called as ddp_bucketed(module, bucket_size_mb=)"),
     ],
 )
 def test_a_function_that_cannot_take_what_every_caller_passes_is_a_misfit(
     own: Worlds, mine, signature: str, said: str
 ):
-    misfits = own.world(1, mine(f"def ddp({signature}):\n    return 0\n")).misfits()
-    assert misfits.keys() == ({"ddp"} if said else set())
-    if said:
-        expected = f"expected a function that can be called as ddp(module), got ddp({signature})"
-        assert f"{expected}: {said}; see `ddp` in spec_tests/contract/parallel.py" in misfits["ddp"]
-
-
-def test_keywords_of_the_contract_without_default_must_be_there(own: Worlds, mine):
-    misfits = own.world(1, mine("def ddp_bucketed(module, size_mb):\n    return 0\n")).misfits()
-    assert "called as ddp_bucketed(module, bucket_size_mb=)" in misfits["ddp_bucketed"]
+    misfits = own.world(1, mine(f"def {signature}:\n    return 0\n")).misfits()
+    assert list(misfits) == ([signature.partition("(")[0]] if said else [])
+    for name, reason in misfits.items():
+        assert said in reason
+        assert f"expected a function that can be called as {name}(module" in reason
+        assert reason.endswith(f"; see `{name}` in spec_tests/contract/parallel.py")
 
 
 @pytest.mark.parametrize("name", ["solution", *target.KNOWN_IMPLEMENTATIONS])

@@ -22,7 +22,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from spec_tests.clause import Clause
-from spec_tests.rig.judge import SITUATION, judging, runner, unreadable_is_a_finding
+from spec_tests.rig.judge import SITUATION, runner
 from spec_tests.rig.outcomes import LEVELS, Outcome
 from spec_tests.rig.ranks.world import AnyPool, World, Worlds
 from spec_tests.target import Target
@@ -74,23 +74,16 @@ def _last_example(test: Callable[..., Any]) -> Iterator[dict[str, Any]]:
 
 
 def _on_gloo(clause: Clause, values: dict[str, Any], world: World) -> str:
-    live = world.worlds.world(world.size, world.target, transport="gloo")
     handle = getattr(clause.test, "hypothesis", None)
-    test = clause.test if handle is None else handle.inner_test
-    drawn = "; live ranks take no schedule" if "gloo" not in clause.transports else ""
-    case = {name: value for name, value in values.items() if name != "world"}
+    again = clause if handle is None else replace(clause, test=handle.inner_test)
+    case = {**values, "world": world.size}
     assert world.target is not None  # a clause judges something
-    here = runner.situation(clause, world.target, {"world": world.size}, "replayed on gloo")
-    try:
-        with judging(here), unreadable_is_a_finding():
-            test(**case, world=replace(live, is_replay=True))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # hangs and deaths are no ordinary exceptions
-        lines = runner.message_of(error).splitlines()
-        found = next((line for line in lines if line and not line.startswith("[")), "")
-        return f"replayed on gloo: {runner.outcome_of(error)} as well: {found}{drawn}"
-    return f"replayed on gloo: passed{drawn}"
+    found = runner.run_case(again, world.target, case, world.worlds, transport="gloo")
+    lines = (line for line in found.message.splitlines() if line and not line.startswith("["))
+    failed = found.outcome is not Outcome.PASSED
+    drawn = "; live ranks take no schedule" if "gloo" not in clause.transports else ""
+    said = f"{found.outcome} as well: {next(lines, '')}" if failed else "passed"
+    return f"replayed on gloo: {said}{drawn}"
 
 
 # ------------------------------------------------------------------------------- on fresh ranks

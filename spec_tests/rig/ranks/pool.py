@@ -26,7 +26,6 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,7 +46,7 @@ RELEASE_S = 0.5
 # That takes longer where what it has made is long in going, or where one wants a processor and gets
 # none.
 _SLOW_RELEASE_S = 5.0
-_POLL_S = 0.2
+POLL_S = 0.2
 # How many times its time limit a body may take while it visibly computes.
 PATIENCE = 4.0
 
@@ -59,12 +58,14 @@ Errors = dict[int, wire.RemoteError]
 """Rank to what it raised."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a successful call returns: one value per rank, and what the ranks left behind."""
+class Ranks(list[Any]):
+    """What a successful call returns: one observation per rank.
 
-    values: list[Any]
-    leaks: tuple[str, ...]
+    Attributes:
+        leaks: what the ranks left behind.
+    """
+
+    leaks: tuple[str, ...] = ()
 
 
 class BasePool(ABC):
@@ -133,13 +134,20 @@ class BasePool(ABC):
         """Process ids of the ranks; simulated ones share a process."""
         return [member.process.pid or -1 for member in self._members]
 
-    def _outcome(self, replies: Sequence[rank_side.Reply]) -> Outcome:
+    def _outcome(self, replies: Sequence[rank_side.Reply]) -> Ranks:
         """Return what the ranks observed; the replies hold no error."""
         named = [f"rank {rank}: {leak}" for rank, r in enumerate(replies) for leak in r.leaks]
         issued = [reply.collectives for reply in replies]
         if len(set(issued)) > 1:
             named.append(f"ranks issued different numbers of operations: {issued}")
-        return Outcome(_values([reply.value for reply in replies]), tuple(named))
+        found = Ranks()
+        for rank, reply in enumerate(replies):
+            try:
+                found.append(wire.received(reply.value or b"", object))
+            except wire.NotPlain as error:  # it returned more than data
+                raise refusal(error, rank, len(replies)) from None
+        found.leaks = tuple(named)
+        return found
 
     def _raise_error(self, errors: Errors, reports: Sequence[RankReport]) -> NoReturn:
         """Raise the earliest error that is no echo of another rank's."""
@@ -206,7 +214,7 @@ class Pool(BasePool):
         timeout_s: float,
         grace_s: float,
         patience: float = PATIENCE,
-    ) -> Outcome:
+    ) -> Ranks:
         """Run `body` on every rank.
 
         Args:
@@ -236,11 +244,11 @@ class Pool(BasePool):
         patience_ends = time.monotonic() + limit_s
         slow_until = deadline
         watched = {
-            m.rank: Liveness(m.process.pid or -1, grace_s, progress=_progress_of(m))
+            m.rank: Liveness(m.process.pid or -1, grace_s, progress=progress_of(m))
             for m in self._members
         }
         while len(replies) < self.world_size:
-            ready = self._selector.select(_POLL_S)
+            ready = self._selector.select(POLL_S)
             for key, _ in ready:
                 self._receive(key.data, replies)
             errors = [reply for reply in replies.values() if reply.error]
@@ -329,7 +337,7 @@ class Pool(BasePool):
             )
         return reports
 
-    def _conclude(self, replies: dict[int, rank_side.Reply]) -> Outcome:
+    def _conclude(self, replies: dict[int, rank_side.Reply]) -> Ranks:
         ordered = [replies[rank] for rank in range(self.world_size)]
         issued = [reply.collectives for reply in ordered]
         errors = _errors(replies)
@@ -349,21 +357,6 @@ class Pool(BasePool):
         """End every rank now and remove what the pool wrote. May be called twice."""
         self._selector.close()
         super().kill()
-
-
-def _values(sent: Sequence[bytes | None]) -> list[Any]:
-    """What the bodies returned, one per rank.
-
-    Raises:
-        RankRaised: a rank returned more than data.
-    """
-    found: list[Any] = []
-    for rank, data in enumerate(sent):
-        try:
-            found.append(wire.received(data or b"", object))
-        except wire.NotPlain as error:
-            raise refusal(error, rank, len(sent)) from None
-    return found
 
 
 def refusal(error: wire.NotPlain, rank: int, world_size: int) -> RankRaised:
@@ -388,7 +381,8 @@ def culprit(errors: Errors) -> int:
     return min(errors, key=lambda rank: (errors[rank].is_echo, errors[rank].raised_ns))
 
 
-def _progress_of(member: Member) -> Callable[[], object]:
+def progress_of(member: Member) -> Callable[[], object]:
+    """What tells `Liveness` that a process gets on."""
     return lambda: member.ask_what_it_does(0.1).issued
 
 

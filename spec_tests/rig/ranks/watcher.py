@@ -33,11 +33,15 @@ LAST_WORDS = ".last"
 
 @dataclass(frozen=True)
 class Doing:
-    """What a rank says of itself while it runs a body: stack, last collectives, how many in all."""
+    """What a rank says of itself while it runs a body: stack, last collectives, how many in all.
+
+    `rank`: which one it is, of simulated ranks.
+    """
 
     stack: str
     collectives: tuple[str, ...] = ()
     issued: int = -1
+    rank: int = -1
 
 
 def watch(control: Connection, scratch: str, answer: Callable[[], Doing] | None = None) -> None:

@@ -35,11 +35,13 @@ from spec_tests.rig.ranks.errors import (
     RankRaised,
     RigError,
 )
-from spec_tests.rig.ranks.pool import PATIENCE, Pool
+from spec_tests.rig.ranks.pool import PATIENCE, Pool, Ranks
 from spec_tests.rig.ranks.wire import RemoteError
 from spec_tests.rig.sim.pool import SimPool
 from spec_tests.rig.sim.schedule import Schedule
 from spec_tests.target import Target
+
+__all__ = ["Ranks", "World", "Worlds"]
 
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -55,12 +57,6 @@ _HALVINGS = 5
 AnyPool = Pool | SimPool
 
 TRANSPORTS: dict[str, Callable[..., AnyPool]] = {"gloo": Pool, "sim": SimPool, "cuda": Pool}
-
-
-class Ranks(list[Any]):
-    """One observation per rank, plus what the ranks left behind (`leaks`)."""
-
-    leaks: tuple[str, ...] = ()
 
 
 _Key = tuple[Target | None, int, str, bool]
@@ -224,13 +220,12 @@ class World:
             limits["schedule"] = self.schedule
         with _translated(self.target, self.transport):
             try:
-                outcome = pool.call(name, args, kwargs, seed=seed, **limits)
+                ranks = pool.call(name, args, kwargs, seed=seed, **limits)
             except RankHung as failure:
                 self.worlds.note(self.target, failure)
                 raise
-        self.worlds.leaks.extend(outcome.leaks)
-        SITUATION.get().observed = ranks = Ranks(outcome.values)
-        ranks.leaks = outcome.leaks
+        self.worlds.leaks.extend(ranks.leaks)
+        SITUATION.get().observed = ranks
         return ranks
 
     def offered(self) -> tuple[str, ...]:

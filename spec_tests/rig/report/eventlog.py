@@ -212,21 +212,6 @@ def read_log(path: str | Path) -> list[Event]:
     return events
 
 
-def check_log(events: Sequence[Event]) -> list[str]:
-    """What is wrong with a log, one line each; empty when it is sound and complete."""
-    faults = []
-    for number, event in enumerate(events, start=1):
-        faults += [f"event {number}: {fault}" for fault in _check_event(event)]
-    kinds = [event.get("event") for event in events]
-    if kinds.count("header") != 1 or kinds[0] != "header":
-        faults.append("expected exactly one header, at the start")
-    if kinds.count("footer") != 1 or kinds[-1] != "footer":
-        faults.append("expected exactly one footer, at the end: the run did not reach it")
-    if not faults:
-        faults += _check_footer(events)
-    return faults
-
-
 def environment() -> Event:
     """What the header says about the machine and the versions, without importing torch."""
     return {
@@ -293,15 +278,4 @@ def _check_event(event: Event) -> list[str]:
             for margin in event["margins"]
             if not isinstance(margin, dict) or not set(_MARGIN_KEYS) <= set(margin)
         ]
-    return faults
-
-
-def _check_footer(events: Sequence[Event]) -> list[str]:
-    footer, faults = events[-1], []
-    counts = count_outcomes(events)
-    if footer["counts"] != counts:
-        faults.append(f"footer: expected counts {counts}, got {footer['counts']}")
-    status = judge_run(events).status
-    if footer["exit_status"] != status:
-        faults.append(f"footer: expected exit_status {status}, got {footer['exit_status']}")
     return faults

@@ -38,12 +38,9 @@ _FAILING = REFUTED | BROKEN | {Outcome.EXPECTED_FAILURE}
 
 def render_page(events: Sequence[Event]) -> str:
     """Return the whole page as text."""
-    return page_of(as_report(events))
-
-
-def page_of(report: Report) -> str:
-    """Return the page of a report as `data` describes it."""
-    names = [found["name"] for found in report["implementations"]]
+    report = as_report(events)
+    found = report["implementations"]
+    names = [one["name"] for one in found]
     rows = [_row(row) for row in report["clauses"]]
     present = {cell["outcome"] for row in rows for cell in row["cells"].values()}
 
@@ -53,7 +50,6 @@ def page_of(report: Report) -> str:
             return "good"
         return "bad" if _is_refuted(report, one, level) else "warn"
 
-    found = report["implementations"]
     return _template().render(
         report=report,
         names=names,

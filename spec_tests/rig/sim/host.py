@@ -46,13 +46,6 @@ class SimReply:
     histories: tuple[tuple[str, ...], ...]
 
 
-@dataclass(frozen=True)
-class SimDoing(Doing):
-    """What the world does right now: the rank that holds the baton."""
-
-    rank: int = -1
-
-
 class _Context(live.Context):
     """A simulated rank's: no time passes here, so being late is a matter of order."""
 
@@ -152,9 +145,10 @@ def main(config: live.RankConfig, tasks: Connection, control: Connection) -> Non
     del kept
 
 
-def _doing(host: _Host) -> SimDoing:
+def _doing(host: _Host) -> Doing:
+    """What the world does right now: the rank that holds the baton."""
     holder = host.baton.holder
     if holder is None:
-        return SimDoing("", (), host.baton.steps)
+        return Doing("", (), host.baton.steps)
     history = host.now.history(holder.index)
-    return SimDoing(stack_of_body(holder.thread), history, host.baton.steps, holder.index)
+    return Doing(stack_of_body(holder.thread), history, host.baton.steps, holder.index)

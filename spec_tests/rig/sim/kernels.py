@@ -16,7 +16,6 @@ import torch.distributed as dist
 from spec_tests.rig.sim.collectives import Collectives
 from spec_tests.rig.sim.faults import SimError
 from spec_tests.rig.sim.meeting import Combine, Post, Tensors
-from spec_tests.rig.sim.schedule import Chooser
 
 Add = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 Cut = Callable[[list[Post], int, Add], Tensors]
@@ -107,7 +106,7 @@ class Kernels:
 
     def _reduced(self, operator: Any) -> tuple[Add, str]:
         word = NAMES[operator.op()]
-        return lambda parts: reduce(parts, word, self._now().baton.chooser), word
+        return lambda parts: reduce(parts, word), word
 
     # ------------------------------------------------------------------------------- copies
 
@@ -256,7 +255,7 @@ def _cut(tensor: torch.Tensor, sizes: list[int], num_parts: int) -> Tensors:
     return tensor.split(sizes or tensor.shape[0] // num_parts)
 
 
-# ---------------------------------------- arithmetic, in an order that the schedule chooses
+# ------------------------------------------------------------ arithmetic, in order of the ranks
 
 _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "SUM": torch.add,
@@ -275,38 +274,17 @@ _OF_BITS = ("BAND", "BOR", "BXOR")
 NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 
 
-def reduce(contributions: Sequence[torch.Tensor], operator: str, chooser: Chooser) -> torch.Tensor:
+def reduce(contributions: Sequence[torch.Tensor], operator: str) -> torch.Tensor:
     """Combine one tensor per rank, in order of rank, into a new tensor.
 
     Raises:
         SimError: gloo has no such operator, or not for this dtype.
     """
     if operator == "AVG":
-        return reduce(contributions, "SUM", chooser) / len(contributions)
+        return reduce(contributions, "SUM") / len(contributions)
     combine, dtype = _COMBINE.get(operator), contributions[0].dtype
     if combine is None:
         raise SimError(f"gloo does not reduce with {operator}; known: {', '.join(_COMBINE)}")
     if operator in _OF_BITS and (dtype.is_floating_point or dtype.is_complex):
         raise SimError(f"gloo does not reduce {dtype} with {operator}")
-    size, order = len(contributions), chooser.schedule.reduce_order
-    if size == 1:
-        return contributions[0].clone()
-    if order == "ascending" or size == 2 or not contributions[0].is_floating_point():
-        return functools.reduce(combine, contributions)
-    if order == "random":
-        return functools.reduce(combine, [contributions[i] for i in chooser.order(size)])
-    return _by_ring(contributions, combine)
-
-
-def _by_ring(
-    contributions: Sequence[torch.Tensor],
-    combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """Part i of a tensor begins its round at rank i + 1 and ends it at rank i."""
-    size = len(contributions)
-    parts = [torch.tensor_split(tensor.reshape(-1), size) for tensor in contributions]
-    done = [
-        functools.reduce(combine, [parts[(first + 1 + i) % size][first] for i in range(size)])
-        for first in range(size)
-    ]
-    return torch.cat(done).reshape(contributions[0].shape)
+    return functools.reduce(combine, contributions[1:], contributions[0].clone())

@@ -22,13 +22,19 @@ from spec_tests.rig.ranks import wire
 from spec_tests.rig.ranks.errors import RankDied, RankHung, RankReport, RigError
 from spec_tests.rig.ranks.liveness import Liveness
 from spec_tests.rig.ranks.member import Member
-from spec_tests.rig.ranks.pool import BasePool, Outcome, culprit, is_damaged, refusal
+from spec_tests.rig.ranks.pool import (
+    PATIENCE,
+    POLL_S,
+    BasePool,
+    Ranks,
+    culprit,
+    is_damaged,
+    progress_of,
+    refusal,
+)
 from spec_tests.rig.sim import hooks, host
 from spec_tests.rig.sim.faults import Deadlock
 from spec_tests.rig.sim.schedule import Schedule
-
-_POLL_S = 0.2
-_PATIENCE = 4
 
 
 class SimPool(BasePool):
@@ -61,7 +67,7 @@ class SimPool(BasePool):
         timeout_s: float,
         grace_s: float,
         schedule: Schedule | None = None,
-    ) -> Outcome:
+    ) -> Ranks:
         """Run `body` on every rank.
 
         Raises:
@@ -81,10 +87,8 @@ class SimPool(BasePool):
     def _wait(self, timeout_s: float, grace_s: float) -> host.SimReply:
         member = self._member
         begun = time.monotonic()
-        watched = Liveness(
-            member.process.pid or -1, grace_s, progress=lambda: self._asks(0.1).issued
-        )
-        while not member.tasks.poll(_POLL_S):
+        watched = Liveness(member.process.pid or -1, grace_s, progress=progress_of(member))
+        while not member.tasks.poll(POLL_S):
             elapsed = time.monotonic() - begun
             if watched.is_blocked():
                 self._give_up(
@@ -92,36 +96,25 @@ class SimPool(BasePool):
                 )
             if elapsed > timeout_s and watched.is_idle:
                 self._give_up(f"gave no answer within {timeout_s:g} s")
-            if elapsed > _PATIENCE * timeout_s:
-                self._give_up(f"is still computing after {_PATIENCE * timeout_s:g} s")
+            if elapsed > PATIENCE * timeout_s:
+                self._give_up(f"is still computing after {PATIENCE * timeout_s:g} s")
         try:
             reply = wire.received(member.tasks.recv_bytes(), host.SimReply)
         except (EOFError, ConnectionResetError):
             self._raise_died()
         except wire.NotPlain as error:
-            raise refusal(error, max(self._running(), 0), self.world_size) from None
+            raise refusal(error, self._running(), self.world_size) from None
         return reply
-
-    def _asks(self, wait_s: float) -> host.SimDoing:
-        doing = self._member.ask_what_it_does(wait_s)
-        if isinstance(doing, host.SimDoing):
-            return doing
-        return host.SimDoing(doing.stack, doing.collectives, doing.issued, self._running())
 
     def _running(self) -> int:
         return (self._scratch / "baton").read_bytes()[0]
 
     def _give_up(self, why: str) -> NoReturn:
-        doing = self._asks(0.3)
-        rank = max(doing.rank, 0)
-        reports = [
-            RankReport(other, "waits for its turn", output="")
-            if other != rank
-            else RankReport(
-                rank, "in the body", None, doing.stack, doing.collectives, self._member.output()
-            )
-            for other in range(self.world_size)
-        ]
+        doing, output = self._member.ask_what_it_does(0.3), self._member.output()
+        rank = doing.rank if doing.rank >= 0 else self._running()  # who could not answer
+        reports = [RankReport(other, "waits for its turn") for other in range(self.world_size)]
+        told = (doing.stack, doing.collectives, output)
+        reports[rank] = RankReport(rank, "in the body", None, *told)
         self.kill()
         raise RankHung(
             f"hang: rank {rank} {why}; in a simulated world ranks are threads, and this one keeps "
@@ -132,16 +125,13 @@ class SimPool(BasePool):
 
     def _raise_died(self) -> NoReturn:
         rank, state = self._running(), self._member.how_it_ended()
-        reports = [
-            RankReport(other, state if other == rank else "was one process with it")
-            for other in range(self.world_size)
-        ]
+        reports = [RankReport(other, "was one process with it") for other in range(self.world_size)]
         stack = self._member.last_words().stack
         reports[rank] = RankReport(rank, state, None, stack, output=self._member.output())
         self.kill()
         raise RankDied(f"rank {rank} of {self.world_size}: {state}", rank, reports)
 
-    def _conclude(self, reply: host.SimReply) -> Outcome:
+    def _conclude(self, reply: host.SimReply) -> Ranks:
         errors = {r: each.error for r, each in enumerate(reply.replies) if each.error is not None}
         output = self._member.output() if errors else ""
         if is_damaged(reply.replies):
@@ -162,19 +152,13 @@ class SimPool(BasePool):
 
     def _raise_deadlock(self, reply: host.SimReply) -> NoReturn:
         waits = {row.rank: row for row in reply.blocked}
-        rows = [
-            f"  rank {rank}: waits for {waits[rank].waits_for}"
-            if rank in waits
-            else f"  rank {rank}: has left the body"
-            for rank in range(self.world_size)
-        ]
-        reports = [
-            RankReport(
-                rank,
-                "in the body" if rank in waits else "returned",
-                stack=waits[rank].stack if rank in waits else "",
-                collectives=reply.histories[rank],
-            )
-            for rank in range(self.world_size)
-        ]
-        raise Deadlock("deadlock: no rank can go on\n" + "\n".join(rows), min(waits), reports)
+        rows, reports = ["deadlock: no rank can go on"], []
+        for rank, history in enumerate(reply.histories):
+            row = waits.get(rank)
+            state, stack = ("in the body", row.stack) if row else ("returned", "")
+            reports.append(RankReport(rank, state, stack=stack, collectives=history))
+            rows.append(f"  rank {rank}: " + (f"waits for {row.waits_for}" if row else _LEFT))
+        raise Deadlock("\n".join(rows), min(waits), reports)
+
+
+_LEFT = "has left the body"

@@ -12,11 +12,10 @@ towards the empty one, which is the first of the above.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 POLICIES = ("lowest", "reversed", "seeded", "drawn")
-REDUCE_ORDERS = ("ascending", "ring", "random")
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,7 @@ class Schedule:
         choices: of the policy "drawn"; each picks one of the ranks that could go on.
         straggler: a rank that runs only when no other can.
         late: how often, at most, a finished operation still says that it is not (`is_completed`).
-        reduce_order: in which order contributions are added: by rank, as a ring does (each part of
-            a tensor begins at another rank), or at random. Floats only.
+
         unwaited: "error", or "ignore": what it is to leave work behind that nobody waited for.
     """
 
@@ -39,16 +37,13 @@ class Schedule:
     choices: tuple[int, ...] = ()
     straggler: int | None = None
     late: int = 0
-    reduce_order: str = "ascending"
+
     unwaited: str = "error"
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"policy must be one of {POLICIES}, got {self.policy!r}")
-        if self.reduce_order not in REDUCE_ORDERS:
-            raise ValueError(
-                f"reduce_order must be one of {REDUCE_ORDERS}, got {self.reduce_order!r}"
-            )
+
         if self.unwaited not in ("error", "ignore"):
             raise ValueError(f'unwaited must be "error" or "ignore", got {self.unwaited!r}')
 
@@ -64,10 +59,11 @@ class Chooser:
 
     schedule: Schedule
     _random: random.Random = field(init=False)
-    _next: int = 0
+    _choices: Iterator[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.schedule.seed)
+        self._choices = iter(self.schedule.choices)
 
     def pick(self, current: int | None, ready: Sequence[int]) -> int:
         """One of `ready` (ascending, not empty); `current` is the rank that has just run."""
@@ -83,19 +79,9 @@ class Chooser:
             if current in able:
                 able.remove(current)
                 able.insert(0, current)
-            return able[self._take() % len(able)]
+            return able[next(self._choices, 0) % len(able)]
         return able[0]
 
     def delay(self) -> int:
         """How many more times a finished operation denies that it is."""
         return self._random.randint(0, self.schedule.late) if self.schedule.late else 0
-
-    def order(self, size: int) -> list[int]:
-        """Order of `size` addends under the reduce order "random"."""
-        return self._random.sample(range(size), size)
-
-    def _take(self) -> int:
-        choices = self.schedule.choices
-        choice = choices[self._next] if self._next < len(choices) else 0
-        self._next += 1
-        return choice
