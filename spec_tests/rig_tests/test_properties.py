@@ -17,6 +17,7 @@ from spec_tests.rig.ranks.world import World, Worlds
 from spec_tests.rig_tests import bodies
 
 QUICK = settings(settings.get_profile("default"), deadline=None, derandomize=True, database=None)
+QUICK = settings(QUICK, report_multiple_bugs=True)  # several are several findings here
 SIZES = st.lists(st.integers(min_value=1, max_value=9), max_size=4)
 
 
@@ -33,15 +34,15 @@ def buckets(ctx: Context, sizes: list[int]) -> list[float]:
 
 
 def run_property(
-    body: Callable[..., Any], world: World, seen: list[Any], examples: Any = SIZES, **options: Any
+    body: Callable[..., Any], world: World, seen: list[Any], examples: Any = SIZES, **more: Any
 ) -> None:
     """Run a body on the ranks for drawn examples; `seen` collects them in order."""
 
-    @settings(QUICK, max_examples=60, phases=(Phase.generate, Phase.shrink), **options)
+    @settings(QUICK, max_examples=60, phases=(Phase.generate, Phase.shrink))
     @given(example=examples)
     def property_on_ranks(example: Any) -> None:
         seen.append(example)
-        world.run(body, example, grace_s=0.5)
+        world.run(body, example, grace_s=0.5, **more)
 
     property_on_ranks()
 
@@ -68,30 +69,24 @@ def two_bugs(ctx: Context, number: int) -> int:
 def test_two_planted_bugs_stay_two(worlds: Worlds):
     numbers = st.integers(min_value=0, max_value=1000)
     with pytest.raises(ExceptionGroup) as caught:
-        run_property(two_bugs, worlds.world(2), [], numbers, report_multiple_bugs=True)
+        run_property(two_bugs, worlds.world(2), [], numbers)
     messages = sorted(str(error).partition("\n")[0] for error in caught.value.exceptions)
     assert [message.rpartition(": ")[2] for message in messages] == ["large", "odd"]
 
 
-def hang(ctx: Context, sizes: list[int]) -> None:
+def leave(ctx: Context, sizes: list[int], is_death: bool) -> None:
     if ctx.rank == 1 and len(sizes) > 1:
+        if is_death:
+            os._exit(7)
         return
     dist.barrier()
 
 
-def exits(ctx: Context, sizes: list[int]) -> None:
-    if ctx.rank == 1 and len(sizes) > 1:
-        os._exit(7)
-    dist.barrier()
-
-
-@pytest.mark.parametrize(
-    ("body", "kind"), [(hang, RankHung), (exits, RankDied)], ids=["hang", "exit"]
-)
-def test_a_hang_or_a_death_ends_the_property_and_is_not_shrunk(worlds: Worlds, body, kind):
+@pytest.mark.parametrize(("is_death", "kind"), [(False, RankHung), (True, RankDied)])
+def test_a_hang_or_a_death_ends_the_property_and_is_not_shrunk(worlds: Worlds, is_death, kind):
     seen: list[list[int]] = []
     with pytest.raises(kind):
-        run_property(body, worlds.world(2), seen)
+        run_property(leave, worlds.world(2), seen, is_death=is_death)
     assert [len(sizes) > 1 for sizes in seen].count(True) == 1
 
 
@@ -117,11 +112,8 @@ def test_the_quick_profile_draws_the_same_each_time(worlds: Worlds):
     assert len(first) == settings.get_profile("quick").max_examples
     assert drawn(worlds.world(2)) == first
     assert len(set(first)) > 5
-
-
-def test_schedules_end_with_a_synchronised_micro_batch(worlds: Worlds):
-    for _, schedule, size in drawn(worlds.world(2)):
-        assert schedule[-1]
+    for _, schedule, size in first:
+        assert schedule[-1], "schedules end with a synchronised micro-batch"
         assert 1 <= len(schedule) <= 5
         assert size > 0
 

@@ -1,5 +1,12 @@
-"""What is found on simulated ranks is replayed on gloo; where none can be, that is said."""
+"""A failing case is tried again, on gloo or alone on fresh ranks; the message says what came of it.
 
+Where no ranks can be simulated, that is said.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +19,9 @@ from spec_tests.ledger import load_all
 from spec_tests.rig.judge import replay, runner
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.world import World, Worlds
+from spec_tests.rig.report.eventlog import read_log
 from spec_tests.rig.sim import Schedule
+from spec_tests.rig_tests.helpers import python
 
 CLAUSES = {clause.id: clause for clause in load_all()}
 
@@ -83,3 +92,56 @@ def test_a_run_on_sim_falls_back_to_gloo_and_says_why(monkeypatch: pytest.Monkey
     assert (run.transport, run.worlds.transport) == ("gloo", "gloo")
     (notice,) = run.notices
     assert "lacks ..._distributed_c10d.FakeProcessGroup: judged on gloo instead of sim" in notice
+
+
+# Of each process: the calls of `ddp` after the LAST double the gradients.
+KEEPS_STATE = """
+from torch.nn.parallel import DistributedDataParallel
+
+calls = []
+
+
+def ddp(module, *, process_group=None):
+    calls.append(module)
+    for parameter in module.parameters() if len(calls) > LAST else ():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: 2 * gradient)
+    return DistributedDataParallel(module, process_group=process_group)
+"""
+NEEDED = ("ddp.gradients.mean", "ddp.gradients.tied-parameter", "ddp.gradients.frozen-stay-none")
+
+
+def judged(arguments: list[str], folder: Path) -> list[tuple[str, str, str, str]]:
+    """Clause, case, outcome and message of everything that did not pass or was not offered."""
+    python(*arguments, "--report", str(folder))
+    return [
+        (event["clause"], event["case"], event["rerun"], event["message"])
+        for event in read_log(folder / "events.jsonl")
+        if event["event"] == "result" and event["outcome"] not in ("passed", "not_offered")
+    ]
+
+
+def test_what_fails_only_after_other_cases_says_so_and_fails_again(tmp_path: Path):
+    mine = tmp_path / "mine.py"
+    mine.write_text(f"LAST = 3\n{KEEPS_STATE}", encoding="utf-8")
+    selected = [word for name in NEEDED for word in ("--clause", name)]
+    command = ["-m", "spec_tests", "--impl", str(mine), *selected]
+    ((clause, case, again, message),) = judged(command, tmp_path / "first")
+    assert (clause, case) == (NEEDED[2], "ddp-w2")
+    assert "\nalone on fresh ranks this case passes: it fails after other cases" in message
+    assert f"--clause {NEEDED[1]} --clause {NEEDED[2]}" in again
+    assert f"\nagain: {again}\n" in message
+    ((clause, case, _, _),) = judged(shlex.split(again)[1:], tmp_path / "again")
+    assert (clause, case) == (NEEDED[2], "ddp-w2")
+
+
+def test_what_fails_alone_has_the_line_that_it_always_had(tmp_path: Path):
+    mine = tmp_path / "mine.py"
+    mine.write_text(f"LAST = 0\n{KEEPS_STATE}", encoding="utf-8")
+    found = judged(
+        ["-m", "spec_tests", "--impl", str(mine), "--clause", NEEDED[0]], tmp_path / "first"
+    )
+    assert found
+    for clause, _, again, message in found:
+        assert again == f"python -m spec_tests --impl {mine} --clause {clause}"
+        assert "fresh ranks" not in message

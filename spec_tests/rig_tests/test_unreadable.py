@@ -28,20 +28,17 @@ OBSERVATIONS = {
 
 
 class _Returning(World):
-    """Ranks that run nothing, and return the same whatever they are asked."""
+    """Ranks that run nothing, offer everything, and return the same whatever they are asked."""
 
     def run(self, body: Any, *args: Any, **options: Any) -> Ranks:
-        """What they return."""
         value = self.worlds.value  # type: ignore[attr-defined]  # see _AllReturning
         judge.SITUATION.get().observed = ranks = Ranks([value] * self.size)
         return ranks
 
     def offered(self) -> tuple[str, ...]:
-        """Everything."""
         return tuple(FUNCTIONS)
 
     def misfits(self) -> dict[str, str]:
-        """Nothing."""
         return {}
 
 
