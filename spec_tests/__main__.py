@@ -104,19 +104,13 @@ def _text_of(path: Path) -> str:
 
 
 def _judge(arguments: list[str]) -> int:
-    from spec_tests.rig.ranks.not_here import missing
-
-    flags = _flags(arguments)
-    for spec in filter(None, flags.impl):
-        if lacking := missing(spec):
-            return _refuse(spec, lacking, flags.report)
-
     import pytest
 
     from spec_tests.ledger import chapter_folders
     from spec_tests.rig.report import forget
     from spec_tests.rig.report.eventlog import read_log
 
+    flags = _flags(arguments)
     with tempfile.TemporaryDirectory(prefix="trainspec-") as scratch:
         directory = flags.report or scratch
         log = Path(directory) / "events.jsonl"
@@ -138,20 +132,6 @@ def _flags(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--impl", action="append", default=[], nargs="?")
     parser.add_argument("--report", nargs="?")
     return parser.parse_known_args(arguments)[0]
-
-
-def _refuse(spec: str, lacking: str, directory: str | None) -> int:
-    """Report an implementation that cannot load, and leave no older report behind."""
-    if directory:
-        from spec_tests.rig.report import forget
-
-        forget(directory)
-    print(
-        f"ERROR: --impl {spec}: expected an implementation that loads, but importing it failed\n"
-        f"{lacking}",
-        file=sys.stderr,
-    )
-    return 2
 
 
 # Nothing of the user's own pytest configuration applies: a verdict does not depend on where the

@@ -77,9 +77,7 @@ _SEVERITY = {outcome: position for position, outcome in enumerate(Outcome)}
 SILENT = frozenset({Outcome.NOT_OFFERED, Outcome.NOT_HERE, Outcome.SKIPPED})
 """They say nothing about the norm: neither in a numerator nor in a denominator."""
 
-REFUTED = frozenset(
-    {Outcome.FAILED, Outcome.HANG, Outcome.DIED, Outcome.UNEXPECTED_PASS},
-)
+REFUTED = frozenset({Outcome.FAILED, Outcome.HANG, Outcome.DIED, Outcome.UNEXPECTED_PASS})
 """The clause does not hold as declared: status 1 for a MUST at or below the level."""
 
 BROKEN = frozenset({Outcome.ERROR, Outcome.BLOCKED})
@@ -155,14 +153,14 @@ class Cell:
         return self.strength == "MUST" and self.is_within(level)
 
 
-def cells(events: Iterable[Event]) -> list[Cell]:
-    """All cells, in the order in which their first case appears in the log."""
+def cells(events: Iterable[Event], implementation: str | None = None) -> list[Cell]:
+    """The cells, of one implementation if it is named, in the order of their first cases."""
     grouped: dict[tuple[str, str], list[Event]] = {}
-    for event in results(events):
+    for event in results(events, implementation):
         grouped.setdefault((event["clause"], event["implementation"]), []).append(event)
     return [
-        Cell(clause, implementation, found[0]["strength"], found[0]["level"], tuple(found))
-        for (clause, implementation), found in grouped.items()
+        Cell(clause, name, found[0]["strength"], found[0]["level"], tuple(found))
+        for (clause, name), found in grouped.items()
     ]
 
 

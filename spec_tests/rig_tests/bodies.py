@@ -63,20 +63,16 @@ class _Lingering:
         time.sleep(self.seconds)
 
 
-def fail_and_linger(ctx: Context, seconds: float) -> None:
-    """Rank 0 raises, and what it has made is long in going; the others wait for it."""
-    if ctx.rank == 0:
-        _Lingering(seconds)
-        raise KeyError("planted")
-    dist.barrier()
+def fail(ctx: Context, how: str, culprit: int, seconds: float = 0.0) -> float:
+    """Rank `culprit` fails in the way called `how`; the others wait for it in an all-reduce.
 
-
-def fail(ctx: Context, how: str, culprit: int) -> float:
-    """Rank `culprit` fails in the way called `how`; the others wait for it in an all-reduce."""
+    What it has made is `seconds` long in going.
+    """
     tensor = torch.ones(4)
     dist.all_reduce(tensor)
     if ctx.rank == culprit:
         if how == "raise":
+            _Lingering(seconds)
             raise KeyError("planted")
         if how == "exit":
             sys.exit(3)

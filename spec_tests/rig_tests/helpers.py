@@ -31,6 +31,14 @@ def declared(test: Callable[..., None]) -> Clause:
 
 MEAN = declared(test_gradients.test_every_rank_holds_the_mean_gradient)
 MEAN_CASE = {"world": 2, "subject": "ddp", "toy": "mlp"}
+RIGHT = """\
+from torch.nn.parallel import DistributedDataParallel
+def ddp(module, *, process_group=None):
+    return DistributedDataParallel(module, process_group=process_group)
+def no_sync(wrapped):
+    return wrapped.no_sync()
+"""
+"""An implementation of a user's own that is as it should be."""
 PROMPT_S, HANG_S = 2.0, 5.0
 """How soon a rank that raised or died is to be reported, and one that hangs."""
 

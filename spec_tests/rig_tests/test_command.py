@@ -22,16 +22,9 @@ from spec_tests.outcome_hooks import Run
 from spec_tests.plugin import _nothing_to_run
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.report.eventlog import read_log
-from spec_tests.rig_tests.helpers import ROOT, python
+from spec_tests.rig_tests.helpers import RIGHT, ROOT, python
 from spec_tests.rig_tests.logs import result
 
-RIGHT = """\
-from torch.nn.parallel import DistributedDataParallel
-def ddp(module, *, process_group=None):
-    return DistributedDataParallel(module, process_group=process_group)
-def no_sync(wrapped):
-    return wrapped.no_sync()
-"""
 WRONG = """\
 import torch.distributed as dist
 def ddp(module, *, process_group=None):
@@ -184,17 +177,12 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path):
     assert f"interrupted during {FROZEN} (ddp-w2) on mine.py" in said
 
 
+MISSPELT = "no clause id matches; close to it: ddp.gradients.mean"
 BROKEN = {
-    "points of no clause": (
-        ("--points", "{folder}/points.toml"),
-        "no MUST clause matches 'ddp.nothing'",
-    ),
-    "unknown clause": (
-        ("--clause", "ddp.gradient.meen"),
-        "no clause id matches; close to it: ddp.gradients.mean",
-    ),
-    "no such file": (("--impl", "nowhere/mine.py"), "expected a .py file or a package folder"),
-    "import fails": (("--impl", "{folder}/broken.py"), "ModuleNotFoundError: No module named"),
+    "no such points": ("--points {folder}/points.toml", "no MUST clause matches 'ddp.nothing'"),
+    "unknown clause": ("--clause ddp.gradient.meen", MISSPELT),
+    "no such file": ("--impl nowhere/mine.py", "expected a .py file or a package folder"),
+    "import fails": ("--impl {folder}/broken.py", "ModuleNotFoundError: No module named"),
 }
 
 
@@ -207,8 +195,8 @@ def test_a_run_that_cannot_judge_says_why(tmp_path: Path, what: str):
     (tmp_path / "out" / "index.html").write_text("conforms")
     arguments, said = BROKEN[what]
     # Two reports, as `make check ARGS="--report DIR"` gives: the last one is asked for.
-    reports = ("--report", "{folder}/other", "--report", "{folder}/out")
-    ended = spec_tests(*(word.format(folder=tmp_path) for word in (*reports, *arguments)))
+    words = f"--report {{folder}}/other --report {{folder}}/out {arguments}".split()
+    ended = spec_tests(*(word.format(folder=tmp_path) for word in words))
     assert ended.returncode == 2
     old = tmp_path / "out" / "index.html"
     assert not old.exists() or "conforms" not in old.read_text(), "that was another run"
@@ -276,14 +264,12 @@ def test_an_installed_suite_serves_pytest_from_another_folder(tmp_path: Path):
 # --------------------------------------------------------------------------- without a process
 
 
-def test_help_is_the_manual(capsys):
-    assert command.main(["--help"]) == 0
-    assert "Exit status" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", command.COMMANDS)
-def test_the_manual_names_every_subcommand_and_each_has_a_main(name: str):
-    assert f"python -m spec_tests {name} " in (command.__doc__ or "")
+def test_the_manual_names_every_subcommand_and_each_has_a_main(name: str, capsys):
+    assert command.main(["--help"]) == 0
+    manual = capsys.readouterr().out
+    assert "Exit status" in manual
+    assert f"python -m spec_tests {name} " in manual
     assert callable(import_module(command.COMMANDS[name]).main)
 
 

@@ -95,12 +95,6 @@ class Demanding(Exception):
 
 
 def raise_odd(ctx: Context, which: str) -> None:
-    if which == "mute":
-        raise Mute
-    if which == "demanding":
-        raise Demanding(1, two=2)
-    if which == "base":
-        raise KeyboardInterrupt
     if which == "assert":
         assert ctx.rank == 1, f"rank {ctx.rank} of all"
         return
@@ -109,7 +103,12 @@ def raise_odd(ctx: Context, which: str) -> None:
             raise KeyError("first")
         except KeyError as error:
             raise OSError("second") from error
-    raise ExceptionGroup("several", [ValueError("one"), KeyError("two")])
+    raise {
+        "mute": Mute(),
+        "demanding": Demanding(1, two=2),
+        "base": KeyboardInterrupt(),
+        "group": ExceptionGroup("several", [ValueError("one"), KeyError("two")]),
+    }[which]
 
 
 @pytest.mark.parametrize(
@@ -202,6 +201,9 @@ def test_a_dead_rank_is_named_at_once(worlds: Worlds, size: int, culprit: int, h
     assert state in caught.value.headline
     assert "all_reduce #" in str(caught.value), "the last collectives of the living"
     assert_healthy(worlds, size)
+    os.kill(worlds.pool(size, None, "gloo").pids()[0], signal.SIGKILL)  # between two calls
+    with pytest.raises(RankDied, match=f"rank 0 of {size}: killed by SIGKILL"):
+        worlds.world(size).run(bodies.empty)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -213,14 +215,6 @@ def test_collectives_of_unequal_sizes_never_pass(worlds: Worlds, size: int):
     sizes = [size for report in failure.ranks for size in report.collectives]
     assert "mismatch" in str(failure) or any("[[7]]" in size for size in sizes)
     assert_healthy(worlds, size)
-
-
-def test_a_rank_that_died_between_two_calls_is_told_too(worlds: Worlds):
-    assert_healthy(worlds, 2)
-    os.kill(worlds.pool(2, None, "gloo").pids()[0], signal.SIGKILL)
-    with pytest.raises(RankDied, match="rank 0 of 2: killed by SIGKILL"):
-        worlds.world(2).run(bodies.empty)
-    assert_healthy(worlds, 2)
 
 
 # --------------------------------------------------------------------------------------- it hangs

@@ -39,7 +39,7 @@ def test_the_rigs_own_times_add_up_to_the_promise():
 
 def test_peers_of_a_rank_that_is_long_in_going_are_released(worlds: Worlds):
     with pytest.raises(RankRaised, match="rank 0 of 2 raised KeyError") as caught:
-        worlds.world(2).run(bodies.fail_and_linger, 2 * pool.RELEASE_S)
+        worlds.world(2).run(bodies.fail, "raise", 0, 2 * pool.RELEASE_S)
     assert [report.state for report in caught.value.ranks] == ["raised"] * 2
     assert worlds.world(2).run(bodies.who) == [(0, 2, ""), (1, 2, "")]
 
@@ -157,17 +157,30 @@ def test_a_process_that_a_thread_has_started_works_for_it(does: str, is_work: bo
     assert found == (is_work, is_work)
 
 
-def reduce_unequal(ctx: Context, depth: int) -> None:
+def deep_down(ctx: Context, depth: int, what: str) -> None:
     if depth:
-        return reduce_unequal(ctx, depth - 1)
+        return deep_down(ctx, depth - 1, what)
+    if what == "crash":
+        ctypes.string_at(0)
     for size in (3, 5 + 100_000 * ctx.rank):
         torch.distributed.all_reduce(torch.ones(size))
     return None
 
 
+def test_the_stack_of_a_crash_ends_where_it_crashed(worlds: Worlds):
+    with pytest.raises(RankDied, match="killed by SIGSEGV") as caught:
+        worlds.world(1).run(deep_down, 30, "crash")
+    (dead,) = caught.value.ranks
+    frames = [line for line in dead.stack.splitlines() if line.startswith("  File")]
+    assert "in string_at" in frames[-1]
+    assert "in deep_down" in frames[-2]
+    assert "\n    ctypes.string_at(0)\n" in dead.stack
+    assert dead.output == "Fatal Python error: Segmentation fault"
+
+
 def test_a_rank_that_gloo_aborts_shows_its_last_collectives_and_where_it_was(worlds: Worlds):
     with pytest.raises(RankDied, match="killed by SIGABRT") as caught:
-        worlds.world(2).run(reduce_unequal, 30)
+        worlds.world(2).run(deep_down, 30, "reduce")
     dead = caught.value.ranks[caught.value.primary]
     other = caught.value.ranks[1 - dead.rank]
     sizes = {0: "[[5]]", 1: "[[100005]]"}
@@ -179,24 +192,6 @@ def test_a_rank_that_gloo_aborts_shows_its_last_collectives_and_where_it_was(wor
         ]
     assert "torch.distributed.all_reduce(torch.ones(size))" in dead.stack.rpartition("depth - 1")[2]
     assert "Received data size doesn't match expected size" in dead.output
-
-
-def crash(ctx: Context, depth: int) -> None:
-    if depth:
-        return crash(ctx, depth - 1)
-    ctypes.string_at(0)
-    return None
-
-
-def test_the_stack_of_a_crash_ends_where_it_crashed(worlds: Worlds):
-    with pytest.raises(RankDied, match="killed by SIGSEGV") as caught:
-        worlds.world(1).run(crash, 30)
-    (dead,) = caught.value.ranks
-    frames = [line for line in dead.stack.splitlines() if line.startswith("  File")]
-    assert "in string_at" in frames[-1]
-    assert "in crash" in frames[-2]
-    assert "\n    ctypes.string_at(0)\n" in dead.stack
-    assert dead.output == "Fatal Python error: Segmentation fault"
 
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="children are forked")

@@ -28,31 +28,14 @@ from spec_tests.rig.ranks.recorder import Kind
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.report.eventlog import read_log
 from spec_tests.rig_tests import bodies
-from spec_tests.rig_tests.helpers import MEAN, judged, python
+from spec_tests.rig_tests.helpers import MEAN, RIGHT, judged, python
 
-RIGHT = """
-from torch.nn.parallel import DistributedDataParallel
-def ddp(module, *, process_group=None):
-    return DistributedDataParallel(module, process_group=process_group)
-"""
 UNANSWERED = "(did not answer: "
 CRASH = "import ctypes; ctypes.string_at(0)"
 
 
-@pytest.fixture(scope="session")
-def right(tmp_path_factory: pytest.TempPathFactory) -> target.Target:
-    """One that is as it should be, for all tests."""
-    path = tmp_path_factory.mktemp("right") / "right.py"
-    path.write_text(RIGHT, encoding="utf-8")
-    return target.parse(str(path))
-
-
-@pytest.fixture(scope="session")
-def beside(right: target.Target):
-    """Worlds in which the right one lives on while others come and go."""
-    worlds = Worlds()
-    yield worlds
-    worlds.close()
+BESIDE = target.parse("torch")
+"""Right, and living on in the same worlds while others come and go."""
 
 
 def calling(statement: str) -> str:
@@ -84,18 +67,20 @@ def calling(statement: str) -> str:
     ],
 )
 def test_what_a_call_does_is_a_result_for_its_clause(
-    beside: Worlds, right, mine, statement: str, outcome: Outcome, said: str
+    module_worlds: Worlds, mine, statement: str, outcome: Outcome, said: str
 ):
     if outcome is Outcome.NOT_HERE and torch.cuda.is_available():
         pytest.skip("needs a machine without CUDA")
     which = mine(calling(statement))
-    found = judged(which, beside)
+    found = judged(which, module_worlds)
     assert found.outcome == outcome, found.message
     # On a crowded machine the rank may have no processor to say in time where it is.
     assert said in found.message or (outcome is Outcome.HANG and UNANSWERED in found.message)
     assert len(found.message) < 100_000
-    beside.drop(which)
-    assert judged(right, beside).outcome == Outcome.PASSED, "as if nothing had happened beside it"
+    module_worlds.drop(which)
+    assert judged(BESIDE, module_worlds).outcome == Outcome.PASSED, (
+        "as if nothing had happened beside it"
+    )
 
 
 def test_what_floods_without_end_is_a_hang_with_its_stack_and_spares_the_disk(
@@ -110,7 +95,7 @@ def test_what_floods_without_end_is_a_hang_with_its_stack_and_spares_the_disk(
     assert " bytes before this were dropped)" in str(caught.value)
 
 
-def test_patience_wears_out_with_the_function_that_computes_without_end(own: Worlds, right, mine):
+def test_patience_wears_out_with_the_function_that_computes_without_end(own: Worlds, mine):
     endless = mine(calling("while True: pass"))
     own.world(1, endless).run(bodies.empty)
     with judge.judging(judge.Situation(subject="ddp")):
@@ -122,16 +107,16 @@ def test_patience_wears_out_with_the_function_that_computes_without_end(own: Wor
             own.note(endless, RankHung("hang: rank 0 blocked, nothing moved for 2 s", 0))
             own.note(endless, caught.value)
         assert patience == [2.0, 1.0, 0.5, 0.25, 0.125, 0.125, 0.125]
-        assert own.patience(right) == 4.0, "nobody else has used any of it up"
+        assert own.patience(BESIDE) == 4.0, "nobody else has used any of it up"
     with judge.judging(judge.Situation(subject="sharded_optimizer")):
         assert own.patience(endless) == 1.0, "another function of it has its limit, and no more"
 
 
-def test_who_is_judged_stands_in_the_situation(right):
+def test_who_is_judged_stands_in_the_situation():
     case = {"world": 2, "subject": "ddp_bucketed"}
-    assert runner.situation(MEAN, right, case, "").subject == "ddp_bucketed"
+    assert runner.situation(MEAN, BESIDE, case, "").subject == "ddp_bucketed"
     needing = dataclasses.replace(MEAN, judges=(), needs=("train", "ddp"))
-    assert runner.situation(needing, right, {"world": 2}, "").subject == "train, ddp"
+    assert runner.situation(needing, BESIDE, {"world": 2}, "").subject == "train, ddp"
 
 
 def test_a_huge_observation_is_refused_where_it_is_made(own: Worlds, mine):
@@ -215,11 +200,11 @@ def state(ctx: Context) -> list[object]:
 
 
 def test_global_state_is_put_back_and_what_was_replaced_is_told(
-    own: Worlds, beside: Worlds, right, mine
+    own: Worlds, module_worlds: Worlds, mine
 ):
     meddler = mine(MEDDLER + RIGHT)
     meddled = own.world(2, meddler).run(state)
-    assert meddled == beside.world(2, right).run(state)
+    assert meddled == module_worlds.world(2, BESIDE).run(state)
     assert judged(meddler, own).outcome == Outcome.PASSED
     said = "\n".join(own.leaks)
     assert "rank 0, at import: default dtype: torch.float32 -> torch.float16 (restored)" in said
@@ -236,12 +221,12 @@ def test_a_group_of_its_own_is_left_before_the_rig_makes_one(own: Worlds, mine):
     assert judged(mine(text + RIGHT), own).outcome == Outcome.PASSED
 
 
-def test_a_failure_that_is_remembered_does_not_grow_from_clause_to_clause(own: Worlds, right):
-    own._failed[right, 1, "gloo", False] = [RankDied("rank 0 exited with 3", 0)] * world._STARTS
+def test_a_failure_that_is_remembered_does_not_grow_from_clause_to_clause(own: Worlds):
+    own._failed[BESIDE, 1, "gloo", False] = [RankDied("rank 0 exited with 3", 0)] * world._STARTS
     depths = []
     for _ in range(3):
         with pytest.raises(RankDied) as caught:
-            own.pool(1, right, "gloo")
+            own.pool(1, BESIDE, "gloo")
         depths.append(len(caught.traceback))
     assert depths == depths[:1] * 3
 

@@ -20,7 +20,6 @@ from spec_tests.attention import interpreter, test_refusals
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks import not_here
 from spec_tests.rig.ranks.errors import RankRaised
-from spec_tests.rig.ranks.not_here import missing
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig_tests.helpers import CHECKOUTS, judged, python, replaced
@@ -220,38 +219,17 @@ def test_a_missing_package_is_not_taken_for_a_refusal(module_worlds: Worlds, min
     assert found.outcome is Outcome.NOT_HERE, found.message
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("import torch\nimport no_such_package.part\n", "(mine.py:2)"),
-        ("from helper import x\n", "helper.py:1"),
-        ("import harmless\n", ""),
-        ("try:\n    import no_such_package\nexcept ImportError:\n    pass\n", ""),
-        ("import sys\nsys.path.append('lib')\nimport no_such_package\n", ""),
-        ("from . import x\nimport mine.deep\n", ""),
-        ("import = 3\n", ""),
-        ("\0", ""),
-    ],
-)
-def test_a_module_that_is_surely_missing_is_found_without_a_rank(mine, text: str, said: str):
-    mine("import no_such_package", "helper.py")
-    mine("import torch, json.decoder", "harmless.py")
-    found = missing(str(mine(text).path))
-    assert bool(found) == bool(said)
-    assert said in found
-    assert not said or "python -m pip install no_such_package" in found
-
-
 def test_at_load_the_advice_takes_the_place_of_a_traceback(mine, tmp_path: Path):
     checkout = tmp_path / "checkout"
     shutil.copytree(CS336, checkout)
-    assert missing(f"cs336:{checkout}") == ""
     replaced(
         checkout / "cs336_systems" / "fsdp.py",
         ("import functools\n", "import functools, no_such_package\n"),
     )
+    mine("import no_such_package", "helper.py")
     for words, place in (
-        (mine("import no_such_package\n").name, "(mine.py:1)"),
+        (mine("import torch\nimport no_such_package.part\n").name, "(mine.py:2)"),
+        (mine("from helper import x\n", "other.py").name, "(helper.py:1)"),
         (f"cs336:{checkout}", "(fsdp.py:3)"),
     ):
         ended = python("-m", "spec_tests", "--impl", words)

@@ -181,29 +181,24 @@ def recorder():
         yield entered
 
 
-def test_what_is_made_counts_until_it_is_freed(recorder: Recorder):
-    one = torch.ones(100)
+def test_what_is_made_counts_until_it_and_its_views_are_freed(recorder: Recorder):
+    one = torch.zeros(100)
+    views = [one.view(10, 10).T[2:], one.detach(), one.split(2)[0], one.unflatten(0, (2, 50))]
+    one.add_(1).mul_(2)
+    views[0].zero_()
     assert recorder.live_bytes == 400
     two = torch.empty(50, dtype=torch.float64)
     assert recorder.live_bytes == 800
     del one
-    assert recorder.live_bytes == 400
-    del two
-    assert recorder.live_bytes == 0
-    assert recorder.log().peak_bytes == 800
-
-
-def test_views_and_in_place_operations_add_nothing(recorder: Recorder):
-    one = torch.zeros(100)
-    views = [one.view(10, 10).T[2:], one.detach(), one.split(2)[0], one.unflatten(0, (2, 50))]
-    storage = one.untyped_storage()
-    one.add_(1).mul_(2)
-    views[0].zero_()
-    assert recorder.live_bytes == 400
-    del one, storage
-    assert recorder.live_bytes == 400, "the views keep the storage"
+    assert recorder.live_bytes == 800, "the views keep the storage"
     del views
-    assert recorder.live_bytes == 0
+    assert recorder.live_bytes == 400
+    with Recorder() as inner:
+        kept = torch.ones(4)
+    assert (inner.live_bytes, recorder.live_bytes) == (16, 416)
+    del two, kept
+    assert inner.live_bytes == recorder.live_bytes == 0
+    assert recorder.log().peak_bytes == 816
 
 
 def test_what_was_there_before_does_not_count_and_its_gradient_does():
@@ -233,14 +228,6 @@ def test_the_peak_may_begin_anew_and_short_lives_do_not_add_up(recorder: Recorde
     del kept
     assert recorder.live_bytes == 0
     assert recorder.log().peak_bytes == 40
-
-
-def test_a_recorder_may_be_entered_within_another(recorder: Recorder):
-    with Recorder() as inner:
-        kept = torch.ones(4)
-    assert inner.live_bytes == recorder.live_bytes == 16
-    del kept
-    assert inner.live_bytes == recorder.live_bytes == 0
 
 
 def test_a_storage_that_is_resized_counts_as_what_it_is_now():

@@ -93,17 +93,12 @@ def test_what_is_written_can_be_loaded_and_names_itself(subject: str, tmp_path: 
     assert len(text) == len(skeletons.text_of(subject, place)), "and nothing besides"
 
 
-def test_nothing_is_overwritten(tmp_path: Path, capsys):
+def test_nothing_is_overwritten_and_an_unknown_subject_is_refused(tmp_path: Path, capsys):
     place = tmp_path / "ddp.py"
     place.write_text("months of work")
-
     assert main(["ddp", str(tmp_path)]) == 2
-
     assert place.read_text() == "months of work"
     assert f"expected to write {place}, but there is something" in capsys.readouterr().err
-
-
-def test_an_unknown_subject_is_refused_with_those_that_there_are(tmp_path: Path, capsys):
     with pytest.raises(SystemExit) as refused:
         main(["pipeline", str(tmp_path)])
     assert refused.value.code == 2
@@ -149,9 +144,7 @@ def test_every_function_names_its_task(subject: str):
 def test_what_a_later_task_adds_keeps_no_earlier_one_red(subject: str, later: str, tmp_path: Path):
     assert main([subject, str(tmp_path)]) == 0
     which = parse(str(tmp_path / f"{subject}.py"))
-
     offered = Implementation(which.name, import_target(which)).offered
-
     assert offered
     assert later not in offered, "until it is begun it is not offered"
 
@@ -160,27 +153,24 @@ def test_a_skeleton_fails_with_the_step_that_is_to_be_done(
     own: Worlds, subject: str, tmp_path: Path
 ):
     assert main([subject, str(tmp_path)]) == 0
-    target = parse(str(tmp_path / f"{subject}.py"))
-    clause = first_of_each_task(subject, (tmp_path / f"{subject}.py").read_text())[0]
-
-    result = first_case(clause, target, own)
-
+    place = tmp_path / f"{subject}.py"
+    clause, *_ = first_of_each_task(subject, place.read_text())
+    result = first_case(clause, parse(str(place)), own)
     assert result.outcome is Outcome.FAILED, result.message
     assert "ToDo" in result.message
     assert "task 1: " in result.message
 
 
+@pytest.mark.skipif(
+    not (REPOSITORY_ROOT / "solution").is_dir(), reason="the reference is not beside the suite"
+)
 def test_a_skeleton_that_is_filled_from_the_reference_passes(
     own: Worlds, subject: str, tmp_path: Path
 ):
-    if not (REPOSITORY_ROOT / "solution").is_dir():
-        pytest.skip("the reference is not beside the suite")
     place = tmp_path / f"{subject}.py"
     text = skeletons.text_of(subject, place)
     place.write_text(filled(text))
-    target = parse(str(place))
-
-    results = [first_case(clause, target, own) for clause in first_of_each_task(subject, text)]
-
+    which = parse(str(place))
+    results = [first_case(clause, which, own) for clause in first_of_each_task(subject, text)]
     assert len(results) >= 3
     assert [r.message for r in results if r.outcome is not Outcome.PASSED] == []

@@ -41,17 +41,8 @@ from spec_tests.rig.ranks import not_here
 _BITS_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUMPY_DTYPES = frozenset(
     {
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
+        *(torch.float64, torch.float32, torch.float16, torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     }
 )
 
@@ -104,14 +95,9 @@ _OTHERS = frozenset(
         *((kind.__module__, kind.__qualname__) for kind in (*_COLLECTIONS, collections.deque)),
         *(("torch", name) for name in ("Size", "device")),
         *(("numpy", name) for name in ("ndarray", "dtype")),
-        *(
-            (f"numpy.{core}.{place}", name)
-            for core in ("core", "_core")
-            for place, name in (
-                *(("multiarray", "_reconstruct"), ("multiarray", "scalar")),
-                ("numeric", "_frombuffer"),
-            )
-        ),
+        *((f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")),
+        *((f"numpy.{core}.multiarray", "scalar") for core in ("core", "_core")),
+        *((f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")),
         (__name__, _rebuild_tensor.__name__),
     }
 )

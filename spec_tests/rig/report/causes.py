@@ -51,9 +51,8 @@ def causes(events: Sequence[Event], implementation: str) -> list[Cause]:
     """Return the causes of what failed: the lowest level first, then the most frequent."""
     failed = [
         cell
-        for cell in cells(events)
-        if cell.implementation == implementation
-        and cell.outcome in (REFUTED | BROKEN) - {Outcome.BLOCKED, Outcome.UNEXPECTED_PASS}
+        for cell in cells(events, implementation)
+        if cell.outcome in (REFUTED | BROKEN) - {Outcome.BLOCKED, Outcome.UNEXPECTED_PASS}
     ]
     found: list[Cause] = []
     known: dict[tuple[str, ...], Cause] = {}

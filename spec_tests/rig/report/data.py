@@ -39,12 +39,12 @@ without a new number after the slash in `schema`.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from spec_tests.rig.outcomes import (
-    Cell,
     Event,
     Outcome,
     cells,
@@ -79,7 +79,6 @@ def render_json(events: Sequence[Event]) -> str:
 def as_report(events: Sequence[Event]) -> Report:
     """The events of a log as the object that the module describes."""
     first, judged = header(events), verdict(events)
-    found = cells(events)
     return {
         "schema": SCHEMA,
         "complete": is_complete(events),
@@ -90,8 +89,8 @@ def as_report(events: Sequence[Event]) -> Report:
         },
         "run": {key: first[key] for key in RUN_KEYS if key in first},
         "problems": [event["message"] for event in events if event.get("event") == "problem"],
-        "implementations": [_column(events, name, found) for name in implementations(events)],
-        "clauses": _rows(events, found),
+        "implementations": [_column(events, name) for name in implementations(events)],
+        "clauses": _rows(events),
     }
 
 
@@ -130,15 +129,17 @@ def likely(message: str) -> str:
     return ""
 
 
-def _column(events: Sequence[Event], name: str, found: Sequence[Cell]) -> dict[str, Any]:
-    own = [cell for cell in found if cell.implementation == name]
-    levels = count_levels(own)
-    counted = {str(o): sum(cell.outcome is o for cell in own) for o in Outcome}
+def _column(events: Sequence[Event], name: str) -> dict[str, Any]:
+    own = cells(events, name)
+    counted = Counter(str(cell.outcome) for cell in own)
     return {
         "name": name,
         "level": level_of(events, name),
-        "levels": {level: {"passed": n, "judged": of} for level, (n, of) in levels.items()},
-        "outcomes": {outcome: number for outcome, number in counted.items() if number},
+        "levels": {
+            level: {"passed": passed, "judged": of}
+            for level, (passed, of) in count_levels(own).items()
+        },
+        "outcomes": {str(outcome): counted[outcome] for outcome in Outcome if counted[outcome]},
         "causes": [
             {"text": cause.text, "level": cause.first.level, "clauses": cause.clauses}
             for cause in causes(events, name)
@@ -147,26 +148,22 @@ def _column(events: Sequence[Event], name: str, found: Sequence[Cell]) -> dict[s
     }
 
 
-def _rows(events: Sequence[Event], found: Sequence[Cell]) -> list[dict[str, Any]]:
+def _rows(events: Sequence[Event]) -> list[dict[str, Any]]:
     told = {event["clause"]: event for event in events if event.get("event") == "clause"}
     rows: dict[str, dict[str, Any]] = {}
-    for cell in found:
-        known: Mapping[str, Any] = told.get(cell.clause, {})
-        row = rows.setdefault(
-            cell.clause,
-            {
+    for cell in cells(events):
+        if cell.clause not in rows:
+            known: Mapping[str, Any] = told.get(cell.clause, {})
+            rows[cell.clause] = {
                 "id": cell.clause,
                 "chapter": chapter(cell.clause),
                 "strength": cell.strength,
                 "level": cell.level,
-                "sentence": known.get("sentence", ""),
-                "source": known.get("source", ""),
-                "where": known.get("where", ""),
+                **{key: known.get(key, "") for key in ("sentence", "source", "where")},
                 "stories": known.get("stories", []),
                 "cells": {},
-            },
-        )
-        row["cells"][cell.implementation] = {
+            }
+        rows[cell.clause]["cells"][cell.implementation] = {
             "outcome": str(cell.outcome),
             "text": render_cell(cell),
             "cases": [_case(case) for case in cell.cases],
@@ -174,14 +171,13 @@ def _rows(events: Sequence[Event], found: Sequence[Cell]) -> list[dict[str, Any]
     return list(rows.values())
 
 
+_KEPT = ("case", "outcome", "world_size", "duration_s", "message")
+
+
 def _case(case: Event) -> dict[str, Any]:
     has_passed = case["outcome"] == Outcome.PASSED
     return {
-        "case": case["case"],
-        "outcome": case["outcome"],
-        "world_size": case["world_size"],
-        "duration_s": case["duration_s"],
-        "message": case["message"],
+        **{key: case[key] for key in _KEPT},
         "likely": likely(case["message"]),
         "rerun": "" if has_passed else case["rerun"],
         "margins": case["margins"],

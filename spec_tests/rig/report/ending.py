@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spec_tests.rig.outcomes import LEVELS, SILENT, Cell, Event, Outcome, Strength, cells
+from spec_tests.rig.outcomes import SILENT, Cell, Event, Outcome, Strength, cells
 from spec_tests.rig.report.causes import Cause, causes
 from spec_tests.rig.report.text import (
     absent_here,
     chapter,
+    count_levels,
     grid,
     implementations,
     render_counts,
@@ -75,20 +76,16 @@ def _of(judged: Sequence[Cell]) -> str:
 
 def _render_levels(events: Sequence[Event], implementation: str) -> list[str]:
     """How far an implementation has come, the lowest level first, and what it lacks there."""
-    lines = []
-    for level in LEVELS:
-        own = [
-            cell
-            for cell in cells(events)
-            if cell.implementation == implementation
-            and (cell.level, cell.strength) == (level, Strength.MUST)
-            and cell.outcome not in SILENT
+    own, lines = cells(events, implementation), []
+    for level, (passed, of) in count_levels(own).items():
+        missing = [
+            cell.clause
+            for cell in own
+            if (cell.level, cell.strength) == (level, Strength.MUST)
+            and cell.outcome not in (*SILENT, *_FINE)
         ]
-        missing = [cell.clause for cell in own if cell.outcome not in _FINE]
-        if own:
-            passed = sum(cell.outcome is Outcome.PASSED for cell in own)
-            named = f"; missing: {_enumerated(missing, 3)}" if missing else ""
-            lines.append(f"    {level} {passed}/{len(own)}{named}")
+        named = f"; missing: {_enumerated(missing, 3)}" if missing else ""
+        lines.append(f"    {level} {passed}/{of}{named}")
     return lines
 
 

@@ -32,14 +32,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
-from spec_tests.rig.outcomes import (
-    LEVELS,
-    Event,
-    Outcome,
-    Strength,
-    count_outcomes,
-    judge_run,
-)
+from spec_tests.rig.outcomes import LEVELS, Event, Outcome, Strength, count_outcomes, judge_run
 
 _Types = type | tuple[type, ...]
 
@@ -48,36 +41,19 @@ _NUMBER = (int, float, str)
 
 SCHEMA: dict[str, dict[str, _Types]] = {
     "header": {
-        "suite": str,
-        "ledger": str,
-        "torch": str,
-        "python": str,
-        "hypothesis": str,
-        "platform": str,
+        **dict.fromkeys(("suite", "ledger", "torch", "python", "hypothesis", "platform"), str),
+        **dict.fromkeys(("started", "command", "transport", "profile", "level"), str),
         "cores": int,
-        "started": str,
-        "command": str,
-        "transport": str,
-        "profile": str,
         "seed": int,
-        "level": str,
         "implementations": list,
     },
     "clause": {"clause": str, "sentence": str, "source": str, "where": str, "stories": list},
     "result": {
-        "clause": str,
-        "case": str,
-        "node": str,
-        "implementation": str,
+        **dict.fromkeys(("clause", "case", "node", "implementation", "transport"), str),
+        **dict.fromkeys(("strength", "level", "outcome", "message", "rerun"), str),
         "world_size": (int, type(None)),
-        "transport": str,
-        "strength": str,
-        "level": str,
-        "outcome": str,
         "duration_s": _NUMBER,
-        "message": str,
         "margins": list,
-        "rerun": str,
     },
     "problem": {"message": str},
     "footer": {"counts": dict, "complete": bool, "exit_status": int},
@@ -153,15 +129,8 @@ class EventLog:
 
     def finish(self) -> int:
         """Append the footer and close; returns the exit status that the events amount to."""
-        status = judge_run(self.events).status
-        self._append(
-            {
-                "event": "footer",
-                "counts": count_outcomes(self.events),
-                "complete": True,
-                "exit_status": status,
-            }
-        )
+        status, counts = judge_run(self.events).status, count_outcomes(self.events)
+        self._append({"event": "footer", "counts": counts, "complete": True, "exit_status": status})
         self.close()
         return status
 

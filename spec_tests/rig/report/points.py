@@ -136,7 +136,7 @@ def score(events: Sequence[Event], implementation: str) -> dict[str, Any] | None
     profile = header(events).get("points")
     if profile is None:
         return None
-    own = {cell.clause: cell for cell in cells(events) if cell.implementation == implementation}
+    own = {cell.clause: cell for cell in cells(events, implementation)}
     items = [_score_item(item, own, is_complete(events)) for item in profile["items"]]
     judged = [item for item in items if not item["by_hand"] and not item["not_judged"]]
     return {
@@ -238,7 +238,7 @@ def _overview(events: Sequence[Event], name: str) -> str:
 def _one_per_item(
     events: Sequence[Event], name: str, found: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    own = {cell.clause: cell for cell in cells(events) if cell.implementation == name}
+    own = {cell.clause: cell for cell in cells(events, name)}
     tests: list[dict[str, Any]] = []
     for number, item in enumerate(found["items"], start=1):
         test = {"number": str(number), "name": item["name"], "visibility": "visible"}
@@ -264,8 +264,8 @@ def _one_per_item(
 
 def _one_per_clause(events: Sequence[Event], name: str) -> list[dict[str, Any]]:
     tests = []
-    for cell in cells(events):
-        if cell.implementation != name or cell.strength != "MUST" or cell.outcome in SILENT:
+    for cell in cells(events, name):
+        if cell.strength != "MUST" or cell.outcome in SILENT:
             continue
         has_passed = cell.outcome is Outcome.PASSED and is_complete(events)
         tests.append(

@@ -57,21 +57,8 @@ WORDS = {
 INCOMPLETE = "INCOMPLETE: the log has no footer, so the run did not reach its end. No verdict."
 
 RUN_KEYS = (
-    "suite",
-    "ledger",
-    "level",
-    "levels",
-    "transport",
-    "profile",
-    "seed",
-    "torch",
-    "python",
-    "hypothesis",
-    "platform",
-    "cores",
-    "notices",
-    "started",
-    "command",
+    *("suite", "ledger", "level", "levels", "transport", "profile", "seed", "torch", "python"),
+    *("hypothesis", "platform", "cores", "notices", "started", "command"),
 )
 """What the header says of suite, versions and machine."""
 
@@ -143,17 +130,9 @@ def count_levels(own: Sequence[Cell]) -> dict[str, tuple[int, int]]:
     return counted
 
 
-def render_levels(events: Sequence[Event], implementation: str) -> str:
-    """`course 40/40 · correct 98/102`: how far an implementation has come, in MUST clauses."""
-    own = [cell for cell in cells(events) if cell.implementation == implementation]
-    counted = count_levels(own)
-    return " · ".join(f"{level} {passed}/{of}" for level, (passed, of) in counted.items())
-
-
 def render_counts(events: Sequence[Event], implementation: str) -> str:
     """The line under one column, counted in clauses: passes over what was judged, then the rest."""
-    level = level_of(events, implementation)
-    own = [cell for cell in cells(events) if cell.implementation == implementation]
+    level, own = level_of(events, implementation), cells(events, implementation)
     within = [cell for cell in own if cell.is_within(level)]
     parts = [
         _ratio(strength, [c for c in within if c.strength == strength]) for strength in Strength
@@ -173,7 +152,9 @@ def render_summary(events: Sequence[Event]) -> str:
     lines = ["# Conformance", "", *verdict_lines(events), ""]
     for name in implementations(events):
         lines.append(f"- **{name}**: {render_counts(events, name)}")
-        lines += [f"  ({by_level})"] if (by_level := render_levels(events, name)) else []
+        counted = count_levels(cells(events, name)).items()
+        by_level = " · ".join(f"{level} {passed}/{of}" for level, (passed, of) in counted)
+        lines += [f"  ({by_level})"] if by_level else []
     for name in implementations(events):
         named = [f"- {c.text} ({', '.join(c.clauses)})" for c in causes(events, name)]
         lines += ["", f"## Causes in {name}", "", *named] if named else []
@@ -229,9 +210,8 @@ def _failure_cards(events: Sequence[Event]) -> list[str]:
         lines += [f"{cell.strength}, level {cell.level}, case `{first['case'] or 'only one'}`", ""]
         message = _fenced(first["message"])
         lines += [*message, ""]
-        if others:
-            named = ", ".join(f"`{case['case']}`" for case in others)
-            lines += [f"{cell.outcome} as well: {named}", ""]
+        named = ", ".join(f"`{case['case']}`" for case in others)
+        lines += [f"{cell.outcome} as well: {named}", ""] if others else []
         if first["rerun"] not in "\n".join(message):  # where the message does not end with it
             lines += [f"again: `{first['rerun']}`", ""]
     return ["## What did not hold", "", *lines] if lines else []
@@ -257,9 +237,8 @@ def _closest_margins(events: Sequence[Event]) -> list[str]:
         if ratios and event["outcome"] == Outcome.PASSED:
             # NaN compares with nothing; as infinity it comes first and is seen.
             worst = max(math.inf if math.isnan(ratio) else ratio for ratio in ratios)
-            rows.append(
-                (worst, f"{event['clause']} `{event['case']}` on {event['implementation']}")
-            )
+            where = f"{event['clause']} `{event['case']}` on {event['implementation']}"
+            rows.append((worst, where))
     rows.sort(key=lambda row: -row[0])
     lines = [f"- {worst:.3g} of the tolerance: {where}" for worst, where in rows[:_MAX_MARGINS]]
     return ["## Closest margins", "", *lines, ""] if lines else []

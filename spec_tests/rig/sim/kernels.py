@@ -17,8 +17,8 @@ from spec_tests.rig.sim.collectives import Collectives
 from spec_tests.rig.sim.faults import SimError
 from spec_tests.rig.sim.meeting import Combine, Post, Tensors
 
-Add = Callable[[Sequence[torch.Tensor]], torch.Tensor]
-Cut = Callable[[list[Post], int, Add], Tensors]
+Cut = Callable[[Post, int, int], Tensors]
+"""What a post holds for a rank of so many."""
 
 OPERATORS = (
     *("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "allgather_"),
@@ -35,6 +35,12 @@ class Kernels:
     def __init__(self, now: Callable[[], Collectives]) -> None:
         self._now = now
 
+    def _post(
+        self, name: str, outputs: Any, inputs: Any, group: Any, combine: Combine, **more: Any
+    ) -> Any:
+        """Launch a collective; what a rank brings must be alike unless `unit` says otherwise."""
+        return self._now().post(group, name, inputs, outputs, combine, **{"unit": inputs, **more})
+
     # ---------------------------------------------------------------------------- reductions
 
     def allreduce_(self, tensors: Any, group: Any, operator: Any, *rest: Any) -> Any:
@@ -48,34 +54,32 @@ class Kernels:
         return self._all_reduce("all_reduce_coalesced", tensors, group, operator)
 
     def _all_reduce(self, name: str, tensors: Tensors, group: Any, operator: Any) -> Any:
-        add, word = self._reduced(operator)
+        word = NAMES[operator.op()]
 
         def combine(posts: list[Post]) -> list[Tensors]:
-            sums = [add([post.inputs[i] for post in posts]) for i in range(len(tensors))]
-            return [sums] * len(posts)
+            parts = zip(*(post.inputs for post in posts), strict=True)
+            return [[reduce(part, word) for part in parts]] * len(posts)
 
-        return self._now().post(group, name, tensors, tensors, combine, unit=tensors, reduce=word)
+        return self._post(name, tensors, tensors, group, combine, reduce=word)
 
     def reduce_(self, tensors: Any, group: Any, operator: Any, root: int, *rest: Any) -> Any:
         """The root gets the sum."""
-        add, word = self._reduced(operator)
+        word = NAMES[operator.op()]
 
         def combine(posts: list[Post]) -> list[Tensors]:
-            total = add(_first_inputs(posts))
+            total = reduce(_first_inputs(posts), word)
             return [[total] if post.rank == root else () for post in posts]
 
         mine = tensors if _rank_in(group) == root else ()
-        return self._now().post(
-            group, "reduce", tensors, mine, combine, unit=tensors, reduce=word, root=root
-        )
+        return self._post("reduce", mine, tensors, group, combine, reduce=word, root=root)
 
     def reduce_scatter_(
         self, outputs: Any, inputs: Any, group: Any, operator: Any, *rest: Any
     ) -> Any:
         """Rank i gets the sum of the i-th tensors."""
 
-        def cut(posts: list[Post], rank: int, add: Add) -> Tensors:
-            return [add([post.inputs[rank] for post in posts])]
+        def cut(post: Post, rank: int, size: int) -> Tensors:
+            return [post.inputs[rank]]
 
         name = "reduce_scatter"
         return outputs, self._scatter_sums(name, outputs, inputs[0], group, operator, cut)
@@ -85,123 +89,100 @@ class Kernels:
     ) -> Any:
         """Rank i gets the sum of the i-th parts."""
         name = "reduce_scatter_single"
-        return output, self._scatter_sums(name, [output], [input], group, operator, _row)
+        return output, self._scatter_sums(name, [output], [input], group, operator, _rows)
 
     def reduce_scatter_tensor_coalesced_(
         self, outputs: Any, inputs: Any, group: Any, operator: Any, *rest: Any
     ) -> Any:
         """Likewise, several tensors."""
         name = "reduce_scatter_single_coalesced"
-        return self._scatter_sums(name, outputs, inputs, group, operator, _row)
+        return self._scatter_sums(name, outputs, inputs, group, operator, _rows)
 
     def _scatter_sums(
         self, name: str, outputs: Tensors, inputs: Tensors, group: Any, operator: Any, cut: Cut
     ) -> Any:
-        add, word = self._reduced(operator)
+        word = NAMES[operator.op()]
 
         def combine(posts: list[Post]) -> list[Tensors]:
-            return [cut(posts, post.rank, add) for post in posts]
+            found: list[Tensors] = []
+            for own in posts:
+                parts = (cut(post, own.rank, len(posts)) for post in posts)
+                found.append([reduce(part, word) for part in zip(*parts, strict=True)])
+            return found
 
-        return self._now().post(group, name, inputs, outputs, combine, unit=inputs, reduce=word)
-
-    def _reduced(self, operator: Any) -> tuple[Add, str]:
-        word = NAMES[operator.op()]
-        return lambda parts: reduce(parts, word), word
+        return self._post(name, outputs, inputs, group, combine, reduce=word)
 
     # ------------------------------------------------------------------------------- copies
 
     def broadcast_(self, tensors: Any, group: Any, root: int, *rest: Any) -> Any:
         """Everybody gets what the root has."""
+
+        def combine(posts: list[Post]) -> list[Tensors]:
+            return [() if p.rank == root else posts[root].inputs for p in posts]
+
         is_root = _rank_in(group) == root
-        work = self._now().post(
-            group,
-            "broadcast",
-            tensors if is_root else (),
-            () if is_root else tensors,
-            lambda posts: [() if p.rank == root else posts[root].inputs for p in posts],
-            unit=tensors,
-            root=root,
-        )
+        sent, received = (tensors, ()) if is_root else ((), tensors)
+        work = self._post("broadcast", received, sent, group, combine, unit=tensors, root=root)
         return tensors, work
 
     def allgather_(self, outputs: Any, inputs: Any, group: Any, *rest: Any) -> Any:
         """Everybody gets what each has, one tensor per rank."""
-        return outputs, self._gather("all_gather", outputs[0], inputs, group, _every_input)
+        return outputs, self._post("all_gather", outputs[0], inputs, group, _every_input)
 
     def _allgather_base_(self, output: Any, input: Any, group: Any, *rest: Any) -> Any:
         """Likewise, into one tensor."""
-        return output, self._gather("all_gather_single", [output], [input], group, _joined)
+        return output, self._post("all_gather_single", [output], [input], group, _joined)
 
     def allgather_into_tensor_coalesced_(
         self, outputs: Any, inputs: Any, group: Any, *rest: Any
     ) -> Any:
         """Likewise, several tensors."""
-        return self._gather("all_gather_single_coalesced", outputs, inputs, group, _joined)
+        return self._post("all_gather_single_coalesced", outputs, inputs, group, _joined)
 
     def allgather_coalesced_(self, outputs: Any, inputs: Any, group: Any, *rest: Any) -> Any:
         """Several tensors, each into one per rank; outputs are listed by rank."""
         flat = [tensor for tensors in outputs for tensor in tensors]
-
-        def combine(posts: list[Post]) -> list[Tensors]:
-            return [[tensor for post in posts for tensor in post.inputs]] * len(posts)
-
-        return self._gather("all_gather_coalesced", flat, inputs, group, combine)
-
-    def _gather(
-        self, name: str, outputs: Tensors, inputs: Tensors, group: Any, combine: Combine
-    ) -> Any:
-        return self._now().post(group, name, inputs, outputs, combine, unit=inputs)
+        return self._post("all_gather_coalesced", flat, inputs, group, _every_input)
 
     def gather_(self, outputs: Any, inputs: Any, group: Any, root: int, *rest: Any) -> Any:
         """The root gets what each has."""
-        return self._now().post(
-            group,
-            "gather",
-            inputs,
-            outputs[0] if _rank_in(group) == root else (),
-            lambda posts: [_first_inputs(posts) if p.rank == root else () for p in posts],
-            unit=inputs,
-            root=root,
-        )
+
+        def combine(posts: list[Post]) -> list[Tensors]:
+            return [_first_inputs(posts) if p.rank == root else () for p in posts]
+
+        mine = outputs[0] if _rank_in(group) == root else ()
+        return self._post("gather", mine, inputs, group, combine, root=root)
 
     def scatter_(self, outputs: Any, inputs: Any, group: Any, root: int, *rest: Any) -> Any:
         """Rank i gets the root's i-th tensor."""
-        work = self._now().post(
-            group,
-            "scatter",
-            inputs[0] if _rank_in(group) == root else (),
-            outputs,
-            lambda posts: [[posts[root].inputs[p.rank]] for p in posts],
-            unit=outputs,
-            root=root,
-        )
+
+        def combine(posts: list[Post]) -> list[Tensors]:
+            return [[posts[root].inputs[p.rank]] for p in posts]
+
+        sent = inputs[0] if _rank_in(group) == root else ()
+        work = self._post("scatter", outputs, sent, group, combine, unit=outputs, root=root)
         return outputs, work
 
     def alltoall_(self, outputs: Any, inputs: Any, group: Any, *rest: Any) -> Any:
         """Rank i gets the i-th tensor of each."""
-        work = self._now().post(
-            group,
-            "all_to_all",
-            inputs,
-            outputs,
-            lambda posts: [[post.inputs[p.rank] for post in posts] for p in posts],
-        )
-        return outputs, work
+
+        def combine(posts: list[Post]) -> list[Tensors]:
+            return [[post.inputs[p.rank] for post in posts] for p in posts]
+
+        return outputs, self._post("all_to_all", outputs, inputs, group, combine, unit=())
 
     def alltoall_base_(
         self, output: Any, input: Any, group: Any, received: Any, sent: Any, *rest: Any
     ) -> Any:
         """Rank i gets the i-th part of each; parts are rows, as many as the sizes say."""
-        sizes = (list(received), list(sent))
-        return self._now().post(
-            group, "all_to_all_single", [input], [output], _exchanged, sizes=sizes
-        )
+        more: dict[str, Any] = {"unit": (), "sizes": (list(received), list(sent))}
+        return self._post("all_to_all_single", [output], [input], group, _exchanged, **more)
 
     # ------------------------------------------------------------------- barriers and letters
 
     def barrier(self, tensor: Any, group: Any, *rest: Any) -> Any:
         """Everybody has come."""
-        return self._now().post(group, "barrier", (), (), lambda posts: [()] * len(posts))
+        return self._post("barrier", (), (), group, lambda posts: [()] * len(posts))
 
     def monitored_barrier_(self, tensor: Any, group: Any, *rest: Any) -> None:
         """Likewise; blocks."""
@@ -229,21 +210,16 @@ def _first_inputs(posts: list[Post]) -> Tensors:
 
 
 def _every_input(posts: list[Post]) -> list[Tensors]:
-    return [_first_inputs(posts)] * len(posts)
+    return [[tensor for post in posts for tensor in post.inputs]] * len(posts)
 
 
 def _joined(posts: list[Post]) -> list[Tensors]:
-    num_tensors = len(posts[0].inputs)
-    whole = [torch.cat([post.inputs[i].reshape(-1) for post in posts]) for i in range(num_tensors)]
-    return [whole] * len(posts)
+    parts = zip(*(post.inputs for post in posts), strict=True)
+    return [[torch.cat([tensor.reshape(-1) for tensor in part]) for part in parts]] * len(posts)
 
 
-def _row(posts: list[Post], rank: int, add: Add) -> Tensors:
-    num_tensors = len(posts[0].inputs)
-    return [
-        add([post.inputs[i].reshape(-1).chunk(len(posts))[rank] for post in posts])
-        for i in range(num_tensors)
-    ]
+def _rows(post: Post, rank: int, size: int) -> Tensors:
+    return [tensor.reshape(-1).chunk(size)[rank] for tensor in post.inputs]
 
 
 def _exchanged(posts: list[Post]) -> list[Tensors]:
