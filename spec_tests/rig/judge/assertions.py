@@ -233,12 +233,10 @@ def _describe(
 
 
 def _ranks_agree(observed: Sequence[Tensors], name: str) -> bool:
-    reference = observed[0][name]
-    return all(
-        (reference is None and seen[name] is None)
-        or (reference is not None and seen[name] is not None and torch.equal(reference, seen[name]))  # type: ignore[arg-type]  # narrowed above
-        for seen in observed[1:]
-    )
+    first, *others = (seen[name] for seen in observed)
+    if first is None:
+        return all(other is None for other in others)
+    return all(other is not None and torch.equal(first, other) for other in others)
 
 
 # ---------------------------------------------------------------- what a clause cannot read

@@ -188,22 +188,18 @@ def restore(before: tuple[Any, ...]) -> list[Leak]:
     leaks = []
     for probe, old in zip(_PROBES, before, strict=True):
         new = probe.read()
-        if new == old:
-            continue
-        if probe.restore is not None:
-            probe.restore(old)
-        was_restored = probe.restore is not None
-        leaks.append(Leak(probe.name, *_shorten(old, new), was_restored, probe.is_harmless))
+        if new != old:
+            if probe.restore is not None:
+                probe.restore(old)
+            was_restored = probe.restore is not None
+            leaks.append(Leak(probe.name, *_shorten(old, new), was_restored, probe.is_harmless))
     return leaks
 
 
 def _shorten(old: object, new: object) -> tuple[str, str]:
     if isinstance(old, dict) and isinstance(new, dict):
         changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-        return (
-            str({key: old.get(key) for key in changed})[:200],
-            str({key: new.get(key) for key in changed})[:200],
-        )
+        old, new = ({key: each.get(key) for key in changed} for each in (old, new))
     return str(old)[:200], str(new)[:200]
 
 

@@ -137,7 +137,7 @@ def greet(member: Member) -> Greeting:
         if time.monotonic() > patience_ends:
             raise _late(member)
     try:
-        greeting = wire.received(member.tasks.recv_bytes(), Greeting)
+        return wire.received(member.tasks.recv_bytes(), Greeting)
     except (EOFError, ConnectionResetError):
         report = RankReport(member.rank, member.how_it_ended(), output=member.output())
         raise RankDied(
@@ -145,7 +145,6 @@ def greet(member: Member) -> Greeting:
         ) from None
     except wire.NotPlain as error:
         return Greeting(preloaded=False, error=wire.described(error))
-    return greeting
 
 
 def _late(member: Member) -> RankHung:

@@ -49,8 +49,6 @@ _SLOW_RELEASE_S = 5.0
 POLL_S = 0.2
 # How many times its time limit a body may take while it visibly computes.
 PATIENCE = 4.0
-
-
 # How long ranks may take to leave when they are asked to.
 _STOP_S = 1.0
 

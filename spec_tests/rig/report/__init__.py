@@ -24,26 +24,18 @@ from spec_tests.rig.report.ending import render_ending
 from spec_tests.rig.report.eventlog import read_log
 from spec_tests.rig.report.page import render_page
 from spec_tests.rig.report.points import render_gradescope, render_points
-from spec_tests.rig.report.text import (
-    INCOMPLETE,
-    WORDS,
-    render_counts,
-    render_summary,
-    render_table,
-)
+from spec_tests.rig.report.text import INCOMPLETE, WORDS, render_summary
 
 __all__ = [
     "INCOMPLETE",
     "WORDS",
     "forget",
-    "render_counts",
     "render_ending",
     "render_gradescope",
     "render_json",
     "render_page",
     "render_points",
     "render_summary",
-    "render_table",
     "write_report",
 ]
 

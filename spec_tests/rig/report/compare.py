@@ -78,19 +78,11 @@ def compare(before: Report, after: Report) -> list[Change]:
             then = earlier[clause]["cells"][old] if clause in earlier else None
             now = later[clause]["cells"][new] if clause in later else None
             kind, cases = _kind(then, now)
+            decides = row["strength"] == "MUST" and is_within(row["level"], levels[new])
+            was, is_now = (cell["text"] if cell else "not run" for cell in (then, now))
+            likely = _likely(now, cases)
             if kind:
-                changes.append(
-                    Change(
-                        clause,
-                        new,
-                        kind,
-                        row["strength"] == "MUST" and is_within(row["level"], levels[new]),
-                        then["text"] if then else "not run",
-                        now["text"] if now else "not run",
-                        cases,
-                        _likely(now, cases),
-                    )
-                )
+                changes.append(Change(clause, new, kind, decides, was, is_now, cases, likely))
     return sorted(changes, key=lambda change: list(KINDS).index(change.kind))
 
 

@@ -99,12 +99,11 @@ class SimPool(BasePool):
             if elapsed > PATIENCE * timeout_s:
                 self._give_up(f"is still computing after {PATIENCE * timeout_s:g} s")
         try:
-            reply = wire.received(member.tasks.recv_bytes(), host.SimReply)
+            return wire.received(member.tasks.recv_bytes(), host.SimReply)
         except (EOFError, ConnectionResetError):
             self._raise_died()
         except wire.NotPlain as error:
             raise refusal(error, self._running(), self.world_size) from None
-        return reply
 
     def _running(self) -> int:
         return (self._scratch / "baton").read_bytes()[0]
