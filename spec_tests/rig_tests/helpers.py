@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,16 @@ def alive(pids: Iterable[int]) -> list[int]:
             os.kill(pid, 0)
             found.append(pid)
     return found
+
+
+def within(timeout_s: float, is_so: Callable[[], bool]) -> bool:
+    """Whether it comes true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def replaced(path: Path, *changes: tuple[str, str]) -> None:

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from spec_tests.outcome_hooks import Run
 from spec_tests.plugin import _nothing_to_run
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.report.eventlog import read_log
-from spec_tests.rig_tests.helpers import RIGHT, ROOT, python
+from spec_tests.rig_tests.helpers import RIGHT, ROOT, python, within
 from spec_tests.rig_tests.logs import result
 
 WRONG = """\
@@ -136,16 +135,6 @@ def processes_of(session: int) -> list[str]:
 def take_interrupts() -> None:
     """As at a terminal: what a shell starts in the background ignores them from birth on."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def within(timeout_s: float, is_so) -> bool:
-    """Whether it comes true in time."""
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="counts processes under /proc")

@@ -68,8 +68,11 @@ def test_numbers_that_json_lacks_are_written_by_name(tmp_path: Path, value: floa
 def test_text_that_utf8_lacks_does_not_stop_the_run(tmp_path: Path):
     with EventLog.start(tmp_path / "events.jsonl", **START) as log:
         add(log, Outcome.FAILED, message="output \udcff and \x1b[31mred\x1b[0m\nnext")
-        log.finish()
+        log.problem("mine.toml, entry 1: matched nothing")
+        assert log.finish() == 2, "a problem of the run breaks it"
     assert read_log(log.path)[1]["message"] == "output ? and \x1b[31mred\x1b[0m\nnext"
+    reasons = judge_run(log.events).reasons
+    assert reasons[0] == "problem: mine.toml, entry 1: matched nothing"
 
 
 @pytest.mark.parametrize(
@@ -90,14 +93,6 @@ def test_an_unknown_word_is_refused_when_it_is_written(tmp_path: Path, fields, s
         pytest.raises(ValueError, match=said),
     ):
         add(log, **fields)
-
-
-def test_a_problem_of_the_run_breaks_it(tmp_path: Path):
-    with EventLog.start(tmp_path / "events.jsonl", **START) as log:
-        add(log)
-        log.problem("mine.toml, entry 1: matched nothing")
-        assert log.finish() == 2
-    assert judge_run(log.events).reasons == ("problem: mine.toml, entry 1: matched nothing",)
 
 
 def test_the_header_names_the_machine():

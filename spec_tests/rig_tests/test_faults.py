@@ -26,7 +26,7 @@ from spec_tests.rig.ranks.errors import RankDied, RankHung, RankRaised
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig_tests import bodies
-from spec_tests.rig_tests.helpers import HANG_S, PROMPT_S, judged, python
+from spec_tests.rig_tests.helpers import HANG_S, PROMPT_S, judged, python, within
 
 
 def test_the_rigs_own_times_add_up_to_the_promise():
@@ -278,17 +278,12 @@ def die(ctx: Context) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def ends(pid: int) -> bool:
-    """True once there is no such process, or only what its parent has not asked after yet."""
-    until = time.monotonic() + 30.0
-    while time.monotonic() < until:
-        try:
-            if liveness._stat(Path(f"/proc/{pid}"))[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.05)
-    return False
+def has_ended(pid: int) -> bool:
+    """True if there is no such process, or only what its parent has not asked after yet."""
+    try:
+        return liveness._stat(Path(f"/proc/{pid}"))[0] == "Z"
+    except OSError:
+        return True
 
 
 def test_children_end_with_a_rank_that_is_killed(worlds: Worlds):
@@ -297,7 +292,7 @@ def test_children_end_with_a_rank_that_is_killed(worlds: Worlds):
     with pytest.raises(RankDied, match="killed by SIGKILL"):
         worlds.world(1).run(die, grace_s=90.0, timeout_s=90.0)
     assert time.monotonic() - begun < 60.0, "seen at once, although the child held its pipes"
-    assert ends(child)
+    assert within(30, lambda: has_ended(child))
 
 
 def test_ranks_and_their_children_end_with_a_parent_that_is_killed(tmp_path: Path):
@@ -314,4 +309,4 @@ def test_ranks_and_their_children_end_with_a_parent_that_is_killed(tmp_path: Pat
     ended = python("-c", script, TMPDIR=str(tmp_path))
     pids = [int(word) for word in ended.stdout.split()]
     assert len(set(pids)) == 4, ended.stderr
-    assert [pid for pid in pids if not ends(pid)] == []
+    assert within(30, lambda: all(map(has_ended, pids)))

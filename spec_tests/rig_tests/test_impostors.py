@@ -158,13 +158,10 @@ def test_a_process_that_ends_is_an_error_that_names_the_impostor(monkeypatch):
         crew.submit(Job("ddp.lost")).result()
 
 
-def test_a_card_that_names_no_clause_is_refused():
+def test_a_card_names_clauses_that_exist_and_is_unrelated_to_other_chapters_alone():
     card = Impostor("ddp.lost", "", "", "", ("ddp.gradients.mean", "ddp.no.such"))
     with pytest.raises(ValueError, match=r"names clauses that do not exist: \['ddp.no.such'\]"):
         matrix.named_clauses(card)
-
-
-def test_an_impostor_is_unrelated_to_other_chapters_alone():
     chapters = {clause.chapter for clause in matrix.unrelated_clauses(NEAR_MISSES[0])}
     assert NEAR_MISSES[0].id.partition(".")[0] not in chapters
 

@@ -210,20 +210,17 @@ def test_a_world_outlives_the_pool_behind_it(own: Worlds):
     assert set(after).isdisjoint(before)
 
 
-def test_the_longest_unused_pool_goes_first():
-    worlds = Worlds(max_pools=2)
-    try:
-        first, second = worlds.world(1), worlds.world(2)
-        pids = first.run(bodies.pid), second.run(bodies.pid)
-        first.run(bodies.pid)
-        worlds.world(3).run(bodies.pid)
-        assert first.run(bodies.pid) == pids[0]
-        assert not alive(pids[1])
-    finally:
-        worlds.close()
+def test_the_longest_unused_pool_goes_first(own: Worlds):
+    own.max_pools = 2
+    first, second = own.world(1), own.world(2)
+    pids = first.run(bodies.pid), second.run(bodies.pid)
+    first.run(bodies.pid)
+    own.world(3).run(bodies.pid)
+    assert first.run(bodies.pid) == pids[0]
+    assert not alive(pids[1])
 
 
-def open_things() -> tuple[int, int]:
+def open_things(ctx: Context | None) -> tuple[int, int]:
     gc.collect()  # what an earlier test left to the collector must not end between two counts
     return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
@@ -234,27 +231,17 @@ def tensors(ctx: Context) -> list[torch.Tensor]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="descriptors are read from /proc")
-def test_calls_leave_nothing_open(worlds: Worlds):
-    world = worlds.world(2)
-    world.run(tensors)
-    world.run(count_open)
-    before, inside = open_things(), world.run(count_open)
-    for _ in range(50):
+def test_calls_and_pools_leave_nothing_open(own: Worlds):
+    closed = set()
+    for number in range(4):
+        world = own.world(2)
         world.run(tensors)
-    assert open_things() == before
-    assert world.run(count_open) == inside
-
-
-def count_open(ctx: Context) -> tuple[int, int]:
-    return open_things()
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="descriptors are read from /proc")
-def test_pools_leave_nothing_open(own: Worlds):
-    own.world(2).run(bodies.empty)
-    own.close()
-    before = open_things()
-    for _ in range(3):
-        own.world(2).run(bodies.empty)
+        world.run(open_things)
+        before, inside = open_things(None), world.run(open_things)
+        for _ in range(1 if number else 50):
+            world.run(tensors)
+        assert open_things(None) == before
+        assert world.run(open_things) == inside
         own.close()
-    assert open_things() == before
+        closed.add(open_things(None))
+    assert len(closed) == 1, "pools that come and go leave nothing either"

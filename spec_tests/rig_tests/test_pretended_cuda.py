@@ -31,6 +31,9 @@ GPU = target.parse(f"cs336:{CHECKOUT}")
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 
 
+MASKED = test_masks.test_a_kernel_with_a_causal_mask_has_the_values
+MASKED_CASE = {"world": 1, "subject": "flash_attention_triton", "part": "forward"}
+
 # ------------------------------------------------------------------------------ a whole checkout
 
 
@@ -59,13 +62,7 @@ def test_attention_written_for_gpus_is_judged(module_worlds: Worlds, subject: st
     ("file", "right", "wrong", "test", "case"),
     [
         ("ddp", "ReduceOp.AVG", "ReduceOp.SUM", MEAN, MEAN_CASE),
-        (
-            "kernel",
-            "keys[None, :] <= rows",
-            "keys[None, :] < rows",
-            test_masks.test_a_kernel_with_a_causal_mask_has_the_values,
-            {"world": 1, "subject": "flash_attention_triton", "part": "forward"},
-        ),
+        ("kernel", "keys[None, :] <= rows", "keys[None, :] < rows", MASKED, MASKED_CASE),
     ],
     ids=["a sum for a mean", "a mask off by one"],
 )
@@ -175,10 +172,13 @@ def test_a_habit_of_code_for_gpus_is_judged(module_worlds: Worlds, named, statem
 
 
 @ON_CPU
-def test_what_cannot_be_stood_in_for_is_not_here(module_worlds: Worlds, named):
+def test_what_cannot_be_stood_in_for_is_not_here_and_a_fault_is_one(module_worlds: Worlds, named):
     found = judged(named("torch.cuda.CUDAGraph()"), module_worlds)
     assert found.outcome is Outcome.NOT_HERE, found.message
     assert "stands in for one" not in found.message, "it does already"
+    found = judged(named("raise ValueError('expected 2 buckets, got 3')"), module_worlds)
+    assert found.outcome is Outcome.FAILED
+    assert found.message.count("expected 2 buckets, got 3")
 
 
 @ON_CPU
@@ -190,28 +190,16 @@ def test_a_clause_about_compiled_code_is_not_here(module_worlds: Worlds):
     assert "torch.compile is not judged where CUDA is stood in for" in found.message
 
 
-def test_what_has_nothing_to_do_with_a_device_fails_as_ever(module_worlds: Worlds, named):
-    found = judged(named("raise ValueError('expected 2 buckets, got 3')"), module_worlds)
-    assert found.outcome is Outcome.FAILED
-    assert found.message.count("expected 2 buckets, got 3")
-
-
 # ----------------------------------------------------------------------------- who gets the truth
 
 
-def seen_by_the_suite(ctx: Context):
+def seen_by_the_suite(ctx: Context) -> list[object]:
     weight = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.AdamW([weight])
     weight.sum().backward()
     optimizer.step()
-    return (
-        torch.cuda.is_available(),
-        torch.cuda.device_count(),
-        weight.is_cuda,
-        str(weight.device),
-        weight.cpu() is weight,
-        str(ctx.device),
-    )
+    devices = torch.cuda.is_available(), torch.cuda.device_count(), weight.is_cuda
+    return [*devices, str(weight.device), weight.cpu() is weight, str(ctx.device)]
 
 
 @ON_CPU
@@ -220,7 +208,7 @@ def test_the_suite_itself_is_told_the_truth(module_worlds: Worlds, transport: st
     if transport == "sim" and hooks.needs():
         pytest.skip("this torch cannot be simulated")
     (seen,) = module_worlds.world(1, GPU, transport=transport).run(seen_by_the_suite)
-    assert tuple(seen) == (False, 0, False, "cpu", True, "cpu")
+    assert seen == [False, 0, False, "cpu", True, "cpu"]
 
 
 MISSING = [
@@ -268,11 +256,7 @@ def test_a_missing_device_is_told_from_a_fault(kind: str, message: str):
 def test_the_option_pretends_for_all_and_a_courses_layout_does_anyway(
     pretends: bool, transport: str, noticed: list[str]
 ):
-    options = {
-        "--impl": ["torch", GPU.name],
-        "--transport": transport,
-        "--pretend-cuda": pretends,
-    }
+    options = {"--impl": ["torch", GPU.name], "--transport": transport, "--pretend-cuda": pretends}
     run = plugin._make_run(SimpleNamespace(getoption=options.get))  # type: ignore[arg-type]  # all that it asks for
     assert [which.pretends_cuda for which in run.targets] == [pretends, True]
     assert run.notices == [f"{name}: {PRETENDED_CUDA}" for name in noticed]

@@ -86,10 +86,7 @@ def test_a_package_is_a_folder_or_its_init_file(write, ending: str):
         ("no.such.module", "no such module was found. For a file give its path with the ending"),
         ("", "--impl '': expected"),
         ("two words", "--impl 'two words': expected"),
-        (
-            "missing.py",
-            "--impl 'missing.py': expected a .py file or a package folder, found nothing",
-        ),
+        ("missing.py", "--impl 'missing.py': expected a .py file or a package folder, found"),
         ("no/such/folder", "found nothing at"),
         ("empty/", "found a folder without __init__.py at"),
         ("notes.txt", "no such module was found"),
@@ -110,30 +107,20 @@ def test_what_names_nothing_is_refused_with_what_was_expected(
 # ----------------------------------------------------------------------------------------- loading
 
 MANY = "import os\nfor _ in range(2000):\n    print('x' * 100)\nos.write(2, b'y' * 100_000)\n"
+HELPED = "import trainspec_helper\ndef ddp(module):\n    return trainspec_helper.WORD\n"
 INSIDE = "from pack.inner import WORD\nfrom .inner import WORD as SAME\n"
+PACKAGE = {
+    "pack/inner.py": "from . import outer\nWORD = outer.WORD\n",
+    "pack/outer.py": "WORD = 'inside'\n",
+    "pack/__init__.py": INSIDE + "def ddp(module):\n    return WORD, SAME\n",
+}
 
 
 @pytest.mark.parametrize(
     ("files", "named", "returned"),
     [
-        (
-            {
-                "trainspec_helper.py": "WORD = 'helped'\n",
-                "mine.py": "import trainspec_helper\n"
-                "def ddp(module):\n    return trainspec_helper.WORD\n",
-            },
-            "mine.py",
-            "helped",
-        ),
-        (
-            {
-                "pack/inner.py": "from . import outer\nWORD = outer.WORD\n",
-                "pack/outer.py": "WORD = 'inside'\n",
-                "pack/__init__.py": INSIDE + "def ddp(module):\n    return WORD, SAME\n",
-            },
-            "pack",
-            ("inside", "inside"),
-        ),
+        ({"trainspec_helper.py": "WORD = 'helped'", "mine.py": HELPED}, "mine.py", "helped"),
+        (PACKAGE, "pack", ("inside", "inside")),
         ({"ddp.py": OFFER}, "ddp.py", "x"),
         ({"mine.py": OFFER}, "mine.py", "x"),
         ({"mine.py": MANY + OFFER}, "mine.py", "x"),

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -26,6 +27,7 @@ from spec_tests.rig.sim.faults import NotSimulated
 from spec_tests.rig.sim.kernels import OPERATORS, Kernels
 
 _c10d: Any = getattr(torch._C, "_distributed_c10d", None)
+_ISOLATION = "_set_thread_isolation_mode"
 
 
 def needs() -> list[str]:
@@ -33,13 +35,11 @@ def needs() -> list[str]:
     hooks = {
         "torch.distributed.distributed_c10d._world": hasattr(c10d, "_world"),
         "..._new_process_group_helper": hasattr(c10d, "_new_process_group_helper"),
-        "..._distributed_c10d._set_thread_isolation_mode": hasattr(
-            _c10d, "_set_thread_isolation_mode"
-        ),
+        f"..._distributed_c10d.{_ISOLATION}": hasattr(_c10d, _ISOLATION),
         "..._distributed_c10d.FakeProcessGroup": hasattr(_c10d, "FakeProcessGroup"),
         "ProcessGroup.unbox": hasattr(dist.ProcessGroup, "unbox"),
         "Work.boxed": hasattr(dist.Work, "boxed"),
-        "numpy.random.set_bit_generator": _has_bit_generator(),
+        "numpy.random.set_bit_generator": hasattr(np.random, "set_bit_generator"),
     }
     missing = [name for name, is_there in hooks.items() if not is_there]
     return [*missing, *_missing_operators()]
@@ -55,12 +55,6 @@ def _missing_operators() -> tuple[str, ...]:
 
 # Absent from some of the supported versions; who calls one of them there gets torch's own error.
 _OPTIONAL = {"c10d::monitored_barrier_", "c10d::allgather_coalesced_"}
-
-
-def _has_bit_generator() -> bool:
-    import numpy as np
-
-    return hasattr(np.random, "set_bit_generator")
 
 
 class _Worlds(threading.local):
