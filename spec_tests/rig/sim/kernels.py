@@ -251,7 +251,7 @@ NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_S
 
 
 def reduce(contributions: Sequence[torch.Tensor], operator: str) -> torch.Tensor:
-    """Combine one tensor per rank, in order of rank, into a new tensor.
+    """Combine one tensor per rank, in order of rank; a single one is returned as it is.
 
     Raises:
         SimError: gloo has no such operator, or not for this dtype.
@@ -263,4 +263,4 @@ def reduce(contributions: Sequence[torch.Tensor], operator: str) -> torch.Tensor
         raise SimError(f"gloo does not reduce with {operator}; known: {', '.join(_COMBINE)}")
     if operator in _OF_BITS and (dtype.is_floating_point or dtype.is_complex):
         raise SimError(f"gloo does not reduce {dtype} with {operator}")
-    return functools.reduce(combine, contributions[1:], contributions[0].clone())
+    return functools.reduce(combine, contributions)
