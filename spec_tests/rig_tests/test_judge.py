@@ -132,24 +132,17 @@ def test_what_is_right_raises_nothing():
     judge.holds(True, "never shown")
 
 
-NARROWER = {
-    "float32": torch.float64,
-    "float16": torch.float32,
-    "bfloat16": torch.float32,
-}
-"""The dtype that a value went through, to the one that it should have had."""
-
-
-@pytest.mark.parametrize("name", NARROWER)
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [("float32", torch.float64), ("float16", torch.float32), ("bfloat16", torch.float32)],
+)
 @pytest.mark.parametrize("how", ["rounded", "added up"])
-def test_a_value_that_went_through_fewer_bits_is_told_by_its_error(name: str, how: str):
-    own, narrow = NARROWER[name], getattr(torch, name)
+def test_a_value_that_went_through_fewer_bits_is_told_by_its_error(name: str, own, how: str):
+    narrow = getattr(torch, name)
     parts = torch.randn(3, 6, 5, dtype=own, generator=torch.Generator().manual_seed(7))
     wanted = parts.sum(dim=0)
-    seen = wanted if how == "rounded" else parts
-    seen = seen.to(narrow).to(own)
-    if how == "added up":
-        seen = seen.sum(dim=0)
+    seen = (wanted if how == "rounded" else parts).to(narrow).to(own)
+    seen = seen if how == "rounded" else seen.sum(dim=0)
     text = message(partial(judged, seen, expected=wanted, within=rounding(own, terms=3)))
     assert f"it went through {name} on the way" in text or (
         how == "added up" and f"likely: it may have been sent, added up or kept in {name}" in text
