@@ -20,8 +20,6 @@ from spec_tests.target import PACKAGE_ROOT
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 _RAISED = re.compile(r"rank .*? raised ((?:\w+)(?:: .*)?)$")
 _JUDGED = ("impostors", "plain", "rig_tests")  # folders of the suite that can be judged
-_LIKELY = "likely: "
-_MAX_TEXT = 110
 
 
 @dataclass
@@ -60,7 +58,7 @@ def causes(events: Sequence[Event], implementation: str) -> list[Cause]:
         text, *signs = _shown(cell)
         cause = next((known[sign] for sign in signs if sign in known), None)
         if cause is None:
-            cause = Cause(_short(text))
+            cause = Cause(clipped(text))
             found.append(cause)
         cause.cells.append(cell)
         known |= dict.fromkeys(signs, cause)
@@ -84,9 +82,8 @@ def _shown(cell: Cell) -> tuple[Any, ...]:
         if not place:
             return words, ("raised", words)
         return f"{place} raises {words}", ("raised", words), ("raised", kind, place)
-    likely = next((line for line in lines if line.startswith(_LIKELY)), "")
-    if likely:
-        return likely.removeprefix(_LIKELY), ("likely", likely)
+    if diagnosis := likely(message):
+        return diagnosis, ("likely", diagnosis)
     if cell.outcome in (Outcome.HANG, Outcome.DIED) and place:
         what = "ranks are blocked at" if cell.outcome is Outcome.HANG else "a rank ends at"
         return f"{what} {place}", (str(cell.outcome), place)
@@ -107,5 +104,12 @@ def _is_own(file: str) -> bool:
     return not re.search(r"site-packages|/lib/python3|^<", file)
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
+def likely(message: str) -> str:
+    """Return the diagnosis in a message: what stands after `likely:`, or nothing."""
+    lines = (line for line in message.splitlines() if line.startswith("likely: "))
+    return next(lines, "").removeprefix("likely: ").strip()
+
+
+def clipped(line: str, limit: int = 110) -> str:
+    """Return a line with at most `limit` characters."""
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."

@@ -53,7 +53,7 @@ from spec_tests.rig.outcomes import (
     level_of,
     verdict,
 )
-from spec_tests.rig.report.causes import causes
+from spec_tests.rig.report.causes import causes, likely
 from spec_tests.rig.report.eventlog import read_log
 from spec_tests.rig.report.points import score
 from spec_tests.rig.report.text import (
@@ -119,14 +119,6 @@ def read_report(path: str | Path) -> Report:
         got = found.get("schema") if isinstance(found, dict) else "no JSON object"
         raise ValueError(f"{file}: expected a report of schema {SCHEMA!r}, got {got!r}")
     return found
-
-
-def likely(message: str) -> str:
-    """The diagnosis in a message: what stands after `likely:`, or nothing."""
-    for line in message.splitlines():
-        if line.startswith("likely: "):
-            return line.removeprefix("likely: ").strip()
-    return ""
 
 
 def _column(events: Sequence[Event], name: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spec_tests.rig.outcomes import SILENT, Cell, Event, Outcome, Strength, cells
-from spec_tests.rig.report.causes import Cause, causes
+from spec_tests.rig.report.causes import Cause, causes, clipped
 from spec_tests.rig.report.text import (
     absent_here,
     chapter,
@@ -31,7 +31,6 @@ FEW = 3
 
 _FINE = (Outcome.PASSED, Outcome.EXPECTED_FAILURE)
 _LINES_OF_A_CAUSE = 4
-_MAX_WIDTH = 160
 
 
 def render_ending(events: Sequence[Event], *, everything: bool = False) -> str:
@@ -119,7 +118,7 @@ def _render_causes(implementation: str, found: Sequence[Cause]) -> list[str]:
     room = MAX_LINES - len(lines)
     shown = rest if len(rest) <= room else rest[: room - 1]
     for index, cause in enumerate(shown, in_full + 1):
-        lines.append(_clipped(f"{index:2}  {cause.text} ({_enumerated(cause.clauses, 1)})"))
+        lines.append(clipped(f"{index:2}  {cause.text} ({_enumerated(cause.clauses, 1)})", 160))
     if len(shown) < len(rest):
         lines.append(f"and {_several(len(rest) - len(shown), 'more cause')}: --all, or the report")
     return lines
@@ -130,8 +129,8 @@ def _render_cause(index: int, cause: Cause) -> list[str]:
     headline = (first["message"].splitlines() or [""])[1:2]
     finding = headline[0] if headline and headline[0] != cause.text else _difference(first)
     return [
-        _clipped(f"{index:2}  {cause.text}"),
-        _clipped(f"    {finding}"),
+        f"{index:2}  {cause.text}",
+        clipped(f"    {finding}", 160),
         f"    {cause.first.level}: {_enumerated(cause.clauses, 3)}",
         f"    again: {first['rerun']}",
     ]
@@ -146,10 +145,6 @@ def _difference(first: Event) -> str:
 def _enumerated(names: Sequence[str], at_most: int) -> str:
     more = len(names) - at_most
     return ", ".join(names[:at_most]) + (f" and {more} more" if more > 0 else "")
-
-
-def _clipped(line: str) -> str:
-    return line if len(line) <= _MAX_WIDTH else f"{line[: _MAX_WIDTH - 3]}..."
 
 
 def _several(number: int, noun: str) -> str:

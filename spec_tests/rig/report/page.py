@@ -68,12 +68,9 @@ def render_page(events: Sequence[Event]) -> str:
         groups=_grouped(rows),
         max_stories=_MAX_STORIES,
         ratio_kind=ratio_kind,
-        others_of=_others_of,
         kind_of=_kind,
         got=got,
         points_kind=_points_kind,
-        points_missing=_points_missing,
-        said=_said,
     )
 
 
@@ -123,14 +120,6 @@ def _is_refuted(report: Report, one: Mapping[str, Any], level: str) -> bool:
     )
 
 
-def _others_of(one: Mapping[str, Any]) -> str:
-    return " · ".join(
-        f"{WORDS[Outcome(outcome)]} {number}"
-        for outcome, number in one["outcomes"].items()
-        if outcome != Outcome.PASSED
-    )
-
-
 def _kind(word: str) -> str:
     outcome = Outcome(word)
     if outcome is Outcome.PASSED:
@@ -144,18 +133,6 @@ def _points_kind(item: Mapping[str, Any]) -> str:
     if item["by_hand"] or item["not_judged"]:
         return "mute"
     return "good" if item["points"] == item["of"] else "bad"
-
-
-def _points_missing(item: Mapping[str, Any]) -> str:
-    if item["by_hand"]:
-        return str(item["by_hand"])
-    missing = item["missing"].items()
-    return ", ".join(f"{clause}: {why.replace('_', ' ')}" for clause, why in missing) or "nothing"
-
-
-def _said(value: Any) -> str:
-    each = value.items() if isinstance(value, dict) else ()
-    return ", ".join(f"{name}: {of}" for name, of in each) or str(value)
 
 
 def prose(text: str) -> Markup:
