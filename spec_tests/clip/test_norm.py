@@ -116,6 +116,45 @@ def test_a_parameter_without_a_gradient_counts_nothing(world):
     judge.equal([rank["gradients"]["d"] for rank in ranks], None, quantity="gradient of 'd'")
 
 
+def partly_absent(ctx):
+    """The norm where the last rank has no gradient of one sharded parameter, or of none."""
+    found = {}
+    for name, absent in LACKING.items():
+        made = layouts.parameters(ctx, SHARDED)
+        for each in absent if ctx.rank == ctx.world_size - 1 else ():
+            made[each].grad = None
+        found[name] = ctx.impl.clip_grad_norm_(made.values(), math.inf).double().reshape(())
+    return found
+
+
+LACKING = {"one": ("a",), "all": tuple(SHARDED)}
+
+
+@clause(
+    "clip.norm.absent-on-one-rank",
+    level="production",
+    source="a branch of the model that one rank takes; contract: a gradient absent on some ranks",
+    worlds=(2,),
+)
+def test_a_gradient_that_is_absent_on_one_rank_counts_on_the_others(world):
+    """Where one rank lacks a gradient, the parts of the others MUST count, or it be refused."""
+    ranks = refusal.answer_or_refusal(world, partly_absent, ordinary=(clip, SHARDED))
+    if ranks is None:
+        return
+    first = {name: layouts.whole(name).chunk(2)[0] for name in SHARDED}
+    wanted = {}
+    for case, absent in LACKING.items():
+        parts = [first[n] if n in absent else layouts.whole(n) for n in SHARDED]
+        wanted[case] = torch.cat([part.reshape(-1) for part in parts]).double().norm()
+    judge.tensors(
+        ranks,
+        wanted,
+        quantity="norm of the gradients that are there",
+        within=layouts.within(),
+        given="rank 1 lacks gradients of one of the sharded parameters, or of all of them",
+    )
+
+
 def at_scales(ctx):
     """Kinds and values of the norms of gradients of several sizes: each rounds in its own way."""
     seen = {f"norm / {number}": clip(ctx, SHARDED, scale=1 / number) for number in range(5, 25)}

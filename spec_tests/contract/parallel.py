@@ -87,8 +87,8 @@ def sharded_optimizer(
     `load_state_dict`, which all ranks call, takes the unsharded optimizer's state dict in place of
     all that there was; `state_dict` gives that, or raises. Optimizers of other parameters do not
     disturb it. What is launched is waited for before `step` returns. Level
-    `production`: sparse parameters are right, or refused as such, and
-    `torch.compile(optimizer.step)` is the same step.
+    `production`: sparse parameters are right, or refused as such, `step`
+    leaves gradients as they are, and `torch.compile(optimizer.step)` is the same step.
     """
 
 
@@ -186,5 +186,6 @@ def clip_grad_norm_(
 
     Returns the global norm as a plain tensor with the same bits on all ranks, each element counted
     once; what is replicated is equal on all ranks already. A NaN anywhere makes it NaN. Plain
-    gradients beside DTensors may be refused with an error.
+    gradients beside DTensors may be refused with an error. Level `production`: so may be gradients
+    that are absent on some ranks; else what is there counts.
     """
