@@ -160,8 +160,6 @@ def _result(
     situation, params = item.stash[_SITUATION], item.callspec.params  # type: ignore[attr-defined]  # a clause is parametrised
     name = params["target"].name
     outcome = runner.outcome_of(error)
-    if outcome is Outcome.HANG:
-        run.hung.setdefault((name, clause.id, params.get("subject")), item.stash[_CASE])
     result = {
         "clause": clause.id,
         "implementation": name,
@@ -179,7 +177,10 @@ def _result(
         "leaks": list(run.worlds.leaks),
     }
     run.worlds.leaks.clear()
-    return expectations.expect(result, _declared(item, clause, name))
+    result = expectations.expect(result, _declared(item, clause, name))
+    if result["outcome"] == Outcome.HANG:
+        run.hung.setdefault((name, clause.id, params.get("subject")), item.stash[_CASE])
+    return result
 
 
 def _declared(item: pytest.Item, clause: Clause, name: str) -> expectations.Deviation | None:

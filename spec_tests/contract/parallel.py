@@ -60,7 +60,7 @@ def no_sync(wrapped: nn.Module) -> AbstractContextManager[Any]:
 
     Inside, `.grad` holds plain local sums and nothing is sent. Other placements (only the forward,
     only the backward) are unspecified. It nests, and it restores the previous state also when the
-    body raises.
+    body raises. Level `production`: around a model that `fsdp` made as well, or it is refused.
     """
 
 
@@ -164,14 +164,15 @@ def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.M
     silence: rows that the ranks do not divide, weights that layers share, layers that are called
     twice, frozen weights, and a second backward without `zero_grad`, whose gradients add up.
     Level `production`: a step gathers a sharded weight twice at most and reduces each gradient
-    once, in their own dtypes.
+    once, in their own dtypes; subclasses of Linear and Embedding are sharded, too.
     """
 
 
 def full_parameters(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """`{name: full tensor}` on every rank, by the plain model's names (after a `module.`, if any).
 
-    Absent: `full_tensor()` where a parameter has it.
+    Absent: `full_tensor()` where a parameter has it. Level `production`: the current values, also of
+    what is unsharded by hand.
     """
 
 
