@@ -171,8 +171,8 @@ def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.M
 def full_parameters(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """`{name: full tensor}` on every rank, by the plain model's names (after a `module.`, if any).
 
-    Absent: `full_tensor()` where a parameter has it. Level `production`: the current values, also of
-    what is unsharded by hand.
+    Absent: `full_tensor()` where a parameter has it. Level `production`: the current values,
+    also of what is unsharded by hand.
     """
 
 
@@ -188,5 +188,7 @@ def clip_grad_norm_(
     Returns the global norm as a plain tensor with the same bits on all ranks, each element counted
     once; what is replicated is equal on all ranks already. A NaN anywhere makes it NaN. Plain
     gradients beside DTensors may be refused with an error. Level `production`: so may be gradients
-    that are absent on some ranks; else what is there counts.
+    that are absent on some ranks; else what is there counts. A tensor that is listed twice is
+    counted and scaled once, gradients are scaled in place, zeros stay zeros, and the norm has the range and rounding of
+    float32, or of float64 where a gradient has it.
     """

@@ -341,7 +341,10 @@ class KeepsDiscardedGathers(Patched):
     """
 
     module = "solution.parallel.fsdp.unit"
-    find = "            handle.wait()\n            self.buffers.give_back(message)\n        self._in_flight.clear()"
+    find = (
+        "            handle.wait()\n            self.buffers.give_back(message)\n"
+        "        self._in_flight.clear()"
+    )
     replace = "            handle.wait()\n        self._in_flight.clear()"
 
 
