@@ -189,6 +189,6 @@ def clip_grad_norm_(
     once; what is replicated is equal on all ranks already. A NaN anywhere makes it NaN. Plain
     gradients beside DTensors may be refused with an error. Level `production`: so may be gradients
     that are absent on some ranks; else what is there counts. A tensor that is listed twice is
-    counted and scaled once, gradients are scaled in place, zeros stay zeros, and the norm has the range and rounding of
-    float32, or of float64 where a gradient has it.
+    counted and scaled once, gradients are scaled in place, zeros stay zeros, and the norm has the
+    range and rounding of float32, or of float64 where a gradient has it.
     """
