@@ -151,7 +151,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     run = config.stash[RUN]
     kept: list[pytest.Item] = []
     dropped: list[pytest.Item] = []
-    patterns: Sequence[str] = config.getoption("--clause") or ()
+    patterns = _patterns(config)
     for item in items:
         clause = clause_of_item(item)
         if clause is not None and clause.transports == ("cuda",):
@@ -165,6 +165,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chapters = list(dict.fromkeys(item.path.parent for item in kept))
         kept.sort(key=lambda item: (chapters.index(item.path.parent), _level(item)))
     items[:] = kept
+
+
+def _patterns(config: pytest.Config) -> list[str]:
+    """What `--clause` asks for: given several times, or with commas."""
+    return [
+        each for given in config.getoption("--clause") or () for each in given.split(",") if each
+    ]
 
 
 def _level(item: pytest.Item) -> int:
@@ -184,11 +191,15 @@ def _is_asked_for(
     return is_within(clause.level, level)
 
 
+def _matching(patterns: Sequence[str]) -> list[Clause]:
+    clauses = ledger.load_all()
+    return [c for c in clauses if any(fnmatch.fnmatchcase(c.id, each) for each in patterns)]
+
+
 def _nothing_to_run(patterns: Sequence[str], run: Run) -> str:
     """Why no clause is left: its level, the paths that pytest was given, or a name."""
-    clauses = ledger.load_all()
     asked = ", ".join(patterns)
-    meant = [c for c in clauses if any(fnmatch.fnmatchcase(c.id, each) for each in patterns)]
+    meant = _matching(patterns)
     if meant:
         highest = max(run.levels.values(), key=LEVELS.index)
         above = {c.level for c in meant if not is_within(c.level, highest)}
@@ -202,7 +213,7 @@ def _nothing_to_run(patterns: Sequence[str], run: Run) -> str:
         )
         needed = max(above, key=LEVELS.index)
         return f"--clause {asked} lies above the level ({judged}): {found}; add --level {needed}"
-    ids = [clause.id for clause in clauses]
+    ids = [clause.id for clause in ledger.load_all()]
     near = get_close_matches(patterns[0], ids, n=3, cutoff=0.4)
     hint = f"; close to it: {', '.join(near)}" if near else ""
     return f"--clause {asked}: no clause id matches{hint}. All ids are in spec_tests/CLAUSES.md"
@@ -234,8 +245,12 @@ def world(request: pytest.FixtureRequest, target: target.Target) -> World:
     transport = clause.transport_on(run.transport)
     _require_machine(clause, transport)
     runner.require_simulable(transport)
+    params = request.node.callspec.params
+    hung = run.hung.get((target.name, clause.id, params.get("subject")))
+    if hung:  # each takes seconds, and says the same
+        raise unittest.SkipTest(f"not run: the clause hung already, in {hung}")
     found = run.worlds.world(request.param, target, transport=transport)
-    runner.require_offered(found, clause, request.node.callspec.params.get("subject"))
+    runner.require_offered(found, clause, params.get("subject"))
     return found
 
 
@@ -258,6 +273,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     ACTIVE.run = run
     if config.option.collectonly:
         return
+    patterns = _patterns(config)
+    if patterns and getattr(config.option, "dist", "no") != "no" and not _matching(patterns):
+        raise pytest.UsageError(_nothing_to_run(patterns, run))  # xdist's workers cannot say it
     live.register(config)
     if config.getoption("--impl"):
         for which in run.targets:

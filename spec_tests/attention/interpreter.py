@@ -11,6 +11,7 @@ show is who touches what: every product of tiles, and every address that is load
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 from collections.abc import Callable, Iterator
@@ -188,6 +189,39 @@ def watched() -> Iterator[list[dict[str, Any]] | None]:
             stack.enter_context(mock.patch.object(builder, name, watched_method))
         yield found
     found.extend(asdict(launch) for launch in watch.launches)
+
+
+@contextlib.contextmanager
+def tensor_cores() -> Iterator[bool]:
+    """Within the block, products of float32 have TF32's bits where the kernel allows it.
+
+    Triton's default for float32 on a device is TF32, which the interpreter only notes. Operands are
+    rounded to its eleven bits, to nearest. False: this interpreter has no such products.
+    """
+    module: Any = importlib.import_module("triton.runtime.interpreter")
+    builder = getattr(module, "InterpreterBuilder", None)
+    if not hasattr(builder, "create_dot"):
+        yield False
+        return
+    exact = builder.create_dot
+
+    def dot(self: Any, a: Any, b: Any, acc: Any, precision: Any, *rest: Any) -> Any:
+        if getattr(precision, "name", "") == "TF32":
+            a, b = _in_tf32(a), _in_tf32(b)
+        return exact(self, a, b, acc, precision, *rest)
+
+    with mock.patch.object(builder, "create_dot", dot):
+        yield True
+
+
+def _in_tf32(handle: Any) -> Any:
+    if handle.data.dtype != np.float32:
+        return handle
+    rounded = copy.copy(handle)
+    bits = np.ascontiguousarray(handle.data).view(np.uint32)
+    nearest = ((bits + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)).view(np.float32)
+    rounded.data = np.where(np.isfinite(handle.data), nearest, handle.data)
+    return rounded
 
 
 def _hooked(method: Any, before: Callable[..., None], *, after: Any = None) -> Callable[..., Any]:

@@ -122,8 +122,9 @@ def close(
     *,
     names: Iterable[str] = ("O",),
     tf32: bool = False,
+    likely: str = "",
 ) -> None:
-    """Every named tensor must keep the rules of its dtype.
+    """Every named tensor must keep the rules of its dtype; `likely` is for values that look right.
 
     Raises:
         Violation: it names the tensors, the broken rule of each and what the values look like.
@@ -132,10 +133,10 @@ def close(
     wrong = faults(seen, problem, names=names, tf32=tf32)
     if not wrong:
         return
-    (finding, likely, detail), *others = wrong
+    (finding, looks_like, detail), *others = wrong
     lines = [detail, *(", ".join(part for part in other if part) for other in others)]
     raise judge.violated(
-        finding, likely=likely, detail="\n".join(lines).strip(), given=repr(problem)
+        finding, likely=looks_like or likely, detail="\n".join(lines).strip(), given=repr(problem)
     )
 
 

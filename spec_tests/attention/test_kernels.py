@@ -12,9 +12,9 @@ import unittest
 import pytest
 import torch
 
-from spec_tests.attention import interpreter
+from spec_tests.attention import bodies, interpreter, rules
 from spec_tests.attention.bodies import KERNELS, arguments, call, observe
-from spec_tests.attention.defined import fitting
+from spec_tests.attention.defined import fitting, require_backward
 from spec_tests.attention.problem import AS_THE_EXERCISE, Problem, inputs
 from spec_tests.clause import clauses
 from spec_tests.rig import judge
@@ -128,6 +128,35 @@ def test_no_program_reads_what_another_wrote(world, subject, mask):
 def test_no_address_lies_outside_of_the_arguments(world, subject, mask):
     """Every address that is loaded or stored MUST lie within a tensor that was passed."""
     _none(world, subject, mask, "outside")
+
+
+def on_tensor_cores(ctx, subject, problem, part):
+    """O and L, or all, with products as a device takes them; None: not to be had."""
+    with interpreter.tensor_cores() as is_rounding:
+        if part == "backward":
+            answer = bodies.everything(ctx, subject, problem)
+        else:
+            answer = bodies.forward(ctx, subject, problem, lse=True)
+    return answer if is_rounding else None
+
+
+@clause(
+    "attention.kernels.float32-is-float32",
+    source="Triton's documentation of `tl.dot`: TF32 is the default for float32 on tensor cores",
+)
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_products_on_tensor_cores_keep_24_bits(world, subject, part):
+    """Of float32 inputs `tl.dot` MUST be asked for more than TF32, its default on a device.
+
+    Judged by value: operands are rounded to TF32's eleven bits where the kernel allows it.
+    """
+    if part == "backward":
+        require_backward(world, subject)
+    seen = observe(world, subject, on_tensor_cores, AS_THE_EXERCISE, part)
+    if seen is None:
+        raise unittest.SkipTest(NO_METHODS)
+    likely = "three digits are right: `tl.dot` of float32 without `input_precision`, which is TF32"
+    rules.close(seen, AS_THE_EXERCISE, names=tuple(seen), likely=likely)
 
 
 @clause(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from spec_tests.laws import refusal
 from spec_tests.rig.judge.oracle import Named
@@ -55,7 +55,7 @@ def within() -> Tolerance:
 def parameters(ctx: Context, layout: Layout, scale: float = 1.0) -> dict[str, nn.Parameter]:
     """Parameters with their gradients, as this rank has them."""
     mesh = None
-    if "hybrid" in layout.values():
+    if {"hybrid", "both"} & {*layout.values()}:
         mesh = init_device_mesh("cpu", (2, ctx.world_size // 2))
     elif {"shard", "replicate"} & {*layout.values()}:
         mesh = init_device_mesh("cpu", (ctx.world_size,))
@@ -71,6 +71,8 @@ def parameters(ctx: Context, layout: Layout, scale: float = 1.0) -> dict[str, nn
 def _laid_out(tensor: torch.Tensor, how: str, mesh: DeviceMesh | None) -> torch.Tensor:
     if mesh is None or how in ("plain", "none"):
         return tensor
+    if how == "both":
+        return distribute_tensor(tensor, mesh, [Shard(0), Shard(1)], src_data_rank=None)
     divided: Placement = Replicate() if how == "replicate" else Shard(0)
     placements = [*[Replicate()] * (mesh.ndim - 1), divided]
     local = tensor

@@ -13,6 +13,8 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from spec_tests.clause import clauses
 from spec_tests.clip import layouts
@@ -20,6 +22,7 @@ from spec_tests.clip.layouts import EMPTY_SHARDS, HYBRID, MIXED, PLAIN, SHARDED,
 from spec_tests.laws import refusal, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.judge.tolerance import rounding
 
 clause = clauses(needs=("clip_grad_norm_",), level="correct", worlds=(2, 3))
 ISSUES = "torchtitan issues 19 and 766; PyTorch's test_fully_shard_clip_grad_norm_"
@@ -91,6 +94,111 @@ def test_an_axis_of_replicas_counts_once(world):
 
 
 @clause(
+    "clip.norm.two-divided-axes",
+    level="production",
+    source="tensors that are divided over both axes of a mesh: FSDP beside tensor parallelism",
+    worlds=(4,),
+)
+def test_each_of_two_axes_that_divide_is_summed_over(world):
+    """On a mesh whose axes both divide a tensor, each element MUST count once."""
+    layout = dict.fromkeys("ab", "both")
+    is_global(world.run(clip, layout), layout, given="divided over both axes of a 2 x 2 mesh")
+
+
+def listed_twice(ctx):
+    """Norm and gradients where a tied weight is in the list twice."""
+    made = layouts.parameters(ctx, PLAIN)
+    norm = ctx.impl.clip_grad_norm_([*made.values(), made["a"]], 2.0)
+    gradients = {name: layouts.gathered(parameter) for name, parameter in made.items()}
+    return {"norm": norm.double().reshape(()), **gradients}
+
+
+@clause(
+    "clip.norm.tied-once",
+    level="production",
+    source="contract: each element counted once; [*encoder.parameters(), *decoder.parameters()]",
+    worlds=(2,),
+)
+def test_a_tensor_that_is_listed_twice_counts_and_shrinks_once(world):
+    """A tensor that is listed twice MUST be counted once and scaled once."""
+    norm = layouts.norm(PLAIN)
+    wanted = {name: layouts.whole(name).double() * 2.0 / norm for name in PLAIN}
+    judge.tensors(
+        [{k: v.double() for k, v in seen.items()} for seen in world.run(listed_twice)],
+        {"norm": norm, **wanted},
+        quantity="norm, or gradient",
+        within=layouts.within().plus(1e-6 / float(norm), "what keeps torch from dividing by zero"),
+    )
+
+
+DTYPES = {
+    "float16": (torch.float16,),
+    "bfloat16": (torch.bfloat16,),
+    "two": (torch.float32, torch.bfloat16),
+    "float64": (torch.float64,),
+}
+
+
+def of_dtypes(dtypes):
+    """A gradient of each dtype, whose elements it can hold, and float16 not their norm."""
+    return [torch.full((65,), 10_001.0, dtype=dtype) for dtype in dtypes]
+
+
+def norm_of_dtypes(ctx, case):
+    """The norm of such gradients."""
+    gradients = of_dtypes(DTYPES[case])
+    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    return {"norm": ctx.impl.clip_grad_norm_(parameters, math.inf).double().reshape(())}
+
+
+@clause(
+    "clip.norm.dtypes",
+    level="production",
+    source="contract: the norm has float32's range and rounding at least; float16 ends at 65504",
+    worlds=(1,),
+)
+@pytest.mark.parametrize("case", DTYPES)
+def test_the_norm_is_as_wide_as_float32_or_the_widest_gradient(world, case):
+    """The norm MUST have the range and rounding of float32, or of float64 where one has that."""
+    wanted = torch.cat([gradient.double() for gradient in of_dtypes(DTYPES[case])]).norm()
+    widest = torch.float64 if case == "float64" else torch.float32
+    judge.tensors(
+        world.run(norm_of_dtypes, case),
+        {"norm": wanted},
+        quantity="norm",
+        within=rounding(widest, terms=64),
+    )
+
+
+def unreduced(ctx):
+    """The norm of a gradient whose parts on the ranks are still to be added up."""
+    mesh = init_device_mesh("cpu", (ctx.world_size,))
+    parameter = nn.Parameter(
+        distribute_tensor(torch.zeros(7, 3), mesh, [Replicate()], src_data_rank=None)
+    )
+    part = layouts.whole("a") * (1.0 if ctx.rank else 3.0)
+    parameter.grad = DTensor.from_local(part, mesh, [Partial()], run_check=False)
+    return {"norm": ctx.impl.clip_grad_norm_([parameter], math.inf).double().reshape(())}
+
+
+@clause(
+    "clip.norm.unreduced",
+    level="production",
+    source="DTensor, Partial: ranks hold summands, whose norms say nothing about the sum's",
+    worlds=(2,),
+)
+def test_what_is_not_reduced_is_reduced_or_refused(world):
+    """Gradients that are not reduced yet MUST give the norm of their sum, or be refused."""
+    ranks = refusal.answer_or_refusal(world, unreduced, ordinary=(clip, SHARDED))
+
+    if ranks is not None:
+        wanted = {"norm": 4 * layouts.norm({"a": "plain"})}
+        judge.tensors(ranks, wanted, quantity="norm", within=layouts.within())
+
+
+@clause(
     "clip.norm.mixed",
     source="contract: replicated, sharded and mixed; PyTorch refuses tensors beside DTensors",
 )
@@ -114,6 +222,45 @@ def test_a_parameter_without_a_gradient_counts_nothing(world):
 
     is_global(ranks, layout)
     judge.equal([rank["gradients"]["d"] for rank in ranks], None, quantity="gradient of 'd'")
+
+
+def partly_absent(ctx):
+    """The norm where the last rank has no gradient of one sharded parameter, or of none."""
+    found = {}
+    for name, absent in LACKING.items():
+        made = layouts.parameters(ctx, SHARDED)
+        for each in absent if ctx.rank == ctx.world_size - 1 else ():
+            made[each].grad = None
+        found[name] = ctx.impl.clip_grad_norm_(made.values(), math.inf).double().reshape(())
+    return found
+
+
+LACKING = {"one": ("a",), "all": tuple(SHARDED)}
+
+
+@clause(
+    "clip.norm.absent-on-one-rank",
+    level="production",
+    source="a branch of the model that one rank takes; contract: a gradient absent on some ranks",
+    worlds=(2,),
+)
+def test_a_gradient_that_is_absent_on_one_rank_counts_on_the_others(world):
+    """Where one rank lacks a gradient, the parts of the others MUST count, or it be refused."""
+    ranks = refusal.answer_or_refusal(world, partly_absent, ordinary=(clip, SHARDED))
+    if ranks is None:
+        return
+    first = {name: layouts.whole(name).chunk(2)[0] for name in SHARDED}
+    wanted = {}
+    for case, absent in LACKING.items():
+        parts = [first[n] if n in absent else layouts.whole(n) for n in SHARDED]
+        wanted[case] = torch.cat([part.reshape(-1) for part in parts]).double().norm()
+    judge.tensors(
+        ranks,
+        wanted,
+        quantity="norm of the gradients that are there",
+        within=layouts.within(),
+        given="rank 1 lacks gradients of one of the sharded parameters, or of all of them",
+    )
 
 
 def at_scales(ctx):
@@ -140,12 +287,12 @@ def test_all_ranks_get_the_same_bits_in_a_plain_tensor(world):
 
 
 def any_iterable(ctx):
-    """Norms for a generator, a list and a single tensor."""
+    """Norms for a single tensor, a list and a generator; the last call shrinks."""
     made = layouts.parameters(ctx, {"a": "shard"})
-    again = [made["a"], (p for p in made.values()), list(made.values())]
+    calls = [(made["a"], 1e9), (list(made.values()), 1e9), ((p for p in made.values()), 2.0)]
     return {
-        f"norm {number}": torch.as_tensor(ctx.impl.clip_grad_norm_(given, 1e9)).double()
-        for number, given in enumerate(again)
+        f"norm {number}": torch.as_tensor(ctx.impl.clip_grad_norm_(*call)).double()
+        for number, call in enumerate(calls)
     } | {"gradient": layouts.gathered(made["a"])}
 
 
@@ -156,13 +303,14 @@ def any_iterable(ctx):
 )
 def test_it_takes_a_tensor_or_any_iterable(world):
     """A tensor, a generator and a list MUST be taken alike: `parameters()` is a generator."""
-    expected = dict.fromkeys((f"norm {n}" for n in range(3)), layouts.norm({"a": "shard"}))
+    norm = layouts.norm({"a": "shard"})
+    expected = dict.fromkeys((f"norm {n}" for n in range(3)), norm)
 
     judge.tensors(
         world.run(any_iterable),
-        {**expected, "gradient": layouts.whole("a")},
+        {**expected, "gradient": layouts.whole("a") * 2.0 / float(norm)},
         quantity="norm or gradient",
-        within=layouts.within(),
+        within=layouts.within().plus(1e-6 / float(norm), "what keeps torch from dividing by zero"),
     )
 
 
@@ -198,7 +346,7 @@ def test_nothing_is_sent_for_replicated_gradients(world):
     traffic.silent([rank["log"] for rank in ranks], when="for plain gradients")
 
 
-MANY = 2**21
+MANY = 2**21 + 2**13
 
 
 def of_many_elements(ctx):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from spec_tests.clause import clauses
 from spec_tests.clip import layouts
@@ -61,6 +62,40 @@ def test_small_gradients_stay_as_they_are(world, layout):
     gradients_are(world.run(clip, layout, max_norm=1e9), layout, 1.0, None)
 
 
+def replaced(ctx):
+    """Names of the parameters whose `.grad` is another tensor after clipping."""
+    made = layouts.parameters(ctx, SHARDED)
+    before = {name: parameter.grad for name, parameter in made.items()}
+    ctx.impl.clip_grad_norm_(made.values(), 2.0)
+    return [name for name, parameter in made.items() if parameter.grad is not before[name]]
+
+
+@clause(
+    "clip.scaling.in-place",
+    level="production",
+    source=TORCH + ": in place; gradients may be views of the buckets of a reducer",
+    worlds=(2,),
+)
+def test_gradients_are_scaled_in_place(world):
+    """Gradients MUST be scaled in place: `.grad` stays the tensor that it was."""
+    judge.equal(world.run(replaced), [], quantity="names whose gradient is another tensor")
+
+
+@clause(
+    "clip.scaling.zeros",
+    level="production",
+    source=TORCH + ": max_norm / (norm + 1e-6)",
+    worlds=(2,),
+)
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_a_limit_of_zero_leaves_zeros(world, scale):
+    """With a `max_norm` of zero gradients MUST become zeros, and zeros stay zeros: never 0 / 0."""
+    ranks = world.run(clip, PLAIN, max_norm=0.0, scale=scale)
+
+    zeros = {name: torch.zeros(layouts.SHAPES[name]) for name in PLAIN}
+    judge.tensors([rank["gradients"] for rank in ranks], zeros, quantity="gradient")
+
+
 @clause("clip.nonfinite.agreed", source="Megatron-LM issue 5529; pytorch issue 73405")
 @pytest.mark.parametrize("poison", [math.nan, math.inf], ids=["nan", "inf"])
 def test_a_norm_that_is_no_number_is_none_on_all_ranks(world, poison):
@@ -95,16 +130,19 @@ def test_the_largest_of_nan_is_nan(world, poisoned):
 
 
 @clause("clip.nonfinite.error-on-all-ranks", source=TORCH + ", error_if_nonfinite")
-def test_asked_to_raise_it_raises_on_all_ranks(world):
-    """With `error_if_nonfinite` all ranks MUST raise, whichever has the NaN."""
-    ranks = world.run(clip, SHARDED, max_norm=1.0, poisoned=1, error_if_nonfinite=True)
+@pytest.mark.parametrize("poison", [math.nan, math.inf], ids=["nan", "inf"])
+def test_asked_to_raise_it_raises_on_all_ranks(world, poison):
+    """With `error_if_nonfinite` all ranks MUST raise, whichever has the NaN or the infinity."""
+    ranks = world.run(
+        clip, SHARDED, max_norm=1.0, poisoned=1, poison=poison, error_if_nonfinite=True
+    )
 
     raised = [rank for rank, seen in enumerate(ranks) if seen["error"]]
     judge.holds(
         len(raised) == len(ranks),
         f"expected an error on all {len(ranks)} ranks, got one on ranks {raised}",
         likely="each rank looks at its own part, or the flag is ignored",
-        given="nan on rank 1",
+        given=f"{poison} on rank 1",
     )
 
 

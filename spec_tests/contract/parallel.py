@@ -60,7 +60,7 @@ def no_sync(wrapped: nn.Module) -> AbstractContextManager[Any]:
 
     Inside, `.grad` holds plain local sums and nothing is sent. Other placements (only the forward,
     only the backward) are unspecified. It nests, and it restores the previous state also when the
-    body raises.
+    body raises. Level `production`: around a model that `fsdp` made as well, or it is refused.
     """
 
 
@@ -87,8 +87,8 @@ def sharded_optimizer(
     `load_state_dict`, which all ranks call, takes the unsharded optimizer's state dict in place of
     all that there was; `state_dict` gives that, or raises. Optimizers of other parameters do not
     disturb it. What is launched is waited for before `step` returns. Level
-    `production`: sparse parameters are right, or refused as such, and
-    `torch.compile(optimizer.step)` is the same step.
+    `production`: sparse parameters are right, or refused as such, `step`
+    leaves gradients as they are, and `torch.compile(optimizer.step)` is the same step.
     """
 
 
@@ -164,14 +164,15 @@ def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.M
     silence: rows that the ranks do not divide, weights that layers share, layers that are called
     twice, frozen weights, and a second backward without `zero_grad`, whose gradients add up.
     Level `production`: a step gathers a sharded weight twice at most and reduces each gradient
-    once, in their own dtypes.
+    once, in their own dtypes; subclasses of Linear and Embedding are sharded, too.
     """
 
 
 def full_parameters(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """`{name: full tensor}` on every rank, by the plain model's names (after a `module.`, if any).
 
-    Absent: `full_tensor()` where a parameter has it.
+    Absent: `full_tensor()` where a parameter has it. Level `production`: the current values,
+    also of what is unsharded by hand.
     """
 
 
@@ -186,5 +187,8 @@ def clip_grad_norm_(
 
     Returns the global norm as a plain tensor with the same bits on all ranks, each element counted
     once; what is replicated is equal on all ranks already. A NaN anywhere makes it NaN. Plain
-    gradients beside DTensors may be refused with an error.
+    gradients beside DTensors may be refused with an error. Level `production`: so may be gradients
+    that are absent on some ranks; else what is there counts. A tensor that is listed twice is
+    counted and scaled once, gradients are scaled in place, zeros stay zeros, and the norm has the
+    range and rounding of float32, or of float64 where a gradient has it.
     """

@@ -39,7 +39,8 @@ def token_loader(
     WORLD_SIZE say them; where neither is set there is one rank. ValueError at construction: sizes
     that are not positive, a rank outside of the world, one of the two variables without the other,
     no files, and files that are not as above (OSError, too, for one that is not there). Data
-    without a single batch may be refused in the same way.
+    without a single batch may be refused in the same way. Level `production`: a state that lies
+    between two batches of another W*B is refused.
     """
 
 

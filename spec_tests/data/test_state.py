@@ -7,6 +7,7 @@ is only as good as that of its loader.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 
@@ -24,7 +25,7 @@ from spec_tests.data.reading import (
     open_loader,
     take,
 )
-from spec_tests.laws import stream
+from spec_tests.laws import refusal, stream
 from spec_tests.rig import judge
 
 clause = clauses(judges=LOADER, level="correct", worlds=(1,))
@@ -176,6 +177,7 @@ def kept_state(ctx, layout):
         take(batches, 2)
         state = loader.state_dict()
         take(batches, layout.limit)
+        loader.state_dict()
         written = None
         try:
             written = json.dumps(state)
@@ -203,6 +205,60 @@ def test_a_state_does_not_change_once_it_is_taken(world, subject):
 
     wanted = layout.expected()[0][2:]
     stream.same([ranks[0]["rest"]], [wanted], given="state taken after 2 batches, used at the end")
+
+
+def loaded_late(ctx, layout):
+    """What is left after the state of a loader that was read from before it was given one."""
+    with files_of(ctx, layout.lengths) as paths:
+        first = open_loader(ctx, paths, layout)
+        batches = iter(first)
+        take(batches, 1)
+        state = first.state_dict()
+        used = open_loader(ctx, paths, layout)
+        others = iter(used)
+        take(others, 3)
+        used.load_state_dict(state)
+        return _rest(ctx, paths, layout, used.state_dict())
+
+
+@clause("data.state.of-what-was-loaded", source=CONTRACT + "; a save right after a restore")
+def test_the_state_after_a_load_is_what_was_loaded(world, subject):
+    """Until the next `iter` a loader's state MUST be the one that it was given."""
+    layout = Layout((61, 50), sequence_length=4, batch_size=2)
+    ranks = world.run(loaded_late, layout)
+
+    wanted = layout.expected()[0][1:]
+    stream.same([ranks[0]], [wanted], given="state of 1 batch, loaded after 3, and taken again")
+
+
+def off_the_grid(ctx, layout):
+    """The error of going on at a place that is between two batches; "" if there is none."""
+    with files_of(ctx, layout.lengths) as paths:
+        first = open_loader(ctx, paths, layout)
+        batches = iter(first)
+        take(batches, 1)
+        state = first.state_dict()
+        wider = open_loader(ctx, paths, dataclasses.replace(layout, batch_size=4))
+        with refusal.caught() as error:
+            wider.load_state_dict(state)
+            take(wider, 1)
+    return error["error"]
+
+
+@clause(
+    "data.state.off-the-grid",
+    level="production",
+    source="contract: another world size with the same W*B; a run that goes on with a larger batch",
+)
+def test_a_place_between_two_batches_is_refused(world, subject):
+    """A state that lies between two batches of another W*B MUST be refused with an error."""
+    ranks = world.run(off_the_grid, Layout((61, 50), sequence_length=4, batch_size=2))
+
+    judge.holds(
+        bool(ranks[0]),
+        "expected an error for a state of 2 sequences where W*B is 4, got batches",
+        likely="batches are counted and not sequences, or nobody compares",
+    )
 
 
 @clause(

@@ -205,12 +205,12 @@ class Sharded(wrapped.WrappedToy):
         """Whether the next backward is the last of its window."""
         self.wrapped.set_is_last_backward(flag)
 
-    def unshard_all(self) -> None:
+    def unshard_all(self, **options: Any) -> None:
         """Gather every unit by hand."""
         parts: list[Any] = list(self.module.modules())
         for part in parts:
             if hasattr(part, "unshard"):
-                part.unshard()
+                part.unshard(**options)
 
     def infer(self, micro: int) -> None:
         """A forward in inference mode, whose tensors take no part in autograd."""

@@ -30,6 +30,7 @@ WINDOWS = {
     "last": ("accumulate 0", "accumulate 1", "backward 2"),
     "each": ("backward 0", "backward 1", "backward 2"),
     "mixed": ("backward 0", "accumulate 1", "backward 2"),
+    "again": ("accumulate 5, backward 6, zero_grad, backward 0", "accumulate 1", "backward 2"),
 }
 EVALUATED = {
     "fully_shard": "accumulate 0, evaluate 7, backward 1, evaluate 8",

@@ -43,7 +43,7 @@ class Nest(nn.Module):
         return self.inner(self.outer(x, extra=extra)["y"], extra=extra)
 
 
-def seen_dtypes(ctx, subject, options):
+def seen_dtypes(ctx, subject, options, is_training):
     """What two units see whose policies differ, and what comes out."""
     policy = ctx.impl.MixedPrecisionPolicy
     module = Nest().to(ctx.device)
@@ -54,7 +54,8 @@ def seen_dtypes(ctx, subject, options):
         "mask": torch.ones(4, dtype=torch.bool, device=ctx.device),
         "angles": torch.ones(4, device=ctx.device),
     }
-    output = module(torch.ones(2, 4, device=ctx.device), extra=extra)
+    with torch.set_grad_enabled(is_training):
+        output = module(torch.ones(2, 4, device=ctx.device), extra=extra)
     found = {f"outer {k}": v for k, v in module.outer.seen.items()}
     found |= {f"inner {k}": v for k, v in module.inner.seen.items()}
     return found | {f"output {k}": str(v.dtype) for k, v in output.items()}
@@ -81,6 +82,7 @@ _POLICIES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         {"outer x": "torch.float32", "outer angles": "torch.float32"},
     ),
     "output-dtype": ({"output_dtype": torch.float64}, {"output y": "torch.float64"}),
+    "evaluated": ({"output_dtype": torch.float64}, {"output y": "torch.float64"}),
 }
 
 
@@ -92,7 +94,7 @@ _POLICIES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 def test_each_unit_casts_what_its_own_policy_names(world, subject, policy):
     """Each unit MUST follow its own precision policy and cast floating-point tensors only."""
     options, differing = _POLICIES[policy]
-    ranks = world.run(seen_dtypes, subject, options)
+    ranks = world.run(seen_dtypes, subject, options, policy != "evaluated")
 
     wanted = _SEEN | differing
     for rank, seen in enumerate(ranks):

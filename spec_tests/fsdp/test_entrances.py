@@ -7,6 +7,7 @@ shard as if it were the weight. And a parameter that is left out is left out of 
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -166,10 +167,46 @@ def test_a_method_that_is_not_registered_does_not_compute_on_a_shard(world, subj
             judge.tensors([seen], [right], quantity=f"what the method gives on rank {rank}")
 
 
-def ignoring(ctx, subject):
+def entered_again(ctx, subject):
+    """What a step through a registered method sees after an exception in the one before."""
+    module = encoder().to(ctx.device)
+    for part in (module.inner, module):
+        ctx.impl.fully_shard(part, reshard_after_forward=True)
+    ctx.impl.register_fsdp_forward_method(module, "encode")
+
+    def fail(*args):
+        raise KeyError("planted")
+
+    handle = module.inner.register_forward_hook(fail)
+    with contextlib.suppress(KeyError):
+        module.encode(batch(ctx.rank).to(ctx.device))
+    handle.remove()
+    kinds = sorted({type(p).__name__ for p in module.parameters()})
+    output = module.encode(batch(ctx.rank).to(ctx.device))
+    (ctx.world_size * sum_of_squares(output)).backward()
+    reached = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    return kinds, {name: gradient.full_tensor() for name, gradient in reached.items()}
+
+
+@clause(
+    "fsdp.lifecycle.registered-method-after-exception",
+    needs=("register_fsdp_forward_method",),
+    source=METHODS + "; contract: after a caught exception the next step is right, or an error",
+)
+def test_a_registered_method_that_raised_leaves_shards_behind(world, subject):
+    """After a caught exception in a registered method, parameters MUST be shards, steps right."""
+    kinds, gradients = zip(*world.run(entered_again, subject), strict=True)
+
+    judge.equal(kinds, ["DTensor"], quantity="kinds of parameters after the exception")
+    names = [name for name, _ in encoder().named_parameters() if name != "table"]
+    mean, _ = _gradients(world.size, names, lambda module, x: module.encode(x))
+    judge.tensors(gradients, mean, quantity="mean gradient")
+
+
+def ignoring(ctx, subject, is_frozen=False):
     """A step with one parameter left out: what it is, its gradient, and what was sent."""
     module = encoder().to(ctx.device)
-    held = module.table
+    held = module.table.requires_grad_(not is_frozen)
     values = held.detach().clone()
     ctx.impl.fully_shard(module.inner, reshard_after_forward=True)
     ctx.impl.fully_shard(module, reshard_after_forward=True, ignored_params={held})
@@ -179,14 +216,15 @@ def ignoring(ctx, subject):
     with ctx.recording() as backward:
         loss.backward()
     sent = [traffic.gathered(forward.log(), ctx.world_size), traffic.reduced(backward.log())]
-    others = {n: p.grad.full_tensor() for n, p in module.named_parameters() if p is not held}
+    others = {n: p.grad.full_tensor() for n, p in module.named_parameters() if n != "table"}
     return seen, {"table": held.grad}, others, sent
 
 
 @clause("fsdp.init.ignored-parameters", source=IGNORED)
-def test_an_ignored_parameter_stays_what_it_is(world, subject):
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+def test_an_ignored_parameter_stays_what_it_is(world, subject, is_frozen):
     """An ignored parameter MUST stay the same object: plain, whole, with its values."""
-    seen, *_ = zip(*world.run(ignoring, subject), strict=True)
+    seen, *_ = zip(*world.run(ignoring, subject, is_frozen), strict=True)
 
     right = [True, "Parameter", (4, 4), True]
     judge.equal(seen, right, quantity="(same object, its type, its shape, same values)")

@@ -29,15 +29,16 @@ ACTIVATIONS = 16 * WIDTH * 4
 
 
 class Tower(nn.Module):
-    """Layers of equal size."""
+    """Layers of equal size, called with their input or with `input=`."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, by_keyword: bool = False) -> None:
         super().__init__()
+        self.by_keyword = by_keyword
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = layer(x).abs()
+            x = (layer(input=x) if self.by_keyword else layer(x)).abs()
         return x
 
 
@@ -47,13 +48,19 @@ def backward(ctx, subject, model):
     finish(ctx, subject, model)
 
 
-def footprints(ctx, subject, depth, reshard_after_forward=True, steps=2):
-    """Live bytes at each moment of life, and the peaks of forward and backward."""
+def footprints(
+    ctx, subject, depth, reshard_after_forward=True, steps=2, by_keyword=False, discards=False
+):
+    """Live bytes at each moment of life, and the peaks of forward and backward.
+
+    Args:
+        discards: after each step all units are gathered for nothing.
+    """
     seen = {}
     options = {} if subject == "fsdp" else {"reshard_after_forward": reshard_after_forward}
     with ctx.recording() as recorder:
         with torch.device(ctx.device):
-            model = shard(ctx, subject, Tower(depth), **options)
+            model = shard(ctx, subject, Tower(depth, by_keyword), **options)
         seen["built"] = footprint.settled(recorder)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
         for step in range(steps):
@@ -69,6 +76,9 @@ def footprints(ctx, subject, depth, reshard_after_forward=True, steps=2):
             seen["peak of backward"] = recorder.log().peak_bytes
             optimizer.step()
             optimizer.zero_grad()
+            for layer in model.layers if discards else ():
+                layer.unshard(async_op=True)
+                layer.reshard()
             seen[f"after step {step}"] = footprint.settled(recorder)
     return seen
 
@@ -226,7 +236,7 @@ def test_an_int_keeps_that_part_of_the_weights_after_forward(world, subject):
 
 
 @clause("fsdp.footprint.peak-does-not-grow-with-depth", level="production", source=MEMORY)
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("phase", ["forward", "backward", "backward by keyword"])
 def test_the_peak_above_the_shards_does_not_grow_with_depth(world, subject, phase):
     """Above shards, moments, gradients and activations, the peak MUST NOT grow with depth.
 
@@ -234,10 +244,10 @@ def test_the_peak_above_the_shards_does_not_grow_with_depth(world, subject, phas
     """
     above = []
     for depth in (4, 10):
-        ranks = world.run(footprints, subject, depth)
+        ranks = world.run(footprints, subject, depth, by_keyword="keyword" in phase)
         shards = depth * UNIT // world.size
-        gradients = shards if phase == "backward" else 0
-        above.append([r[f"peak of {phase}"] - 3 * shards - gradients for r in ranks])
+        gradients = 0 if phase == "forward" else shards
+        above.append([r[f"peak of {phase.split()[0]}"] - 3 * shards - gradients for r in ranks])
 
     for rank, (shallow, deep) in enumerate(zip(*above, strict=True)):
         slope = (deep - shallow) / 6 / UNIT
@@ -264,6 +274,25 @@ def test_memory_does_not_grow_from_step_to_step(world, subject):
             f"rank {rank}: expected {seen['after step 1']} live bytes as after step 1, got "
             f"{seen['after step 4']} after step 4",
             likely="something is appended in every step and never taken away",
+        )
+
+
+@clause(
+    "fsdp.footprint.discarded-gathers",
+    level="production",
+    judges=FULLY_SHARD,
+    source="a prefetched layer that is then skipped; FSDPModule.unshard(async_op=True), reshard",
+)
+def test_a_gather_that_is_discarded_leaves_nothing_behind(world, subject):
+    """Live bytes MUST NOT grow where a unit is gathered in every step and freed unused."""
+    ranks = world.run(footprints, subject, 2, steps=5, discards=True)
+
+    for rank, seen in enumerate(ranks):
+        judge.holds(
+            seen["after step 4"] <= seen["after step 1"],
+            f"rank {rank}: expected {seen['after step 1']} live bytes as after step 1, got "
+            f"{seen['after step 4']} after step 4",
+            likely="the memory of a gather that nobody used is neither freed nor used again",
         )
 
 

@@ -101,6 +101,8 @@ def after_steps(ctx, subject, toy, seed, setting):
         sharded.backward(step)
         if setting == "by-hand":
             sharded.unshard_all()
+        if setting == "in-flight":
+            sharded.unshard_all(async_op=True)
         sharded.optimizer.step()
     return _output(sharded)
 
@@ -115,6 +117,19 @@ def test_a_forward_after_a_step_uses_the_new_weights(world, subject, setting):
     ranks = world.run(after_steps, subject, "even", 7, setting)
 
     _judge_fresh(ranks, "even", 2, f"weights {setting}")
+
+
+@clause(
+    "fsdp.lifecycle.fresh-after-gather-in-flight",
+    level="production",
+    source=FRESH + "; FSDPModule.unshard(async_op=True)",
+    worlds=(2,),
+)
+def test_a_gather_that_began_before_a_step_is_not_used_after_it(world, subject):
+    """What was gathered before a step MUST NOT be computed with after it, waited for or not."""
+    ranks = world.run(after_steps, subject, "even", 7, "in-flight")
+
+    _judge_fresh(ranks, "even", 2, "gathers in flight during the step")
 
 
 def after_evaluation_and_step(ctx, subject, toy, seed, setting, records=False):
@@ -308,3 +323,33 @@ def _judge_ones(ranks, given):
         hints=[Hint("the output of the weights before: a copy was kept", old)],
         given=given,
     )
+
+
+def full_of_unsharded(ctx, subject, is_stepped):
+    """Full parameters of what was unsharded by hand and then updated, and the shards' values."""
+    sharded = Sharded(ctx, subject, "stack")
+    before = sharded.full()
+    sharded.backward(0)
+    sharded.unshard_all()
+    if is_stepped:
+        sharded.optimizer.step()
+    else:
+        with torch.no_grad():
+            for shard in sharded.held:
+                shard.to_local().neg_()
+    return sharded.full(), sharded.weights(), before
+
+
+@clause(
+    "fsdp.lifecycle.full-parameters-of-what-is-unsharded",
+    level="production",
+    source="contract: full_parameters; a copy that is registered is that of before the update",
+    worlds=(2,),
+)
+@pytest.mark.parametrize("is_stepped", [True, False], ids=["step", "write"])
+def test_full_parameters_of_what_is_unsharded_are_the_current_ones(world, subject, is_stepped):
+    """After an update of what was unsharded by hand, full parameters MUST be the new ones."""
+    found, shards, before = zip(*world.run(full_of_unsharded, subject, is_stepped), strict=True)
+
+    stale = Hint("the value before the update: what was unsharded is returned", list(before))
+    judge.tensors(found, shards[0], quantity="full parameter", hints=[stale])

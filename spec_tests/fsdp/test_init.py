@@ -24,6 +24,7 @@ from spec_tests.fsdp.sharded import (
     Sharded,
     about,
     full_parameters,
+    of_integers,
     says_the_same,
     shard,
 )
@@ -205,6 +206,69 @@ def test_dtensors_carry_mesh_stride_and_dtype_of_the_whole(world, subject, toy):
     """
     keys = ("placements", "mesh", "shape", "stride", "dtype", "requires_grad")
     judge_descriptions(world, subject, toy, keys)
+
+
+def tied_across_units(ctx, subject, is_frozen):
+    """Names of the parameters where a unit of its own has one end of a tie."""
+    module = TOYS["tied"].build(SEED).to(ctx.device)
+    module.encode.weight.requires_grad_(not is_frozen)
+    shard(ctx, subject, module, ("encode",))
+    return [name for name, _ in module.named_parameters()]
+
+
+@clause(
+    "fsdp.init.ties-across-units",
+    level="production",
+    source="contract: tied parameters are sharded, or refused; pytorch issue 176225",
+    worlds=(2,),
+)
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+def test_a_tie_across_units_is_kept_or_refused(world, subject, is_frozen):
+    """A weight that two units share MUST stay one parameter, or be refused, frozen ones as well.
+
+    Two that were one begin with equal values; a step or a load then changes one of them.
+    """
+    ordinary = (described, subject, "tied")
+    ranks = refusal.answer_or_refusal(
+        world, tied_across_units, subject, is_frozen, ordinary=ordinary
+    )
+    if ranks is not None:
+        names = [name for name, _ in TOYS["tied"].build(SEED).named_parameters()]
+        judge.equal(ranks, names, quantity="names of the parameters")
+
+
+def of_one_name(factor):
+    """A layer of the class `Layer`, of which there is one per factor."""
+
+    class Layer(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return factor * super().forward(x)
+
+    torch.manual_seed(SEED)
+    return of_integers(Layer(6, 4))
+
+
+FACTORS = (1.0, 2.0)
+
+
+def two_of_one_name(ctx, subject):
+    """Outputs of two sharded layers whose classes are two, with one name."""
+    x = torch.ones(2, 6, device=ctx.device)
+    layers = [of_one_name(factor).to(ctx.device) for factor in FACTORS]
+    models = [shard(ctx, subject, layer, "root") for layer in layers]
+    return {f"model {number}": model(x).detach() for number, model in enumerate(models)}
+
+
+@clause(
+    "fsdp.init.classes-of-one-name",
+    source="contract: another model disturbs nothing; torchtitan's simple_fsdp, a cache by class",
+    worlds=(2,),
+)
+def test_two_classes_of_one_name_stay_two(world, subject):
+    """Of two models whose classes have the same name each MUST have its own forward."""
+    x = torch.ones(2, 6)
+    right = {f"model {n}": of_one_name(f)(x).detach() for n, f in enumerate(FACTORS)}
+    judge.tensors(world.run(two_of_one_name, subject), right, quantity="output")
 
 
 def surroundings(ctx, subject, toy):

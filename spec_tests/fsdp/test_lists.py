@@ -20,9 +20,9 @@ from spec_tests.rig.toys import TOYS, sum_of_squares
 clause = clauses(judges=FULLY_SHARD, level="production")
 
 
-def in_one_call(ctx, subject):
+def in_one_call(ctx, subject, units):
     """Operations and elements of the passes of a second step, where two layers are one unit."""
-    sharded = Sharded(ctx, subject, "even", units=("up+down",), reshard_after_forward=True)
+    sharded = Sharded(ctx, subject, "even", units=(units,), reshard_after_forward=True)
     sharded.backward(1)
     forward, backward = sharded.recorded()
     found = [
@@ -36,9 +36,10 @@ def in_one_call(ctx, subject):
     "fsdp.traffic.list-is-one-unit",
     source="torch.distributed.fsdp.fully_shard: a list of modules, grouped for communication",
 )
-def test_modules_of_one_call_travel_together(world, subject):
+@pytest.mark.parametrize("units", ["up+down", "down+up"])
+def test_modules_of_one_call_travel_together(world, subject, units):
     """Modules that are sharded as a list MUST be gathered once per pass, and reduced in one."""
-    ranks = world.run(in_one_call, subject)
+    ranks = world.run(in_one_call, subject, units)
 
     whole = numel("even")
     for rank, seen in enumerate(ranks):

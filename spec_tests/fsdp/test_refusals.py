@@ -249,8 +249,11 @@ def unequal(ctx, subject, difference):
         layer = nn.Linear(4, 5)
     if is_other and difference == "scalar":
         layer.temperature = nn.Parameter(torch.ones(()))
+    options = {}
+    if is_other and difference == "policy":
+        options["mp_policy"] = ctx.impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     with refusal.caught() as error:
-        ctx.impl.fully_shard(layer.to(ctx.device))
+        ctx.impl.fully_shard(layer.to(ctx.device), **options)
         layer(torch.ones(2, 4, device=ctx.device)).sum().backward()
     return error["error"]
 
@@ -259,9 +262,9 @@ def unequal(ctx, subject, difference):
     "fsdp.refusals.unequal-ranks",
     source="DistributedDataParallel verifies parameters across ranks at construction",
 )
-@pytest.mark.parametrize("difference", ["shape", "scalar"])
+@pytest.mark.parametrize("difference", ["shape", "scalar", "policy"])
 def test_ranks_with_unequal_modules_are_told(world, subject, difference):
-    """Where ranks differ in their modules, all MUST raise by the first step; none hangs."""
+    """Where ranks differ in modules or policy, all MUST raise by the first step; none hangs."""
     errors = world.run(unequal, subject, difference)
 
     refusal.on_all_ranks(

@@ -44,6 +44,8 @@ WINDOWS: dict[str, Any] = {
     "kept": ("even", "children", ({}, {})),
     "cleared": ("even", "children", ({}, {})),
     "unused-in-last": ("branches", "layers", ({"use": "abc"}, {"use": "ab"})),
+    "one-shard": ("even", "children", ({}, {})),
+    "by-the-other-setter": ("even", "children", ({}, {})),
 }
 
 
@@ -51,11 +53,15 @@ def over_replicas(ctx, subject, case):
     """Two micro-batches on a mesh of two dimensions, replicas averaged with the second."""
     toy, units, uses = WINDOWS[case]
     names = ("replicate", "shard")
-    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=names)
+    sizes = (4, 1) if case == "one-shard" else (2, 2)
+    mesh = init_device_mesh(ctx.device.type, sizes, mesh_dim_names=names)
     sharded = Sharded(ctx, subject, toy, units=units, mesh=mesh)
     sent = []
     for micro, flags in enumerate(uses):
-        sharded.wrapped.set_requires_all_reduce(micro == 1)
+        if case == "by-the-other-setter" and micro == 1:  # which switches both on
+            sharded.synchronise(True)
+        else:
+            sharded.wrapped.set_requires_all_reduce(micro == 1)
         sent.append(traffic.reduced(sharded.recorded(micro, **flags)[1]))
         if case == "cleared" and micro == 0:
             sharded.zero_grad()
@@ -86,7 +92,7 @@ def test_replicas_are_averaged_once_per_window(world, subject, case):
     )
     whole = numel("even")
     if toy == "even":
-        each = [whole, whole + whole // 2]
+        each = [0, whole] if case == "one-shard" else [whole, whole + whole // 2]
         judge.equal(sent, each, quantity="elements reduced in each backward")
 
 
@@ -105,7 +111,7 @@ def divided(ctx, subject, factor):
 
 
 @clause("fsdp.backward.divide-factor", source="FSDPModule.set_gradient_divide_factor")
-@pytest.mark.parametrize("factor", [1.0, 4.0])
+@pytest.mark.parametrize("factor", [1.0, 4.0, 0.5])
 def test_sums_are_divided_by_the_factor(world, subject, factor):
     """With a divide factor, gradients MUST be the sum over ranks divided by it alone."""
     ranks = world.run(divided, subject, factor)

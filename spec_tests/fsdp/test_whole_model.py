@@ -117,6 +117,37 @@ def test_two_backwards_of_a_whole_model_and_one_finish_add_up(world, subject):
     mean_gradients(world, subject, "even", calls, may_refuse=True)
 
 
+def without_sending(ctx, subject):
+    """Elements that a micro-batch inside `no_sync` reduces, and gradients of the whole window."""
+    sharded = Sharded(ctx, subject, "even")
+    with ctx.recording() as recorder, ctx.impl.no_sync(sharded.wrapped):
+        with ctx.impl.no_sync(sharded.wrapped):
+            sharded.loss(0).backward()
+        sharded.loss(1).backward()
+    sent = traffic.reduced(recorder.log())
+    return sent, sharded.gradients_after("backward 2")
+
+
+@clause(
+    "fsdp.accumulation.no-sync-of-a-whole-model",
+    level="production",
+    needs=("no_sync",),
+    source="contract: inside `no_sync` nothing is sent; FullyShardedDataParallel.no_sync",
+    worlds=(2,),
+)
+def test_a_whole_model_sends_no_gradient_inside_no_sync(world, subject):
+    """Inside `no_sync` a whole model MUST reduce nothing and lose nothing, or refuse it.
+
+    One that is inside another ends for itself alone.
+    """
+    usual = (gradients_after, subject, "even", SEED, "backward 0")
+    ranks = refusal.answer_or_refusal(world, without_sending, subject, ordinary=usual)
+    if ranks is not None:
+        sent, gradients = zip(*ranks, strict=True)
+        equivalence.mean_gradients(gradients, "even", SEED, micros=(0, 1, 2))
+        judge.equal(sent, 0, quantity="elements reduced inside no_sync")
+
+
 @clause("fsdp.backward.finish-is-idempotent", source="contract: a second call changes nothing")
 def test_a_second_finish_of_a_whole_model_changes_nothing(world, subject):
     """A second `finish_gradient_synchronization` MUST NOT change what the next update uses."""
@@ -126,12 +157,18 @@ def test_a_second_finish_of_a_whole_model_changes_nothing(world, subject):
     mean_gradients(world, subject, "even", "backward 0, finish", hints=[again])
 
 
+class Projection(nn.Linear):
+    """A Linear of another name."""
+
+
 def bytes_once_sharded(ctx, subject, kind):
     """Live bytes of a model of one layer, or of a list of one, once it is sharded."""
+    kinds = {"Linear": nn.Linear, "subclass": Projection}
     with ctx.recording() as recorder:
         with torch.device(ctx.device):
-            layer = nn.Linear(16, ROWS, False) if kind == "Linear" else nn.Embedding(ROWS, 16)
-            model = ctx.impl.fsdp(nn.Sequential(layer) if kind == "table" else layer)
+            layer = kinds[kind](16, ROWS, False) if kind in kinds else nn.Embedding(ROWS, 16)
+            is_part = kind in ("table", "subclass")
+            model = ctx.impl.fsdp(nn.Sequential(layer) if is_part else layer)
         del layer
         found = footprint.settled(recorder)
     assert model is not None  # alive until here
@@ -169,14 +206,34 @@ def test_a_whole_model_that_is_one_layer_is_divided(world, subject, kind):
     ranks = refusal.answer_or_refusal(world, bytes_once_sharded, subject, kind, ordinary=usual)
 
     if ranks is not None:
-        whole = ROWS * 16 * 4
-        footprint.at_most(
-            ranks,
-            {"rows of this rank": whole // world.size, "slack of a fifth": whole // 5},
-            quantity="bytes after sharding",
-            likely="the model's children are looked through, and not the model itself",
-            given=f"{kind} of {ROWS} rows of 64 bytes over {world.size} ranks",
-        )
+        likely = "the model's children are looked through, and not the model itself"
+        _is_divided(ranks, f"{kind} of {ROWS} rows of 64 bytes over {world.size} ranks", likely)
+
+
+@clause(
+    "fsdp.footprint.subclass-in-a-whole-model",
+    level="production",
+    source="contract: shards Linear and Embedding weights, their subclasses' among them",
+    worlds=(2,),
+)
+def test_a_subclass_of_linear_is_divided(world, subject):
+    """A layer whose class is made from Linear MUST be sharded as a Linear is."""
+    ranks = world.run(bytes_once_sharded, subject, "subclass")
+
+    likely = "layers are known by their class itself, or by its name"
+    _is_divided(ranks, f"a subclass of Linear of {ROWS} rows of 64 bytes", likely)
+
+
+def _is_divided(ranks, given, likely):
+    __tracebackhide__ = True
+    whole = ROWS * 16 * 4
+    footprint.at_most(
+        ranks,
+        {"rows of this rank": whole // len(ranks), "slack of a fifth": whole // 5},
+        quantity="bytes after sharding",
+        likely=likely,
+        given=given,
+    )
 
 
 def one_step(ctx, subject):

@@ -136,6 +136,9 @@ def _usual_suspects(
         hints.append(Hint("the rank's own local gradient: it was never reduced", local))
     if len(micros) > 1:
         hints.append(Hint("the last micro-batch alone: the earlier ones were lost", last))
+        twice = ", or by the world size twice" if len(micros) == size else ""
+        divided = f"divided by the number of micro-batches{twice}"
+        hints.append(Hint(divided, lambda: of(everyone, micros, 1.0 / len(micros))))
         hints.append(
             Hint("the last micro-batch was reduced, the earlier ones stayed local", last_and_local)
         )

@@ -55,9 +55,13 @@ class PlainClip:
         copies = [g for g in self.gradients if not self.is_divided(g)]
         divided = [g for g in self.gradients if self.is_divided(g)]
         parts = [self.part(copies)]
-        if divided:
-            parts += self.gathered(self.part(divided), divided)
+        if self.takers():
+            parts += self.gathered(self.part(divided), self.takers())
         return self.root(self.combined(parts))
+
+    def takers(self) -> list[torch.Tensor]:
+        """What is divided, with a gradient on this rank or without: peers wait for its part."""
+        return [p for p in self.tensors if self.is_divided(p if p.grad is None else p.grad)]
 
     def is_divided(self, gradient: torch.Tensor) -> bool:
         return isinstance(gradient, DTensor) and any(

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -139,6 +139,9 @@ class PlainFsdp(Unit):
             self.run.is_callback_queued = False
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if is_dataclass(output) and not isinstance(output, dict):
+            kind = type(output).__name__
+            raise TypeError(f"{type(module).__name__} returns {kind}, whose tensors are not seen")
         output = super().post_forward(module, args, output)
         if self.num_running == 0 and self.policy.output_dtype is not None:
             output = self.cast(output, self.policy.output_dtype)
@@ -185,8 +188,7 @@ class PlainFsdp(Unit):
             if cls.refuses:
                 require_shardable(module, mesh, reshard_after_forward, policy)
             module._plain_fsdp = cls(module, mesh, reshard_after_forward, policy, ignored_params)
-            kind = type(module)
-            module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+            module.__class__ = cls.class_of(type(module))
             return module
 
         def fsdp(module, *, compute_dtype=None):
@@ -210,6 +212,11 @@ class PlainFsdp(Unit):
             "full_parameters": full_parameters,
             "MixedPrecisionPolicy": MixedPrecisionPolicy,
         }
+
+    @classmethod
+    def class_of(cls, kind: type) -> type:
+        """The class that a sharded module of this kind becomes."""
+        return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
 
     @classmethod
     def layers_of(cls, module: nn.Module) -> list[Any]:
@@ -355,7 +362,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         if own.num_running or not own.registers:
             return method(*args, **kwargs)
         args, kwargs = own.pre_forward(module, args, kwargs)
-        return own.post_forward(module, args, method(*args, **kwargs))
+        output = None
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            output = own.post_forward(module, args, output)
+        return output
 
     setattr(module, method_name, like_forward)
 

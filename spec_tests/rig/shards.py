@@ -71,6 +71,7 @@ def _swap_bytes(data: bytes) -> bytes:
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "foreign-magic": _replace_word(0, 20240801),
     "later-version": _replace_word(1, 2),
+    "earlier-version": _replace_word(1, 0),
     "negative-count": _replace_word(2, -1),
     "huge-count": _replace_word(2, 2**31 - 1),
     "count-too-small": _replace_word(2, 7),

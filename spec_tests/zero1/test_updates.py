@@ -254,15 +254,18 @@ def with_closure(run):
 
 
 @clause("zero1.step.closure", source="torch.optim.Optimizer.step(closure)")
-@pytest.mark.parametrize("parameters", ["all", "two"])
+@pytest.mark.parametrize("parameters", ["all", "two", "called-as-is"])
 def test_a_closure_is_evaluated_and_its_loss_returned(world, parameters):
     """`step(closure)` MUST evaluate the closure once, before updating, and return its loss.
 
     Evaluated twice, a forward with dropout or a fresh batch trains on something else; and a rank
-    that owns nothing has a loss to return, too.
+    that owns nothing has a loss to return, too. Some optimizers enable gradients for the closure,
+    others call it as it is: a `step` under `no_grad` around those breaks its backward.
     """
-    groups = all_in_one if parameters == "all" else two_parameters
+    groups = two_parameters if parameters == "two" else all_in_one
     options: dict[str, Any] = {"groups": groups, "toy": fitting(world)}
+    if parameters == "called-as-is":
+        options["optimizer"] = "as-is"
     ranks = world.run(in_ranks, with_closure, **options)
     weights, losses, evaluations = zip(*ranks, strict=True)
 
@@ -275,6 +278,30 @@ def test_a_closure_is_evaluated_and_its_loss_returned(world, parameters):
         within=tolerance("adamw", torch.float32, num_steps=4),
     )
     judge.equal(evaluations, times, quantity="number of evaluations in three steps to be")
+
+
+def after_steps(run):
+    """The gradients of two steps, as each leaves them."""
+    left = {}
+    for number in (1, 2):
+        run.deal(number)
+        run.optimizer.step()
+        left |= {f"{name} of step {number}": p.grad for name, p in run.parameters.items()}
+    return left
+
+
+@clause(
+    "zero1.step.keeps-gradients",
+    level="production",
+    source="torch.optim: `zero_grad` clears, `step` does not; what logs norms reads them after it",
+)
+def test_a_step_leaves_gradients_as_they_are(world):
+    """A step MUST leave every gradient as it was, those of parameters of other ranks as well."""
+    toy = fitting(world)
+    ranks = world.run(in_ranks, after_steps, toy=toy)
+
+    wanted = alone(after_steps, toy=toy)
+    judge.tensors(ranks, wanted, quantity="gradient after the step", given=f"toy {toy}")
 
 
 def own_gradients(ctx, optimizer, toy):

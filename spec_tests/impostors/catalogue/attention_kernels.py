@@ -115,6 +115,18 @@ class CausalStrict(ForwardKernel):
     replace = "        visible = tl.minimum(num_keys, rows + (num_keys - num_queries))\n"
 
 
+@near_miss("attention.kernel-tf32", rejected_by="attention.kernels.float32-is-float32")
+class ScoresInTf32(ForwardKernel):
+    """Leaves the precision of the scores' product to `tl.dot`.
+
+    From: Its default, in most kernels of students.
+    Unseen: The interpreter multiplies in float32; on a device three digits are right.
+    """
+
+    find = '    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="tf32x3")\n'
+    replace = "    scores = tl.dot(q_tile, tl.trans(k_tile))\n"
+
+
 @near_miss("attention.kernel-scores-twice", rejected_by="attention.kernels.work")
 class ScoresTwice(ForwardKernel):
     """Computes the scores of a tile twice.

@@ -381,3 +381,17 @@ class ClipPlain(PlainClip):
 @benign("benign.clip-gathers-gradients")
 class ClipGathersGradients(GathersGradients):
     """Takes the norm of gathered gradients."""
+
+
+@near_miss(
+    "clip.asks-gradients-alone", rejected_by="clip.norm.absent-on-one-rank", outcomes=("hang",)
+)
+class AsksGradientsAlone(PlainClip):
+    """Takes no part in the sum where the rank has no sharded gradient.
+
+    From: A list of gradients that are not None, PyTorch's own among them.
+    Unseen: Ranks that run the same layers have gradients of the same parameters.
+    """
+
+    def takers(self):
+        return [gradient for gradient in self.gradients if self.is_divided(gradient)]

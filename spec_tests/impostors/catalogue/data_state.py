@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from spec_tests.impostors.card import benign, near_miss
+from spec_tests.impostors.card import Patched, benign, near_miss
 from spec_tests.impostors.catalogue.data_files import ReadsWhole
 from spec_tests.plain.loader import HEADER_BYTES, Batch, PlainLoader
 
@@ -330,3 +330,42 @@ class LoaderPlain(PlainLoader):
 @benign("benign.loader-in-memory")
 class LoaderInMemory(ReadsWhole):
     """Keeps whole shards in memory."""
+
+
+@near_miss("data.hands-out-one-dict", rejected_by="data.state.is-a-snapshot")
+class HandsOutOneDict(PlainLoader):
+    """Gives the same dict each time, with the place of now in it.
+
+    From: A state that is kept beside the counter, to save an allocation.
+    Unseen: Saved at once it is right.
+    """
+
+    def state_dict(self):
+        self.state = getattr(self, "state", {})
+        self.state.update(super().state_dict())
+        return self.state
+
+
+@near_miss("data.says-the-old-place", rejected_by="data.state.of-what-was-loaded")
+class SaysTheOldPlace(PlainLoader):
+    """Says the place of the pass before, until the next one begins.
+
+    From: A counter that `iter` sets, and `load_state_dict` does not.
+    Unseen: Training loads once, into a new loader.
+    """
+
+    def load_state_dict(self, state):
+        self.begin = state["batches"]
+
+
+@near_miss("data.takes-any-place", rejected_by="data.state.off-the-grid")
+class TakesAnyPlace(Patched):
+    """Takes a place between two batches.
+
+    From: A multiple of the rank's batch, and not of all ranks'.
+    Unseen: Runs go on with the batch that they had.
+    """
+
+    module = "solution.data.loader"
+    find = "        if position % self.global_batch_size:"
+    replace = "        if position < 0:"

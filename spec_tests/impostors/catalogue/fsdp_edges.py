@@ -230,3 +230,152 @@ class AlwaysRecursive(Patched):
     module = "solution.parallel.fsdp.module"
     find = "cast(nn.Module, module).modules() if recurse else [module]"
     replace = "cast(nn.Module, module).modules()"
+
+
+@near_miss("fsdp.ignores-trained-alone", rejected_by="fsdp.init.ignored-parameters")
+class IgnoresTrainedAlone(PlainFsdp):
+    """Shards what it is to ignore where that is frozen.
+
+    From: A filter for gradients that ends up in front of all.
+    Unseen: What is ignored is mostly trained: experts, adapters.
+    """
+
+    def __init__(self, module, mesh, raf, policy, ignored=()):
+        super().__init__(module, mesh, raf, policy, [p for p in ignored if p.requires_grad])
+
+
+@near_miss("fsdp.unties-frozen", rejected_by="fsdp.init.ties-across-units")
+class UntiesFrozen(PlainFsdp):
+    """Refuses a tie across units where it is trained, and makes two of a frozen one.
+
+    From: A mark that is set beside the hooks of gradients.
+    Unseen: Both have the same values until one of them is loaded.
+    """
+
+    def shard(self, parameter, places):
+        piece = super().shard(parameter, places)
+        if not parameter.requires_grad:
+            del parameter._plain_fsdp_taken
+        return piece
+
+
+@near_miss("fsdp.classes-by-name", rejected_by="fsdp.init.classes-of-one-name")
+class ClassesByName(PlainFsdp):
+    """Keeps the classes of sharded modules by their names.
+
+    From: torchtitan's simple_fsdp: a cache by class, whose second model gets the first one's.
+    Unseen: A process has one model, whose classes have names of their own.
+    """
+
+    made = {}  # noqa: RUF012 - shared on purpose
+
+    @classmethod
+    def class_of(cls, kind):
+        return cls.made.setdefault(kind.__name__, super().class_of(kind))
+
+
+@near_miss("fsdp.knows-layers-by-class", rejected_by="fsdp.footprint.subclass-in-a-whole-model")
+class KnowsLayersByClass(PlainFsdp):
+    """Shards layers whose class is Linear or Embedding, and none made from these.
+
+    From: `type(module) in (Linear, Embedding)`.
+    Unseen: Memory alone: what is no layer is replicated, and gets its mean.
+    """
+
+    @classmethod
+    def layers_of(cls, module):
+        layers = super().layers_of(module)
+        return [part for part in layers if type(part).__name__ in ("Linear", "Embedding")]
+
+
+@near_miss(
+    "fsdp.holds-back-the-rest-alone", rejected_by="fsdp.accumulation.no-sync-of-a-whole-model"
+)
+class HoldsBackTheRestAlone(Patched):
+    """Inside `no_sync` what is replicated stays local, and the shards are reduced.
+
+    From: A context of two parts, one of which is forgotten.
+    Unseen: The gradients are right: reductions of each micro-batch add up.
+    """
+
+    module = "solution.parallel.fsdp.api"
+    find = "with self._reducer.no_sync(), self.module.no_sync():"
+    replace = "with self._reducer.no_sync():"
+
+
+@near_miss(
+    "fsdp.returns-what-is-unsharded",
+    rejected_by="fsdp.lifecycle.full-parameters-of-what-is-unsharded",
+)
+class ReturnsWhatIsUnsharded(Patched):
+    """Takes the full values that are registered, whatever happened to the shards since.
+
+    From: `dict(model.named_parameters())`, where a DTensor is expected and a plain one is there.
+    Unseen: Between steps all is sharded.
+    """
+
+    module = "solution.parallel.fsdp.api"
+    find = "            part.reshard()\n"
+    replace = "            pass\n"
+
+
+@near_miss("fsdp.calls-hooks-once", rejected_by="fsdp.backward.post-accumulate-hooks")
+class CallsHooksOnce(Patched):
+    """Calls post-accumulate hooks where a gradient is new, and not where one is added to.
+
+    From: A return in the branch that adds.
+    Unseen: Most windows reduce once, and begin without a gradient.
+    """
+
+    module = "solution.parallel.fsdp.param"
+    find = "            self.sharded.grad._local_tensor.add_(rows)"
+    replace = "            return self.sharded.grad._local_tensor.add_(rows)"
+
+
+@near_miss("fsdp.keeps-discarded-gathers", rejected_by="fsdp.footprint.discarded-gathers")
+class KeepsDiscardedGathers(Patched):
+    """Never gives back the memory of a gather that nobody used.
+
+    From: A buffer that is returned where its rows are copied out, and nowhere else.
+    Unseen: Every gather of a plain step is used.
+    """
+
+    module = "solution.parallel.fsdp.unit"
+    find = (
+        "            handle.wait()\n            self.buffers.give_back(message)\n"
+        "        self._in_flight.clear()"
+    )
+    replace = "            handle.wait()\n        self._in_flight.clear()"
+
+
+@near_miss("fsdp.trusts-what-flies", rejected_by="fsdp.lifecycle.fresh-after-gather-in-flight")
+class TrustsWhatFlies(Patched):
+    """Takes a gather in flight for current, whatever happened to the shards since it began.
+
+    From: FSDP2, which asks nothing of the kind.
+    Unseen: Gathers begin in the forward that uses them.
+    """
+
+    module = "solution.parallel.fsdp.unit"
+    find = "        if self.state is not UnitState.SHARDED and self._gathered_versions"
+    replace = "        if self.state is UnitState.UNSHARDED and self._gathered_versions"
+
+
+@near_miss(
+    "fsdp.methods-end-unguarded", rejected_by="fsdp.lifecycle.registered-method-after-exception"
+)
+class MethodsEndUnguarded(Patched):
+    """Registers no shards where a registered method raised.
+
+    From: FSDP2: the call, and then what is done after a forward, without a `finally`.
+    Unseen: Exceptions end most runs.
+    """
+
+    module = "solution.parallel.fsdp.module"
+    find = (
+        "        finally:\n            output = schedule.post_forward(unit, module, args, output)"
+    )
+    replace = (
+        "        except ArithmeticError:\n            raise\n"
+        "        output = schedule.post_forward(unit, module, args, output)"
+    )

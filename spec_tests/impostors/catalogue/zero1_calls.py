@@ -147,3 +147,28 @@ class AddsBareGroups(PlainZero1):
     def add_param_group(self, param_group):
         bare = {"params": param_group["params"]} if self.inner is not None else param_group
         super().add_param_group(bare)
+
+
+@near_miss("zero1.steps-under-no-grad", rejected_by="zero1.step.closure")
+class StepsUnderNoGrad(PlainZero1):
+    """Switches gradients off around all of `step`, the closure among it.
+
+    From: `@torch.no_grad()` above `step`, in solutions of CS336.
+    Unseen: PyTorch's optimizers switch them on for the closure; most loops pass none.
+    """
+
+    step = torch.no_grad()(PlainZero1.step)
+
+
+@near_miss("zero1.clears-gradients", rejected_by="zero1.step.keeps-gradients")
+class ClearsGradients(PlainZero1):
+    """Clears the gradients at the end of a step.
+
+    From: A loop that saves the call of `zero_grad`, in a solution of CS336.
+    Unseen: Most loops clear them next.
+    """
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.zero_grad()
+        return loss
