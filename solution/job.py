@@ -42,7 +42,7 @@ from solution.data.loader import TokenLoader, token_loader
 from solution.data.prepare import read_meta
 from solution.data.shards import find_shards, write_atomically
 from solution.evaluate import evaluate
-from solution.measure.memory_used import Holdings, memory_history, peak_memory_bytes
+from solution.measure.memory import Holdings, memory_history, peak_memory_bytes
 from solution.measure.recording import WARM_UP, Recording, ShortRunError, require_free
 from solution.measure.traffic import Traffic
 from solution.models import families

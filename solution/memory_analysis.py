@@ -21,8 +21,7 @@ from pathlib import Path
 import torch
 
 from solution.console import aligned
-from solution.measure.memory import Prediction
-from solution.measure.memory_used import measured_step, memory_history
+from solution.measure.memory import Prediction, measured_step, memory_history
 from solution.measure.workload import BAD_INPUT, DONE, Workload, keep, parser
 from solution.models import families
 

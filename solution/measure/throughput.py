@@ -1,7 +1,5 @@
 """Tokens per second of a training step once it is steady; and a sweep over batch sizes.
 
-    measure_throughput(step, tokens_per_step=8192, clock=time.perf_counter)
-
 1. Warm up: lazy state, caches, compilation and an allocator's growth make first steps slow. Steps
    are taken until the median of the last three is within 5 % of that of the three before, 50 at
    most. Medians, so that one slow step neither prolongs the warm-up nor ends it.
@@ -65,10 +63,18 @@ def measure_throughput(
     """
     require_positive("tokens_per_step", tokens_per_step)
     require_positive("num_steps", num_steps)
+
+    def seconds() -> float:
+        _finish_device_work()
+        begun = clock()
+        step()
+        _finish_device_work()
+        return clock() - begun
+
     warmup: list[float] = []
     while not _is_settled(warmup) and len(warmup) < MAX_WARMUP_STEPS:
-        warmup.append(_seconds(step, clock))
-    timed = [_seconds(step, clock) for _ in range(num_steps)]
+        warmup.append(seconds())
+    timed = [seconds() for _ in range(num_steps)]
     median = statistics.median(timed)
     if not median > 0:
         raise ValueError(
@@ -86,14 +92,6 @@ def measure_throughput(
         "num_steps": num_steps,
         "is_steady": _is_settled(warmup) and not _drifts(timed),
     }
-
-
-def _seconds(step: Step, clock: Clock) -> float:
-    _finish_device_work()
-    begun = clock()
-    step()
-    _finish_device_work()
-    return clock() - begun
 
 
 def _is_cuda_used() -> bool:

@@ -20,8 +20,7 @@ Place: after load_state_dict, what the first batch takes in microseconds and in 
 system, at the beginning of the shard and at its end.
 
 Bounds: NAME against mapped 1, against torchdata a fifth; memory 5 MB; the first batch at the end
-asks for as many bytes as at the beginning, to the byte. The exit status is 1 when one is missed or
-the A/A arm voids the run.
+asks for as many bytes as at the beginning, to the byte.
 """
 
 from __future__ import annotations

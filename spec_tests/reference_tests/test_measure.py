@@ -30,7 +30,7 @@ def predicted_and_measured(ctx, kind):
     return {
         "closed": families.activation_bytes(config, **BATCH),
         "predicted": {**predicted.terms, "peak": predicted.peak_bytes},
-        "measured": solution("measure.memory_used").measured_step(model, optimizer, ids),
+        "measured": solution("measure.memory").measured_step(model, optimizer, ids),
     }
 
 

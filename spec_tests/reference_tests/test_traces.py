@@ -123,7 +123,7 @@ def histories(ctx, path):
         mock.patch.object(torch.cuda.memory, "_record_memory_history", noted("record")),
         mock.patch.object(torch.cuda.memory, "_dump_snapshot", noted("dump")),
         contextlib.suppress(torch.OutOfMemoryError),
-        solution("measure.memory_used").memory_history(path),
+        solution("measure.memory").memory_history(path),
     ):
         raise torch.OutOfMemoryError("injected")
     return calls
