@@ -4,10 +4,9 @@ Problem. Collectives are where distributed programs hang and where backends diff
 file and named by what they mean, they can be counted, replaced and reasoned about; the layers above
 are arithmetic and order.
 
-Every function takes `group`: the process group decides who takes part and by how many one divides.
-`None` is the default group. What can overlap with compute returns a `Handle`, and nothing that was
-passed in may be read or written before `handle.wait()`; what is only ever used at the edges of a
-run (agreement, initial values, logging) blocks.
+Every function takes `group`, None being the default group. What can overlap with compute returns a
+`Handle`, and nothing that was passed in may be read or written before `handle.wait()`; what is only
+ever used at the edges of a run (agreement, initial values, logging) blocks.
 
 Invariants.
 1. All ranks of a group issue the same functions in the same order with equal shapes and dtypes.
@@ -15,8 +14,6 @@ Invariants.
 2. A group of one rank sends nothing.
 
 Cost. Over W ranks a sum of n bytes sends 2n(W-1)/W per rank, a broadcast of n bytes at most n.
-
-PyTorch counterpart: `torch.distributed`, which this wraps thinly.
 """
 
 from __future__ import annotations

@@ -4,17 +4,8 @@ Problem. A collective costs about as much for one small tensor as for one thousa
 and it wants contiguous memory. So tensors travel in *flat* buffers, and what a tensor looks like
 (shape, strides, dtype) is put back by a view.
 
-What is here:
-1. `plan_buckets` decides which tensors share a buffer, and in which order the buffers are complete.
-2. `cut` lays views over a flat buffer that have the shapes and strides of given tensors.
-3. `pack_bytes` / `unpack_bytes` copy tensors of any dtypes to and from one buffer of bytes.
-
 Invariants. Every element has exactly one place; a plan depends on shapes, dtypes, devices and the
 cap only, so ranks that hold equal models make equal plans without talking.
-
-Paper: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
-section 3.2.2 (gradient bucketing). PyTorch counterpart: `compute_bucket_assignment_by_size` in its
-reducer.
 """
 
 from __future__ import annotations
@@ -30,7 +21,8 @@ def plan_buckets(tensors: Sequence[torch.Tensor], *, cap_bytes: float) -> list[l
     """Splits `tensors` into buckets, walking them from the last to the first.
 
     The walk is in reverse order because backward reaches the last layers first. A bucket is closed
-    as soon as its bytes *reach* the cap (as in PyTorch's reducer): the tensor that reaches it is
+    as soon as its bytes *reach* the cap (as PyTorch's `compute_bucket_assignment_by_size`; Li et
+    al. 2020, section 3.2.2, in `solution.parallel.replica`): the tensor that reaches it is
     still inside, so a bucket may exceed the cap by part of one tensor, and a cap of 0 gives one
     bucket per tensor. Different dtypes or devices never share a bucket; each fills its own
     meanwhile.

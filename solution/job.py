@@ -6,9 +6,8 @@
    steps. It derives every number. `--dry-run` ends there.
 3. Every rank seeds alike, builds the same model and wraps it; rank r reads its part of the data
    (`solution.train_baseline.train`).
-4. Rank 0 prints `step | loss | lr | time | tokens/s | grad norm` and keeps the log
-   (`solution.runlog`). The traffic of one step is counted, and that step is left out of the timing,
-   as evaluations are.
+4. Rank 0 keeps the log (`solution.runlog`). The traffic of one step is counted, and that step is
+   left out of the timing, as evaluations are.
 5. Every rank writes OUT/NAME.rankR.json: throughput, reductions and bytes, peak memory, fingerprint
    of the final weights. Rank 0 ends with a table.
 6. With `--profile-steps` it records some steps (`solution.measure.recording`): one file per rank,
@@ -69,15 +68,8 @@ class Job:
 
     Attributes:
         name: of the files that it writes.
-        config, world: as given.
-        model_config: the shape of its model.
-        sequence_length: tokens of a sequence.
         num_micro_batches: of a step, on each rank.
-        loader: of this rank's training data.
-        val_loader: of its validation data; None if nothing is evaluated.
-        learning_rate: of a step, by the number of finished steps.
-        precision: of the forward, with the loss scale.
-        recording: of the steps that a profiler watches; perhaps none.
+        val_loader: None if nothing is evaluated.
         times: seconds of each step that this process took.
 
     Raises:
@@ -124,18 +116,16 @@ class Job:
 
     def _recording(self) -> Recording:
         """Refuse what cannot be recorded: too few steps, no GPU, an earlier run's files."""
-        config, device = self.config, self.world.device
+        config, world = self.config, self.world
         folder = Path(config.traces) / {"torch": "ddp_torch"}.get(self.name, self.name)
         if config.memory_snapshot:
-            if device.type != "cuda":
+            if world.device.type != "cuda":
                 raise ValueError(
-                    f"expected a GPU for memory_snapshot, got {device.type}; leave it out, or "
-                    "see `python -m solution.memory_analysis`, which predicts"
+                    f"expected a GPU for memory_snapshot, got {world.device.type}; leave it out, "
+                    "or see `python -m solution.memory_analysis`, which predicts"
                 )
             require_free(folder, "rank*_snapshot.pickle")
-        recording = Recording(
-            folder, rank=self.world.rank, num_steps=config.profile_steps, device=device
-        )
+        recording = Recording(folder, world.rank, config.profile_steps, world.device)
         try:
             recording.require(config.steps)
         except ShortRunError as error:
@@ -214,22 +204,21 @@ class Job:
         Path(config.out).mkdir(parents=True, exist_ok=True)
         self._summary_path.unlink(missing_ok=True)  # an earlier run's would be mistaken for ours
         snapshot = self.recording.path.with_name(f"rank{self.world.rank}_snapshot.pickle")
-        log_path = Path(config.out) / f"{self.name}.jsonl" if self.world.is_first else None
-        with memory_history(snapshot if config.memory_snapshot else None):
-            log = RunLog(log_path, config, finished=finished)
-            with contextlib.closing(log):
-                yield log
+        path = Path(config.out) / f"{self.name}.jsonl" if self.world.is_first else None
+        with (
+            memory_history(snapshot if config.memory_snapshot else None),
+            contextlib.closing(RunLog(path, config, finished=finished)) as log,
+        ):
+            yield log
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
         """Time one optimizer step; profile it and count its traffic where that is due."""
-        is_counted = step == self._counted_step
         started = time.perf_counter()
         with contextlib.ExitStack() as instruments:
             instruments.enter_context(self.recording.step(step + 1))
-            if is_counted:
-                instruments.enter_context(self._traffic)
-                instruments.enter_context(self._holdings)
+            for each in (self._traffic, self._holdings) if step == self._counted_step else ():
+                instruments.enter_context(each)
             yield
         self.times.append(time.perf_counter() - started)
 
@@ -294,28 +283,26 @@ class Job:
         """Return what the run came to, with the files that hold the rest."""
         lines, rate, sent = log.lines, summary["tokens_per_s"], summary["reductions_per_step"]
         flops = families.flops_per_token(self.model_config, sequence_length=self.sequence_length)
-        plot = log.plot()
-        rows = [
-            ("steps", f"{summary['steps']}, {sum(line['tokens'] for line in lines):,} tokens"),
-            ("loss", f"{lines[0]['loss']:.6f} -> {lines[-1]['loss']:.6f}"),
-            ("validation loss", "-" if self._val_loss is None else f"{self._val_loss:.6f}"),
-            (
-                "tokens/s",
-                f"{rate:,.0f} (median step, all ranks), {rate * flops / 1e9:,.1f} GFLOP/s",
-            ),
-            ("traffic", f"{sent} collectives, {summary['bytes_per_step']:,} bytes per step"),
-            ("peak memory", f"{summary['peak_memory_bytes'] / 2**20:,.0f} MiB per rank"),
-            ("log", str(log.path)),
-            ("summary", str(self._summary_path)),
-            ("plots", "- (matplotlib is not installed)" if plot is None else str(plot)),
-        ]
-        if self.recording.is_written:
-            rows.append(("trace", str(self.recording.path)))
+        rows: dict[str, object] = {
+            "steps": f"{summary['steps']}, {sum(line['tokens'] for line in lines):,} tokens",
+            "loss": f"{lines[0]['loss']:.6f} -> {lines[-1]['loss']:.6f}",
+            "validation loss": "-" if self._val_loss is None else f"{self._val_loss:.6f}",
+        }
         if self.precision.name == "fp16":
             skipped = sum(line["skipped"] for line in lines)
-            rows.insert(3, ("overflows", f"{skipped}, loss scale {self.precision.scale:g}"))
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+            rows["overflows"] = f"{skipped}, loss scale {self.precision.scale:g}"
+        rows |= {
+            "tokens/s": f"{rate:,.0f} (median step, all ranks), {rate * flops / 1e9:,.1f} GFLOP/s",
+            "traffic": f"{sent} collectives, {summary['bytes_per_step']:,} bytes per step",
+            "peak memory": f"{summary['peak_memory_bytes'] / 2**20:,.0f} MiB per rank",
+            "log": log.path,
+            "summary": self._summary_path,
+            "plots": log.plot() or "- (matplotlib is not installed)",
+        }
+        if self.recording.is_written:
+            rows["trace"] = self.recording.path
+        width = max(map(len, rows))
+        return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -343,12 +330,8 @@ def main(
 ) -> int:
     """Run the command of an entry script, and return the exit status.
 
-    Args:
-        train: carries a job out.
-        wrap: puts the model into what reduces its gradients.
-        description: for `--help`.
-        name: of the files written; None takes the config's.
-        kind: of the config; its fields are the flags.
+    `train` carries a job out, `wrap` puts the model into what reduces its gradients; the fields of
+    `kind` are the flags, and `name` is that of the files written (None: the config's).
     """
     where, job = "", None
     try:

@@ -62,14 +62,9 @@ class FsdpConfig(TrainConfig):
 
 
 class Accumulating(nn.Module):
-    """A sharded model, ours or PyTorch's, behind the protocol that the trainer knows.
+    """A sharded model, ours or PyTorch's, behind the protocol that the trainer knows."""
 
-    Attributes:
-        module: the model, sharded in place.
-        process_group: None, all ranks.
-    """
-
-    process_group: comm.Group = None
+    process_group: comm.Group = None  # all ranks
 
     def __init__(self, module: nn.Module, config: FsdpConfig) -> None:
         super().__init__()

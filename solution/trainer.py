@@ -60,13 +60,9 @@ class StepRecord(TypedDict):
 
 
 class DataExhaustedError(RuntimeError):
-    """The data ended before the steps did; no partial step was taken.
+    """The data ended before the steps did; no partial step was taken."""
 
-    Attributes:
-        records: of the steps that were finished, where `train` raised it.
-    """
-
-    records: list[StepRecord]
+    records: list[StepRecord]  # of the steps that were finished, where `train` raised it
 
 
 class NonFiniteError(FloatingPointError):
@@ -142,9 +138,8 @@ def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, world_s
     2
     """
     require_positive("global_batch_size", global_batch_size)
-    require_positive("micro_batch_size", micro_batch_size)
-    require_positive("world_size", world_size)
-    per_pass = micro_batch_size * world_size
+    per_pass = require_positive("micro_batch_size", micro_batch_size)
+    per_pass *= require_positive("world_size", world_size)
     if global_batch_size % per_pass:
         advice = f"choose a global_batch_size that is a multiple of {per_pass}"
         if global_batch_size % world_size == 0:

@@ -19,19 +19,12 @@ from solution import comm
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process's place in the run.
+    """This process's place in the run."""
 
-    Attributes:
-        rank: 0 .. size - 1, over all machines.
-        size: number of processes.
-        device: where this rank's model and batches live.
-        backend: "nccl" or "gloo".
-    """
-
-    rank: int
+    rank: int  # 0 .. size - 1, over all machines
     size: int
-    device: torch.device
-    backend: str
+    device: torch.device  # where this rank's model and batches live
+    backend: str  # "nccl" or "gloo"
 
     @property
     def is_first(self) -> bool:

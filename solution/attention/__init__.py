@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from solution.attention.flash import TILED, Algorithm, FlashAttentionTorch, flash_attention
+from solution.attention.flash import TILED, FlashAttentionTorch, flash_attention
 from solution.attention.inputs import as_4d, check, checked_scale, under_autocast
 from solution.attention.plain import plain_attention
 from solution.attention.triton_launch import TRITON, FlashAttentionTriton, flash_attention_triton
@@ -111,15 +111,11 @@ def _sdpa(
     )
 
 
-def _flash(algorithm: Algorithm) -> Callable[..., torch.Tensor]:
-    return lambda q, k, v, *, causal, scale: algorithm.forward(q, k, v, causal, scale)[0]
-
-
 BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
     "sdpa": _sdpa,
     "plain": plain_attention,
-    "tiled": _flash(TILED),
-    "triton": _flash(TRITON),
+    "tiled": lambda q, k, v, *, causal, scale: TILED.forward(q, k, v, causal, scale)[0],
+    "triton": lambda q, k, v, *, causal, scale: TRITON.forward(q, k, v, causal, scale)[0],
 }
 
 

@@ -1,8 +1,5 @@
 """FlashAttention by Triton: what the kernels are given, where they run, what users call.
 
-    flash_attention_triton(q, k, v, causal=True)        a function, like `flash_attention`
-    FlashAttentionTriton.apply(q, k, v, True)           a class, like `FlashAttentionTorch`
-
 On a CUDA device the kernels of `solution.attention.triton_kernels` and `.triton_backward` are
 compiled on first use, once per head dim, dtype, mask and heads per key head. On a CPU they run in
 Triton's interpreter, with TRITON_INTERPRET=1 in the environment before they are imported: slow, and
@@ -30,9 +27,8 @@ import torch
 from solution.attention.flash import (
     Tensors2,
     Tensors3,
-    backward_for_class,
     call,
-    forward_for_class,
+    function_class,
     register,
 )
 from solution.attention.tiles import LARGEST_TILE, choose, delta_queries, padded
@@ -258,17 +254,4 @@ def flash_attention_triton(
     return call(TRITON, q, k, v, causal=causal, scale=scale, return_lse=return_lse)
 
 
-class FlashAttentionTriton(torch.autograd.Function):
-    """`FlashAttentionTriton.apply(q, k, v, is_causal=False) -> out`, as `FlashAttentionTorch`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
-    ) -> torch.Tensor:
-        """The output, of q's shape and dtype; ValueError for inputs that do not fit each other."""
-        return forward_for_class(ctx, TRITON, q, k, v, is_causal)
-
-    @staticmethod
-    def backward(ctx: Any, *dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """dQ, dK and dV in the dtypes and shapes of q, k and v."""
-        return backward_for_class(ctx, TRITON, *dout)
+FlashAttentionTriton = function_class(TRITON)

@@ -81,10 +81,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def damage(folder: Path, *, part: int, of: int) -> str:
-    """Return what is wrong with the tensors numbered `part`, `part + of`, ... of a folder, or "".
-
-    Ranks share the work. Reads every byte once.
-    """
+    """Return what is wrong with a folder's tensors numbered `part`, `part + of`, ..., or ""."""
     entries = list((read_metadata(folder).storage_data or {}).items())[part::of]
     for index, info in entries:
         path = folder / info.relative_path

@@ -53,8 +53,8 @@ class TokenLoader:
         paths: kjj0 `.bin` shards (see `solution.data.shards`), at least one, none twice.
         batch_size: sequences per batch and rank, B.
         sequence_length: tokens per sequence, T.
-        rank, world_size: this rank and how many there are, both or neither; when not given, RANK
-            and WORLD_SIZE are read, both or neither; without those, one rank.
+        rank, world_size: both or neither; when not given, those of RANK and WORLD_SIZE, both or
+            neither; without those, one rank.
 
     Attributes:
         num_sequences: in all shards together.
@@ -104,7 +104,7 @@ class TokenLoader:
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of sequences that all ranks together have yielded."""
-        position = self._newest.consumed_sequences if self._newest else self._resume_at
+        position = self._newest.consumed if self._newest else self._resume_at
         return {"consumed_sequences": position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -157,15 +157,14 @@ class _Pass(Iterator[Batch]):
 
     def __init__(self, loader: TokenLoader, consumed_sequences: int) -> None:
         self._loader = loader
-        self.consumed_sequences = consumed_sequences
+        self.consumed = consumed_sequences
 
     def __next__(self) -> Batch:
         loader = self._loader
-        if self.consumed_sequences >= loader.num_batches * loader.global_batch_size:
+        if self.consumed >= loader.num_batches * loader.global_batch_size:
             raise StopIteration
-        batch = loader.read(self.consumed_sequences + loader.rank * loader.batch_size)
-        # Only now: a read that failed was not consumed.
-        self.consumed_sequences += loader.global_batch_size
+        batch = loader.read(self.consumed + loader.rank * loader.batch_size)
+        self.consumed += loader.global_batch_size  # only now: a read that failed was not consumed
         return batch
 
 

@@ -11,11 +11,10 @@
 4. Put the delimiter before each document, concatenate, cut into shards, write each atomically.
 5. Write `tokenizer.json`, and last of all `meta.json`: it is there when everything else is.
 
-The same arguments and the same text give the same bytes. A second run finds `meta.json` with both
-and every shard in order, and reuses them; otherwise it first removes what it (or a run that was
-killed) once wrote there, which it knows by name: text_train_000000.bin. Other shards in DIR are an
-error. The standard library differs between versions of Python, and so do the ids: compare runs on
-one machine, or prepare once and copy.
+The same arguments and the same text give the same bytes, and a second run reuses them. Otherwise it
+first removes what it (or a run that was killed) once wrote there, which it knows by name:
+text_train_000000.bin. Other shards in DIR are an error. The standard library differs between
+versions of Python, and so do the ids: compare runs on one machine, or prepare once and copy.
 
     python -m solution.data.prepare --out outputs/data                          # all of it, 6 s
     python -m solution.data.prepare --out outputs/demo --max-bytes 2000000      # a second or two
@@ -25,6 +24,7 @@ one machine, or prepare once and copy.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import sys
@@ -107,7 +107,9 @@ class Corpus:
         digest, documents, num_bytes, num_skipped = hashlib.sha256(), [], 0, 0
         for path in _files(paths):
             data = path.read_bytes()
-            text = _decode(data)
+            text = ""
+            with contextlib.suppress(UnicodeDecodeError):
+                text = data.decode("utf-8") if len(data) <= MAX_DOCUMENT_BYTES else ""
             if not text:
                 num_skipped += bool(data)
                 continue
@@ -151,16 +153,6 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
             raise ValueError(f"{path}: expected a text file or a folder of them, found neither")
 
 
-def _decode(data: bytes) -> str:
-    """The text of a document; empty if it is too large or not UTF-8."""
-    if len(data) > MAX_DOCUMENT_BYTES:
-        return ""
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        return ""
-
-
 def prepare(paths: Sequence[Path], out: Path, config: DataConfig) -> tuple[dict[str, Any], bool]:
     """Make the shards of `paths` in `out`.
 
@@ -181,9 +173,10 @@ def prepare(paths: Sequence[Path], out: Path, config: DataConfig) -> tuple[dict[
     tokenizer = _train_tokenizer(train, config.vocab_size)
     shards: dict[str, int] = {}
     for split, documents in (("train", train), ("val", val)):
-        shards |= _write_split(
-            out, split, _encode(tokenizer, split, documents), config.shard_tokens
-        )
+        ids = _encode(tokenizer, split, documents)
+        for index, start in enumerate(range(0, len(ids), config.shard_tokens)):
+            name = f"text_{split}_{index:06d}.bin"
+            shards[name] = write_shard(out / name, ids[start : start + config.shard_tokens])
     status_line("")
     meta = {
         "vocab_size": tokenizer.get_vocab_size(),
@@ -262,15 +255,6 @@ def _encode(tokenizer: Tokenizer, split: str, documents: list[str], chunk: int =
     return np.concatenate(pieces) if pieces else np.empty(0, np.uint16)
 
 
-def _write_split(out: Path, split: str, ids: Ids, shard_tokens: int) -> dict[str, int]:
-    """Cut `ids` into shards; returns their names and token counts."""
-    return {
-        name: write_shard(out / name, ids[start : start + shard_tokens])
-        for index, start in enumerate(range(0, len(ids), shard_tokens))
-        if (name := f"text_{split}_{index:06d}.bin")
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -304,27 +288,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if made is not None:
-        print(_summary(out, *made, time.perf_counter() - started))
+        print(f"{out}: {_summary(*made)} in {time.perf_counter() - started:.1f} s")
     return 0
 
 
-def _summary(out: Path, meta: dict[str, Any], was_there: bool, seconds: float) -> str:
-    tokens = {
-        split: sum(n for name, n in meta["shards"].items() if f"_{split}_" in name)
+def _summary(meta: dict[str, Any], was_there: bool) -> str:
+    train, val = (
+        sum(n for name, n in meta["shards"].items() if f"_{split}_" in name)
         for split in ("train", "val")
-    }
-    is_hub = "hub" in meta["request"]
-    verb = "reused (same arguments, same text)" if was_there else "fetched" if is_hub else "made"
-    source = (
-        meta["request"]["hub"]
-        if is_hub
-        else f"{meta['num_documents']:,} documents ({meta['num_bytes'] / 1e6:.1f} MB, "
-        f"{meta['num_skipped']} skipped)"
     )
+    source, verb = meta["request"].get("hub"), "fetched"
+    if source is None:
+        size = f"{meta['num_bytes'] / 1e6:.1f} MB, {meta['num_skipped']} skipped"
+        source, verb = f"{meta['num_documents']:,} documents ({size})", "made"
+    verb = "reused (same arguments, same text)" if was_there else verb
     return (
-        f"{out}: {verb} {len(meta['shards'])} shards, {tokens['train']:,} train and "
-        f"{tokens['val']:,} val tokens, vocabulary {meta['vocab_size']:,}, from "
-        f"{source} in {seconds:.1f} s"
+        f"{verb} {len(meta['shards'])} shards, {train:,} train and {val:,} val tokens, "
+        f"vocabulary {meta['vocab_size']:,}, from {source}"
     )
 
 

@@ -42,13 +42,6 @@ Tokens = npt.NDArray[np.uint16]
 class Shard:
     """A token file, checked; holds no descriptor between reads.
 
-    Args:
-        path: the file.
-
-    Attributes:
-        path: the file.
-        num_tokens: how many tokens it has, a Python int.
-
     Raises:
         FileNotFoundError: there is no such file (it is a ValueError as well).
         ValueError: not a file, or not a complete shard of version 1; the message names the file,

@@ -48,19 +48,13 @@ MAX_HISTORY = 100_000  # events, a ring of some 50 MB: unbounded histories are g
 
 
 class Ledger(TorchDispatchMode):
-    """The books of all live storages while it is entered.
-
-    Attributes:
-        live: bytes that are alive now, by name.
-        peaks: by phase, the bytes by name at the moment when most was alive.
-        ends: by phase, the bytes by name when it was over.
-    """
+    """The books of all live storages while it is entered: bytes by name."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # unannotated in torch
         self.live: Counter[str] = Counter()
-        self.peaks: dict[str, dict[str, int]] = {}
-        self.ends: dict[str, dict[str, int]] = {}
+        self.peaks: dict[str, dict[str, int]] = {}  # by phase: at the moment when most was alive
+        self.ends: dict[str, dict[str, int]] = {}  # by phase: when it was over
         self._phase = self._new_name = ""
         # Storage's address -> name, bytes, and the reference whose callback takes it off the books.
         self._booked: dict[int, tuple[str, int, weakref.ref[Any]]] = {}
@@ -112,18 +106,11 @@ class Ledger(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes of one training step.
+    """Bytes of one training step."""
 
-    Attributes:
-        terms: `parameters`, `buffers`, `gradients`, `optimizer`, `activations`: the size of each
-            when it is complete.
-        peaks: by phase (`forward`, `backward`, `update`), the bytes by name at its highest moment.
-        after_step: what is alive between steps.
-    """
-
-    terms: dict[str, int]
-    peaks: dict[str, dict[str, int]]
-    after_step: int
+    terms: dict[str, int]  # parameters, buffers, gradients, optimizer, activations, when complete
+    peaks: dict[str, dict[str, int]]  # by phase (forward, backward, update), as in the `Ledger`
+    after_step: int  # what is alive between steps
 
     @property
     def peak_bytes(self) -> int:
@@ -162,10 +149,7 @@ def predict(
 ) -> Prediction:
     """Return what `memory_estimate` does, by term and phase.
 
-    Args:
-        model, batch_size, sequence_length: as there.
-        make_optimizer: from the list of trainable parameters.
-        autocast: dtype of products in the forward, where it is not that of the weights.
+    `autocast` is the dtype of products in the forward, where it is not that of the weights.
     """
     require_positive("batch_size", batch_size)
     require_positive("sequence_length", sequence_length)
@@ -234,11 +218,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def training_loss(
     model: nn.Module, ids: torch.Tensor, autocast: torch.dtype | None
 ) -> torch.Tensor:
-    """Return the cross-entropy over all places, of the ids themselves; measurements need no more.
-
-    Args:
-        autocast: dtype of products in the forward, where it is not that of the weights.
-    """
+    """Return the cross-entropy over all places of the ids themselves: measuring needs no more."""
     with torch.autocast(ids.device.type, dtype=autocast, enabled=autocast is not None):
         return F.cross_entropy(model(ids).flatten(0, -2), ids.flatten())
 

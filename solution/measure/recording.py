@@ -34,7 +34,7 @@ class Recording:
         ValueError: there are traces in `folder` already, of any rank.
     """
 
-    def __init__(self, folder: Path, *, rank: int, num_steps: int, device: torch.device) -> None:
+    def __init__(self, folder: Path, rank: int, num_steps: int, device: torch.device) -> None:
         self.path = folder / f"rank{rank}_trace.json"
         self.num_steps = num_steps
         self.is_written = False

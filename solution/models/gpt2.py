@@ -38,10 +38,8 @@ class GPT2(nn.Module):
     """A GPT-2 language model.
 
     Args:
-        config: its shape.
         attention: `(q, k, v, *, causal) -> out` on `[B, H, T, D]`; see `solution.attention`.
-        activation_checkpointing: "none", "full" or "selective"; see
-            `solution.models.checkpointing`.
+        activation_checkpointing: a mode of `solution.models.checkpointing`.
     """
 
     def __init__(
@@ -145,12 +143,11 @@ def language_model(
     Raises:
         ValueError: a size is not a positive integer, or the heads do not divide the embedding.
     """
-    return GPT2(
-        GPT2Config(
-            vocab_size=vocab_size,
-            num_layers=num_layers,
-            num_heads=num_heads,
-            embedding_dim=embedding_dim,
-            max_sequence_length=max_sequence_length,
-        )
+    config = GPT2Config(
+        vocab_size=vocab_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        embedding_dim=embedding_dim,
+        max_sequence_length=max_sequence_length,
     )
+    return GPT2(config)

@@ -41,15 +41,7 @@ from solution.models.layers import Block, check_ids, draw_weights
 
 
 class Llama(nn.Module):
-    """A Llama language model.
-
-    Args:
-        config: its shape.
-        attention: `(q, k, v, *, causal) -> out`, q `[B, H, T, D]`, k and v `[B, G, T, D]`; see
-            `solution.attention`.
-        activation_checkpointing: "none", "full" or "selective"; see
-            `solution.models.checkpointing`.
-    """
+    """A Llama language model; arguments as for `GPT2`, with k and v of `[B, G, T, D]`."""
 
     def __init__(
         self,

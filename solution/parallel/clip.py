@@ -51,7 +51,6 @@ def clip_grad_norm_(
 
     Args:
         parameters: plain or DTensor; those without `.grad` are skipped.
-        max_norm: at least 0.
         norm_type: p of the p-norm: above 0, or inf.
         error_if_nonfinite: raise, on all ranks, instead of scaling by NaN or zero.
 
