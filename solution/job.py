@@ -1,11 +1,10 @@
 """One training job, from flags to table: what all `train_*` scripts share.
 
 1. Flags (and a TOML file, `--config`) become a `TrainConfig`; unknown keys are errors.
-2. `Job` refuses what can be refused before the first step, in one line: batch sizes that do not
-   divide, files that are no shards, ids beyond the vocabulary, data that does not suffice for the
-   steps. It derives every number. `--dry-run` ends there.
-3. Every rank seeds alike, builds the same model and wraps it; rank r reads its part of the data
-   (`solution.train_baseline.train`).
+2. `Job` derives every number, and refuses what can be refused before the first step, in one line:
+   sizes that do not divide, files that are no shards, ids beyond the vocabulary, too little data.
+   `--dry-run` ends there.
+3. `solution.train_baseline.train` builds the same model on every rank, wraps it and trains.
 4. Rank 0 keeps the log (`solution.runlog`). The traffic of one step is counted, and that step is
    left out of the timing, as evaluations are.
 5. Every rank writes OUT/NAME.rankR.json: throughput, reductions and bytes, peak memory, fingerprint

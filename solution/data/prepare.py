@@ -39,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from solution.config import require_positive
+from solution.config import require, require_positive
 from solution.console import status_line
 from solution.data import hub
 from solution.data.shards import (
@@ -75,15 +75,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require_positive("vocab_size", self.vocab_size)
-        if not 257 <= self.vocab_size <= NUM_IDS:
-            raise ValueError(
-                f"expected 257 <= vocab_size <= {NUM_IDS} (256 bytes and the delimiter, uint16), "
-                f"got {self.vocab_size}"
-            )
-        if require_positive("shard_tokens", self.shard_tokens) > MAX_TOKENS:
-            raise ValueError(f"expected shard_tokens <= {MAX_TOKENS}, got {self.shard_tokens}")
-        if not 0 <= self.val_fraction < 1:
-            raise ValueError(f"expected 0 <= val_fraction < 1, got {self.val_fraction}")
+        require_positive("shard_tokens", self.shard_tokens)
+        words = f"in [257, {NUM_IDS}] (256 bytes and the delimiter, uint16)"
+        require("vocab_size", self.vocab_size, words, lambda size: 257 <= size <= NUM_IDS)
+        require("shard_tokens", self.shard_tokens, f"<= {MAX_TOKENS}", MAX_TOKENS.__ge__)
+        require("val_fraction", self.val_fraction, "in [0, 1)", lambda part: 0 <= part < 1)
         if self.max_bytes is not None:
             require_positive("max_bytes", self.max_bytes)
 
@@ -245,12 +241,12 @@ def _train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _encode(tokenizer: Tokenizer, split: str, documents: list[str], chunk: int = 64) -> Ids:
+def _encode(tokenizer: Tokenizer, split: str, documents: list[str]) -> Ids:
     """All documents as one array of ids, the delimiter before each."""
     delimiter, pieces = np.array([tokenizer.token_to_id(DELIMITER)], np.uint16), []
-    for start in range(0, len(documents), chunk):
+    for start in range(0, len(documents), 64):
         status_line(f"encoding {split}: {start} of {len(documents)} documents")
-        for encoding in tokenizer.encode_batch_fast(documents[start : start + chunk]):
+        for encoding in tokenizer.encode_batch_fast(documents[start : start + 64]):
             pieces += [delimiter, np.array(encoding.ids, np.uint16)]
     return np.concatenate(pieces) if pieces else np.empty(0, np.uint16)
 

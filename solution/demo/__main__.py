@@ -11,15 +11,10 @@
 5. What the specification says of it all, where `make check` has left its report.
 
 Then a table, a page (OUT/index.html, out of OUT/results.json), and checks that decide the exit
-status:
-
-- losses and gradient norms lie within 10 times the control's distance from the baseline (plus 8
-  float32 units in the last place, should the control happen to agree bit for bit);
-- the ranks of each run end with the same weights, bit for bit;
-- each run sends as many bytes per step as its algorithm needs, for instance each gradient once and
-  not once per micro-batch;
-- the run with the kill has every loss, gradient norm and final weight of the same run without, bit
-  for bit.
+status: losses and gradient norms lie within 10 times the control's distance from the baseline (plus
+8 float32 units in the last place, should the control happen to agree bit for bit); the ranks of
+each run end with the same weights, bit for bit; each run sends as many bytes per step as its
+algorithm needs; the run with the kill equals the same run without, bit for bit.
 
     python -m solution.demo [--steps 30] [--out outputs/demo] [--device auto] [--attention sdpa]
 

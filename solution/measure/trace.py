@@ -13,9 +13,6 @@ computes and what communicates; in short: kernels and nccl kernels on a GPU, ope
 annotations on a CPU. The latter are times of the host and include the profiler's own cost. Waiting
 for slower ranks counts as communication on both.
 
-Steps are ProfilerSteps, all of them. Holistic Trace Analysis (package `traceinsight`) leaves the
-last one out and has no answer for traces without kernels.
-
 Collectives are counted as what was asked for, not as a backend does them: gloo runs PyTorch's
 reduce-scatter as an all-reduce, and its annotation says so, but the operator
 `c10d::_reduce_scatter_base_` was called. So on a CPU the operators of c10d are counted; with nccl

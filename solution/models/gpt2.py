@@ -9,9 +9,6 @@ differs is form: no dropout (equal runs on other layouts must be comparable), no
 buffers (nothing to fill with garbage when a model goes from `meta` to a device), Linear layers of
 `[out, in]` where GPT-2 has `[in, out]`.
 
-Initialisation: `reset_parameters(generator)`, see `solution.models.layers.draw_weights`; the tied
-matrix is one tensor.
-
     with torch.device("meta"):
         model = GPT2(GPT2Config.preset("xl"))          # no memory
     model.to_empty(device="cuda").reset_parameters()    # tied again, initialised
@@ -31,10 +28,10 @@ from torch import nn
 from solution.attention import AttentionFunction, attention
 from solution.config import GPT2Config
 from solution.models.checkpointing import runner
-from solution.models.layers import Block, check_ids, draw_weights
+from solution.models.layers import Block, LanguageModel, check_ids
 
 
-class GPT2(nn.Module):
+class GPT2(LanguageModel):
     """A GPT-2 language model.
 
     Args:
@@ -73,11 +70,6 @@ class GPT2(nn.Module):
         for block in self.blocks:
             x_BTE = block(x_BTE)
         return self.lm_head(self.final_norm(x_BTE))
-
-    def reset_parameters(self, generator: torch.Generator | None = None) -> Self:
-        """Draw all weights anew, in the order of `named_parameters()`; return the model."""
-        draw_weights(self, self.config, generator)
-        return self
 
     def _tie(self) -> None:
         self.lm_head.weight = self.token_embedding.weight

@@ -37,10 +37,10 @@ from torch import nn
 from solution.attention import AttentionFunction, attention
 from solution.config import LlamaConfig
 from solution.models.checkpointing import runner
-from solution.models.layers import Block, check_ids, draw_weights
+from solution.models.layers import Block, LanguageModel, check_ids
 
 
-class Llama(nn.Module):
+class Llama(LanguageModel):
     """A Llama language model; arguments as for `GPT2`, with k and v of `[B, G, T, D]`."""
 
     def __init__(
@@ -70,11 +70,6 @@ class Llama(nn.Module):
         for block in self.blocks:
             x_BTE = block(x_BTE, self.rotary)
         return self.lm_head(self.final_norm(x_BTE))
-
-    def reset_parameters(self, generator: torch.Generator | None = None) -> Self:
-        """Draw all weights anew, in the order of `named_parameters()`; return the model."""
-        draw_weights(self, self.config, generator)
-        return self
 
 
 class Rotary(nn.Module):

@@ -209,7 +209,6 @@ def _on_sim(size: int, number: int, bound: float) -> Figure:
 
 
 EXAMPLES = "hypothesis examples per second"
-DEADLOCK = "a deadlock of simulated ranks, told after: ms"
 CHAPTER = "the whole ddp chapter on simulated ranks: s"
 FIGURES = {
     "calls": Figure("empty calls per second", calls_per_second, "at least", 1500.0),
@@ -217,7 +216,7 @@ FIGURES = {
     "sim 2": _on_sim(2, 200, 300.0),
     "sim 4": _on_sim(4, 200, 150.0),
     "sim 8": _on_sim(8, 100, 60.0),
-    "deadlock": Figure(DEADLOCK, deadlock_ms, "at most", 10.0),
+    "deadlock": Figure("a deadlock on simulated ranks: ms", deadlock_ms, "at most", 10.0),
     "ddp on sim": Figure(CHAPTER, lambda _: ddp_chapter_s(), "at most", 10.0),
     "recovery": Figure("kill, respawn, first all-reduce: s", recovery_s, "at most", 0.25),
     "spawned": Figure("the same all-reduce in spawned ranks: s", lambda _: spawned_test_s()),

@@ -1,4 +1,4 @@
-"""torchrun's own engine around the reference: a rank killed, a run told to stop, two nodes.
+"""Runs that stop and go on end with the same weights: one rank, torchrun's ranks, two nodes.
 
 The commands for several nodes are taken from `solution/README.md` and run. A few pinned kills;
 fifty drawn at random are a command, `python -m spec_tests kills`.
@@ -17,13 +17,92 @@ from torch.distributed.run import get_args_parser
 
 from spec_tests.reference_tests import kills
 from spec_tests.reference_tests.kills import FLAGS, MODES, Whole
-from spec_tests.reference_tests.launch import HAS_PROC, ROOT, free_port, run, run_ranks, torchrun
+from spec_tests.reference_tests.launch import (
+    HAS_PROC,
+    ROOT,
+    free_port,
+    run,
+    run_ranks,
+    start,
+    torchrun,
+)
 from spec_tests.reference_tests.training import (
+    BASELINE,
     DDP,
+    SMALL,
     after_steps,
     num_steps,
+    steps,
+    summary,
+    trained,
+    weights,
     write_shards,
 )
+
+STEPS = ("--steps", 20, "--save-every", 1)
+INTERRUPTED = 4
+
+
+def flags(data, folder, *more):
+    return (*SMALL, *STEPS, "--data", data, "--out", folder, "--checkpoint-dir", "saved", *more)
+
+
+@pytest.fixture(scope="session")
+def unstopped(data, tmp_path_factory):
+    """The fingerprint of the weights of a run that was not stopped."""
+    folder = tmp_path_factory.mktemp("unstopped")
+    trained(data, folder, *STEPS)
+    return summary(folder)["weights_sha256"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("mode", ["--no-async-save", "--async-save"])
+def test_a_run_that_was_stopped_goes_on_to_the_same_weights(
+    data, unstopped, tmp_path, number, mode
+):
+    arguments = flags(data, tmp_path, mode)
+    started = start(BASELINE, arguments, folder=tmp_path)
+    after_steps(started, tmp_path, 3)
+    os.kill(started.pid, number)
+    stopped = started.wait()
+
+    again = run(BASELINE, *arguments, folder=tmp_path)
+
+    if number == signal.SIGTERM:
+        stopped.require(INTERRUPTED, "told to stop; saved after step")
+    assert "going on after step" in again.out
+    assert summary(tmp_path)["weights_sha256"] == unstopped
+    assert [line["step"] for line in steps(tmp_path)] == list(range(1, 21))
+    assert not list((tmp_path / "saved").glob(".*"))
+
+
+def test_two_ranks_go_on_from_one(data, tmp_path):
+    begun = start(BASELINE, flags(data, tmp_path), folder=tmp_path)
+    after_steps(begun, tmp_path, 2)
+    os.kill(begun.pid, signal.SIGTERM)
+    begun.wait().require(INTERRUPTED)
+
+    ranks = run_ranks(DDP, *flags(data, tmp_path), folder=tmp_path)
+
+    assert "going on after step" in ranks[0].out
+    assert len(set(weights(tmp_path, "ddp_bucketed"))) == 1
+    assert steps(tmp_path, "ddp_bucketed")[-1]["step"] == 20
+
+
+def test_what_is_done_stays_done_and_other_settings_are_refused(data, tmp_path):
+    run(BASELINE, *flags(data, tmp_path, "--keep", 2), folder=tmp_path)
+    again = run(BASELINE, *flags(data, tmp_path), folder=tmp_path)
+    other, says = flags(data, tmp_path, "--learning-rate", 1), "learning_rate 1.0 (saved: 0.0003)"
+    run(BASELINE, *other, folder=tmp_path, status=1, says=says)
+
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
+        "step-00000019",
+        "step-00000020",
+    ]
+    assert "going on after step 20" in again.out
+
+
+# ---------------------------------------------------------------------------------- torchrun
 
 LATER = 4
 """Steps after which a run is disturbed: a save is there, and nearly all of the run is to come."""
