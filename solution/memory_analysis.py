@@ -16,12 +16,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from solution.console import aligned
-from solution.measure.memory import Prediction, measured_step, memory_history
+from solution.measure.memory import (
+    Prediction,
+    kernel_bytes,
+    measured_step,
+    memory_history,
+)
 from solution.measure.workload import BAD_INPUT, DONE, Workload, keep, parser
 from solution.models import families
 
@@ -56,11 +60,7 @@ def _room(gib: float | None, device: torch.device) -> int | None:
         return int(gib * 2**30)
     if device.type == "cuda" and torch.cuda.is_available():
         return int(torch.cuda.mem_get_info()[1])
-    meminfo = Path("/proc/meminfo")
-    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
-        if device.type == "cpu" and line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    return kernel_bytes("/proc/meminfo", "MemAvailable") if device.type == "cpu" else None
 
 
 def _analyse(work: Workload, flags: argparse.Namespace, room: int | None) -> int:

@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from solution import comm
+from solution import comm, parallel
 from solution.config import divisors, require_positive
 from solution.parallel import clip
 from solution.precision import Precision
@@ -254,10 +254,9 @@ class Trainer:
     def _backward(self, batches: list[Batch], *, scale: float) -> torch.Tensor:
         """Accumulate gradients; return the unscaled sum of losses, still on the device."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=device_of(self.model))
-        no_sync = getattr(self.model, "no_sync", contextlib.nullcontext)
         for index, (inputs, targets) in enumerate(batches):
             is_last = index == len(batches) - 1
-            with contextlib.nullcontext() if is_last else no_sync():
+            with contextlib.nullcontext() if is_last else parallel.no_sync(self.model):
                 with self.precision.forward(inputs.device):
                     loss = summed_loss(self.model(inputs), targets)
                 (loss * (scale * self.precision.scale)).backward()
@@ -266,9 +265,7 @@ class Trainer:
 
     def _reduce(self) -> None:
         """Finish the reduction, and divide by the loss scale: .grad is the mean gradient."""
-        finish = getattr(self.model, "finish_gradient_synchronization", None)
-        if finish is not None:
-            finish()
+        parallel.finish_gradient_synchronization(self.model)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         if gradients and self.precision.scale != 1.0:
             torch._foreach_mul_(gradients, 1 / self.precision.scale)

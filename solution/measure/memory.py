@@ -356,12 +356,17 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     # getrusage inherits the peak of the process that started this one, torchrun's for instance; the
     # kernel's own line does not.
-    status = Path("/proc/self/status")
-    for line in status.read_text().splitlines() if status.exists() else ():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
+    return kernel_bytes("/proc/self/status", "VmHWM") or peak
+
+
+def kernel_bytes(path: str, key: str) -> int | None:
+    """Return what the kernel says of `key`, which it counts in kB; None on other systems."""
+    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
+    found = (line.split()[1] for line in lines if line.startswith(f"{key}:"))
+    return next((int(number) * 1024 for number in found), None)
 
 
 @contextmanager
