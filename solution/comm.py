@@ -16,8 +16,6 @@ Invariants.
 Cost. Over W ranks a sum of n bytes sends 2n(W-1)/W per rank, a broadcast of n bytes at most n.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import torch

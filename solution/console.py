@@ -3,8 +3,6 @@
 Of the line nothing is written where stderr is not a terminal, so logs hold no control characters.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

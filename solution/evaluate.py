@@ -10,8 +10,6 @@ all raise: before each batch they agree that every rank has one, since a sharded
 a collective. Sent per batch: two float64.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ Invariants. Every element has exactly one place; a plan depends on shapes, dtype
 cap only, so ranks that hold equal models make equal plans without talking.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

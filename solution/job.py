@@ -17,8 +17,6 @@ Exit status: 0 done, 1 failed, 2 bad input, 3 out of data, 4 told to stop, and s
 itself reports any of them as 1, and says which in its last lines.)
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -11,8 +11,6 @@ pytorch.org/memory_viz. Results: a table and OUT/memory.json. MiB are 2^20 bytes
 Exit status: 0 done, 2 bad input, 3 does not fit.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

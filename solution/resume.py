@@ -14,8 +14,6 @@ With gloo set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: in a store that attempts sha
 second one find the addresses of the first.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,6 @@ rate, seconds per step) is drawn from it at the end, never during training, wher
 installed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -12,8 +12,6 @@ OUT/throughput.json.
 Exit status: 0 done, 2 bad input, 3 out of memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import sys

@@ -17,8 +17,6 @@ Seed, data and order of sequences are those of `train_baseline`, checkpoints are
 and files: `solution.job`, or `--help`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

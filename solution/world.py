@@ -3,8 +3,6 @@
 The environment is read here and nowhere else in the library.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

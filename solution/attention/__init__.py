@@ -10,8 +10,6 @@ definition, `solution.attention.plain`), `tiled` (O(N) memory in PyTorch operati
 Legend: B batch, H heads, G key/value heads, Q queries, K keys, D head dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

@@ -17,8 +17,6 @@ without a word where no input requires a gradient. A wrong number would come out
 Legend: B batch, H heads, G key/value heads, Q queries, K keys, D head dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -12,8 +12,6 @@ gives zeros and gets zero gradients, never NaN.
 Legend: B batch, H heads, G key/value heads, Q queries, K keys, D head dim.
 """
 
-from __future__ import annotations
-
 import torch
 
 

@@ -29,8 +29,6 @@ Legend: B batch, G key/value heads, R query heads per key head, Q queries, K key
 Z = B G is what all products are batched over, rows are R queries.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

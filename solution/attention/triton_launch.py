@@ -14,8 +14,6 @@ The launcher arranges what a kernel relies on:
 Legend: B batch, H heads, G key/value heads, Q queries, K keys, D head dim.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import math

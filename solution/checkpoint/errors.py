@@ -4,8 +4,6 @@ Disks fill up on one machine only. A rank that leaves alone lets the others wait
 next collective, so every step ends with all ranks telling each other how it went.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar, cast
 

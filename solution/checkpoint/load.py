@@ -13,8 +13,6 @@ the same one (as a global position is); a rank that took part in the save takes 
 numbers, any further one goes on with those it was started with.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Mapping

@@ -8,8 +8,6 @@ few classes that it is made of, and there are no objects. It does not notice a f
 tensor lies in a ZIP archive with its own check sum, which `damage` verifies.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import warnings

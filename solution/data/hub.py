@@ -12,8 +12,6 @@ fetched anew, once. What is in DIR and whole is not asked for again, so an inter
 (within a run the client itself goes on at the byte). `meta.json` is written last.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

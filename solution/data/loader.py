@@ -23,8 +23,6 @@ microseconds). Popular loaders test for the end of a shard at the *rank's* posit
 change shard at different steps (build-nanogpt, llm.c's train_gpt2.py).
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import os

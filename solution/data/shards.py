@@ -19,8 +19,6 @@ Counts and offsets are Python ints: a sum over 103 shards of 10^8 tokens does no
 The format is Karpathy's (llm.c, dev/data/data_common.py).
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable

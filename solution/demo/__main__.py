@@ -21,8 +21,6 @@ algorithm needs; the run with the kill equals the same run without, bit for bit.
 `runs` starts them, `results` gathers, predicts and judges, `page` draws (with matplotlib).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

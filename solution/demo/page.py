@@ -7,8 +7,6 @@ colours become those of the page's style, in light and dark. Parts whose data is
 was recorded, no specification at hand) are left out.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import sys

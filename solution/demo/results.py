@@ -16,8 +16,6 @@ Bytes are those that a rank hands to its collectives (`solution.measure.traffic`
 one micro-batch, are predicted with fake tensors and do not depend on the ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections import Counter

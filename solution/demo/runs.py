@@ -1,7 +1,5 @@
 """The runs of the demonstration: commands, the kill, and the files that each leaves behind."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

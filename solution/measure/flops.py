@@ -7,8 +7,6 @@ which no training uses. A device that is not in the table has no utilisation: ha
 a measurement.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any, NamedTuple
 

@@ -21,8 +21,6 @@ Measured are a step (`measured_step`), what a rank holds (`Holdings`), its peak
 (`peak_memory_bytes`) and a GPU's history (`memory_history`).
 """
 
-from __future__ import annotations
-
 import copy
 import resource
 import sys

@@ -7,8 +7,6 @@ gets its final name when it is whole. Recording slows down what it watches by te
 per operator and changes no number of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

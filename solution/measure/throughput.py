@@ -11,8 +11,6 @@ an end. An exception holds the frames it went through, and they hold the model: 
 before the `except` block is left.
 """
 
-from __future__ import annotations
-
 import gc
 import statistics
 from collections.abc import Callable, Sequence

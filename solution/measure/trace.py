@@ -21,8 +21,6 @@ this rank, the larger of what goes in and what comes out, as `solution.measure.t
 they need `record_shapes=True`.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -16,8 +16,6 @@ Times are microseconds on the clock of the trace. `gpu_user_annotation` is left 
 host's annotations on the device's time line.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

@@ -15,8 +15,6 @@ different names do not add up to a step; on a GPU kernels are listed, which do n
 The page (`traces.html.jinja`) is one file of HTML with drawings in SVG: it opens from anywhere.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 from bisect import bisect_right

@@ -9,8 +9,6 @@ Bytes are of the payload, the larger of what an operator takes and gives: n for 
 bytes. On the wire a ring moves 2n(W-1)/W per rank for it.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """One training step on one device, as the commands that measure take it from their flags."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

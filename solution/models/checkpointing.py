@@ -18,8 +18,6 @@ layer (a gather of its parameters, say) run once and not again with it.
 Paper: Chen et al. 2016; selective: Korthikanti et al. 2022, section 5.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -16,8 +16,6 @@ buffers (nothing to fill with garbage when a model goes from `meta` to a device)
 Legend: B batch, T tokens, V vocabulary, E embedding dim, H heads, D head dim = E / H, L layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Self, cast
 

@@ -1,7 +1,5 @@
 """What both model families share: the check of their ids, the drawing of weights, the layer."""
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 import torch

@@ -25,8 +25,6 @@ Legend: B batch, T tokens, V vocabulary, E embedding dim, H heads, G key/value h
 E / H, L layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Self
 

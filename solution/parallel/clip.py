@@ -23,8 +23,6 @@ on ranks with an empty shard for p = inf, and returns a DTensor whose `.item()` 
 Left out: mesh dims that divide one tensor twice cost a collective each.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Sequence

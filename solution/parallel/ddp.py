@@ -15,8 +15,6 @@ Paper: Li et al. 2020 (see `replica.py`), section 3.2.1: the naive solution, her
 overlapped. PyTorch has no counterpart; `DistributedDataParallel(bucket_cap_mb=0)` comes near.
 """
 
-from __future__ import annotations
-
 from torch import nn
 
 from solution import comm

@@ -23,8 +23,6 @@ Paper: Li et al. 2020 (see `replica.py`), sections 3.2.2 and 3.2.3. PyTorch coun
 the order is not rebuilt after the first step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -24,8 +24,6 @@ PyTorch counterpart: the same greedy partition, and `parameters_as_bucket_view=T
 `ZeroRedundancyOptimizer`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

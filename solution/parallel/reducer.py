@@ -42,8 +42,6 @@ hooks, and two replicas in one backward that also disagree on what is unused (gi
 group of its own).
 """
 
-from __future__ import annotations
-
 import logging
 import weakref
 from collections.abc import Iterator, Sequence

@@ -23,8 +23,6 @@ whether a backward is reduced where this decides in the backward, compares shape
 one broadcast for each dtype. With both, backwards of `module` called alone stay local.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn

@@ -35,8 +35,6 @@ only); a step that overlaps with the backward; and help for the others when `ste
 rank alone: they wait for it.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator

@@ -15,8 +15,6 @@ plain's from 2048 on.
 On a GPU: `spec_tests.benchmarks.attention_gpu`, which this command runs where there is one.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import itertools

@@ -17,8 +17,6 @@ as many passes as fill `ROUND_MS`.
 Bounds, against flash, from 2048 tokens on: forward at least as fast, backward 0.8 times as fast.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -14,8 +14,6 @@ shows the code. Bound: a save at most 1.25 times a bare one, as it does what a b
 then reads back which files there are, writes two small ones and flushes two folders.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import tempfile

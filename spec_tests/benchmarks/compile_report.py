@@ -16,8 +16,6 @@ Exit status: 0 if all is well, 1 if a row breaks what `problems` says, 2 if noth
 here.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import itertools

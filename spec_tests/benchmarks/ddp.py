@@ -18,8 +18,6 @@ Bounds: bucketed against torch .95 at 25M and 1.05 at 1M, against torch views 1.
 memory at most torch's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

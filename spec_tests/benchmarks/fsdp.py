@@ -19,8 +19,6 @@ Bounds: time against torch .85, at 124M .7, for the upper end of the interval; a
 and 2 % for noise, for the median; peak memory 1.0 times torch's and 2 % for what malloc adds.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import statistics

@@ -20,8 +20,6 @@ Bounds: NAME against mapped 1, against torchdata a fifth; memory 5 MB; the first
 asks for as many bytes as at the beginning, to the byte.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import gc

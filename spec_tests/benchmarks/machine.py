@@ -3,8 +3,6 @@
 Read from /proc and from glibc's malloc; where there is neither, functions return None, or 0 bytes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -4,8 +4,6 @@ Two ranks where nothing else is said, one thread each. Every figure (`FIGURES`) 
 several repetitions with its range.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

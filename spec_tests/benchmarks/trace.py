@@ -11,8 +11,6 @@ Time is the process's on the cores, so that other programs disturb it least; mem
 resident size of the process, less the one before it began. Bounds: 20 s and 1 GB for each file.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

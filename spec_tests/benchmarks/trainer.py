@@ -22,8 +22,6 @@ Bound: on one rank, in core time, NAME against bare at most 1.5, though the mode
 nothing: a step of GPT-2 small takes hundreds of times as long.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

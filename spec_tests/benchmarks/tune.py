@@ -13,8 +13,6 @@ of the table bears a star. What wins here belongs into the table.
 Exit status: 0, or 1 if the row of the table gives wrong values, 2 without a GPU and Triton.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import itertools

@@ -17,8 +17,6 @@ Bounds: against torch .9 at 25M and .7 at 1M, against torch views 1.05; state at
 unsharded optimizer's and one parameter's.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -15,8 +15,6 @@ ranks anew, and they go on from the newest save. Held against a run that nobody 
 Exit status 1 if any of that fails. About 7 s per run on two quiet cores; needs Linux.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ bit, or the class of an error) is equal for everyday programs. The others are th
 table, with both outcomes. What stands in a table and no longer differs is an error as well.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import importlib

@@ -1,7 +1,5 @@
 """`python -m solution.data.prepare --hub` against a hub on the loopback, through HF_ENDPOINT."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What the reference's models promise beyond the contract: meta device, counts, checkpointing."""
 
-from __future__ import annotations
-
 import collections
 import functools
 from typing import Any

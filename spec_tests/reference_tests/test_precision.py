@@ -1,7 +1,5 @@
 """Half precision and evaluation in the reference's loop: scales, overflows, nothing disturbed."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

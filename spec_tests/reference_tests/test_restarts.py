@@ -4,8 +4,6 @@ The commands for several nodes are taken from `solution/README.md` and run. A fe
 fifty drawn at random are a command, `python -m spec_tests kills`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

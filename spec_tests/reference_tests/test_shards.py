@@ -3,8 +3,6 @@
 Which damaged files any loader refuses is in `spec_tests/data/test_refusals.py`.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Recording and analysis of traces: what a run did is what its trace says, and nothing is lost."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections import Counter

@@ -31,8 +31,6 @@ forwards prefetch on a CPU as well; after an exception nothing needs to be reset
 is refused by name; `solution/README.md` lists all differences. `fsdp` has no counterpart.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

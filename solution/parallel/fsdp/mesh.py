@@ -7,8 +7,6 @@
 PyTorch counterpart: `FSDPMeshInfo` and `HSDPMeshInfo`.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 

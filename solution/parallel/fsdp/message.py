@@ -17,8 +17,6 @@ memory, which is emptied at the end of the pass. Making a view takes as long as 
 tensor, so views are kept with the memory, also while it is empty.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache

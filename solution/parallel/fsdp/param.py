@@ -30,8 +30,6 @@ keeps it, so an optimizer built then trains nothing; and `zero_grad` does not di
 unreduced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from enum import Enum, auto
 

@@ -39,8 +39,6 @@ sections 3.2 and 3.3; Rajbhandari et al. 2020, "ZeRO", section 5. PyTorch counte
 whose forward prefetch is left to CUDA streams, so that on a CPU nothing overlaps.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 from functools import partial
