@@ -31,7 +31,7 @@ from solution.demo.runs import GLOBAL_BATCH, RUNS, SEQUENCE_LENGTH, Run
 from solution.measure.intervals import merged
 from solution.measure.memory import predict
 from solution.measure.trace import LANES, step_lanes
-from solution.measure.trace_file import TraceError, read_trace
+from solution.measure.trace_file import read_trace
 from solution.models import families
 
 MARGIN = 10.0  # between two right runs that differ in rounding, the control being one such pair
@@ -82,7 +82,7 @@ def _gather_run(run: Run, config: GPT2Config, attention: str, out: Path) -> dict
             "theory_bytes": sent,
             "reason": reason,
         },
-        "timeline": [lanes for path in traces for lanes in _timeline(path)],
+        "timeline": [_timeline(path) for path in traces],
         "weights": summaries[0]["weights_sha256"],
     }
 
@@ -130,16 +130,13 @@ def _activations(config: GPT2Config, attention: str, batch_size: int) -> int:
     return found.terms["activations"]
 
 
-def _timeline(path: Path) -> list[dict[str, Any]]:
+def _timeline(path: Path) -> dict[str, Any]:
     """Return the last recorded step of one rank, as coarse as it can be drawn; microseconds."""
-    try:
-        found = step_lanes(read_trace(path))[-1].from_begin()
-    except TraceError:
-        return []  # the page leaves out what cannot be read
+    found = step_lanes(read_trace(path))[-1].from_begin()
     for lane in LANES:
         parts = merged(found[lane], gap=found["duration_us"] / FINEST)
         found[lane] = [[round(begin, 1), round(end, 1)] for begin, end in parts]
-    return [found]
+    return found
 
 
 def conformance(path: Path) -> dict[str, Any] | None:
