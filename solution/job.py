@@ -72,7 +72,7 @@ class Job:
     Raises:
         ValueError: data, sizes or vocabulary that do not fit each other, or attention that cannot
             run here.
-        DataExhaustedError: less data than the steps need.
+        DataExhaustedError, ShortRunError: less data or steps than are needed.
     """
 
     def __init__(self, config: TrainConfig, world: World, *, name: str) -> None:
@@ -95,7 +95,6 @@ class Job:
         )
         self.precision = Precision(config.precision)
         self.times: list[float] = []
-        self._first_step = 0  # of this process: how many a resumed run had finished
         self._traffic = Traffic()
         self._val_loss: float | None = None
         self._check_data()
@@ -123,10 +122,7 @@ class Job:
                 )
             require_free(folder, "rank*_snapshot.pickle")
         recording = Recording(folder, world.rank, config.profile_steps, world.device)
-        try:
-            recording.require(config.steps)
-        except ShortRunError as error:
-            raise ValueError(str(error)) from None
+        recording.require(config.steps)
         return recording
 
     def _check_data(self) -> None:
@@ -196,7 +192,8 @@ class Job:
     ) -> Iterator[RunLog]:
         """Open the log around all steps; `finished` of them were taken by an earlier process."""
         config = self.config
-        self._first_step, self._holdings = finished, Holdings(model, optimizer)
+        self._counted = min(finished + COUNTED_STEP, config.steps - 1)
+        self._holdings = Holdings(model, optimizer)
         self.recording.require(config.steps - finished)
         Path(config.out).mkdir(parents=True, exist_ok=True)
         self._summary_path.unlink(missing_ok=True)  # an earlier run's would be mistaken for ours
@@ -214,14 +211,10 @@ class Job:
         started = time.perf_counter()
         with contextlib.ExitStack() as instruments:
             instruments.enter_context(self.recording.step(step + 1))
-            for each in (self._traffic, self._holdings) if step == self._counted_step else ():
+            for each in (self._traffic, self._holdings) if step == self._counted else ():
                 instruments.enter_context(each)
             yield
         self.times.append(time.perf_counter() - started)
-
-    @property
-    def _counted_step(self) -> int:
-        return min(self._first_step + COUNTED_STEP, self.config.steps - 1)
 
     @property
     def _summary_path(self) -> Path:
@@ -250,7 +243,8 @@ class Job:
         """Return this rank's numbers; throughput is of the median step, over all ranks."""
         # The first step warms up; counted and recorded ones are slowed down by being watched.
         recorded = range(WARM_UP, WARM_UP + self.config.profile_steps)
-        untypical = (0, self._counted_step - self._first_step, *recorded)
+        first = self.config.steps - len(self.times)  # of this process
+        untypical = (0, self._counted - first, *recorded)
         times = [s for index, s in enumerate(self.times) if index not in untypical] or self.times
         tokens = self.config.global_batch_size * self.sequence_length
         dtype = next(module.parameters()).dtype  # the trainer's own counts are float64
@@ -346,7 +340,9 @@ def main(
         return INTERRUPTED
     except (DataExhaustedError, NonFiniteError, CheckpointError, ShortRunError) as error:
         sys.stderr.write(f"{where}error: {error}\n")
-        return OUT_OF_DATA if isinstance(error, DataExhaustedError) else FAILED
+        if isinstance(error, DataExhaustedError):
+            return OUT_OF_DATA
+        return BAD_INPUT if job is None else FAILED
     except (ValueError, OSError) as error:
         if job is not None:  # the request was right: this is a bug, and needs its stack
             raise

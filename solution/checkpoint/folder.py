@@ -110,12 +110,12 @@ def retain(root: Path, just_saved: Path, keep: int | None) -> None:
     The one just saved always stays. What cannot be removed stays too, with a warning: the new
     checkpoint is safe, and training need not end for it.
     """
-    steps: list[int] = []
-    for folder in complete_folders(root)[0]:  # the newest first
-        is_newest = folder.step not in steps
-        steps += [folder.step] * is_newest
-        is_wanted = is_newest and (keep is None or len(steps) <= keep)
-        if is_wanted or folder.path == just_saved:
+    found, _ = complete_folders(root)
+    steps = sorted({folder.step for folder in found}, reverse=True)
+    wanted = set(steps if keep is None else steps[:keep])
+    newest = {step: max(f for f in found if f.step == step) for step in wanted}
+    for folder in found:
+        if folder.path == just_saved or folder == newest.get(folder.step):
             continue
         try:
             # Hidden first: half removed it must not look like a checkpoint.
