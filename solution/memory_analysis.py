@@ -18,12 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from solution.console import aligned
-from solution.measure.memory import (
-    Prediction,
-    kernel_bytes,
-    measured_step,
-    memory_history,
-)
+from solution.measure.memory import Prediction, kernel_bytes, measured_step, memory_history
 from solution.measure.workload import BAD_INPUT, DONE, Workload, keep, parser
 from solution.models import families
 

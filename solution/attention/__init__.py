@@ -80,12 +80,7 @@ def attention(
 
 
 def _sdpa(
-    q_BHQD: torch.Tensor,
-    k_BGKD: torch.Tensor,
-    v_BGKD: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
+    q_BHQD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, *, causal: bool, scale: float
 ) -> torch.Tensor:
     num_blind = q_BHQD.shape[2] - k_BGKD.shape[2]
     if causal and num_blind > 0:

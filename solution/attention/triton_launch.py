@@ -22,13 +22,7 @@ from typing import Any
 
 import torch
 
-from solution.attention.flash import (
-    Tensors2,
-    Tensors3,
-    call,
-    function_class,
-    register,
-)
+from solution.attention.flash import Tensors2, Tensors3, call, function_class, register
 from solution.attention.tiles import LARGEST_TILE, choose, delta_queries, padded
 
 LOG2E = math.log2(math.e)
@@ -37,12 +31,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def triton_forward(
-    q_BHQD: torch.Tensor,
-    k_BGKD: torch.Tensor,
-    v_BGKD: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
+    q_BHQD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, *, causal: bool, scale: float
 ) -> Tensors2:
     """As `tiled_forward`, in one kernel.
 

@@ -1,11 +1,7 @@
 """Fully sharded data parallelism, with the names of `torch.distributed.fsdp`: read `api.py`."""
 
 from solution.parallel.fsdp.api import fully_shard
-from solution.parallel.fsdp.module import (
-    FSDPModule,
-    UnshardHandle,
-    register_fsdp_forward_method,
-)
+from solution.parallel.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
 from solution.parallel.fsdp.options import MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
