@@ -201,11 +201,10 @@ class AttentionOnGpu(runner.Comparison):
 
     def verdicts(self, found: Found) -> list[str]:
         """Of short sequences only that they are not void."""
-        case = found.case
-        voids = found.voids(FLASH, AGAIN)
-        said = voids or (super().verdicts(found) if case.length >= LONG else [])
-        word = f"{case.heading} {case.direction}, "
-        return [line.replace(": ", f": {word}", 1) for line in said]
+        case, said = found.case, found.voids(FLASH, AGAIN)
+        if case.length >= LONG:
+            said = super().verdicts(found)
+        return [line.replace(": ", f": {case.heading} {case.direction}, ", 1) for line in said]
 
     def bounds(self, found: Found, name: str) -> Iterator[str]:
         """Speed beside flash's."""
