@@ -33,15 +33,8 @@ class Handle(Protocol):
         """Blocks (on a GPU: makes the current stream wait) until the result is in place."""
 
 
-class _Done:
-    """The handle of a collective that had nothing to send."""
-
-    def wait(self) -> None:
-        return None
-
-
 class _All:
-    """The handle of several collectives."""
+    """The handle of several collectives; of none where there is nothing to send."""
 
     def __init__(self, handles: list[Handle]) -> None:
         self._handles = handles
@@ -83,7 +76,7 @@ def size(group: Group = None) -> int:
 def all_reduce_sum(tensor: torch.Tensor, group: Group) -> Handle:
     """Starts replacing `tensor` (contiguous) on every rank by its sum over the ranks of `group`."""
     if tensor.numel() == 0 or size(group) == 1:
-        return _Done()
+        return _All([])
     work: Handle = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
     return work
 
@@ -104,7 +97,7 @@ def max_over_ranks(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
 def broadcast(tensor: torch.Tensor, source: int, group: Group) -> Handle:
     """Starts overwriting `tensor` (contiguous) by that of rank `source` of `group`."""
     if tensor.numel() == 0 or size(group) == 1:
-        return _Done()
+        return _All([])
     work: Handle = dist.broadcast(tensor, group=group, group_src=source, async_op=True)
     return work
 
@@ -118,7 +111,7 @@ def all_gather_rows(matrix: torch.Tensor, group: Group) -> Handle:
     """
     num_ranks = size(group)
     if matrix.numel() == 0 or num_ranks == 1:
-        return _Done()
+        return _All([])
     if matrix.itemsize == 1 or not matrix.is_floating_point():
         matrix = matrix.view(torch.uint8)  # backends do not know all dtypes; rows are not summed
     if _is_gloo(matrix, group):

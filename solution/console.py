@@ -14,10 +14,10 @@ def status_line(text: str) -> None:
         sys.stderr.flush()
 
 
-def progress_bar(done: int, total: int, text: str = "", *, width: int = 30) -> None:
+def progress_bar(done: int, total: int, text: str = "") -> None:
     """Show `done` of `total`; cleared when they are equal."""
-    filled = width * done // max(1, total)
-    bar = "#" * filled + "." * (width - filled)
+    filled = 30 * done // max(1, total)
+    bar = "#" * filled + "." * (30 - filled)
     status_line(f"[{bar}] {done}/{total} {text}" if done < total else "")
 
 

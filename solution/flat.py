@@ -120,27 +120,20 @@ def group_by_bytes(tensors: Sequence[torch.Tensor], cap_bytes: int) -> list[list
 
 def pack_bytes(tensors: Sequence[torch.Tensor], *, fill: bool = True) -> torch.Tensor:
     """One uint8 buffer as large as `tensors` of any dtypes together; `fill` copies their values."""
-    num_bytes = sum(tensor.nbytes for tensor in tensors)
-    flat = torch.empty(num_bytes, dtype=torch.uint8, device=tensors[0].device)
-    if fill:
-        for piece, tensor in _pieces(flat, tensors):
-            piece.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+    sizes = [tensor.nbytes for tensor in tensors]
+    flat = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
+    for piece, tensor in zip(flat.split(sizes), tensors, strict=True) if fill else ():
+        piece.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
     return flat
 
 
 def unpack_bytes(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Writes what `pack_bytes` packed into `tensors`, whatever their strides."""
-    for piece, tensor in _pieces(flat, tensors):
+    pieces = flat.split([tensor.nbytes for tensor in tensors])
+    for piece, tensor in zip(pieces, tensors, strict=True):
         # A fresh buffer: a slice of bytes need not be aligned for the dtype.
         values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         values.view(-1).view(torch.uint8).copy_(piece)
         # Through `.data`: a forward in flight may have saved this tensor (a second forward before
         # one backward), and a value that autograd does not track must not make its backward fail.
         tensor.data.copy_(values)
-
-
-def _pieces(
-    flat: torch.Tensor, tensors: Sequence[torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    pieces = flat.split([tensor.nbytes for tensor in tensors])
-    return list(zip(pieces, tensors, strict=True))

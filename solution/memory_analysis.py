@@ -30,7 +30,6 @@ STATE = ("parameters", "gradients", "optimizer")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit status."""
     command = parser("memory_analysis", "Memory of a training step.")
-    command.add_argument("--activation-checkpointing", default="none", help="full or selective")
     command.add_argument("--device-memory-gib", type=float, help="that there is (default: asked)")
     command.add_argument("--no-measure", action="store_true", help="predict only")
     command.add_argument("--snapshot", action="store_true", help="history for memory_viz (GPU)")

@@ -104,9 +104,7 @@ def _world_from_environment(device: str | None) -> World:
 
 
 def _environment_int(name: str, default: int) -> int:
-    text = os.environ.get(name)
-    if text is None:
-        return default
+    text = os.environ.get(name, str(default))
     try:
         return int(text)
     except ValueError:
