@@ -33,7 +33,6 @@ from spec_tests.reference_tests.training import (
     steps,
     summary,
     trained,
-    weights,
     write_shards,
 )
 
@@ -72,19 +71,6 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights(
     assert summary(tmp_path)["weights_sha256"] == unstopped
     assert [line["step"] for line in steps(tmp_path)] == list(range(1, 21))
     assert not list((tmp_path / "saved").glob(".*"))
-
-
-def test_two_ranks_go_on_from_one(data, tmp_path):
-    begun = start(BASELINE, flags(data, tmp_path), folder=tmp_path)
-    after_steps(begun, tmp_path, 2)
-    os.kill(begun.pid, signal.SIGTERM)
-    begun.wait().require(INTERRUPTED)
-
-    ranks = run_ranks(DDP, *flags(data, tmp_path), folder=tmp_path)
-
-    assert "going on after step" in ranks[0].out
-    assert len(set(weights(tmp_path, "ddp_bucketed"))) == 1
-    assert steps(tmp_path, "ddp_bucketed")[-1]["step"] == 20
 
 
 def test_what_is_done_stays_done_and_other_settings_are_refused(data, tmp_path):
