@@ -11,10 +11,9 @@
 
 `--impl torch` takes PyTorch's `fully_shard` instead, for comparison: the losses are the same, bit
 for bit. Every block is a unit, and so is the rest. With several micro-batches per step,
-`--reduce-grads` and `--reshard-after-backward` concern all but the last: whether they reduce
-their gradients, and whether they free the full weights. `--param-dtype bfloat16` computes in it.
-Seed, data and order of sequences are those of `train_baseline`, checkpoints are each other's. Flags
-and files: `solution.job`, or `--help`.
+`--reduce-grads` and `--reshard-after-backward` concern all but the last. Seed, data and order of
+sequences are those of `train_baseline`, checkpoints are each other's. Flags and files:
+`solution.job`, or `--help`.
 """
 
 import sys

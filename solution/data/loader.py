@@ -14,9 +14,8 @@
    with one batch more would wait for ever in its next all-reduce.
 
 So the whole state is one integer, the number of sequences consumed by all ranks, and a run saved on
-2 ranks goes on with 4 as long as W * B stays. Finding the place is a binary search; nothing is
-skipped by reading it. Cost: one positioned read per batch and shard touched, two copies (uint16 to
-int64, inputs and targets), nothing kept.
+2 ranks goes on with 4 as long as W * B stays. Finding the place is a binary search. Cost: one
+positioned read per batch and shard touched, two copies (uint16 to int64, inputs and targets).
 
 Left out: shuffling (the order of the files is the caller's) and prefetching (a batch takes
 microseconds). Popular loaders test for the end of a shard at the *rank's* position, so that ranks

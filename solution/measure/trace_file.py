@@ -2,8 +2,7 @@
 
 The JSON decoder hands over each event as soon as it is parsed, and only what an analysis needs is
 kept. So a trace of 100 MB costs its text and some tens of MB; `json.load` alone keeps ten dicts of
-every event. A file that is cut off, empty or foreign raises a `TraceError`, which says what was
-expected, what came, and what to do.
+every event.
 
     kept         events (ph, cat)
     operators    X, cpu_op              name, begin, end, thread

@@ -6,8 +6,7 @@
         ddp/
             rank0_trace.json  rank1_trace.json
 
-Files are read one after another and dropped again; what is kept is small. Files of different runs
-in one folder are refused: their mean would be meaningless.
+Files of different runs in one folder are refused: their mean would be meaningless.
 
 Counts and times of operators are per step. An operator's time includes what it calls, so times of
 different names do not add up to a step; on a GPU kernels are listed, which do not nest.
