@@ -9,11 +9,7 @@ from solution.attention.flash import FlashAttentionTorch, flash_attention
 from solution.attention.triton_launch import FlashAttentionTriton, flash_attention_triton
 from solution.checkpoint import AsyncCheckpointer, load_checkpoint, save_checkpoint
 from solution.data.loader import token_loader
-from solution.measure.flops import (
-    extrapolate_training,
-    flops_per_token,
-    model_flops_utilization,
-)
+from solution.measure.flops import extrapolate_training, flops_per_token, model_flops_utilization
 from solution.measure.memory import memory_estimate
 from solution.measure.throughput import measure_throughput, sweep_batch_sizes
 from solution.measure.trace import summarize_trace

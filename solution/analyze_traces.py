@@ -11,8 +11,6 @@ Exit status: 0 done, 2 bad input (no traces, a damaged file, files of several ru
 output that is there already).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

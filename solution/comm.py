@@ -4,10 +4,9 @@ Problem. Collectives are where distributed programs hang and where backends diff
 file and named by what they mean, they can be counted, replaced and reasoned about; the layers above
 are arithmetic and order.
 
-Every function takes `group`: the process group decides who takes part and by how many one divides.
-`None` is the default group. What can overlap with compute returns a `Handle`, and nothing that was
-passed in may be read or written before `handle.wait()`; what is only ever used at the edges of a
-run (agreement, initial values, logging) blocks.
+Every function takes `group`, None being the default group. What can overlap with compute returns a
+`Handle`, and nothing that was passed in may be read or written before `handle.wait()`; what is only
+ever used at the edges of a run (agreement, initial values, logging) blocks.
 
 Invariants.
 1. All ranks of a group issue the same functions in the same order with equal shapes and dtypes.
@@ -15,11 +14,7 @@ Invariants.
 2. A group of one rank sends nothing.
 
 Cost. Over W ranks a sum of n bytes sends 2n(W-1)/W per rank, a broadcast of n bytes at most n.
-
-PyTorch counterpart: `torch.distributed`, which this wraps thinly.
 """
-
-from __future__ import annotations
 
 from typing import Any, Protocol
 
@@ -38,15 +33,8 @@ class Handle(Protocol):
         """Blocks (on a GPU: makes the current stream wait) until the result is in place."""
 
 
-class _Done:
-    """The handle of a collective that had nothing to send."""
-
-    def wait(self) -> None:
-        return None
-
-
 class _All:
-    """The handle of several collectives."""
+    """The handle of several collectives; of none where there is nothing to send."""
 
     def __init__(self, handles: list[Handle]) -> None:
         self._handles = handles
@@ -88,7 +76,7 @@ def size(group: Group = None) -> int:
 def all_reduce_sum(tensor: torch.Tensor, group: Group) -> Handle:
     """Starts replacing `tensor` (contiguous) on every rank by its sum over the ranks of `group`."""
     if tensor.numel() == 0 or size(group) == 1:
-        return _Done()
+        return _All([])
     work: Handle = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
     return work
 
@@ -109,7 +97,7 @@ def max_over_ranks(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
 def broadcast(tensor: torch.Tensor, source: int, group: Group) -> Handle:
     """Starts overwriting `tensor` (contiguous) by that of rank `source` of `group`."""
     if tensor.numel() == 0 or size(group) == 1:
-        return _Done()
+        return _All([])
     work: Handle = dist.broadcast(tensor, group=group, group_src=source, async_op=True)
     return work
 
@@ -123,7 +111,7 @@ def all_gather_rows(matrix: torch.Tensor, group: Group) -> Handle:
     """
     num_ranks = size(group)
     if matrix.numel() == 0 or num_ranks == 1:
-        return _Done()
+        return _All([])
     if matrix.itemsize == 1 or not matrix.is_floating_point():
         matrix = matrix.view(torch.uint8)  # backends do not know all dtypes; rows are not summed
     if _is_gloo(matrix, group):

@@ -165,11 +165,9 @@ ModelConfig = GPT2Config | LlamaConfig
 
 
 def parse(cls: type[Config], settings: Mapping[str, Any]) -> Config:
-    """Build the dataclass `cls` from `settings`, strictly.
+    """Build the dataclass `cls`, of fields that are int, float, str, bool or None, from `settings`.
 
-    Args:
-        cls: a dataclass whose fields are int, float, str, bool, or one of them or None.
-        settings: field names to values. Strings are converted, as flags and environment have them.
+    Strings are converted, as flags have them.
 
     Raises:
         ValueError: an unknown key (names the valid ones), a value of another type, or what `cls`

@@ -3,8 +3,6 @@
 Of the line nothing is written where stderr is not a terminal, so logs hold no control characters.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 
@@ -16,10 +14,10 @@ def status_line(text: str) -> None:
         sys.stderr.flush()
 
 
-def progress_bar(done: int, total: int, text: str = "", *, width: int = 30) -> None:
+def progress_bar(done: int, total: int, text: str = "") -> None:
     """Show `done` of `total`; cleared when they are equal."""
-    filled = width * done // max(1, total)
-    bar = "#" * filled + "." * (width - filled)
+    filled = 30 * done // max(1, total)
+    bar = "#" * filled + "." * (30 - filled)
     status_line(f"[{bar}] {done}/{total} {text}" if done < total else "")
 
 

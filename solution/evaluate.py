@@ -1,18 +1,14 @@
 """Evaluation: the mean loss over batches, without any change to the model.
 
-1. Every module goes to eval mode, and back to the mode that *it* had: a part that was frozen in
-   eval mode stays there.
-2. No gradient is made, none is touched. Random state (CPU and the model's GPU) is what it was.
-3. The sum of losses and the number of targets that count are added over ranks and divided once:
-   a mean of means would weigh a padded batch like a full one.
+Every module goes back to the mode that *it* had: a part that was frozen in eval mode stays there.
+No gradient is made or touched, random state (CPU and the model's GPU) is what it was. So training
+with and without evaluations in between gives the same weights, bit for bit.
 
-All ranks see the same number of batches, or all raise: before each batch they agree that every
-rank has one, since a sharded model's forward is a collective. Sent per batch: two float64.
-
-Training with and without evaluations in between gives the same weights, bit for bit.
+The sum of losses and the number of targets that count are added over ranks and divided once: a mean
+of means would weigh a padded batch like a full one. All ranks see the same number of batches, or
+all raise: before each batch they agree that every rank has one, since a sharded model's forward is
+a collective. Sent per batch: two float64.
 """
-
-from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator

@@ -4,20 +4,9 @@ Problem. A collective costs about as much for one small tensor as for one thousa
 and it wants contiguous memory. So tensors travel in *flat* buffers, and what a tensor looks like
 (shape, strides, dtype) is put back by a view.
 
-What is here:
-1. `plan_buckets` decides which tensors share a buffer, and in which order the buffers are complete.
-2. `cut` lays views over a flat buffer that have the shapes and strides of given tensors.
-3. `pack_bytes` / `unpack_bytes` copy tensors of any dtypes to and from one buffer of bytes.
-
 Invariants. Every element has exactly one place; a plan depends on shapes, dtypes, devices and the
 cap only, so ranks that hold equal models make equal plans without talking.
-
-Paper: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
-section 3.2.2 (gradient bucketing). PyTorch counterpart: `compute_bucket_assignment_by_size` in its
-reducer.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 
@@ -30,7 +19,8 @@ def plan_buckets(tensors: Sequence[torch.Tensor], *, cap_bytes: float) -> list[l
     """Splits `tensors` into buckets, walking them from the last to the first.
 
     The walk is in reverse order because backward reaches the last layers first. A bucket is closed
-    as soon as its bytes *reach* the cap (as in PyTorch's reducer): the tensor that reaches it is
+    as soon as its bytes *reach* the cap (as PyTorch's `compute_bucket_assignment_by_size`; Li et
+    al. 2020, section 3.2.2, in `solution.parallel.replica`): the tensor that reaches it is
     still inside, so a bucket may exceed the cap by part of one tensor, and a cap of 0 gives one
     bucket per tensor. Different dtypes or devices never share a bucket; each fills its own
     meanwhile.
@@ -130,27 +120,20 @@ def group_by_bytes(tensors: Sequence[torch.Tensor], cap_bytes: int) -> list[list
 
 def pack_bytes(tensors: Sequence[torch.Tensor], *, fill: bool = True) -> torch.Tensor:
     """One uint8 buffer as large as `tensors` of any dtypes together; `fill` copies their values."""
-    num_bytes = sum(tensor.nbytes for tensor in tensors)
-    flat = torch.empty(num_bytes, dtype=torch.uint8, device=tensors[0].device)
-    if fill:
-        for piece, tensor in _pieces(flat, tensors):
-            piece.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+    sizes = [tensor.nbytes for tensor in tensors]
+    flat = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
+    for piece, tensor in zip(flat.split(sizes), tensors, strict=True) if fill else ():
+        piece.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
     return flat
 
 
 def unpack_bytes(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Writes what `pack_bytes` packed into `tensors`, whatever their strides."""
-    for piece, tensor in _pieces(flat, tensors):
+    pieces = flat.split([tensor.nbytes for tensor in tensors])
+    for piece, tensor in zip(pieces, tensors, strict=True):
         # A fresh buffer: a slice of bytes need not be aligned for the dtype.
         values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         values.view(-1).view(torch.uint8).copy_(piece)
         # Through `.data`: a forward in flight may have saved this tensor (a second forward before
         # one backward), and a value that autograd does not track must not make its backward fail.
         tensor.data.copy_(values)
-
-
-def _pieces(
-    flat: torch.Tensor, tensors: Sequence[torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    pieces = flat.split([tensor.nbytes for tensor in tensors])
-    return list(zip(pieces, tensors, strict=True))

@@ -1,14 +1,12 @@
 """One training job, from flags to table: what all `train_*` scripts share.
 
 1. Flags (and a TOML file, `--config`) become a `TrainConfig`; unknown keys are errors.
-2. `Job` refuses what can be refused before the first step, in one line: batch sizes that do not
-   divide, files that are no shards, ids beyond the vocabulary, data that does not suffice for the
-   steps. It derives every number. `--dry-run` ends there.
-3. Every rank seeds alike, builds the same model and wraps it; rank r reads its part of the data
-   (`solution.train_baseline.train`).
-4. Rank 0 prints `step | loss | lr | time | tokens/s | grad norm` and keeps the log
-   (`solution.runlog`). The traffic of one step is counted, and that step is left out of the timing,
-   as evaluations are.
+2. `Job` derives every number, and refuses what can be refused before the first step, in one line:
+   sizes that do not divide, files that are no shards, ids beyond the vocabulary, too little data.
+   `--dry-run` ends there.
+3. `solution.train_baseline.train` builds the same model on every rank, wraps it and trains.
+4. Rank 0 keeps the log (`solution.runlog`). The traffic of one step is counted, and that step is
+   left out of the timing, as evaluations are.
 5. Every rank writes OUT/NAME.rankR.json: throughput, reductions and bytes, peak memory, fingerprint
    of the final weights. Rank 0 ends with a table.
 6. With `--profile-steps` it records some steps (`solution.measure.recording`): one file per rank,
@@ -18,8 +16,6 @@
 Exit status: 0 done, 1 failed, 2 bad input, 3 out of data, 4 told to stop, and saved. (torchrun
 itself reports any of them as 1, and says which in its last lines.)
 """
-
-from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -42,7 +38,7 @@ from solution.data.loader import TokenLoader, token_loader
 from solution.data.prepare import read_meta
 from solution.data.shards import find_shards, write_atomically
 from solution.evaluate import evaluate
-from solution.measure.memory_used import Holdings, memory_history, peak_memory_bytes
+from solution.measure.memory import Holdings, memory_history, peak_memory_bytes
 from solution.measure.recording import WARM_UP, Recording, ShortRunError, require_free
 from solution.measure.traffic import Traffic
 from solution.models import families
@@ -69,21 +65,14 @@ class Job:
 
     Attributes:
         name: of the files that it writes.
-        config, world: as given.
-        model_config: the shape of its model.
-        sequence_length: tokens of a sequence.
         num_micro_batches: of a step, on each rank.
-        loader: of this rank's training data.
-        val_loader: of its validation data; None if nothing is evaluated.
-        learning_rate: of a step, by the number of finished steps.
-        precision: of the forward, with the loss scale.
-        recording: of the steps that a profiler watches; perhaps none.
+        val_loader: None if nothing is evaluated.
         times: seconds of each step that this process took.
 
     Raises:
         ValueError: data, sizes or vocabulary that do not fit each other, or attention that cannot
             run here.
-        DataExhaustedError: less data than the steps need.
+        DataExhaustedError, ShortRunError: less data or steps than are needed.
     """
 
     def __init__(self, config: TrainConfig, world: World, *, name: str) -> None:
@@ -106,7 +95,6 @@ class Job:
         )
         self.precision = Precision(config.precision)
         self.times: list[float] = []
-        self._first_step = 0  # of this process: how many a resumed run had finished
         self._traffic = Traffic()
         self._val_loss: float | None = None
         self._check_data()
@@ -124,22 +112,17 @@ class Job:
 
     def _recording(self) -> Recording:
         """Refuse what cannot be recorded: too few steps, no GPU, an earlier run's files."""
-        config, device = self.config, self.world.device
+        config, world = self.config, self.world
         folder = Path(config.traces) / {"torch": "ddp_torch"}.get(self.name, self.name)
         if config.memory_snapshot:
-            if device.type != "cuda":
+            if world.device.type != "cuda":
                 raise ValueError(
-                    f"expected a GPU for memory_snapshot, got {device.type}; leave it out, or "
-                    "see `python -m solution.memory_analysis`, which predicts"
+                    f"expected a GPU for memory_snapshot, got {world.device.type}; leave it out, "
+                    "or see `python -m solution.memory_analysis`, which predicts"
                 )
             require_free(folder, "rank*_snapshot.pickle")
-        recording = Recording(
-            folder, rank=self.world.rank, num_steps=config.profile_steps, device=device
-        )
-        try:
-            recording.require(config.steps)
-        except ShortRunError as error:
-            raise ValueError(str(error)) from None
+        recording = Recording(folder, world.rank, config.profile_steps, world.device)
+        recording.require(config.steps)
         return recording
 
     def _check_data(self) -> None:
@@ -209,33 +192,29 @@ class Job:
     ) -> Iterator[RunLog]:
         """Open the log around all steps; `finished` of them were taken by an earlier process."""
         config = self.config
-        self._first_step, self._holdings = finished, Holdings(model, optimizer)
+        self._counted = min(finished + COUNTED_STEP, config.steps - 1)
+        self._holdings = Holdings(model, optimizer)
         self.recording.require(config.steps - finished)
         Path(config.out).mkdir(parents=True, exist_ok=True)
         self._summary_path.unlink(missing_ok=True)  # an earlier run's would be mistaken for ours
         snapshot = self.recording.path.with_name(f"rank{self.world.rank}_snapshot.pickle")
-        log_path = Path(config.out) / f"{self.name}.jsonl" if self.world.is_first else None
-        with memory_history(snapshot if config.memory_snapshot else None):
-            log = RunLog(log_path, config, finished=finished)
-            with contextlib.closing(log):
-                yield log
+        path = Path(config.out) / f"{self.name}.jsonl" if self.world.is_first else None
+        with (
+            memory_history(snapshot if config.memory_snapshot else None),
+            contextlib.closing(RunLog(path, config, finished=finished)) as log,
+        ):
+            yield log
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
         """Time one optimizer step; profile it and count its traffic where that is due."""
-        is_counted = step == self._counted_step
         started = time.perf_counter()
         with contextlib.ExitStack() as instruments:
             instruments.enter_context(self.recording.step(step + 1))
-            if is_counted:
-                instruments.enter_context(self._traffic)
-                instruments.enter_context(self._holdings)
+            for each in (self._traffic, self._holdings) if step == self._counted else ():
+                instruments.enter_context(each)
             yield
         self.times.append(time.perf_counter() - started)
-
-    @property
-    def _counted_step(self) -> int:
-        return min(self._first_step + COUNTED_STEP, self.config.steps - 1)
 
     @property
     def _summary_path(self) -> Path:
@@ -264,7 +243,8 @@ class Job:
         """Return this rank's numbers; throughput is of the median step, over all ranks."""
         # The first step warms up; counted and recorded ones are slowed down by being watched.
         recorded = range(WARM_UP, WARM_UP + self.config.profile_steps)
-        untypical = (0, self._counted_step - self._first_step, *recorded)
+        first = self.config.steps - len(self.times)  # of this process
+        untypical = (0, self._counted - first, *recorded)
         times = [s for index, s in enumerate(self.times) if index not in untypical] or self.times
         tokens = self.config.global_batch_size * self.sequence_length
         dtype = next(module.parameters()).dtype  # the trainer's own counts are float64
@@ -294,28 +274,26 @@ class Job:
         """Return what the run came to, with the files that hold the rest."""
         lines, rate, sent = log.lines, summary["tokens_per_s"], summary["reductions_per_step"]
         flops = families.flops_per_token(self.model_config, sequence_length=self.sequence_length)
-        plot = log.plot()
-        rows = [
-            ("steps", f"{summary['steps']}, {sum(line['tokens'] for line in lines):,} tokens"),
-            ("loss", f"{lines[0]['loss']:.6f} -> {lines[-1]['loss']:.6f}"),
-            ("validation loss", "-" if self._val_loss is None else f"{self._val_loss:.6f}"),
-            (
-                "tokens/s",
-                f"{rate:,.0f} (median step, all ranks), {rate * flops / 1e9:,.1f} GFLOP/s",
-            ),
-            ("traffic", f"{sent} collectives, {summary['bytes_per_step']:,} bytes per step"),
-            ("peak memory", f"{summary['peak_memory_bytes'] / 2**20:,.0f} MiB per rank"),
-            ("log", str(log.path)),
-            ("summary", str(self._summary_path)),
-            ("plots", "- (matplotlib is not installed)" if plot is None else str(plot)),
-        ]
-        if self.recording.is_written:
-            rows.append(("trace", str(self.recording.path)))
+        rows: dict[str, object] = {
+            "steps": f"{summary['steps']}, {sum(line['tokens'] for line in lines):,} tokens",
+            "loss": f"{lines[0]['loss']:.6f} -> {lines[-1]['loss']:.6f}",
+            "validation loss": "-" if self._val_loss is None else f"{self._val_loss:.6f}",
+        }
         if self.precision.name == "fp16":
             skipped = sum(line["skipped"] for line in lines)
-            rows.insert(3, ("overflows", f"{skipped}, loss scale {self.precision.scale:g}"))
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+            rows["overflows"] = f"{skipped}, loss scale {self.precision.scale:g}"
+        rows |= {
+            "tokens/s": f"{rate:,.0f} (median step, all ranks), {rate * flops / 1e9:,.1f} GFLOP/s",
+            "traffic": f"{sent} collectives, {summary['bytes_per_step']:,} bytes per step",
+            "peak memory": f"{summary['peak_memory_bytes'] / 2**20:,.0f} MiB per rank",
+            "log": log.path,
+            "summary": self._summary_path,
+            "plots": log.plot() or "- (matplotlib is not installed)",
+        }
+        if self.recording.is_written:
+            rows["trace"] = self.recording.path
+        width = max(map(len, rows))
+        return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -343,12 +321,8 @@ def main(
 ) -> int:
     """Run the command of an entry script, and return the exit status.
 
-    Args:
-        train: carries a job out.
-        wrap: puts the model into what reduces its gradients.
-        description: for `--help`.
-        name: of the files written; None takes the config's.
-        kind: of the config; its fields are the flags.
+    `train` carries a job out, `wrap` puts the model into what reduces its gradients; the fields of
+    `kind` are the flags, and `name` is that of the files written (None: the config's).
     """
     where, job = "", None
     try:
@@ -366,7 +340,9 @@ def main(
         return INTERRUPTED
     except (DataExhaustedError, NonFiniteError, CheckpointError, ShortRunError) as error:
         sys.stderr.write(f"{where}error: {error}\n")
-        return OUT_OF_DATA if isinstance(error, DataExhaustedError) else FAILED
+        if isinstance(error, DataExhaustedError):
+            return OUT_OF_DATA
+        return BAD_INPUT if job is None else FAILED
     except (ValueError, OSError) as error:
         if job is not None:  # the request was right: this is a bug, and needs its stack
             raise

@@ -11,18 +11,14 @@ pytorch.org/memory_viz. Results: a table and OUT/memory.json. MiB are 2^20 bytes
 Exit status: 0 done, 2 bad input, 3 does not fit.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from solution.console import aligned
-from solution.measure.memory import Prediction
-from solution.measure.memory_used import measured_step, memory_history
+from solution.measure.memory import Prediction, kernel_bytes, measured_step, memory_history
 from solution.measure.workload import BAD_INPUT, DONE, Workload, keep, parser
 from solution.models import families
 
@@ -34,7 +30,6 @@ STATE = ("parameters", "gradients", "optimizer")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit status."""
     command = parser("memory_analysis", "Memory of a training step.")
-    command.add_argument("--activation-checkpointing", default="none", help="full or selective")
     command.add_argument("--device-memory-gib", type=float, help="that there is (default: asked)")
     command.add_argument("--no-measure", action="store_true", help="predict only")
     command.add_argument("--snapshot", action="store_true", help="history for memory_viz (GPU)")
@@ -57,11 +52,7 @@ def _room(gib: float | None, device: torch.device) -> int | None:
         return int(gib * 2**30)
     if device.type == "cuda" and torch.cuda.is_available():
         return int(torch.cuda.mem_get_info()[1])
-    meminfo = Path("/proc/meminfo")
-    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
-        if device.type == "cpu" and line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    return kernel_bytes("/proc/meminfo", "MemAvailable") if device.type == "cpu" else None
 
 
 def _analyse(work: Workload, flags: argparse.Namespace, room: int | None) -> int:

@@ -15,8 +15,6 @@ same at any world size and accumulation, by construction:
             0   warmup   num_steps - 1
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

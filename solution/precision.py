@@ -42,7 +42,6 @@ class Precision:
         growth_interval: updates without overflow after which the scale doubles.
 
     Attributes:
-        name: as given.
         scale: what the loss is multiplied by; 1.0 for all but fp16.
 
     Raises:
@@ -93,11 +92,7 @@ class Precision:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale and its count, for a checkpoint; equal on all ranks."""
-        return {
-            "name": self.name,
-            "scale": self.scale,
-            "num_good_steps": self._num_good_steps,
-        }
+        return {"name": self.name, "scale": self.scale, "num_good_steps": self._num_good_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the scale that `state` was saved with.

@@ -1,11 +1,5 @@
 """Checkpoints of a run: when it saves, where it resumes, and how it stops on SIGTERM.
 
-    with closing(Restarts(job, model, optimizer)) as restarts:
-        finished = restarts.resume()                 # 0 in a new run; says which it is
-        for step in range(finished, config.steps):
-            ...
-            restarts.after_step(step + 1)            # saves where it is due
-
 1. A run with `--checkpoint-dir` looks there first. Nothing but that folder decides where it begins,
    so the same command starts a run, restarts it after a crash, and does nothing when it is done.
 2. It saves every `--save-every` steps and at the last one; `--keep` of them stay.
@@ -19,8 +13,6 @@
 With gloo set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: in a store that attempts share, the ranks of the
 second one find the addresses of the first.
 """
-
-from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
@@ -79,11 +71,12 @@ class Restarts:
             return 0
         # One rank looks for all: a folder that appears meanwhile must not divide them.
         found = comm.gather_objects(latest_step(directory) if self._world.is_first else None)[0]
-        finished = 0 if found is None else load_checkpoint(directory, **self._parts)
-        if self._world.is_first and found is None:
-            say(f"  checkpoints: none in {directory} yet, beginning at step 0")
-        elif self._world.is_first:
-            say(f"  checkpoints: going on after step {finished} of {directory}")
+        finished, said = 0, f"none in {directory} yet, beginning at step 0"
+        if found is not None:
+            finished = load_checkpoint(directory, **self._parts)
+            said = f"going on after step {finished} of {directory}"
+        if self._world.is_first:
+            say(f"  checkpoints: {said}")
         return finished
 
     def after_step(self, finished: int) -> None:

@@ -1,18 +1,10 @@
 """The log of a run: lines on stdout, a JSONL file, plots and a table. The first rank keeps it.
 
-    log = RunLog(out / "ddp.jsonl", config)
-    log.step(record, seconds=0.41, val_loss=None)
-    ...
-    log.close()
-    log.plot()
-
 Lines go to stdout, every `log_every` steps and at the first and the last. OUT/NAME.jsonl has one
 line per step, flushed, so that what a killed run did can be read. OUT/NAME.png (loss, learning
 rate, seconds per step) is drawn from it at the end, never during training, where matplotlib is
 installed.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
@@ -32,12 +24,10 @@ class RunLog:
 
     Args:
         path: of the JSONL file, in an existing folder; None, on the other ranks, keeps nothing.
-        config: of the run: its steps, and those between lines on stdout.
         finished: how many of the steps a resumed run has behind it; their lines stay, later ones
             that were not saved go.
 
     Attributes:
-        path: as given.
         lines: its content so far, one dict per step.
     """
 

@@ -4,15 +4,13 @@
     python -m solution.throughput --batch-sizes 1 4 8 16 32 64         # a row each
     python -m solution.throughput --model llama --preset debug --precision bf16 --compile
 
-Warm-up until steady, then the median step with its spread (`solution.measure.throughput`); FLOPs
-per token are the model's own, in closed form; MFU only for devices whose peak is known. A batch
-size that does not fit is a row of its table. On the CPU, where no allocator keeps a peak, memory is
-the prediction of `solution.memory_analysis`. Results go to OUT/throughput.json.
+The median step once it is steady, with its spread (`solution.measure.throughput`); MFU only for
+devices whose peak is known. A batch size that does not fit is a row of its table. On the CPU, where
+no allocator keeps a peak, memory is the prediction of `solution.memory_analysis`. Results go to
+OUT/throughput.json.
 
 Exit status: 0 done, 2 bad input, 3 out of memory.
 """
-
-from __future__ import annotations
 
 import argparse
 import functools
@@ -70,17 +68,14 @@ def _report(work: Workload, flags: argparse.Namespace) -> int:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        sys.stderr.write(
-            f"error: out of memory with batch {work.batch_size}; take a smaller --batch-size\n"
-        )
+        said = f"out of memory with batch {work.batch_size}; take a smaller --batch-size"
+        sys.stderr.write(f"error: {said}\n")
         return OUT_OF_MEMORY
     sizes = {"num_parameters": work.num_parameters, **LARGER}
     larger = extrapolate_training(tokens_per_s=found["tokens_per_s"], **sizes)
     print(_lines(found, larger, work.autocast or torch.float32))
-    peak = "peak" if is_gpu else "predicted peak"
-    rows = _sweep(work, flags, peak) if flags.batch_sizes else []
-    record = {"found": found, "larger": larger, "sweep": rows}
-    keep(flags.out / "throughput.json", record)
+    rows = _sweep(work, flags) if flags.batch_sizes else []
+    keep(flags.out / "throughput.json", {"found": found, "larger": larger, "sweep": rows})
     return DONE
 
 
@@ -157,8 +152,9 @@ class _Peak:
         return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
-def _sweep(work: Workload, flags: argparse.Namespace, peak: str) -> list[dict[str, Any]]:
+def _sweep(work: Workload, flags: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row per batch size; on the CPU the peak is predicted."""
+    is_gpu = work.device.type == "cuda"
     rows = sweep_batch_sizes(
         functools.partial(_build, work, flags),
         batch_sizes=flags.batch_sizes,
@@ -167,9 +163,9 @@ def _sweep(work: Workload, flags: argparse.Namespace, peak: str) -> list[dict[st
         memory=_Peak(),
         num_steps=flags.steps,
     )
-    print(f"  batch      tokens/s  {peak} MiB")
+    print(f"  batch      tokens/s  {'' if is_gpu else 'predicted '}peak MiB")
     for row in rows:
-        if work.device.type != "cuda":
+        if not is_gpu:
             row["peak_bytes"] = work.predict(row["batch_size"]).peak_bytes
         size = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / MIB:,.0f}"
         rate = "out of memory" if row["is_oom"] else f"{row['tokens_per_s']:,.1f}"

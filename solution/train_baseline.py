@@ -8,8 +8,6 @@
 Flags and files: `solution.job`, or `--help`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import closing

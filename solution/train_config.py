@@ -4,8 +4,6 @@ What the data decides (the size of the vocabulary) is left open here and filled 
 `solution.job`.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import tomllib

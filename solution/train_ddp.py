@@ -11,8 +11,6 @@ rounding. gloo on CPUs, nccl where every rank has a GPU. Flags and files: `solut
 `--help`.
 """
 
-from __future__ import annotations
-
 import sys
 
 from torch import nn

@@ -11,13 +11,10 @@
 
 `--impl torch` takes PyTorch's `fully_shard` instead, for comparison: the losses are the same, bit
 for bit. Every block is a unit, and so is the rest. With several micro-batches per step,
-`--reduce-grads` and `--reshard-after-backward` concern all but the last: whether they reduce
-their gradients, and whether they free the full weights. `--param-dtype bfloat16` computes in it.
-Seed, data and order of sequences are those of `train_baseline`, checkpoints are each other's. Flags
-and files: `solution.job`, or `--help`.
+`--reduce-grads` and `--reshard-after-backward` concern all but the last. Seed, data and order of
+sequences are those of `train_baseline`, checkpoints are each other's. Flags and files:
+`solution.job`, or `--help`.
 """
-
-from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
@@ -62,14 +59,9 @@ class FsdpConfig(TrainConfig):
 
 
 class Accumulating(nn.Module):
-    """A sharded model, ours or PyTorch's, behind the protocol that the trainer knows.
+    """A sharded model, ours or PyTorch's, behind the protocol that the trainer knows."""
 
-    Attributes:
-        module: the model, sharded in place.
-        process_group: None, all ranks.
-    """
-
-    process_group: comm.Group = None
+    process_group: comm.Group = None  # all ranks
 
     def __init__(self, module: nn.Module, config: FsdpConfig) -> None:
         super().__init__()

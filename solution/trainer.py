@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from solution import comm
+from solution import comm, parallel
 from solution.config import divisors, require_positive
 from solution.parallel import clip
 from solution.precision import Precision
@@ -60,13 +60,9 @@ class StepRecord(TypedDict):
 
 
 class DataExhaustedError(RuntimeError):
-    """The data ended before the steps did; no partial step was taken.
+    """The data ended before the steps did; no partial step was taken."""
 
-    Attributes:
-        records: of the steps that were finished, where `train` raised it.
-    """
-
-    records: list[StepRecord]
+    records: list[StepRecord]  # of the steps that were finished, where `train` raised it
 
 
 class NonFiniteError(FloatingPointError):
@@ -142,9 +138,8 @@ def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, world_s
     2
     """
     require_positive("global_batch_size", global_batch_size)
-    require_positive("micro_batch_size", micro_batch_size)
-    require_positive("world_size", world_size)
-    per_pass = micro_batch_size * world_size
+    per_pass = require_positive("micro_batch_size", micro_batch_size)
+    per_pass *= require_positive("world_size", world_size)
     if global_batch_size % per_pass:
         advice = f"choose a global_batch_size that is a multiple of {per_pass}"
         if global_batch_size % world_size == 0:
@@ -259,10 +254,9 @@ class Trainer:
     def _backward(self, batches: list[Batch], *, scale: float) -> torch.Tensor:
         """Accumulate gradients; return the unscaled sum of losses, still on the device."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=device_of(self.model))
-        no_sync = getattr(self.model, "no_sync", contextlib.nullcontext)
         for index, (inputs, targets) in enumerate(batches):
             is_last = index == len(batches) - 1
-            with contextlib.nullcontext() if is_last else no_sync():
+            with contextlib.nullcontext() if is_last else parallel.no_sync(self.model):
                 with self.precision.forward(inputs.device):
                     loss = summed_loss(self.model(inputs), targets)
                 (loss * (scale * self.precision.scale)).backward()
@@ -271,9 +265,7 @@ class Trainer:
 
     def _reduce(self) -> None:
         """Finish the reduction, and divide by the loss scale: .grad is the mean gradient."""
-        finish = getattr(self.model, "finish_gradient_synchronization", None)
-        if finish is not None:
-            finish()
+        parallel.finish_gradient_synchronization(self.model)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         if gradients and self.precision.scale != 1.0:
             torch._foreach_mul_(gradients, 1 / self.precision.scale)

@@ -3,8 +3,6 @@
 The environment is read here and nowhere else in the library.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,19 +17,12 @@ from solution import comm
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process's place in the run.
+    """This process's place in the run."""
 
-    Attributes:
-        rank: 0 .. size - 1, over all machines.
-        size: number of processes.
-        device: where this rank's model and batches live.
-        backend: "nccl" or "gloo".
-    """
-
-    rank: int
+    rank: int  # 0 .. size - 1, over all machines
     size: int
-    device: torch.device
-    backend: str
+    device: torch.device  # where this rank's model and batches live
+    backend: str  # "nccl" or "gloo"
 
     @property
     def is_first(self) -> bool:
@@ -113,9 +104,7 @@ def _world_from_environment(device: str | None) -> World:
 
 
 def _environment_int(name: str, default: int) -> int:
-    text = os.environ.get(name)
-    if text is None:
-        return default
+    text = os.environ.get(name, str(default))
     try:
         return int(text)
     except ValueError:

@@ -10,15 +10,13 @@ definition, `solution.attention.plain`), `tiled` (O(N) memory in PyTorch operati
 Legend: B batch, H heads, G key/value heads, Q queries, K keys, D head dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from solution.attention.flash import TILED, Algorithm, FlashAttentionTorch, flash_attention
+from solution.attention.flash import TILED, FlashAttentionTorch, flash_attention
 from solution.attention.inputs import as_4d, check, checked_scale, under_autocast
 from solution.attention.plain import plain_attention
 from solution.attention.triton_launch import TRITON, FlashAttentionTriton, flash_attention_triton
@@ -82,12 +80,7 @@ def attention(
 
 
 def _sdpa(
-    q_BHQD: torch.Tensor,
-    k_BGKD: torch.Tensor,
-    v_BGKD: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
+    q_BHQD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, *, causal: bool, scale: float
 ) -> torch.Tensor:
     num_blind = q_BHQD.shape[2] - k_BGKD.shape[2]
     if causal and num_blind > 0:
@@ -111,15 +104,11 @@ def _sdpa(
     )
 
 
-def _flash(algorithm: Algorithm) -> Callable[..., torch.Tensor]:
-    return lambda q, k, v, *, causal, scale: algorithm.forward(q, k, v, causal, scale)[0]
-
-
 BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
     "sdpa": _sdpa,
     "plain": plain_attention,
-    "tiled": _flash(TILED),
-    "triton": _flash(TRITON),
+    "tiled": lambda q, k, v, *, causal, scale: TILED.forward(q, k, v, causal, scale)[0],
+    "triton": lambda q, k, v, *, causal, scale: TRITON.forward(q, k, v, causal, scale)[0],
 }
 
 

@@ -8,16 +8,14 @@
 3. FLOPs, for `FlopCounterMode`: two products forward and five backward (as the papers count;
    seven where each of dQ and dK/dV makes the scores again), half where `causal` hides half.
 
-`flash_attention` adds the checks and the forms of the contract; `FlashAttentionTorch` is the
-autograd function of the exercise around the same operators. The output is contiguous.
+`flash_attention` adds the checks and the forms of the contract; `function_class` makes the autograd
+function of the exercise around the same operators. The output is contiguous.
 First derivatives, backward only. A second one is refused when it is asked for, since the LSE that
 the backward takes for a constant is none; so is a tangent of forward mode, which PyTorch drops
 without a word where no input requires a gradient. A wrong number would come out of either.
 
 Legend: B batch, H heads, G key/value heads, Q queries, K keys, D head dim.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -161,17 +159,13 @@ def flops(
     return num_products * batch * heads * head_dim * pairs_twice
 
 
-def _forward_flops(
-    q_shape: Any, k_shape: Any, v_shape: Any, causal: bool, *args: Any, **kwargs: Any
-) -> int:
-    return flops(tuple(q_shape), tuple(k_shape), causal=causal)
+def _forward_flops(q: Any, k: Any, v: Any, causal: bool, *args: Any, **kwargs: Any) -> int:
+    return flops(tuple(q), tuple(k), causal=causal)
 
 
-def _backward_flops(
-    dout_shape: Any, dlse_shape: Any, q_shape: Any, k_shape: Any, *args: Any, **kwargs: Any
-) -> int:
+def _backward_flops(dout: Any, dlse: Any, q: Any, k: Any, *args: Any, **kwargs: Any) -> int:
     causal = args[3]  # after v, out and lse
-    return flops(tuple(q_shape), tuple(k_shape), causal=causal, num_products=5)
+    return flops(tuple(q), tuple(k), causal=causal, num_products=5)
 
 
 # ------------------------------------------------------------------------------- what users call
@@ -231,47 +225,37 @@ def call(
     return (out, lse) if return_lse else out
 
 
-class FlashAttentionTorch(torch.autograd.Function):
-    """`FlashAttentionTorch.apply(q, k, v, is_causal=False) -> out`: `flash_attention` as a class.
+def function_class(algorithm: Algorithm) -> Any:
+    """Return `flash_attention` by that algorithm as a class, `apply(q, k, v, is_causal=False)`.
 
     The form of Stanford CS336, assignment 2: among the saved tensors (q, k, v, output, LSE) one has
     the shape `[batch, seq_q]`, the LSE; with heads it is `[batch, heads, seq_q]`.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
-    ) -> torch.Tensor:
-        """The output, of q's shape and dtype; ValueError for inputs that do not fit each other."""
-        return forward_for_class(ctx, TILED, q, k, v, is_causal)
+    class FlashAttention(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
+        ) -> torch.Tensor:
+            check(q, k, v)
+            ctx.is_causal, ctx.scale = bool(is_causal), checked_scale(None, q.shape[-1])
+            out, lse = algorithm.forward(as_4d(q), as_4d(k), as_4d(v), ctx.is_causal, ctx.scale)
+            out, lse = out.view(q.shape), lse.view(q.shape[:-1])
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out
 
-    @staticmethod
-    def backward(ctx: Any, *dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """dQ, dK and dV in the dtypes and shapes of q, k and v."""
-        return backward_for_class(ctx, TILED, *dout)
+        @staticmethod
+        def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            q, k, v, out, lse = ctx.saved_tensors
+            dout, *tensors = map(as_4d, (*douts, q, k, v, out))
+            tensors.append(lse.view(tensors[-1].shape[:3]))
+            gradients = algorithm.backward(
+                dout, None, *tensors, ctx.is_causal, ctx.scale, *wanted(ctx)
+            )
+            needed = zip(gradients, (q, k, v), ctx.needs_input_grad[:3], strict=True)
+            return *(grad.view(t.shape) if needs else None for grad, t, needs in needed), None
+
+    return FlashAttention
 
 
-def forward_for_class(
-    ctx: Any, algorithm: Algorithm, q: Any, k: Any, v: Any, is_causal: bool
-) -> torch.Tensor:
-    """The `forward` of a class like `FlashAttentionTorch`."""
-    check(q, k, v)
-    ctx.is_causal, ctx.scale = bool(is_causal), checked_scale(None, q.shape[-1])
-    out, lse = algorithm.forward(as_4d(q), as_4d(k), as_4d(v), ctx.is_causal, ctx.scale)
-    out, lse = out.view(q.shape), lse.view(q.shape[:-1])
-    ctx.save_for_backward(q, k, v, out, lse)
-    return out
-
-
-def backward_for_class(
-    ctx: Any, algorithm: Algorithm, dout: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
-    """The `backward` of a class like `FlashAttentionTorch`."""
-    q, k, v, out, lse = ctx.saved_tensors
-    lse_BHQ = lse.view(as_4d(out).shape[:3])
-    tensors = (*map(as_4d, (q, k, v, out)), lse_BHQ)
-    gradients = algorithm.backward(
-        as_4d(dout), None, *tensors, ctx.is_causal, ctx.scale, *wanted(ctx)
-    )
-    needed = zip(gradients, (q, k, v), ctx.needs_input_grad[:3], strict=True)
-    return *(grad.view(tensor.shape) if needs else None for grad, tensor, needs in needed), None
+FlashAttentionTorch = function_class(TILED)

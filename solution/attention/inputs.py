@@ -5,8 +5,6 @@ Under autocast all three tensors take autocast's dtype, as in PyTorch's own atte
 their dtypes must agree. Errors name the argument and both values.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

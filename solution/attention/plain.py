@@ -12,18 +12,11 @@ gives zeros and gets zero gradients, never NaN.
 Legend: B batch, H heads, G key/value heads, Q queries, K keys, D head dim.
 """
 
-from __future__ import annotations
-
 import torch
 
 
 def plain_attention(
-    q_BHQD: torch.Tensor,
-    k_BGKD: torch.Tensor,
-    v_BGKD: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
+    q_BHQD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, *, causal: bool, scale: float
 ) -> torch.Tensor:
     """`softmax(q k^T * scale) v`, `[B, H, Q, D]` in q's dtype; head h reads key head h // (H/G)."""
     heads_per_key_head = q_BHQD.shape[1] // max(1, k_BGKD.shape[1])

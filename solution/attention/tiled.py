@@ -29,8 +29,6 @@ Legend: B batch, G key/value heads, R query heads per key head, Q queries, K key
 Z = B G is what all products are batched over, rows are R queries.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 
@@ -42,12 +40,7 @@ TILE_FULL = 512  # queries otherwise: fewer tiles, and both of their matrices fi
 
 
 def tiled_forward(
-    q_BHQD: torch.Tensor,
-    k_BGKD: torch.Tensor,
-    v_BGKD: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
+    q_BHQD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, *, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output `[B, H, Q, D]` in q's dtype, and the LSE `[B, H, Q]`, natural, float32 or 64."""
     q_ZRQD, k_ZKD, v_ZKD = _grouped(q_BHQD, k_BGKD, v_BGKD)

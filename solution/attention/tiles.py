@@ -10,8 +10,6 @@ Products of tiles with 64 rows and more are `wgmma`, Hopper's widest; where accu
 `python -m spec_tests.benchmarks.tune` measures the candidates on a GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,8 +1,5 @@
 """FlashAttention by Triton: what the kernels are given, where they run, what users call.
 
-    flash_attention_triton(q, k, v, causal=True)        a function, like `flash_attention`
-    FlashAttentionTriton.apply(q, k, v, True)           a class, like `FlashAttentionTorch`
-
 On a CUDA device the kernels of `solution.attention.triton_kernels` and `.triton_backward` are
 compiled on first use, once per head dim, dtype, mask and heads per key head. On a CPU they run in
 Triton's interpreter, with TRITON_INTERPRET=1 in the environment before they are imported: slow, and
@@ -17,8 +14,6 @@ The launcher arranges what a kernel relies on:
 Legend: B batch, H heads, G key/value heads, Q queries, K keys, D head dim.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import math
@@ -27,14 +22,7 @@ from typing import Any
 
 import torch
 
-from solution.attention.flash import (
-    Tensors2,
-    Tensors3,
-    backward_for_class,
-    call,
-    forward_for_class,
-    register,
-)
+from solution.attention.flash import Tensors2, Tensors3, call, function_class, register
 from solution.attention.tiles import LARGEST_TILE, choose, delta_queries, padded
 
 LOG2E = math.log2(math.e)
@@ -43,12 +31,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def triton_forward(
-    q_BHQD: torch.Tensor,
-    k_BGKD: torch.Tensor,
-    v_BGKD: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
+    q_BHQD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, *, causal: bool, scale: float
 ) -> Tensors2:
     """As `tiled_forward`, in one kernel.
 
@@ -258,17 +241,4 @@ def flash_attention_triton(
     return call(TRITON, q, k, v, causal=causal, scale=scale, return_lse=return_lse)
 
 
-class FlashAttentionTriton(torch.autograd.Function):
-    """`FlashAttentionTriton.apply(q, k, v, is_causal=False) -> out`, as `FlashAttentionTorch`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
-    ) -> torch.Tensor:
-        """The output, of q's shape and dtype; ValueError for inputs that do not fit each other."""
-        return forward_for_class(ctx, TRITON, q, k, v, is_causal)
-
-    @staticmethod
-    def backward(ctx: Any, *dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """dQ, dK and dV in the dtypes and shapes of q, k and v."""
-        return backward_for_class(ctx, TRITON, *dout)
+FlashAttentionTriton = function_class(TRITON)

@@ -27,8 +27,6 @@ classes that `.metadata` may hold.
 Cost. A save writes each byte once over all ranks. A load holds the model twice for a moment.
 `AsyncCheckpointer` blocks for a copy to host memory only, which training then does not touch.
 
-Files: `errors.py` who failed, on all ranks; `folder.py` names, markers, retention; `storage.py` the
-library, made safe; `named.py` canonical names.
 PyTorch counterpart: torch.distributed.checkpoint, which this is built on, and its `state_dict`
 module, which is left out: it steps a cold optimizer to find out what its state will be.
 """

@@ -6,8 +6,6 @@ complete folder or one that nobody takes for one. No save ever writes into a fol
 final name; saving a step a second time makes `step-00000010.1`, which counts as newer.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -13,8 +13,6 @@ the same one (as a global position is); a rank that took part in the save takes 
 numbers, any further one goes on with those it was started with.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Mapping
@@ -27,9 +25,9 @@ from torch import nn
 
 from solution import comm
 from solution.checkpoint import folder, storage
-from solution.checkpoint.errors import CheckpointError, by_first, together
+from solution.checkpoint.errors import CheckpointError, together
 from solution.checkpoint.named import ModelTensors, OptimizerTensors, same
-from solution.checkpoint.save import PLAIN, Stateful, restore_random_state
+from solution.checkpoint.save import PLAIN, Stateful, restore_random_state, with_tensors
 
 
 def load_checkpoint(
@@ -49,7 +47,6 @@ def load_checkpoint(
         model, optimizer: filled in place; plain or wrapped, at any world size.
         loader, extra: get their `load_state_dict` called; leave out what is not wanted.
         step: this one in place of the newest.
-        process_group: who takes part; the default group if None.
 
     Returns:
         Its step.
@@ -58,8 +55,9 @@ def load_checkpoint(
         CheckpointError: on all ranks: there is none, or it does not fit. Nothing was changed.
     """
     group, root = process_group, Path(directory).absolute()
-    found, complaints = by_first(
-        f"list the checkpoints in {root}", lambda: folder.complete_folders(root), group
+    listing = f"list the checkpoints in {root}"
+    found, complaints = together(
+        listing, lambda: folder.complete_folders(root), group, by_first=True
     )
     _warn(f"{root}: ignored what is not complete: {'; '.join(complaints)}", complaints, group)
     candidates = [each for each in found if step is None or each.step == step]
@@ -136,15 +134,9 @@ class _Loading:
         if problem:
             raise ValueError(f"{problem}. Build model and optimizer as they were when it was saved")
         own = self._own(plain["ranks"])
-        model = {
-            name: torch.empty_like(tensor, requires_grad=False)
-            for name, tensor in named.tensors.items()
-        }
-        state = moments.empty(plain["optimizer"], sizes)
-        targets = ({"model": model} if model else {}) | (
-            {"optimizer": {"state": state}} if state else {}
-        )
-        return plain, own, named, moments, targets
+        model = {n: torch.empty_like(t, requires_grad=False) for n, t in named.tensors.items()}
+        targets = {"model": model, "optimizer": {"state": moments.empty(plain["optimizer"], sizes)}}
+        return plain, own, named, moments, with_tensors(targets)
 
     def _own(self, encoded: list[bytes]) -> dict[str, Any]:
         """Return this rank's part of the states that each rank saved for itself."""

@@ -35,20 +35,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """The content of the bare model's `state_dict`.
-
-    Attributes:
-        tensors: the live parameters and persistent buffers, each once, by canonical name.
-        buffers: names of those that are buffers.
-        objects: what modules save beside tensors (`get_extra_state`).
-        actual: every key of the state dict, aliases too, to the canonical name of what it holds.
-    """
+    """The content of the bare model's `state_dict`."""
 
     module: nn.Module
-    tensors: dict[str, torch.Tensor]
-    buffers: frozenset[str]
-    objects: dict[str, Any]
-    actual: dict[str, str]
+    tensors: dict[str, torch.Tensor]  # live parameters and buffers, each once, by canonical name
+    buffers: frozenset[str]  # names of those that are buffers
+    objects: dict[str, Any]  # what modules save beside tensors (`get_extra_state`)
+    actual: dict[str, str]  # every key of the state dict, aliases too, to the canonical name
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelTensors:
@@ -75,14 +68,10 @@ class ModelTensors:
 
 @dataclass(frozen=True)
 class OptimizerTensors:
-    """The state of an optimizer by parameter name.
-
-    Attributes:
-        names: of each parameter, group by group.
-    """
+    """The state of an optimizer by parameter name."""
 
     optimizer: torch.optim.Optimizer
-    names: list[list[str]]
+    names: list[list[str]]  # of each parameter, group by group
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, model: ModelTensors) -> OptimizerTensors:

@@ -26,10 +26,11 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from solution import comm
 from solution.checkpoint import folder, storage
-from solution.checkpoint.errors import CheckpointError, by_first, together
+from solution.checkpoint.errors import CheckpointError, together
 from solution.checkpoint.named import ModelTensors, OptimizerTensors, joined
 from solution.data.shards import write_atomically
 
@@ -63,12 +64,10 @@ def save_checkpoint(
     Args:
         directory: of all checkpoints of a run, on a disk that all ranks share; made if need be.
         step: number of finished optimizer steps.
-        model: plain or wrapped.
-        optimizer: over parameters of the model.
+        model, optimizer: plain or wrapped, and over parameters of the model.
         loader: its `state_dict()` is saved, per rank.
         extra: more of that kind by name: schedules, gradient scalers.
         keep: how many steps to keep, this one included; None keeps all.
-        process_group: who takes part; the default group if None.
 
     Returns:
         The new folder.
@@ -84,14 +83,9 @@ class AsyncCheckpointer:
     """Saves while training goes on: `save` blocks for a copy to host memory only.
 
     At most one save is under way; the next `save`, `wait` and the end of the `with` block wait for
-    it and raise what went wrong in it. It has a gloo group of its own: messages of the
-    default group and of a thread beside it would meet each other in any order.
-
-        with AsyncCheckpointer("runs/checkpoints", keep=3) as checkpoints:
-            ...
-            checkpoints.save(step=step, model=model, optimizer=optimizer)
-
-    Made by all ranks. Nothing else may save into the directory meanwhile.
+    it and raise what went wrong in it. It has a gloo group of its own: messages of the default
+    group and of a thread beside it would meet each other in any order. All ranks make it. Nothing
+    else may save into the directory meanwhile.
     """
 
     def __init__(
@@ -117,7 +111,7 @@ class AsyncCheckpointer:
         loader: Stateful | None = None,
         extra: Mapping[str, Stateful] | None = None,
     ) -> None:
-        """Begin to save; what training does from now on is not in it. Args: `save_checkpoint`.
+        """Begin to save (`save_checkpoint`); what training does from now on is not in it.
 
         Raises:
             CheckpointError: capturing failed, or the save before this one did.
@@ -159,16 +153,11 @@ def _checked(directory: str | os.PathLike[str], keep: int | None) -> Path:
 
 @dataclass(frozen=True)
 class Captured:
-    """One rank's part of a checkpoint, ready to be written.
-
-    Attributes:
-        tensors: of model and optimizer, nested by name; live ones, or copies.
-        plain: everything else of all ranks, encoded; empty on ranks but the first.
-    """
+    """One rank's part of a checkpoint, ready to be written."""
 
     step: int
-    tensors: dict[str, Any]
-    plain: bytes
+    tensors: dict[str, Any]  # of model and optimizer, nested by name; live ones, or copies
+    plain: bytes  # everything else of all ranks, encoded; empty on ranks but the first
 
     @classmethod
     def of(
@@ -196,7 +185,8 @@ class Captured:
             tensors, common = _of_replicas(model, optimizer, is_first=is_first)
             # Encoded here: what cannot be saved is an error before anything is written.
             storage.encode(common)
-            return (_copied(tensors) if copy else tensors), common, _of_rank(loader, extra)
+            kept = tree_map(_copied, tensors) if copy else tensors
+            return kept, common, _of_rank(loader, extra)
 
         tensors, common, own = together(f"capture its state at step {step}", capture, group)
         gathered = comm.gather_objects((step, own, common["optimizer"]), group)
@@ -218,16 +208,18 @@ class Captured:
             CheckpointError: on all ranks, when it failed on any; nothing of it is left.
         """
         where = f"{root}, step {self.step}"
-        temporary = by_first(
-            f"make a folder for {where}", lambda: folder.begin(root, self.step), group
-        )
+        making = f"make a folder for {where}"
+        temporary = together(making, lambda: folder.begin(root, self.step), group, by_first=True)
         try:
             together(
                 f"write its part of {where} (is the disk full, is it shared by all ranks?)",
                 lambda: storage.write_tensors(self.tensors, temporary, group),
                 group,
             )
-            final = by_first(f"complete {where}", lambda: self._complete(temporary, group), group)
+            completing = f"complete {where}"
+            final = together(
+                completing, lambda: self._complete(temporary, group), group, by_first=True
+            )
         except CheckpointError:
             if comm.rank(group) == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -259,8 +251,7 @@ def _of_replicas(
         for name, tensor in named.tensors.items()
         if is_first or name not in named.buffers or isinstance(tensor, DTensor)
     }
-    nested = {"model": weights, "optimizer": {"state": states}}
-    tensors = {part: value for part, value in nested.items() if _has_tensors(value)}
+    tensors = with_tensors({"model": weights, "optimizer": {"state": states}})
     return tensors, {"optimizer": options, "objects": named.objects}
 
 
@@ -275,19 +266,14 @@ def _of_rank(loader: Stateful | None, extra: Mapping[str, Stateful] | None) -> b
     )
 
 
-def _has_tensors(nested: Any) -> bool:
-    """An empty dict is an object to the library, and objects are what we do not save."""
-    if isinstance(nested, dict):
-        return any(_has_tensors(value) for value in nested.values())
-    return True
+def with_tensors(parts: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts that hold a tensor: an empty dict is an object to the library."""
+    return {name: part for name, part in parts.items() if tree_leaves(part)}
 
 
-def _copied(nested: Any) -> Any:
-    if isinstance(nested, dict):
-        return {name: _copied(value) for name, value in nested.items()}
-    if isinstance(nested, DTensor):
-        return nested.detach().clone()
-    return nested.detach().to("cpu", copy=True)
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    is_sharded = isinstance(tensor, DTensor)
+    return tensor.detach().clone() if is_sharded else tensor.detach().to("cpu", copy=True)
 
 
 def random_state() -> dict[str, Any]:

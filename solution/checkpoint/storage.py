@@ -8,8 +8,6 @@ few classes that it is made of, and there are no objects. It does not notice a f
 tensor lies in a ZIP archive with its own check sum, which `damage` verifies.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import warnings
@@ -81,10 +79,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def damage(folder: Path, *, part: int, of: int) -> str:
-    """Return what is wrong with the tensors numbered `part`, `part + of`, ... of a folder, or "".
-
-    Ranks share the work. Reads every byte once.
-    """
+    """Return what is wrong with a folder's tensors numbered `part`, `part + of`, ..., or ""."""
     entries = list((read_metadata(folder).storage_data or {}).items())[part::of]
     for index, info in entries:
         path = folder / info.relative_path

@@ -6,16 +6,11 @@ FineWeb text in GPT-2's vocabulary, 103 training shards and one of validation, 1
 each. `huggingface_hub`, an optional dependency, does the download; HF_ENDPOINT, HF_HOME and its
 other settings hold here as everywhere.
 
-1. Under torchrun the first rank downloads and the others wait: all would write the same files. The
-   folder is meant to be shared; on machines that share none, run this once on each.
-2. What is already in DIR and whole is not asked for again, so an interrupted run goes on with the
-   shard that it was at (within a run the client itself goes on at the byte).
-3. Every file is opened as a `Shard` before it counts: header, count and exact size. One that is not
-   right is fetched anew, once.
-4. `meta.json` is written last: it is there when everything else is.
+Under torchrun the first rank downloads and the others wait; on machines that share no folder, run
+this once on each. Every file is opened as a `Shard` before it counts, and one that is not right is
+fetched anew, once. What is in DIR and whole is not asked for again, so an interrupted run goes on
+(within a run the client itself goes on at the byte). `meta.json` is written last.
 """
-
-from __future__ import annotations
 
 import json
 import sys
@@ -43,16 +38,16 @@ def download_once(out: Path, *, num_shards: int) -> tuple[dict[str, Any], bool] 
         ValueError, OSError: as `download`, on the first rank; RuntimeError on the others.
     """
     with distributed(device="cpu", timeout_s=A_DAY_S) as world:
-        result, error = None, None
-        if world.is_first:
-            try:
+        result, has_failed = None, torch.zeros(())
+        try:
+            if world.is_first:
                 result = download(out, num_shards=num_shards)
-            except (ValueError, OSError) as raised:
-                error = raised
-        num_failed = comm.sum_over_ranks(torch.tensor([int(error is not None)]))
-        if error is not None:
-            raise error
-        if num_failed:
+        except BaseException:
+            has_failed += 1
+            raise
+        finally:
+            comm.sum_over_ranks(has_failed)
+        if has_failed:
             raise RuntimeError("expected the first rank to download, but it failed; see there")
         return result
 
@@ -74,21 +69,19 @@ def download(out: Path, *, num_shards: int) -> tuple[dict[str, Any], bool]:
     names += [f"fineweb_train_{index:06d}.bin" for index in range(1, num_shards + 1)]
     out.mkdir(parents=True, exist_ok=True)
     require_own_folder(out, OUR_SHARDS)
-    shards: dict[str, int] = {}
-    num_fetched = 0
+    found: dict[str, tuple[int, bool]] = {}
     for index, name in enumerate(names):
         status_line(f"shard {index + 1} of {len(names)}: {name}")
-        shards[name], was_fetched = _have(out, name)
-        num_fetched += was_fetched
+        found[name] = _have(out, name)
     status_line("")
     meta = {
         "vocab_size": VOCABULARY,
         "delimiter": DELIMITER,
-        "shards": shards,
+        "shards": {name: num_tokens for name, (num_tokens, _) in found.items()},
         "request": {"hub": REPOSITORY, "num_shards": num_shards, "format": 1},
     }
     write_atomically(out / "meta.json", json.dumps(meta, indent=2).encode() + b"\n")
-    return meta, num_fetched == 0
+    return meta, not any(was_fetched for _, was_fetched in found.values())
 
 
 def _have(out: Path, name: str) -> tuple[int, bool]:

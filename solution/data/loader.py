@@ -14,16 +14,13 @@
    with one batch more would wait for ever in its next all-reduce.
 
 So the whole state is one integer, the number of sequences consumed by all ranks, and a run saved on
-2 ranks goes on with 4 as long as W * B stays. Finding the place is a binary search; nothing is
-skipped by reading it. Cost: one positioned read per batch and shard touched, two copies (uint16 to
-int64, inputs and targets), nothing kept.
+2 ranks goes on with 4 as long as W * B stays. Finding the place is a binary search. Cost: one
+positioned read per batch and shard touched, two copies (uint16 to int64, inputs and targets).
 
 Left out: shuffling (the order of the files is the caller's) and prefetching (a batch takes
 microseconds). Popular loaders test for the end of a shard at the *rank's* position, so that ranks
 change shard at different steps (build-nanogpt, llm.c's train_gpt2.py).
 """
-
-from __future__ import annotations
 
 import bisect
 import itertools
@@ -53,8 +50,8 @@ class TokenLoader:
         paths: kjj0 `.bin` shards (see `solution.data.shards`), at least one, none twice.
         batch_size: sequences per batch and rank, B.
         sequence_length: tokens per sequence, T.
-        rank, world_size: this rank and how many there are, both or neither; when not given, RANK
-            and WORLD_SIZE are read, both or neither; without those, one rank.
+        rank, world_size: both or neither; when not given, those of RANK and WORLD_SIZE, both or
+            neither; without those, one rank.
 
     Attributes:
         num_sequences: in all shards together.
@@ -104,7 +101,7 @@ class TokenLoader:
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of sequences that all ranks together have yielded."""
-        position = self._newest.consumed_sequences if self._newest else self._resume_at
+        position = self._newest.consumed if self._newest else self._resume_at
         return {"consumed_sequences": position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -157,15 +154,14 @@ class _Pass(Iterator[Batch]):
 
     def __init__(self, loader: TokenLoader, consumed_sequences: int) -> None:
         self._loader = loader
-        self.consumed_sequences = consumed_sequences
+        self.consumed = consumed_sequences
 
     def __next__(self) -> Batch:
         loader = self._loader
-        if self.consumed_sequences >= loader.num_batches * loader.global_batch_size:
+        if self.consumed >= loader.num_batches * loader.global_batch_size:
             raise StopIteration
-        batch = loader.read(self.consumed_sequences + loader.rank * loader.batch_size)
-        # Only now: a read that failed was not consumed.
-        self.consumed_sequences += loader.global_batch_size
+        batch = loader.read(self.consumed + loader.rank * loader.batch_size)
+        self.consumed += loader.global_batch_size  # only now: a read that failed was not consumed
         return batch
 
 

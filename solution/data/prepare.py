@@ -11,11 +11,10 @@
 4. Put the delimiter before each document, concatenate, cut into shards, write each atomically.
 5. Write `tokenizer.json`, and last of all `meta.json`: it is there when everything else is.
 
-The same arguments and the same text give the same bytes. A second run finds `meta.json` with both
-and every shard in order, and reuses them; otherwise it first removes what it (or a run that was
-killed) once wrote there, which it knows by name: text_train_000000.bin. Other shards in DIR are an
-error. The standard library differs between versions of Python, and so do the ids: compare runs on
-one machine, or prepare once and copy.
+The same arguments and the same text give the same bytes, and a second run reuses them. Otherwise it
+first removes what it (or a run that was killed) once wrote there, which it knows by name:
+text_train_000000.bin. Other shards in DIR are an error. The standard library differs between
+versions of Python, and so do the ids: compare runs on one machine, or prepare once and copy.
 
     python -m solution.data.prepare --out outputs/data                          # all of it, 6 s
     python -m solution.data.prepare --out outputs/demo --max-bytes 2000000      # a second or two
@@ -25,6 +24,7 @@ one machine, or prepare once and copy.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import sys
@@ -39,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from solution.config import require_positive
+from solution.config import require, require_positive
 from solution.console import status_line
 from solution.data import hub
 from solution.data.shards import (
@@ -75,15 +75,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require_positive("vocab_size", self.vocab_size)
-        if not 257 <= self.vocab_size <= NUM_IDS:
-            raise ValueError(
-                f"expected 257 <= vocab_size <= {NUM_IDS} (256 bytes and the delimiter, uint16), "
-                f"got {self.vocab_size}"
-            )
-        if require_positive("shard_tokens", self.shard_tokens) > MAX_TOKENS:
-            raise ValueError(f"expected shard_tokens <= {MAX_TOKENS}, got {self.shard_tokens}")
-        if not 0 <= self.val_fraction < 1:
-            raise ValueError(f"expected 0 <= val_fraction < 1, got {self.val_fraction}")
+        require_positive("shard_tokens", self.shard_tokens)
+        words = f"in [257, {NUM_IDS}] (256 bytes and the delimiter, uint16)"
+        require("vocab_size", self.vocab_size, words, lambda size: 257 <= size <= NUM_IDS)
+        require("shard_tokens", self.shard_tokens, f"<= {MAX_TOKENS}", MAX_TOKENS.__ge__)
+        require("val_fraction", self.val_fraction, "in [0, 1)", lambda part: 0 <= part < 1)
         if self.max_bytes is not None:
             require_positive("max_bytes", self.max_bytes)
 
@@ -107,7 +103,9 @@ class Corpus:
         digest, documents, num_bytes, num_skipped = hashlib.sha256(), [], 0, 0
         for path in _files(paths):
             data = path.read_bytes()
-            text = _decode(data)
+            text = ""
+            with contextlib.suppress(UnicodeDecodeError):
+                text = data.decode("utf-8") if len(data) <= MAX_DOCUMENT_BYTES else ""
             if not text:
                 num_skipped += bool(data)
                 continue
@@ -151,16 +149,6 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
             raise ValueError(f"{path}: expected a text file or a folder of them, found neither")
 
 
-def _decode(data: bytes) -> str:
-    """The text of a document; empty if it is too large or not UTF-8."""
-    if len(data) > MAX_DOCUMENT_BYTES:
-        return ""
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        return ""
-
-
 def prepare(paths: Sequence[Path], out: Path, config: DataConfig) -> tuple[dict[str, Any], bool]:
     """Make the shards of `paths` in `out`.
 
@@ -181,9 +169,10 @@ def prepare(paths: Sequence[Path], out: Path, config: DataConfig) -> tuple[dict[
     tokenizer = _train_tokenizer(train, config.vocab_size)
     shards: dict[str, int] = {}
     for split, documents in (("train", train), ("val", val)):
-        shards |= _write_split(
-            out, split, _encode(tokenizer, split, documents), config.shard_tokens
-        )
+        ids = _encode(tokenizer, split, documents)
+        for index, start in enumerate(range(0, len(ids), config.shard_tokens)):
+            name = f"text_{split}_{index:06d}.bin"
+            shards[name] = write_shard(out / name, ids[start : start + config.shard_tokens])
     status_line("")
     meta = {
         "vocab_size": tokenizer.get_vocab_size(),
@@ -252,23 +241,14 @@ def _train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _encode(tokenizer: Tokenizer, split: str, documents: list[str], chunk: int = 64) -> Ids:
+def _encode(tokenizer: Tokenizer, split: str, documents: list[str]) -> Ids:
     """All documents as one array of ids, the delimiter before each."""
     delimiter, pieces = np.array([tokenizer.token_to_id(DELIMITER)], np.uint16), []
-    for start in range(0, len(documents), chunk):
+    for start in range(0, len(documents), 64):
         status_line(f"encoding {split}: {start} of {len(documents)} documents")
-        for encoding in tokenizer.encode_batch_fast(documents[start : start + chunk]):
+        for encoding in tokenizer.encode_batch_fast(documents[start : start + 64]):
             pieces += [delimiter, np.array(encoding.ids, np.uint16)]
     return np.concatenate(pieces) if pieces else np.empty(0, np.uint16)
-
-
-def _write_split(out: Path, split: str, ids: Ids, shard_tokens: int) -> dict[str, int]:
-    """Cut `ids` into shards; returns their names and token counts."""
-    return {
-        name: write_shard(out / name, ids[start : start + shard_tokens])
-        for index, start in enumerate(range(0, len(ids), shard_tokens))
-        if (name := f"text_{split}_{index:06d}.bin")
-    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -304,27 +284,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if made is not None:
-        print(_summary(out, *made, time.perf_counter() - started))
+        print(f"{out}: {_summary(*made)} in {time.perf_counter() - started:.1f} s")
     return 0
 
 
-def _summary(out: Path, meta: dict[str, Any], was_there: bool, seconds: float) -> str:
-    tokens = {
-        split: sum(n for name, n in meta["shards"].items() if f"_{split}_" in name)
+def _summary(meta: dict[str, Any], was_there: bool) -> str:
+    train, val = (
+        sum(n for name, n in meta["shards"].items() if f"_{split}_" in name)
         for split in ("train", "val")
-    }
-    is_hub = "hub" in meta["request"]
-    verb = "reused (same arguments, same text)" if was_there else "fetched" if is_hub else "made"
-    source = (
-        meta["request"]["hub"]
-        if is_hub
-        else f"{meta['num_documents']:,} documents ({meta['num_bytes'] / 1e6:.1f} MB, "
-        f"{meta['num_skipped']} skipped)"
     )
+    source, verb = meta["request"].get("hub"), "fetched"
+    if source is None:
+        size = f"{meta['num_bytes'] / 1e6:.1f} MB, {meta['num_skipped']} skipped"
+        source, verb = f"{meta['num_documents']:,} documents ({size})", "made"
+    verb = "reused (same arguments, same text)" if was_there else verb
     return (
-        f"{out}: {verb} {len(meta['shards'])} shards, {tokens['train']:,} train and "
-        f"{tokens['val']:,} val tokens, vocabulary {meta['vocab_size']:,}, from "
-        f"{source} in {seconds:.1f} s"
+        f"{verb} {len(meta['shards'])} shards, {train:,} train and {val:,} val tokens, "
+        f"vocabulary {meta['vocab_size']:,}, from {source}"
     )
 
 

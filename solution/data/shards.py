@@ -19,8 +19,6 @@ Counts and offsets are Python ints: a sum over 103 shards of 10^8 tokens does no
 The format is Karpathy's (llm.c, dev/data/data_common.py).
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable
@@ -41,13 +39,6 @@ Tokens = npt.NDArray[np.uint16]
 
 class Shard:
     """A token file, checked; holds no descriptor between reads.
-
-    Args:
-        path: the file.
-
-    Attributes:
-        path: the file.
-        num_tokens: how many tokens it has, a Python int.
 
     Raises:
         FileNotFoundError: there is no such file (it is a ValueError as well).
@@ -108,7 +99,7 @@ class _MissingShardError(FileNotFoundError, ValueError):
 
 
 def _check_header(path: Path) -> int:
-    """The number of tokens in `path`, once everything about its header and size is right."""
+    """Return the number of tokens in `path`, once all about its header and size is right."""
     if not path.exists():
         raise _MissingShardError(
             f"{path}: expected a token shard, found no such file; "
@@ -117,45 +108,36 @@ def _check_header(path: Path) -> int:
     if not path.is_file():  # opening a pipe waits for its writer
         found = "a directory" if path.is_dir() else "a pipe or a device"
         raise ValueError(f"{path}: expected a token shard, found {found}; name the .bin files")
-    size = path.stat().st_size
+
+    def require(holds: bool, expected: str, offset: int, found: object, advice: str) -> None:
+        if not holds:
+            raise ValueError(
+                f"{path}: expected {expected} at offset {offset}, found {found}; {advice}"
+            )
+
     head = _read_at(path, 0, HEADER_BYTES)
-    if len(head) < HEADER_BYTES:
-        raise ValueError(
-            f"{path}: expected a header of {HEADER_BYTES} bytes at offset 0, found {len(head)} "
-            "bytes in the whole file; the download or the write was cut short, make it again"
-        )
+    require(
+        len(head) == HEADER_BYTES,
+        f"a header of {HEADER_BYTES} bytes",
+        0,
+        f"{len(head)} bytes in the whole file",
+        "the download or the write was cut short, make it again",
+    )
+    # The other 253 words are reserved and not looked at.
     magic, version, count = (int(word) for word in np.frombuffer(head, dtype="<i4")[:3])
-    _check_words(path, magic, version, count)
-    expected = HEADER_BYTES + 2 * count
-    if size != expected:
-        verb = "cut short" if size < expected else "extended, or its header was not updated"
-        raise ValueError(
-            f"{path}: expected {expected} bytes for the {count} tokens that its header claims at "
-            f"offset 8, found {size}; the file was {verb}, make or fetch it again"
-        )
+    is_swapped = int(np.array(magic, dtype="<i4").byteswap()) == MAGIC
+    swapped = "it is byte-swapped: it was written on a big-endian machine without saying '<i4'"
+    hint = swapped if is_swapped else "it is no kjj0 / llm.c token shard"
+    require(magic == MAGIC, f"magic {MAGIC}", 0, magic, hint)
+    hint = "convert the file, other versions hold other tokens"
+    require(version == VERSION, f"version {VERSION} (uint16 tokens)", 4, version, hint)
+    hint = f"the writer overflowed int32, cut the tokens into shards of at most {MAX_TOKENS}"
+    require(count >= 0, "a token count >= 0", 8, count, hint)
+    size, expected = path.stat().st_size, HEADER_BYTES + 2 * count
+    verb = "cut short" if size < expected else "extended, or its header was not updated"
+    claimed = f"{expected} bytes for the {count} tokens that its header claims"
+    require(size == expected, claimed, 8, size, f"the file was {verb}, make or fetch it again")
     return count
-
-
-def _check_words(path: Path, magic: int, version: int, count: int) -> None:
-    """The three words that carry meaning; the other 253 are reserved and not looked at."""
-    if magic != MAGIC:
-        swapped = int(np.array(magic, dtype="<i4").byteswap())
-        hint = (
-            "it is byte-swapped: it was written on a big-endian machine without saying '<i4'"
-            if swapped == MAGIC
-            else "it is no kjj0 / llm.c token shard"
-        )
-        raise ValueError(f"{path}: expected magic {MAGIC} at offset 0, found {magic}; {hint}")
-    if version != VERSION:
-        raise ValueError(
-            f"{path}: expected version {VERSION} (uint16 tokens) at offset 4, found {version}; "
-            "convert the file, other versions hold other tokens"
-        )
-    if count < 0:
-        raise ValueError(
-            f"{path}: expected a token count >= 0 at offset 8, found {count}; the writer "
-            f"overflowed int32, cut the tokens into shards of at most {MAX_TOKENS}"
-        )
 
 
 def _read_at(path: Path, offset: int, num_bytes: int) -> bytes:

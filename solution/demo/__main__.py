@@ -1,6 +1,25 @@
-"""The command; `solution.demo` is its manual."""
+"""The demonstration, `make demo`: GPT-2 learns from real text in many ways, with equal losses.
 
-from __future__ import annotations
+1. Shards from the sources of Python's standard library, tokenizer included; reused the second time.
+2. One rank: the baseline. One rank with half the micro-batch: the control. It computes the same
+   mean in another order of summation, and so measures how far rounding alone drives two right runs
+   apart.
+3. Two ranks, same seed, data and global batch: DDP (one reduction per parameter), bucketed DDP,
+   PyTorch's DDP; ZeRO-1; FSDP in each strategy, and PyTorch's.
+4. Two ranks, one of which is killed with SIGKILL in the middle: torchrun starts both anew, and they
+   go on from the last save.
+5. What the specification says of it all, where `make check` has left its report.
+
+Then a table, a page (OUT/index.html, out of OUT/results.json), and checks that decide the exit
+status: losses and gradient norms lie within 10 times the control's distance from the baseline (plus
+8 float32 units in the last place, should the control happen to agree bit for bit); the ranks of
+each run end with the same weights, bit for bit; each run sends as many bytes per step as its
+algorithm needs; the run with the kill equals the same run without, bit for bit.
+
+    python -m solution.demo [--steps 30] [--out outputs/demo] [--device auto] [--attention sdpa]
+
+`runs` starts them, `results` gathers, predicts and judges, `page` draws (with matplotlib).
+"""
 
 import argparse
 import json
@@ -13,7 +32,7 @@ from pathlib import Path
 from solution.config import GPT2Config
 from solution.data.prepare import read_meta
 from solution.data.shards import write_atomically
-from solution.demo import checks, results
+from solution.demo import results
 from solution.demo.runs import PRESET, RUNS, start, train
 
 DATA = ["--vocab-size", "2048", "--max-bytes", "2000000", "--shard-tokens", "200000"]
@@ -38,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = GPT2Config.preset(PRESET, vocab_size=meta["vocab_size"])
     found = results.gather(config, flags.attention, flags.out)
     found["conformance"] = results.conformance(flags.report)
-    print("\n" + checks.table(found))
-    found["problems"] = checks.check(found, flags.out)
+    print("\n" + results.table(found))
+    found["problems"] = results.check(found, flags.out)
     found["seconds"] = round(time.perf_counter() - started, 1)
     from solution.demo import page  # here: it needs matplotlib, which is optional
 

@@ -7,8 +7,6 @@ colours become those of the page's style, in light and dark. Parts whose data is
 was recorded, no specification at hand) are left out.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import sys
@@ -69,33 +67,29 @@ def render(found: Mapping[str, Any]) -> str:
 
 def _losses(runs: Runs) -> Markup:
     """Draw the curves; the first is broad, so that others lie visibly on top of it."""
-    axes = _axes(3.4)
-    for number, run in enumerate(runs):
-        broad = {"linewidth": 7, "alpha": 0.35} if number == 0 else {}
-        _curve(axes, number, run["title"], run["losses"], **broad)
-    return _curves(axes, "loss", f"Loss of {len(runs)} runs over the steps; they coincide")
+    curves = {number: run["losses"] for number, run in enumerate(runs)}
+    title = f"Loss of {len(runs)} runs over the steps; they coincide"
+    return _curves(runs, curves, title, ylabel="loss")
 
 
 def _differences(runs: Runs) -> Markup:
     """Draw the distances from the first run; equal to the bit is on the floor of the chart."""
+    floor = min((x for run in runs for x in run["differences"] if x), default=1e-9) / 2
+    curves = {n: [max(x, floor) for x in run["differences"]] for n, run in enumerate(runs) if n}
+    title = "Difference of losses from one rank"
+    return _curves(runs, curves, title, ylabel="difference", yscale="log")
+
+
+def _curves(
+    runs: Runs, curves: Mapping[int, Sequence[float]], title: str, **settings: str
+) -> Markup:
     axes = _axes(3.4)
-    found = [value for run in runs for value in run["differences"] if value]
-    floor = min(found, default=1e-9) / 2
-    for number, run in list(enumerate(runs))[1:]:
-        _curve(axes, number, run["title"], [max(value, floor) for value in run["differences"]])
-    axes.set(yscale="log")
-    return _curves(axes, "difference", "Difference of losses from one rank")
-
-
-def _curve(axes: Axes, number: int, title: str, values: Sequence[float], **look: Any) -> None:
-    look = {"linewidth": 1.8, **look, "color": HUES[number % 6], "label": title}
-    style = DASHES[(number // 6 * 2 + number % 2) % 5]
-    steps = range(1, len(values) + 1)
-    axes.plot(steps, values, linestyle=style, gid=f"curve-{number}", **look)
-
-
-def _curves(axes: Axes, label: str, title: str) -> Markup:
-    axes.set(xlabel="step", ylabel=label)
+    for number, values in curves.items():
+        look: dict[str, Any] = {"linewidth": 1.8} if number else {"linewidth": 7, "alpha": 0.35}
+        look |= {"linestyle": DASHES[(number // 6 * 2 + number % 2) % 5], "color": HUES[number % 6]}
+        steps, label = range(1, len(values) + 1), runs[number]["title"]
+        axes.plot(steps, values, label=label, gid=f"curve-{number}", **look)
+    axes.set(xlabel="step", **settings)
     axes.figure.legend(loc="outside lower center", ncols=6, frameon=False, handlelength=4)
     return _svg(axes, title)
 

@@ -1,25 +1,5 @@
 """OUT/results.json: everything that the page shows, gathered from what the runs left behind.
 
-{
-  "schema": "trainspec-demo/1",
-  "model": "gpt2 tiny", "parameters": 1088256, "tokens_per_step": 2048, "steps": 30,
-  "device": "cpu", "torch": "2.13.0", "seconds": 190.0,
-  "problems": ["FAILED: ..."],              empty when all checks hold
-  "runs": [{
-    "title": "ours, FSDP", "num_ranks": 2, "kind": "fsdp_full_shard",
-    "losses": [7.6, ...], "differences": [0.0, 1e-7, ...],     from the first run, per step
-    "distance": {"loss": 1e-6, "grad_norm": 1e-6},             the largest of all steps
-    "tokens_per_s": 5000.0,
-    "memory": {"measured": {"parameters": ..., ...}, "predicted": {...}, "peak": [...]},
-    "traffic": {"collectives": {"allreduce_": {"count": 4, "bytes": 4353024}},
-                "bytes": ..., "theory_bytes": ..., "reason": "P: every gradient once"},
-    "timeline": [{"rank": 0, "duration_us": ..., "compute": [[0, 10], ...], ...}],  or []
-    "weights": "1f2e..."
-  }],
-  "conformance": {"command": "...", "implementations": ["solution"],
-                  "rows": [{"chapter": "ddp", "cells": {"solution": {"passed": 51, ...}}}]}
-}                                           or null
-
 What theory predicts of a model of P bytes in W ranks, with M micro-batches per step and B bytes of
 P inside blocks:
 
@@ -36,24 +16,25 @@ Bytes are those that a rank hands to its collectives (`solution.measure.traffic`
 one micro-batch, are predicted with fake tensors and do not depend on the ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from solution.config import GPT2Config
+from solution.console import aligned
 from solution.demo.runs import GLOBAL_BATCH, RUNS, SEQUENCE_LENGTH, Run
 from solution.measure.intervals import merged
 from solution.measure.memory import predict
 from solution.measure.trace import LANES, step_lanes
-from solution.measure.trace_file import TraceError, read_trace
+from solution.measure.trace_file import read_trace
 from solution.models import families
 
+MARGIN = 10.0  # between two right runs that differ in rounding, the control being one such pair
 FINEST = 1500  # parts of a step: gaps below one such part are not drawn
 
 
@@ -87,8 +68,8 @@ def _gather_run(run: Run, config: GPT2Config, attention: str, out: Path) -> dict
         "kind": run.kind,
         "num_ranks": run.num_ranks,
         "losses": run.curve(out, "loss"),
-        "differences": differences("loss"),
-        "distance": {key: max(differences(key)) for key in ("loss", "grad_norm")},
+        "differences": differences("loss"),  # from the first run, per step
+        "distance": {key: max(differences(key)) for key in ("loss", "grad_norm")},  # the largest
         "tokens_per_s": summaries[0]["tokens_per_s"],
         "memory": {
             "measured": {name: max(one[name] for one in held) for name in held[0]},
@@ -101,7 +82,7 @@ def _gather_run(run: Run, config: GPT2Config, attention: str, out: Path) -> dict
             "theory_bytes": sent,
             "reason": reason,
         },
-        "timeline": [lanes for path in traces for lanes in _timeline(path)],
+        "timeline": [_timeline(path) for path in traces],
         "weights": summaries[0]["weights_sha256"],
     }
 
@@ -128,10 +109,9 @@ def _theory(run: Run, config: GPT2Config, attention: str) -> tuple[dict[str, int
     kept = whole // run.num_ranks if is_sharded else whole
     state = whole // run.num_ranks if is_sharded or run.kind == "zero1" else whole
     counts = 4 * num_tensors // (run.num_ranks if run.kind == "zero1" else 1)
-    activations = _activations(config, attention, run.micro_batch)
-    sizes = (kept, kept, 2 * state + counts, activations)
-    names = ("parameters", "gradients", "optimizer", "activations")
-    return dict(zip(names, sizes, strict=True)), sent, reason
+    predicted = {"parameters": kept, "gradients": kept, "optimizer": 2 * state + counts}
+    predicted["activations"] = _activations(config, attention, run.micro_batch)
+    return predicted, sent, reason
 
 
 def _sizes(config: GPT2Config) -> tuple[int, int, int]:
@@ -150,16 +130,13 @@ def _activations(config: GPT2Config, attention: str, batch_size: int) -> int:
     return found.terms["activations"]
 
 
-def _timeline(path: Path) -> list[dict[str, Any]]:
+def _timeline(path: Path) -> dict[str, Any]:
     """Return the last recorded step of one rank, as coarse as it can be drawn; microseconds."""
-    try:
-        found = step_lanes(read_trace(path))[-1].from_begin()
-    except TraceError:
-        return []  # the page leaves out what cannot be read
+    found = step_lanes(read_trace(path))[-1].from_begin()
     for lane in LANES:
         parts = merged(found[lane], gap=found["duration_us"] / FINEST)
         found[lane] = [[round(begin, 1), round(end, 1)] for begin, end in parts]
-    return [found]
+    return found
 
 
 def conformance(path: Path) -> dict[str, Any] | None:
@@ -182,3 +159,79 @@ def conformance(path: Path) -> dict[str, Any] | None:
         "implementations": [found["name"] for found in report["implementations"]],
         "rows": [{"chapter": chapter, "cells": cells} for chapter, cells in rows.items()],
     }
+
+
+# -------------------------------------------------------------------------- checks, and the table
+
+
+def check(results: Mapping[str, Any], out: Path) -> list[str]:
+    """Return what does not hold, one line each."""
+    _, control, *others = results["runs"]
+    problems = []
+    # Adam and clipping hide a gradient of the wrong size from the loss, but not from its own norm.
+    for key, title in (("loss", "losses"), ("grad_norm", "gradient norms")):
+        rounding = 8 * torch.finfo(torch.float32).eps * max(RUNS[0].curve(out, key))
+        allowed = MARGIN * control["distance"][key] + rounding
+        largest = max(one["distance"][key] for one in others)
+        said = f"{title}: at most {largest:.1e} from one rank; allowed {allowed:.1e}"
+        print(f"{said} ({MARGIN:.0f} x control + 8 ulp)")
+        if not largest <= allowed:
+            problems.append(f"FAILED: expected equal curves of {said}")
+    losses = results["runs"][0]["losses"]
+    if not losses[-1] < losses[0]:
+        problems.append(f"FAILED: expected the loss to fall, got {losses[0]} to {losses[-1]}")
+    for run, gathered in zip(RUNS[2:], others, strict=True):
+        problems += _check_ranks(run, gathered["traffic"]["theory_bytes"], out)
+        if run.is_killed:
+            problems += _check_restart(run, out)
+    return problems
+
+
+def _check_restart(run: Run, out: Path) -> list[str]:
+    """Return problems unless a run that was killed and restarted equals the one that was not."""
+    same = next(one for one in RUNS if (one.name, one.kind) == (run.name, run.kind))
+    if not run.was_restarted(out):
+        return [f"FAILED: {run.title}: expected another process after the kill, got the same"]
+    differing = [
+        key for key in ("loss", "grad_norm", "lr") if run.curve(out, key) != same.curve(out, key)
+    ]
+    weights = {s["weights_sha256"] for one in (run, same) for s in one.summaries(out)}
+    if differing or len(weights) != 1:
+        said = f"{', '.join(differing) or 'no curve'} differ, weights {weights}"
+        return [f"FAILED: {run.title}: expected the bits of {same.title}, got: {said}"]
+    print(f"{run.title}: every loss, norm and weight equal to those of {same.title}, bit for bit")
+    return []
+
+
+def _check_ranks(run: Run, expected: int, out: Path) -> list[str]:
+    summaries = run.summaries(out)
+    weights = {summary["weights_sha256"] for summary in summaries}
+    problems = []
+    if len(weights) != 1:
+        problems.append(f"FAILED: {run.title}: expected equal weights on all ranks, got {weights}")
+    return problems + [
+        f"FAILED: {run.title}, rank {summary['rank']}: expected {expected} bytes per step, as its "
+        f"algorithm needs, got {summary['bytes_per_step']} "
+        f"({summary['bytes_per_step'] / max(expected, 1):.2f} x)"
+        for summary in summaries
+        if summary["bytes_per_step"] != expected
+    ]
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Return one line per run: where it ended, how far from one rank, what it cost."""
+    rows = [["", "last loss", "differs", "norms", "tokens/s", "sent MB", "theory", "weights"]]
+    rows += [
+        [
+            run["title"],
+            f"{run['losses'][-1]:.6f}",
+            f"{run['distance']['loss']:.1e}",
+            f"{run['distance']['grad_norm']:.1e}",
+            f"{run['tokens_per_s']:,.0f}",
+            f"{run['traffic']['bytes'] / 1e6:.2f}",
+            f"{run['traffic']['theory_bytes'] / 1e6:.2f}",
+            run["weights"][:8],
+        ]
+        for run in results["runs"]
+    ]
+    return aligned(rows)

@@ -1,7 +1,5 @@
 """The runs of the demonstration: commands, the kill, and the files that each leaves behind."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json
@@ -29,26 +27,15 @@ TELL = 'echo $$$$ > "$0.$RANK"; exec "$@"'
 
 @dataclass(frozen=True)
 class Run:
-    """One training run of the demo.
+    """One training run of the demo."""
 
-    Attributes:
-        title: for people.
-        name: of the files it writes.
-        kind: how the work is divided, a row of the table in `results`.
-        num_ranks: how many processes.
-        flags: of its own.
-        folder: below the demo's.
-        is_killed: once, and started anew.
-        micro_batch: sequences per backward on one rank.
-    """
-
-    title: str
-    name: str
-    kind: str
+    title: str  # for people
+    name: str  # of the files that it writes
+    kind: str  # how the work is divided: a row of the table in `results`
     num_ranks: int
     flags: tuple[str, ...] = ()
-    folder: str = "runs"
-    is_killed: bool = False
+    folder: str = "runs"  # below the demo's
+    is_killed: bool = False  # once, and started anew
     micro_batch: int = MICRO_BATCH
 
     def traces(self, out: Path) -> Path:

@@ -7,8 +7,6 @@ which no training uses. A device that is not in the table has no utilisation: ha
 a measurement.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any, NamedTuple
 
@@ -25,18 +23,13 @@ SECONDS_PER_DAY, DAYS_PER_YEAR = 86_400, 365
 
 
 class Device(NamedTuple):
-    """Peaks in TFLOP/s, dense: 16-bit products, TF32 on tensor cores, float32 without them.
+    """Peaks in TFLOP/s, dense: 16-bit products, TF32 on tensor cores, float32 without them."""
 
-    Attributes:
-        words: that the device's name must have, each as a whole word.
-        without: words that it must not have.
-    """
-
-    words: str
+    words: str  # that the device's name must have, each as a whole word
     half: float
     tf32: float | None
     single: float
-    without: str = ""
+    without: str = ""  # words that it must not have
     has_bfloat16: bool = True
 
 

@@ -4,8 +4,6 @@ Sums of durations count nested and concurrent work several times; lengths of uni
 operations are linear in the number of intervals, after sorting.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from operator import itemgetter

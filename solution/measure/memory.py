@@ -1,4 +1,5 @@
-"""Memory of a training step, predicted before anything is allocated: by term, phase and moment.
+"""Memory of a training step: predicted by term, phase and moment before anything is allocated; and
+measured.
 
 `Ledger` is the accountant: a dispatch mode that sees what each operator returns. A new storage is
 booked under the name that the phase gives to new storages, and a weak reference takes it off the
@@ -6,61 +7,57 @@ books when the last tensor on it goes. So views cost nothing, and an output that
 gone at once. It works on real tensors and on fake ones (`torch._subclasses.FakeTensorMode`), which
 have sizes and no memory.
 
-`predict` uses it in three steps:
-
-1. The model is copied with fake tensors in place of parameters and buffers: shapes and dtypes, no
-   memory. The original is not touched.
-2. AdamW gets its state from one step on fake gradients.
-3. One more step runs under a `Ledger`: forward and loss, backward, update.
-
-The peak is a moment, not a sum: at the end of the loss activations are complete and there are no
-gradients yet; at the end of the backward it is the other way round; in the update there may be a
-copy of all parameters. Which of them is the highest depends on model and batch.
+`predict` copies the model with fake tensors, lets AdamW make its state in one step on fake
+gradients, and runs one more step under a `Ledger`: forward and loss, backward, update. The peak is
+a moment, not a sum: at the end of the loss activations are complete and there are no gradients yet;
+at the end of the backward it is the other way round; in the update there may be a copy of all
+parameters. Which of them is the highest depends on model and batch.
 
 Not counted: the allocator's rounding, workspaces of libraries (some 50 MiB on CUDA), scratch space
 inside kernels. PyTorch's MemTracker has the same idea, hooks into modules and optimizers, and is
-private. `solution.measure.memory_used` measures.
+private.
+
+Measured are a step (`measured_step`), what a rank holds (`Holdings`), its peak
+(`peak_memory_bytes`) and a GPU's history (`memory_history`).
 """
 
-from __future__ import annotations
-
-import contextlib
 import copy
+import resource
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from solution.config import require_positive
 
+MAX_HISTORY = 100_000  # events, a ring of some 50 MB: unbounded histories are gigabytes
+
 
 class Ledger(TorchDispatchMode):
-    """The books of all live storages while it is entered.
-
-    Attributes:
-        live: bytes that are alive now, by name.
-        peaks: by phase, the bytes by name at the moment when most was alive.
-        ends: by phase, the bytes by name when it was over.
-    """
+    """The books of all live storages while it is entered: bytes by name."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # unannotated in torch
         self.live: Counter[str] = Counter()
-        self.peaks: dict[str, dict[str, int]] = {}
-        self.ends: dict[str, dict[str, int]] = {}
+        self.peaks: dict[str, dict[str, int]] = {}  # by phase: at the moment when most was alive
+        self.ends: dict[str, dict[str, int]] = {}  # by phase: when it was over
         self._phase = self._new_name = ""
         # Storage's address -> name, bytes, and the reference whose callback takes it off the books.
         self._booked: dict[int, tuple[str, int, weakref.ref[Any]]] = {}
 
-    @contextlib.contextmanager
+    @contextmanager
     def phase(self, name: str, *, new: str) -> Iterator[None]:
         """Within the block, book new storages under `new` and keep the peak of `name`."""
         self._phase, self._new_name, self.peaks[name] = name, new, {}
@@ -107,18 +104,11 @@ class Ledger(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes of one training step.
+    """Bytes of one training step."""
 
-    Attributes:
-        terms: `parameters`, `buffers`, `gradients`, `optimizer`, `activations`: the size of each
-            when it is complete.
-        peaks: by phase (`forward`, `backward`, `update`), the bytes by name at its highest moment.
-        after_step: what is alive between steps.
-    """
-
-    terms: dict[str, int]
-    peaks: dict[str, dict[str, int]]
-    after_step: int
+    terms: dict[str, int]  # parameters, buffers, gradients, optimizer, activations, when complete
+    peaks: dict[str, dict[str, int]]  # by phase (forward, backward, update), as in the `Ledger`
+    after_step: int  # what is alive between steps
 
     @property
     def peak_bytes(self) -> int:
@@ -157,10 +147,7 @@ def predict(
 ) -> Prediction:
     """Return what `memory_estimate` does, by term and phase.
 
-    Args:
-        model, batch_size, sequence_length: as there.
-        make_optimizer: from the list of trainable parameters.
-        autocast: dtype of products in the forward, where it is not that of the weights.
+    `autocast` is the dtype of products in the forward, where it is not that of the weights.
     """
     require_positive("batch_size", batch_size)
     require_positive("sequence_length", sequence_length)
@@ -178,17 +165,27 @@ def predict(
         optimizer.step()  # makes the state
         optimizer.zero_grad(set_to_none=True)
         ledger = Ledger()
-        ledger.own("parameters", twin.parameters())
-        ledger.own("buffers", twin.buffers())
-        ledger.own("optimizer", optimizer_tensors(optimizer))
-        ledger.own("inputs", [ids])
+        for name, tensors in (
+            ("parameters", twin.parameters()),
+            ("buffers", twin.buffers()),
+            ("optimizer", optimizer_tensors(optimizer)),
+            ("inputs", [ids]),
+        ):
+            ledger.own(name, tensors)
         for parameter in trainable:
             # What a backward returned becomes a gradient when a parameter takes it.
             parameter.register_post_accumulate_grad_hook(
                 lambda taken: ledger.own("gradients", [cast(torch.Tensor, taken.grad)])
             )
         with ledger:
-            _step(twin, optimizer, ids, ledger, autocast)
+            with ledger.phase("forward", new="activations"):
+                loss = training_loss(twin, ids, autocast)
+            with ledger.phase("backward", new="temporaries"):
+                loss.backward()
+            with ledger.phase("update", new="temporaries"):
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            del loss
         terms = {name: ledger.live[name] for name in ("parameters", "buffers", "optimizer")}
         terms["gradients"] = ledger.ends["backward"].get("gradients", 0)
         terms["activations"] = ledger.ends["forward"].get("activations", 0)
@@ -219,26 +216,176 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def training_loss(
     model: nn.Module, ids: torch.Tensor, autocast: torch.dtype | None
 ) -> torch.Tensor:
-    """Return the cross-entropy over all places, of the ids themselves; measurements need no more.
-
-    Args:
-        autocast: dtype of products in the forward, where it is not that of the weights.
-    """
+    """Return the cross-entropy over all places of the ids themselves: measuring needs no more."""
     with torch.autocast(ids.device.type, dtype=autocast, enabled=autocast is not None):
         return F.cross_entropy(model(ids).flatten(0, -2), ids.flatten())
 
 
-def _step(
+# ----------------------------------------------------------------------------------- measured
+
+
+class Holdings(ExitStack):
+    """What a rank holds at the update, by component, and what a forward leaves for its backward.
+
+    Each storage counts once, however many tensors share it. Parameters, gradients and optimizer
+    state are counted between the last reduction and the update: of a sharded model that is this
+    rank's part. Activations are what autograd saves in one micro-batch, parameters excluded; the
+    largest micro-batch counts. It slows down what it watches: watch one step and time the others.
+
+    Args:
+        model: what is called with each micro-batch; wrapped or not.
+        optimizer: what updates it; its state is counted before the update.
+
+    Attributes:
+        num_bytes: by component; empty before the first update.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self.num_bytes: dict[str, int] = {}
+        self._model, self._optimizer = model, optimizer
+        self._saved: dict[int, int] = {}  # storage's address -> bytes, of this micro-batch
+        self._most_saved = 0
+
+    def __enter__(self) -> Self:
+        for handle in (
+            self._model.register_forward_pre_hook(lambda *_: self._saved.clear()),
+            self._optimizer.register_step_pre_hook(lambda *_: self._count()),
+        ):
+            self.callback(handle.remove)
+        keep = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
+        self.enter_context(keep)
+        return self
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = _local(tensor).untyped_storage()
+        own = {_local(p).untyped_storage().data_ptr() for p in self._model.parameters()}
+        if storage.data_ptr() not in own:
+            self._saved[storage.data_ptr()] = storage.nbytes()
+            self._most_saved = max(self._most_saved, sum(self._saved.values()))
+        return tensor
+
+    def _count(self) -> None:
+        parameters = list(self._model.parameters())
+        self.num_bytes = {
+            "parameters": _num_bytes(parameters),
+            "gradients": _num_bytes(p.grad for p in parameters if p.grad is not None),
+            "optimizer": _num_bytes(optimizer_tensors(self._optimizer)),
+            "activations": self._most_saved,
+        }
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the elements, each part of a storage once: shards are views."""
+    parts = {(local.data_ptr(), local.numel()): local.nbytes for local in map(_local, tensors)}
+    return sum(parts.values())
+
+
+def measured_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     ids: torch.Tensor,
-    ledger: Ledger,
-    autocast: torch.dtype | None,
-) -> None:
-    with ledger.phase("forward", new="activations"):
-        loss = training_loss(model, ids, autocast)
-    with ledger.phase("backward", new="temporaries"):
-        loss.backward()
-    with ledger.phase("update", new="temporaries"):
-        optimizer.step()
+    *,
+    autocast: torch.dtype | None = None,
+) -> dict[str, int]:
+    """Return the bytes of the second of two steps, each with a cross-entropy over all places.
+
+    On a GPU CUDA's allocator is asked; on the CPU, whose allocator keeps no peak, PyTorch's
+    MemTracker.
+
+    Returns:
+        `parameters`, `gradients`, `optimizer`, `activations`, `peak`, `after_step`; on a GPU also
+        `reserved`, what the allocator took from the device.
+    """
+
+    def used(moment: str) -> int:
+        """Return the bytes in use: `current`, or at the `peak`."""
+        if ids.device.type == "cuda":
+            torch.cuda.synchronize()
+            current = moment == "current"
+            return torch.cuda.memory_allocated() if current else torch.cuda.max_memory_allocated()
+        return int(tracker.get_tracker_snapshot(moment)[ids.device]["Total"]) - ids.nbytes
+
+    training_loss(model, ids, autocast).backward()
+    optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    found = {
+        "parameters": sum(p.nbytes for p in model.parameters()),
+        "optimizer": sum(value.nbytes for value in optimizer_tensors(optimizer)),
+    }
+    with ExitStack() as stack:
+        if ids.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            # Private to PyTorch, so here and not at the top: predictions do without it.
+            from torch.distributed._tools.mem_tracker import MemTracker
+
+            tracker = MemTracker()
+            tracker.track_external(model, optimizer, ids)
+            stack.enter_context(tracker)
+        begun = used("current")
+        value = training_loss(model, ids, autocast)
+        found["activations"] = used("current") - begun
+        value.backward()
+        del value
+        found["gradients"] = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        found["after_step"] = used("current")
+    found["peak"] = used("peak")
+    if ids.device.type == "cuda":
+        found["reserved"] = torch.cuda.memory_reserved()
+    return found
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory that this process has used so far, in bytes.
+
+    On a GPU: the peak of what PyTorch allocated (not what it reserved, and not what is allocated
+    now). On the CPU: the peak resident set of this process, interpreter and libraries included.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # getrusage inherits the peak of the process that started this one, torchrun's for instance; the
+    # kernel's own line does not.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
+    return kernel_bytes("/proc/self/status", "VmHWM") or peak
+
+
+def kernel_bytes(path: str, key: str) -> int | None:
+    """Return what the kernel says of `key`, which it counts in kB; None on other systems."""
+    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
+    found = (line.split()[1] for line in lines if line.startswith(f"{key}:"))
+    return next((int(number) * 1024 for number in found), None)
+
+
+@contextmanager
+def memory_history(path: Path | None) -> Iterator[None]:
+    """Record every allocation on the GPU; the snapshot at `path` opens at pytorch.org/memory_viz.
+
+    At most `MAX_HISTORY` events are kept, with Python's stacks. However the block ends, out of
+    memory above all, the file is written and recording is off afterwards.
+
+    Args:
+        path: of the pickle; None, where there is no GPU for instance, records nothing.
+    """
+    if path is None:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.cuda.memory._record_memory_history(max_entries=MAX_HISTORY, stacks="python")
+    try:
+        yield
+    finally:
+        try:
+            torch.cuda.memory._dump_snapshot(str(path))
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)

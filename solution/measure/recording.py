@@ -1,21 +1,11 @@
 """Record a few steps of a run: what each rank did when.
 
-    recording = Recording(folder, rank=0, num_steps=3, device=device)    # refuses what cannot work
-    for number in ...:
-        with recording.step(number):
-            next(steps)
-    recording.path                                  # FOLDER/rank0_trace.json, once it is written
-
 The first `WARM_UP` steps of the process are left out: they allocate, connect, settle buckets. The
 next `num_steps` are recorded, each as one `ProfilerStep#N` around one optimizer step, N being its
-number in the log; evaluations and checkpoints in between are in the file but in no step. All of
-them are written, the last one too, and under the final name only when the file is whole.
-
-Nothing is overwritten: a folder that holds traces is refused before training starts. Recording
-slows down what it watches by tens of microseconds per operator and changes no number of it.
+number in the log; evaluations and checkpoints in between are in the file but in no step. The file
+gets its final name when it is whole. Recording slows down what it watches by tens of microseconds
+per operator and changes no number of it.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,23 +22,17 @@ class ShortRunError(RuntimeError):
 
 
 class Recording:
-    """The profiler over some steps of one rank.
-
-    Args:
-        folder: for this run's traces; made when they are written.
-        rank: this process.
-        num_steps: how many to record; 0 records nothing and costs nothing.
-        device: where the work is done.
+    """The profiler over `num_steps` steps of one rank, perhaps none.
 
     Attributes:
-        path: of this rank's trace.
+        path: of this rank's trace, in a folder that is made when it is written.
         is_written: whether it is there.
 
     Raises:
-        ValueError: there are traces in `folder` already.
+        ValueError: there are traces in `folder` already, of any rank.
     """
 
-    def __init__(self, folder: Path, *, rank: int, num_steps: int, device: torch.device) -> None:
+    def __init__(self, folder: Path, rank: int, num_steps: int, device: torch.device) -> None:
         self.path = folder / f"rank{rank}_trace.json"
         self.num_steps = num_steps
         self.is_written = False
@@ -60,11 +44,7 @@ class Recording:
             require_free(folder, "rank*_trace.json*")
 
     def require(self, num_left: int) -> None:
-        """See that enough steps are left.
-
-        Raises:
-            ShortRunError: they would not all be recorded.
-        """
+        """Raise a ShortRunError unless so many steps suffice for those to be recorded."""
         if self.num_steps and num_left < WARM_UP + self.num_steps:
             raise ShortRunError(
                 f"expected at least {WARM_UP + self.num_steps} steps to record {self.num_steps} "
@@ -101,11 +81,7 @@ class Recording:
 
 
 def require_free(folder: Path, pattern: str) -> None:
-    """See that nothing would be overwritten, of any rank: a mixture of runs would look like one.
-
-    Raises:
-        ValueError: naming what is there.
-    """
+    """Raise a ValueError if there are such files: a mixture of two runs would look like one."""
     found = sorted(folder.glob(pattern))
     if found:
         raise ValueError(

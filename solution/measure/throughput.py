@@ -1,21 +1,15 @@
 """Tokens per second of a training step once it is steady; and a sweep over batch sizes.
 
-    measure_throughput(step, tokens_per_step=8192, clock=time.perf_counter)
-
-1. Warm up: lazy state, caches, compilation and an allocator's growth make first steps slow. Steps
-   are taken until the median of the last three is within 5 % of that of the three before, 50 at
-   most. Medians, so that one slow step neither prolongs the warm-up nor ends it.
-2. Time 20 steps one by one, the device's work finished before each look at the clock.
-3. Report the median and the spread. A mean of a block hides that one step in twenty took four
-   times as long, and carries it into the result.
+Lazy state, caches, compilation and an allocator's growth make first steps slow: steps are taken
+until the median of the last three is within 5 % of that of the three before, 50 at most. Then 20
+steps are timed one by one, the device's work finished before each look at the clock. Medians and a
+spread: a mean of a block hides that one step in twenty took four times as long.
 
 `sweep_batch_sizes` does that for several batch sizes. A row is the same whatever came before it:
 the last model is gone before the next is built, and peaks are reset. Out of memory makes a row, not
-an end. What makes that hard is that an exception holds the frames it went through, and they hold
-the model: nothing is freed before the `except` block is left.
+an end. An exception holds the frames it went through, and they hold the model: nothing is freed
+before the `except` block is left.
 """
-
-from __future__ import annotations
 
 import gc
 import statistics
@@ -52,7 +46,6 @@ def measure_throughput(
 
     Args:
         step: one training step; may return before its device has finished.
-        tokens_per_step: that it processes.
         clock: seconds, from any origin: `time.perf_counter`.
         num_steps: that are timed after the warm-up.
 
@@ -65,10 +58,18 @@ def measure_throughput(
     """
     require_positive("tokens_per_step", tokens_per_step)
     require_positive("num_steps", num_steps)
+
+    def seconds() -> float:
+        _finish_device_work()
+        begun = clock()
+        step()
+        _finish_device_work()
+        return clock() - begun
+
     warmup: list[float] = []
     while not _is_settled(warmup) and len(warmup) < MAX_WARMUP_STEPS:
-        warmup.append(_seconds(step, clock))
-    timed = [_seconds(step, clock) for _ in range(num_steps)]
+        warmup.append(seconds())
+    timed = [seconds() for _ in range(num_steps)]
     median = statistics.median(timed)
     if not median > 0:
         raise ValueError(
@@ -86,14 +87,6 @@ def measure_throughput(
         "num_steps": num_steps,
         "is_steady": _is_settled(warmup) and not _drifts(timed),
     }
-
-
-def _seconds(step: Step, clock: Clock) -> float:
-    _finish_device_work()
-    begun = clock()
-    step()
-    _finish_device_work()
-    return clock() - begun
 
 
 def _is_cuda_used() -> bool:
@@ -133,11 +126,9 @@ def sweep_batch_sizes(
     """Return throughput and peak memory by batch size: one row each, in the order given.
 
     Args:
-        build: from a batch size to a step that owns its model and optimizer.
-        batch_sizes: sequences per step.
-        sequence_length: tokens per sequence.
-        clock, num_steps: as for `measure_throughput`.
+        build: from a batch size, in sequences, to a step that owns its model and optimizer.
         memory: whose peak is reported; of the steps, not of the building.
+        clock, num_steps: as for `measure_throughput`.
 
     Returns:
         Rows of `batch_size`, `is_oom`, `tokens_per_s` and `peak_bytes`; the last two are None where
@@ -152,28 +143,28 @@ def sweep_batch_sizes(
     for size in (*batch_sizes, sequence_length):
         require_positive("batch_sizes and sequence_length", size)
 
-    def measured(size: int) -> dict[str, Any] | None:
+    def measured(size: int) -> dict[str, Any]:
+        tokens = size * sequence_length
+        row: dict[str, Any] = {"batch_size": size, "is_oom": False}
         try:
             step = build(size)
             memory.reset_peak()
             found = measure_throughput(
-                step, tokens_per_step=size * sequence_length, clock=clock, num_steps=num_steps
+                step, tokens_per_step=tokens, clock=clock, num_steps=num_steps
             )
-            return {"tokens_per_s": found["tokens_per_s"], "peak_bytes": memory.peak_bytes()}
+            return row | {"tokens_per_s": found["tokens_per_s"], "peak_bytes": memory.peak_bytes()}
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-        return None
+        return row | {"is_oom": True, "tokens_per_s": None, "peak_bytes": None}
 
     rows = []
     for size in batch_sizes:
-        found = measured(size)
+        rows.append(measured(size))
         # Here neither the step nor an exception's frames are alive any more.
         gc.collect()  # modules and their hooks are in cycles
         if _is_cuda_used():
             torch.cuda.empty_cache()
-        nothing = {"tokens_per_s": None, "peak_bytes": None}
-        rows.append({"batch_size": size, "is_oom": found is None, **(found or nothing)})
     return rows
 
 

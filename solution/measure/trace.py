@@ -13,9 +13,6 @@ computes and what communicates; in short: kernels and nccl kernels on a GPU, ope
 annotations on a CPU. The latter are times of the host and include the profiler's own cost. Waiting
 for slower ranks counts as communication on both.
 
-Steps are ProfilerSteps, all of them. Holistic Trace Analysis (package `traceinsight`) leaves the
-last one out and has no answer for traces without kernels.
-
 Collectives are counted as what was asked for, not as a backend does them: gloo runs PyTorch's
 reduce-scatter as an all-reduce, and its annotation says so, but the operator
 `c10d::_reduce_scatter_base_` was called. So on a CPU the operators of c10d are counted; with nccl
@@ -24,8 +21,7 @@ this rank, the larger of what goes in and what comes out, as `solution.measure.t
 they need `record_shapes=True`.
 """
 
-from __future__ import annotations
-
+import itertools
 import math
 import re
 from bisect import bisect_right
@@ -65,22 +61,14 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True)
 class Lanes:
-    """One step of one rank as sets of time; microseconds on the clock of the trace.
-
-    Attributes:
-        rank: of the process.
-        step: N of ProfilerStep#N.
-        optimizer_steps: updates that begin in it.
-        begin, end: of the step.
-        of: each of `LANES` to disjoint intervals, in order.
-    """
+    """One step of one rank as sets of time; microseconds on the clock of the trace."""
 
     rank: int
-    step: int
-    optimizer_steps: int
+    step: int  # N of ProfilerStep#N
+    optimizer_steps: int  # updates that begin in it
     begin: float
     end: float
-    of: dict[str, Intervals]
+    of: dict[str, Intervals]  # for each of `LANES`
 
     def times(self) -> dict[str, float]:
         """Return the contract's times of a step, in microseconds."""
@@ -113,7 +101,7 @@ def summarize_trace(path: str | PathLike[str]) -> dict[str, Any]:
 
 
 def summarize(trace: Trace, lanes: list[Lanes]) -> dict[str, Any]:
-    """Return what `summarize_trace` does, of a trace that has been read and cut into steps."""
+    """As `summarize_trace`, of a trace that has been read and cut into steps."""
     times = [step.times() for step in lanes]
     total = {name: sum(one[name] for one in times) for name in times[0]}
     return {
@@ -126,7 +114,7 @@ def summarize(trace: Trace, lanes: list[Lanes]) -> dict[str, Any]:
         ],
         "total": _with_fraction(total),
         "collectives": collectives_between(trace, lanes[0].begin, lanes[-1].end),
-        "peak_memory_bytes": max((use.total_bytes for use in trace.device_memory), default=None),
+        "peak_memory_bytes": max((size for _, size in trace.device_memory), default=None),
     }
 
 
@@ -178,19 +166,16 @@ def step_lanes(trace: Trace) -> list[Lanes]:
 def _computation_and_communication(trace: Trace) -> tuple[Intervals, Intervals]:
     gloo = [note for note in trace.annotations if note.name.startswith(GLOO)]
     if trace.kernels:
-        nccl = [kernel for kernel in trace.kernels if _is_nccl(kernel)]
         own = [kernel for kernel in trace.kernels if not _is_nccl(kernel)]
-        return _union(own), _union([*nccl, *gloo])
+        return _union(own), _union([*filter(_is_nccl, trace.kernels), *gloo])
     working: dict[Any, list[Span]] = defaultdict(list)  # by thread
     sending: dict[Any, list[Span]] = defaultdict(list)
-    for span in trace.operators:
+    for span in itertools.chain(trace.operators, gloo):
         namespace, separator, _ = span.name.partition("::")
-        if namespace in COLLECTIVES:
+        if namespace in COLLECTIVES or span.name.startswith(GLOO):
             sending[span.thread].append(span)
         elif separator and namespace not in WRAPPERS:
             working[span.thread].append(span)
-    for span in gloo:
-        sending[span.thread].append(span)
     own_time = merged(
         interval
         for thread, spans in working.items()

@@ -2,8 +2,7 @@
 
 The JSON decoder hands over each event as soon as it is parsed, and only what an analysis needs is
 kept. So a trace of 100 MB costs its text and some tens of MB; `json.load` alone keeps ten dicts of
-every event. A file that is cut off, empty or foreign raises a `TraceError`, which says what was
-expected, what came, and what to do.
+every event.
 
     kept         events (ph, cat)
     operators    X, cpu_op              name, begin, end, thread
@@ -15,8 +14,6 @@ expected, what came, and what to do.
 Times are microseconds on the clock of the trace. `gpu_user_annotation` is left out: it repeats the
 host's annotations on the device's time line.
 """
-
-from __future__ import annotations
 
 import gzip
 import json
@@ -46,33 +43,18 @@ class Span(NamedTuple):
     args: dict[str, Any]  # kept for collectives and kernels only
 
 
-class MemoryUse(NamedTuple):
-    """Bytes allocated on one kind of device at one moment."""
-
-    at: float
-    device_type: int  # 0 a CPU, 1 a GPU
-    total_bytes: int
-
-
 @dataclass
 class Trace:
-    """What is kept of one file, each list ordered by begin.
-
-    Attributes:
-        path: of the file.
-        rank, world_size: of the process; 0 and 1 where the trace does not say.
-        operators, annotations, kernels, memory: see the module.
-        launches: correlation of a kernel to the moment when the host launched it.
-    """
+    """What is kept of one file, each list ordered by begin."""
 
     path: Path
-    rank: int = 0
+    rank: int = 0  # where the trace does not say
     world_size: int = 1
     operators: list[Span] = field(default_factory=list)
     annotations: list[Span] = field(default_factory=list)
     kernels: list[Span] = field(default_factory=list)
-    memory: list[MemoryUse] = field(default_factory=list)
-    launches: dict[Any, float] = field(default_factory=dict)
+    memory: list[tuple[float, int, int]] = field(default_factory=list)  # when, 1 on a GPU, bytes
+    launches: dict[Any, float] = field(default_factory=dict)  # a kernel's correlation to when
     num_events: int = 0
 
     @property
@@ -81,9 +63,10 @@ class Trace:
         return "cuda" if self.kernels else "cpu"
 
     @property
-    def device_memory(self) -> list[MemoryUse]:
-        """Return the memory events of that device."""
-        return [use for use in self.memory if use.device_type == (self.device == "cuda")]
+    def device_memory(self) -> list[tuple[float, int]]:
+        """Return the bytes allocated on that device, with the moment of each change."""
+        is_gpu = self.device == "cuda"
+        return [(at, size) for at, device_type, size in self.memory if device_type == is_gpu]
 
     def take(self, value: dict[str, Any]) -> dict[str, Any] | None:
         """Keep what an analysis needs of an event and drop it; return other objects unchanged."""
@@ -103,28 +86,19 @@ class Trace:
         category, args = event.get("cat"), event.get("args", {})
         if event["ph"] == "i":
             if event.get("name") == "[memory]":
-                use = MemoryUse(event["ts"], args["Device Type"], args["Total Allocated"])
-                self.memory.append(use)
-        elif category == "cpu_op":
-            self.operators.append(_span(event))
-        elif category == "user_annotation":
-            self.annotations.append(_span(event))
-        elif category in KERNELS:
-            self.kernels.append(_span(event, is_kernel=True))
+                self.memory.append((event["ts"], args["Device Type"], args["Total Allocated"]))
         elif category in LAUNCHERS and "correlation" in args:
             self.launches[args["correlation"]] = event["ts"]
-
-
-def _span(event: dict[str, Any], *, is_kernel: bool = False) -> Span:
-    name, begin, args = sys.intern(event["name"]), event["ts"], event.get("args", {})
-    thread = event.get("tid")
-    if is_kernel:
-        thread = args.get("stream", thread)
-        if "nccl" not in name.lower():
-            args = {"correlation": args.get("correlation")}
-    elif not name.startswith(COLLECTIVE_MARKS):
-        args = {}
-    return Span(name, begin, begin + event.get("dur", 0), thread, args)
+        elif category in ("cpu_op", "user_annotation", *KERNELS):
+            name, begin, thread = sys.intern(event["name"]), event["ts"], event.get("tid")
+            spans = self.operators if category == "cpu_op" else self.annotations
+            if category in KERNELS:
+                spans, thread = self.kernels, args.get("stream", thread)
+                if "nccl" not in name.lower():
+                    args = {"correlation": args.get("correlation")}
+            elif not name.startswith(COLLECTIVE_MARKS):
+                args = {}
+            spans.append(Span(name, begin, begin + event.get("dur", 0), thread, args))
 
 
 def read_trace(path: str | PathLike[str]) -> Trace:

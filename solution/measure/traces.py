@@ -6,16 +6,13 @@
         ddp/
             rank0_trace.json  rank1_trace.json
 
-Files are read one after another and dropped again; what is kept is small. Files of different runs
-in one folder are refused: their mean would be meaningless.
+Files of different runs in one folder are refused: their mean would be meaningless.
 
 Counts and times of operators are per step. An operator's time includes what it calls, so times of
 different names do not add up to a step; on a GPU kernels are listed, which do not nest.
 
 The page (`traces.html.jinja`) is one file of HTML with drawings in SVG: it opens from anywhere.
 """
-
-from __future__ import annotations
 
 import re
 import statistics
@@ -38,24 +35,19 @@ POINTS = 400  # of memory over time, about
 MOST_CHANGES = 15  # operators that are listed
 _NAME = re.compile(r"rank(\d+)_trace\.json(\.gz)?")
 
-Uses = dict[str, dict[str, float]]
-"""Operator to `count` and `time_us` per step."""
-
-
-RankTrace = dict[str, Any]
-"""What is kept of one rank's trace: the keys of the contract (`summarize_trace`), and
-
-path: of the file.
-operators: per step; on a GPU the kernels.
-memory: microseconds since the first step, bytes.
-timeline: one typical step as lanes of intervals (`Lanes.from_begin`).
-"""
+Uses = dict[str, dict[str, float]]  # operator to `count` and `time_us` per step
+RankTrace = dict[str, Any]  # what is kept of one rank's trace: of `read_rank`
 Setups = dict[str, list[RankTrace]]
 Changes = list[dict[str, Any]]  # of `difference_of`
 
 
 def read_rank(path: Path, *, step: int | None = None) -> RankTrace:
     """Read one file; `step` is the number of the step to show, None takes the median one.
+
+    Returns:
+        The keys of the contract (`summarize_trace`), and `path`; `operators`, on a GPU kernels, per
+        step; `memory`, microseconds since the first step and bytes; `timeline`, the step to show
+        (`Lanes.from_begin`).
 
     Raises:
         TraceError: no whole trace, or none of that step.
@@ -100,14 +92,14 @@ def _memory_over_time(trace: Trace, lanes: list[Lanes]) -> list[tuple[float, int
     begin, end = lanes[0].begin, lanes[-1].end
     width = (end - begin) / POINTS or 1.0
     largest: dict[int, tuple[float, int]] = {}
-    for at, _, total in trace.device_memory:
+    for at, total in trace.device_memory:
         stretch = int((at - begin) / width)
         if begin <= at <= end and total > largest.get(stretch, (0.0, float("-inf")))[1]:
             largest[stretch] = (at - begin, total)
     return [largest[stretch] for stretch in sorted(largest)]
 
 
-def difference_of(first: Uses, second: Uses) -> list[dict[str, Any]]:
+def difference_of(first: Uses, second: Uses) -> Changes:
     """Return the operators whose counts differ, as `name`, `first` and `second`.
 
     The largest difference in time comes first.
@@ -118,12 +110,12 @@ def difference_of(first: Uses, second: Uses) -> list[dict[str, Any]]:
     [('c10d::send', 0.0)]
     """
     none = {"count": 0.0, "time_us": 0.0}
-    changes: list[dict[str, Any]] = [
-        {"name": name, "first": first.get(name, none), "second": second.get(name, none)}
-        for name in sorted(first.keys() | second.keys())
-    ]
-    changed = [one for one in changes if one["first"]["count"] != one["second"]["count"]]
-    return sorted(changed, key=lambda c: -abs(c["second"]["time_us"] - c["first"]["time_us"]))
+    changes: Changes = []
+    for name in sorted(first.keys() | second.keys()):
+        uses = {"first": first.get(name, none), "second": second.get(name, none)}
+        if uses["first"]["count"] != uses["second"]["count"]:
+            changes.append({"name": name, **uses})
+    return sorted(changes, key=lambda c: -abs(c["second"]["time_us"] - c["first"]["time_us"]))
 
 
 def find_setups(folder: str | PathLike[str]) -> dict[str, list[Path]]:
@@ -154,35 +146,33 @@ def read_setup(paths: list[Path], *, step: int | None = None) -> list[RankTrace]
     Raises:
         TraceError: a bad file, a rank that is missing or there twice, or files of several runs.
     """
-    ranks: list[RankTrace] = []
+    ranks: dict[int, RankTrace] = {}
     for path in paths:
-        rank = read_rank(path, step=step)
-        _check(rank, ranks)
-        ranks.append(rank)
-        step = rank["timeline"]["step"]  # all ranks show the same one
-    world_size = ranks[0]["world_size"]
+        found = read_rank(path, step=step)
+        rank = found["rank"]
+        _require_one_run(found, next(iter(ranks.values()), found))
+        if rank in ranks:
+            raise TraceError(f"{path}: expected one trace of rank {rank}, got two; remove one")
+        ranks[rank] = found
+        step = found["timeline"]["step"]  # all ranks show the same one
+    world_size = next(iter(ranks.values()))["world_size"]
     if len(ranks) != world_size:
-        there = [rank["rank"] for rank in ranks]
         raise TraceError(
             f"{paths[0].parent}: expected the traces of {world_size} ranks, got those of "
-            f"{there}; copy the others there as well"
+            f"{[*ranks]}; copy the others there as well"
         )
-    return ranks
+    return [*ranks.values()]
 
 
-def _check(new: RankTrace, earlier: list[RankTrace]) -> None:
-    """Raise a TraceError unless a file belongs to those before it."""
-    path, first, reported = new["path"], (earlier or [new])[0], new["rank"]
+def _require_one_run(new: RankTrace, first: RankTrace) -> None:
+    """Raise a TraceError unless a file is of the rank that it names, and of the first one's run."""
+    path, reported = new["path"], new["rank"]
     match = _NAME.fullmatch(Path(path).name)
-    named = int(match[1]) if match else reported
-    if reported != named:
+    if match and reported != int(match[1]):
         raise TraceError(
-            f"{path}: expected the trace of rank {named}, got one of rank {reported}; it was "
-            "renamed, or belongs to another run"
+            f"{path}: expected the trace of rank {int(match[1])}, got one of rank {reported}; it "
+            "was renamed, or belongs to another run"
         )
-    if any(reported == other["rank"] for other in earlier):
-        raise TraceError(f"{path}: expected one trace of rank {reported}, got two; remove one")
-
     for key in ("world_size", "device", "steps"):
         wanted, got = (
             [step["step"] for step in rank[key]] if key == "steps" else rank[key]
@@ -265,14 +255,9 @@ class Drawing(str):
         return str(self)
 
 
-def timeline_drawing(timeline: dict[str, Any], *, longest_us: float | None = None) -> Drawing:
-    """Draw one step of one rank: computation, communication, and what of it is exposed.
-
-    Args:
-        timeline: of `Lanes.from_begin`.
-        longest_us: what fills the whole width; None takes the step's own duration.
-    """
-    return Drawing(page_template(DRAWINGS).module.timeline(timeline, longest_us))
+def timeline_drawing(timeline: dict[str, Any]) -> Drawing:
+    """Draw one step of one rank (`Lanes.from_begin`): computed, communicated, and exposed."""
+    return Drawing(page_template(DRAWINGS).module.timeline(timeline, None))
 
 
 def memory_drawing(ranks: list[list[tuple[float, int]]]) -> Drawing:

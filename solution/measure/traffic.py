@@ -1,9 +1,5 @@
 """What a rank sends: every collective of a stretch of code, counted without its cooperation.
 
-    with Traffic() as traffic:
-        next(steps)
-    traffic.count(torch.float32), traffic.num_bytes(torch.float32)
-
 A dispatch mode sees all operators of `c10d` and `_c10d_functional`: those that Python calls, those
 that PyTorch's C++ reducer launches from inside a backward, and those of DTensor. So PyTorch's
 wrappers and ours are counted by the same instrument. It slows down what it watches (every operator
@@ -12,8 +8,6 @@ passes through Python): count one step, time the others.
 Bytes are of the payload, the larger of what an operator takes and gives: n for an all-reduce of n
 bytes. On the wire a ring moves 2n(W-1)/W per rank for it.
 """
-
-from __future__ import annotations
 
 from typing import Any, NamedTuple
 
@@ -34,11 +28,7 @@ class Collective(NamedTuple):
 
 
 class Traffic(TorchDispatchMode):
-    """Records the collectives issued inside the `with` block, in order.
-
-    Attributes:
-        collectives: what was seen.
-    """
+    """Records the collectives issued inside the `with` block, in order."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # unannotated in torch
@@ -46,23 +36,21 @@ class Traffic(TorchDispatchMode):
 
     def count(self, dtype: torch.dtype | None = None) -> int:
         """Return how many collectives there were, of all dtypes or of one."""
-        return len(self._of(dtype))
+        return sum(kind["count"] for kind in self.by_kind(dtype).values())
 
     def num_bytes(self, dtype: torch.dtype | None = None) -> int:
         """Return their payload, of all dtypes or of one."""
-        return sum(collective.num_bytes for collective in self._of(dtype))
+        return sum(kind["bytes"] for kind in self.by_kind(dtype).values())
 
     def by_kind(self, dtype: torch.dtype | None = None) -> dict[str, dict[str, int]]:
         """Return PyTorch's name of a collective to its `count` and `bytes`, as they first came."""
         found: dict[str, dict[str, int]] = {}
-        for one in self._of(dtype):
-            kind = found.setdefault(one.name, {"count": 0, "bytes": 0})
-            kind["count"] += 1
-            kind["bytes"] += one.num_bytes
+        for one in self.collectives:
+            if dtype in (None, one.dtype):
+                kind = found.setdefault(one.name, {"count": 0, "bytes": 0})
+                kind["count"] += 1
+                kind["bytes"] += one.num_bytes
         return found
-
-    def _of(self, dtype: torch.dtype | None) -> list[Collective]:
-        return [c for c in self.collectives if dtype is None or c.dtype == dtype]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

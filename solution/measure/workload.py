@@ -1,7 +1,5 @@
 """One training step on one device, as the commands that measure take it from their flags."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -32,6 +30,7 @@ def parser(program: str, description: str) -> argparse.ArgumentParser:
     flags.add_argument("--batch-size", type=int, default=8, help="sequences")
     flags.add_argument("--sequence-length", type=int, help="tokens (default: at most 1024)")
     flags.add_argument("--attention", default="sdpa", help="plain, tiled, triton or sdpa")
+    flags.add_argument("--activation-checkpointing", default="none", help="full or selective")
     flags.add_argument("--precision", default="fp32", help="of the forward: fp32 or bf16")
     flags.add_argument("--device", default="auto", help="auto, cpu or cuda: to measure on")
     folder = Path("outputs", program.partition("_")[0])
@@ -54,7 +53,7 @@ class Workload:
         self.preset = flags.preset or ("small" if flags.model == "gpt2" else "debug")
         self.options = {
             "attention": flags.attention,
-            "activation_checkpointing": getattr(flags, "activation_checkpointing", "none"),
+            "activation_checkpointing": flags.activation_checkpointing,
         }
         # One place for what is allowed: the training scripts' own checks.
         settings = TrainConfig(

@@ -18,8 +18,6 @@ layer (a gather of its parameters, say) run once and not again with it.
 Paper: Chen et al. 2016; selective: Korthikanti et al. 2022, section 5.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -54,18 +52,12 @@ def _policy(context: object, operation: object, *args: object, **kwargs: object)
 MODES: dict[str, dict[str, Any] | None] = {
     "none": None,
     "full": {},
-    "selective": {
-        "context_fn": functools.partial(create_selective_checkpoint_contexts, _policy),
-    },
+    "selective": {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)},
 }
 
 
 def runner(mode: str) -> Runner:
-    """Return the function that calls a layer in `mode`.
-
-    Raises:
-        ValueError: a mode that is none of `MODES`.
-    """
+    """Return the function that calls a layer in `mode`; ValueError if there is no such mode."""
     if mode not in MODES:
         raise ValueError(f"expected activation_checkpointing among {list(MODES)}, got {mode!r}")
     return functools.partial(_run, MODES[mode])

@@ -1,7 +1,5 @@
 """Either model by its config: building it, and what it counts and costs in closed form."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

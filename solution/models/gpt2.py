@@ -3,14 +3,10 @@
     ids [B, T] -> token + position embedding -> L x (x + attention(norm x); x + mlp(norm x))
                -> norm -> logits [B, T, V] through the token embedding itself (tied)
 
-Small is 124,439,808 parameters. Differences from the published code are none in value: weights of
-Hugging Face's GPT2LMHeadModel load and save here bit for bit (`solution.models.hugging_face`). What
-differs is form: no dropout (equal runs on other layouts must be comparable), no mask or position
-buffers (nothing to fill with garbage when a model goes from `meta` to a device), Linear layers of
-`[out, in]` where GPT-2 has `[in, out]`.
-
-Initialisation: `reset_parameters(generator)`, see `solution.models.layers.draw_weights`; the tied
-matrix is one tensor.
+Weights of Hugging Face's GPT2LMHeadModel load and save here bit for bit
+(`solution.models.hugging_face`). What differs is form: no dropout (equal runs on other layouts must
+be comparable), no mask or position buffers (nothing to fill with garbage when a model goes from
+`meta` to a device), Linear layers of `[out, in]` where GPT-2 has `[in, out]`.
 
     with torch.device("meta"):
         model = GPT2(GPT2Config.preset("xl"))          # no memory
@@ -18,8 +14,6 @@ matrix is one tensor.
 
 Legend: B batch, T tokens, V vocabulary, E embedding dim, H heads, D head dim = E / H, L layers.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Self, cast
@@ -31,17 +25,15 @@ from torch import nn
 from solution.attention import AttentionFunction, attention
 from solution.config import GPT2Config
 from solution.models.checkpointing import runner
-from solution.models.layers import Block, check_ids, draw_weights
+from solution.models.layers import Block, LanguageModel, check_ids
 
 
-class GPT2(nn.Module):
+class GPT2(LanguageModel):
     """A GPT-2 language model.
 
     Args:
-        config: its shape.
         attention: `(q, k, v, *, causal) -> out` on `[B, H, T, D]`; see `solution.attention`.
-        activation_checkpointing: "none", "full" or "selective"; see
-            `solution.models.checkpointing`.
+        activation_checkpointing: a mode of `solution.models.checkpointing`.
     """
 
     def __init__(
@@ -75,11 +67,6 @@ class GPT2(nn.Module):
         for block in self.blocks:
             x_BTE = block(x_BTE)
         return self.lm_head(self.final_norm(x_BTE))
-
-    def reset_parameters(self, generator: torch.Generator | None = None) -> Self:
-        """Draw all weights anew, in the order of `named_parameters()`; return the model."""
-        draw_weights(self, self.config, generator)
-        return self
 
     def _tie(self) -> None:
         self.lm_head.weight = self.token_embedding.weight
@@ -145,12 +132,11 @@ def language_model(
     Raises:
         ValueError: a size is not a positive integer, or the heads do not divide the embedding.
     """
-    return GPT2(
-        GPT2Config(
-            vocab_size=vocab_size,
-            num_layers=num_layers,
-            num_heads=num_heads,
-            embedding_dim=embedding_dim,
-            max_sequence_length=max_sequence_length,
-        )
+    config = GPT2Config(
+        vocab_size=vocab_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        embedding_dim=embedding_dim,
+        max_sequence_length=max_sequence_length,
     )
+    return GPT2(config)

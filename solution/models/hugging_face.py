@@ -11,8 +11,6 @@ What does not show in the weights is the caller's to compare: their Llama config
 default kind of rope, our `rope_theta`, and our `norm_epsilon` as `rms_norm_eps`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

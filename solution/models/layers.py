@@ -1,8 +1,6 @@
 """What both model families share: the check of their ids, the drawing of weights, the layer."""
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -25,22 +23,29 @@ def check_ids(ids_BT: torch.Tensor, *, max_sequence_length: int) -> None:
         )
 
 
-@torch.no_grad()
-def draw_weights(model: nn.Module, config: ModelConfig, generator: torch.Generator | None) -> None:
-    """Draw all weights anew, each tensor once, in the order of `named_parameters()`.
+class LanguageModel(nn.Module):
+    """What both families share: `blocks`, `final_norm`, `lm_head`, and how weights are drawn."""
 
-    Normal(0, init_std) for matrices and embeddings; the two projections onto the residual stream
-    are scaled by 1 / sqrt(2L), where L is the number of layers; biases are 0 and norms 1.
-    """
-    std = config.init_std
-    residual_std = std / (2 * config.num_layers) ** 0.5
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
-        elif name.endswith(("attention.out.weight", "mlp.down.weight")):
-            parameter.normal_(0.0, residual_std, generator=generator)
-        else:
-            parameter.normal_(0.0, std, generator=generator)
+    config: ModelConfig
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> Self:
+        """Draw all weights anew, each tensor once, in the order of `named_parameters()`.
+
+        Normal(0, init_std) for matrices and embeddings; the two projections onto the residual
+        stream are scaled by 1 / sqrt(2L), where L is the number of layers; biases are 0 and norms
+        1. Returns the model.
+        """
+        std = self.config.init_std
+        residual_std = std / (2 * self.config.num_layers) ** 0.5
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if parameter.ndim == 1:
+                    parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+                elif name.endswith(("attention.out.weight", "mlp.down.weight")):
+                    parameter.normal_(0.0, residual_std, generator=generator)
+                else:
+                    parameter.normal_(0.0, std, generator=generator)
+        return self
 
 
 class Block(nn.Module):

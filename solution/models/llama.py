@@ -25,8 +25,6 @@ Legend: B batch, T tokens, V vocabulary, E embedding dim, H heads, G key/value h
 E / H, L layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Self
 
@@ -37,19 +35,11 @@ from torch import nn
 from solution.attention import AttentionFunction, attention
 from solution.config import LlamaConfig
 from solution.models.checkpointing import runner
-from solution.models.layers import Block, check_ids, draw_weights
+from solution.models.layers import Block, LanguageModel, check_ids
 
 
-class Llama(nn.Module):
-    """A Llama language model.
-
-    Args:
-        config: its shape.
-        attention: `(q, k, v, *, causal) -> out`, q `[B, H, T, D]`, k and v `[B, G, T, D]`; see
-            `solution.attention`.
-        activation_checkpointing: "none", "full" or "selective"; see
-            `solution.models.checkpointing`.
-    """
+class Llama(LanguageModel):
+    """A Llama language model; arguments as for `GPT2`, with k and v of `[B, G, T, D]`."""
 
     def __init__(
         self,
@@ -78,11 +68,6 @@ class Llama(nn.Module):
         for block in self.blocks:
             x_BTE = block(x_BTE, self.rotary)
         return self.lm_head(self.final_norm(x_BTE))
-
-    def reset_parameters(self, generator: torch.Generator | None = None) -> Self:
-        """Draw all weights anew, in the order of `named_parameters()`; return the model."""
-        draw_weights(self, self.config, generator)
-        return self
 
 
 class Rotary(nn.Module):

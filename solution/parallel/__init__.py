@@ -4,8 +4,6 @@ A training loop needs only the two functions below. They accept the module that 
 or a plain one, for which they do nothing; so one loop serves all methods.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn

@@ -10,8 +10,6 @@ Cost. One collective of 16 bytes for each process group; the descriptions themse
 if ranks disagree. One broadcast per `CHUNK_BYTES` of values.
 """
 
-from __future__ import annotations
-
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Sequence

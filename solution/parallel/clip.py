@@ -23,8 +23,6 @@ on ranks with an empty shard for p = inf, and returns a DTensor whose `.item()` 
 Left out: mesh dims that divide one tensor twice cost a collective each.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -51,7 +49,6 @@ def clip_grad_norm_(
 
     Args:
         parameters: plain or DTensor; those without `.grad` are skipped.
-        max_norm: at least 0.
         norm_type: p of the p-norm: above 0, or inf.
         error_if_nonfinite: raise, on all ranks, instead of scaling by NaN or zero.
 

@@ -18,13 +18,10 @@ Cost. 2n(W-1)/W bytes per step and rank for n bytes of gradients, in one message
 Gradient memory is n, plus the one gradient that backward has just produced; inside a `no_sync`
 window the local sums are n more, as long as they have not been staged.
 
-Paper: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
-section 3.2.2 and 3.2.3. PyTorch counterpart:
+Paper: Li et al. 2020 (see `replica.py`), sections 3.2.2 and 3.2.3. PyTorch counterpart:
 `DistributedDataParallel(gradient_as_bucket_view=True)`; the rule that closes a bucket is the same,
 the order is not rebuilt after the first step.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 
@@ -39,11 +36,7 @@ from solution.parallel.replica import Replica
 class DDPBucketed(Replica):
     """A replica whose gradients live in buckets and are sent a bucket at a time.
 
-    Args:
-        module: the model; its Parameter objects are kept.
-        bucket_size_mb: a bucket is closed once it holds this many MiB; 0 means a bucket per
-            parameter.
-        process_group: over which gradients are averaged; None is the default group.
+    A bucket is closed once it holds `bucket_size_mb` MiB; 0 means a bucket per parameter.
 
     Raises:
         ValueError: a negative bucket size, or a group that this rank does not belong to.

@@ -24,8 +24,6 @@ PyTorch counterpart: the same greedy partition, and `parameters_as_bucket_view=T
 `ZeroRedundancyOptimizer`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,14 +47,10 @@ class _Slab:
 
 
 class Ownership:
-    """Which rank of `group` owns which parameter.
-
-    Attributes:
-        owners: the owner of each parameter, in the order in which they were dealt.
-    """
+    """Which rank of `group` owns which parameter."""
 
     def __init__(self, group: comm.Group) -> None:
-        self.owners: dict[torch.Tensor, int] = {}
+        self.owners: dict[torch.Tensor, int] = {}  # in the order in which they were dealt
         self._group = group
         self._slabs: list[_Slab] = []
         self._addresses: dict[torch.Tensor, int] = {}  # of the parameters in slabs

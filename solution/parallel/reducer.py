@@ -33,16 +33,13 @@ After an exception in a backward some buckets are launched and others not. `aban
 for all ranks: what was not launched is sent as NaN (a gradient that lacks a rank's part must not
 pass for a mean), and this rank drops its gradients.
 
-Paper: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
-sections 3.2 and 4.2. PyTorch counterpart: the `Reducer` in C++ behind `DistributedDataParallel`. It
-finds unused parameters by a walk over the graph and one more all-reduce, refuses to go on after an
-interrupted backward, and reorders buckets after the first step; here parameters that are used in
-about the order in which they are registered overlap best. Left out: sparse gradients, communication
-hooks, and two replicas in one backward that also disagree on what is unused (give each a process
-group of its own).
+Paper: Li et al. 2020 (see `replica.py`), sections 3.2 and 4.2. PyTorch counterpart: the `Reducer`
+in C++ behind `DistributedDataParallel`. It finds unused parameters by a walk over the graph and one
+more all-reduce, refuses to go on after an interrupted backward, and reorders buckets after the
+first step; here parameters that are used in about the order in which they are registered overlap
+best. Left out: sparse gradients, communication hooks, and two replicas in one backward that also
+disagree on what is unused (give each a process group of its own).
 """
-
-from __future__ import annotations
 
 import logging
 import weakref
@@ -69,7 +66,6 @@ class Reducer:
     cap of 0 bytes each parameter is a bucket of its own (`flat.plan_buckets`).
 
     Attributes:
-        parameters: in order of registration.
         buckets: indices into `parameters`, in the order in which buckets are sent.
         is_sending: False inside `no_sync`: gradients then stay local.
         is_in_backward: from the first gradient until the backward has succeeded; outside of
@@ -95,10 +91,7 @@ class Reducer:
         self._register_hooks()
 
     def place(self, index: int) -> torch.Tensor:
-        """Return where gradient `index` is sent from, in the strides of `flat.strides_for`.
-
-        It is the gradient itself, unless it is absent or has other strides.
-        """
+        """Return where gradient `index` is sent from: itself, unless absent or of other strides."""
         parameter, strides = self.parameters[index], self._strides[index]
         gradient = parameter.grad
         if gradient is not None and gradient.stride() == strides:

@@ -23,8 +23,6 @@ whether a backward is reduced where this decides in the backward, compares shape
 one broadcast for each dtype. With both, backwards of `module` called alone stay local.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -40,9 +38,7 @@ from solution.parallel.reducer import Reducer
 class Replica(nn.Module):
     """This rank's copy of a model whose gradients are averaged over a process group.
 
-    Attributes:
-        module: the wrapped model, with its original Parameter objects.
-        process_group: over which gradients are averaged; None is the default group.
+    `module` keeps its Parameter objects; a `process_group` of None is the default group.
     """
 
     module: nn.Module
@@ -97,8 +93,6 @@ class Replica(nn.Module):
 
     def finish_gradient_synchronization(self) -> None:
         """Return when `.grad` is the mean over the group; a second call changes nothing.
-
-        Call it once after every backward outside `no_sync`, before the optimizer.
 
         Raises:
             RuntimeError: inside `no_sync`, or when the backward before it was interrupted.

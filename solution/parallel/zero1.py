@@ -35,8 +35,6 @@ only); a step that overlaps with the backward; and help for the others when `ste
 rank alone: they wait for it.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -60,12 +58,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """An optimizer whose state is divided over the ranks of a process group.
 
     All ranks construct it and call `step`, `add_param_group`, `load_state_dict` and
-    `full_optimizer_state`, in the same order. Gradients arrive already averaged.
-
-    Attributes:
-        param_groups: all parameters, with live options: a change acts at the next step.
-        state: of the parameters that this rank owns.
-        process_group: over which state is divided; None is the default group.
+    `full_optimizer_state`, in the same order. Gradients arrive already averaged. A change of an
+    option in `param_groups` acts at the next step.
     """
 
     _local: torch.optim.Optimizer | None = None  # until the constructor is done
@@ -133,12 +127,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]  # one signature for both overloads
         """Update what this rank owns; return when every rank has all new values.
 
-        Args:
-            closure: evaluated on every rank, by the local optimizer.
-            kwargs: handed to its `step`.
-
-        Returns:
-            The result of the closure.
+        The local optimizer's `step` gets `kwargs` and the closure, and evaluates that on every
+        rank; its result is returned.
         """
         local = self._local
         assert local is not None

@@ -3,8 +3,6 @@
 NAME: rig, ddp, zero1, fsdp, checkpoint, attention, loader, trainer, trace.
 """
 
-from __future__ import annotations
-
 import sys
 
 BENCHMARKS = (

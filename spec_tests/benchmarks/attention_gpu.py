@@ -17,9 +17,8 @@ as many passes as fill `ROUND_MS`.
 Bounds, against flash, from 2048 tokens on: forward at least as fast, backward 0.8 times as fast.
 """
 
-from __future__ import annotations
-
 import argparse
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -71,11 +70,11 @@ class Case(runner.Case):
         return forward if self.direction == "forward" else 2.5 * forward
 
 
-def sdpa(backend: SDPBackend) -> Attention:
-    """Return PyTorch's attention by that kernel and no other."""
+def sdpa(backend: SDPBackend | None = None) -> Attention:
+    """Return PyTorch's attention by that kernel and no other; None leaves PyTorch the choice."""
 
     def attention(q: Any, k: Any, v: Any, *, causal: bool) -> torch.Tensor:
-        with sdpa_kernel(backend):
+        with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
     return attention
@@ -202,25 +201,20 @@ class AttentionOnGpu(runner.Comparison):
 
     def verdicts(self, found: Found) -> list[str]:
         """Of short sequences only that they are not void."""
-        case = found.case
-        voids = found.voids(FLASH, AGAIN)
-        said = voids or (super().verdicts(found) if case.length >= LONG else [])
-        word = f"{case.heading} {case.direction}, "
-        return [line.replace(": ", f": {word}", 1) for line in said]
+        case, said = found.case, found.voids(FLASH, AGAIN)
+        if case.length >= LONG:
+            said = super().verdicts(found)
+        return [line.replace(": ", f": {case.heading} {case.direction}, ", 1) for line in said]
 
     def bounds(self, found: Found, name: str) -> Iterator[str]:
         """Speed beside flash's."""
-        low, bound = _ratio(found, name).low, BOUNDS[found.case.direction]
+        low, bound = found.ratio(FLASH, name).low, BOUNDS[found.case.direction]
         words = f"{name} at least {low:.3f} times as fast as flash, bound {bound}"
         yield verdict(low >= bound, words)
 
 
-def _ratio(found: Found, label: str) -> paired.Ratio:
-    return found.ratio(FLASH, label)
-
-
 def _speed(found: Found, label: str) -> str:
-    return str(_ratio(found, label))
+    return str(found.ratio(FLASH, label))
 
 
 def _tflops(found: Found, label: str) -> str:

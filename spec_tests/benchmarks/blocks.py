@@ -1,7 +1,5 @@
 """The model of the benchmarks of wrappers: a stack of residual feed-forward blocks."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -14,8 +14,6 @@ shows the code. Bound: a save at most 1.25 times a bare one, as it does what a b
 then reads back which files there are, writes two small ones and flushes two folders.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import tempfile
@@ -46,18 +44,12 @@ class Case(runner.Case):
 
 
 class Arm(paired.Arm):
-    """A way to save or load; `undo` waits for what it started, outside of the clock."""
+    """A way to save or load; `saver` does so in the background."""
 
     def __init__(
-        self,
-        ctx: Context,
-        case: Case,
-        act: Callable[[str], object],
-        undo: Callable[[], object] = lambda: None,
-        close: Callable[[], object] = lambda: None,
+        self, ctx: Context, case: Case, act: Callable[[str], object], saver: Any = None
     ) -> None:
-        self.ctx, self.place = ctx, f"{case.folder}/saved"
-        self.act, self.undo, self.end = act, undo, close
+        self.ctx, self.place, self.act, self.saver = ctx, f"{case.folder}/saved", act, saver
         self.step()
         self.settle()
 
@@ -66,8 +58,9 @@ class Arm(paired.Arm):
         self.act(self.place)
 
     def settle(self) -> None:
-        """Remove what was written."""
-        self.undo()
+        """Remove what was written, when the background is done with it."""
+        if self.saver is not None:
+            self.saver.wait()
         self.ctx.barrier()
         if self.ctx.rank == 0:
             shutil.rmtree(self.place, ignore_errors=True)
@@ -75,7 +68,8 @@ class Arm(paired.Arm):
 
     def close(self) -> None:
         """End what saves in the background."""
-        self.end()
+        if self.saver is not None:
+            self.saver.__exit__(None, None, None)
 
 
 class Checkpoint(runner.Comparison):
@@ -143,11 +137,7 @@ def of_implementation(ctx: Context, case: Case, name: str, parts: dict[str, Any]
         saver.__enter__()
         steps = iter(range(10**9))
         arms[f"{name} blocks"] = Arm(
-            ctx,
-            case,
-            lambda place: saver.save(step=next(steps), **parts),
-            saver.wait,
-            lambda: saver.__exit__(None, None, None),
+            ctx, case, lambda place: saver.save(step=next(steps), **parts), saver
         )
     return arms
 

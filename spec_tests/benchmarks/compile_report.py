@@ -16,11 +16,9 @@ Exit status: 0 if all is well, 1 if a row breaks what `problems` says, 2 if noth
 here.
 """
 
-from __future__ import annotations
-
 import argparse
-import contextlib
 import importlib
+import itertools
 import multiprocessing
 import os
 import re
@@ -28,10 +26,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +79,13 @@ class Compiled:
     atomics: int
 
 
-def rows(*, dtypes: Sequence[str], head_dims: Sequence[int], masks: Sequence[bool]) -> list[Row]:
+def rows(dtypes: Sequence[str], head_dims: Sequence[int], masks: Sequence[bool]) -> list[Row]:
     """Every shipped kernel of these dtypes, head dims and masks; delta knows no mask."""
     kernels = dict.fromkeys(kernel for kernel, _ in tiling.TABLE)
     found = []
-    for dtype in dtypes:
-        for head_dim in head_dims:
-            found += [Row(k, dtype, head_dim, causal) for causal in masks for k in kernels]
-            found += [Row("delta", dtype, head_dim, False)]
+    for dtype, head_dim in itertools.product(dtypes, head_dims):
+        found += [Row(k, dtype, head_dim, causal) for causal in masks for k in kernels]
+        found += [Row("delta", dtype, head_dim, False)]
     return found
 
 
@@ -120,23 +116,16 @@ def compiled(jobs: Sequence[tuple[Row, Tiles]]) -> list[Compiled | str]:
 
 def _in_a_process(job: tuple[Row, Tiles]) -> Compiled | str:
     context = multiprocessing.get_context("fork")  # Triton is loaded once, by the parent
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_compile, args=(*job, sender))
-    process.start()
-    sender.close()
-    found: Compiled | str = "it ended without a word"
-    with contextlib.suppress(EOFError):
-        found = receiver.recv()
-    process.join()
-    is_whole = isinstance(found, Compiled)
-    return found if is_whole else f"{job[0]}: expected a compiled kernel, got {found}"
-
-
-def _compile(row: Row, tiles: Tiles, sender: Connection) -> None:
     try:
-        sender.send(_counted(_binary(row, tiles)))
-    except Exception as error:  # whatever it is, the parent reports it
-        sender.send(f"{type(error).__name__}: {error}")
+        with ProcessPoolExecutor(1, mp_context=context) as process:
+            return process.submit(_compile, *job).result()
+    except Exception as error:  # the compiler's, or that its process has ended
+        said = f"{type(error).__name__}: {error}"
+        return f"{job[0]}: expected a compiled kernel, got {said}"
+
+
+def _compile(row: Row, tiles: Tiles) -> Compiled:
+    return _counted(_binary(row, tiles))
 
 
 def _binary(row: Row, tiles: Tiles) -> Any:
@@ -229,10 +218,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if reason is not None:
         sys.stderr.write(f"{reason}\n")
         return 2
-    masks = [name == "causal" for name in flags.mask]
     lines: list[list[str]] = []
     said: list[str] = []
-    shipped = rows(dtypes=flags.dtype, head_dims=flags.head_dim, masks=masks)
+    shipped = rows(flags.dtype, flags.head_dim, [name == "causal" for name in flags.mask])
     results = compiled([(row, row.tiles) for row in shipped])
     for row, found in zip(shipped, results, strict=True):
         if not isinstance(found, Compiled):

@@ -15,10 +15,8 @@ and the highest reading whenever a gradient was complete, activations included. 
 on the cores, all threads of both ranks: what noise disturbs least.
 
 Bounds: bucketed against torch .95 at 25M and 1.05 at 1M, against torch views 1.05 at 25M; gradient
-memory at most torch's. The exit status is 1 when one is missed or the A/A arm voids the run.
+memory at most torch's.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial

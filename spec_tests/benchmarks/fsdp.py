@@ -16,11 +16,8 @@ begins or ends, forward and backward; the median of some steps; the highest of a
 these steps, and before anything is timed, all arms must hold the same bits.
 
 Bounds: time against torch .85, at 124M .7, for the upper end of the interval; against NAME alone 1
-and 2 % for noise, for the median; peak memory 1.0 times torch's and 2 % for what malloc adds. The
-exit status is 1 when one is missed, when bits differ, or when the A/A arm voids the run.
+and 2 % for noise, for the median; peak memory 1.0 times torch's and 2 % for what malloc adds.
 """
-
-from __future__ import annotations
 
 import argparse
 import dataclasses
@@ -56,6 +53,7 @@ CASES = [
         size,
         num_steps=max(1, num_steps // accumulation),
         num_rounds=num_rounds,
+        limits={BASE: TIME_BOUNDS[size]},
         reshard_after_forward=raf,
         accumulation=accumulation,
     )
@@ -171,8 +169,7 @@ class Fsdp(runner.Comparison):
 
     def bounds(self, found: Found, name: str) -> Iterator[str]:
         """Time, what gathers ahead are worth, memory, bits."""
-        ratio, bound = found.ratio(name, BASE), TIME_BOUNDS[found.case.size]
-        yield runner.at_most(ratio, bound, f"{name} takes at most {{}} of torch's time")
+        yield from super().bounds(found, name)
         both = {name, name + ALONE} & set(found.labels)
         if name + ALONE in both:
             ahead = found.ratio(name, name + ALONE)

@@ -10,21 +10,15 @@ int64 inputs and targets that own their memory. Arms, all in one process:
                     same map, collated into batches in the same process; where it is installed
     mapped again    the first once more: the A/A arm (see paired.py)
 
-Time: every round reads the same number of tokens with each arm, going on where the last one ended
-and opening the shard anew at its end; first touches of a page are part of reading it. It is the
-process's time on the cores: nothing here waits for a disk or another process, and so other programs
-disturb it least.
+Time on the cores, which other programs disturb least: every round reads as many tokens with each
+arm, going on where the last one ended; first touches of a page are part of reading it.
 Memory: the largest resident size of the process during a full pass, less the one before it. Pages
 of a map that were touched are resident, so whoever holds one grows by the file.
-Place: after load_state_dict, what the first batch takes in microseconds and in bytes asked of the
-system, at the beginning of the shard and at its end.
+Place: what the first batch after load_state_dict takes in microseconds and asks for in bytes.
 
 Bounds: NAME against mapped 1, against torchdata a fifth; memory 5 MB; the first batch at the end
-asks for as many bytes as at the beginning, to the byte. The exit status is 1 when one is missed or
-the A/A arm voids the run.
+asks for as many bytes as at the beginning, to the byte.
 """
-
-from __future__ import annotations
 
 import argparse
 import functools
@@ -120,22 +114,19 @@ class Arm(paired.Arm):
     def _growth(self) -> int | None:
         """Return the bytes by which this process grew at the most during a pass, if known."""
         gc.collect()
-        before = most = machine.resident_bytes()
-        if before is None or most is None:
-            return None
-        for _ in itertools.islice(self.begin(), 0, None, 64):
-            most = max(most, machine.resident_bytes() or 0)
-        return max(most, machine.resident_bytes() or 0) - before
+        before = machine.resident_bytes()
+        pass_ = itertools.islice(self.begin(), 0, None, 64)
+        most = max((machine.resident_bytes() or 0 for _ in pass_), default=0)
+        return None if before is None else max(before, most) - before
 
 
 def places(new_loader: Callable[[], Any]) -> list[dict[str, float | None]]:
     """Return time and bytes read until the first batch after a resume, place by place."""
     loader = new_loader()
     next(iter(loader))
-    one = loader.state_dict()
-    [(key, step)] = one.items() if len(one) == 1 else [(None, 0)]
-    if key is None:
+    if len(loader.state_dict()) != 1:
         return []  # only a state that is one number can be made up without reading up to it
+    [(key, step)] = loader.state_dict().items()
     found = []
     for part in PLACES:
         state = {key: int(part * len(loader)) * step}

@@ -3,8 +3,6 @@
 Read from /proc and from glibc's malloc; where there is neither, functions return None, or 0 bytes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform
@@ -80,16 +78,16 @@ def _fields(path: str) -> dict[str, str]:
         lines = Path(path).read_text().splitlines()
     except OSError:
         return {}
-    return {key: value for key, _, value in (line.partition(":") for line in lines)}
+    return {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
 
 
 def environment(arguments: Sequence[str]) -> dict[str, str]:
     """Return what a table must say about where it was measured, and by which command."""
     settings = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("MALLOC_")]
-    libc = " ".join(platform.libc_ver())
+    libc, cpu = " ".join(platform.libc_ver()), _fields("/proc/cpuinfo").get("model name")
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "device": f"{_cpu_name()}, {os.cpu_count()} cores",
+        "device": f"{cpu or platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "system": f"{platform.system()} {platform.machine()}",
@@ -97,12 +95,3 @@ def environment(arguments: Sequence[str]) -> dict[str, str]:
         + (f", LD_PRELOAD={os.environ['LD_PRELOAD']}" if "LD_PRELOAD" in os.environ else ""),
         "command": " ".join(["python -m spec_tests.benchmarks", *arguments]),
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

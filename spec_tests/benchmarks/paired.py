@@ -159,27 +159,16 @@ def _round(ctx: Context | None, arms: Sequence[Arm], num_steps: int, index: int)
 
 @dataclass(frozen=True)
 class Found:
-    """What one case showed; times are of the quiet rounds.
-
-    Attributes:
-        case: number of ranks, steps and rounds, and what is compared.
-        impls: the implementations, by the names under which they were given.
-        facts: arm to what it showed, rank by rank.
-        seconds: by arm, per round: of a step, on the slowest rank.
-        core_seconds: by arm, per round: of a step, all threads of all ranks.
-        clock: "seconds" or "core_seconds": which of the two is compared.
-        num_kept: rounds that were quiet.
-        num_dropped: rounds in which other processes were busy.
-    """
+    """What one case showed; times are of the quiet rounds, by arm."""
 
     case: Any
-    impls: list[str]
-    facts: dict[str, list[dict[str, Any]]]
-    seconds: dict[str, list[float]]
-    core_seconds: dict[str, list[float]]
-    clock: str
-    num_kept: int
-    num_dropped: int
+    impls: list[str]  # by the names under which they were given
+    facts: dict[str, list[dict[str, Any]]]  # arm to what it showed, rank by rank
+    seconds: dict[str, list[float]]  # per round: of a step, on the slowest rank
+    core_seconds: dict[str, list[float]]  # per round: of a step, all threads of all ranks
+    clock: str  # "seconds" or "core_seconds": which of the two is compared
+    num_kept: int  # rounds that were quiet
+    num_dropped: int  # rounds in which other processes were busy
 
     @classmethod
     def of(
@@ -215,11 +204,6 @@ class Found:
         """The arms, in the order of an even round."""
         return list(self.facts)
 
-    @property
-    def num_rounds(self) -> int:
-        """Rounds that were run."""
-        return self.num_kept + self.num_dropped
-
     def most(self, label: str, fact: str) -> Any:
         """Return the largest value of a fact over ranks."""
         return max(of_rank[fact] for of_rank in self.facts[label])
@@ -228,7 +212,7 @@ class Found:
         """Return why no bound can be judged by these; `again` is `base` once more."""
         if self.num_kept < FEWEST_ROUNDS:
             return [
-                f"void: {self.num_kept} of {self.num_rounds} rounds were quiet "
+                f"void: {self.num_kept} of {self.num_kept + self.num_dropped} rounds were quiet "
                 f"enough, expected at least {FEWEST_ROUNDS}; let nothing else run, or give more "
                 "--rounds"
             ]

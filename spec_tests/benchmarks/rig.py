@@ -1,20 +1,8 @@
 """How fast the rig is: calls, hypothesis examples, recovery; beside starting ranks for each test.
 
-Two ranks where nothing else is said, one thread each. Every figure is the median of several
-repetitions with its range; the start-per-test column does what course test suites do (spawn the
-ranks, build the group, run one body, join) in the same run.
-
-    calls          round trips of an empty body on live ranks, per second
-    examples       hypothesis examples per second: a flat-bucket data-parallel step on the ranks,
-                   judged in the parent against a step computed there
-    sim examples   likewise on simulated ranks, 2, 4 and 8 of them
-    deadlock       a rank leaves, its peer waits: from the call to the table, on sim, milliseconds
-    ddp chapter    every clause of the chapter on the reference, on sim, ranks started anew: seconds
-    recovery       SIGKILL a rank, notice it, fork a new pool, join a group, all-reduce: seconds
-    spawned test   the same all-reduce with ranks spawned for it: seconds
+Two ranks where nothing else is said, one thread each. Every figure (`FIGURES`) is the median of
+several repetitions with its range.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
@@ -68,20 +56,20 @@ def _gradients(sizes: tuple[int, ...], seed: int) -> list[torch.Tensor]:
     return [torch.randint(-8, 9, (size,), generator=generator).double() for size in sizes]
 
 
-def calls_per_second(worlds: Worlds, number: int = 1500) -> float:
-    """Round trips of an empty body."""
+def calls_per_second(worlds: Worlds) -> float:
+    """Round trips of an empty body on live ranks."""
     world = worlds.world(2)
     world.run(empty)
     begun = time.perf_counter()
-    for _ in range(number):
+    for _ in range(1500):
         world.run(empty)
-    return number / (time.perf_counter() - begun)
+    return 1500 / (time.perf_counter() - begun)
 
 
 def examples_per_second(
     worlds: Worlds, number: int = 200, *, size: int = 2, transport: str = "gloo"
 ) -> float:
-    """Hypothesis examples whose body runs on `size` ranks, a power of two."""
+    """Hypothesis examples: a step on `size` ranks, a power of two, judged beside one made here."""
     world = worlds.world(size, transport=transport)
     world.run(empty)
     executed = 0
@@ -209,7 +197,6 @@ def _on_sim(size: int, number: int, bound: float) -> Figure:
 
 
 EXAMPLES = "hypothesis examples per second"
-DEADLOCK = "a deadlock of simulated ranks, told after: ms"
 CHAPTER = "the whole ddp chapter on simulated ranks: s"
 FIGURES = {
     "calls": Figure("empty calls per second", calls_per_second, "at least", 1500.0),
@@ -217,7 +204,7 @@ FIGURES = {
     "sim 2": _on_sim(2, 200, 300.0),
     "sim 4": _on_sim(4, 200, 150.0),
     "sim 8": _on_sim(8, 100, 60.0),
-    "deadlock": Figure(DEADLOCK, deadlock_ms, "at most", 10.0),
+    "deadlock": Figure("a deadlock on simulated ranks: ms", deadlock_ms, "at most", 10.0),
     "ddp on sim": Figure(CHAPTER, lambda _: ddp_chapter_s(), "at most", 10.0),
     "recovery": Figure("kill, respawn, first all-reduce: s", recovery_s, "at most", 0.25),
     "spawned": Figure("the same all-reduce in spawned ranks: s", lambda _: spawned_test_s()),

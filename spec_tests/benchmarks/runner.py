@@ -43,21 +43,13 @@ class Section:
 
 
 class Benchmark:
-    """What is measured, and what must hold.
+    """What is measured, and what must hold; `note` and `device` may be set while measuring."""
 
-    Attributes:
-        name: of the module and of the files that are written.
-        title: of the page.
-        note: what the page says about how it was measured; may be set while measuring.
-        device: what the page names instead of the CPU; may be set while measuring.
-        options: of the command, each with what `add_argument` takes.
-    """
-
-    name: str
-    title: str
-    note: str = ""
-    device: str = ""
-    options: Mapping[str, Any] = {}
+    name: str  # of the module and of the files that are written
+    title: str  # of the page
+    note: str = ""  # what the page says about how it was measured
+    device: str = ""  # what the page names instead of the CPU
+    options: Mapping[str, Any] = {}  # of the command, each with what `add_argument` takes
 
     def declare(self, parser: argparse.ArgumentParser) -> None:
         """Add the benchmark's options."""
@@ -80,17 +72,13 @@ class Benchmark:
 class Case:
     """One table: on how many ranks, how much is timed, and what must hold.
 
-    Attributes:
-        heading: of the table; empty where there is one table only.
-        size: of the model, where there are several.
-        num_steps: that an arm runs in a round.
-        limits: base to what the upper end of an implementation's ratio to it may be.
+    `limits` is base to what the upper end of an implementation's ratio to it may be.
     """
 
-    heading: str
-    size: str = ""
+    heading: str  # empty where there is one table only
+    size: str = ""  # of the model, where there are several
     num_ranks: int = 2
-    num_steps: int = 1
+    num_steps: int = 1  # that an arm runs in a round
     num_rounds: int = 20
     limits: Mapping[str, float] = field(default_factory=dict)
 
@@ -120,25 +108,16 @@ def mebibytes(fact: str, form: str) -> Column:
 
 
 class Comparison(Benchmark):
-    """Arms measured round by round, all in the same ranks.
+    """Arms measured round by round, all in the same ranks."""
 
-    Attributes:
-        bases: arms that others are compared with; the first is the one that `again` repeats.
-        judged: the arm of an implementation for which the limits of a case hold.
-        kept: what is said below the table of how many rounds counted.
-        clock: "seconds" or "core_seconds": of what the ratios are.
-        seconds: that the rounds of a table may take.
-        max_others: rounds in which others used more of the cores are dropped.
-    """
-
-    bases: Sequence[str]
-    again: str
+    bases: Sequence[str]  # arms that others are compared with
+    again: str  # the arm that repeats the first of them
     columns: Mapping[str, Column]
-    judged = "{name}"
+    judged = "{name}"  # the arm of an implementation for which the limits of a case hold
     kept = "{found.num_kept} rounds kept, {found.num_dropped} dropped as noisy."
-    clock = "seconds"
-    seconds = float("inf")
-    max_others = paired.MAX_OTHERS
+    clock = "seconds"  # or "core_seconds": of what the ratios are
+    seconds = float("inf")  # that the rounds of a table may take
+    max_others = paired.MAX_OTHERS  # rounds in which others used more of the cores are dropped
     all_cases: Sequence[Any] = ()
 
     def arms(self, ctx: Context, case: Any, impls: list[str]) -> dict[str, Arm]:

@@ -16,22 +16,17 @@ the same ranks, each with a model of its own, each with one thing more than the 
 
 What stands in a row beyond the one before is the price of that thing: what a right answer costs
 where padding, ranks that run dry and gradients that overflow are possible. What stands in NAME's
-is its own Python. For the reference: gradients are dropped before and after a step, in the model
-and in the optimizer, the size of each batch is checked, a few calls lie in between.
+is its own Python.
 
 Bound: on one rank, in core time, NAME against bare at most 1.5, though the model is next to
-nothing: a step of GPT-2 small takes hundreds of times as long. The exit status is 1 when it is
-missed or the A/A arm voids the run.
+nothing: a step of GPT-2 small takes hundreds of times as long.
 """
-
-from __future__ import annotations
 
 import contextlib
 import itertools
 import math
 import os
 import statistics
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -53,8 +48,6 @@ VOCABULARY, WIDTH, MICRO_BATCH, LENGTH, NUM_MICRO = 64, 32, 2, 8, 2
 STEPS_PER_BLOCK = 20
 MAX_NORM, RATE = 1.0, 1e-3
 
-Batch = tuple[torch.Tensor, torch.Tensor]
-
 
 # ------------------------------------------------------------------------------------ in the ranks
 
@@ -67,22 +60,20 @@ class Loop(paired.Arm):
         module = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY))
         self.num_ranks = ctx.world_size
         self.model: nn.Module = module
-        self.no_sync: Any = contextlib.nullcontext
         if self.num_ranks > 1:
             self.model = nn.parallel.DistributedDataParallel(module)
-            self.no_sync = self.model.no_sync
+        self.no_sync: Any = getattr(self.model, "no_sync", contextlib.nullcontext)
         self.optimizer = torch.optim.AdamW(module.parameters(), lr=RATE)
-        self.batches = _batches(ctx.rank)
+        draw, shape = torch.Generator().manual_seed(ctx.rank), (8, 2, MICRO_BATCH, LENGTH)
+        pairs = torch.randint(VOCABULARY, shape, generator=draw)
+        self.batches = itertools.cycle([(inputs, targets) for inputs, targets in pairs])
         parts = PARTS.index(label) if label in (COUNTS, AGREEMENT, RECORD) else 0
-        self.counts, self.agrees, self.records = (parts >= n for n in (1, 2, 3))
+        self.counts, self.agrees, self.keeps_records = (parts >= n for n in (1, 2, 3))
         self.agrees = self.agrees and self.num_ranks > 1
+        self.records: list[dict[str, float]] = []
 
-    def take(self, num_steps: int) -> None:
-        """Run so many optimizer steps."""
-        for finished in range(num_steps):
-            self._step(finished)
-
-    def _step(self, finished: int) -> dict[str, float] | None:
+    def step(self) -> None:
+        """Run one optimizer step."""
         batches = list(itertools.islice(self.batches, NUM_MICRO))
         count: float = NUM_MICRO * MICRO_BATCH * LENGTH * self.num_ranks
         if self.counts:
@@ -90,7 +81,7 @@ class Loop(paired.Arm):
             count = here * self.num_ranks
         if self.agrees:
             count = self._sum(float(here), 0.0, 0.0)[0]
-        loss_sum = torch.zeros((), dtype=torch.float64) if self.records else None
+        loss_sum = torch.zeros((), dtype=torch.float64) if self.keeps_records else None
         for index, (inputs, targets) in enumerate(batches):
             with self.no_sync() if index < NUM_MICRO - 1 else contextlib.nullcontext():
                 logits = self.model(inputs).flatten(0, 1)
@@ -102,17 +93,16 @@ class Loop(paired.Arm):
         total, num_bad = 0.0, 0.0
         if self.agrees:
             total, num_bad = self._sum(float(loss.detach()), float(not math.isfinite(norm)))
-        record = None
         if loss_sum is not None:
             total = total or float(loss_sum)
             if num_bad or not math.isfinite(total) or not math.isfinite(norm):
                 raise FloatingPointError(f"expected finite numbers, got {total} and {norm}")
             for group in self.optimizer.param_groups:
-                group["lr"] = rate(finished)
-            record = {"step": finished, "loss": total / count, "grad_norm": float(norm)}
+                group["lr"] = rate(len(self.records))
+            record = {"step": len(self.records), "loss": total / count, "grad_norm": float(norm)}
+            self.records.append(record)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return record
 
     def _sum(self, *numbers: float) -> list[float]:
         total = torch.tensor(numbers, dtype=torch.float64)
@@ -144,15 +134,6 @@ class Trained(Loop):
 def rate(finished: int) -> float:
     """A learning rate that is a function, and nothing else."""
     return RATE
-
-
-def _batches(seed: int) -> Iterator[Batch]:
-    draw = torch.Generator().manual_seed(seed)
-    shape = (MICRO_BATCH, LENGTH)
-    pairs = [
-        tuple(torch.randint(VOCABULARY, shape, generator=draw) for _ in range(2)) for _ in range(8)
-    ]
-    return itertools.cycle(pairs)  # type: ignore[arg-type]  # each has two
 
 
 # ----------------------------------------------------------------------------------- in the parent

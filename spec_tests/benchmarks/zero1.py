@@ -14,11 +14,8 @@ is freed: by default it returns the temporaries of a step to the system or not, 
 to lie, and one and the same arm takes a fifth longer or less from run to run.
 
 Bounds: against torch .9 at 25M and .7 at 1M, against torch views 1.05; state at most half of the
-unsharded optimizer's and one parameter's. The exit status is 1 when one is missed or the A/A arm
-voids the run.
+unsharded optimizer's and one parameter's.
 """
-
-from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 The suite's own process never imports the reference, so that its ranks can load any implementation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -15,16 +15,12 @@ ranks anew, and they go on from the newest save. Held against a run that nobody 
 Exit status 1 if any of that fails. About 7 s per run on two quiet cores; needs Linux.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 import random
-import re
 import shutil
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -33,13 +29,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spec_tests.benchmarks import runner
 from spec_tests.reference_tests.launch import Started, torchrun
 from spec_tests.reference_tests.training import (
     DDP,
     SMALL,
     after_steps,
-    num_steps,
     steps,
     summary,
     write_shards,
@@ -55,7 +49,6 @@ MODES = ("--no-async-save", "--async-save")
 NAME = "ddp_bucketed"
 DECISIVE = ("step", "loss", "lr", "grad_norm", "tokens")
 """What a log line says about the step and not about the machine."""
-WHEN = ("while starting", "before the first save", "during a save", "between saves")
 
 
 @dataclass(frozen=True)
@@ -74,17 +67,6 @@ class Whole:
     log: list[tuple[Any, ...]]
     start_s: float = 0.0
     step_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One run with its kill; `complaints` is empty if all is well."""
-
-    kill: Kill
-    when: str
-    repeated_steps: int
-    seconds: float
-    complaints: tuple[str, ...]
 
 
 def plan(count: int, seed: int) -> list[Kill]:
@@ -116,15 +98,13 @@ def left_behind(folder: Path, *pace: float) -> Whole:
     return Whole(weights, _log(folder), *pace)
 
 
-def disturb(kill: Kill, whole: Whole, folder: Path, mode: str) -> Finding:
-    """Train, kill, let torchrun restart, and judge what is left."""
+def disturb(kill: Kill, whole: Whole, folder: Path, mode: str) -> list[str]:
+    """Train, kill, let torchrun restart; return what is wrong with what is left."""
     folder.mkdir()
-    begun, saved = time.perf_counter(), folder / "saved"
+    saved = folder / "saved"
     with _agent(folder, max_restarts=1, mode=mode) as agent:
         pid = _kill(agent, kill, whole, folder)
-        done = num_steps(folder, NAME)
-        when, complaints = _when(done, folder), torn(saved)
-        repeated = done - max(_saved_steps(saved), default=0)
+        complaints = torn(saved)
         try:
             agent.wait_until(lambda: agent.ranks().get(kill.rank, pid) != pid, "a restart")
         except TimeoutError as error:
@@ -138,7 +118,7 @@ def disturb(kill: Kill, whole: Whole, folder: Path, mode: str) -> Finding:
     complaints += torn(saved, is_over=True)
     if "skipped this checkpoint" in ended.err:
         complaints.append("a restart passed over a damaged save")
-    return Finding(kill, when, repeated, time.perf_counter() - begun, tuple(complaints))
+    return complaints
 
 
 def _agent(folder: Path, *, max_restarts: int, mode: str) -> Any:
@@ -158,15 +138,6 @@ def _kill(agent: Started, kill: Kill, pace: Whole, folder: Path) -> int:
     return pids[kill.rank]
 
 
-def _when(done: int, folder: Path) -> str:
-    """Return what the run was doing, as far as its files show."""
-    if not done:
-        return WHEN[0]
-    if list((folder / "saved").glob(".*.tmp")):
-        return WHEN[2]
-    return WHEN[3] if _saved_steps(folder / "saved") else WHEN[1]
-
-
 # --- what the files say
 
 
@@ -177,11 +148,6 @@ def _log(folder: Path) -> list[tuple[Any, ...]]:
 def _weights(folder: Path, rank: int) -> str:
     is_there = (folder / f"{NAME}.rank{rank}.json").exists()
     return summary(folder, f"{NAME}.rank{rank}")["weights_sha256"] if is_there else "no summary"
-
-
-def _saved_steps(saved: Path) -> list[int]:
-    names = [path.name for path in saved.iterdir()] if saved.is_dir() else []
-    return [int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d+)", name))]
 
 
 def torn(saved: Path, *, is_over: bool = False) -> list[str]:
@@ -222,21 +188,6 @@ def differences(whole: Whole, folder: Path) -> list[str]:
 # --- the command
 
 
-def table(findings: Sequence[Finding]) -> str:
-    """What the kills met, by count, rank, steps taken again, time, runs that differ."""
-    rows = [["killed", "count", "rank 0", "steps again", "at most", "run s", "wrong"]]
-    for when in (*WHEN, "all"):
-        found = [f for f in findings if when in (f.when, "all")]
-        if found:
-            again, seconds = [f.repeated_steps for f in found], [f.seconds for f in found]
-            first = sum(f.kill.rank == 0 for f in found)
-            wrong = sum(bool(f.complaints) for f in found)
-            middle = (f"{statistics.median(again):g}", f"{statistics.median(seconds):.1f}")
-            numbers = (len(found), first, middle[0], max(again), middle[1], wrong)
-            rows.append([when, *map(str, numbers)])
-    return runner.table(rows)
-
-
 def main(arguments: Sequence[str]) -> int:
     """The command; 0 if no kill made a difference."""
     parser = argparse.ArgumentParser(prog="python -m spec_tests kills")
@@ -244,25 +195,22 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of ranks and moments")
     options = parser.parse_args(arguments)
     start_zygote()
-    begun, findings = time.perf_counter(), []
+    begun, wrong = time.perf_counter(), []
     with tempfile.TemporaryDirectory(prefix="trainspec-") as folder:
         place = Path(folder)
         write_shards(place / "data", 3000)
         whole = undisturbed(place / "whole")
         for number, kill in enumerate(plan(options.runs, options.seed)):
-            finding = disturb(kill, whole, place / f"run{number}", MODES[number % 2])
-            findings.append(finding)
-            said = "; ".join(finding.complaints) or "equal"
-            where = f"rank {kill.rank} at {kill.moment:.2f}, {finding.when}"
-            sys.stderr.write(f"{number + 1}/{options.runs} {where}: {said}\n")
+            complaints = disturb(kill, whole, place / f"run{number}", MODES[number % 2])
+            said = f"rank {kill.rank} at {kill.moment:.2f}: {'; '.join(complaints) or 'equal'}"
+            sys.stderr.write(f"{number + 1}/{options.runs} {said}\n")
+            wrong += [said] if complaints else []
             shutil.rmtree(place / f"run{number}")
-    wrong = [f"{f.kill}: {text}" for f in findings for text in f.complaints]
     took = time.perf_counter() - begun
-    equal = sum(not f.complaints for f in findings)
     end = (
-        f"{equal} of {len(findings)} runs ended with the weights {whole.weights[:8]} and the log "
-        f"of the undisturbed run ({STEPS} steps, {sum(line[-1] for line in whole.log):,} tokens); "
-        f"{took:.0f} s"
+        f"{options.runs - len(wrong)} of {options.runs} runs ended with the weights "
+        f"{whole.weights[:8]} and the log of the undisturbed run ({STEPS} steps, "
+        f"{sum(line[-1] for line in whole.log):,} tokens); {took:.0f} s"
     )
-    sys.stdout.write("\n".join([table(findings), "", *wrong, end]) + "\n")
+    sys.stdout.write("\n".join([*wrong, end]) + "\n")
     return 1 if wrong else 0

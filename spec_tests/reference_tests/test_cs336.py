@@ -4,8 +4,6 @@ They read gradients of `.module` by name; the layers are the exercise's own, wit
 parameters of other layers stay whole is judged by the clause `fsdp.backward.replicated-rest`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

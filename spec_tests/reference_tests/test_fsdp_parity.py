@@ -4,8 +4,6 @@ No clause asks for it, since no contract names the order of an addition. It hold
 gradients out alike, and it is the strongest sign that nothing is done in another way by accident.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

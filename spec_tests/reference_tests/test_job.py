@@ -9,6 +9,7 @@ from spec_tests.reference_tests.launch import run, run_ranks, start
 from spec_tests.reference_tests.training import (
     BASELINE,
     DDP,
+    FSDP,
     SMALL,
     shard,
     steps,
@@ -16,6 +17,9 @@ from spec_tests.reference_tests.training import (
     trained,
     weights,
 )
+
+TIMES = ("tokens_per_s", "step_s")
+FULL = "fsdp_full_shard"
 
 
 def test_a_run_logs_every_step_and_ends_with_a_table(data, tmp_path):
@@ -33,15 +37,10 @@ def test_a_run_logs_every_step_and_ends_with_a_table(data, tmp_path):
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        ("--eval-every", 1),
-        ("--activation-checkpointing", "full"),
-        ("--activation-checkpointing", "selective"),
-    ],
-    ids=lambda flags: flags[-1] if isinstance(flags[-1], str) else flags[0][2:],
+    ["--eval-every 1", "--activation-checkpointing full", "--activation-checkpointing selective"],
 )
 def test_what_must_not_change_the_weights_does_not(data, baseline, tmp_path, flags):
-    trained(data, tmp_path, *flags)
+    trained(data, tmp_path, *flags.split())
 
     assert summary(tmp_path)["weights_sha256"] == summary(baseline)["weights_sha256"]
 
@@ -95,29 +94,32 @@ def test_two_ranks_end_with_equal_weights_and_the_baselines_losses(data, tmp_pat
     assert ranks[1].out == ""
 
 
-def test_a_sharded_run_ends_with_the_same_bits_and_saves_for_a_plain_one(data, tmp_path):
-    common = (*SMALL, "--max-norm", 1, "--data", data)
-    saves = ("--checkpoint-dir", "saved", "--save-every", 1)
+def test_a_sharded_run_ends_with_the_same_bits(data, tmp_path):
     sharded, plain = tmp_path / "sharded", tmp_path / "plain"
-
-    run_ranks(DDP, *common, "--zero1", *saves, "--out", sharded, folder=tmp_path)
-    run_ranks(DDP, *common, "--out", plain, folder=tmp_path)
+    for flags in (("--zero1", "--out", sharded), ("--no-zero1", "--out", plain)):
+        run_ranks(DDP, *SMALL, "--max-norm", 1, "--data", data, *flags, folder=tmp_path)
 
     assert len({*weights(sharded, "ddp_bucketed"), *weights(plain, "ddp_bucketed")}) == 1
-    lines = [steps(out, "ddp_bucketed") for out in (sharded, plain)]
-    for ours, theirs in zip(*lines, strict=True):
-        for key in ("step", "loss", "lr", "grad_norm", "tokens"):
-            assert ours[key] == theirs[key], key
+    for ours, theirs in zip(*(steps(x, "ddp_bucketed") for x in (sharded, plain)), strict=True):
+        assert {**ours, **dict.fromkeys(TIMES)} == {**theirs, **dict.fromkeys(TIMES)}
 
-    # One rank, without sharding, goes on where two sharded ones had been after two steps.
+
+def test_a_run_goes_on_in_any_layout(data, tmp_path):
+    flags = (*SMALL, "--data", data, "--out", ".", "--checkpoint-dir", "saved", "--save-every", 1)
+
+    run_ranks(DDP, *flags, "--zero1", folder=tmp_path)
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / "saved" / f"step-{step:08d}")
+    first, _ = run_ranks(FSDP, *flags, folder=tmp_path)
     shutil.rmtree(tmp_path / "saved" / "step-00000003")
-    alone = run(BASELINE, *common, *saves, "--out", tmp_path, folder=tmp_path)
+    alone = run(BASELINE, *flags, folder=tmp_path)
 
+    assert "going on after step 1" in first.out
     assert "going on after step 2" in alone.out
-    (last,) = steps(tmp_path)
-    assert last["step"] == 3
-    assert last["loss"] == pytest.approx(lines[1][-1]["loss"], rel=1e-6)
-    assert last["grad_norm"] == pytest.approx(lines[1][-1]["grad_norm"], rel=1e-5)
+    wanted, *others = (steps(tmp_path, name)[-1] for name in ("ddp_bucketed", FULL, "baseline"))
+    for found in others:
+        for key in ("step", "loss", "grad_norm"):
+            assert found[key] == pytest.approx(wanted[key], rel=1e-5)
 
 
 @pytest.mark.parametrize(

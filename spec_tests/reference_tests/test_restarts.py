@@ -1,10 +1,8 @@
-"""torchrun's own engine around the reference: a rank killed, a run told to stop, two nodes.
+"""Runs that stop and go on end with the same weights: one rank, torchrun's ranks, two nodes.
 
 The commands for several nodes are taken from `solution/README.md` and run. A few pinned kills;
 fifty drawn at random are a command, `python -m spec_tests kills`.
 """
-
-from __future__ import annotations
 
 import os
 import re
@@ -16,14 +14,79 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from spec_tests.reference_tests import kills
-from spec_tests.reference_tests.kills import FLAGS, MODES, Finding, Kill, Whole
-from spec_tests.reference_tests.launch import HAS_PROC, ROOT, free_port, run, run_ranks, torchrun
+from spec_tests.reference_tests.kills import FLAGS, MODES, Whole
+from spec_tests.reference_tests.launch import (
+    HAS_PROC,
+    ROOT,
+    free_port,
+    run,
+    run_ranks,
+    start,
+    torchrun,
+)
 from spec_tests.reference_tests.training import (
+    BASELINE,
     DDP,
+    SMALL,
     after_steps,
     num_steps,
+    steps,
+    summary,
+    trained,
     write_shards,
 )
+
+STEPS = ("--steps", 20, "--save-every", 1)
+INTERRUPTED = 4
+
+
+def flags(data, folder, *more):
+    return (*SMALL, *STEPS, "--data", data, "--out", folder, "--checkpoint-dir", "saved", *more)
+
+
+@pytest.fixture(scope="session")
+def unstopped(data, tmp_path_factory):
+    """The fingerprint of the weights of a run that was not stopped."""
+    folder = tmp_path_factory.mktemp("unstopped")
+    trained(data, folder, *STEPS)
+    return summary(folder)["weights_sha256"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("mode", ["--no-async-save", "--async-save"])
+def test_a_run_that_was_stopped_goes_on_to_the_same_weights(
+    data, unstopped, tmp_path, number, mode
+):
+    arguments = flags(data, tmp_path, mode)
+    started = start(BASELINE, arguments, folder=tmp_path)
+    after_steps(started, tmp_path, 3)
+    os.kill(started.pid, number)
+    stopped = started.wait()
+
+    again = run(BASELINE, *arguments, folder=tmp_path)
+
+    if number == signal.SIGTERM:
+        stopped.require(INTERRUPTED, "told to stop; saved after step")
+    assert "going on after step" in again.out
+    assert summary(tmp_path)["weights_sha256"] == unstopped
+    assert [line["step"] for line in steps(tmp_path)] == list(range(1, 21))
+    assert not list((tmp_path / "saved").glob(".*"))
+
+
+def test_what_is_done_stays_done_and_other_settings_are_refused(data, tmp_path):
+    run(BASELINE, *flags(data, tmp_path, "--keep", 2), folder=tmp_path)
+    again = run(BASELINE, *flags(data, tmp_path), folder=tmp_path)
+    other, says = flags(data, tmp_path, "--learning-rate", 1), "learning_rate 1.0 (saved: 0.0003)"
+    run(BASELINE, *other, folder=tmp_path, status=1, says=says)
+
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
+        "step-00000019",
+        "step-00000020",
+    ]
+    assert "going on after step 20" in again.out
+
+
+# ---------------------------------------------------------------------------------- torchrun
 
 LATER = 4
 """Steps after which a run is disturbed: a save is there, and nearly all of the run is to come."""
@@ -157,15 +220,6 @@ def test_the_command_for_many_nodes_is_understood(place, tmp_path):
 # ------------------------------------------------------------------------------ without a process
 
 
-def test_the_command_draws_every_part_of_a_run_and_both_ranks():
-    planned = kills.plan(50, seed=3)
-
-    assert planned == kills.plan(50, seed=3) != kills.plan(50, seed=4)
-    assert {kill.rank for kill in planned} == {0, 1}
-    parts = sorted(int((kill.moment + 1) / (kills.STEPS + 1) * 50) for kill in planned)
-    assert parts == list(range(50))
-
-
 def test_the_command_tells_what_differs(tmp_path):
     (tmp_path / "ddp_bucketed.jsonl").write_text(
         '{"step": 1, "loss": 4.5, "lr": 0.1, "grad_norm": 1.0, "tokens": 128}\n'
@@ -203,15 +257,3 @@ def test_the_command_knows_a_torn_checkpoint(tmp_path, files, said):
     assert "torn checkpoint step-00000003" in problem
     assert said in problem
     assert len(kills.torn(tmp_path, is_over=True)) == 2
-
-
-def test_the_table_counts_what_the_kills_met():
-    kill = Kill(rank=0, moment=3.5)
-    right = Finding(kill, "between saves", 2, 6.0, ())
-    wrong = Finding(kill, "during a save", 4, 8.0, ("torn",))
-
-    text = kills.table([right, wrong])
-
-    rows = [re.split(r"\s*\|\s*", line)[1:-1] for line in text.splitlines()]
-    assert ["between saves", "1", "1", "2", "2", "6.0", "0"] in rows
-    assert ["all", "2", "2", "3", "4", "7.0", "1"] in rows

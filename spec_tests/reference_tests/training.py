@@ -1,7 +1,5 @@
 """Runs of the reference's training commands, small enough for a test: data, and what they leave."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -22,7 +22,7 @@ STEPS = 30
 
 
 def results(**more: Any) -> dict[str, Any]:
-    """The whole object, as the docstring of `solution/demo/results.py` describes it."""
+    """The whole object, as `solution.demo.results` gathers it."""
     return {
         "schema": "trainspec-demo/1",
         "model": "gpt2 tiny",

@@ -31,8 +31,6 @@ forwards prefetch on a CPU as well; after an exception nothing needs to be reset
 is refused by name; `solution/README.md` lists all differences. `fsdp` has no counterpart.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -223,11 +221,7 @@ def _move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
 
 
 class FullySharded(nn.Module):
-    """A sharded model with the interface of the data-parallel wrappers.
-
-    Attributes:
-        module: the model, sharded in place.
-    """
+    """A sharded model with the interface of the data-parallel wrappers."""
 
     module: nn.Module
 
@@ -235,14 +229,8 @@ class FullySharded(nn.Module):
         super().__init__()
         self.module = module
         self.process_group = process_group
-        self._reducer = Reducer(
-            [
-                (name, parameter)
-                for name, parameter in module.named_parameters()
-                if parameter.requires_grad and not isinstance(parameter, DTensor)
-            ],
-            process_group,
-        )
+        replicated = [p for p in module.named_parameters() if not isinstance(p[1], DTensor)]
+        self._reducer = Reducer([p for p in replicated if p[1].requires_grad], process_group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs."""
@@ -257,10 +245,7 @@ class FullySharded(nn.Module):
             yield
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait for the means of replicated gradients; those of shards are in place already.
-
-        Call it once after every backward outside `no_sync`, before the optimizer.
-        """
+        """Wait for the means of replicated gradients; those of shards are in place already."""
         self._reducer.finish()
 
 

@@ -7,8 +7,6 @@
 PyTorch counterpart: `FSDPMeshInfo` and `HSDPMeshInfo`.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 
@@ -24,7 +22,6 @@ class ShardingMesh:
     """The ranks of one `fully_shard` call; None is a 1-D mesh of all ranks.
 
     Attributes:
-        mesh: the device mesh of the parameters' DTensors.
         placements: of every parameter on `mesh`.
         shard_group: ranks that hold different rows; `num_shards` of them, this one being `rank`.
         replica_group: ranks that hold the same rows; None on a 1-D mesh.

@@ -17,8 +17,6 @@ memory, which is emptied at the end of the pass. Making a view takes as long as 
 tensor, so views are kept with the memory, also while it is empty.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
@@ -33,12 +31,7 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Layout:
-    """The places of tensors in a message `[W, m]`.
-
-    Attributes:
-        shapes: of the unsharded tensors.
-        num_ranks: W.
-        width: m, elements per rank, padding included.
+    """The places of unsharded tensors in a message `[W, m]`; `width` is m, padding included.
 
     >>> Layout([torch.Size([5, 2]), torch.Size([3])], num_ranks=2).width
     8
@@ -114,13 +107,7 @@ class _Memory:
 
 
 class Message:
-    """The buffer of one collective, for parameters of one dtype.
-
-    Attributes:
-        parameters: in the order in which they lie in the buffer.
-        layout: their places.
-        matrix: `[W, m]`, uninitialised, in `memory`.
-    """
+    """The buffer of one collective for parameters of one dtype: a `matrix` `[W, m]` in `memory`."""
 
     def __init__(
         self,

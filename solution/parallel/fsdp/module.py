@@ -1,9 +1,6 @@
-"""`FSDPModule`: the methods that `fully_shard` adds to a module.
+"""`FSDPModule`: the methods that `fully_shard` adds to a module, with PyTorch's names and defaults.
 
-Names, parameters and defaults are PyTorch's. Setters that take `recurse` set every sharded module
-inside as well; the others set this one only.
-
-PyTorch counterpart: `FSDPModule` in `_fully_shard.py`. `solution/README.md` lists what is left out.
+Setters that take `recurse` set every sharded module inside as well; the others set this one only.
 """
 
 from __future__ import annotations

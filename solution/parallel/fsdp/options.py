@@ -13,8 +13,6 @@ without them there is no group to ask.
 PyTorch counterpart: the classes of the same names and meaning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -30,8 +30,6 @@ keeps it, so an optimizer built then trains nothing; and `zero_grad` does not di
 unreduced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from enum import Enum, auto
 
@@ -99,12 +97,10 @@ class ShardedParameter:
     """A parameter cut along dim 0.
 
     Attributes:
-        name: in the sharded module.
         places: all modules and names under which it is registered; several if it is tied.
         shape: of the unsharded tensor.
         sharded: the DTensor Parameter, this rank's rows.
         unsharded: the plain Parameter; None before the first all-gather, empty while freed.
-        gradient_state: which of the next two there are, and whether a reduction is in flight.
         unreduced: the sum of local gradients since the last reduction, unsharded.
         partial: this rank's rows of what was summed over shards, and not yet over replicas.
     """

@@ -39,8 +39,6 @@ sections 3.2 and 3.3; Rajbhandari et al. 2020, "ZeRO", section 5. PyTorch counte
 whose forward prefetch is left to CUDA streams, so that on a CPU nothing overlaps.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -57,18 +55,12 @@ from solution.parallel.reducer import is_inside_backward
 
 
 class Schedule:
-    """The hooks and the shared state of the units of one model.
-
-    Attributes:
-        root: the outermost unit.
-        units: all of them, outermost first.
-        is_last_backward: whether backwards finish the reductions that they have started.
-    """
+    """The hooks and the shared state of the units of one model; `root` is the outermost unit."""
 
     def __init__(self, root: Unit, units: list[Unit]) -> None:
         self.root = root
-        self.units = units
-        self.is_last_backward = True
+        self.units = units  # outermost first
+        self.is_last_backward = True  # whether backwards finish the reductions they have started
         self.buffers = BufferPool()
         self._reductions: list[list[Reduction]] = []  # in flight, by unit
         self._outermost: Unit | None = None  # whose forward is running
