@@ -199,7 +199,7 @@ def tensor_cores() -> Iterator[bool]:
     rounded to its eleven bits, to nearest. False: this interpreter has no such products.
     """
     module: Any = importlib.import_module("triton.runtime.interpreter")
-    builder = getattr(module, "InterpreterBuilder", None)
+    builder: Any = getattr(module, "InterpreterBuilder", None)
     if not hasattr(builder, "create_dot"):
         yield False
         return

@@ -60,7 +60,7 @@ def footprints(
     options = {} if subject == "fsdp" else {"reshard_after_forward": reshard_after_forward}
     with ctx.recording() as recorder:
         with torch.device(ctx.device):
-            model = shard(ctx, subject, Tower(depth, by_keyword), **options)
+            model: Any = shard(ctx, subject, Tower(depth, by_keyword), **options)
         seen["built"] = footprint.settled(recorder)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
         for step in range(steps):

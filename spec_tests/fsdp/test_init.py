@@ -210,7 +210,7 @@ def test_dtensors_carry_mesh_stride_and_dtype_of_the_whole(world, subject, toy):
 
 def tied_across_units(ctx, subject, is_frozen):
     """Names of the parameters where a unit of its own has one end of a tie."""
-    module = TOYS["tied"].build(SEED).to(ctx.device)
+    module: Any = TOYS["tied"].build(SEED).to(ctx.device)
     module.encode.weight.requires_grad_(not is_frozen)
     shard(ctx, subject, module, ("encode",))
     return [name for name, _ in module.named_parameters()]

@@ -282,7 +282,7 @@ def test_a_closure_is_evaluated_and_its_loss_returned(world, parameters):
 
 def after_steps(run):
     """The gradients of two steps, as each leaves them."""
-    left = {}
+    left: dict[str, Any] = {}
     for number in (1, 2):
         run.deal(number)
         run.optimizer.step()
