@@ -14,7 +14,7 @@ import torch
 
 from spec_tests.attention import bodies, interpreter, rules
 from spec_tests.attention.bodies import KERNELS, arguments, call, observe
-from spec_tests.attention.defined import fitting, require_backward
+from spec_tests.attention.defined import fitting, require_backward, require_right
 from spec_tests.attention.problem import AS_THE_EXERCISE, Problem, inputs
 from spec_tests.clause import clauses
 from spec_tests.rig import judge
@@ -152,6 +152,7 @@ def test_products_on_tensor_cores_keep_24_bits(world, subject, part):
     """
     if part == "backward":
         require_backward(world, subject)
+    require_right(world, subject, AS_THE_EXERCISE, is_differentiated=part == "backward")
     seen = observe(world, subject, on_tensor_cores, AS_THE_EXERCISE, part)
     if seen is None:
         raise unittest.SkipTest(NO_METHODS)
