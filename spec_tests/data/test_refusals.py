@@ -7,10 +7,13 @@ construction.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -87,12 +90,17 @@ def test_an_empty_list_of_files_is_refused(world, subject):
     refused(world.run(without_files, timeout_s=TIMEOUT_S), "no files")
 
 
-def in_environment(ctx, variables):
-    """How making a loader without rank and world_size ends under these variables alone."""
+def in_environment(ctx, variables, *, is_early=False):
+    """How making a loader without rank and world_size ends under these variables alone.
+
+    Args:
+        is_early: there is no process group yet.
+    """
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
     os.environ.update(variables)
-    with files_of(ctx, (LENGTH,)) as paths:
+    early = mock.patch.object(dist, "is_initialized", return_value=False)
+    with files_of(ctx, (LENGTH,)) as paths, early if is_early else contextlib.nullcontext():
         return opened(ctx, paths, rank=None, world_size=None)
 
 
@@ -101,14 +109,15 @@ def in_environment(ctx, variables):
     source=CONTRACT + "; a course's loader reads the two independently",
 )
 @pytest.mark.parametrize("variables", ["RANK", "WORLD_SIZE"])
-def test_rank_without_world_size_is_refused(world, subject, variables):
+@pytest.mark.parametrize("is_early", [False, True], ids=["with-group", "before-the-group"])
+def test_rank_without_world_size_is_refused(world, subject, variables, is_early):
     """RANK without WORLD_SIZE, or the reverse, MUST be a ValueError.
 
     With a default for the missing one, every process reads the same tokens, or one that does not
-    exist reads none.
+    exist reads none. Loaders are often made before the process group is.
     """
     value = {"RANK": "0", "WORLD_SIZE": "1"}[variables]
-    ranks = world.run(in_environment, {variables: value}, timeout_s=TIMEOUT_S)
+    ranks = world.run(in_environment, {variables: value}, is_early=is_early, timeout_s=TIMEOUT_S)
 
     refused(ranks, f"{variables}={value} alone in the environment")
 

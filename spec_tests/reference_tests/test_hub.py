@@ -149,9 +149,10 @@ def test_an_interrupted_download_goes_on_where_it_stopped(hub, tmp_path):
     content = hub.files.pop(SECOND)
     fetch(hub, tmp_path, "--hub-shards", 2, status=2, says=SECOND)
     hub.files[SECOND] = content
+    (tmp_path / "out" / VAL).write_bytes(hub.files[VAL][:-2])  # there, and not whole
     fetch(hub, tmp_path, "--hub-shards", 2)
 
-    assert downloads(hub) == [SECOND]
+    assert downloads(hub) == [VAL, SECOND]
     assert arrived(tmp_path) == hub.files
 
 
