@@ -97,6 +97,16 @@ def test_every_dtype_and_layout_lands_in_its_place(world, subject, toy):
 
 
 @clause(
+    "ddp.gradients.evaluation-between-steps",
+    source="contract: a forward without gradients disturbs nothing; validation after a step",
+)
+def test_an_evaluation_between_steps_disturbs_nothing(world, subject):
+    """A forward without gradients between two steps MUST change no gradient, and be possible."""
+    calls = "backward 5, evaluate 7, zero_grad, evaluate 7, backward 1"
+    mean_gradients(world, subject, "mlp", calls)
+
+
+@clause(
     "ddp.gradients.shared-by-autograd",
     source="torch.Tensor.register_hook: the hook should not modify its argument",
 )

@@ -359,3 +359,24 @@ class OneBackwardPerForward(PlainDdp):
     def on_gradient(self, index):
         self.ready.discard(index)
         super().on_gradient(index)
+
+
+@near_miss("ddp.refuses-to-evaluate", rejected_by="ddp.gradients.evaluation-between-steps")
+class RefusesToEvaluate(PlainDdp):
+    """Takes a forward after the finish for one that was forgotten to be finished.
+
+    From: A guard against two forwards in a row, in a solution of CS336.
+    Unseen: Tests train, and never look at the validation loss.
+    """
+
+    is_over = False
+
+    def finish(self):
+        super().finish()
+        self.is_over = True
+
+    def forward(self, *args, **kwargs):
+        if self.is_over and not torch.is_grad_enabled():
+            raise RuntimeError("forward after the gradients were launched")
+        self.is_over = False
+        return super().forward(*args, **kwargs)
