@@ -35,8 +35,8 @@ class Run:
 
     `points` is the profile of a course, if one was asked for; `told` is what a report says about
     each clause; `notices` is what differs from what was asked for; `running` is
-    the case that runs; `history` is what the live ranks have seen; `hung` has the first hung case
-    by implementation, clause and subject.
+    the case that runs; `history` is what the live ranks have seen; `hung` has the hung cases by
+    implementation, clause and subject.
     """
 
     targets: list[Target]
@@ -51,7 +51,7 @@ class Run:
     notices: list[str] = field(default_factory=list)
     running: str = ""
     history: replay.History = field(default_factory=replay.History)
-    hung: dict[tuple[str, str, str | None], str] = field(default_factory=dict)
+    hung: dict[tuple[str, str, str | None], list[str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -179,7 +179,7 @@ def _result(
     run.worlds.leaks.clear()
     result = expectations.expect(result, _declared(item, clause, name))
     if result["outcome"] == Outcome.HANG:
-        run.hung.setdefault((name, clause.id, params.get("subject")), item.stash[_CASE])
+        run.hung.setdefault((name, clause.id, params.get("subject")), []).append(result["case"])
     return result
 
 

@@ -224,15 +224,12 @@ def test_a_parameter_without_a_gradient_counts_nothing(world):
     judge.equal([rank["gradients"]["d"] for rank in ranks], None, quantity="gradient of 'd'")
 
 
-def partly_absent(ctx):
-    """The norm where the last rank has no gradient of one sharded parameter, or of none."""
-    found = {}
-    for name, absent in LACKING.items():
-        made = layouts.parameters(ctx, SHARDED)
-        for each in absent if ctx.rank == ctx.world_size - 1 else ():
-            made[each].grad = None
-        found[name] = ctx.impl.clip_grad_norm_(made.values(), math.inf).double().reshape(())
-    return found
+def partly_absent(ctx, absent):
+    """The norm where the last rank has no gradient of these sharded parameters."""
+    made = layouts.parameters(ctx, SHARDED)
+    for each in absent if ctx.rank == ctx.world_size - 1 else ():
+        made[each].grad = None
+    return {"norm": ctx.impl.clip_grad_norm_(made.values(), math.inf).double().reshape(())}
 
 
 LACKING = {"one": ("a",), "all": tuple(SHARDED)}
@@ -244,22 +241,21 @@ LACKING = {"one": ("a",), "all": tuple(SHARDED)}
     source="a branch of the model that one rank takes; contract: a gradient absent on some ranks",
     worlds=(2,),
 )
-def test_a_gradient_that_is_absent_on_one_rank_counts_on_the_others(world):
+@pytest.mark.parametrize("case", LACKING)
+def test_a_gradient_that_is_absent_on_one_rank_counts_on_the_others(world, case):
     """Where one rank lacks a gradient, the parts of the others MUST count, or it be refused."""
-    ranks = refusal.answer_or_refusal(world, partly_absent, ordinary=(clip, SHARDED))
+    absent = LACKING[case]
+    ranks = refusal.answer_or_refusal(world, partly_absent, absent, ordinary=(clip, SHARDED))
     if ranks is None:
         return
     first = {name: layouts.whole(name).chunk(2)[0] for name in SHARDED}
-    wanted = {}
-    for case, absent in LACKING.items():
-        parts = [first[n] if n in absent else layouts.whole(n) for n in SHARDED]
-        wanted[case] = torch.cat([part.reshape(-1) for part in parts]).double().norm()
+    parts = [first[n] if n in absent else layouts.whole(n) for n in SHARDED]
     judge.tensors(
         ranks,
-        wanted,
+        {"norm": torch.cat([part.reshape(-1) for part in parts]).double().norm()},
         quantity="norm of the gradients that are there",
         within=layouts.within(),
-        given="rank 1 lacks gradients of one of the sharded parameters, or of all of them",
+        given=f"rank 1 lacks gradients of {case} of the sharded parameters",
     )
 
 
@@ -346,7 +342,7 @@ def test_nothing_is_sent_for_replicated_gradients(world):
     traffic.silent([rank["log"] for rank in ranks], when="for plain gradients")
 
 
-MANY = 2**21 + 2**13
+MANY = 2**21 + 2**13  # whoever adds up pieces has a last one that is shorter
 
 
 def of_many_elements(ctx):

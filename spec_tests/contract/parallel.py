@@ -123,8 +123,11 @@ def fully_shard(
     between steps. `zero_grad` clears what waits on this rank for its reduction, too. Memory does
     not grow from step to step, what is launched is waited for, and another model disturbs nothing.
     After a caught exception the next step is right, or an error.
+    Outputs may be a dataclass, or the forward refuses it.
     Level `production` asks for more of PyTorch's: `ignored_params`, a list of modules as one unit,
-    and the setters that `spec_tests/fsdp/test_settings.py` names. `torch.compile` of units, before
+    `unshard(async_op=True)`, whose gather `reshard` discards, and the setters that
+    `spec_tests/fsdp/test_settings.py` names. Ranks that differ in modules or policy all raise.
+    `torch.compile` of units, before
     or after they are sharded, or of the sharded model changes no value.
     """
 
@@ -188,7 +191,8 @@ def clip_grad_norm_(
     Returns the global norm as a plain tensor with the same bits on all ranks, each element counted
     once; what is replicated is equal on all ranks already. A NaN anywhere makes it NaN. Plain
     gradients beside DTensors may be refused with an error. Level `production`: so may be gradients
-    that are absent on some ranks; else what is there counts. A tensor that is listed twice is
-    counted and scaled once, gradients are scaled in place, zeros stay zeros, and the norm has the
+    that are absent on some ranks, where what is there counts, and those that are not reduced yet,
+    where their sum does. A `max_norm` of zero leaves zeros. A tensor that is listed twice is
+    counted and scaled once, gradients are scaled in place, and the norm has the
     range and rounding of float32, or of float64 where a gradient has it.
     """

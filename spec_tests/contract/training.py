@@ -34,7 +34,8 @@ def token_loader(
 
     Yields int64 `[batch_size, sequence_length]` inputs and targets that own their memory.
     `state_dict()` is a snapshot of the number of batches *yielded*, counted from the start of the
-    data, at the end of a pass all of them; after `load_state_dict` the next `iter` goes on there,
+    data, at the end of a pass all of them; after `load_state_dict`, until the next `iter`, the
+    state that was loaded; the next `iter` goes on there,
     also at another world size with the same W*B. Where rank and world size are not given, RANK and
     WORLD_SIZE say them; where neither is set there is one rank. ValueError at construction: sizes
     that are not positive, a rank outside of the world, one of the two variables without the other,

@@ -236,18 +236,34 @@ def test_an_int_keeps_that_part_of_the_weights_after_forward(world, subject):
 
 
 @clause("fsdp.footprint.peak-does-not-grow-with-depth", level="production", source=MEMORY)
-@pytest.mark.parametrize("phase", ["forward", "backward", "backward by keyword"])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_the_peak_above_the_shards_does_not_grow_with_depth(world, subject, phase):
     """Above shards, moments, gradients and activations, the peak MUST NOT grow with depth.
 
     A slope, not a level: how many layers are alive at once is the implementation's choice.
     """
+    _peak_is_flat(world, subject, phase)
+
+
+@clause(
+    "fsdp.footprint.peak-of-calls-by-keyword",
+    level="production",
+    judges=FULLY_SHARD,
+    source=f"{MEMORY}; a hook that looks at positional inputs alone sees none of `layer(input=x)`",
+)
+def test_the_peak_of_units_that_are_called_by_keyword_does_not_grow(world, subject):
+    """Units that are called with keyword arguments MUST be reduced and freed one by one, too."""
+    _peak_is_flat(world, subject, "backward", by_keyword=True)
+
+
+def _peak_is_flat(world, subject, phase, **options):
+    __tracebackhide__ = True
     above = []
     for depth in (4, 10):
-        ranks = world.run(footprints, subject, depth, by_keyword="keyword" in phase)
+        ranks = world.run(footprints, subject, depth, **options)
         shards = depth * UNIT // world.size
-        gradients = 0 if phase == "forward" else shards
-        above.append([r[f"peak of {phase.split()[0]}"] - 3 * shards - gradients for r in ranks])
+        gradients = shards if phase == "backward" else 0
+        above.append([r[f"peak of {phase}"] - 3 * shards - gradients for r in ranks])
 
     for rank, (shallow, deep) in enumerate(zip(*above, strict=True)):
         slope = (deep - shallow) / 6 / UNIT

@@ -352,4 +352,6 @@ def test_full_parameters_of_what_is_unsharded_are_the_current_ones(world, subjec
     found, shards, before = zip(*world.run(full_of_unsharded, subject, is_stepped), strict=True)
 
     stale = Hint("the value before the update: what was unsharded is returned", list(before))
+    moved = any(not torch.equal(before[0][name], value) for name, value in shards[0].items())
+    judge.holds(moved, "expected the update to change the shards, got the values from before")
     judge.tensors(found, shards[0], quantity="full parameter", hints=[stale])

@@ -209,10 +209,11 @@ def test_dtensors_carry_mesh_stride_and_dtype_of_the_whole(world, subject, toy):
 
 
 def tied_across_units(ctx, subject, is_frozen):
-    """Names of the parameters where a unit of its own has one end of a tie."""
+    """Names of the parameters after a step where a unit of its own has one end of a tie."""
     module: Any = TOYS["tied"].build(SEED).to(ctx.device)
     module.encode.weight.requires_grad_(not is_frozen)
-    shard(ctx, subject, module, ("encode",))
+    model = shard(ctx, subject, module, ("encode",))
+    model(TOYS["tied"].batch(SEED, rank=ctx.rank).to(ctx.device)).sum().backward()
     return [name for name, _ in module.named_parameters()]
 
 
@@ -224,7 +225,7 @@ def tied_across_units(ctx, subject, is_frozen):
 )
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
 def test_a_tie_across_units_is_kept_or_refused(world, subject, is_frozen):
-    """A weight that two units share MUST stay one parameter, or be refused, frozen ones as well.
+    """A weight that two units share MUST stay one parameter, or be refused by the first step.
 
     Two that were one begin with equal values; a step or a load then changes one of them.
     """

@@ -138,7 +138,7 @@ def without_sending(ctx, subject):
 def test_a_whole_model_sends_no_gradient_inside_no_sync(world, subject):
     """Inside `no_sync` a whole model MUST reduce nothing and lose nothing, or refuse it.
 
-    One that is inside another ends for itself alone.
+    Leaving an inner `no_sync` does not end the outer one.
     """
     usual = (gradients_after, subject, "even", SEED, "backward 0")
     ranks = refusal.answer_or_refusal(world, without_sending, subject, ordinary=usual)

@@ -239,6 +239,10 @@ def _course_layer(module: nn.Module, path: str, renamed: dict[str, str]) -> nn.M
             return layer
         renamed[f"{path}linear.weight"] = f"{path}weight"
         return _Biased(layer, module.bias)
+    is_theirs = not type(module).__module__.startswith("torch.")
+    if isinstance(module, nn.Linear | nn.Embedding) and is_theirs and linear_class is not None:
+        kind = type(module).__name__
+        raise NotImplementedError(f"{kind}: the course's layers stand for torch's own alone")
     return module
 
 
