@@ -71,7 +71,7 @@ def train(
     update used; `grad_norm` of that step's gradient (before clipping: level `production`);
     `tokens`, the valid ones of the step on all ranks. With `max_norm` the gradient of a step is
     clipped once, as by `clip_grad_norm_`. The update after k finished ones of this call uses
-    `lr(k)`; without `lr` the optimizer's own rate.
+    `lr(k)` in every group of parameters; without `lr` the optimizer's own rate.
 
     Exactly the micro-batches of `steps` steps are taken; ids and targets may be slices. Gradients
     from before the call do not count. The process group says how many ranks there are. A global

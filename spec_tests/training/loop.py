@@ -149,28 +149,35 @@ class Counted:
 
 @dataclass
 class Trainee:
-    """One rank's model, wrapped or plain, its optimizer, and the rates that updates used."""
+    """One rank's model, wrapped or plain, its optimizer, and the rates that updates used.
+
+    The optimizer has two groups; where their rates differ, `rates` has both.
+    """
 
     model: nn.Module
     wrapped: nn.Module
     optimizer: torch.optim.Optimizer
-    rates: list[float]
+    rates: list[Any]
 
     @classmethod
     def of(cls, ctx: Context, wrapper: str, seed: int) -> Trainee:
         """Build it; `wrapper` is "plain" or the contract function that wraps."""
         model = ToyLanguageModel(seed).to(ctx.device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        first, *rest = model.parameters()
+        optimizer = torch.optim.SGD([{"params": [first]}, {"params": rest}], lr=1.0)
         if wrapper == "ddp_bucketed":
             wrapped = ctx.impl.ddp_bucketed(model, bucket_size_mb=100 * 4 / 2**20)
         elif wrapper == "ddp":
             wrapped = ctx.impl.ddp(model)
         else:
             wrapped = model
-        rates: list[float] = []
-        optimizer.register_step_pre_hook(
-            lambda used, args, kwargs: rates.append(float(used.param_groups[0]["lr"]))
-        )
+        rates: list[Any] = []
+
+        def note(used: torch.optim.Optimizer, *ignored: Any) -> None:
+            of_groups = [float(group["lr"]) for group in used.param_groups]
+            rates.append(of_groups if len({*of_groups}) > 1 else of_groups[0])
+
+        optimizer.register_step_pre_hook(note)
         return cls(model, wrapped, optimizer, rates)
 
     def train(self, ctx: Context, job: Job, batches: Iterator[Batch]) -> list[dict[str, float]]:

@@ -129,7 +129,7 @@ def test_the_reported_norm_is_that_before_clipping(world, subject, wrapper):
 )
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_each_update_uses_the_rate_of_its_step(world, subject, accumulate):
-    """The update after k finished ones MUST use lr(k), for any W and any accumulation.
+    """The update after k finished ones MUST use lr(k) in all groups, for any W and accumulation.
 
     Schedulers that are stepped per micro-batch, or once per rank, run through the schedule N or W
     times too fast.

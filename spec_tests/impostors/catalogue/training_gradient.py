@@ -338,3 +338,16 @@ class Barriers(BareTrain):
 @benign("benign.train-plain")
 class TrainPlain(BareTrain):
     """The base of the training impostors; the loss is in float32."""
+
+
+@near_miss("training.rate-of-one-group", rejected_by="training.rate.pure-function-of-the-step")
+class RateOfOneGroup(PlainTrain):
+    """Gives the rate to the first group of parameters alone.
+
+    From: `optimizer.param_groups[0]["lr"] = rate`, with weight decay in a group of its own.
+    Unseen: Optimizers of tests have one group.
+    """
+
+    def set_rate(self, number):
+        if self.lr is not None:
+            self.optimizer.param_groups[0]["lr"] = self.lr(number)
