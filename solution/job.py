@@ -193,7 +193,7 @@ class Job:
         """Open the log around all steps; `finished` of them were taken by an earlier process."""
         config = self.config
         self._counted = min(finished + COUNTED_STEP, config.steps - 1)
-        self._holdings = Holdings(model, optimizer)
+        self._first_step, self._holdings = finished, Holdings(model, optimizer)
         self.recording.require(config.steps - finished)
         Path(config.out).mkdir(parents=True, exist_ok=True)
         self._summary_path.unlink(missing_ok=True)  # an earlier run's would be mistaken for ours
@@ -243,8 +243,7 @@ class Job:
         """Return this rank's numbers; throughput is of the median step, over all ranks."""
         # The first step warms up; counted and recorded ones are slowed down by being watched.
         recorded = range(WARM_UP, WARM_UP + self.config.profile_steps)
-        first = self.config.steps - len(self.times)  # of this process
-        untypical = (0, self._counted - first, *recorded)
+        untypical = (0, self._counted - self._first_step, *recorded)
         times = [s for index, s in enumerate(self.times) if index not in untypical] or self.times
         tokens = self.config.global_batch_size * self.sequence_length
         dtype = next(module.parameters()).dtype  # the trainer's own counts are float64
@@ -321,8 +320,12 @@ def main(
 ) -> int:
     """Run the command of an entry script, and return the exit status.
 
-    `train` carries a job out, `wrap` puts the model into what reduces its gradients; the fields of
-    `kind` are the flags, and `name` is that of the files written (None: the config's).
+    Args:
+        train: carries a job out.
+        wrap: puts the model into what reduces its gradients.
+        description: for `--help`.
+        name: of the files written; None takes the config's.
+        kind: of the config; its fields are the flags.
     """
     where, job = "", None
     try:
@@ -342,7 +345,7 @@ def main(
         sys.stderr.write(f"{where}error: {error}\n")
         if isinstance(error, DataExhaustedError):
             return OUT_OF_DATA
-        return BAD_INPUT if job is None else FAILED
+        return BAD_INPUT if job is None and isinstance(error, ShortRunError) else FAILED
     except (ValueError, OSError) as error:
         if job is not None:  # the request was right: this is a bug, and needs its stack
             raise

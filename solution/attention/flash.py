@@ -226,11 +226,7 @@ def call(
 
 
 def function_class(algorithm: Algorithm) -> Any:
-    """Return `flash_attention` by that algorithm as a class, `apply(q, k, v, is_causal=False)`.
-
-    The form of Stanford CS336, assignment 2: among the saved tensors (q, k, v, output, LSE) one has
-    the shape `[batch, seq_q]`, the LSE; with heads it is `[batch, heads, seq_q]`.
-    """
+    """Return the base of a class like `FlashAttentionTorch`, by that algorithm."""
 
     class FlashAttention(torch.autograd.Function):
         @staticmethod
@@ -258,4 +254,9 @@ def function_class(algorithm: Algorithm) -> Any:
     return FlashAttention
 
 
-FlashAttentionTorch = function_class(TILED)
+class FlashAttentionTorch(function_class(TILED)):  # type: ignore[misc]  # a base made by a call
+    """`FlashAttentionTorch.apply(q, k, v, is_causal=False) -> out`: `flash_attention` as a class.
+
+    The form of Stanford CS336, assignment 2: among the saved tensors (q, k, v, output, LSE) one has
+    the shape `[batch, seq_q]`, the LSE; with heads it is `[batch, heads, seq_q]`.
+    """

@@ -1,5 +1,8 @@
 """FlashAttention by Triton: what the kernels are given, where they run, what users call.
 
+    flash_attention_triton(q, k, v, causal=True)        a function, like `flash_attention`
+    FlashAttentionTriton.apply(q, k, v, True)           a class, like `FlashAttentionTorch`
+
 On a CUDA device the kernels of `solution.attention.triton_kernels` and `.triton_backward` are
 compiled on first use, once per head dim, dtype, mask and heads per key head. On a CPU they run in
 Triton's interpreter, with TRITON_INTERPRET=1 in the environment before they are imported: slow, and
@@ -241,4 +244,5 @@ def flash_attention_triton(
     return call(TRITON, q, k, v, causal=causal, scale=scale, return_lse=return_lse)
 
 
-FlashAttentionTriton = function_class(TRITON)
+class FlashAttentionTriton(function_class(TRITON)):  # type: ignore[misc]  # a base made by a call
+    """`FlashAttentionTriton.apply(q, k, v, is_causal=False) -> out`, as `FlashAttentionTorch`."""

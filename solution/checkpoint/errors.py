@@ -25,9 +25,10 @@ def together(
 
     Args:
         what: the step, for the message: "write its part of runs/step-00000010".
+        by_first: only the first rank works, and every rank returns its result.
 
     Raises:
-        CheckpointError: on all ranks, when it failed on any; says on which, and how.
+        CheckpointError: on all ranks, when it failed on one that works; says on which, and how.
     """
     result, cause = None, None
     if comm.rank(group) == 0 or not by_first:

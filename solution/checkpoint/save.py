@@ -84,8 +84,13 @@ class AsyncCheckpointer:
 
     At most one save is under way; the next `save`, `wait` and the end of the `with` block wait for
     it and raise what went wrong in it. It has a gloo group of its own: messages of the default
-    group and of a thread beside it would meet each other in any order. All ranks make it. Nothing
-    else may save into the directory meanwhile.
+    group and of a thread beside it would meet each other in any order.
+
+        with AsyncCheckpointer("runs/checkpoints", keep=3) as checkpoints:
+            ...
+            checkpoints.save(step=step, model=model, optimizer=optimizer)
+
+    All ranks make it. Nothing else may save into the directory meanwhile.
     """
 
     def __init__(

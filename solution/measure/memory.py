@@ -1,5 +1,4 @@
-"""Memory of a training step: predicted by term, phase and moment before anything is allocated; and
-measured.
+"""Memory of a training step: predicted before anything is allocated, and measured.
 
 `Ledger` is the accountant: a dispatch mode that sees what each operator returns. A new storage is
 booked under the name that the phase gives to new storages, and a weak reference takes it off the
@@ -147,7 +146,10 @@ def predict(
 ) -> Prediction:
     """Return what `memory_estimate` does, by term and phase.
 
-    `autocast` is the dtype of products in the forward, where it is not that of the weights.
+    Args:
+        model, batch_size, sequence_length: as there.
+        make_optimizer: from the list of trainable parameters.
+        autocast: dtype of products in the forward, where it is not that of the weights.
     """
     require_positive("batch_size", batch_size)
     require_positive("sequence_length", sequence_length)

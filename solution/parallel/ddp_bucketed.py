@@ -36,7 +36,11 @@ from solution.parallel.replica import Replica
 class DDPBucketed(Replica):
     """A replica whose gradients live in buckets and are sent a bucket at a time.
 
-    A bucket is closed once it holds `bucket_size_mb` MiB; 0 means a bucket per parameter.
+    Args:
+        module: the model; its Parameter objects are kept.
+        bucket_size_mb: a bucket is closed once it holds this many MiB; 0 means a bucket per
+            parameter.
+        process_group: over which gradients are averaged; None is the default group.
 
     Raises:
         ValueError: a negative bucket size, or a group that this rank does not belong to.

@@ -94,6 +94,8 @@ class Replica(nn.Module):
     def finish_gradient_synchronization(self) -> None:
         """Return when `.grad` is the mean over the group; a second call changes nothing.
 
+        Call it once after every backward outside `no_sync`, before the optimizer.
+
         Raises:
             RuntimeError: inside `no_sync`, or when the backward before it was interrupted.
         """

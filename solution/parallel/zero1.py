@@ -127,8 +127,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]  # one signature for both overloads
         """Update what this rank owns; return when every rank has all new values.
 
-        The local optimizer's `step` gets `kwargs` and the closure, and evaluates that on every
-        rank; its result is returned.
+        Args:
+            closure: evaluated on every rank, by the local optimizer; its result is returned.
+            kwargs: handed to the local optimizer's `step`.
         """
         local = self._local
         assert local is not None

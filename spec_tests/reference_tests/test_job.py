@@ -5,6 +5,10 @@ from importlib.util import find_spec
 
 import pytest
 
+from solution import job
+from solution.checkpoint import CheckpointError
+from solution.measure.recording import ShortRunError
+from solution.trainer import NonFiniteError
 from spec_tests.reference_tests.launch import run, run_ranks, start
 from spec_tests.reference_tests.training import (
     BASELINE,
@@ -142,6 +146,18 @@ def test_the_status_tells_why_there_was_no_result(data, tmp_path, flags, status,
     trained(data, tmp_path, *flags, status=status, says=said)
 
     assert not (tmp_path / "baseline.rank0.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ShortRunError, 2), (CheckpointError, 1), (NonFiniteError, 1)]
+)
+def test_before_there_is_a_job_only_a_short_run_is_bad_input(monkeypatch, error, status):
+    def refuse(**_):
+        raise error("said")
+
+    monkeypatch.setattr(job, "distributed", refuse)
+    monkeypatch.setattr("sys.argv", ["train"])
+    assert job.main(lambda *_: None, lambda module, *_: module, description="") == status
 
 
 def test_a_dry_run_says_the_numbers_and_writes_nothing(data, tmp_path):

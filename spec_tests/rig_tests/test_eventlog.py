@@ -2,6 +2,7 @@
 
 import json
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,21 @@ def test_a_finished_log_reads_back_and_replaces_an_older_one(tmp_path: Path):
     assert events[0]["command"] == "spec_tests --impl 'a b'"
     assert events[-1]["counts"]["passed"] == 1
     assert events[-1]["counts"]["hang"] == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "outcomes"),
+    [(0, "passed passed not_offered"), (1, "passed failed hang failed"), (2, "failed error")],
+)
+def test_the_footer_follows_from_the_results(tmp_path: Path, status: int, outcomes: str):
+    with EventLog.start(tmp_path / "events.jsonl", **START) as log:
+        for number, outcome in enumerate(outcomes.split()):
+            add(log, Outcome(outcome), clause=f"ddp.gradients.{number}")
+        log.finish()
+    *events, footer = read_log(log.path)
+    counted = Counter(event["outcome"] for event in events if event["event"] == "result")
+    assert footer["counts"] == {**dict.fromkeys(map(str, Outcome), 0), **counted}
+    assert footer["exit_status"] == judge_run(events).status == status
 
 
 def test_a_killed_run_leaves_its_results_and_no_verdict(tmp_path: Path):

@@ -62,19 +62,26 @@ class UnitState(Enum):
 
 
 class Unit:
-    """The parameters that are all-gathered and reduced together, in the order of their messages.
-
-    Attributes that are not listed are set by the methods of `FSDPModule` of like names.
+    """The parameters that are all-gathered and reduced together.
 
     Attributes:
+        modules: whose parameters they are; usually one.
         name: of the modules, in the outermost sharded one.
+        parameters: in the order in which they lie in messages.
+        mesh, policy: process groups and dtypes, as given to `fully_shard`.
         reshard_after_forward: None is True except for the outermost unit; an int is True, but
             keeps a part.
+        reshard_after_backward, unshards_in_backward, reduces, all_reduces, divide_factor: see the
+            setters of `FSDPModule`.
         forward_prefetch, backward_prefetch: units whose all-gather starts when this one computes;
             if empty, the schedule chooses.
+        is_in_backward: its gradients are being computed.
         was_kept: it was unsharded before the forward that is running.
+        hooks: of the schedule, on the modules.
         depth: how many calls of its modules are running, one inside another.
         to_run: its modules that have not run yet since the first of them did.
+        buffers: the pool of the schedule.
+        state: what is in memory.
     """
 
     def __init__(
