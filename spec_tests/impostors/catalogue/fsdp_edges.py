@@ -379,3 +379,16 @@ class MethodsEndUnguarded(Patched):
         "        except ArithmeticError:\n            raise\n"
         "        output = schedule.post_forward(unit, module, args, output)"
     )
+
+
+@near_miss("fsdp.watches-positions-alone", rejected_by="fsdp.footprint.peak-of-calls-by-keyword")
+class WatchesPositionsAlone(Patched):
+    """Knows by a unit's positional inputs when its backward is over.
+
+    From: A hook that is given `args`, and of `kwargs` knows nothing.
+    Unseen: What is left is reduced at the end of the backward: gradients are right.
+    """
+
+    module = "solution.parallel.fsdp.schedule"
+    find = "_differentiable((args, kwargs))"
+    replace = "_differentiable(args)"
