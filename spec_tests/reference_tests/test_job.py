@@ -2,14 +2,11 @@
 
 import shutil
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 
-from solution import job
-from solution.checkpoint import CheckpointError
-from solution.measure.recording import ShortRunError
-from solution.trainer import NonFiniteError
-from spec_tests.reference_tests.launch import run, run_ranks, start
+from spec_tests.reference_tests.launch import run, run_ranks, solution, start
 from spec_tests.reference_tests.training import (
     BASELINE,
     DDP,
@@ -148,16 +145,26 @@ def test_the_status_tells_why_there_was_no_result(data, tmp_path, flags, status,
     assert not (tmp_path / "baseline.rank0.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("error", "status"), [(ShortRunError, 2), (CheckpointError, 1), (NonFiniteError, 1)]
-)
-def test_before_there_is_a_job_only_a_short_run_is_bad_input(monkeypatch, error, status):
-    def refuse(**_):
-        raise error("said")
+EARLY = {"measure.recording.ShortRunError": 2, "checkpoint.CheckpointError": 1}
+EARLY |= {"trainer.NonFiniteError": 1}
 
-    monkeypatch.setattr(job, "distributed", refuse)
-    monkeypatch.setattr("sys.argv", ["train"])
-    assert job.main(lambda *_: None, lambda module, *_: module, description="") == status
+
+def ended_early(ctx):
+    """The exit status by the error that comes before there is a job."""
+    job, found = solution("job"), {}
+    for path in EARLY:
+        module, _, name = path.rpartition(".")
+        error = getattr(solution(module), name)("said")
+        with (
+            mock.patch.object(job, "distributed", mock.Mock(side_effect=error)),
+            mock.patch("sys.argv", ["train"]),
+        ):
+            found[path] = job.main(lambda *_: None, lambda module, *_: module, description="")
+    return found
+
+
+def test_before_there_is_a_job_only_a_short_run_is_bad_input(in_rank):
+    assert in_rank(ended_early) == EARLY
 
 
 def test_a_dry_run_says_the_numbers_and_writes_nothing(data, tmp_path):

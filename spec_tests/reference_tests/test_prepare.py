@@ -1,15 +1,18 @@
-"""Text to shards: what is made anew, what is removed, and what a tokenizer may have seen."""
+"""Text to shards: what is made anew, what is removed, and what a tokenizer may have seen.
+
+Each body runs in a rank, as the suite's own process never imports the reference.
+"""
 
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from solution.data.prepare import DELIMITER, DataConfig, prepare
-from solution.data.shards import Shard, find_shards, write_atomically, write_shard
+from spec_tests.reference_tests.launch import solution
 
-CONFIG = DataConfig(vocab_size=300, shard_tokens=400, val_fraction=0.25)
+SETTINGS = {"vocab_size": 300, "shard_tokens": 400, "val_fraction": 0.25}
 
 
 @pytest.fixture
@@ -27,16 +30,20 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_the_same_request_is_reused_and_any_other_is_made_anew(texts, tmp_path):
-    out = tmp_path / "out"
-    _, was_there = prepare([texts], out, CONFIG)
+def prepared(texts, out, **changes):
+    """What `meta.json` says, and whether it was there."""
+    module = solution("data.prepare")
+    return module.prepare([texts], out, module.DataConfig(**{**SETTINGS, **changes}))
+
+
+def made_anew(ctx, texts, out):
+    find_shards = solution("data.shards").find_shards
+    assert not prepared(texts, out)[1]
     first = contents(out)
-    assert not was_there
-    assert prepare([texts], out, CONFIG)[1]
+    assert prepared(texts, out)[1]
     assert contents(out) == first
 
-    wider = DataConfig(vocab_size=300, shard_tokens=100_000, val_fraction=0.25)
-    meta, was_there = prepare([texts], out, wider)
+    meta, was_there = prepared(texts, out, shard_tokens=100_000)
     assert not was_there
     # The first had more shards: none of them is left beside those of the second.
     assert sorted(meta["shards"]) == sorted(path.name for path in out.glob("*.bin"))
@@ -44,46 +51,68 @@ def test_the_same_request_is_reused_and_any_other_is_made_anew(texts, tmp_path):
 
     damaged = find_shards(out, "train")[0]
     damaged.write_bytes(damaged.read_bytes()[:-2])
-    assert not prepare([texts], out, wider)[1], "a damaged shard is no finished run"
+    assert not prepared(texts, out, shard_tokens=100_000)[1], "damaged, so not complete"
     (texts / "0.txt").write_text("other words")
-    assert not prepare([texts], out, wider)[1]
+    assert not prepared(texts, out, shard_tokens=100_000)[1]
 
 
-def test_the_tokenizer_has_not_seen_the_validation_documents(texts, tmp_path):
-    meta, _ = prepare([texts], tmp_path / "out", CONFIG)
-    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+def test_the_same_request_is_reused_and_any_other_is_made_anew(in_rank, texts, tmp_path):
+    in_rank(made_anew, texts, tmp_path / "out")
 
+
+def kept_apart(ctx, texts, out):
+    shards = solution("data.shards")
+    prepared(texts, out)
+    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
     assert len(tokenizer.encode("zyxwv").ids) == 5, "a merge of a word that training never has"
     assert len(tokenizer.encode(" spain").ids) == 1
-    held = np.concatenate(
-        [Shard(p).read(0, len(Shard(p))) for p in find_shards(tmp_path / "out", "val")]
-    )
-    assert held[0] == tokenizer.token_to_id(DELIMITER)
-    texts_held = tokenizer.decode(held.tolist(), skip_special_tokens=False).split(DELIMITER)[1:]
-    assert texts_held == [(texts / f"{n}.txt").read_text() for n in (3, 7)]
-    assert meta["vocab_size"] <= CONFIG.vocab_size
+    opened = [shards.Shard(path) for path in shards.find_shards(out, "val")]
+    held = np.concatenate([shard.read(0, len(shard)) for shard in opened])
+    delimiter = solution("data.prepare").DELIMITER
+    documents = tokenizer.decode(held.tolist(), skip_special_tokens=False).split(delimiter)
+    assert documents == ["", *((texts / f"{n}.txt").read_text() for n in (3, 7))]
 
 
-@pytest.mark.parametrize("ids", [[0, 65536], [-1, 0], np.array([1, 70_000])], ids=str)
-def test_ids_that_uint16_cannot_hold_are_refused_and_nothing_is_written(ids, tmp_path):
-    with pytest.raises(ValueError, match="65536"):
-        write_shard(tmp_path / "x_train_0.bin", ids)
-    assert not contents(tmp_path)
+def test_the_tokenizer_has_not_seen_the_validation_documents(in_rank, texts, tmp_path):
+    in_rank(kept_apart, texts, tmp_path / "out")
 
 
-def test_shards_are_in_the_order_of_their_numbers(tmp_path):
+def bad_ids(ctx, folder):
+    for ids in ([0, 65536], [-1, 0], np.array([1, 70_000])):
+        with pytest.raises(ValueError, match="65536"):
+            solution("data.shards").write_shard(folder / "x_train_0.bin", ids)
+    assert not contents(folder)
+
+
+def test_ids_that_uint16_cannot_hold_are_refused_and_nothing_is_written(in_rank, tmp_path):
+    in_rank(bad_ids, tmp_path)
+
+
+def in_order(ctx, folder):
+    shards = solution("data.shards")
     for number in (10, 9, 1):
-        write_shard(tmp_path / f"x_train_{number}.bin", [number])
-    assert [path.stem for path in find_shards(tmp_path, "train")] == [
-        f"x_train_{n}" for n in (1, 9, 10)
-    ]
+        shards.write_shard(folder / f"x_train_{number}.bin", [number])
+    names = [path.stem for path in shards.find_shards(folder, "train")]
+    assert names == [f"x_train_{number}" for number in (1, 9, 10)]
 
 
-def test_what_a_killed_write_leaves_is_taken_for_no_shard(tmp_path, monkeypatch):
-    write_shard(tmp_path / "x_train_0.bin", [1, 2])
+def test_shards_are_in_the_order_of_their_numbers(in_rank, tmp_path):
+    in_rank(in_order, tmp_path)
+
+
+def while_written(ctx, folder):
+    """Names in the folder at the moment at which a file's bytes are flushed."""
     seen = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: seen.append([*tmp_path.iterdir()]))
-    write_atomically(tmp_path / "x_train_1.bin", b"half")
-    during = [path for path in seen[0] if path.name != "x_train_0.bin"]
-    assert during, "the temporary file lies beside its target while it is written"
-    assert not [path for path in during if path.suffix == ".bin"]
+
+    def look(descriptor):
+        seen.append([path.name for path in folder.iterdir()])
+
+    with mock.patch.object(os, "fsync", side_effect=look):
+        solution("data.shards").write_atomically(folder / "x_train_1.bin", b"half")
+    return seen[0]
+
+
+def test_what_a_killed_write_leaves_is_taken_for_no_shard(in_rank, tmp_path):
+    names = in_rank(while_written, tmp_path)
+    assert names, "the temporary file lies beside its target while it is written"
+    assert not [name for name in names if name.endswith(".bin")]
