@@ -288,7 +288,9 @@ def test_the_first_finding_is_told_at_once_and_chapters_as_they_end():
 
 
 def test_a_clause_that_hung_twice_is_not_run_again(tmp_path: Path):
-    (tmp_path / "mine.py").write_text("import time\ndef ddp(module):\n    time.sleep(1000)\n")
+    (tmp_path / "mine.py").write_text(
+        "import threading\ndef ddp(module):\n    threading.Event().wait()\n"
+    )
     report = tmp_path / "report"
     words = ("--impl", str(tmp_path / "mine.py"), "--clause", "ddp.gradients.mean")
     done = spec_tests(*words, "--report", str(report))
