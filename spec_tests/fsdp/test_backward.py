@@ -178,6 +178,7 @@ def gradient_of_input(ctx, subject, toy, seed):
     sharded = Sharded(ctx, subject, toy, seed)
     batch = sharded.batch().requires_grad_()
     (ctx.world_size * sum_of_squares(sharded.wrapped(batch))).backward()
+    sharded.finish()
     return {"input": batch.grad}
 
 
