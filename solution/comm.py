@@ -5,8 +5,8 @@ file and named by what they mean, they can be counted, replaced and reasoned abo
 are arithmetic and order.
 
 Every function takes `group`, None being the default group. What can overlap with compute returns a
-`Handle`, and nothing that was passed in may be read or written before `handle.wait()`; what is only
-ever used at the edges of a run (agreement, initial values, logging) blocks.
+`Handle`, and nothing that was passed in may be read or written before `handle.wait()`; what is
+used at once (agreement, initial values, numbers for the host, HSDP's sum over replicas) blocks.
 
 Invariants.
 1. All ranks of a group issue the same functions in the same order with equal shapes and dtypes.
@@ -82,7 +82,7 @@ def all_reduce_sum(tensor: torch.Tensor, group: Group) -> Handle:
 
 
 def sum_over_ranks(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
-    """Replace a small `tensor` that the host needs at once by its sum over ranks; return it."""
+    """Replace `tensor` by its sum over ranks, which is needed at once, and return it; blocks."""
     all_reduce_sum(tensor, group).wait()
     return tensor
 

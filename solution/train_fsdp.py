@@ -42,8 +42,8 @@ class FsdpConfig(TrainConfig):
     impl: str = setting("solution", "solution or torch: whose fully_shard")
     param_dtype: str = setting("float32", "of gathers and compute: float32 or bfloat16")
     reduce_dtype: str = setting("float32", "of gradients on their way: float32 or bfloat16")
-    reshard_after_backward: bool = setting(True, "free full weights before the last backward, too")
-    reduce_grads: bool = setting(False, "reduce gradients before the last backward, too")
+    reshard_after_backward: bool = setting(True, "free weights after all backwards, or the last")
+    reduce_grads: bool = setting(False, "reduce gradients in all backwards, or the last")
 
     choices = TrainConfig.choices | {
         "strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"),
@@ -75,7 +75,7 @@ class Accumulating(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Around the micro-batches before the last."""
+        """Around the micro-batches before the last; `reduce_grads` reduces them as well."""
         self._sharded.set_requires_gradient_sync(self._config.reduce_grads)
         self._sharded.set_reshard_after_backward(self._config.reshard_after_backward)
         try:

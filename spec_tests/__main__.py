@@ -29,6 +29,7 @@ import os
 import sys
 import tempfile
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 # Subcommand to the module whose `main` takes its arguments.
@@ -111,13 +112,14 @@ def _judge(arguments: list[str]) -> int:
     from spec_tests.rig.report.eventlog import read_log
 
     flags = _flags(arguments)
+    folders = chapter_folders([each for given in flags.clause for each in given.split(",") if each])
     with tempfile.TemporaryDirectory(prefix="trainspec-") as scratch:
         directory = flags.report or scratch
         log = Path(directory) / "events.jsonl"
         forget(directory)  # of a run that does not even load, nothing older may speak
         own = [] if flags.report else ["--report", scratch, "--report-is-scratch"]
         impl = [] if flags.impl else ["--impl", "solution"]
-        status = pytest.main([*_PYTEST, *impl, *own, *arguments, *map(str, chapter_folders())])
+        status = pytest.main([*_PYTEST, *impl, *own, *arguments, *map(str, folders)])
         events = read_log(log) if log.is_file() else []
     if events and events[-1]["event"] == "footer":
         return int(events[-1]["exit_status"])
@@ -127,23 +129,27 @@ def _judge(arguments: list[str]) -> int:
 
 
 def _flags(arguments: list[str]) -> argparse.Namespace:
-    """Return `impl` and `report` as given; whether they and the rest are right, pytest says."""
+    """Return what is read here as it was given; whether it and the rest are right, pytest says."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--impl", action="append", default=[], nargs="?")
     parser.add_argument("--report", nargs="?")
+    parser.add_argument("--clause", action="append", default=[])
     return parser.parse_known_args(arguments)[0]
 
 
-# Nothing of the user's own pytest configuration applies: a verdict does not depend on where the
-# command was started.
+# Nothing of the user's own pytest configuration applies, nor plugins that happen to be installed: a
+# verdict does not depend on where the command was started. Messages are the clauses' own, so pytest
+# need not rewrite assertions, which takes two seconds where it may not cache them.
+_PLUGINS = ("spec_tests.plugin", "xdist.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
 _PYTEST = [
     "-c",
     os.devnull,
     "--rootdir",
     str(Path(__file__).resolve().parent.parent),
     "--import-mode=importlib",
-    "-p",
-    "spec_tests.plugin",
+    "--assert=plain",
+    "--disable-plugin-autoload",
+    *(f"-p{name}" for name in _PLUGINS if find_spec(name.partition(".")[0])),
     "-p",
     "no:cacheprovider",
     "-q",

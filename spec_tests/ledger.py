@@ -37,9 +37,16 @@ CHAPTERS = (
 )
 
 
-def chapter_folders() -> list[Path]:
-    """The folders that hold clauses, as far as they exist."""
-    return [PACKAGE_ROOT / name for name in CHAPTERS if (PACKAGE_ROOT / name).is_dir()]
+def chapter_folders(patterns: Sequence[str] = ()) -> list[Path]:
+    """The folders that hold clauses; with `patterns` of ids, those that may hold one of these."""
+    found = [name for name in CHAPTERS if (PACKAGE_ROOT / name).is_dir()]
+    fixed = [re.split(r"[*?[]", pattern)[0] for pattern in patterns]
+    meant = [n for n in found if any(_may_begin(f"{n}.", prefix) for prefix in fixed)]
+    return [PACKAGE_ROOT / name for name in meant or found]
+
+
+def _may_begin(chapter: str, prefix: str) -> bool:
+    return chapter.startswith(prefix) or prefix.startswith(chapter)
 
 
 def load_all() -> list[Clause]:

@@ -208,12 +208,16 @@ def test_a_step_after_a_registered_method_raised_is_right(world, subject):
 
 def ignoring(ctx, subject, is_frozen=False):
     """A step with one parameter left out: what it is, its gradient, and what was sent."""
+    drawn = encoder().to("meta")
+    ctx.impl.fully_shard(drawn, ignored_params={drawn.table})
+    kinds = sorted({type(p).__name__ for p in drawn.parameters() if p is not drawn.table})
     module = encoder().to(ctx.device)
     held = module.table.requires_grad_(not is_frozen)
     values = held.detach().clone()
     ctx.impl.fully_shard(module.inner, reshard_after_forward=True)
     ctx.impl.fully_shard(module, reshard_after_forward=True, ignored_params={held})
-    seen = [module.table is held, type(held).__name__, tuple(held.shape), torch.equal(held, values)]
+    same = [module.table is held, torch.equal(held, values)]
+    seen = [*same, type(held).__name__, tuple(held.shape), kinds]
     with ctx.recording() as forward:
         loss = ctx.world_size * sum_of_squares(module(batch(ctx.rank).to(ctx.device)))
     with ctx.recording() as backward:
@@ -229,8 +233,9 @@ def test_an_ignored_parameter_stays_what_it_is(world, subject, is_frozen):
     """An ignored parameter MUST stay the same object: plain, whole, with its values."""
     seen, *_ = zip(*world.run(ignoring, subject, is_frozen), strict=True)
 
-    right = [True, "Parameter", (4, 4), True]
-    judge.equal(seen, right, quantity="(same object, its type, its shape, same values)")
+    right = [True, True, "Parameter", (4, 4), ["DTensor"]]
+    what = "(same object, same values, its type and shape, types of the others on the meta device)"
+    judge.equal(seen, right, quantity=what)
 
 
 @clause("fsdp.traffic.ignored-parameters", source=IGNORED)

@@ -251,6 +251,9 @@ def _judge_ladder(ranks):
     )
 
 
+LOADS = ("load-state-dict", "load-state-dict-assign", "assign-in-parts")
+
+
 def after_writing(ctx, subject, toy, seed, how, setting):
     """Output with ones written over the weights while full ones may be alive."""
     sharded = Sharded(ctx, subject, toy, seed, **SETTINGS.get(setting, {}))
@@ -261,10 +264,13 @@ def after_writing(ctx, subject, toy, seed, how, setting):
                 sharded.backward()
         else:
             _output(sharded)
-        if how.startswith("load-state-dict"):
+        if how in LOADS:
             state = sharded.wrapped.state_dict()
             ones = {name: torch.ones_like(value) for name, value in state.items()}
-            sharded.wrapped.load_state_dict(ones, assign=how.endswith("assign"))
+            for part in [ones] if how != "assign-in-parts" else [{n: ones[n]} for n in ones]:
+                sharded.wrapped.load_state_dict(part, assign="assign" in how, strict=part is ones)
+            if how == "assign-in-parts":
+                sharded.wrapped.state_dict()  # shows the shards: those that were loaded
         else:
             for parameter in sharded.held:
                 if how == "parameter":
@@ -281,8 +287,8 @@ def after_writing(ctx, subject, toy, seed, how, setting):
 )
 @pytest.mark.parametrize(
     "how",
-    ["load-state-dict", "load-state-dict-assign", "parameter", "local-tensor"],
-    ids=["loaded", "assigned", "written-parameter", "written-local-tensor"],
+    [*LOADS, "parameter", "local-tensor"],
+    ids=["loaded", "assigned", "assigned-in-parts", "written-parameter", "written-local-tensor"],
 )
 @pytest.mark.parametrize("setting", [*SETTINGS, KEPT])
 def test_a_forward_after_a_load_uses_the_loaded_weights(world, subject, setting, how):

@@ -250,7 +250,10 @@ def unequal(ctx, subject, difference):
     if is_other and difference == "scalar":
         layer.temperature = nn.Parameter(torch.ones(()))
     options = {}
-    if is_other and difference == "policy":
+    if difference == "policy-of-a-replica":
+        sizes, names = (ctx.world_size, 1), ("replicate", "shard")
+        options["mesh"] = init_device_mesh(ctx.device.type, sizes, mesh_dim_names=names)
+    if is_other and difference.startswith("policy"):
         options["mp_policy"] = ctx.impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     with refusal.caught() as error:
         ctx.impl.fully_shard(layer.to(ctx.device), **options)
@@ -262,7 +265,7 @@ def unequal(ctx, subject, difference):
     "fsdp.refusals.unequal-ranks",
     source="DistributedDataParallel verifies parameters across ranks at construction",
 )
-@pytest.mark.parametrize("difference", ["shape", "scalar", "policy"])
+@pytest.mark.parametrize("difference", ["shape", "scalar", "policy", "policy-of-a-replica"])
 def test_ranks_with_unequal_modules_are_told(world, subject, difference):
     """Where ranks differ in modules or policy, all MUST raise by the first step; none hangs."""
     errors = world.run(unequal, subject, difference)

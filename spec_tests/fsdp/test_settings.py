@@ -46,25 +46,31 @@ WINDOWS: dict[str, Any] = {
     "unused-in-last": ("branches", "layers", ({"use": "abc"}, {"use": "ab"})),
     "one-shard": ("even", "children", ({}, {})),
     "by-the-other-setter": ("even", "children", ({}, {})),
+    "again": ("even", "children", ({}, {})),
 }
 
 
 def over_replicas(ctx, subject, case):
-    """Two micro-batches on a mesh of two dimensions, replicas averaged with the second."""
+    """Two micro-batches on a mesh of two dimensions, replicas averaged with the second.
+
+    In the case `again` another such window, whose gradients are cleared, comes before.
+    """
     toy, units, uses = WINDOWS[case]
     names = ("replicate", "shard")
     sizes = (4, 1) if case == "one-shard" else (2, 2)
     mesh = init_device_mesh(ctx.device.type, sizes, mesh_dim_names=names)
     sharded = Sharded(ctx, subject, toy, units=units, mesh=mesh)
-    sent = []
-    for micro, flags in enumerate(uses):
-        if case == "by-the-other-setter" and micro == 1:  # which switches both on
-            sharded.synchronise(True)
-        else:
-            sharded.wrapped.set_requires_all_reduce(micro == 1)
-        sent.append(traffic.reduced(sharded.recorded(micro, **flags)[1]))
-        if case == "cleared" and micro == 0:
-            sharded.zero_grad()
+    for _ in range(1 + (case == "again")):
+        sharded.zero_grad()
+        sent = []
+        for micro, flags in enumerate(uses):
+            if case == "by-the-other-setter" and micro == 1:  # which switches both on
+                sharded.synchronise(True)
+            else:
+                sharded.wrapped.set_requires_all_reduce(micro == 1)
+            sent.append(traffic.reduced(sharded.recorded(micro, **flags)[1]))
+            if case == "cleared" and micro == 0:
+                sharded.zero_grad()
     return sent, sharded.gradients()
 
 
@@ -96,9 +102,13 @@ def test_replicas_are_averaged_once_per_window(world, subject, case):
         judge.equal(sent, each, quantity="elements reduced in each backward")
 
 
-def divided(ctx, subject, factor):
-    """Gradients of a step whose sums are divided by `factor`."""
-    sharded = Sharded(ctx, subject, "stack")
+def divided(ctx, subject, factor, mesh=None):
+    """Gradients of a step whose sums are divided by `factor`, on a mesh of these sizes."""
+    names = ("replicate", "shard")
+    options: dict[str, Any] = {}
+    if mesh is not None:
+        options["mesh"] = init_device_mesh(ctx.device.type, mesh, mesh_dim_names=names)
+    sharded = Sharded(ctx, subject, "stack", **options)
     for part in sharded.module.modules():
         setter: Any = getattr(part, "set_gradient_divide_factor", None)
         if setter is not None:
@@ -114,10 +124,22 @@ def divided(ctx, subject, factor):
 @pytest.mark.parametrize("factor", [1.0, 4.0, 0.5])
 def test_sums_are_divided_by_the_factor(world, subject, factor):
     """With a divide factor, gradients MUST be the sum over ranks divided by it alone."""
-    ranks = world.run(divided, subject, factor)
+    _judge_divided(world.run(divided, subject, factor), factor)
 
-    mean = equivalence.full_batch_gradients("stack", SEED, ranks=range(world.size))
-    wanted = equivalence.scaled(mean, world.size / factor)
+
+@clause(
+    "fsdp.backward.divide-factor-over-replicas",
+    source="FSDPModule.set_gradient_divide_factor",
+    worlds=(4,),
+)
+def test_sums_over_replicas_are_divided_by_the_factor(world, subject):
+    """With a divide factor, the sum over shards and replicas MUST be divided by it alone."""
+    _judge_divided(world.run(divided, subject, 2.0, (2, 2)), 2.0)
+
+
+def _judge_divided(ranks, factor):
+    mean = equivalence.full_batch_gradients("stack", SEED, ranks=range(len(ranks)))
+    wanted = equivalence.scaled(mean, len(ranks) / factor)
     wanted = {n: torch.zeros_like(ranks[0][n]) if g is None else g for n, g in wanted.items()}
     judge.tensors(ranks, wanted, quantity=f"sum over ranks / {factor}")
 
@@ -145,23 +167,23 @@ def test_a_unit_that_needs_no_weights_in_backward_is_not_gathered_there(world, s
     equivalence.mean_gradients(gradients, "even", SEED, micros=(0, 1))
 
 
-NOT_INSIDE = {
-    # elements gathered in forward, in backward, reduced, and gathered in the next forward, as
-    # multiples of the whole model, less the outermost unit where it is 1
+LESS = {
+    # elements gathered in forward, in backward, reduced, and gathered in the next forward: the
+    # whole model, less what the setting is told to where it is 1
     "set_requires_gradient_sync": (0, 0, 1, 0),
     "set_reshard_after_forward": (0, 1, 0, 0),
     "set_reshard_after_backward": (0, 0, 0, 1),
 }
 
 
-def set_outside_alone(ctx, subject, setter):
-    """What two passes send, the first with a setting that the inner units do not have."""
+def switched_off(ctx, subject, setter, **recurse):
+    """What two passes send, the first with a setting that the outermost unit is told."""
     sharded = Sharded(ctx, subject, "even", reshard_after_forward=True)
     sharded.follow("backward 5, zero_grad")
     change: Any = getattr(sharded.wrapped, setter)
-    change(False, recurse=False)
+    change(False, **recurse)
     forward, backward = sharded.recorded(0)
-    change(True, recurse=False)
+    change(True, **recurse)
     again, _ = sharded.recorded(1)
     gathered = [traffic.gathered(log, ctx.world_size) for log in (forward, backward, again)]
     sent = [*gathered[:2], traffic.reduced(backward), gathered[2]]
@@ -169,13 +191,23 @@ def set_outside_alone(ctx, subject, setter):
 
 
 @clause("fsdp.traffic.not-recursive", source="FSDPModule: setters that take `recurse`")
-@pytest.mark.parametrize("setter", NOT_INSIDE)
+@pytest.mark.parametrize("setter", LESS)
 def test_a_setting_without_recursion_leaves_inner_units_alone(world, subject, setter):
     """With `recurse=False`, a setter MUST change what the outermost unit sends alone."""
-    sent, gradients = zip(*world.run(set_outside_alone, subject, setter), strict=True)
+    _judge_switched(world.run(switched_off, subject, setter, recurse=False), setter, "gain")
 
-    whole, root = numel("even"), numel("even", "gain")
-    expected = [whole - root * changed for changed in NOT_INSIDE[setter]]
+
+@clause("fsdp.traffic.recursive", source="FSDPModule: setters that take `recurse`")
+@pytest.mark.parametrize("setter", LESS)
+def test_a_setting_reaches_inner_units(world, subject, setter):
+    """Unless told otherwise, a setter MUST change what the inner units send, too."""
+    _judge_switched(world.run(switched_off, subject, setter), setter)
+
+
+def _judge_switched(ranks, setter, *changed):
+    sent, gradients = zip(*ranks, strict=True)
+    whole, part = numel("even"), numel("even", *changed)
+    expected = [whole - part * is_changed for is_changed in LESS[setter]]
     what = "elements gathered in forward, in backward, reduced, and gathered in the next forward"
     judge.equal(sent, expected, quantity=what)
     equivalence.mean_gradients(gradients, "even", SEED, micros=(0, 1))

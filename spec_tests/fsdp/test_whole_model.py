@@ -7,6 +7,7 @@ weight, a norm, a gradient that was there before.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -120,6 +121,8 @@ def test_two_backwards_of_a_whole_model_and_one_finish_add_up(world, subject):
 def without_sending(ctx, subject):
     """Elements that a micro-batch inside `no_sync` reduces, and gradients of the whole window."""
     sharded = Sharded(ctx, subject, "even")
+    with suppress(ArithmeticError), ctx.impl.no_sync(sharded.wrapped):
+        raise ArithmeticError
     with ctx.recording() as recorder, ctx.impl.no_sync(sharded.wrapped):
         with ctx.impl.no_sync(sharded.wrapped):
             sharded.loss(0).backward()
@@ -138,7 +141,7 @@ def without_sending(ctx, subject):
 def test_a_whole_model_sends_no_gradient_inside_no_sync(world, subject):
     """Inside `no_sync` a whole model MUST reduce nothing and lose nothing, or refuse it.
 
-    Leaving an inner `no_sync` does not end the outer one.
+    Leaving an inner `no_sync` does not end the outer one; an exception ends one as well.
     """
     usual = (gradients_after, subject, "even", SEED, "backward 0")
     ranks = refusal.answer_or_refusal(world, without_sending, subject, ordinary=usual)

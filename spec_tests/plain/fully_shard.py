@@ -90,10 +90,11 @@ class PlainFsdp(Unit):
         self.num_steps += any(id(piece.parameter) in stepped for piece in self.pieces)
 
     def before_state_dict(self, *ignored: Any) -> None:
+        self.adopt()
         self.reshard()
 
     def before_load(self, *ignored: Any) -> None:
-        self.reshard()
+        self.before_state_dict()
 
     def shard(self, parameter: nn.Parameter, places: Any) -> Piece:
         if hasattr(parameter, "fsdp_pre_all_gather"):
@@ -248,6 +249,7 @@ class FSDPModule:
         return Done() if async_op else None
 
     def reshard(self) -> None:
+        self._plain_fsdp.adopt()
         self._plain_fsdp.reshard()
 
     def set_requires_gradient_sync(self, flag: bool, *, recurse: bool = True) -> None:

@@ -1,10 +1,16 @@
-"""`python -m solution.train_fsdp`: strategies, both implementations alike."""
+"""`python -m solution.train_fsdp`; and what docstrings of the sharding alone promise."""
+
+import importlib
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from spec_tests.reference_tests import training
 from spec_tests.reference_tests.launch import run_ranks
 from spec_tests.reference_tests.training import FSDP, SMALL, summary, weights
+from spec_tests.target import parse
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
@@ -62,3 +68,41 @@ def test_both_implementations_give_the_same_bits(data, tmp_path, flags):
 )
 def test_an_unknown_word_is_refused_by_name(data, tmp_path, flags):
     training.trained(data, tmp_path, *flags, module=FSDP, status=2, says=flags[1])
+
+
+def refused_on_one_rank(ctx):
+    """The class of the error where a function of the caller's raises on the last rank alone."""
+
+    def placement(parameter):
+        if ctx.rank == ctx.world_size - 1:
+            raise KeyError("no such placement")
+
+    with pytest.raises(Exception) as caught:  # which one is what is asked
+        ctx.impl.fully_shard(nn.Linear(4, 4), shard_placement_fn=placement)
+    return caught.type.__name__
+
+
+def test_any_error_of_one_rank_is_one_of_all(worlds):
+    ranks = worlds.world(2, parse("solution")).run(refused_on_one_rank)
+
+    assert ranks == ["ValueError", "KeyError"]
+
+
+def copies_and_refusals(ctx):
+    """Whether `full_parameters` gives copies; a Linear must not be left sharded in backward."""
+    api: Any = importlib.import_module("solution.parallel.fsdp.api")
+    whole = api.fsdp(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
+    before = api.full_parameters(whole)
+    kept = {name: value.clone() for name, value in before.items()}
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.add_(1)
+    table: Any = nn.Embedding(4, 2)
+    ctx.impl.fully_shard([table, nn.Linear(2, 2)])
+    with pytest.raises(ValueError, match="Embedding"):
+        table.set_unshard_in_backward(False)
+    return all(torch.equal(before[name], kept[name]) for name in kept)
+
+
+def test_full_parameters_are_copies_and_units_with_a_linear_are_gathered_in_backward(worlds):
+    assert worlds.world(2, parse("solution")).run(copies_and_refusals) == [True, True]

@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import (  # noqa: TID251  # where APIs register, none of them
+from torch.distributed._composable.contract import (  # noqa: TID251  # the register of such APIs, and none of them
     REGISTRY_KEY,
     RegistryItem,
 )
@@ -112,29 +112,32 @@ def fully_shard(
     inside = [p for part in modules for p in part.parameters() if id(p) not in ignored]
     default = "cuda" if torch.cuda.is_available() else "cpu"
     device_type = next((p.device.type for p in inside if not p.is_meta), default)
-    groups = ShardingMesh(mesh, device_type=device_type)
+    sharding = ShardingMesh(mesh, device_type=device_type)
     policy = _NO_CASTS if mp_policy is None else mp_policy
 
     def describe() -> Iterator[str]:
         options.require_options(name, reshard_after_forward, policy, offload_policy, dp_mesh_dims)
         options.require_shardable(modules, inside, sharded_class=FSDPModule)
         if type(reshard_after_forward) is int:
-            groups.resharding(reshard_after_forward)
-        yield f"parameters for {groups.mesh.device_type}"
+            sharding.resharding(reshard_after_forward)
+        yield f"parameters for {sharding.mesh.device_type}"
         yield f"reshard_after_forward={reshard_after_forward}, {policy}"
         for where, parameter, _ in found:
             described = options.described_rows(name, where, parameter, shard_placement_fn)
             yield f"{described}, requires_grad={parameter.requires_grad}"
 
     expected = f"all ranks to call fully_shard on {name} alike"
-    on_all_ranks(describe, groups.groups, expected=expected)
+    on_all_ranks(describe, sharding.groups, expected=expected)
     if type(reshard_after_forward) is int:
-        reshard_after_forward = groups.resharding(reshard_after_forward)
-    _move([*parameters, *(b for part in modules for b in part.buffers())], groups.device)
+        reshard_after_forward = sharding.resharding(reshard_after_forward)
+    _move([*parameters, *(b for part in modules for b in part.buffers())], sharding.device)
     unit = Unit(
         modules,
-        [ShardedParameter(where, parameter, places, groups) for where, parameter, places in found],
-        groups,
+        [
+            ShardedParameter(where, parameter, places, sharding)
+            for where, parameter, places in found
+        ],
+        sharding,
         policy,
         reshard_after_forward=reshard_after_forward,
     )
@@ -250,7 +253,9 @@ class FullySharded(nn.Module):
 
 
 def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> FullySharded:
-    """Shard the Linear and Embedding layers of `module`; the rest stays replicated.
+    """Shard the Linear and Embedding layers of `module`, in place; the rest stays replicated.
+
+    Returns a wrapper, whose `finish_gradient_synchronization` has to be called after each backward.
 
     Layers are recognised by the name of their class or of one of its bases, so also those that an
     exercise defines itself. Replicated as well are layers that share a parameter with a module of
@@ -307,7 +312,7 @@ def _is_layer(module: nn.Module) -> bool:
 def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of all parameters, unsharded, on every rank; all ranks call it.
 
-    Keys are the names in the model without wrapper.
+    Keys are the names in the model without wrapper. Units that are unsharded are resharded first.
     """
     model = model.module if isinstance(model, FullySharded) else model
     for part in model.modules():

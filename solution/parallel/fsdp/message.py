@@ -2,8 +2,8 @@
 
 A parameter `[n, ...]` is cut along dim 0 into W pieces as `torch.chunk` cuts it: each of
 `ceil(n / W)` rows, the last ones shorter or empty. Many parameters share a collective, which needs
-each rank's pieces in one stretch of memory. So a message is a matrix `[W, m]`: row r holds rank r's
-pieces, one parameter after another, each in `ceil(n / W)` rows.
+each rank's pieces in one stretch of memory. So a message is a matrix `[W, m]`: its row r holds rank
+r's pieces, one parameter after another, each with room for `ceil(n / W)` rows of its parameter.
 
     message    |  weight     |  bias |      a weight of 5 rows and a bias of 3 over W = 2 ranks;
     rank 0     | row 0 1 2   |  0 1  |      x: padding, sent and never read
@@ -103,7 +103,7 @@ class _Memory:
     def __init__(self, device: torch.device) -> None:
         self.storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
         self.messages: dict[tuple[object, ...], Message] = {}
-        self.is_free = True
+        self.is_taken = False
 
 
 class Message:
@@ -153,31 +153,34 @@ class BufferPool:
     def take(
         self, parameters: list[ShardedParameter], dtype: torch.dtype, group: comm.Group
     ) -> Message:
-        """Return a message for `parameters` between the ranks of `group`."""
+        """Return a message for `parameters` between the ranks of `group`, with undefined contents.
+
+        It is the caller's until `give_back`; later calls may return the same one.
+        """
         layout = layout_of(tuple(p.shape for p in parameters), comm.size(group))
         num_bytes = layout.num_ranks * layout.width * dtype.itemsize
         memory = self._smallest(num_bytes, parameters[0].local.device)
-        key = parameters[0], dtype, layout.num_ranks  # bounds the number of messages kept
+        key = parameters[0], dtype, layout.num_ranks  # another list of parameters replaces it
         message = memory.messages.get(key)
         if message is None or message.parameters != parameters:
             message = Message(parameters, dtype, layout, comm.rank(group), memory)
             memory.messages[key] = message
-        memory.is_free = False
+        memory.is_taken = True
         return message
 
     def give_back(self, message: Message) -> None:
         """Return the memory of `message` to the pool, once nothing reads or writes it."""
-        message.memory.is_free = True
+        message.memory.is_taken = False
 
     def empty(self) -> None:
         """Free all memory that is not in use."""
         for memory in self._memories:
-            if memory.is_free:
+            if not memory.is_taken:
                 memory.storage.resize_(0)
 
     def _smallest(self, num_bytes: int, device: torch.device) -> _Memory:
         """Return the smallest unused memory that is large enough, or enlarge the largest."""
-        free = [m for m in self._memories if m.is_free and m.storage.device == device]
+        free = [m for m in self._memories if not m.is_taken and m.storage.device == device]
         free.sort(key=lambda memory: memory.storage.nbytes())
         found = next((m for m in free if m.storage.nbytes() >= num_bytes), None)
         if found is not None:

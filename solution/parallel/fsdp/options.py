@@ -165,12 +165,7 @@ def described_rows(
         raise ValueError(
             f"expected real parameters, got {described}; take torch.view_as_real of it"
         )
-    for method in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
-        if hasattr(parameter, method):
-            raise NotImplementedError(
-                f"expected parameters that are gathered as they are, got {described} with "
-                f"{method} of {type(parameter).__name__}, which nothing would call"
-            )
+    refuse_extensions(parameter, described)
     if not parameter.is_contiguous():
         raise NotImplementedError(
             f"expected contiguous parameters, got {described} with strides {parameter.stride()}; "
@@ -183,3 +178,13 @@ def described_rows(
             f"{described}; parameters are cut along dim 0"
         )
     return described
+
+
+def refuse_extensions(tensor: torch.Tensor, described: str) -> None:
+    """Raise NotImplementedError for a tensor with methods that PyTorch's all-gather calls."""
+    for method in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+        if hasattr(tensor, method):
+            raise NotImplementedError(
+                f"expected parameters that are gathered as they are, got {described} with "
+                f"{method} of {type(tensor).__name__}, which nothing would call"
+            )

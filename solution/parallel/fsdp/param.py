@@ -48,38 +48,38 @@ class GradientState(Enum):
     n elements; W ranks shard. Beside it is `unsharded.grad`, n, which is autograd's until the
     post-backward hook.
 
-    - REDUCED: nothing.
-    - UNSHARDED: the unreduced sum of local gradients, n.
+    - NONE: nothing.
+    - UNREDUCED: the unreduced sum of local gradients, n.
     - IN_FLIGHT: the buffer of a reduce-scatter, n, and the partial sum if there was one.
     - PARTIAL: this rank's rows of a sum over shards and not over replicas, n / W.
-    - UNSHARDED_AND_PARTIAL: both, n + n / W.
+    - UNREDUCED_AND_PARTIAL: both, n + n / W.
     """
 
-    REDUCED = auto()
-    UNSHARDED = auto()
+    NONE = auto()
+    UNREDUCED = auto()
     IN_FLIGHT = auto()
     PARTIAL = auto()
-    UNSHARDED_AND_PARTIAL = auto()
+    UNREDUCED_AND_PARTIAL = auto()
 
 
 _TRANSITIONS = {
     "accumulate": {
-        GradientState.REDUCED: GradientState.UNSHARDED,
-        GradientState.UNSHARDED: GradientState.UNSHARDED,
-        GradientState.PARTIAL: GradientState.UNSHARDED_AND_PARTIAL,
-        GradientState.UNSHARDED_AND_PARTIAL: GradientState.UNSHARDED_AND_PARTIAL,
+        GradientState.NONE: GradientState.UNREDUCED,
+        GradientState.UNREDUCED: GradientState.UNREDUCED,
+        GradientState.PARTIAL: GradientState.UNREDUCED_AND_PARTIAL,
+        GradientState.UNREDUCED_AND_PARTIAL: GradientState.UNREDUCED_AND_PARTIAL,
     },
     "resume": {
-        GradientState.UNSHARDED: GradientState.REDUCED,
-        GradientState.UNSHARDED_AND_PARTIAL: GradientState.PARTIAL,
+        GradientState.UNREDUCED: GradientState.NONE,
+        GradientState.UNREDUCED_AND_PARTIAL: GradientState.PARTIAL,
     },
     "send": {
-        GradientState.UNSHARDED: GradientState.IN_FLIGHT,
-        GradientState.UNSHARDED_AND_PARTIAL: GradientState.IN_FLIGHT,
+        GradientState.UNREDUCED: GradientState.IN_FLIGHT,
+        GradientState.UNREDUCED_AND_PARTIAL: GradientState.IN_FLIGHT,
     },
     "keep": {GradientState.IN_FLIGHT: GradientState.PARTIAL},
-    "add": {GradientState.IN_FLIGHT: GradientState.REDUCED},
-    "drop": dict.fromkeys(GradientState, GradientState.REDUCED),
+    "add": {GradientState.IN_FLIGHT: GradientState.NONE},
+    "drop": dict.fromkeys(GradientState, GradientState.NONE),
 }
 
 
@@ -124,23 +124,24 @@ class ShardedParameter:
             requires_grad=parameter.requires_grad,
         )
         self.unsharded: nn.Parameter | None = None
-        self.gradient_state = GradientState.REDUCED
+        self.gradient_state = GradientState.NONE
         self.unreduced: torch.Tensor | None = None
         self.partial: torch.Tensor | None = None
         self._memory = torch.empty(0)
         self._placeholder: tuple[torch.Tensor, tuple[int, int]] | None = None
         self._is_placeholder_zeros = False
-        self.register_sharded()
+        self._register(self.sharded)
 
     # ------------------------------------------------------------------------------------ values
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's rows, also after `load_state_dict(assign=True)`."""
-        module, name = self.places[0]
-        registered = module._parameters[name]
-        if registered is not self.sharded and registered is not self.unsharded:
-            self._adopt(registered)
+        """This rank's rows, also of a Parameter that `load_state_dict(assign=True)` put here.
+
+        Raises:
+            ValueError: what was put here is no DTensor of this shape.
+        """
+        self._adopt()
         return self.sharded._local_tensor  # type: ignore[attr-defined]  # a DTensor
 
     def versions(self) -> tuple[int, int, int]:
@@ -168,23 +169,30 @@ class ShardedParameter:
 
     def register_unsharded(self) -> None:
         """Let the module compute with the unsharded tensor."""
-        for module, name in self.places:
-            module._parameters[name] = self.unsharded
+        self._register(self.unsharded)
 
     def register_sharded(self) -> None:
         """Let the module, and whoever asks it for parameters, see the shard."""
-        for module, name in self.places:
-            module._parameters[name] = self.sharded
+        self._adopt()
+        self._register(self.sharded)
 
-    def _adopt(self, registered: nn.Parameter | None) -> None:
-        # load_state_dict(assign=True) puts another Parameter into the module's first place.
+    def _register(self, parameter: nn.Parameter | None) -> None:
+        for module, name in self.places:
+            module._parameters[name] = parameter
+
+    def _adopt(self) -> None:
+        # load_state_dict(assign=True) puts other Parameters into the modules.
+        module, name = self.places[0]
+        registered = module._parameters[name]
+        if registered is self.sharded or registered is self.unsharded:
+            return
         if not isinstance(registered, DTensor) or registered.shape != self.shape:
             raise ValueError(
                 f"expected {self.name!r} to stay a DTensor of shape {tuple(self.shape)}, got "
                 f"{type(registered).__name__} in its place; load sharded values, or copy in place"
             )
         self.sharded = registered
-        self.register_sharded()
+        self._register(registered)
 
     # --------------------------------------------------------------------------------- gradients
 
@@ -199,7 +207,7 @@ class ShardedParameter:
     @property
     def is_waiting(self) -> bool:
         """Whether there is a gradient that a later reduction sends."""
-        return self.gradient_state not in (GradientState.REDUCED, GradientState.IN_FLIGHT)
+        return self.gradient_state not in (GradientState.NONE, GradientState.IN_FLIGHT)
 
     def resume(self) -> None:
         """Let autograd add to the unreduced gradient if it has the dtype of this backward.
@@ -212,7 +220,10 @@ class ShardedParameter:
             self.unsharded.grad, self.unreduced = self.unreduced, None
 
     def accumulate(self, dtype: torch.dtype | None, *, sends_partial: bool) -> None:
-        """Take the local gradient from autograd, in `dtype`; zeros where only `partial` is sent."""
+        """Add `unsharded.grad` to `unreduced`, which has `dtype`, or that of the first gradient.
+
+        Without a gradient `unreduced` becomes zeros if a partial sum has to be sent with it.
+        """
         if self.unsharded is not None and self.unsharded.grad is not None:
             self._move("accumulate")
             gradient, self.unsharded.grad = self.unsharded.grad.detach(), None
@@ -227,7 +238,7 @@ class ShardedParameter:
             self.unreduced = self.partial.new_zeros(self.shape)
 
     def send(self) -> None:
-        """Free the unreduced gradient, which has been copied to a message."""
+        """Forget the unreduced gradient, and its placeholder: a message holds it now."""
         self._move("send")
         self.unreduced = None
         self.remove_placeholder()
@@ -238,7 +249,10 @@ class ShardedParameter:
         self.partial = rows
 
     def add(self, rows: torch.Tensor) -> None:
-        """Add this rank's rows of a mean to `sharded.grad`; the tensor is kept, not copied."""
+        """Add this rank's rows of a mean to `sharded.grad`.
+
+        The first gradient is not copied: it stays a view of the mean of its whole message.
+        """
         self._move("add")
         self.partial = None
         if self.sharded.grad is not None:
@@ -261,7 +275,7 @@ class ShardedParameter:
 
     def leave_placeholder(self) -> None:
         """Make `zero_grad` discard what is not in `sharded.grad` yet."""
-        if self.gradient_state is GradientState.REDUCED:
+        if self.gradient_state is GradientState.NONE:
             return
         if self.sharded.grad is None:
             zero = torch.zeros((), dtype=self.local.dtype, device=self.local.device)

@@ -17,22 +17,24 @@ each unit:
 
 The hooks. 1 and 2 are hooks of the module. 3 is a hook of the module's outputs, which knows the
 unit whose forward came before, so the graph itself holds the order for prefetching. 4 is the
-backward of an identity on the module's inputs: it runs when the gradients of all of them are there,
-after those of the parameters. A unit whose inputs need no gradient has no such moment and is
-reduced in 5. A forward prefetches what came next in the last forward; once it takes another way,
-it prefetches nothing more. `torch.compile` is kept out of all of them (`_disable_dynamo`): graphs
-break where a unit begins, and hold its unsharded Parameters as inputs.
+backward of an identity on the module's inputs: it runs when the gradients of all of them are
+there, after those of the parameters, which autograd accumulates first. A unit whose inputs need no
+gradient has no such moment and is reduced in 5. A forward prefetches what came next in the last
+forward; once it takes another way, it prefetches nothing more. `torch.compile` is kept out of all
+of them (`_disable_dynamo`): graphs break where a unit begins, and hold its unsharded Parameters as
+inputs.
 
-One message of each kind is in flight at a time. So, beside the shards, there are at most the
-unsharded values of the unit that computes, its unsharded gradients, the values that come next, and
-the gradients that have just left. A backward that finds its values kept, and frees them, has room
-for a second message of gradients: small ones spend more time waiting than travelling.
+One message of each kind is in flight at a time. So, beside the shards and what the outermost unit
+keeps, there are at most the unsharded values of the unit that computes, its unsharded gradients,
+the values that come next (more where prefetch lists ask for it), and the gradients that have just
+left. A backward that finds its values kept, and frees them, has room for a second message of
+gradients: small ones spend more time waiting than travelling.
 
-Invariants. Between steps, and outside of forward and backward, `parameters()` are the shards. What
-was gathered before an update is never used after it. An Exception in a forward leaves the model
-sharded; after one in a backward the next forward discards what that backward left behind, on
-whatever ranks it happened. (`recover` is for the rest: module hooks do not run after a
-KeyboardInterrupt.)
+Invariants. Outside of forward and backward, `parameters()` are the shards, but between `unshard()`
+and `reshard()`. What was gathered before an update that shows (`unit.py`) is never used after it.
+An Exception in a forward leaves the model sharded; after one in a backward the next forward
+discards what that backward left behind, on whatever ranks it happened. (`recover` is for the rest:
+module hooks do not run after a KeyboardInterrupt.)
 
 Paper: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 sections 3.2 and 3.3; Rajbhandari et al. 2020, "ZeRO", section 5. PyTorch counterpart: `FSDPState`,
@@ -91,8 +93,8 @@ class Schedule:
     @torch._disable_dynamo
     def pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """All-gather, and prefetch what comes next; return the inputs, cast and with hooks."""
-        # Activation checkpointing repeats forwards inside a backward; these are not new passes.
         unit.depth += 1
+        # Activation checkpointing repeats forwards inside a backward; these are not new passes.
         is_new = not is_inside_backward()
         is_first = not unit.to_run
         if is_new and self._outermost is None:
@@ -216,11 +218,11 @@ class Schedule:
         unit.register_sharded()
         if unit.reshard_after_backward:
             unit.reshard()
-        if unit.has_second_gradients:  # its modules ran twice
+        if unit.has_second_gradients:  # its modules ran twice: the first reduction goes before this
             self._finish_reductions()
         unit.take_gradients()
         if unit.sends and any(parameter.unreduced is not None for parameter in unit.parameters):
-            # What was kept for this backward, and is freed in it, makes room for a second.
+            # Parameters kept for this backward and freed in it leave room for a second message.
             makes_room = self._keeps(unit) and unit.reshard_after_backward
             self._finish_reductions(but=1 if makes_room else 0)
             self._reductions.append(unit.start_reduction())

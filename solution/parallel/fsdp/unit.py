@@ -40,7 +40,7 @@ from torch.utils.hooks import RemovableHandle
 from solution import comm
 from solution.parallel.fsdp.mesh import ShardingMesh
 from solution.parallel.fsdp.message import BufferPool, Message, copy, layout_of, outside_of_autograd
-from solution.parallel.fsdp.options import MixedPrecisionPolicy
+from solution.parallel.fsdp.options import MixedPrecisionPolicy, refuse_extensions
 from solution.parallel.fsdp.param import GradientState, ShardedParameter, rows_of
 
 K = TypeVar("K", bound=Hashable)
@@ -50,7 +50,8 @@ class UnitState(Enum):
     """What a unit has in memory, beside the shards.
 
     - SHARDED: nothing.
-    - PARTLY_SHARDED: larger pieces, of W / `reshard_after_forward` elements; only after a forward.
+    - PARTLY_SHARDED: the pieces of fewer ranks, about W * m / `reshard_after_forward` elements (W
+      ranks shard, m elements each: `message.py`); only after a forward.
     - GATHERING: messages of W * m elements; an all-gather is in flight.
     - UNSHARDED: the unsharded parameters.
     """
@@ -68,7 +69,7 @@ class Unit:
         modules: whose parameters they are; usually one.
         name: of the modules, in the outermost sharded one.
         parameters: in the order in which they lie in messages.
-        mesh, policy: process groups and dtypes, as given to `fully_shard`.
+        mesh, policy: process groups and dtypes, from what `fully_shard` was given.
         reshard_after_forward: None is True except for the outermost unit; an int is True, but
             keeps a part.
         reshard_after_backward, unshards_in_backward, reduces, all_reduces, divide_factor: see the
@@ -144,7 +145,10 @@ class Unit:
         self.state = UnitState.GATHERING
 
     def wait_for_unshard(self) -> None:
-        """Wait for the all-gather; register the unsharded parameters in the modules."""
+        """Wait for the all-gather; register the unsharded parameters in the modules.
+
+        Does nothing if the unit has been resharded since.
+        """
         if self.state is UnitState.GATHERING:
             with outside_of_autograd():
                 for message, handle in self._in_flight:
@@ -153,8 +157,9 @@ class Unit:
                     self.buffers.give_back(message)
             self._in_flight.clear()
             self.state = UnitState.UNSHARDED
-        for parameter in self.parameters:
-            parameter.register_unsharded()
+        if self.state is UnitState.UNSHARDED:
+            for parameter in self.parameters:
+                parameter.register_unsharded()
 
     def reshard(self, *, keep_part: bool = False) -> None:
         """Free the unsharded parameters; an all-gather in flight is waited for and discarded."""
@@ -194,6 +199,7 @@ class Unit:
 
     def _require_values(self) -> None:
         for parameter in self.parameters:
+            refuse_extensions(parameter.local, parameter.name)
             if parameter.local.is_meta:
                 raise RuntimeError(
                     f"expected {parameter.name!r} of {self.name} to have values by the first "
@@ -241,7 +247,7 @@ class Unit:
                 parameter.accumulate(dtype, sends_partial=not self.leaves_replicas)
 
     def start_reduction(self) -> list[Reduction]:
-        """Start reducing what is unreduced; each is waited for by its `finish`."""
+        """Start reducing what is unreduced: one per pair of dtypes, to be ended by the caller."""
         unreduced = [p for p in self.parameters if p.unreduced is not None]
         with outside_of_autograd():
             return [
@@ -282,7 +288,8 @@ class Reduction:
         parameters, mesh = self._message.parameters, self._unit.mesh
         with outside_of_autograd():
             self._handle.wait()
-            mean = self._own / self._divisors[1]  # a copy: the message's memory is used again
+            # Not yet over replicas. A copy: the message's memory is used again.
+            mean = self._own / self._divisors[1]
             self._unit.buffers.give_back(self._message)
             if any(parameter.partial is not None for parameter in parameters):
                 for parameter, rows in zip(parameters, self._rows(mean), strict=True):

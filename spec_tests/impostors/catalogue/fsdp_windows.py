@@ -198,6 +198,18 @@ class KeepsWhatItWasGiven(PlainFsdp):
         pass
 
 
+@near_miss("fsdp.adopts-at-the-gather", rejected_by="fsdp.lifecycle.fresh-after-load")
+class AdoptsAtTheGather(PlainFsdp):
+    """Looks at the next gather, and no sooner, for what `load_state_dict(assign=True)` put in.
+
+    From: Ours, once: state_dict() shows the shards first, which were still those of construction.
+    Unseen: A forward between the load and the next save; loads in one piece.
+    """
+
+    def before_state_dict(self, *ignored):
+        self.reshard()
+
+
 @near_miss("fsdp.gathers-once", rejected_by="fsdp.lifecycle.fresh-after-writing-in-a-whole-model")
 class GathersOnce(PlainFsdp):
     """Gathers anew after a step of an optimizer alone.

@@ -105,7 +105,7 @@ class Context:
     Attributes:
         rank, world_size: this rank's number and how many there are.
         device: where tensors of this rank live.
-        impl: the implementation; a function that it lacks raises NotOffered when called.
+        impl: the implementation; a function that it lacks raises NotOfferedError when called.
         seed: the task's seed; torch, NumPy and random were seeded with `1000 * seed + rank`.
         scratch: a folder that all ranks of this pool share.
     """
@@ -125,7 +125,7 @@ class Context:
     def impl(self) -> Implementation:
         """The implementation under test."""
         if self._impl is None:
-            raise RuntimeError("this world has no implementation; pass one to world(n, impl=...)")
+            raise RuntimeError("this world has no implementation: worlds.world(n, target)")
         return self._impl
 
     def barrier(self) -> None:

@@ -1,0 +1,93 @@
+"""Near-misses of sharded data parallelism: meshes of two dims, settings, and what is left out."""
+
+from __future__ import annotations
+
+from spec_tests.impostors.card import Patched, near_miss
+from spec_tests.plain.fully_shard import PlainFsdp
+
+
+@near_miss("fsdp.ignores-by-address", rejected_by="fsdp.init.ignored-parameters")
+class IgnoresByAddress(PlainFsdp):
+    """Recognises ignored parameters by where their memory lies.
+
+    From: `data_ptr()` as an identity.
+    Unseen: On the meta device every address is 0, and nothing at all is sharded.
+    """
+
+    def managed(self):
+        ignored = [p.data_ptr() for p in self.module.parameters() if id(p) in self.ignored]
+        return {p: at for p, at in super().managed().items() if p.data_ptr() not in ignored}
+
+
+@near_miss(
+    "fsdp.compares-shards-alone",
+    rejected_by="fsdp.refusals.unequal-ranks",
+    outcomes=("failed", "hang", "died"),
+)
+class ComparesShardsAlone(Patched):
+    """Compares what ranks were called with among those that shard, and not among replicas.
+
+    From: The group that gathers is the one that is at hand.
+    Unseen: A mesh of one dim has no replicas.
+    """
+
+    module = "solution.parallel.fsdp.api"
+    find = "on_all_ranks(describe, sharding.groups, expected=expected)"
+    replace = "on_all_ranks(describe, [sharding.shard_group], expected=expected)"
+
+
+@near_miss("fsdp.divides-by-replicas-too", rejected_by="fsdp.backward.divide-factor-over-replicas")
+class DividesByReplicasToo(Patched):
+    """Takes a divide factor in the place of the number of shards.
+
+    From: Two stages, each of which divides.
+    Unseen: Without replicas there is one stage.
+    """
+
+    module = "solution.parallel.fsdp.unit"
+    find = "return (1.0, first, second) if factor is None else (1.0, 1.0, factor)"
+    replace = "return 1.0, factor or first, second"
+
+
+@near_miss("fsdp.sets-the-outermost-alone", rejected_by="fsdp.traffic.recursive")
+class SetsTheOutermostAlone(Patched):
+    """Changes when the unit that is told frees its weights, and none inside it.
+
+    From: A setter that is written for one unit.
+    Unseen: The numbers are right; every unit but one is gathered twice.
+    """
+
+    module = "solution.parallel.fsdp.module"
+    find = """for unit in _units_in(self, recurse):
+            unit.reshard_after_forward = reshard_after_forward"""
+    replace = "self._fsdp_unit.reshard_after_forward = reshard_after_forward"
+
+
+@near_miss("fsdp.averages-windows-again", rejected_by="fsdp.accumulation.all-reduce-at-the-last")
+class AveragesWindowsAgain(Patched):
+    """Keeps the sum over shards of one window, and adds it to the next ones.
+
+    From: What is kept for the last micro-batch is not forgotten after it.
+    Unseen: The first window is right.
+    """
+
+    module = "solution.parallel.fsdp.param"
+    find = """self._move("add")
+        self.partial = None"""
+    replace = 'self._move("add")'
+
+
+@near_miss("fsdp.stays-in-no-sync", rejected_by="fsdp.accumulation.no-sync-of-a-whole-model")
+class StaysInNoSync(Patched):
+    """Leaves `no_sync` switched on where its body raises.
+
+    From: A context manager without `finally`.
+    Unseen: Few bodies raise, and fewer errors are caught; later steps then reduce nothing.
+    """
+
+    module = "solution.parallel.fsdp.module"
+    find = """try:
+            yield
+        finally:"""
+    replace = """yield
+        if True:"""
