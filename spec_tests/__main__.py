@@ -1,6 +1,6 @@
 """`python -m spec_tests --impl A --impl B --report DIR`: judge implementations.
 
-    python -m spec_tests [check]                judge the reference
+    python -m spec_tests [check] [--help]       judge the reference; what may be asked for
     python -m spec_tests --impl mine.py         judge a file, at level `correct`
     python -m spec_tests --impl mine.py --clause 'ddp.gradients.*' --level course
     python -m spec_tests compare BEFORE AFTER   two reports: what got better, what broke
@@ -11,11 +11,8 @@
     python -m spec_tests kills [...]            kill ranks of the reference's training, and compare
 
 An installed package offers the same as `trainspec check`, `trainspec new` and so on. `COMMAND
---help` lists a command's own options.
-
-Options are those of the pytest plugin (`--impl`, `--clause`, `--level`, `--transport`,
-`--profile`, `--report`, `--points`); whatever else is given goes to pytest. Runs in any interpreter
-that has the suite and the implementation's dependencies.
+--help` lists a command's own options; whatever else `check` is given goes to pytest, such as
+`-n 2` and `-x`. Runs in any interpreter that has the suite and the implementation's dependencies.
 
 Exit status: 0 every MUST clause at or below the level holds for what the implementation offers, or
 is a declared deviation; 1 one does not; 2 the run itself is broken: wrong usage, nothing ran, an
@@ -25,6 +22,8 @@ implementation that does not load.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import sys
 import tempfile
@@ -54,7 +53,21 @@ def main(arguments: list[str]) -> int:
     if command in ("-h", "--help"):
         print(__doc__)
         return 0
-    return _judge(rest if command == "check" else arguments)
+    judged = rest if command == "check" else arguments
+    if {"-h", "--help"} & {*judged}:
+        print(f"python -m spec_tests [check] [options, also of pytest]\n\n{_options()}")
+        return 0
+    return _judge(judged)
+
+
+def _options() -> str:
+    """The options of the plugin, out of the many that pytest has."""
+    import pytest
+
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        pytest.main([*_PYTEST, "--help"])
+    _, _, ours = shown.getvalue().partition("specification of data-parallel training:\n")
+    return ours.partition("\n\n")[0]
 
 
 def trainspec() -> int:

@@ -62,7 +62,9 @@ class Live:
         if outcome in REFUTED and result["strength"] == MUST and self._waits_for_finding:
             self._waits_for_finding = False
             seconds = time.monotonic() - self._began_s
-            self._write(f"first finding, after {seconds:.1f} s of judging:")
+            self._write(
+                f"first finding, after {seconds:.1f} s of judging; the causes stand at the end:"
+            )
             self._write(clip(result["message"].rstrip(), _MAX_LINES))
             self._write("")
 

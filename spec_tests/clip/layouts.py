@@ -148,3 +148,25 @@ def local_norms(layout: Layout, size: int, order: float = 2.0) -> list[Named]:
         flat = torch.cat(own) if own else torch.zeros(1)
         found.append({"norm": torch.linalg.vector_norm(flat.double(), order)})
     return found
+
+
+def mistakes(layout: Layout, size: int, order: float) -> list[tuple[str, list[Named] | Named]]:
+    """Wrong norms that have a name: what was done, and what that gives."""
+    local = local_norms(layout, size, order)
+    found: list[tuple[str, list[Named] | Named]] = [("the norm of the rank's own part", local)]
+    if order != 2:
+        found.append(("norm_type is left aside: this is the 2-norm", {"norm": norm(layout)}))
+    if not math.isinf(order):
+        added = torch.stack([each["norm"] for each in local]).sum()
+        found.append(("the ranks' norms were added, not their p-th powers", {"norm": added}))
+        for kinds, times, means in (
+            (("plain", "replicate"), size, "replicated gradients counted once per rank"),
+            (("hybrid",), 2, "summed over the mesh's axis of replicas, too"),
+            (("hybrid", "replicate"), 2, "summed over the mesh's axis of replicas, too"),
+        ):
+            copies = {name: how for name, how in layout.items() if how in kinds}
+            if copies:
+                again = (times - 1) * norm(copies, order) ** order
+                counted = (norm(layout, order) ** order + again) ** (1 / order)
+                found.append((means, {"norm": counted}))
+    return found

@@ -31,12 +31,7 @@ ISSUES = "torchtitan issues 19 and 766; PyTorch's test_fully_shard_clip_grad_nor
 def is_global(ranks, layout, order=2.0, given=""):
     """Every rank must have got the norm of the whole gradient."""
     __tracebackhide__ = True
-    size = len(ranks)
-    replicated = {name: how for name, how in layout.items() if how in ("plain", "replicate")}
-    hints = [
-        Hint("the norm of the rank's own part", layouts.local_norms(layout, size, order)),
-        Hint("replicated gradients counted once per rank", _counted(layout, replicated, size)),
-    ]
+    hints = [Hint(means, norms) for means, norms in layouts.mistakes(layout, len(ranks), order)]
     judge.tensors(
         [{"norm": rank["norm"]} for rank in ranks],
         {"norm": layouts.norm(layout, order)},
@@ -45,11 +40,6 @@ def is_global(ranks, layout, order=2.0, given=""):
         hints=hints,
         given=given or ", ".join(f"{name} {how}" for name, how in layout.items()),
     )
-
-
-def _counted(layout, replicated, size):
-    copies = layouts.norm(replicated) if replicated else torch.tensor(0.0)
-    return {"norm": (layouts.norm(layout).square() + (size - 1) * copies.square()).sqrt()}
 
 
 @clause("clip.norm.global", source=ISSUES)

@@ -13,8 +13,10 @@ contract as it stands, and so does this file of five lines, as far as it goes:
     def no_sync(wrapped):
         return wrapped.no_sync()
 
-Judge it with `python -m spec_tests --impl path/to/mine.py`. Outside of the domain stated here a
-ValueError or NotImplementedError that names the argument is always right.
+Judge it with `python -m spec_tests --impl path/to/mine.py`. The ranks and their default group exist
+when a function is called: keep a script's own `init_process_group` under `if __name__ ==
+"__main__"`. Outside of the domain stated here a ValueError or NotImplementedError that names the
+argument is always right.
 
 This is the promise in words and types; read the part that has the function you write:
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 
 def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.Module:
-    """Replicate `module` over the group: each gradient is averaged by itself.
+    """Replicate `module` over the group: each gradient becomes its own mean.
 
     Returns a module that is called like the original, whose `parameters()` are the original's, and
     whose `train()` and `eval()` reach it. A forward calls the original, hooks included. At
@@ -31,8 +31,12 @@ def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.M
     by how many one divides. All ranks get the same bits, and equal runs give equal bits. Several
     forwards may feed one backward; a forward without gradients disturbs nothing, nor does another
     wrapped model. What is launched is waited for, and memory does not grow from step to step. After
-    a caught exception the next step is right, or an error. Level `production`: forward and backward
-    of the original alone, after a finished step, send nothing, and their gradients stay local;
+    a caught exception the next step is right, or an error. Level `production`: a training forward
+    sees the first rank's buffers; a step sends one copy of the trained gradients, in one order on
+    all ranks, in buckets of the size that was asked for, launched during the backward by hooks that
+    do not block, and holds no more than one other copy of them; a sum in float16 does not overflow
+    where the mean does not; forward and backward of the original alone, after a finished step, send
+    nothing, and their gradients stay local;
     `torch.compile` of the module, before or after wrapping, or of the wrapper changes no value.
     """
 
@@ -87,8 +91,10 @@ def sharded_optimizer(
     `load_state_dict`, which all ranks call, takes the unsharded optimizer's state dict in place of
     all that there was; `state_dict` gives that, or raises. Optimizers of other parameters do not
     disturb it. What is launched is waited for before `step` returns. Level
-    `production`: sparse parameters are right, or refused as such, `step`
-    leaves gradients as they are, and `torch.compile(optimizer.step)` is the same step.
+    `production`: sparse parameters are right, or refused as such, ranks that differ in parameters
+    or options all raise, a step sends one copy of the trained parameters, in one order on all ranks
+    and a message for each at most, each element is updated by one rank, from that rank's gradient
+    alone, `step` leaves gradients as they are, and `torch.compile(optimizer.step)` is the same.
     """
 
 
@@ -187,6 +193,8 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """`torch.nn.utils.clip_grad_norm_` for replicated, sharded and mixed parameters.
+
+    Sharded gradients are DTensors (`.placements` says how); plain ones are replicas.
 
     Returns the global norm as a plain tensor with the same bits on all ranks, each element counted
     once; what is replicated is equal on all ranks already. A NaN anywhere makes it NaN. Plain

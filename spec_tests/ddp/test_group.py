@@ -105,14 +105,13 @@ def test_what_another_group_uses_does_not_matter(world, subject):
     )
 
     if ranks is not None:
-        expected = [
-            equivalence.scaled(_gradients(_group_of(r, groups), "branches", uses[r]), 2.0)
-            for r in range(4)
-        ]
+        sums = [_gradients(_group_of(r, groups), "branches", uses[r]) for r in range(4)]
+        expected = [equivalence.scaled(each, 2.0) for each in sums]
         judge.tensors(
             [rank["gradients"] for rank in ranks],
             expected,
             quantity="mean gradient of its group",
+            hints=[Hint("divided by the size of the world in place of the group", sums)],
             given=f"groups {groups}, branches used {uses}",
         )
 

@@ -54,7 +54,8 @@ def test_the_first_reduction_starts_before_the_last_gradient_is_ready(world, sub
             first < marks[-1],
             f"rank {rank}: expected a reduction before the last of {len(marks)} gradients, got "
             f"the first one after all of them: {[str(e) for e in log.events][:12]}",
-            likely="everything is reduced after backward, so nothing is hidden behind it",
+            likely="everything is reduced after backward, or in an order that begins with what "
+            "is ready last",
         )
 
 

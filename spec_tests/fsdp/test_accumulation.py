@@ -77,25 +77,34 @@ def test_a_micro_batch_that_is_not_reduced_sends_no_gradient(world, subject):
     judge.equal(ranks, 0, quantity="number of reductions in two micro-batches")
 
 
+DISCARDED = {
+    # the toy, its units, and how the cleared micro-batches and the last one call it
+    "all": ("stack", "children", "", ""),
+    "fewer-rows-than-ranks": ("ragged", "children", "", ""),
+    "not-used-in-the-last": ("branches", "layers", " use=abc", " use=ab"),
+}
+
+
 @clause(
     "fsdp.accumulation.zero-grad-discards",
     source="contract: zero_grad clears what waits for its reduction too; as ddp does",
 )
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
-def test_zero_grad_inside_a_window_discards_what_was_pending(world, subject, set_to_none):
+@pytest.mark.parametrize("case", DISCARDED)
+def test_zero_grad_inside_a_window_discards_what_was_pending(world, subject, case, set_to_none):
     """`zero_grad` between micro-batches MUST discard unreduced gradients as it discards `.grad`.
 
     Otherwise a step that was skipped, for an overflow say, comes back with the next one.
     """
     clear = f"zero_grad {set_to_none}"
-    both = equivalence.full_batch_gradients("stack", SEED, ranks=range(world.size), micros=(0, 1))
-    mean_gradients(
-        world,
-        subject,
-        "stack",
-        f"backward 5, {clear}, accumulate 0, {clear}, backward 1",
-        hints=[Hint("the discarded micro-batch is still in it: a hidden accumulator", both)],
-    )
+    toy, units, every, last = DISCARDED[case]
+    calls = f"backward 5{every}, {clear}, accumulate 0{every}, {clear}, backward 1{last}"
+    hints = []
+    if not last:
+        ranks, micros = range(world.size), (0, 1)
+        both = equivalence.full_batch_gradients(toy, SEED, ranks=ranks, micros=micros)
+        hints = [Hint("the discarded micro-batch is still in it: a hidden accumulator", both)]
+    mean_gradients(world, subject, toy, calls, hints=hints, units=units)
 
 
 @clause(

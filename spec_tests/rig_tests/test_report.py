@@ -26,6 +26,7 @@ from spec_tests.rig.report import (
 )
 from spec_tests.rig.report.causes import causes
 from spec_tests.rig.report.eventlog import EventLog
+from spec_tests.rig.report.text import clip
 from spec_tests.rig_tests import golden
 from spec_tests.rig_tests.logs import MESSAGE, START, TOLD, add, log, profile, result
 
@@ -238,20 +239,24 @@ def test_one_line_that_raises_is_one_cause_whatever_it_says():
     assert found[0].text == f"mine.py:12 raises {kind}"
 
 
-def test_one_diagnosis_is_one_cause_and_none_is_a_cause_of_its_own():
+def test_one_diagnosis_is_one_cause_and_without_one_a_line_is_one_in_its_chapter():
     found = causes(
         log(
             failed("ddp.a.bare", BARE),
             failed("ddp.a.one", WRONG),
             failed("ddp.a.two", WRONG),
+            failed("ddp.a.three", WRONG),
             failed("ddp.b.bare", BARE),
+            failed("ddp.b.other", BARE.replace("'w'", "'v'")),
+            failed("zero1.a.bare", BARE),
         ),
         "solution",
     )
     assert [cause.clauses for cause in found] == [
-        ["ddp.a.one", "ddp.a.two"],
-        ["ddp.a.bare"],
-        ["ddp.b.bare"],
+        ["ddp.a.one", "ddp.a.two", "ddp.a.three"],
+        ["ddp.a.bare", "ddp.b.bare"],
+        ["ddp.b.other"],
+        ["zero1.a.bare"],
     ]
 
 
@@ -267,7 +272,7 @@ def test_what_the_exercise_asks_comes_first():
 def test_the_terminal_ends_with_the_causes_in_at_most_forty_lines():
     events = log(
         *(failed(f"ddp.a.n{number}", WRONG) for number in range(9)),
-        *(failed(f"ddp.b.n{number}", BARE) for number in range(60)),
+        *(failed(f"ddp.b.n{i}", BARE.replace("'w'", f"'w{i}'")) for i in range(60)),
     )
     ending = render_ending(events).partition("61 causes explain 69 failed clauses")[2].splitlines()
     assert len(ending) <= 40
@@ -276,8 +281,20 @@ def test_the_terminal_ends_with_the_causes_in_at_most_forty_lines():
     assert ending[3] == "    correct: ddp.a.n0, ddp.a.n1, ddp.a.n2 and 6 more"
     assert ending[-1].endswith("more causes: --all, or the report")
     assert "likely: " not in render_ending(events)
-    assert render_ending(events, everything=True).count("likely: ") == 1
+    assert render_ending(events, everything=True).count("likely: ") == 9
     assert render_ending(events[:3]).count("likely: ") == 1, "few findings are shown in full"
+
+
+def test_a_message_that_is_cut_keeps_the_frames_of_the_judged_code_and_its_end():
+    others = [f'  File "/v/site-packages/torch/{i}.py", line {i}, in f\n    g()' for i in range(30)]
+    own = '  File "/home/me/mine.py", line 37, in hook\n    raise RuntimeError'
+    text = "\n".join(["rank 0 raised", *others[:15], own, *others[15:], "RuntimeError", "again: x"])
+
+    shown = clip(text, 9).splitlines()
+
+    left_out = "... 60 lines left out; the log of a --report has them"
+    assert shown == ["rank 0 raised", left_out, *own.splitlines(), "RuntimeError", "again: x"]
+    assert len(clip("\n".join(map(str, range(99))), 9).splitlines()) == 9
 
 
 def test_lines_of_the_suite_are_nobodys_cause():

@@ -44,7 +44,7 @@ class ToDo(Exception):
 
 
 def ddp(module: nn.Module, *, process_group: Any = None) -> nn.Module:
-    """Replicate `module` over the group; every gradient is averaged by itself.
+    """Replicate `module` over the group; every gradient becomes its own mean.
 
     Task 1:
       a. Find the group's first rank: `torch.distributed.get_global_rank(process_group, 0)`, or 0.

@@ -68,6 +68,19 @@ class AddsMaxima(PlainClip):
         return torch.stack(parts).sum()
 
 
+@near_miss("clip.adds-norms", rejected_by=("clip.norm.global", "clip.norm.orders"))
+class AddsNorms(PlainClip):
+    """Adds up the ranks' norms.
+
+    From: An all-reduce of what `get_total_norm` gave for the shards.
+    Unseen: For p = 1 it is right; and a norm that is too large clips a little more.
+    """
+
+    def gathered(self, part, gradients):
+        norms = [self.root(each) for each in super().gathered(part, gradients)]
+        return [torch.stack(norms).sum().pow(self.order)] if math.isfinite(self.order) else norms
+
+
 @near_miss("clip.always-two", rejected_by="clip.norm.orders")
 class AlwaysTwo(PlainClip):
     """Ignores norm_type.

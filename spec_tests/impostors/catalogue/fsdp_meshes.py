@@ -1,4 +1,4 @@
-"""Near-misses of sharded data parallelism: meshes of two dims, settings, and what is left out."""
+"""Near-misses of sharded data parallelism: meshes, settings, what is left out or empty."""
 
 from __future__ import annotations
 
@@ -91,3 +91,31 @@ class StaysInNoSync(Patched):
         finally:"""
     replace = """yield
         if True:"""
+
+
+@near_miss("fsdp.clears-no-empty-shards", rejected_by="fsdp.accumulation.zero-grad-discards")
+class ClearsNoEmptyShards(Patched):
+    """Leaves no placeholder where this rank's shard has no rows.
+
+    From: Nothing to clear there, it seems; its unreduced gradient is whole all the same.
+    Unseen: Every parameter has at least as many rows as there are ranks.
+    """
+
+    module = "solution.parallel.fsdp.param"
+    find = "if self.gradient_state is GradientState.NONE:"
+    replace = "if self.gradient_state is GradientState.NONE or not self.local.numel():"
+
+
+@near_miss("fsdp.clears-what-ran", rejected_by="fsdp.accumulation.zero-grad-discards")
+class ClearsWhatRan(Patched):
+    """Asks the units of this backward alone whether `zero_grad` has cleared them.
+
+    From: A look at each unit as its backward begins.
+    Unseen: Every backward reaches every unit.
+    """
+
+    module = "solution.parallel.fsdp.schedule"
+    find = """if not unit.is_in_backward:
+                for parameter in unit.parameters:
+                    parameter.drop_if_cleared()"""
+    replace = "pass"

@@ -188,7 +188,9 @@ def _ratio(seen: torch.Tensor, wanted: torch.Tensor, world_size: int) -> Cause |
         return None  # one number is some multiple of any other
     if ratios.numel() == 1 and ratio == float(world_size):
         text = "added up over the ranks, where it is the mean, or the largest, of all"
-    return Cause(f"{ratio:.3f} x it in every element", text or "a constant factor too many")
+    return Cause(
+        f"{ratio:.3f} x it in every element", text or f"off by the constant factor {ratio:.3g}"
+    )
 
 
 def _transposed(seen: torch.Tensor, wanted: torch.Tensor, close: float) -> Cause | None:

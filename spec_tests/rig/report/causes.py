@@ -2,8 +2,8 @@
 
 The cause of a failed clause is what the message of its first decisive case shows: the line of the
 judged code that raised, the diagnosis of a wrong value, or the line at which ranks were blocked.
-Clauses that show the same are one cause. A clause that shows nothing of this kind is a cause of its
-own: nothing is guessed.
+Clauses that show the same are one cause. Clauses that show nothing of this kind are one cause where
+they are of one chapter and their finding is the same to the letter: nothing is guessed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from spec_tests.rig.outcomes import BROKEN, LEVELS, REFUTED, Cell, Event, Outcome, cells
 from spec_tests.target import PACKAGE_ROOT
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
+FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 _RAISED = re.compile(r"rank .*? raised ((?:\w+)(?:: .*)?)$")
 _JUDGED = ("impostors", "plain", "rig_tests")  # folders of the suite that can be judged
 
@@ -87,16 +87,18 @@ def _shown(cell: Cell) -> tuple[Any, ...]:
     if cell.outcome in (Outcome.HANG, Outcome.DIED) and place:
         what = "ranks are blocked at" if cell.outcome is Outcome.HANG else "a rank ends at"
         return f"{what} {place}", (str(cell.outcome), place)
-    return headline or f"{cell.outcome}: {cell.clause}", ("", cell.clause)
+    # Without a diagnosis: the same to the letter, and of one chapter.
+    shown = headline or f"{cell.outcome}: {cell.clause}"
+    return shown, ("", cell.clause.partition(".")[0], shown)
 
 
 def _place(message: str) -> str:
     """`file.py:12`, the innermost line of a traceback or stack that is the implementation's own."""
-    own = [f"{Path(file).name}:{line}" for file, line in _FRAME.findall(message) if _is_own(file)]
+    own = [f"{Path(file).name}:{line}" for file, line in FRAME.findall(message) if is_own(file)]
     return own[-1] if own else ""
 
 
-def _is_own(file: str) -> bool:
+def is_own(file: str) -> bool:
     """False for lines of the suite, of Python and of installed packages."""
     _, suite, inside = file.rpartition("/spec_tests/")
     if suite and (PACKAGE_ROOT / inside).is_file():

@@ -38,7 +38,7 @@ def render_ending(events: Sequence[Event], *, everything: bool = False) -> str:
     found = {name: causes(events, name) for name in implementations(events)}
     number = sum(len(cause.cells) for named in found.values() for cause in named)
     in_full = everything or 0 < number <= FEW
-    lines = [render_failures(events), ""] if in_full else _without_cause(events)
+    lines = [render_failures(events, all_of=everything), ""] if in_full else _without_cause(events)
     lines += [render_table(events) if everything else render_chapters(events), ""]
     for name in found:
         lines += [f"{name}: {render_counts(events, name)}", *_render_levels(events, name)]
@@ -68,9 +68,9 @@ def _of(judged: Sequence[Cell]) -> str:
     if not judged:
         return ""
     held, expected = (sum(cell.outcome in kinds for cell in judged) for kinds in (_FINE, _FINE[1:]))
-    word = "pass" if held == len(judged) else "FAIL"
+    failed = len(judged) - held
     declared = f", {expected} of them expected to fail" if expected else ""
-    return f"{word} {held}/{len(judged)}{declared}"
+    return f"{f'FAIL {failed}' if failed else f'pass {held}'}/{len(judged)}{declared}"
 
 
 def _render_levels(events: Sequence[Event], implementation: str) -> list[str]:
@@ -130,16 +130,16 @@ def _render_cause(index: int, cause: Cause) -> list[str]:
     finding = headline[0] if headline and headline[0] != cause.text else _difference(first)
     return [
         f"{index:2}  {cause.text}",
-        clipped(f"    {finding}", 160),
+        *([clipped(f"    {finding}", 160)] if finding else []),
         f"    {cause.first.level}: {_enumerated(cause.clauses, 3)}",
         f"    again: {first['rerun']}",
     ]
 
 
 def _difference(first: Event) -> str:
-    """The line on the largest error, or else the case."""
+    """The line on the largest error, if there is one."""
     lines = (line for line in first["message"].splitlines() if line.startswith("largest error"))
-    return next(lines, first["case"])
+    return next(lines, "")
 
 
 def _enumerated(names: Sequence[str], at_most: int) -> str:
@@ -151,17 +151,18 @@ def _several(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def render_failures(events: Sequence[Event]) -> str:
-    """Failed cells in full: of each cause one case, the rest by name."""
+def render_failures(events: Sequence[Event], *, all_of: bool = False) -> str:
+    """Failed cells in full: one case of each cause, or with `all_of` of each clause."""
     blocks = _without_cause(events)
     for cause in (cause for name in implementations(events) for cause in causes(events, name)):
-        first, *others = cause.first.decisive_cases
-        text = f"{cause.first.outcome}: {first['message'].rstrip()}"
-        if others:
-            text += f"\n({len(others)} more: {', '.join(case['case'] for case in others[:6])})"
-        if len(cause.clauses) > 1:
-            text += f"\nthe same in {', '.join(cause.clauses[1:])}"
-        blocks.append(text)
+        for cell in cause.cells if all_of else cause.cells[:1]:
+            first, *others = cell.decisive_cases
+            text = f"{cell.outcome}: {first['message'].rstrip()}"
+            if others:
+                text += f"\n({len(others)} more: {', '.join(case['case'] for case in others[:6])})"
+            if len(cause.clauses) > 1 and not all_of:
+                text += f"\nthe same diagnosis in {', '.join(cause.clauses[1:])}"
+            blocks.append(text)
     return "\n\n".join(blocks) or "nothing fails"
 
 

@@ -37,7 +37,7 @@ from spec_tests.rig.outcomes import (
     verdict,
 )
 from spec_tests.rig.ranks.errors import NOT_HERE
-from spec_tests.rig.report.causes import causes
+from spec_tests.rig.report.causes import FRAME, causes, is_own
 
 WORDS = {
     Outcome.PASSED: "pass",
@@ -252,9 +252,24 @@ def _fenced(message: str) -> list[str]:
 
 
 def clip(text: str, limit: int) -> str:
-    """Return the text with at most `limit` lines, and how many more the log has."""
+    """Return the text in `limit` lines at most: without frames of others' code, then its middle."""
     lines = text.splitlines()
     if len(lines) <= limit:
         return text
-    more = f"... {len(lines) - limit} more lines in events.jsonl"
-    return "\n".join([*lines[:limit], more])
+    kept, is_kept = [], True
+    for line in lines:
+        frame = FRAME.search(line)
+        if frame:
+            is_kept, depth = is_own(frame[1]), len(line) - len(line.lstrip())
+        elif not is_kept and len(line) - len(line.lstrip()) <= depth:
+            is_kept = True
+        if is_kept:
+            kept.append(line)
+    half = (limit - 1) // 2
+    if len(kept) < limit:
+        same = (a == b for a, b in zip(kept, lines, strict=False))
+        half = next((i for i, is_same in enumerate(same) if not is_same), len(kept))
+    else:
+        kept = kept[:half] + kept[half + 1 - limit :]
+    more = f"... {len(lines) - len(kept)} lines left out; the log of a --report has them"
+    return "\n".join([*kept[:half], more, *kept[half:]])
