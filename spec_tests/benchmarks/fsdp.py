@@ -10,10 +10,12 @@ ranks, each with a model of its own:
     NAME alone     with one micro-batch: no gather runs ahead of its use (each unit's list of what
                    to prefetch is itself; without such lists there is no such arm)
 
-Settings: `raf` is reshard_after_forward; with accumulation only the last micro-batch reduces.
+Settings: `raf` is reshard_after_forward; with accumulation only the last micro-batch reduces;
+`compiled` blocks are compiled before they are sharded, by `inductor` where there is a C++ compiler.
 Memory is what malloc has given out beyond the sharded model: the highest reading whenever a block
-begins or ends, forward and backward; the median of some steps; the highest of all ranks. After
-these steps, and before anything is timed, all arms must hold the same bits.
+(of compiled ones: the last layer) begins or ends, forward and backward; the median of some steps;
+the highest of all ranks. After these steps, and before anything is timed, all arms must hold the
+same bits.
 
 Bounds: time against torch .85, at 124M .7, for the upper end of the interval; against NAME alone 1
 and 2 % for noise, for the median; peak memory 1.0 times torch's and 2 % for what malloc adds.
@@ -21,6 +23,7 @@ and 2 % for noise, for the median; peak memory 1.0 times torch's and 2 % for wha
 
 import argparse
 import dataclasses
+import shutil
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,6 +48,7 @@ class Case(runner.Case):
 
     reshard_after_forward: bool = True
     accumulation: int = 1
+    is_compiled: bool = False
 
 
 CASES = [
@@ -64,6 +68,18 @@ CASES = [
     )
     for raf in (True, False)
     for accumulation in accumulations
+]
+CASES += [
+    Case(
+        f"25M, raf {raf}, compiled",
+        "25M",
+        num_steps=1,
+        num_rounds=80,
+        limits={BASE: TIME_BOUNDS["25M"]},
+        reshard_after_forward=raf,
+        is_compiled=True,
+    )
+    for raf in (True, False)
 ]
 
 
@@ -87,7 +103,12 @@ class Arm(paired.Arm):
         self, ctx: Context, case: Case, impl: Implementation, *, is_alone: bool = False
     ) -> None:
         self.model: Any = Model(case.size)
+        self.observed: list[nn.Module] = [self.model.head]
         for block in self.model.blocks:
+            if case.is_compiled:
+                block.compile(backend="inductor" if shutil.which("g++") else "aot_eager")
+            else:
+                self.observed.append(block)  # a hook is a graph of its own
             impl.fully_shard(block, reshard_after_forward=case.reshard_after_forward)
         impl.fully_shard(self.model, reshard_after_forward=case.reshard_after_forward)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
@@ -120,7 +141,7 @@ class Arm(paired.Arm):
 
         handles = [
             getattr(part, f"register_{moment}_hook")(read)
-            for part in (*self.model.blocks, self.model.head)
+            for part in self.observed
             for moment in ("forward_pre", "forward", "full_backward_pre", "full_backward")
         ]
         self.step()

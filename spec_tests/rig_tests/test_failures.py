@@ -13,8 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from spec_tests.rig.judge import runner
 from spec_tests.rig.ranks import pool
-from spec_tests.rig.ranks.errors import NotOffered, RankDied, RankHung, RankRaised, RigError
+from spec_tests.rig.ranks.errors import (
+    NotOffered,
+    RankDied,
+    RankHung,
+    RankRaised,
+    RankReport,
+    RigError,
+)
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig_tests import bodies
@@ -199,7 +207,7 @@ def test_a_dead_rank_is_named_at_once(worlds: Worlds, size: int, culprit: int, h
     assert time.monotonic() - begun < PROMPT_S
     assert caught.value.primary == culprit
     assert state in caught.value.headline
-    assert "all_reduce #" in str(caught.value), "the last collectives of the living"
+    assert "all_reduce [" in str(caught.value), "the last collectives of the living"
     assert_healthy(worlds, size)
     os.kill(worlds.pool(size, None, "gloo").pids()[0], signal.SIGKILL)  # between two calls
     with pytest.raises(RankDied, match=f"rank 0 of {size}: killed by SIGKILL"):
@@ -306,3 +314,20 @@ def test_a_call_that_is_interrupted_leaves_no_old_reply(worlds: Worlds, monkeypa
         with pytest.raises(KeyboardInterrupt):
             worlds.world(2).run(bodies.who, "old")
     assert worlds.world(2).run(bodies.who, "new") == [(0, 2, "new"), (1, 2, "new")]
+
+
+def differing(*lists: tuple[str, ...]) -> str:
+    """What a message says of ranks whose last collectives were these."""
+    ranks = [RankReport(rank, "killed", collectives=of) for rank, of in enumerate(lists)]
+    return runner.message_of(RankDied("rank 0 of 2: killed", 0, ranks))
+
+
+def test_ranks_that_issue_different_collectives_are_told_where_they_part():
+    first, mine, yours = (f"all_reduce [[{n}]] #{at} of 0" for n, at in ((3, 7), (4, 8), (5, 8)))
+
+    said = differing((first, mine), (first, yours))
+
+    wanted = "differ from #8 on: all_reduce [[4]] on rank 0, all_reduce [[5]] on rank 1"
+    assert f"likely: the ranks' collectives {wanted}" in said
+    others = [(first,), ("send [[1]] #8 of 0",), ("all_reduce [[4]] #8 of 1",)]
+    assert "likely" not in differing((first, mine), *others), "not known, or of another group"

@@ -11,7 +11,7 @@ import shlex
 import time
 import traceback
 import unittest
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from spec_tests.rig.ranks.errors import (
     RankDied,
     RankHung,
     RankRaised,
+    RankReport,
     RigError,
 )
 from spec_tests.rig.ranks.world import World, Worlds
@@ -125,9 +126,29 @@ def message_of(error: BaseException | None) -> str:
     if isinstance(error, RankRaised):
         text += f"\n{error.error.text.rstrip()}"
         likely = next((means for words, means in _WORDS.items() if words in text), "")
+    elif isinstance(error, RankDied | RankHung):
+        likely = _parted(error.ranks)
     elif outcome_of(error) is Outcome.ERROR and not isinstance(error, RigError):
         text = "".join(traceback.format_exception(error))
     return "\n".join([str(violated(text, likely=likely)), *notes])
+
+
+def _parted(ranks: Sequence[RankReport]) -> str:
+    """The first collective of which two ranks issued another one, among the last that are known."""
+    seen: dict[str, tuple[str, int]] = {}
+    for report in ranks:
+        for issued in report.collectives:
+            what, _, at = issued.rpartition(" #")
+            if what.startswith(("send", "recv")):
+                continue
+            other, rank = seen.setdefault(at, (what, report.rank))
+            if other != what:
+                number = at.partition(" ")[0]
+                return (
+                    f"the ranks' collectives differ from #{number} on: {other} on rank {rank}, "
+                    f"{what} on rank {report.rank}"
+                )
+    return ""
 
 
 # What some errors of PyTorch mean in code that frees and gathers storage by itself.

@@ -110,7 +110,7 @@ def _last_collectives(limit: int = 6) -> tuple[str, ...]:
     # Entries of earlier groups are still there: begin at the last one that was a group's first.
     starts = [i for i, entry in enumerate(entries) if entry["collective_seq_id"] == 1]
     return tuple(
-        f"{entry['profiling_name'].removeprefix('gloo:')} #{entry['collective_seq_id']} "
-        f"{entry['input_sizes']}"
+        f"{entry['profiling_name'].removeprefix('gloo:')} {entry['input_sizes']} "
+        f"#{entry['collective_seq_id']} of {entry['process_group'][0]}"
         for entry in entries[starts[-1] if starts else 0 :][-limit:]
     )

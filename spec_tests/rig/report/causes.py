@@ -82,11 +82,13 @@ def _shown(cell: Cell) -> tuple[Any, ...]:
         if not place:
             return words, ("raised", words)
         return f"{place} raises {words}", ("raised", words), ("raised", kind, place)
+    stopped = cell.outcome in (Outcome.HANG, Outcome.DIED) and place
+    at = [(str(cell.outcome), place)] if stopped else []
     if diagnosis := likely(message):
-        return diagnosis, ("likely", diagnosis)
-    if cell.outcome in (Outcome.HANG, Outcome.DIED) and place:
+        return diagnosis, ("likely", diagnosis), *at
+    if stopped:
         what = "ranks are blocked at" if cell.outcome is Outcome.HANG else "a rank ends at"
-        return f"{what} {place}", (str(cell.outcome), place)
+        return f"{what} {place}", *at
     # Without a diagnosis: the same to the letter, and of one chapter.
     shown = headline or f"{cell.outcome}: {cell.clause}"
     return shown, ("", cell.clause.partition(".")[0], shown)

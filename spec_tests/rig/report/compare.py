@@ -44,6 +44,7 @@ KINDS = {
     "unknown": "What is not known any more",
 }
 """Kind of change to its heading, in the order of importance."""
+_NOT_RUN = "not run"
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def compare(before: Report, after: Report) -> list[Change]:
             now = later[clause]["cells"][new] if clause in later else None
             kind, cases = _kind(then, now)
             decides = row["strength"] == "MUST" and is_within(row["level"], levels[new])
-            was, is_now = (cell["text"] if cell else "not run" for cell in (then, now))
+            was, is_now = (cell["text"] if cell else _NOT_RUN for cell in (then, now))
             likely = _likely(now, cases)
             if kind:
                 changes.append(Change(clause, new, kind, decides, was, is_now, cases, likely))
@@ -141,7 +142,11 @@ def render_comparison(before: Report, after: Report, changes: Sequence[Change]) 
     for kind, title in KINDS.items():
         those = [change for change in changes if change.kind == kind]
         lines += [f"## {title}: {len(those)}", ""] if those else []
+        left_out = Counter(_chapter(change) for change in those if change.after == _NOT_RUN)
+        lines += [f"- {where}: {number} not run" for where, number in left_out.items()]
         for change in those:
+            if change.after == _NOT_RUN:
+                continue
             advises = "" if change.decides else " (does not decide)"
             where = f"{change.clause} on {change.implementation}"
             lines.append(f"- {where}: {change.before} → {change.after}{advises}")
@@ -153,6 +158,10 @@ def render_comparison(before: Report, after: Report, changes: Sequence[Change]) 
     counted = Counter(change.kind for change in changes)
     lines.append(", ".join(f"{counted[kind]} {kind}" for kind in KINDS))
     return "\n".join(lines)
+
+
+def _chapter(change: Change) -> str:
+    return f"{change.clause.partition('.')[0]} on {change.implementation}"
 
 
 def _name(report: Report) -> str:
