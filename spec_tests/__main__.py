@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
     if command == "impostors":
         return _impostors(rest)
     if command in ("-h", "--help"):
-        print(__doc__)
+        print(f"{__doc__}\nOptions of check:\n\n{_options()}")
         return 0
     judged = rest if command == "check" else arguments
     if {"-h", "--help"} & {*judged}:
@@ -125,7 +125,8 @@ def _judge(arguments: list[str]) -> int:
     from spec_tests.rig.report.eventlog import read_log
 
     flags = _flags(arguments)
-    folders = chapter_folders([each for given in flags.clause for each in given.split(",") if each])
+    asked = ",".join(filter(None, flags.clause))
+    folders = chapter_folders([each for each in asked.split(",") if each])
     with tempfile.TemporaryDirectory(prefix="trainspec-") as scratch:
         directory = flags.report or scratch
         log = Path(directory) / "events.jsonl"
@@ -146,14 +147,15 @@ def _flags(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--impl", action="append", default=[], nargs="?")
     parser.add_argument("--report", nargs="?")
-    parser.add_argument("--clause", action="append", default=[])
+    parser.add_argument("--clause", action="append", default=[], nargs="?")
     return parser.parse_known_args(arguments)[0]
 
 
 # Nothing of the user's own pytest configuration applies, nor plugins that happen to be installed: a
 # verdict does not depend on where the command was started. Messages are the clauses' own, so pytest
 # need not rewrite assertions, which takes two seconds where it may not cache them.
-_PLUGINS = ("spec_tests.plugin", "xdist.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
+# Others are asked for with -p.
+_PLUGINS = {"xdist": "xdist", "timeout": "pytest_timeout", "hypothesispytest": "hypothesis"}
 _PYTEST = [
     "-c",
     os.devnull,
@@ -162,7 +164,8 @@ _PYTEST = [
     "--import-mode=importlib",
     "--assert=plain",
     "--disable-plugin-autoload",
-    *(f"-p{name}" for name in _PLUGINS if find_spec(name.partition(".")[0])),
+    "-pspec_tests.plugin",
+    *(f"-p{entry}" for entry, package in _PLUGINS.items() if find_spec(package)),
     "-p",
     "no:cacheprovider",
     "-q",

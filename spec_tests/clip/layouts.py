@@ -140,33 +140,42 @@ def local_norms(layout: Layout, size: int, order: float = 2.0) -> list[Named]:
     """What each rank would get from its own part alone: a wrong norm that has a name."""
     found = []
     for rank in range(size):
-        own = []
-        for name, how in layout.items():
-            parts = whole(name).chunk(size) if how == "shard" else [whole(name)] * size
-            if how != "none" and rank < len(parts):
-                own.append(parts[rank].reshape(-1))
-        flat = torch.cat(own) if own else torch.zeros(1)
+        own = [_own(whole(n), how, rank, size).reshape(-1) for n, how in layout.items()]
+        flat = torch.cat([torch.zeros(1), *own])
         found.append({"norm": torch.linalg.vector_norm(flat.double(), order)})
     return found
 
 
+def _own(tensor: torch.Tensor, how: str, rank: int, size: int) -> torch.Tensor:
+    """The part of a rank of `size`, on a mesh of 2 x size / 2 where that has two dims."""
+    rows, columns, empty = 0, 1, tensor[:0]
+    inside = size // 2
+    if how == "none":
+        return empty
+    if how == "both":
+        half = tensor.chunk(2, rows)[rank // inside]
+        return half.chunk(inside, columns)[rank % inside]
+    number, of = {"shard": (rank, size), "hybrid": (rank % inside, inside)}.get(how, (0, 1))
+    parts = tensor.chunk(of, rows)
+    return parts[number] if number < len(parts) else empty
+
+
 def mistakes(layout: Layout, size: int, order: float) -> list[tuple[str, list[Named] | Named]]:
     """Wrong norms that have a name: what was done, and what that gives."""
-    local = local_norms(layout, size, order)
+    local, kinds = local_norms(layout, size, order), {*layout.values()} - {"none"}
     found: list[tuple[str, list[Named] | Named]] = [("the norm of the rank's own part", local)]
     if order != 2:
         found.append(("norm_type is left aside: this is the 2-norm", {"norm": norm(layout)}))
-    if not math.isinf(order):
-        added = torch.stack([each["norm"] for each in local]).sum()
-        found.append(("the ranks' norms were added, not their p-th powers", {"norm": added}))
-        for kinds, times, means in (
-            (("plain", "replicate"), size, "replicated gradients counted once per rank"),
-            (("hybrid",), 2, "summed over the mesh's axis of replicas, too"),
-            (("hybrid", "replicate"), 2, "summed over the mesh's axis of replicas, too"),
-        ):
-            copies = {name: how for name, how in layout.items() if how in kinds}
-            if copies:
-                again = (times - 1) * norm(copies, order) ** order
-                counted = (norm(layout, order) ** order + again) ** (1 / order)
-                found.append((means, {"norm": counted}))
+    if math.isinf(order):
+        return found
+    norms = torch.stack([each["norm"] for each in local])
+    if kinds - {"shard", "both"}:
+        every = norms.pow(order).sum() ** (1 / order)
+        found.append(("what several ranks hold counted once for each of them", {"norm": every}))
+    elif order != 1:
+        found.append(("the ranks' norms were added, not their p-th powers", {"norm": norms.sum()}))
+    if "hybrid" in kinds:
+        copies = {name: how for name, how in layout.items() if how == "hybrid"}
+        twice = norm(layout, order) ** order + norm(copies, order) ** order
+        found.append(("summed over replicas, too", {"norm": twice ** (1 / order)}))
     return found

@@ -31,13 +31,17 @@ def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.M
     by how many one divides. All ranks get the same bits, and equal runs give equal bits. Several
     forwards may feed one backward; a forward without gradients disturbs nothing, nor does another
     wrapped model. What is launched is waited for, and memory does not grow from step to step. After
-    a caught exception the next step is right, or an error. Level `production`: a training forward
-    sees the first rank's buffers; a step sends one copy of the trained gradients, in one order on
-    all ranks, in buckets of the size that was asked for, launched during the backward by hooks that
-    do not block, and holds no more than one other copy of them; a sum in float16 does not overflow
-    where the mean does not; forward and backward of the original alone, after a finished step, send
-    nothing, and their gradients stay local;
-    `torch.compile` of the module, before or after wrapping, or of the wrapper changes no value.
+    a caught exception the next step is right, or an error.
+
+    Level `production`:
+    - A training forward sees the first rank's buffers.
+    - A step sends one copy of the trained gradients, in one order on all ranks, in buckets of the
+      size that was asked for, launched during the backward by hooks that do not block. It holds no
+      more than one other copy of them.
+    - A sum in float16 does not overflow where the mean does not.
+    - Forward and backward of the original alone, after a finished step, send nothing, and their
+      gradients stay local.
+    - `torch.compile` of the module, before or after wrapping, or of the wrapper changes no value.
     """
 
 
@@ -90,11 +94,15 @@ def sharded_optimizer(
     gradients, to None, or to zero as torch.optim's does, if it takes `set_to_none`.
     `load_state_dict`, which all ranks call, takes the unsharded optimizer's state dict in place of
     all that there was; `state_dict` gives that, or raises. Optimizers of other parameters do not
-    disturb it. What is launched is waited for before `step` returns. Level
-    `production`: sparse parameters are right, or refused as such, ranks that differ in parameters
-    or options all raise, a step sends one copy of the trained parameters, in one order on all ranks
-    and a message for each at most, each element is updated by one rank, from that rank's gradient
-    alone, `step` leaves gradients as they are, and `torch.compile(optimizer.step)` is the same.
+    disturb it. What is launched is waited for before `step` returns.
+
+    Level `production`:
+    - Sparse parameters are right, or refused as such; ranks that differ in parameters or options
+      all raise.
+    - A step sends one copy of the trained parameters, in one order on all ranks, and a message for
+      each at most. Each element is updated by one rank, from that rank's gradient alone, and
+      gradients are left as they are.
+    - `torch.compile(optimizer.step)` is the same.
     """
 
 

@@ -208,16 +208,12 @@ def test_a_step_after_a_registered_method_raised_is_right(world, subject):
 
 def ignoring(ctx, subject, is_frozen=False):
     """A step with one parameter left out: what it is, its gradient, and what was sent."""
-    drawn = encoder().to("meta")
-    ctx.impl.fully_shard(drawn, ignored_params={drawn.table})
-    kinds = sorted({type(p).__name__ for p in drawn.parameters() if p is not drawn.table})
     module = encoder().to(ctx.device)
     held = module.table.requires_grad_(not is_frozen)
     values = held.detach().clone()
     ctx.impl.fully_shard(module.inner, reshard_after_forward=True)
     ctx.impl.fully_shard(module, reshard_after_forward=True, ignored_params={held})
-    same = [module.table is held, torch.equal(held, values)]
-    seen = [*same, type(held).__name__, tuple(held.shape), kinds]
+    seen = [module.table is held, type(held).__name__, tuple(held.shape), torch.equal(held, values)]
     with ctx.recording() as forward:
         loss = ctx.world_size * sum_of_squares(module(batch(ctx.rank).to(ctx.device)))
     with ctx.recording() as backward:
@@ -233,9 +229,27 @@ def test_an_ignored_parameter_stays_what_it_is(world, subject, is_frozen):
     """An ignored parameter MUST stay the same object: plain, whole, with its values."""
     seen, *_ = zip(*world.run(ignoring, subject, is_frozen), strict=True)
 
-    right = [True, True, "Parameter", (4, 4), ["DTensor"]]
-    what = "(same object, same values, its type and shape, types of the others on the meta device)"
-    judge.equal(seen, right, quantity=what)
+    right = [True, "Parameter", (4, 4), True]
+    judge.equal(seen, right, quantity="(same object, its type, its shape, same values)")
+
+
+def ignoring_on_meta(ctx, subject):
+    """Types of the ignored parameter and of the others, without values yet."""
+    module = encoder().to("meta")
+    held = module.table
+    ctx.impl.fully_shard(module, ignored_params={held})
+    others = sorted({type(p).__name__ for p in module.parameters() if p is not held})
+    return module.table is held, type(held).__name__, others
+
+
+@clause("fsdp.init.ignored-on-the-meta-device", source=IGNORED + "; deferred initialisation")
+def test_what_is_ignored_on_the_meta_device_is_that_alone(world, subject):
+    """On the meta device too, an ignored parameter alone MUST stay plain, or it is refused."""
+    ranks = refusal.answer_or_refusal(
+        world, ignoring_on_meta, subject, ordinary=(ignoring, subject)
+    )
+    if ranks is not None:
+        judge.equal(ranks, (True, "Parameter", ["DTensor"]), quantity="(same object, types)")
 
 
 @clause("fsdp.traffic.ignored-parameters", source=IGNORED)

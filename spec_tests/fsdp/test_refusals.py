@@ -273,7 +273,7 @@ def test_ranks_with_unequal_modules_are_told(world, subject, difference):
     refusal.on_all_ranks(
         errors,
         given=f"the last rank has another {difference}",
-        likely="nothing is compared: rows go where others are expected",
+        likely="not all of them are compared: messages of another size or dtype arrive",
     )
 
 

@@ -112,12 +112,13 @@ class PlainFsdp(Unit):
     def adopt(self) -> None:
         """Whatever is registered now is the parameter: a load may have put a new one there."""
         for piece in self.pieces:
-            owner, name = piece.places[0]
-            current = owner._parameters[name]
-            if current is not piece.parameter and isinstance(current, DTensor):
-                piece.parameter = current  # type: ignore[assignment]  # a DTensor Parameter
-                for other, word in piece.places:
-                    other._parameters[word] = piece.parameter
+            for owner, name in piece.places:
+                current = owner._parameters[name]
+                if current is not piece.parameter and isinstance(current, DTensor):
+                    piece.parameter = current  # type: ignore[assignment]  # a DTensor Parameter
+                    for other, word in piece.places:
+                        other._parameters[word] = piece.parameter
+                    break
             if piece.full is not None:
                 piece.full.requires_grad_(piece.parameter.requires_grad)
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from spec_tests.reference_tests import training
 from spec_tests.reference_tests.launch import run_ranks
@@ -88,8 +89,8 @@ def test_any_error_of_one_rank_is_one_of_all(worlds):
     assert ranks == ["ValueError", "KeyError"]
 
 
-def copies_and_refusals(ctx):
-    """Whether `full_parameters` gives copies; a Linear must not be left sharded in backward."""
+def copied(ctx):
+    """Whether what `full_parameters` gave follows no later change."""
     api: Any = importlib.import_module("solution.parallel.fsdp.api")
     whole = api.fsdp(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
     before = api.full_parameters(whole)
@@ -97,12 +98,39 @@ def copies_and_refusals(ctx):
     with torch.no_grad():
         for parameter in whole.parameters():
             parameter.add_(1)
+    return all(torch.equal(before[name], kept[name]) for name in kept)
+
+
+def test_full_parameters_are_copies(worlds):
+    assert worlds.world(2, parse("solution")).run(copied) == [True, True]
+
+
+def linear_left_sharded(ctx):
+    """Ask for no gather in the backward of a unit that has a Linear."""
     table: Any = nn.Embedding(4, 2)
     ctx.impl.fully_shard([table, nn.Linear(2, 2)])
     with pytest.raises(ValueError, match="Embedding"):
         table.set_unshard_in_backward(False)
-    return all(torch.equal(before[name], kept[name]) for name in kept)
 
 
-def test_full_parameters_are_copies_and_units_with_a_linear_are_gathered_in_backward(worlds):
-    assert worlds.world(2, parse("solution")).run(copies_and_refusals) == [True, True]
+def test_a_unit_with_a_linear_is_gathered_in_backward(worlds):
+    worlds.world(2, parse("solution")).run(linear_left_sharded)
+
+
+def loaded_after_a_wrong_load(ctx):
+    """Output with ones that are loaded after tensors that are not sharded, or not by rows."""
+    model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
+    model[1].weight = model[0].weight
+    ctx.impl.fully_shard(model)
+    right = {"1.weight": torch.ones_like(model[1].weight)}  # the second name of a tied one
+    mesh = model[0].weight.device_mesh
+    for wrong in (torch.ones(4, 4), distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])):
+        model.load_state_dict({"0.weight": wrong}, assign=True, strict=False)
+        with pytest.raises(ValueError, match=r"'0.weight' to stay a DTensor of .*discarded"):
+            model.state_dict()
+    model.load_state_dict(right, assign=True, strict=False)
+    return float(model(torch.ones(1, 4)).sum())
+
+
+def test_a_refused_load_can_be_repeated_and_a_tied_one_by_either_name(worlds):
+    assert worlds.world(2, parse("solution")).run(loaded_after_a_wrong_load) == [64.0, 64.0]

@@ -239,24 +239,20 @@ def test_one_line_that_raises_is_one_cause_whatever_it_says():
     assert found[0].text == f"mine.py:12 raises {kind}"
 
 
-def test_one_diagnosis_is_one_cause_and_without_one_a_line_is_one_in_its_chapter():
+def test_one_diagnosis_is_one_cause_and_none_is_a_cause_of_its_own():
     found = causes(
         log(
             failed("ddp.a.bare", BARE),
             failed("ddp.a.one", WRONG),
             failed("ddp.a.two", WRONG),
-            failed("ddp.a.three", WRONG),
             failed("ddp.b.bare", BARE),
-            failed("ddp.b.other", BARE.replace("'w'", "'v'")),
-            failed("zero1.a.bare", BARE),
         ),
         "solution",
     )
     assert [cause.clauses for cause in found] == [
-        ["ddp.a.one", "ddp.a.two", "ddp.a.three"],
-        ["ddp.a.bare", "ddp.b.bare"],
-        ["ddp.b.other"],
-        ["zero1.a.bare"],
+        ["ddp.a.one", "ddp.a.two"],
+        ["ddp.a.bare"],
+        ["ddp.b.bare"],
     ]
 
 
@@ -272,7 +268,7 @@ def test_what_the_exercise_asks_comes_first():
 def test_the_terminal_ends_with_the_causes_in_at_most_forty_lines():
     events = log(
         *(failed(f"ddp.a.n{number}", WRONG) for number in range(9)),
-        *(failed(f"ddp.b.n{i}", BARE.replace("'w'", f"'w{i}'")) for i in range(60)),
+        *(failed(f"ddp.b.n{number}", BARE) for number in range(60)),
     )
     ending = render_ending(events).partition("61 causes explain 69 failed clauses")[2].splitlines()
     assert len(ending) <= 40
@@ -287,14 +283,19 @@ def test_the_terminal_ends_with_the_causes_in_at_most_forty_lines():
 
 def test_a_message_that_is_cut_keeps_the_frames_of_the_judged_code_and_its_end():
     others = [f'  File "/v/site-packages/torch/{i}.py", line {i}, in f\n    g()' for i in range(30)]
-    own = '  File "/home/me/mine.py", line 37, in hook\n    raise RuntimeError'
+    own = '  File "/v/mine.py", line 37, in hook\n    raise RuntimeError'
     text = "\n".join(["rank 0 raised", *others[:15], own, *others[15:], "RuntimeError", "again: x"])
 
     shown = clip(text, 9).splitlines()
 
     left_out = "... 60 lines left out; the log of a --report has them"
-    assert shown == ["rank 0 raised", left_out, *own.splitlines(), "RuntimeError", "again: x"]
-    assert len(clip("\n".join(map(str, range(99))), 9).splitlines()) == 9
+    end = ["  ...", "RuntimeError", "again: x"]
+    assert shown == ["rank 0 raised", left_out, *own.splitlines(), *end]
+    for without in ("\n".join(others), "\n".join(map(str, range(99)))):
+        for limit in (3, 8, 9):
+            cut = clip(without, limit).splitlines()
+            assert (len(cut), cut[0]) == (limit, without.splitlines()[0])
+            assert cut[-1] == without.splitlines()[-1]
 
 
 def test_lines_of_the_suite_are_nobodys_cause():

@@ -163,7 +163,7 @@ class UnshardHandle:
         self._unit = unit
 
     def wait(self) -> None:
-        """Wait for the all-gather; register the unsharded parameters, unless resharded since."""
+        """Wait for the all-gather; register the unsharded parameters, unless all is sharded."""
         self._unit.wait_for_unshard()
 
 

@@ -139,7 +139,7 @@ class ShardedParameter:
         """This rank's rows, also of a Parameter that `load_state_dict(assign=True)` put here.
 
         Raises:
-            ValueError: what was put here is no DTensor of this shape.
+            ValueError: what was put here is no DTensor of this shape and placement.
         """
         self._adopt()
         return self.sharded._local_tensor  # type: ignore[attr-defined]  # a DTensor
@@ -182,14 +182,18 @@ class ShardedParameter:
 
     def _adopt(self) -> None:
         # load_state_dict(assign=True) puts other Parameters into the modules.
-        module, name = self.places[0]
-        registered = module._parameters[name]
-        if registered is self.sharded or registered is self.unsharded:
+        for module, name in self.places:
+            registered = module._parameters[name]
+            if registered is not self.sharded and registered is not self.unsharded:
+                break
+        else:
             return
-        if not isinstance(registered, DTensor) or registered.shape != self.shape:
+        expected, found = _layout(self.sharded), _layout(registered)
+        if not isinstance(registered, DTensor) or found != expected:
+            self._register(self.sharded)  # so that the right ones can still be loaded
             raise ValueError(
-                f"expected {self.name!r} to stay a DTensor of shape {tuple(self.shape)}, got "
-                f"{type(registered).__name__} in its place; load sharded values, or copy in place"
+                f"expected {self.name!r} to stay a DTensor of {expected}, got {found} in its "
+                "place, which is discarded; load sharded values, or copy in place"
             )
         self.sharded = registered
         self._register(registered)
@@ -307,6 +311,12 @@ class ShardedParameter:
         # As `DTensor.from_local`, with the spec that the parameter has already.
         spec = self.sharded._spec  # type: ignore[attr-defined]  # a DTensor
         return DTensor(rows, spec, requires_grad=False)
+
+
+def _layout(parameter: object) -> object:
+    if not isinstance(parameter, DTensor):
+        return type(parameter).__name__
+    return tuple(parameter.shape), parameter.placements, parameter.device_mesh
 
 
 def _versions(gradient: torch.Tensor) -> tuple[int, int]:

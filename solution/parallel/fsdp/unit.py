@@ -147,7 +147,7 @@ class Unit:
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather; register the unsharded parameters in the modules.
 
-        Does nothing if the unit has been resharded since.
+        Does nothing while the unit is sharded.
         """
         if self.state is UnitState.GATHERING:
             with outside_of_autograd():
@@ -163,12 +163,12 @@ class Unit:
 
     def reshard(self, *, keep_part: bool = False) -> None:
         """Free the unsharded parameters; an all-gather in flight is waited for and discarded."""
-        self.register_sharded()
         for message, handle in self._in_flight:
             handle.wait()
             self.buffers.give_back(message)
         self._in_flight.clear()
         self._parts.clear()
+        self.register_sharded()
         if keep_part:
             self._keep_part()
         if self.state is UnitState.UNSHARDED:
@@ -199,8 +199,10 @@ class Unit:
 
     def _require_values(self) -> None:
         for parameter in self.parameters:
-            refuse_extensions(parameter.local, parameter.name)
-            if parameter.local.is_meta:
+            local = parameter.local
+            if parameter.unsharded is None:
+                refuse_extensions(local, parameter.name)
+            if local.is_meta:
                 raise RuntimeError(
                     f"expected {parameter.name!r} of {self.name} to have values by the first "
                     "forward, got one on the meta device; call to_empty(device=...) on the sharded "

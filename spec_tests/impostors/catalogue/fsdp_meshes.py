@@ -6,7 +6,7 @@ from spec_tests.impostors.card import Patched, near_miss
 from spec_tests.plain.fully_shard import PlainFsdp
 
 
-@near_miss("fsdp.ignores-by-address", rejected_by="fsdp.init.ignored-parameters")
+@near_miss("fsdp.ignores-by-address", rejected_by="fsdp.init.ignored-on-the-meta-device")
 class IgnoresByAddress(PlainFsdp):
     """Recognises ignored parameters by where their memory lies.
 

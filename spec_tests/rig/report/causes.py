@@ -2,8 +2,8 @@
 
 The cause of a failed clause is what the message of its first decisive case shows: the line of the
 judged code that raised, the diagnosis of a wrong value, or the line at which ranks were blocked.
-Clauses that show the same are one cause. Clauses that show nothing of this kind are one cause where
-they are of one chapter and their finding is the same to the letter: nothing is guessed.
+Clauses that show the same are one cause. A clause that shows nothing of this kind is a cause of its
+own: nothing is guessed.
 """
 
 from __future__ import annotations
@@ -89,9 +89,7 @@ def _shown(cell: Cell) -> tuple[Any, ...]:
     if stopped:
         what = "ranks are blocked at" if cell.outcome is Outcome.HANG else "a rank ends at"
         return f"{what} {place}", *at
-    # Without a diagnosis: the same to the letter, and of one chapter.
-    shown = headline or f"{cell.outcome}: {cell.clause}"
-    return shown, ("", cell.clause.partition(".")[0], shown)
+    return headline or f"{cell.outcome}: {cell.clause}", ("", cell.clause)
 
 
 def _place(message: str) -> str:

@@ -68,9 +68,9 @@ def _of(judged: Sequence[Cell]) -> str:
     if not judged:
         return ""
     held, expected = (sum(cell.outcome in kinds for cell in judged) for kinds in (_FINE, _FINE[1:]))
-    failed = len(judged) - held
-    declared = f", {expected} of them expected to fail" if expected else ""
-    return f"{f'FAIL {failed}' if failed else f'pass {held}'}/{len(judged)}{declared}"
+    if failed := len(judged) - held:
+        return f"FAIL {failed}/{len(judged)}" + (f", {expected} more as declared" * bool(expected))
+    return f"pass {held}/{held}" + (f", {expected} of them expected to fail" * bool(expected))
 
 
 def _render_levels(events: Sequence[Event], implementation: str) -> list[str]:

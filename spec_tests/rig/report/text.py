@@ -252,24 +252,40 @@ def _fenced(message: str) -> list[str]:
 
 
 def clip(text: str, limit: int) -> str:
-    """Return the text in `limit` lines at most: without frames of others' code, then its middle."""
+    """Return the text in `limit` lines at most, three or more.
+
+    Where a traceback passes through the judged code, frames of others go first; then the middle.
+    """
     lines = text.splitlines()
     if len(lines) <= limit:
         return text
-    kept, is_kept = [], True
-    for line in lines:
-        frame = FRAME.search(line)
+    kept = _without_others(lines)
+    if len(kept) > limit:
+        half = limit // 2
+        kept = [*kept[:half], _GAP, *kept[half + 1 - limit :]]
+    number = len(lines) - sum(line != _GAP for line in kept)
+    kept[kept.index(_GAP)] = f"... {number} lines left out; the log of a --report has them"
+    return "\n".join(kept)
+
+
+_GAP = "  ..."
+
+
+def _without_others(lines: Sequence[str]) -> list[str]:
+    """Lines without the frames of others' code, if there are own ones; `_GAP` for each stretch."""
+    kept: list[str] = []
+    depth: int | None = None  # of the frame that is left out
+    frames = [FRAME.search(line) for line in lines]
+    if not any(is_own(frame[1]) for frame in frames if frame):
+        return list(lines)
+    for line, frame in zip(lines, frames, strict=True):
+        indent = len(line) - len(line.lstrip())
         if frame:
-            is_kept, depth = is_own(frame[1]), len(line) - len(line.lstrip())
-        elif not is_kept and len(line) - len(line.lstrip()) <= depth:
-            is_kept = True
-        if is_kept:
+            depth = None if is_own(frame[1]) else indent
+        elif depth is not None and indent <= depth:
+            depth = None
+        if depth is None:
             kept.append(line)
-    half = (limit - 1) // 2
-    if len(kept) < limit:
-        same = (a == b for a, b in zip(kept, lines, strict=False))
-        half = next((i for i, is_same in enumerate(same) if not is_same), len(kept))
-    else:
-        kept = kept[:half] + kept[half + 1 - limit :]
-    more = f"... {len(lines) - len(kept)} lines left out; the log of a --report has them"
-    return "\n".join([*kept[:half], more, *kept[half:]])
+        elif kept[-1:] != [_GAP]:
+            kept.append(_GAP)
+    return kept
