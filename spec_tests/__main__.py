@@ -93,24 +93,30 @@ def _ledger(arguments: list[str]) -> int:
     from spec_tests.impostors import museum
     from spec_tests.target import REPOSITORY_ROOT
 
+    parser = argparse.ArgumentParser(
+        prog="python -m spec_tests ledger", description="Write CLAUSES.md, the museum, the counts."
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if one is stale")
+    flags = parser.parse_args(arguments)
     clauses = ledger.load_all()
+    unknown = {*impostors.rejected_by()} - {clause.id for clause in clauses}
+    if unknown:
+        print(f"impostors name clauses that do not exist: {', '.join(sorted(unknown))}")
+        return 2
     pages = {
         ledger.PATH: ledger.render(clauses, impostors.rejected_by()),
         museum.PATH: museum.render(clauses),
     }
-    if arguments == ["--check"]:
-        stale = [path for path, text in pages.items() if _text_of(path) != text]
-        return 1 if stale else 0
-    for path, text in pages.items():
-        path.write_text(text)
-        print(f"wrote {path}")
     readme = REPOSITORY_ROOT / "README.md"
     if readme.is_file():
-        near_misses, benign = impostors.counts()
-        claims = ledger.with_counts(readme.read_text(), ledger.load_all(), near_misses, benign)
-        readme.write_text(claims)
-        print(f"counted the claims of {readme}")
-    return 0
+        counts = impostors.counts()
+        pages[readme] = ledger.with_counts(readme.read_text(), ledger.load_all(), *counts)
+    stale = [path for path, text in pages.items() if _text_of(path) != text]
+    for path in stale:
+        if not flags.check:
+            path.write_text(pages[path])
+        print(f"stale: {path}; run python -m spec_tests ledger" if flags.check else f"wrote {path}")
+    return int(flags.check and bool(stale))
 
 
 def _text_of(path: Path) -> str:

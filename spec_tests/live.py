@@ -39,6 +39,12 @@ class Live:
         clauses = {clause.id for item in session.items if (clause := clause_of_item(item))}
         self._waits_for_finding = len(clauses) > FEW
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Say which file of clauses does not load."""
+        if report.failed:
+            why = (report.longreprtext.strip().splitlines() or [""])[-1]
+            self._write(f"{report.nodeid} does not load: {why.removeprefix('E').strip()}")
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
         """Count as pytest does, without its letters."""

@@ -131,6 +131,7 @@ def _report(impostor: Impostor, verdicts: Sequence[Verdict], options: argparse.N
     word = "COMPLAINT" if complaints else "ok"
     modes = {name: mode for verdict in verdicts for name, mode in verdict.modes.items()}
     absent = f"not on {options.transport}" if options.repeat and not options.accepted else ""
+    absent = "" if complaints else absent
     names = ", ".join(_with(name, modes.get(name, absent)) for name in impostor.rejected_by)
     names = names or "accepted by all"
     if options.accepted:

@@ -140,7 +140,10 @@ def test_every_clause_stands_in_the_folder_of_its_chapter_with_a_sentence_of_its
 def test_every_clause_has_either_an_impostor_or_a_reason_why_not():
     rejected = impostors.rejected_by()
     found = ledger.load_all()
-    assert [c.id for c in found if bool(rejected.get(c.id)) == bool(c.no_impostor)] == []
+    neither = [c.id for c in found if bool(rejected.get(c.id)) == bool(c.no_impostor)]
+    assert neither == [], (
+        "give each an impostor (rejected_by=...) or, for a GPU, a reason, not both"
+    )
     without = [c for c in found if not rejected.get(c.id)]
     assert {c.transports for c in without} <= {("cuda",)}, "what a CPU shows has an impostor"
 
@@ -148,7 +151,8 @@ def test_every_clause_has_either_an_impostor_or_a_reason_why_not():
 def test_every_impostor_names_clauses_that_exist():
     ids = {found.id for found in ledger.load_all()}
     named = {name: card.rejected_by for name, card in impostors.CATALOGUE.items()}
-    assert {name: set(ids_) - ids for name, ids_ in named.items() if set(ids_) - ids} == {}
+    unknown = {name: set(ids_) - ids for name, ids_ in named.items() if set(ids_) - ids}
+    assert unknown == {}, "correct rejected_by: there are no such clauses"
 
 
 def test_the_ledger_is_fresh():

@@ -258,6 +258,7 @@ def test_the_manual_names_every_subcommand_and_each_has_a_main(name: str, capsys
     assert command.main(["--help"]) == 0
     manual = capsys.readouterr().out
     assert "Exit status" in manual
+    assert "--level" in manual, "the options of check"
     assert f"python -m spec_tests {name} " in manual
     assert callable(import_module(command.COMMANDS[name]).main)
 
