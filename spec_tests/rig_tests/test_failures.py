@@ -242,7 +242,7 @@ def test_a_hanging_rank_is_reported_with_its_stack(worlds: Worlds, size: int):
     assert "rig/ranks/rank.py" not in stack
     peer = caught.value.ranks[0]
     assert peer.state == "in the body"
-    assert peer.collectives[-1] == "all_reduce #2 [[4]]"
+    assert peer.collectives[-1] == "all_reduce [[4]] #2 of 0"
     assert_healthy(worlds, size)
 
 
@@ -252,7 +252,7 @@ def test_who_left_early_is_told_from_who_still_waits(worlds: Worlds):
         worlds.world(3).run(bodies.fail, "leave", 2, grace_s=GRACE_S)
     assert caught.value.headline.startswith("hang: rank 0 and 1 blocked")
     assert caught.value.headline.endswith("rank 2 had already left the body")
-    assert caught.value.ranks[2].collectives[-1] == "all_reduce #1 [[4]]"
+    assert caught.value.ranks[2].collectives[-1] == "all_reduce [[4]] #1 of 0"
 
 
 def extra_collective(ctx: Context) -> None:

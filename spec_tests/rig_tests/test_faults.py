@@ -186,7 +186,7 @@ def test_a_rank_that_gloo_aborts_shows_its_last_collectives_and_where_it_was(wor
     sizes = {0: "[[5]]", 1: "[[100005]]"}
     for report in (dead, other):
         words = [collective.split(" ", 2) for collective in report.collectives[-2:]]
-        assert [(what, size) for what, _, size in words] == [
+        assert [(what, size) for what, size, _ in words] == [
             ("all_reduce", "[[3]]"),
             ("all_reduce", sizes[report.rank]),
         ]
