@@ -1,11 +1,12 @@
 """`python -m spec_tests --impl A --impl B --report DIR`: judge implementations.
 
     python -m spec_tests [check] [--help]       judge the reference; what may be asked for
-    python -m spec_tests --impl mine.py         judge a file, at level `correct`
+    python -m spec_tests check mine.py          judge a file, at level `correct`: --impl mine.py
     python -m spec_tests --impl mine.py --clause 'ddp.gradients.*' --level course
     python -m spec_tests compare BEFORE AFTER   two reports: what got better, what broke
     python -m spec_tests ledger [--check]       write (or compare) CLAUSES.md and the museum
     python -m spec_tests impostors [...]        see that the suite has teeth
+    python -m spec_tests signatures [...]       see what each near-miss fails: known faults
     python -m spec_tests new ddp DIR            a file to begin with, the algorithm in steps
     python -m spec_tests bench NAME [...]       time and memory, beside PyTorch's own
     python -m spec_tests kills [...]            kill ranks of the reference's training, and compare
@@ -22,14 +23,17 @@ implementation that does not load.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import io
+import itertools
 import os
 import sys
 import tempfile
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 # Subcommand to the module whose `main` takes its arguments.
 COMMANDS = {
@@ -37,6 +41,7 @@ COMMANDS = {
     "compare": "spec_tests.rig.report.compare",
     "kills": "spec_tests.reference_tests.kills",
     "new": "spec_tests.skeletons.__main__",
+    "signatures": "spec_tests.impostors.signatures",
 }
 
 
@@ -53,11 +58,17 @@ def main(arguments: list[str]) -> int:
     if command in ("-h", "--help"):
         print(f"{__doc__}\nOptions of check:\n\n{_options()}")
         return 0
-    judged = rest if command == "check" else arguments
+    judged = _with_impl(rest) if command == "check" else arguments
     if {"-h", "--help"} & {*judged}:
         print(f"python -m spec_tests [check] [options, also of pytest]\n\n{_options()}")
         return 0
     return _judge(judged)
+
+
+def _with_impl(arguments: list[str]) -> list[str]:
+    """`check mine.py` judges that file: what stands before the first option is implementations."""
+    names = list(itertools.takewhile(lambda each: not each.startswith("-"), arguments))
+    return [*(f"--impl={name}" for name in names), *arguments[len(names) :]]
 
 
 def _options() -> str:
@@ -70,9 +81,15 @@ def _options() -> str:
     return ours.partition("\n\n")[0]
 
 
-def trainspec() -> int:
-    """Run the command of that name; the entry point of the installed package."""
-    return main(sys.argv[1:])
+def trainspec() -> NoReturn:
+    """Run the command of that name and end; the entry point of the installed package."""
+    status = main(sys.argv[1:])
+    # All that was started is stopped by now. The interpreter's own end, which takes every module of
+    # torch apart, keeps a shell waiting for another second.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _impostors(arguments: list[str]) -> int:
@@ -185,4 +202,4 @@ _PYTEST = [
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    trainspec()

@@ -26,6 +26,7 @@ from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.errors import RankDied, RankHung
 from spec_tests.rig.ranks.world import World, Worlds
 from spec_tests.rig.report.eventlog import EventLog
+from spec_tests.rig.strategies import nothing_shrunk
 from spec_tests.target import Target
 
 
@@ -35,8 +36,9 @@ class Run:
 
     `points` is the profile of a course, if one was asked for; `told` is what a report says about
     each clause; `notices` is what differs from what was asked for; `running` is
-    the case that runs; `history` is what the live ranks have seen; `hung` has the hung cases by
-    implementation, clause and subject.
+    the case that runs; `history` is what the live ranks have seen; `failed` has implementations
+    and clauses that they failed; `hung` the hung cases by implementation, clause and subject;
+    `quick` the clauses of a quick run.
     """
 
     targets: list[Target]
@@ -51,6 +53,8 @@ class Run:
     notices: list[str] = field(default_factory=list)
     running: str = ""
     history: replay.History = field(default_factory=replay.History)
+    failed: set[tuple[str, str]] = field(default_factory=set)
+    quick: set[str] = field(default_factory=set)
     hung: dict[tuple[str, str, str | None], list[str]] = field(default_factory=dict)
 
 
@@ -118,13 +122,16 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     params = item.callspec.params  # type: ignore[attr-defined]  # a clause is parametrised
     case = {name: value for name, value in params.items() if name not in ("target", "world")}
     with contextlib.ExitStack() as around:
-        if _declared(item, clause, params["target"].name):
-            pass
+        name, run = params["target"].name, item.config.stash[RUN]
+        if (name, clause.id) in run.failed:  # one shortened example of a clause is enough
+            around.enter_context(nothing_shrunk())
+        if _declared(item, clause, name):
+            around.enter_context(nothing_shrunk())
         elif world.transport == "sim":
             around.enter_context(replay.telling(clause, case, world))
         elif world.transport == "gloo":
             sized = {**case, "world": world.size}
-            around.enter_context(item.config.stash[RUN].history.telling(clause, sized, world))
+            around.enter_context(run.history.telling(clause, sized, world))
         around.enter_context(unreadable_is_a_finding())
         return (yield)
 
@@ -165,6 +172,7 @@ def _result(
         "implementation": name,
         "case": item.stash[_CASE],
         "node": item.nodeid,
+        "line": item.location[1],
         "world_size": params["world"],
         "transport": run.transport,
         "strength": str(clause.strength),
@@ -178,6 +186,8 @@ def _result(
     }
     run.worlds.leaks.clear()
     result = expectations.expect(result, _declared(item, clause, name))
+    if result["outcome"] == Outcome.FAILED:
+        run.failed.add((name, clause.id))
     if result["outcome"] == Outcome.HANG:
         run.hung.setdefault((name, clause.id, params.get("subject")), []).append(result["case"])
     return result

@@ -15,7 +15,7 @@ import dataclasses
 import fnmatch
 import os
 import unittest
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -38,7 +38,7 @@ from spec_tests.rig.outcomes import LEVELS, is_within
 from spec_tests.rig.ranks.cuda_runtime import PRETENDED_CUDA
 from spec_tests.rig.ranks.errors import NOT_HERE, RankDied, RankHung, RigError
 from spec_tests.rig.ranks.world import TRANSPORTS, World, Worlds
-from spec_tests.rig.report import points
+from spec_tests.rig.report import diagnosis, points
 from spec_tests.rig.report.eventlog import EventLog
 from spec_tests.rig.sim import hooks
 from spec_tests.rig.strategies import register_profiles
@@ -66,6 +66,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--report", metavar="DIR", help="write log, pages and files for tools there")
     group.addoption("--points", metavar="PROFILE", help="points as a course gives them, see README")
+    group.addoption(
+        "--quick",
+        action="store_true",
+        help="some seconds per chapter: the clauses that reject most of its near-misses",
+    )
     group.addoption("--all", action="store_true", help="show each finding and clause at the end")
     group.addoption("--live", action="store_true", help=argparse.SUPPRESS)
     # Set by `python -m spec_tests` where no report was asked for: it still needs the log.
@@ -132,6 +137,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 MOST_HANGS = 2
 """Cases of one clause and subject that may hang before the others are not run any more."""
 
+QUICK_RANKS = 2
+"""`--quick` judges on no more ranks: to start them takes longer than most clauses."""
+
 # ------------------------------------------------------------------------------- what is run
 
 
@@ -160,14 +168,47 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if clause is not None and clause.transports == ("cuda",):
             item.add_marker(pytest.mark.gpu)
         (kept if _is_asked_for(item, clause, patterns, run) else dropped).append(item)
+    if config.getoption("--quick"):
+        few = _few(kept, run.quick)
+        dropped += [item for item in kept if item not in few]
+        kept = few
     if patterns and not any(clause_of_item(item) for item in kept):
         raise pytest.UsageError(_nothing_to_run(patterns, run))
     if dropped:
         config.hook.pytest_deselected(items=dropped)
     if config.getoption("--live"):
         chapters = list(dict.fromkeys(item.path.parent for item in kept))
-        kept.sort(key=lambda item: (chapters.index(item.path.parent), _level(item)))
+        kept.sort(key=lambda item: (chapters.index(item.path.parent), _level(item), _gain(item)))
     items[:] = kept
+
+
+def _few(items: Sequence[pytest.Item], asked: Collection[str]) -> list[pytest.Item]:
+    """Of each clause that is asked one case for each implementation and function."""
+    kept: dict[tuple[str, ...], pytest.Item] = {}
+    for item in items:
+        clause = clause_of_item(item)
+        if clause is None or clause.id not in asked:
+            continue
+        params = item.callspec.params  # type: ignore[attr-defined]  # a clause is parametrised
+        if params["world"] <= QUICK_RANKS:
+            kept.setdefault((clause.id, params["target"].name, params.get("subject", "")), item)
+    return [*kept.values()]
+
+
+def _quick(config: pytest.Config, run: Run) -> set[str]:
+    """The clauses of a quick run; notes for the verdict what they are worth."""
+    highest = max(run.levels.values(), key=LEVELS.index)
+    by_chapter: dict[str, set[str]] = {}
+    for clause in _matching(_patterns(config) or ["*"]):
+        if is_within(clause.level, highest):
+            by_chapter.setdefault(clause.chapter, set()).add(clause.id)
+    asked = {chapter: diagnosis.quick(chapter, own) for chapter, own in by_chapter.items()}
+    worth = [f"{chapter} {found[-1].share:.0%}" for chapter, found in asked.items() if found]
+    run.notices.append(
+        "quick: of each chapter only those clauses were judged that reject most of its near-misses "
+        f"in some seconds: {', '.join(worth)}"
+    )
+    return {each.clause for found in asked.values() for each in found}
 
 
 def _patterns(config: pytest.Config) -> list[str]:
@@ -181,6 +222,13 @@ def _level(item: pytest.Item) -> int:
     """What is owed first is judged first."""
     clause = clause_of_item(item)
     return LEVELS.index(clause.level) if clause is not None else 0
+
+
+def _gain(item: pytest.Item) -> int:
+    """What finds most in a second is judged first."""
+    clause = clause_of_item(item)
+    ranks = diagnosis.ranks(clause.chapter) if clause is not None else {}
+    return ranks.get(clause.id, len(ranks)) if clause is not None else 0
 
 
 def _is_asked_for(
@@ -271,6 +319,8 @@ def _require_machine(clause: Clause, transport: str) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Open the log, and see that every implementation loads before anything is judged."""
     config, run = session.config, session.config.stash[RUN]
+    if config.getoption("--quick"):
+        run.quick = _quick(config, run)
     if is_worker(config):
         return
     ACTIVE.run = run

@@ -1,12 +1,12 @@
 """`python -m spec_tests.benchmarks NAME [options]`: side by side, tables to `results/`.
 
-NAME: rig, ddp, zero1, fsdp, checkpoint, attention, loader, trainer, trace.
+NAME: rig, answer, ddp, zero1, fsdp, checkpoint, attention, loader, trainer, trace.
 """
 
 import sys
 
 BENCHMARKS = (
-    *("rig", "ddp", "zero1", "fsdp", "checkpoint"),
+    *("rig", "answer", "ddp", "zero1", "fsdp", "checkpoint"),
     *("attention", "loader", "trainer", "trace"),
 )
 

@@ -36,6 +36,7 @@ class Job:
         transport: where the ranks live.
         rate: if not 0, how often each case that rejects it on sim is tried, on sim and on gloo.
         up_to: if not 0, how many ranks the worlds have at most in which it must be accepted.
+        signature: whether to take its signature, see `signatures`.
     """
 
     impostor: str
@@ -44,6 +45,7 @@ class Job:
     transport: str = "gloo"
     rate: int = 0
     up_to: int = 0
+    signature: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Verdict:
         observations: clause to what it found, without numbers.
         modes: clause to how it noticed: "assertion", "deadlock", "mismatch", "un-waited", ...
         rates: clause to how often it rejected, per transport.
+        symptoms, seconds: its signature, and what the clauses took.
     """
 
     impostor: str
@@ -65,6 +68,8 @@ class Verdict:
     duration_s: float
     modes: dict[str, str] = field(default_factory=dict)
     rates: dict[str, dict[str, int]] = field(default_factory=dict)
+    symptoms: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 def do(job: Job, worlds: Worlds) -> Verdict:
@@ -73,6 +78,8 @@ def do(job: Job, worlds: Worlds) -> Verdict:
     complaints: list[str] = []
     findings: list[matrix.Finding] = []
     rates: dict[str, dict[str, int]] = {}
+    symptoms: dict[str, str] = {}
+    seconds: dict[str, float] = {}
     try:
         impostor, clauses = find(job.impostor), matrix.by_id()
         for _ in range(job.repeat):
@@ -87,6 +94,10 @@ def do(job: Job, worlds: Worlds) -> Verdict:
         ]
         complaints += matrix.must_accept(found)
         findings += found
+        if job.signature:
+            from spec_tests.impostors import signatures  # it asks the crew in turn
+
+            symptoms, seconds = signatures.take(impostor, worlds)
     except Exception as error:  # one bad card is one complaint, and no end of the others
         complaints.append(f"{job.impostor}: {type(error).__name__}: {error}")
     finally:
@@ -95,7 +106,8 @@ def do(job: Job, worlds: Worlds) -> Verdict:
     observations = {f.clause.id: f.observation for f in findings}
     modes = {f.clause.id: f.decisive.mode for f in findings if f.decisive is not None}
     duration_s = time.perf_counter() - begun
-    return Verdict(job.impostor, complaints, margins, observations, duration_s, modes, rates)
+    found_otherwise = (modes, rates, symptoms, seconds)
+    return Verdict(job.impostor, complaints, margins, observations, duration_s, *found_otherwise)
 
 
 class Crew:

@@ -26,6 +26,9 @@ from spec_tests.rig.ranks.world import World
 LONGEST = 24
 """Calls in a program: three that must meet in order rarely do so in a short one."""
 
+SHRUNK = 80
+"""Programs that are tried in order to shorten one that fails: all could take half a minute."""
+
 ALL_CALLS = frozenset(
     "micro local discard finish step zero_grad rate evaluate interrupt save load".split()  # noqa: SIM905
 )
@@ -53,9 +56,20 @@ def any_sequence(
     """
     __tracebackhide__ = True
 
+    failed: set[str] = set()
+    shrunk = 0
+
     def judge(program: Program) -> None:
+        nonlocal shrunk
+        words = repr(program)
+        if failed and words not in failed:
+            shrunk += 1
+            if shrunk > SHRUNK:
+                return  # not run any more: hypothesis settles for the shortest failure so far
+        failed.add(words)
         seen = world.run(body, *args, program)
         agree(seen, alone, program, within=within(program), given=given)
+        failed.remove(words)
 
     run_state_machine_as_test(
         lambda: _Machine(judge, calls),  # type: ignore[arg-type]  # a factory will do

@@ -10,6 +10,10 @@ random examples, database on), `impostors` (first failure ends it, nothing is sh
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
@@ -32,6 +36,22 @@ def register_profiles() -> None:
     settings.register_profile("quick", quick)
     settings.register_profile("deep", common, max_examples=300, print_blob=True)
     settings.register_profile("impostors", quick, phases=(Phase.explicit, Phase.generate))
+
+
+def nothing_shrunk() -> AbstractContextManager[None]:
+    """Let the first failure end a property: nobody reads a shorter example of it."""
+    return profile("impostors")
+
+
+@contextlib.contextmanager
+def profile(name: str) -> Iterator[None]:
+    """Run properties under another profile."""
+    before = settings.get_current_profile_name()
+    settings.load_profile(name)
+    try:
+        yield
+    finally:
+        settings.load_profile(before)
 
 
 seeds = st.integers(min_value=0, max_value=999)

@@ -127,12 +127,14 @@ def test_what_fails_only_after_other_cases_says_so_and_fails_again(tmp_path: Pat
     selected = [word for name in NEEDED for word in ("--clause", name)]
     command = ["-m", "spec_tests", "--impl", str(mine), *selected]
     ((clause, case, again, message),) = judged(command, tmp_path / "first")
-    assert (clause, case) == (NEEDED[2], "ddp-w2")
+    first = (clause, case)
+    assert clause in NEEDED
     assert "\nalone on fresh ranks this case passes: it fails after other cases" in message
-    assert f"--clause {NEEDED[1]} --clause {NEEDED[2]}" in again
+    assert again.endswith(f"--clause {clause}")
+    assert again.count("--clause") > 1
     assert f"\nagain: {again}\n" in message
     ((clause, case, _, _),) = judged(shlex.split(again)[1:], tmp_path / "again")
-    assert (clause, case) == (NEEDED[2], "ddp-w2")
+    assert (clause, case) == first
 
 
 def test_what_fails_alone_has_the_line_that_it_always_had(tmp_path: Path):

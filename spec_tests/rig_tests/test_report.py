@@ -25,6 +25,7 @@ from spec_tests.rig.report import (
     write_report,
 )
 from spec_tests.rig.report.causes import causes
+from spec_tests.rig.report.diagnosis import Dictionary
 from spec_tests.rig.report.eventlog import EventLog
 from spec_tests.rig.report.text import clip
 from spec_tests.rig_tests import golden
@@ -254,6 +255,28 @@ def test_one_diagnosis_is_one_cause_and_none_is_a_cause_of_its_own():
         ["ddp.a.bare"],
         ["ddp.b.bare"],
     ]
+
+
+def test_causes_that_one_known_fault_explains_are_one_cause_that_names_it(monkeypatch):
+    twice, other = "likely: summed and not divided by the world size", "other: the mean gradient"
+    known = {
+        "ddp.sums": {"ddp.a.one": twice, "ddp.a.two": twice, "ddp.b.bare": other},
+        "ddp.crashes": {"ddp.a.one": "raised TypeError", "ddp.a.four": "raised TypeError"},
+    }
+    monkeypatch.setattr("spec_tests.rig.report.causes.dictionary", lambda: Dictionary(known))
+    events = [
+        failed("ddp.a.one", WRONG),
+        failed("ddp.a.two", WRONG),
+        failed("ddp.b.bare", BARE),
+        failed("ddp.c.raises", TRACE, error=KIND, line=3),
+    ]
+    named, raised = causes(log(*events), "solution")
+    assert (named.like, named.clauses) == ("ddp.sums", ["ddp.a.one", "ddp.a.two", "ddp.b.bare"])
+    assert (raised.like, raised.clauses) == ("", ["ddp.c.raises"])
+    # What it predicts and what passed speak against it: nothing is named.
+    passed = [result("passed", clause=name) for name in ("ddp.a.one", "ddp.a.two")]
+    (bare,) = causes(log(*passed, failed("ddp.b.bare", BARE)), "solution")
+    assert bare.like == ""
 
 
 def test_what_the_exercise_asks_comes_first():

@@ -139,6 +139,7 @@ def render_comparison(before: Report, after: Report, changes: Sequence[Change]) 
         old, new = before["run"].get(key), after["run"].get(key)
         if old != new:
             lines.append(f"- not alike: {key} {old} before, {new} after")
+    lines += _causes(before, after)
     for kind, title in KINDS.items():
         those = [change for change in changes if change.kind == kind]
         lines += [f"## {title}: {len(those)}", ""] if those else []
@@ -158,6 +159,37 @@ def render_comparison(before: Report, after: Report, changes: Sequence[Change]) 
     counted = Counter(change.kind for change in changes)
     lines.append(", ".join(f"{counted[kind]} {kind}" for kind in KINDS))
     return "\n".join(lines)
+
+
+def _causes(before: Report, after: Report) -> list[str]:
+    """Which causes are gone, which have come, and which are still there."""
+    lines: list[str] = []
+    for old, new in _pairs(before, after):
+        then, now = _causes_of(before, old), _causes_of(after, new)
+        kept = [(one, other) for one in then for other in now if _is_same(one, other)]
+        gone = [cause for cause in then if cause not in [one for one, _ in kept]]
+        come = [cause for cause in now if cause not in [other for _, other in kept]]
+        lines += [f"- cause gone: {cause['text']} ({len(cause['clauses'])})" for cause in gone]
+        lines += [f"- cause come: {cause['text']} ({len(cause['clauses'])})" for cause in come]
+        lines += [
+            f"- cause still there: {now['text']} ({len(then['clauses'])} → {len(now['clauses'])})"
+            for then, now in kept
+        ]
+    return [*lines, ""] if lines else []
+
+
+def _causes_of(report: Report, name: str) -> list[Mapping[str, Any]]:
+    (found,) = (found for found in report["implementations"] if found["name"] == name)
+    causes: list[Mapping[str, Any]] = found.get("causes", [])
+    return causes
+
+
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """The same words or near-miss, or half of the smaller's clauses: a line may have moved."""
+    if one["text"] == other["text"] or (one.get("like") and one["like"] == other.get("like")):
+        return True
+    first, second = {*one["clauses"]}, {*other["clauses"]}
+    return 2 * len(first & second) >= min(len(first), len(second))
 
 
 def _chapter(change: Change) -> str:

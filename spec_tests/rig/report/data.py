@@ -14,7 +14,8 @@ without a new number after the slash in `schema`.
         "level": "correct",               what it is held to
         "levels": {"course": {"passed": 38, "judged": 40}, ...},   MUST clauses, see `outcomes`
         "outcomes": {"passed": 120, "failed": 2, ...},             clauses, of every strength
-        "causes": [{"text": "summed and not ...", "level": "course", "clauses": ["ddp...", ...]}],
+        "causes": [{"text": "summed and not ...", "like": "ddp.sum-for-mean", or ""
+                    "level": "course", "clauses": ["ddp.gradients.mean", ...]}],
         "points": null                    or {"title", "note", "points", "of", "items": [{"name",
       }],                  "points", "of", "by_hand", "not_judged", "missing": {clause: outcome}}]}
       "clauses": [{                       in the order of the run; all implementations' together
@@ -30,6 +31,7 @@ without a new number after the slash in `schema`.
               "case": "ddp-w2-mlp", "outcome": "failed", "world_size": 2, "duration_s": 0.03,
               "message": "...",           "" where it passed
               "likely": "summed and ...", the diagnosis out of the message, "" without one
+              "symptom": "likely: ...",  what the message shows, as programs compare it
               "rerun": "python -m ...",   "" where it passed
               "margins": [{"tolerance": ..., "error": ..., "ratio": ...}]   numbers, or "nan", "inf"
             }]}}}]
@@ -45,6 +47,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_tests.rig.outcomes import (
+    REFUTED,
     Event,
     Outcome,
     cells,
@@ -53,9 +56,10 @@ from spec_tests.rig.outcomes import (
     level_of,
     verdict,
 )
-from spec_tests.rig.report.causes import causes, likely
+from spec_tests.rig.report.causes import causes
 from spec_tests.rig.report.eventlog import read_log
 from spec_tests.rig.report.points import score
+from spec_tests.rig.report.symptom import likely, symptom
 from spec_tests.rig.report.text import (
     INCOMPLETE,
     RUN_KEYS,
@@ -133,7 +137,12 @@ def _column(events: Sequence[Event], name: str) -> dict[str, Any]:
         },
         "outcomes": {str(outcome): counted[outcome] for outcome in Outcome if counted[outcome]},
         "causes": [
-            {"text": cause.text, "level": cause.first.level, "clauses": cause.clauses}
+            {
+                "text": cause.text,
+                "like": cause.like,
+                "level": cause.first.level,
+                "clauses": cause.clauses,
+            }
             for cause in causes(events, name)
         ],
         "points": score(events, name),
@@ -168,9 +177,11 @@ _KEPT = ("case", "outcome", "world_size", "duration_s", "message")
 
 def _case(case: Event) -> dict[str, Any]:
     has_passed = case["outcome"] == Outcome.PASSED
+    is_finding = Outcome(case["outcome"]) in REFUTED - {Outcome.UNEXPECTED_PASS}
     return {
         **{key: case[key] for key in _KEPT},
         "likely": likely(case["message"]),
+        "symptom": symptom(case["outcome"], case["message"]) if is_finding else "",
         "rerun": "" if has_passed else case["rerun"],
         "margins": case["margins"],
     }

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spec_tests.rig.outcomes import SILENT, Cell, Event, Outcome, Strength, cells
+from spec_tests.rig.outcomes import SILENT, Cell, Event, Outcome, Strength, cells, header
+from spec_tests.rig.report import diagnosis
 from spec_tests.rig.report.causes import Cause, causes, clipped
 from spec_tests.rig.report.text import (
     absent_here,
@@ -30,7 +31,7 @@ FEW = 3
 """Failed clauses that are shown in full: who asks for one clause wants its whole message."""
 
 _FINE = (Outcome.PASSED, Outcome.EXPECTED_FAILURE)
-_LINES_OF_A_CAUSE = 4
+_LINES_OF_A_CAUSE = 5
 
 
 def render_ending(events: Sequence[Event], *, everything: bool = False) -> str:
@@ -47,6 +48,8 @@ def render_ending(events: Sequence[Event], *, everything: bool = False) -> str:
     lines += ["", *_verdict(events, found)]
     for name, named in found.items():
         lines += _render_causes(name, named)
+    if any(cause.like for named in found.values() for cause in named):
+        lines += diagnosis.of_another_torch(header(events).get("torch", ""))
     return "\n".join(lines)
 
 
@@ -131,6 +134,11 @@ def _render_cause(index: int, cause: Cause) -> list[str]:
     return [
         f"{index:2}  {cause.text}",
         *([clipped(f"    {finding}", 160)] if finding else []),
+        *(
+            [clipped(f"    like {cause.like}: {diagnosis.does(cause.like)}", 160)]
+            if cause.like
+            else []
+        ),
         f"    {cause.first.level}: {_enumerated(cause.clauses, 3)}",
         f"    again: {first['rerun']}",
     ]

@@ -1,0 +1,226 @@
+"""Signatures: which clauses each near-miss fails, and with which symptom. The dictionary of causes.
+
+A near-miss names the clauses that must reject it; its signature is all that it fails. So a judged
+implementation that fails the same clauses in the same way probably has the same fault, and the
+near-miss's story says what that is (`rig.report.diagnosis`). A signature is taken on a panel: of
+every clause of the chapter one case of each function that the near-miss brings, in a world of two
+live ranks where the clause has one (slow clauses aside); of the clauses that it names every case.
+
+    python -m spec_tests signatures                    take all of them: two hours on two cores
+    python -m spec_tests signatures --only 'ddp.*'     some; the others stay as they are
+    python -m spec_tests signatures --accuracy         how well they explain each other
+
+The last one takes each near-miss out of the dictionary, has its signature diagnosed by the others,
+and compares families (`families.toml`): right, of another family, or unexplained.
+
+The file says with which torch they were taken. Ids and symptoms are listed once, each finding is a
+pair of positions, so that the file stays small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import functools
+import math
+import os
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spec_tests.clause import Clause
+from spec_tests.impostors import CATALOGUE, FORCED_FAILURE, REFERENCE
+from spec_tests.impostors.alone import Alone
+from spec_tests.impostors.card import Impostor
+from spec_tests.impostors.crew import Crew, Job
+from spec_tests.impostors.matrix import brought_by, by_id, named_clauses, probe, target_of
+from spec_tests.rig.judge.runner import CaseResult, run_case
+from spec_tests.rig.outcomes import SILENT, Outcome
+from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.report.diagnosis import (
+    PATH,
+    Dictionary,
+    Signature,
+    Signatures,
+    load,
+    named,
+    save,
+)
+from spec_tests.rig.report.symptom import symptom
+from spec_tests.target import Target
+
+FAMILIES = Path(__file__).with_name("families.toml")
+
+SIZE = 2
+"""Ranks of the panel's worlds; clauses that have none of this size are left out."""
+
+SLOW_S = 1.5
+"""A clause that takes plain code longer is asked only about the near-misses that name it."""
+
+MOST_S = 60.0
+"""A near-miss that hangs everywhere is not asked about more clauses than fit into this."""
+
+
+def panel(chapter: str, brought: set[str]) -> Iterator[tuple[Clause, dict[str, Any]]]:
+    """Yield the cases of a chapter's clauses that a signature is taken on."""
+    for clause in by_id().values():
+        has_world = SIZE in clause.worlds or max(clause.worlds) == 1
+        if clause.chapter != chapter or "gloo" not in clause.transports:
+            continue
+        seen = set()
+        for case in clause.cases() if has_world else ():
+            subject = case.get("subject")
+            is_brought = not brought or not clause.judges or subject in brought
+            if (
+                is_brought
+                and subject not in seen
+                and case["world"] == min(SIZE, max(clause.worlds))
+            ):
+                seen.add(subject)
+                yield clause, case
+
+
+def chapter_of(impostor: Impostor) -> str:
+    """The chapter that an impostor belongs to, by its id."""
+    return impostor.id.partition(".")[0]
+
+
+def take(impostor: Impostor, worlds: Worlds) -> tuple[Signature, dict[str, float]]:
+    """Return the signature, and the seconds that the panel's clauses take on plain code.
+
+    What its base fails as well, beyond the level that the base is held to, tells nothing of a
+    near-miss, and is left out.
+    """
+    found: Signature = {}
+    for clause in named_clauses(impostor) if impostor is not REFERENCE else ():
+        if "gloo" in clause.transports:
+            _note(found, clause, probe(clause, impostor, worlds).decisive)
+    where = Alone(impostor, worlds) if impostor.alone else worlds
+    chapter, brought = chapter_of(impostor), brought_by(impostor)
+    usual, usual_s = _of_base(chapter, frozenset(brought))
+    left_out = {*found} | {clause for clause, took in usual_s.items() if took > SLOW_S}
+    others, _ = _judge(target_of(impostor), where, chapter, brought, left_out)
+    return found | {c: s for c, s in others.items() if usual.get(c) != s}, usual_s
+
+
+@functools.cache
+def _of_base(chapter: str, brought: frozenset[str]) -> tuple[Signature, dict[str, float]]:
+    """Of the near-misses' base with nothing overridden; of the reference for patches of it."""
+    bases = [card for card in CATALOGUE.values() if card.is_benign and card.id.endswith("plain")]
+    base = next((card for card in bases if brought and brought_by(card) == brought), REFERENCE)
+    worlds = Worlds()
+    try:
+        where = Alone(base, worlds) if base.alone else worlds
+        return _judge(target_of(base), where, chapter, {*brought}, set(), within_s=math.inf)
+    finally:
+        worlds.close()
+
+
+def _judge(
+    target: Target,
+    worlds: Worlds,
+    chapter: str,
+    brought: set[str],
+    known: set[str],
+    within_s: float = MOST_S,
+) -> tuple[Signature, dict[str, float]]:
+    """Judge the panel but for the clauses that are known."""
+    found: Signature = {}
+    seconds: dict[str, float] = {}
+    begun = time.perf_counter()
+    for clause, case in panel(chapter, brought):
+        if clause.id in known | {*found} or time.perf_counter() - begun > within_s:
+            continue
+        result = run_case(clause, target, case, worlds)
+        seconds[clause.id] = seconds.get(clause.id, 0.0) + result.duration_s
+        _note(found, clause, result)
+    return found, seconds
+
+
+def _note(found: Signature, clause: Clause, result: CaseResult | None) -> None:
+    if result is not None and result.outcome not in {Outcome.PASSED, *SILENT}:
+        found[clause.id] = symptom(str(result.outcome), result.message)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Take signatures and write the file; 1 if one could not be taken."""
+    parser = argparse.ArgumentParser(
+        prog="python -m spec_tests signatures",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", default="*", help="glob over near-misses' ids")
+    parser.add_argument("--side-by-side", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--accuracy", action="store_true", help="of those that were taken")
+    options = parser.parse_args(arguments)
+    if options.accuracy:
+        print(*accuracy(load().of), sep="\n")
+        return 0
+    chosen = [
+        card
+        for card in CATALOGUE.values()
+        if not card.is_benign
+        and card is not FORCED_FAILURE
+        and card.is_here
+        and fnmatch.fnmatchcase(card.id, options.only)
+    ]
+    kept = load()
+    of = {name: found for name, found in kept.of.items() if name in CATALOGUE}
+    seconds, failed = dict(kept.seconds), 0
+    with Crew(max(1, min(options.side_by_side, len(chosen)))) as crew:
+        asked = [(card.id, crew.submit(Job(card.id, signature=True))) for card in chosen]
+        for name, future in asked:
+            verdict = future.result()
+            failed += bool(verdict.complaints)
+            of[name] = verdict.symptoms
+            _keep_least(seconds, verdict.seconds)
+            words = "; ".join(verdict.complaints) or f"fails {len(verdict.symptoms)} clauses"
+            print(f"{name:44} {verdict.duration_s:6.1f} s  {words}", flush=True)
+            does = {name: CATALOGUE[name].does for name in of}
+            save(Signatures(torch.__version__.partition("+")[0], of, does, seconds))
+    print(f"{len(chosen)} signatures, {failed} of them incomplete: {PATH}")
+    return int(failed > 0)
+
+
+def _keep_least(seconds: dict[str, float], seen: Mapping[str, float]) -> None:
+    """Keep the least that a clause took, for other processes use the machine as well."""
+    for clause, took in seen.items():
+        seconds[clause] = round(min(took, seconds.get(clause, took)), 3)
+
+
+def families() -> dict[str, str]:
+    """Near-miss to its family."""
+    kept = tomllib.loads(FAMILIES.read_text())
+    return {name: family for family, own in kept.items() for name in own["near_misses"]}
+
+
+def accuracy(of: Mapping[str, Signature]) -> list[str]:
+    """Say how well signatures explain each other, by chapter; then what was explained wrongly."""
+    family, words = families(), Dictionary(of)
+    judged: dict[str, set[str]] = {}
+    for name, found in of.items():
+        judged.setdefault(name.partition(".")[0], set()).update(found)
+    rows: dict[str, Counter[str]] = {}
+    wrong = []
+    for name, found in of.items():
+        chapter = name.partition(".")[0]
+        row = rows.setdefault(chapter, Counter())
+        best = named(words.explain(found, judged[chapter] - {*found}, without=[name]), found)
+        if not best:
+            row["unexplained"] += 1
+        elif family[best] == family[name]:
+            row["right"] += 1
+        else:
+            row["another"] += 1
+            wrong.append(f"    {name} ({family[name]}): like {best} ({family[best]})")
+    lines = ["near-misses without their own signature: right family, another, unexplained"]
+    lines += [
+        f"{chapter:12} {row.total():4}: {row['right']:4} {row['another']:4} {row['unexplained']:4}"
+        for chapter, row in sorted(rows.items())
+    ]
+    return [*lines, "another family:", *wrong]

@@ -1,0 +1,131 @@
+"""Symptoms, signatures, and which known fault is named for what failed."""
+
+import json
+
+import pytest
+
+from spec_tests import impostors
+from spec_tests.impostors import signatures
+from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.report import diagnosis
+from spec_tests.rig.report.diagnosis import Dictionary, Gain, Signatures, by_gain
+from spec_tests.rig.report.symptom import symptom
+
+NEAR_MISSES = {
+    card.id
+    for card in impostors.CATALOGUE.values()
+    if not card.is_benign and card.id[:8] != "control."
+}
+
+
+@pytest.mark.parametrize(
+    ("headline", "words"),
+    [
+        ("rank 0 and 1 of 2 raised TypeError: f() takes 1 argument", "raised TypeError"),
+        (
+            "rank 1: expected live bytes of at most 96 (shards 64), got 248",
+            "more: live bytes of at most",
+        ),
+        (
+            "rank 0: expected collectives of a step [], got ['all_reduce']",
+            "more: collectives of a step",
+        ),
+        ("rank 0: expected names afterwards ['a'], got []", "less: names afterwards"),
+        ("rank 0, 'gain' (6,): expected the mean gradient, got None", "less: the mean gradient"),
+        ("the file is torn at byte 17", "other: the file is torn at byte #"),
+    ],
+)
+def test_a_symptom_has_no_number_and_no_name_of_one_run(headline: str, words: str):
+    assert symptom(Outcome.FAILED, f"failed: [a.b.c]  A rank MUST.\n{headline}") == words
+
+
+def test_a_diagnosis_and_a_hang_are_symptoms():
+    message = "failed: [a.b.c]  X MUST.\nrank 0: expected a, got b\nlikely: off by the factor 2.5"
+    assert symptom(Outcome.FAILED, message) == "likely: off by the factor #"
+    assert symptom(Outcome.HANG, "anything") == "hang"
+
+
+KNOWN = Dictionary(
+    {
+        "ddp.sums": {"mean": "twice", "training": "twice", "window": "other"},
+        "ddp.crashes": {"frozen": "raised"},
+        "ddp.drops-window": {"window": "lost"},
+    }
+)
+
+
+def explained(failed: dict[str, str], passed: set[str], **options: object) -> list[tuple[str, ...]]:
+    return [(d.near_miss, *d.clauses) for d in KNOWN.explain(failed, passed, **options)]  # type: ignore[arg-type]
+
+
+def test_the_fault_that_explains_most_comes_first_and_the_rest_is_asked_about_again():
+    failed = {"mean": "twice", "training": "twice", "window": "other", "frozen": "raised"}
+    assert explained(failed, set()) == [
+        ("ddp.sums", "mean", "training", "window"),
+        ("ddp.crashes", "frozen"),
+    ]
+
+
+def test_what_passed_speaks_against_a_fault():
+    assert explained({"window": "other"}, {"mean", "training"}) == []
+    assert explained({"mean": "twice", "training": "twice"}, {"window"}) != []
+
+
+def test_nothing_is_forced_on_another_symptom():
+    assert explained({"frozen": "hang"}, set()) == []
+    assert explained({"unheard-of": "raised"}, set()) == []
+
+
+def test_a_near_miss_can_be_left_out():
+    assert explained({"window": "lost"}, set(), without=["ddp.drops-window"]) == []
+
+
+def test_one_clause_of_many_names_nobody_nor_does_a_symptom_without_a_name():
+    many = {"frozen": "raised", "a": "x", "b": "x", "c": "x"}
+    (known,) = KNOWN.explain(many, set())
+    assert not diagnosis.is_telling(known, many)
+    assert diagnosis.is_telling(known, {"frozen": "raised"})
+    bare = {"frozen": "other: error"}
+    (known,) = Dictionary({"ddp.crashes": bare}).explain(bare, set())
+    assert not diagnosis.is_telling(known, bare)
+
+
+def test_what_finds_most_in_a_second_comes_first():
+    of = {
+        "a.one": {"c": "x", "d": "x"},
+        "a.two": {"c": "x"},
+        "a.three": {"d": "x"},
+        "b.one": {"e": "x"},
+    }
+    kept = Signatures("2.13.0", of, dict.fromkeys(of, ""), {"c": 0.5, "d": 2.0})
+    assert by_gain(kept, "a") == [Gain("c", 0.5, 1 - 1 / 3), Gain("d", 2.5, 1.0)]
+    assert [each.clause for each in by_gain(kept, "a", {"d"})] == ["d"]
+
+
+def test_a_file_of_signatures_is_read_as_it_was_written(tmp_path):
+    kept = Signatures(
+        "2.13.0", {"a.one": {"c": "x"}, "a.two": {}}, {"a.one": "1", "a.two": "2"}, {"c": 0.5}
+    )
+    diagnosis.save(kept, tmp_path / "kept.json")
+    assert diagnosis.load(tmp_path / "kept.json") == kept
+    assert json.loads((tmp_path / "kept.json").read_text())["torch"] == "2.13.0"
+
+
+def test_every_near_miss_has_a_signature_and_one_family():
+    assert {*diagnosis.load().of} == NEAR_MISSES
+    assert {*signatures.families()} == NEAR_MISSES
+    text = signatures.FAMILIES.read_text()
+    assert [name for name in NEAR_MISSES if text.count(f'"{name}"') != 1] == []
+
+
+@pytest.mark.parametrize("name", ["clip.adds-norms", "data.strided"])
+def test_a_signature_taken_again_is_the_one_in_the_file(name: str):
+    found, _ = signatures.take(impostors.find(name), Worlds())
+    kept = diagnosis.load().of[name]
+    assert {*found.items()} >= {*kept.items()} - {*_unstable(kept)}
+
+
+def _unstable(kept: dict[str, str]) -> list[tuple[str, str]]:
+    """Of a hang and a crash it is chance which of them is seen."""
+    return [(clause, shown) for clause, shown in kept.items() if shown in ("hang", "died")]
