@@ -21,11 +21,19 @@ import torch
 from spec_tests import ledger
 from spec_tests.clause import MUST, Clause, clause_of
 from spec_tests.rig import report
-from spec_tests.rig.judge import expectations, judging, replay, runner, unreadable_is_a_finding
+from spec_tests.rig.judge import (
+    evidence,
+    expectations,
+    judging,
+    replay,
+    runner,
+    unreadable_is_a_finding,
+)
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.errors import RankDied, RankHung
 from spec_tests.rig.ranks.world import World, Worlds
 from spec_tests.rig.report.eventlog import EventLog
+from spec_tests.rig.report.source import source_of
 from spec_tests.rig.strategies import nothing_shrunk
 from spec_tests.target import Target
 
@@ -185,6 +193,9 @@ def _result(
         "leaks": list(run.worlds.leaks),
     }
     run.worlds.leaks.clear()
+    source = {"source": found} if (found := source_of(result["message"])) else {}
+    if found := {**evidence.of(error), **source}:
+        result["evidence"] = found
     result = expectations.expect(result, _declared(item, clause, name))
     if result["outcome"] == Outcome.FAILED:
         run.failed.add((name, clause.id))

@@ -292,12 +292,14 @@ def _after_a_moment(recorder):
 def test_memory_does_not_grow_from_step_to_step(world, subject):
     """Live bytes MUST be the same after every step but the first ones."""
     for rank, seen in enumerate(world.run(live_after_steps, subject)):
-        judge.holds(
-            seen[-1] <= seen[2],
-            f"rank {rank}: expected {seen[2]} live bytes as after step 3, got {seen[-1]} after "
-            f"step {len(seen)}",
-            likely="something is appended in every step and never taken away",
-        )
+        if seen[-1] > seen[2]:
+            points = [(f"after step {step}", size) for step, size in enumerate(seen, start=1)]
+            raise judge.violated(
+                f"rank {rank}: expected {seen[2]} live bytes as after step 3, got {seen[-1]} after "
+                f"step {len(seen)}",
+                likely="something is appended in every step and never taken away",
+                evidence=footprint.shown(rank, points, points[-1][0], seen[-1], seen[2]),
+            )
 
 
 def traceless(ctx, subject):

@@ -10,7 +10,11 @@ from typing import Any
 import torch
 
 from spec_tests.rig import judge
+from spec_tests.rig.judge.evidence import of_memory
 from spec_tests.rig.ranks.recorder import Recorder
+
+Points = Sequence[tuple[str, int]]
+"""Moments and the bytes that were held then, oldest first."""
 
 
 def peak_bytes(device: torch.device, work: Callable[[], Any]) -> tuple[int, int]:
@@ -57,21 +61,37 @@ def at_most(
     quantity: str,
     likely: str = "",
     given: str = "",
+    history: Sequence[Points] = (),
+    moment: str = "",
 ) -> None:
     """No rank's bytes may exceed the sum of the terms.
 
     Args:
         observed: bytes, one number per rank.
         terms: what is allowed to be there, by name: {"gradients": 4096, "buckets": 4096}.
+        history: what each rank held over time, `observed` last at `moment`: for a picture.
+
+    Raises:
+        Violation: naming the first rank that holds more.
     """
     __tracebackhide__ = True
     allowed = sum(terms.values())
     for rank, number in enumerate(observed):
+        if number <= allowed:
+            continue
         sum_of_terms = " + ".join(f"{name} {size}" for name, size in terms.items())
-        judge.holds(
-            number <= allowed,
+        raise judge.violated(
             f"rank {rank}: expected {quantity} of at most {allowed} bytes ({sum_of_terms}), "
             f"got {number}, {number / allowed:.2f} times that",
             likely=likely,
             given=given,
+            evidence=shown(rank, history[rank] if history else [], moment, number, allowed),
         )
+
+
+def shown(rank: int, points: Points, moment: str, number: int, allowed: int) -> dict[str, Any]:
+    """Return a finding on memory for a picture: the last `moment` of `points`, or one number."""
+    at = [index for index, point in enumerate(points) if tuple(point) == (moment, number)]
+    if not at:
+        return of_memory(rank, [("measured", number)], 0, allowed)
+    return of_memory(rank, points, at[-1], allowed)

@@ -10,10 +10,36 @@ import pytest
 
 from spec_tests import impostors, ledger
 from spec_tests.rig.outcomes import Event, Outcome
-from spec_tests.rig.report import render_page
+from spec_tests.rig.report import causes, render_page
+from spec_tests.rig.report.diagnosis import Dictionary
+from spec_tests.rig.report.symptom import symptom
 from spec_tests.rig_tests.browser import Visit, require_decent
-from spec_tests.rig_tests.logs import STORY, log, profile, result
+from spec_tests.rig_tests.logs import STORY, TOLD, log, profile, result
 
+EVIDENCE: dict[str, Any] = {
+    "wrong": {
+        "name": "first.weight",
+        "shape": [64, 64],
+        "ranks": {str(rank): ["10" * 128, 16, 16] for rank in range(4)},
+    },
+    "lanes": [
+        {
+            "rank": rank,
+            "state": "in the body",
+            "waits": True,
+            "calls": [[f"all_reduce [[{rank}]]", number, "0"] for number in range(3, 9)],
+        }
+        for rank in range(4)
+    ],
+    "memory": {
+        "rank": 0,
+        "points": [[f"after step {step}", 1000 * step] for step in range(64)],
+        "judged": 40,
+        "allowed": 30_000,
+    },
+    "source": {"file": "mine.py", "line": 12, "first": 10, "lines": ["a", " b", "  c", "d"]},
+}
+"""As much of each kind as is ever kept."""
 MESSAGE = (
     "[{id}]  It MUST.\nrank 0, 'first.weight' (5, 6): got 2.000 x the mean\n"
     "likely: summed and not divided by the world size\n<script>alert(1)</script>\n"
@@ -44,7 +70,10 @@ def every_clause() -> list[Event]:
                 outcome = Outcome.FAILED
             if outcome is not Outcome.PASSED:
                 fields["message"] = MESSAGE.format(id=clause.id)
+                if outcome is not Outcome.FAILED:  # a cause of its own
+                    fields["message"] = fields["message"].replace("summed", f"{outcome}: summed")
                 fields["rerun"] = f"python -m spec_tests --impl {name} --clause {clause.id}"
+                fields["evidence"] = EVIDENCE
             ran = {"clause": clause.id, "implementation": name, **fields}
             events += [result(str(outcome), case="w2", **ran), result(case="w3", **ran)]
     points = profile({"name": "Mean", "points": 2, "clauses": [MEAN]})
@@ -125,13 +154,12 @@ def test_a_row_opens_by_keyboard_and_tells_the_whole_story(file: Path, browser):
     assert detail.is_visible()
     assert button.get_attribute("aria-expanded") == "true"
     text = detail.inner_text()
-    story = impostors.CATALOGUE["ddp.sum-for-mean"]
     for said in (
         "mine.py: FAIL 1/2",
         "Likely summed and not divided by the world size",
         "<script>alert(1)</script>",
         f"python -m spec_tests --impl mine.py --clause {MEAN}",
-        story.does,
+        "ddp.sum-for-mean",
         "Source: ",
         "spec_tests/ddp/test_gradients.py:",
     ):
@@ -151,6 +179,7 @@ def test_on_paper_failures_are_open_and_filters_gone(file: Path, browser):
     visit = Visit(browser, file, color_scheme="dark")
     visit.page.emulate_media(media="print")
     assert visit.page.locator(f"[id='about-{MEAN}']").is_visible()
+    assert visit.page.locator("details.card details pre").last.is_visible(), "nor can one open it"
     assert visit.page.locator("tr.detail:not(.alarm)").first.is_hidden()
     assert not visit.page.locator(".filters").is_visible()
     assert visit.page.evaluate("getComputedStyle(document.body).color") == "rgb(0, 0, 0)"
@@ -164,7 +193,74 @@ def test_points_and_verdict_stand_at_the_top(file: Path, browser):
     assert "Points of torch: 2 of 2" in page.locator("main").inner_text()
 
 
+def test_a_card_opens_by_keyboard_and_shows_line_pictures_and_finding(file: Path, browser):
+    visit = Visit(browser, file)
+    card = visit.page.locator("details.card").nth(3)
+    assert card.get_attribute("open") is None, "the first three are open"
+    card.locator("summary").first.focus()
+    visit.page.keyboard.press("Enter")
+    assert card.locator(".hit").inner_text() == "→  12    c"
+    pictures = card.get_by_role("img").evaluate_all("all => all.map(one => one.textContent)")
+    starts = ("Which elements of first.weight are wrong", "Who waits for whom", "Bytes that rank 0")
+    assert [text.startswith(start) for text, start in zip(pictures, starts, strict=True)]
+    finding = card.locator("details pre")
+    assert not finding.is_visible()
+    for _ in range(2):  # past the link to its first clause
+        visit.page.keyboard.press("Tab")
+    visit.page.keyboard.press("Enter")
+    assert "<script>alert(1)</script>" in finding.inner_text()
+
+
+def test_a_row_leads_to_the_card_that_has_its_finding(file: Path, browser):
+    visit = Visit(browser, file)
+    visit.page.locator("#expand").click()
+    link = visit.page.get_by_role("link", name="on the card of its cause").last
+    finding = visit.page.locator(f"details[id='{(link.get_attribute('href') or '')[1:]}'] pre")
+    assert not finding.is_visible()
+    link.click()
+    finding.wait_for()
+
+
 # ---------------------------------------------------------------------------- without a browser
+
+
+def test_the_page_of_one_file_is_small_and_names_what_is_not_offered_in_a_line():
+    """A fourth of its clauses fails, each for a cause of its own with a picture of usual size."""
+    usual = {
+        "wrong": {**EVIDENCE["wrong"], "ranks": {rank: ["01" * 15, 5, 6] for rank in "01"}},
+        "lanes": EVIDENCE["lanes"][:2],
+        "memory": {**EVIDENCE["memory"], "points": EVIDENCE["memory"]["points"][:11], "judged": 9},
+    }
+    found: list[Event] = []
+    for number, clause in enumerate(ledger.load_all()):
+        about = {"clause": clause.id, "strength": str(clause.strength), "level": clause.level}
+        found.append({"event": "clause", "clause": clause.id, **ledger.told(clause, [STORY] * 2)})
+        if clause.chapter != "ddp" or clause.level == "production":
+            message = f"[{clause.id}]  It MUST.\nnot offered: {clause.chapter}\ngiven: w2"
+            found.append(result("not_offered", message=message, **about))
+        elif number % 4:
+            found.append(result(**about))
+        else:
+            kind = list(usual)[number // 4 % 3]
+            message = MESSAGE.format(id=clause.id).replace("summed", clause.id)
+            evidence = {kind: usual[kind], "source": EVIDENCE["source"]}
+            found.append(result("failed", message=message, evidence=evidence, **about))
+    page = render_page(log(*found))
+    assert len(page.encode()) < 80_000
+    assert page.count('<details class="absent">') == 1
+    assert '<li>fsdp: <span class="id">fsdp</span></li>' in page
+    assert 'id="fsdp.' not in page
+
+
+def test_a_card_tells_the_story_of_the_near_miss_that_it_is_like(monkeypatch):
+    events = log(TOLD, result("failed", message=MESSAGE))
+    assert "like impostor:" not in render_page(events)
+    shown = symptom("failed", MESSAGE)
+    known = Dictionary({STORY["impostor"]: {TOLD["clause"]: shown}})
+    monkeypatch.setattr(causes, "dictionary", lambda: known)
+    page = render_page(events)
+    assert page.count(STORY["does"]) == 1
+    assert f"like impostor:{STORY['impostor']}" in page
 
 
 def test_markup_in_what_an_implementation_says_is_text():

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from hypothesis.errors import HypothesisException
 
+from spec_tests.rig.judge.evidence import Evidence, of_wrong_tensors
 from spec_tests.rig.judge.symptoms import Finding, Hint, explain, gap
 from spec_tests.rig.judge.tolerance import Tolerance, exact
 from spec_tests.rig.ranks.errors import Blocked, RankRaised, RigError
@@ -67,10 +68,24 @@ def judging(situation: Situation) -> Iterator[Situation]:
 
 
 class Violation(AssertionError):
-    """A norm is violated. The text is complete: clause, culprit, difference, cause, rerun line."""
+    """A norm is violated. The text is complete: clause, culprit, difference, cause, rerun line.
+
+    `evidence` is what a page draws of it, see the module of that name.
+    """
+
+    def __init__(self, text: str, evidence: Evidence | None = None) -> None:
+        super().__init__(text)
+        self.evidence = evidence or {}
 
 
-def violated(finding: str, *, likely: str = "", detail: str = "", given: str = "") -> Violation:
+def violated(
+    finding: str,
+    *,
+    likely: str = "",
+    detail: str = "",
+    given: str = "",
+    evidence: Evidence | None = None,
+) -> Violation:
     """Build the exception for a finding; raise it."""
     now = SITUATION.get()
     situation = ", ".join(part for part in (given or now.given, now.case) if part)
@@ -83,7 +98,7 @@ def violated(finding: str, *, likely: str = "", detail: str = "", given: str = "
         f"again: {now.rerun}" if now.rerun else "",
         f"why: {now.source} · {now.where}" if now.source else "",
     ]
-    return Violation("\n".join(line for line in lines if line))
+    return Violation("\n".join(line for line in lines if line), evidence)
 
 
 def holds(condition: bool, finding: str, *, likely: str = "", given: str = "") -> None:
@@ -126,7 +141,9 @@ def tensors(
             if finding is not None:
                 findings.append(finding)
     if findings:
-        raise _describe(findings, observed, quantity, tolerance, hints, given)
+        found = _describe(findings, observed, quantity, tolerance, hints, given)
+        found.evidence = of_wrong_tensors(findings, per_rank)
+        raise found
 
 
 def same_on_all_ranks(observed: Sequence[Tensors], *, quantity: str, given: str = "") -> None:
@@ -141,6 +158,7 @@ def same_on_all_ranks(observed: Sequence[Tensors], *, quantity: str, given: str 
         for name, reference in observed[0].items():
             finding = _compare(rank, name, seen[name], reference, exact())
             if finding is not None:
+                alike = [observed[0]] * (rank + 1)  # those before this one hold what rank 0 holds
                 raise violated(
                     f"rank {rank}, {name!r}: its {quantity} differs from rank 0's "
                     f"({finding.difference()})",
@@ -148,6 +166,7 @@ def same_on_all_ranks(observed: Sequence[Tensors], *, quantity: str, given: str 
                     or "the ranks did not do the same thing: one scaled, clipped, skipped or "
                     "synchronised on its own",
                     given=given,
+                    evidence=of_wrong_tensors([finding], alike),
                 )
 
 

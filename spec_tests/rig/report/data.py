@@ -14,8 +14,8 @@ without a new number after the slash in `schema`.
         "level": "correct",               what it is held to
         "levels": {"course": {"passed": 38, "judged": 40}, ...},   MUST clauses, see `outcomes`
         "outcomes": {"passed": 120, "failed": 2, ...},             clauses, of every strength
-        "causes": [{"text": "summed and not ...", "like": "ddp.sum-for-mean", or ""
-                    "level": "course", "clauses": ["ddp.gradients.mean", ...]}],
+        "causes": [{"text": "summed and not ...", "level": "course", "clauses": ["ddp...", ...],
+                    "like": "ddp.sum-for-mean"}],         the near-miss that it is like, or ""
         "points": null                    or {"title", "note", "points", "of", "items": [{"name",
       }],                  "points", "of", "by_hand", "not_judged", "missing": {clause: outcome}}]}
       "clauses": [{                       in the order of the run; all implementations' together
@@ -34,8 +34,21 @@ without a new number after the slash in `schema`.
               "symptom": "likely: ...",  what the message shows, as programs compare it
               "rerun": "python -m ...",   "" where it passed
               "margins": [{"tolerance": ..., "error": ..., "ratio": ...}]   numbers, or "nan", "inf"
-            }]}}}]
+              "evidence": {           what can be shown of it: none of these, or some
+                "wrong": {"name": "fc.weight", "shape": [5, 6],      elements of the first wrong
+                          "ranks": {"0": ["0110...", rows, columns]}},   tensor, as below
+                "lanes": [{"rank": 0, "state": "in the body", "waits": true,    collectives:
+                           "calls": [["all_reduce [[3]]", 8, "0"], ...]}, ...],   number, group
+                "memory": {"rank": 0, "points": [["after forward", 318584], ...],   bytes
+                           "judged": 5, "allowed": 235008},   index of a point, and its limit
+                "source": {"file": "mine.py", "line": 12, "first": 10, "lines": [...]}
+              }}]}}}]
     }
+
+Cells of a wrong tensor, row by row, at most 16 by 16 for a rank: "0" right, "1" wrong, "x" wrong
+and not finite, "-" nothing to compare. A cell of a larger tensor shows the worst of its elements.
+"source" is the innermost line of the judged code in the message, with those around it, as it was
+when the log was written.
 """
 
 from __future__ import annotations
@@ -184,4 +197,5 @@ def _case(case: Event) -> dict[str, Any]:
         "symptom": symptom(case["outcome"], case["message"]) if is_finding else "",
         "rerun": "" if has_passed else case["rerun"],
         "margins": case["margins"],
+        "evidence": case.get("evidence", {}),
     }

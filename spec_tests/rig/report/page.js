@@ -1,4 +1,5 @@
-// Filters, and rows that open. Without this script every row is open and nothing is lost.
+// Filters, and rows that open. Without this script every row is open and nothing is lost; cards open
+// by themselves.
 "use strict";
 document.documentElement.classList.add("js");
 document.addEventListener("DOMContentLoaded", () => {
@@ -25,7 +26,7 @@ document.addEventListener("DOMContentLoaded", () => {
     for (const { row, detail, text, outcomes } of rows) {
       const isShown =
         (limit < 0 || levels.indexOf(row.dataset.level) <= limit) &&
-        (!chapter.value || row.dataset.chapter === chapter.value) &&
+        (!chapter.value || row.id.startsWith(chapter.value + ".")) &&
         (!outcome.value || outcomes.includes(outcome.value)) &&
         wanted.every((word) => text.includes(word));
       row.hidden = detail.hidden = !isShown;
@@ -37,14 +38,20 @@ document.addEventListener("DOMContentLoaded", () => {
   }
 
   function follow() {
-    const entry = rows.find(({ row }) => "#" + row.id === decodeURIComponent(location.hash));
+    const id = decodeURIComponent(location.hash.slice(1));
+    const entry = rows.find(({ row }) => row.id === id);
+    let folded = document.getElementById(id)?.closest("details");
+    for (; folded; folded = folded.parentElement.closest("details")) folded.open = true;
     if (!entry) return;
     open(entry, true);
     entry.row.scrollIntoView();
   }
 
-  for (const entry of rows)
+  for (const entry of rows) {
+    entry.button.setAttribute("aria-controls", entry.detail.id);
+    open(entry, false);
     entry.button.addEventListener("click", () => open(entry, !entry.detail.classList.contains("open")));
+  }
   form.addEventListener("input", filter);
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("reset", () => setTimeout(filter));
@@ -52,6 +59,10 @@ document.addEventListener("DOMContentLoaded", () => {
     const shown = rows.filter(({ row }) => !row.hidden);
     const isOpen = !shown.every(({ detail }) => detail.classList.contains("open"));
     for (const entry of shown) open(entry, isOpen);
+  });
+  // On paper nothing can be opened.
+  matchMedia("print").addEventListener("change", ({ matches }) => {
+    if (matches) for (const folded of document.querySelectorAll(".card, .card details")) folded.open = true;
   });
   window.addEventListener("hashchange", follow);
   filter();

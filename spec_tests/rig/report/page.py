@@ -1,14 +1,18 @@
 """index.html: a report that a person reads in a browser, in one file that needs no network.
 
-The page is written whole, so that it prints and works without its script: clause by implementation,
-grouped by level and chapter, and under each clause its messages, their likely cause, the stories of
-the bugs that it catches, its source and the line to run it again. The script adds filters and folds
-the details away. Template, styles and script lie beside this file; this file decides what is red.
+The page is written whole, so that it prints and works without its script. It opens with a card for
+each cause: what to mend first, the line of code, pictures of the finding (`pictures`) and the story
+of the near-miss that it is like. Then clause by implementation, grouped by level and chapter, and
+under each clause its messages, their likely cause, the stories of the bugs that it catches, its
+source and the line to run it again. What is not offered is one folded line. The script adds filters
+and folds the details away. Template, styles and script lie beside this file; this file decides what
+is red.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from itertools import groupby
@@ -19,6 +23,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from spec_tests.rig.outcomes import BROKEN, LEVELS, REFUTED, SILENT, Event, Outcome
+from spec_tests.rig.report import pictures
 from spec_tests.rig.report.data import Report, as_report
 from spec_tests.rig.report.points import got
 from spec_tests.rig.report.text import WORDS, clip
@@ -31,8 +36,13 @@ LEVEL_TITLES = {
 _FOLDER = Path(__file__).parent
 # One line only: a fence, or a back-tick that has no fellow, is left as it is.
 _CODE = re.compile(r"(?<!`)(`{1,2})(?!`)([^`\n]+)\1(?!`)")
-_MAX_MESSAGE_LINES = 60
-_MAX_STORIES = 6
+_LACKS = re.compile(r"^not offered: (.+)$", re.MULTILINE)
+_MAX_MESSAGE_LINES = 30
+_MAX_STORIES = 2
+_MAX_CASES = 6
+_MAX_CARDS = 8  # beyond them a cause is a line
+_OPEN_CARDS = 3
+_SAID = ("[", "likely: ", "why: ")
 _FAILING = REFUTED | BROKEN | {Outcome.EXPECTED_FAILURE}
 
 
@@ -41,7 +51,13 @@ def render_page(events: Sequence[Event]) -> str:
     report = as_report(events)
     found = report["implementations"]
     names = [one["name"] for one in found]
-    rows = [_row(row) for row in report["clauses"]]
+    cards = {
+        one["name"]: _cards(one, report["clauses"], f"cause-{number}")
+        for number, one in enumerate(found, start=1)
+    }
+    absent = _absent(report["clauses"])
+    left_out = {id for of in absent.values() for id in of["clauses"]}
+    rows = [_row(row, cards) for row in report["clauses"] if row["id"] not in left_out]
     present = {cell["outcome"] for row in rows for cell in row["cells"].values()}
 
     def ratio_kind(one: Mapping[str, Any], level: str) -> str:
@@ -54,8 +70,8 @@ def render_page(events: Sequence[Event]) -> str:
         report=report,
         names=names,
         title=f"Conformance of {', '.join(names) or 'nothing'}",
-        styles="".join((_FOLDER / name).read_text("utf-8") for name in ("house.css", "page.css")),
-        script=(_FOLDER / "page.js").read_text("utf-8"),
+        styles=_unindented("house.css") + _unindented("page.css"),
+        script=_unindented("page.js"),
         verdict_kind={0: "good", 1: "bad"}.get(report["verdict"]["status"], "warn"),
         held_to=list(dict.fromkeys(one["level"] for one in found)),
         levels=LEVELS,
@@ -67,11 +83,21 @@ def render_page(events: Sequence[Event]) -> str:
         silent=SILENT,
         groups=_grouped(rows),
         max_stories=_MAX_STORIES,
+        max_cases=_MAX_CASES,
+        absent=absent,
+        cards=cards,
+        max_cards=_MAX_CARDS,
+        open_cards=_OPEN_CARDS,
+        patterns=pictures.PATTERNS,
         ratio_kind=ratio_kind,
         kind_of=_kind,
         got=got,
         points_kind=_points_kind,
     )
+
+
+def _unindented(name: str) -> str:
+    return re.sub(r"\n\s+", "\n", (_FOLDER / name).read_text("utf-8"))
 
 
 def _template() -> Any:
@@ -82,9 +108,72 @@ def _template() -> Any:
     return environment.get_template("page.html.jinja")
 
 
-def _row(row: Mapping[str, Any]) -> dict[str, Any]:
+def _cards(
+    one: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], prefix: str
+) -> list[dict[str, Any]]:
+    """Return each cause of an implementation with what its card shows."""
+    by_id = {row["id"]: row for row in rows}
+    stories = {story["impostor"]: story for row in rows for story in row["stories"]}
+    cards: list[dict[str, Any]] = []
+    for cause in one["causes"]:
+        first = by_id[cause["clauses"][0]]
+        shown = _cell(first["cells"][one["name"]])["shown"]
+        evidence = shown["evidence"]
+        levels = Counter(by_id[id]["level"] for id in cause["clauses"])
+        cards.append(
+            {
+                **cause,
+                "id": f"{prefix}-{len(cards) + 1}",
+                "levels": {level: levels[level] for level in LEVELS if levels[level]},
+                "shown": shown,
+                # The command stands above it.
+                "finding": shown["clipped"].replace(f"\nagain: {shown['rerun']}\n", "\n"),
+                "source": evidence.get("source"),
+                "pictures": [draw(evidence[of]) for of, draw in _PICTURES if of in evidence],
+                "story": stories.get(cause["like"].removeprefix("impostor:")),
+            }
+        )
+    return cards
+
+
+_PICTURES = (
+    ("wrong", pictures.heat_maps),
+    ("lanes", pictures.lanes),
+    ("memory", pictures.memory),
+)
+
+
+def _absent(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return chapter to the clauses that nobody offers anything for, and what is missing.
+
+    Where a whole chapter is not offered, neither are its clauses for another machine.
+    """
+    mute = {Outcome.NOT_OFFERED, Outcome.NOT_HERE}
+    found: dict[str, dict[str, Any]] = {}
+    lacking = {row["chapter"] for row in rows if _outcomes(row) == {Outcome.NOT_OFFERED}}
+    lacking -= {row["chapter"] for row in rows if not _outcomes(row) <= mute}
+    for row in rows:
+        if _outcomes(row) == {Outcome.NOT_OFFERED} or row["chapter"] in lacking:
+            of = found.setdefault(row["chapter"], {"clauses": set(), "missing": {}})
+            of["clauses"].add(row["id"])
+            for case in (case for cell in row["cells"].values() for case in cell["cases"]):
+                lacks = _LACKS.search(case["message"])
+                of["missing"] |= dict.fromkeys(lacks[1].split(", ") if lacks else [])
+    return found
+
+
+def _outcomes(row: Mapping[str, Any]) -> set[Outcome]:
+    return {Outcome(cell["outcome"]) for cell in row["cells"].values()}
+
+
+def _row(row: Mapping[str, Any], cards: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """Return a clause with what the template decides by."""
     cells = {name: _cell(cell) for name, cell in row["cells"].items()}
+    for name, cell in cells.items():
+        at = next((card for card in cards[name] if row["id"] in card["clauses"]), None)
+        is_first = at is None or at["clauses"][0] == row["id"]
+        cell["card"] = at["id"] if at and at in cards[name][:_MAX_CARDS] and is_first else ""
+        cell["tells"] = is_first and not (at and at["story"])
     found = {Outcome(cell["outcome"]) for cell in cells.values()}
     needs_attention = bool(found & (REFUTED | BROKEN))
     return {
@@ -92,14 +181,18 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
         "cells": cells,
         "outcomes": [*sorted(found), *(["attention"] if needs_attention else [])],
         "needs_attention": needs_attention,
-        "has_failed": bool(found & _FAILING),
+        # Where several share a cause, the stories are told of the first, or its card tells one.
+        "tells": any(Outcome(c["outcome"]) in _FAILING and c["tells"] for c in cells.values()),
     }
 
 
 def _cell(cell: Mapping[str, Any]) -> dict[str, Any]:
     """Return a cell with its first decisive case in full, and the names of the others."""
     first, *others = [case for case in cell["cases"] if case["outcome"] == cell["outcome"]]
-    shown = {**first, "clipped": clip(first["message"].rstrip(), _MAX_MESSAGE_LINES)}
+    message = clip(first["message"].rstrip(), _MAX_MESSAGE_LINES)
+    # What a row says of its clause anyway is left out of its message.
+    brief = [line for line in message.splitlines() if not line.startswith(_SAID)]
+    shown = {**first, "clipped": message, "brief": "\n".join(brief)}
     return {**cell, "shown": shown, "others": [case["case"] for case in others]}
 
 
@@ -141,7 +234,7 @@ def prose(text: str) -> Markup:
     >>> print(prose("`x < 1` and a lone `"))
     <code>x &lt; 1</code> and a lone `
     """
-    return Markup(_marked(text, escape))
+    return Markup(_marked(text, _plain))
 
 
 def linked(text: str) -> Markup:
@@ -156,14 +249,18 @@ def linked(text: str) -> Markup:
 def _marked(text: str, plain: Callable[[str], str]) -> str:
     parts, end = [], 0
     for found in _CODE.finditer(text):
-        parts += [plain(text[end : found.start()]), f"<code>{escape(found[2])}</code>"]
+        parts += [plain(text[end : found.start()]), f"<code>{_plain(found[2])}</code>"]
         end = found.end()
     return "".join([*parts, plain(text[end:])])
 
 
+def _plain(text: str) -> str:
+    return escape(text, quote=False)  # it stands between tags, where a quote is only a quote
+
+
 def _link(word: str) -> str:
     if not word.startswith("https://"):
-        return escape(word)
+        return _plain(word)
     address = word.rstrip(".,;)")
     rest = word.removeprefix(address)
-    return f"<a href='{escape(address)}' rel='noreferrer'>{escape(address)}</a>{escape(rest)}"
+    return f"<a href='{escape(address)}' rel='noreferrer'>{_plain(address)}</a>{_plain(rest)}"

@@ -1,0 +1,35 @@
+"""The line of the judged code that a message leads to, with the lines around it.
+
+It is read when the log is written: when a page is opened, the file may have changed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from spec_tests.rig.report.causes import FRAME, is_own
+
+_AROUND = 2
+_MAX_COLUMNS = 120
+
+
+def source_of(message: str) -> dict[str, Any]:
+    """Return the lines around the innermost own line of a traceback or stack in a message.
+
+    Returns:
+        {"file": its name, "line": 12, "first": 10, "lines": five at most}; nothing where the
+        message has no such line, or it cannot be read.
+    """
+    own = [(file, int(line)) for file, line in FRAME.findall(message) if is_own(file)]
+    if not own:
+        return {}
+    path, line = Path(own[-1][0]), own[-1][1]
+    if path.suffix != ".py" or not path.is_file():
+        return {}
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    first = max(1, line - _AROUND)
+    shown = [each.rstrip()[:_MAX_COLUMNS] for each in lines[first - 1 : line + _AROUND]]
+    if line > len(lines):
+        return {}
+    return {"file": path.name, "line": line, "first": first, "lines": shown}
