@@ -7,6 +7,7 @@
     python -m spec_tests ledger [--check]       write (or compare) CLAUSES.md and the museum
     python -m spec_tests impostors [...]        see that the suite has teeth
     python -m spec_tests new ddp DIR            a file to begin with, the algorithm in steps
+    python -m spec_tests repro [...] DIR        a script that shows one finding, with torch alone
     python -m spec_tests bench NAME [...]       time and memory, beside PyTorch's own
     python -m spec_tests kills [...]            kill ranks of the reference's training, and compare
 
@@ -37,6 +38,7 @@ COMMANDS = {
     "compare": "spec_tests.rig.report.compare",
     "kills": "spec_tests.reference_tests.kills",
     "new": "spec_tests.skeletons.__main__",
+    "repro": "spec_tests.repro.__main__",
 }
 
 
