@@ -1,0 +1,61 @@
+"""ZeroRedundancyOptimizer trains nothing where a group's parameters are given as a generator.
+
+Expected: the weights after the step, 0, as torch.optim.SGD gives them
+Got: unchanged weights, 1, without an error
+Versions: torch 2.13.0, checked 2026-11-23
+Clause: zero1.groups.any-iterable
+Case: *generators-of-parameters
+See: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/optim/zero_redundancy_optimizer.py
+"""
+
+import sys
+import tempfile
+import traceback
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+RANKS = 2
+EXPECTED = [[0.0, 0.0]] * RANKS
+
+
+def observe(rank: int) -> list[float]:
+    """Return the weights after a step that takes them from ones to zeros."""
+    weights = [nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))]
+    groups = [{"params": (weight for weight in weights)}]
+    optimizer = ZeroRedundancyOptimizer(groups, torch.optim.SGD, lr=1.0)
+    for weight in weights:
+        weight.grad = torch.ones(())
+    optimizer.step()
+    return [float(weight) for weight in weights]
+
+
+def on_rank(rank: int, folder: str) -> None:
+    """Join the process group and write what this rank got to a file."""
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+    torch.save(observe(rank), f"{folder}/{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Return 1 where the fault holds and 0 where it does not."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(on_rank, (folder,), nprocs=RANKS)
+        got = [torch.load(f"{folder}/{rank}") for rank in range(RANKS)]
+    print(f"expected: {EXPECTED}\ngot:      {got}")
+    return int(got != EXPECTED)
+
+
+if __name__ == "__main__":
+    try:
+        status = main()
+    except Exception:  # neither shown nor refuted
+        traceback.print_exc()
+        status = 2
+    sys.exit(status)
