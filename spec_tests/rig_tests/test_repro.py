@@ -93,25 +93,33 @@ def without_the_marked_line(text: str) -> str:
     return "".join(line for line in text.splitlines(True) if not line.endswith("# mended\n"))
 
 
-def repro(tmp_path: Path, impl: str, clause: str) -> subprocess.CompletedProcess[str]:
-    arguments = ("--impl", impl, "--clause", clause, str(tmp_path / "out"))
-    return python("-m", "spec_tests", "repro", *arguments)
+def repro(tmp_path: Path, impl: str, clause: str) -> int:
+    return command.main(["--impl", impl, "--clause", clause, str(tmp_path / "out")])
+
+
+def made_up(clause: str) -> dict[str, object]:
+    judges = next(each for each in ledger.load_all() if each.id == clause).judges
+    size = 1 if judges == ("flash_attention",) else 2
+    case = "-".join([*judges[:1], f"w{size}"])
+    return {"case": case, "world_size": size, "message": "[id]  S\nfound\nso"}
 
 
 @pytest.mark.parametrize("clause", FAULTS)
-def test_a_script_shows_the_fault_until_it_is_mended(clause: str, tmp_path: Path):
+def test_a_script_shows_the_fault_until_it_is_mended(
+    clause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The clause itself is judged in the test below."""
+    monkeypatch.setattr(command, "_finding", lambda impl, id: made_up(id))
     mine = tmp_path / "mine.py"
     mine.write_text(without_the_marked_line(FAULTS[clause]))
-    ended = repro(tmp_path, str(mine), clause)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert repro(tmp_path, str(mine), clause) == 0, capsys.readouterr().err
     (script,) = (tmp_path / "out").iterdir()
-    assert str(script) in ended.stdout
+    assert str(script) in capsys.readouterr().out
     text = script.read_text()
     assert len(text.splitlines()) <= LINES
     assert "spec_tests" not in text.replace("python -m spec_tests", "")
-    again = repro(tmp_path, str(mine), clause)
-    assert again.returncode == 2
-    assert "something of that name" in again.stderr
+    assert repro(tmp_path, str(mine), clause) == 2
+    assert "something of that name" in capsys.readouterr().err
 
     mine.write_text(FAULTS[clause])
     mended = subprocess.run(
@@ -119,6 +127,15 @@ def test_a_script_shows_the_fault_until_it_is_mended(clause: str, tmp_path: Path
     )
     assert mended.returncode == 0, mended.stdout + mended.stderr
     assert "as expected" in mended.stdout
+
+
+def test_the_command_judges_the_clause_first(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(without_the_marked_line(ATTENTION))
+    arguments = ("--impl", str(tmp_path / "mine.py"), "--clause", "attention.forward.values")
+    ended = python("-m", "spec_tests", "repro", *arguments, str(tmp_path / "out"))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (script,) = (tmp_path / "out").iterdir()
+    assert str(script) in ended.stdout
 
 
 @pytest.mark.parametrize(
@@ -134,12 +151,13 @@ def test_a_script_shows_the_fault_until_it_is_mended(clause: str, tmp_path: Path
         ("plain", "ddp.gradients.mean", "got a part of this suite"),
     ],
 )
-def test_where_there_is_no_script_words_say_why(tmp_path: Path, impl: str, clause: str, words: str):
+def test_where_there_is_no_script_words_say_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], impl: str, clause: str, words: str
+):
     (tmp_path / "mine.py").write_text(DDP)
     given = str(tmp_path / impl) if impl.endswith(".py") else impl
-    ended = repro(tmp_path, given, clause)
-    assert ended.returncode == 2
-    assert words in ended.stderr, ended.stderr
+    assert repro(tmp_path, given, clause) == 2
+    assert words in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
