@@ -132,12 +132,12 @@ def test_attention_has_its_points_but_for_the_kernel_that_is_not_there(judged):
 
 def test_what_the_courses_own_tests_let_pass_is_found(judged):
     events, (cs336, effdl, course) = judged
-    assert outcomes(events, cs336)["failed"] == [
+    assert sorted(outcomes(events, cs336)["failed"]) == [
         "ddp.gradients.frozen-stay-none",
-        "zero1.state.divided",
         "fsdp.footprint.shards-alone-stay",
         "fsdp.precision.computes-in-its-dtype",
         "fsdp.precision.gathers-in-its-dtype",
+        "zero1.state.divided",
     ]
     said = messages(events, cs336)
     assert "local gradient: it was never reduced" in said["ddp.gradients.frozen-stay-none"]
@@ -147,7 +147,7 @@ def test_what_the_courses_own_tests_let_pass_is_found(judged):
     said = messages(events, effdl)
     assert "summed and not divided" in said["fsdp.backward.mean-gradient"]
 
-    assert outcomes(events, course)["failed"] == [
+    assert sorted(outcomes(events, course)["failed"]) == [
         "data.partition.ranks-differ",
         "training.accumulation.fills-the-global-batch",
         "training.gradient.several-steps",
