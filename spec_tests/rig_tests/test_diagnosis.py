@@ -77,6 +77,13 @@ def test_nothing_is_forced_on_another_symptom():
     assert explained({"unheard-of": "raised"}, set()) == []
 
 
+def test_of_two_that_fit_alike_none_is_named():
+    twins = Dictionary({"ddp.one": {"a": "x", "b": "y"}, "ddp.other": {"a": "x", "c": "z"}})
+    assert twins.explain({"a": "x"}, set()) == []
+    (known,) = twins.explain({"a": "x", "c": "z"}, {"b"})
+    assert known.near_miss == "ddp.other"
+
+
 def test_a_near_miss_can_be_left_out():
     assert explained({"window": "lost"}, set(), without=["ddp.drops-window"]) == []
 

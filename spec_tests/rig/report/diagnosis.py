@@ -3,7 +3,8 @@
 Failed clauses with their symptoms are compared with each near-miss's signature: what both show
 speaks for it, the rarer the more; what it would show and what passed speaks against it. The best
 one explains its share, and the rest is asked about again. A near-miss is named only where it fits
-well (`MUCH` of its signature is there); everything else stays unexplained, and nothing is forced.
+well (`MUCH` of its signature is there) and better than any other; everything else stays
+unexplained, and nothing is forced.
 """
 
 from __future__ import annotations
@@ -185,10 +186,11 @@ class Dictionary:
             ]
             if not ranked:
                 break
-            _, fit, name = max(ranked, key=lambda each: (each[0], each[1], each[2]))
+            score, fit, name = max(ranked, key=lambda each: (each[0], each[1], each[2]))
             explained = [clause for clause in self.signatures[name] if clause in left]
             alike = [c for c in explained if left[c] == self.signatures[name][c]]
-            found.append(Diagnosis(name, tuple(explained), tuple(alike), fit))
+            if sum(math.isclose(score, other) for other, *_ in ranked) == 1:  # else who knows
+                found.append(Diagnosis(name, tuple(explained), tuple(alike), fit))
             for clause in alike:
                 del left[clause]
         return found
