@@ -33,6 +33,7 @@ CHAPTERS = (
     "clip",
     "checkpoint",
     "training",
+    "trainer",
     "measure",
 )
 

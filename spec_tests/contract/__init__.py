@@ -23,6 +23,7 @@ This is the promise in words and types; read the part that has the function you 
     training.py   the loader, the loop, checkpoints
     models.py     attention, a language model
     parallel.py   replicas, sharded optimizers, fully_shard, clipping
+    trainer.py    what owns forward, backward and optimizer step
     measure.py    estimates, measurements, traces
 
 What must hold, clause by clause, is in CLAUSES.md.
@@ -34,11 +35,11 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from spec_tests.contract import measure, models, parallel, training
+from spec_tests.contract import measure, models, parallel, trainer, training
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     name: value
-    for module in (parallel, training, models, measure)
+    for module in (parallel, trainer, training, models, measure)
     for name, value in vars(module).items()
     if isinstance(value, FunctionType)
 }

@@ -32,6 +32,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from spec_tests.impls.torch_trainer import (
+    build_fsdp_trainer,
+    build_trainer,
+    build_zero1_trainer,
+)
+
 
 def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.Module:
     """DistributedDataParallel with its defaults."""
@@ -192,6 +198,9 @@ def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 __all__ = [
     "MixedPrecisionPolicy",
+    "build_fsdp_trainer",
+    "build_trainer",
+    "build_zero1_trainer",
     "ddp",
     "ddp_bucketed",
     "flash_attention",

@@ -29,6 +29,7 @@ RELATED = {
     "fsdp": {"fsdp", "clip", "checkpoint", "training"},
     "zero1": {"zero1", "checkpoint"},
     "training": {"training"},
+    "trainer": {"trainer"},
     "data": {"data", "training"},
 }
 

@@ -9,7 +9,7 @@ every decision in a method of its own, and written apart from `solution`:
     fully_shard    FSDP2's surface over `fsdp`            clip         norm of sharded gradients
     attention      softmax(q k^T) v in tiles              decoder      a language model
     memory         the peak of a step                     throughput   rates and a sweep
-    trace          what a profiler's trace says
+    trace          what a profiler's trace says     trainer      all of it behind `step`
 
     python -m spec_tests --impl plain
 
@@ -32,6 +32,7 @@ from spec_tests.plain.throughput import (
 )
 from spec_tests.plain.trace import PlainTrace
 from spec_tests.plain.train import PlainTrain
+from spec_tests.plain.trainer import PlainTrainer
 from spec_tests.plain.zero1 import PlainZero1
 
 # PlainTrain after PlainFsdp: its wrapper's finish_gradient_synchronization ends either's backward.
@@ -49,6 +50,7 @@ for _base in (
     PlainThroughput,
     PlainTrace,
     PlainTrain,
+    PlainTrainer,
     PlainZero1,
 ):
     globals().update(_base.functions())

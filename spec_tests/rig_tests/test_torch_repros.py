@@ -27,6 +27,8 @@ WITHOUT = {
     "fsdp.programs.pairs-of-settings": "as fsdp.lifecycle.fresh-after-step",
     "measure.memory.static-terms-of-any-model": "as measure.memory.peak",
     "measure.throughput.warms-up-until-steady": "a choice: Timer documents a fixed warm-up",
+    "trainer.lifecycle.after-an-exception": "as fsdp.accumulation.zero-grad-discards",
+    "trainer.parameters.thawed-later": "a choice: DDP documents it",
 }
 """Clauses with a declared deviation and no script, and why."""
 

@@ -159,6 +159,8 @@ class Context:
 
     def finish(self) -> None:
         """The body has returned: destroy the groups that `split` made."""
+        if self._groups:
+            _forget_meshes()
         while self._groups:
             with contextlib.suppress(ValueError, AssertionError):  # the body did it already
                 _destroy_group(self._groups.pop())
@@ -307,6 +309,16 @@ def _issued_collectives() -> int:
     if world is None:
         return -1
     return int(world._get_sequence_number_for_group())  # type: ignore[attr-defined]  # not in stubs
+
+
+def _forget_meshes() -> None:
+    """Clear DTensor's caches of specs: they hold meshes, found by ranks, whose groups are gone."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        clear = getattr(debug, "_clear_sharding_prop_cache", None)  # not public; 2.11 has it, too
+        if clear is not None:
+            clear()
 
 
 @functools.cache

@@ -1,0 +1,118 @@
+"""DeepSpeed, behind the trainer's contract: stage 0 as `build_trainer`, 1 as zero1, 3 as fsdp.
+
+DeepSpeed owns backward and step, so none of its parts fits the contract of a wrapper. Options that
+change arithmetic are given: `gradient_clipping` is 1.0 by default, 0 is none. Parameters without a
+gradient count as zeros, which is declared. There is no `process_group`: ranks that train are all.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("DS_BUILD_OPS", "0")
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import nn
+
+
+class DeepSpeedTrainer:
+    """An engine of one stage."""
+
+    def __init__(
+        self,
+        stage: int,
+        module: nn.Module,
+        make_optimizer: Any,
+        *,
+        loss: Any,
+        accumulation: int = 1,
+        max_norm: float | None = None,
+        dtype: torch.dtype = torch.float32,
+        process_group: Any = None,
+    ) -> None:
+        if process_group is not None:
+            raise NotImplementedError("deepspeed.initialize takes no process_group")
+        self.module, self.loss, self.accumulation, self.stage = module, loss, accumulation, stage
+        self.declares, self.dtype = {"unused": "zero"}, dtype
+        config = {
+            "train_micro_batch_size_per_gpu": 1,  # rows are none of its business
+            "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": max_norm or 0.0,
+            # Its buckets are allocated whole: the default of 5e8 elements is 2 GB.
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": 2**12},
+            "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": dtype == torch.bfloat16},
+        }
+        deepspeed.comm.comm.cdb = None  # of a process group that was destroyed since
+        deepspeed.init_distributed("gloo")
+        self.engine, self.optimizer, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=make_optimizer(list(module.named_parameters())),
+            config=config,
+            dist_init_required=False,
+        )
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, micro_batches: Sequence[Any]) -> torch.Tensor:
+        """Forward, backward and step of the engine, which counts micro-batches by itself."""
+        if len(micro_batches) != self.accumulation:
+            raise ValueError(f"expected {self.accumulation}, got {len(micro_batches)}")
+        losses = []
+        for batch in micro_batches:
+            found = self.loss(self._casting, batch)
+            losses.append(found.detach())
+            self.engine.backward(found)
+            self.engine.step()
+        return torch.stack(losses).mean()
+
+    def _casting(self, x: torch.Tensor, **flags: Any) -> torch.Tensor:
+        """The engine, which leaves it to the caller to cast inputs."""
+        found: torch.Tensor = self.engine(x.to(self.dtype), **flags)
+        return found
+
+    def evaluate(self, batch: Any) -> torch.Tensor:
+        """Evaluation mode, no gradients."""
+        self.engine.eval()
+        try:
+            with torch.no_grad():
+                found: torch.Tensor = self.loss(self._casting, batch)
+                return found
+        finally:
+            self.engine.train()
+
+    def full_parameters(self) -> dict[str, torch.Tensor]:
+        """The master weights, by DeepSpeed's own accessor."""
+        return {name: self._full(p).float() for name, p in self.module.named_parameters()}
+
+    def _full(self, parameter: nn.Parameter) -> torch.Tensor:
+        found = safe_get_full_fp32_param(parameter) if self.stage else None
+        if found is None and self.stage == 3:  # frozen: it has no master
+            with deepspeed.zero.GatheredParameters([parameter]):
+                return parameter.detach().clone()
+        return parameter.detach().clone() if found is None else found
+
+    def set_lr(self, factor: float) -> None:
+        """As a scheduler does."""
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = factor * rate
+
+    def save(self, directory: Any) -> None:
+        """The engine's checkpoint."""
+        self.engine.save_checkpoint(str(directory), tag="it")
+
+    def load(self, directory: Any) -> None:
+        """The same; DeepSpeed warns and returns None where it finds nothing."""
+        path, _ = self.engine.load_checkpoint(str(directory), tag="it")
+        if path is None:
+            raise FileNotFoundError(f"DeepSpeed loaded nothing from {directory}")
+
+
+build_trainer = functools.partial(DeepSpeedTrainer, 0)
+build_zero1_trainer = functools.partial(DeepSpeedTrainer, 1)
+build_fsdp_trainer = functools.partial(DeepSpeedTrainer, 3)

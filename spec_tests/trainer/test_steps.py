@@ -1,0 +1,196 @@
+"""Steps: the weights after every step are those of one process that sees all micro-batches.
+
+A trainer's insides are not looked at. A sum in place of a mean, a lost micro-batch, clipping before
+the reduction, an optimizer over the wrong parameters: each ends in other weights. Most clauses use
+SGD, since Adam hides a constant factor. See Li et al. 2020, section 3.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spec_tests.clause import clauses
+from spec_tests.rig import judge
+from spec_tests.trainer.task import (
+    BUILDERS,
+    CONTRACT,
+    Session,
+    Setup,
+    alone,
+    declared,
+    one_process_or_refusal,
+    same_as_one_process,
+    session,
+    tolerance,
+)
+
+clause = clauses(judges=BUILDERS, level="correct", source=CONTRACT, worlds=(2,))
+THREE = (1, 2, 3)
+
+
+@clause("trainer.step.equals-one-process", worlds=(2, 3))
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
+def test_steps_train_as_one_process_does(world, subject, optimizer):
+    """After every step the weights MUST be those of one process that gets all ranks' batches."""
+    same_as_one_process(world, subject, Session.steps, Setup(optimizer=optimizer), *THREE)
+
+
+@clause("trainer.step.accumulates", source=CONTRACT + "; DeepSpeed issue 7839")
+@pytest.mark.parametrize("accumulation", [2, 3])
+def test_micro_batches_are_averaged(world, subject, accumulation):
+    """The gradient of a step MUST be the mean over all its micro-batches, on all ranks.
+
+    The first is lost where a gradient is overwritten, and all but the last where it is cleared.
+    """
+    setup = Setup(accumulation=accumulation)
+    same_as_one_process(world, subject, Session.steps, setup, *THREE)
+
+
+@clause("trainer.step.group-options", source="torch.optim, per-parameter options")
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_every_group_keeps_its_options(world, subject, optimizer):
+    """Every parameter group MUST be updated with its own learning rate and weight decay.
+
+    Libraries that flatten parameters merge groups, or take the first one's options for all.
+    """
+    setup = Setup(optimizer=optimizer, splits=True)
+    same_as_one_process(world, subject, Session.steps, setup, *THREE)
+
+
+@clause("trainer.step.layouts", source="FSDP2 refuses parameters that are not contiguous")
+@pytest.mark.parametrize("toy", ["conv", "strided", "buffers"])
+def test_unusual_layouts_are_trained_or_refused(world, subject, toy):
+    """Parameters of any memory layout MUST be trained as in one process, or be refused.
+
+    Toy "buffers" has an ordinary layout and batch normalisation beside it.
+    """
+    setup = Setup(toy=toy, optimizer="momentum")
+    one_process_or_refusal(world, subject, Session.steps, setup, *THREE)
+
+
+def ends(ctx, subject, setup, numbers):
+    """Weights after some steps, as this rank has them, twice."""
+    found = []
+    for _ in range(2):
+        run = session(ctx, subject, setup)
+        run.steps(*numbers)
+        found.append(run.seen)
+    return found
+
+
+@clause("trainer.step.equal-runs-equal-bits")
+def test_equal_runs_give_equal_bits(world, subject):
+    """All ranks MUST hold the same bits after every step, and a second equal run the same again."""
+    ranks = world.run(ends, subject, Setup(optimizer="adamw", accumulation=2), THREE)
+
+    judge.same_on_all_ranks([first for first, _ in ranks], quantity="weight")
+    for rank, (first, second) in enumerate(ranks):
+        judge.tensors(
+            [second], first, quantity="weight of the run before", given=f"rank {rank}, second run"
+        )
+
+
+def from_unequal_starts(ctx, subject, setup):
+    """Weights after steps of ranks that began with other weights; and what was declared."""
+    run = session(ctx, subject, setup, plus=ctx.rank)
+    run.steps(1, 2)
+    return {"seen": run.seen, "declares": declared(run.trainer)}
+
+
+@clause("trainer.step.starts-from-first-rank", source="DistributedDataParallel, broadcast")
+def test_training_starts_from_the_first_ranks_weights(world, subject):
+    """Ranks with unequal initial weights MUST train the first rank's, unless "start" is declared.
+
+    Equal updates on unequal weights stay unequal for ever, and each rank's loss falls.
+    """
+    ranks = world.run(from_unequal_starts, subject, Setup())
+
+    declares = ranks[0]["declares"]
+    if declares.get("start") == "own":
+        return
+    expected = alone(Session.steps, Setup(), 1, 2, ranks=range(world.size), declares=declares)
+    judge.tensors(
+        [rank["seen"] for rank in ranks],
+        expected,
+        quantity="weight trained from the first rank's start",
+        within=tolerance(Setup(), expected),
+    )
+
+
+def reported(ctx, subject, setup):
+    """The losses that two steps return; a NaN where there is none."""
+    run = session(ctx, subject, setup)
+    losses = [run.trainer.step(run.micro_batches(number)) for number in (1, 2)]
+    if any(found is None for found in losses):
+        raise NotImplementedError("step() returns no loss")
+    return {f"step {n}": torch.tensor(float(found)) for n, found in enumerate(losses, 1)}
+
+
+@clause("trainer.step.reports-its-loss", source="a course's trainer logs the loss / accumulation")
+def test_the_loss_that_is_returned_is_a_mean(world, subject):
+    """The loss that `step` returns MUST be the mean of this rank's micro-batches, or of all."""
+    setup = Setup(accumulation=3)
+    ranks = world.run(reported, subject, setup)
+
+    def losses(run, found):
+        for number in (1, 2):
+            found[f"step {number}"] = run.trainer.step(run.micro_batches(number))
+
+    everyone: dict = {}
+    alone(losses, setup, everyone, ranks=range(world.size))
+    own = [dict(everyone) for _ in ranks]
+    for rank in range(world.size):
+        # The first step's loss has the initial weights; the second one's is not the rank's alone.
+        first: dict = {}
+        alone(losses, setup, first, ranks=[rank])
+        own[rank]["step 1"] = first["step 1"]
+    is_mean = all(
+        torch.allclose(seen["step 1"], everyone["step 1"], rtol=1e-4, atol=0.0) for seen in ranks
+    )
+    wanted = [everyone] * world.size if is_mean else own
+    judge.tensors(
+        [{"step 1": seen["step 1"]} for seen in ranks],
+        [{"step 1": each["step 1"]} for each in wanted],
+        quantity="mean loss of the step",
+        within=tolerance(setup, everyone),
+        given=str(setup),
+    )
+
+
+def with_a_late_rank(run):
+    """Weights after steps in each of which another rank comes late."""
+    for number in (1, 2, 3):
+        if run.ranks[0] == number % 2:
+            run.late()
+        run.step(number)
+
+
+@clause("trainer.step.waits-for-late-ranks", source="DeepSpeed issues 5545 and 6351")
+def test_a_late_rank_changes_nothing(world, subject):
+    """When `step` returns, the weights MUST be the new ones, however late another rank came."""
+    setup = Setup(optimizer="momentum", accumulation=2)
+    same_as_one_process(world, subject, with_a_late_rank, setup)
+
+
+def declarations(ctx, subject):
+    """What a trainer declares."""
+    return declared(session(ctx, subject, Setup()).trainer)
+
+
+@clause("trainer.step.declares-what-is-known")
+def test_declarations_are_those_of_the_contract(world, subject):
+    """What a trainer declares MUST be a choice that the contract names, equal on all ranks."""
+    allowed = {
+        "unused": ("none", "zero"),
+        "gradient": ("mean", "sum"),
+        "start": ("first-rank", "own"),
+    }
+    ranks = world.run(declarations, subject)
+    for rank, found in enumerate(ranks):
+        for name, choice in found.items():
+            judge.holds(
+                choice in allowed.get(name, ()),
+                f"rank {rank}: expected a declaration out of {allowed}, got {name} = {choice!r}",
+            )
+    judge.equal(ranks, ranks[0], quantity="declarations")
