@@ -31,6 +31,8 @@ from spec_tests.attention.problem import (
     reference,
 )
 from spec_tests.clause import clauses
+from spec_tests.rig import judge
+from spec_tests.rig.judge.tolerance import rounding
 
 clause = clauses(judges=ATTENTION, level="correct", worlds=(1,))
 
@@ -151,6 +153,34 @@ def test_equal_keys_give_the_mean_of_the_values_seen(world, subject, data, mask)
     """
     problem = fitting(world, subject, RAGGED.but(data=data, causal=mask == "causal"))
     as_defined(world, subject, problem, *OUTPUT_AND_LSE)
+
+
+@clause(
+    "attention.forward.scores-far-below-zero",
+    level="production",
+    source="flashinfer pull request 4401: a running maximum that began at -5e4",
+)
+@pytest.mark.parametrize("mask", MASKS)
+def test_scores_far_below_zero_are_scores(world, subject, mask):
+    """Where all scores lie near -1e5 the output MUST still be the mean of the values seen.
+
+    A running maximum that begins at a large negative number in place of minus infinity wins against
+    such scores, and every weight is zero.
+    """
+    options = {"data": "ones", "scale": -16384.0, "causal": mask == "causal"}
+    problem = fitting(world, subject, RAGGED.but(**options))
+    seen = observe(world, subject, bodies.forward, problem)["O"]
+
+    # All scores of a row are equal, and all values one: the bound of `rules`, which grows with the
+    # scores, would allow anything.
+    within = rounding(seen.dtype, terms=problem.num_keys)
+    judge.tensors(
+        [{"O": seen}],
+        {"O": torch.ones_like(seen)},
+        quantity="mean of the values seen",
+        within=within,
+        given=repr(problem),
+    )
 
 
 def poisoned(ctx, subject, problem):

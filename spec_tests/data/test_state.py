@@ -207,14 +207,23 @@ def test_a_state_does_not_change_once_it_is_taken(world, subject):
     stream.same([ranks[0]["rest"]], [wanted], given="state taken after 2 batches, used at the end")
 
 
-def loaded_late(ctx, layout):
-    """What is left after the state of a loader that was read from before it was given one."""
+def loaded_late(ctx, layout, before):
+    """What is left after a loader that was used before it was given a state.
+
+    Args:
+        before: it was "read" from, and its state is taken again; or it was asked for its "state",
+            and is read itself.
+    """
     with files_of(ctx, layout.lengths) as paths:
         first = open_loader(ctx, paths, layout)
         batches = iter(first)
         take(batches, 1)
         state = first.state_dict()
         used = open_loader(ctx, paths, layout)
+        if before == "state":
+            used.state_dict()
+            used.load_state_dict(state)
+            return take(used, layout.limit)
         others = iter(used)
         take(others, 3)
         used.load_state_dict(state)
@@ -222,13 +231,19 @@ def loaded_late(ctx, layout):
 
 
 @clause("data.state.of-what-was-loaded", source=CONTRACT + "; a save right after a restore")
-def test_the_state_after_a_load_is_what_was_loaded(world, subject):
-    """Until the next `iter` a loader's state MUST be the one that it was given."""
-    layout = Layout((61, 50), sequence_length=4, batch_size=2)
-    ranks = world.run(loaded_late, layout)
+@pytest.mark.parametrize("before", ["read", "state"])
+def test_the_state_after_a_load_is_what_was_loaded(world, subject, before):
+    """Until the next `iter` a loader's state MUST be the one that it was given.
 
+    Whatever was done before: asking for the state must not make an iterator that the load does not
+    reach (torchdata pull request 1548).
+    """
+    layout = Layout((61, 50), sequence_length=4, batch_size=2)
+    ranks = world.run(loaded_late, layout, before)
+
+    used = "3 batches were read" if before == "read" else "its state was taken"
     wanted = layout.expected()[0][1:]
-    stream.same([ranks[0]], [wanted], given="state of 1 batch, loaded after 3, and taken again")
+    stream.same([ranks[0]], [wanted], given=f"state of 1 batch, loaded after {used}")
 
 
 def off_the_grid(ctx, layout):

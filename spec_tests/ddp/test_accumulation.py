@@ -118,10 +118,12 @@ def test_a_backward_of_the_original_alone_stays_local(world, subject):
 
 
 @clause("ddp.accumulation.equals-big-batch", source=NO_SYNC, worlds=(2, 3, 4))
-@pytest.mark.parametrize("micros", [2, 4])
+@pytest.mark.parametrize("micros", [2, 4, 1], ids=["2", "4", "1-after-a-window-of-3"])
 def test_accumulated_micro_batches_equal_one_big_batch(world, subject, micros):
     """N micro-batches, the last synchronised, MUST give the mean gradient of them all."""
     early = "".join(f"accumulate {micro}, " for micro in range(micros - 1))
+    if micros == 1:  # a count of the first window's hooks is never reached: pytorch pull 187732
+        early = "accumulate 5, accumulate 6, backward 7, zero_grad, "
     mean_gradients(world, subject, "ragged", f"{early}backward {micros - 1}")
 
 
@@ -414,8 +416,7 @@ def counted(ctx, subject, toy, seed, flags):
     """Number of reductions in each micro-batch, after three ordinary steps."""
     replica = Replica(ctx, subject, toy, seed)
     for micro in range(3):
-        replica.zero_grad()
-        replica.backward(micro)
+        replica.follow(f"zero_grad, backward {micro}")
     counts, usual = [], 0
     for micro, is_synchronised in enumerate((True, *flags)):
         with ctx.recording() as recorder:

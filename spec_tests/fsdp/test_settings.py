@@ -132,9 +132,14 @@ def test_sums_are_divided_by_the_factor(world, subject, factor):
     source="FSDPModule.set_gradient_divide_factor",
     worlds=(4,),
 )
-def test_sums_over_replicas_are_divided_by_the_factor(world, subject):
-    """With a divide factor, the sum over shards and replicas MUST be divided by it alone."""
-    _judge_divided(world.run(divided, subject, 2.0, (2, 2)), 2.0)
+@pytest.mark.parametrize("mesh", [(2, 2), (4, 1)], ids=["2x2", "4x1"])
+def test_sums_over_replicas_are_divided_by_the_factor(world, subject, mesh):
+    """With a divide factor, the sum over shards and replicas MUST be divided by it alone.
+
+    Also with one rank per shard group, where nothing is reduced over shards (pytorch pull request
+    167178).
+    """
+    _judge_divided(world.run(divided, subject, 2.0, mesh), 2.0)
 
 
 def _judge_divided(ranks, factor):

@@ -24,7 +24,7 @@ from spec_tests.impostors.card import Impostor
 from spec_tests.impostors.crew import Crew, Job, Verdict, serve
 from spec_tests.impostors.matrix import owed_by_benign, unrelated_clauses
 
-SAMPLE, SAMPLED = 2, 24
+SAMPLE, SAMPLED = 2, 8
 """`--accepted`: clauses of other chapters that a near-miss is held against, and how many are."""
 
 SHARE = 12

@@ -6,6 +6,19 @@ from spec_tests.impostors.card import near_miss
 from spec_tests.plain.attention import PlainAttention
 
 
+@near_miss("attention.finite-sentinel", rejected_by="attention.forward.scores-far-below-zero")
+class FiniteSentinel(PlainAttention):
+    """Begins the running maximum at -5e4.
+
+    From: flashinfer pull request 4401.
+    Unseen: Scores of real models are hundreds at most.
+    """
+
+    def start(self, like):
+        _, norm = super().start(like)
+        return torch.full_like(like, -5e4), norm
+
+
 @near_miss("attention.rescales-by-a-diagonal", rejected_by="attention.forward.rows-are-apart")
 class RescalesByDiagonal(PlainAttention):
     """Rescales the rows of a tile by a product with a diagonal matrix.
