@@ -1,14 +1,15 @@
 """Real bugs: faults that users of training libraries reported, written anew behind the contract.
 
-`bugs.toml` is the frozen list, README.md the rule by which it was made. Each entry has a faulty and a
-fixed behaviour in `shown/CHAPTER.py`, written here:
+`bugs.toml` is the frozen list, README.md the rule by which it was made. Each entry has a faulty
+and a fixed behaviour in `shown/CHAPTER.py`, written here:
 
     @faulty("verl-7493")
     class ShardAxisOfOne(PlainFsdp):
         '''Docstring: what goes wrong, and the link.'''
 
-The fixed twin is the class that the faulty one derives from, unless `@fixed(ID)` names another. They are
-no near-misses: they are in none of the lists, families and signatures of `spec_tests/impostors`.
+The fixed twin is the class that the faulty one derives from, unless `@fixed(ID)` names another.
+They are no near-misses: they are in none of the lists, families and signatures of
+`spec_tests/impostors`.
 
     python -m spec_tests --impl impostor:reality.verl-7493
     python -m spec_tests --impl impostor:reality.verl-7493-fixed
@@ -81,7 +82,7 @@ def faulty(id: str) -> Callable[[Kind], Kind]:
 
 
 def fixed(id: str) -> Callable[[Kind], Kind]:
-    """Register the decorated class as the fixed behaviour, where it is not the faulty one's base."""
+    """Register the class as the fixed behaviour, where that is not the faulty one's base."""
     return _register(id, _FIXED)
 
 
@@ -103,7 +104,9 @@ def implemented() -> dict[str, tuple[type, type]]:
     for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
         importlib.import_module(module.name)
     return {
-        id: (_FAULTY[id], _FIXED.get(id, _FAULTY[id].__bases__[0])) for id in bugs() if id in _FAULTY
+        id: (_FAULTY[id], _FIXED.get(id, _FAULTY[id].__bases__[0]))
+        for id in bugs()
+        if id in _FAULTY
     }
 
 

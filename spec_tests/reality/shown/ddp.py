@@ -12,7 +12,7 @@ from spec_tests.reality import faulty
 
 @faulty("pytorch-187732")
 class CountsTheFirstWindow(PlainDdp):
-    """The hooks of the first window, of all its micro-batches, say how many a bucket waits for later.
+    """All hooks of the first window are counted, and later ones wait for as many in one backward.
 
     https://github.com/pytorch/pytorch/pull/187732
     """

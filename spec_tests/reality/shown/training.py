@@ -17,7 +17,7 @@ from spec_tests.reality import faulty
 
 @faulty("distillkitplus-5")
 class NoDivisionByMicroBatches(PlainTrain):
-    """The mean loss of each micro-batch goes into backward, undivided: four of them, four times the step.
+    """The mean loss of each micro-batch goes into backward, and is not divided by their number.
 
     https://github.com/agokrani/distillKitPlus/issues/5
     """
@@ -39,7 +39,7 @@ class MeanOfMeans(PlainTrain):
 
 @faulty("torchtitan-2206")
 class OwnTokens(PlainTrain):
-    """A rank divides by the tokens of its own micro-batches; gradients are then averaged over ranks.
+    """A rank divides by the tokens of its own micro-batches; then gradients are averaged.
 
     https://github.com/pytorch/torchtitan/pull/2206
     """
@@ -69,7 +69,7 @@ class ReportsOneShare(PlainTrain):
 
 
 class ForwardDecides(PlainDdp):
-    """A wrapper like DistributedDataParallel: the forward reads the flag, and its backward follows."""
+    """Like DistributedDataParallel: the forward reads the flag, and its backward follows."""
 
     decided = True
 
@@ -126,7 +126,7 @@ class FlagAfterForward(FlagBeforeForward):
 
 @faulty("funasr-3472")
 class SynchronisesTheFirst(PlainTrain):
-    """`index % accumulate` is zero at the first micro-batch; it is reduced, and the later ones stay local.
+    """`index % accumulate` is zero at the first micro-batch; it is reduced, later ones stay local.
 
     https://github.com/modelscope/FunASR/pull/3472
     """
@@ -160,7 +160,7 @@ class ClipsEachMicroBatch(PlainTrain):
 
 @faulty("returnn-1595")
 class ClipsScaledGradients(PlainTrain):
-    """Compares the norm of gradients of a scaled loss with the bound, and divides the scale out later.
+    """Compares the norm of gradients of a scaled loss with the bound, and unscales them later.
 
     https://github.com/rwth-i6/returnn/pull/1595
     """
@@ -315,7 +315,7 @@ class UpdatesEachMicroBatch(PlainTrain):
 
 @faulty("nano-world-model-22")
 class ClipsBeforeBackward(PlainTrain):
-    """Clips in the function that forms the loss: the gradient that is clipped is not the one that is used.
+    """Clips in the function that forms the loss, before its backward has made the gradient.
 
     https://github.com/simchowitzlabpublic/nano-world-model/pull/22
     """
