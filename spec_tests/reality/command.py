@@ -87,19 +87,21 @@ def judge(bug: Bug) -> Result:
     wrong, right = cards(bug.id)
     clauses = matrix.by_id()
     twin: dict[str, str] = {}
+    says: dict[str, str] = {}
     expected = [clauses[name] for name in bug.expected]
-    rejected = _rejections(expected, wrong, right, twin)
+    rejected = _rejections(expected, wrong, right, twin, says)
     scope = "expected"
     if not rejected:
         scope = "chapter"
         rest = [c for c in chapter(bug, wrong) if c.id not in bug.expected]
-        rejected = _rejections(rest, wrong, right, twin, first=True)
+        rejected = _rejections(rest, wrong, right, twin, says, first=True)
     if implemented()[bug.id][1].__module__.startswith(__package__):
         own = [c for c in chapter(bug, right) if c.level != "production"]
-        _rejections(own, right, None, twin)
+        _rejections(own, right, None, twin, {})
     return {
         "rejected_by": rejected,
         "scope": scope,
+        "says": says,
         "twin": twin,
         "seconds": round(time.perf_counter() - begun, 1),
     }
@@ -122,10 +124,11 @@ def _rejections(
     card: Impostor,
     right: Impostor | None,
     twin: dict[str, str],
+    says: dict[str, str],
     *,
     first: bool = False,
 ) -> dict[str, str]:
-    """Clause to how it rejects the card; what it says of the twin goes into `twin`."""
+    """Clause to how it rejects the card; its words go into `says`, the twin's into `twin`."""
     found: dict[str, str] = {}
     for clause in clauses:
         worlds = Worlds("gloo")
@@ -146,6 +149,7 @@ def _rejections(
         decisive = finding.decisive
         if decisive is not None and str(decisive.outcome) in REJECTED:
             found[clause.id] = f"{clause.level}, {decisive.outcome}"
+            says[clause.id] = " | ".join(decisive.message.splitlines()[1:3])[:200]
             if first:
                 break
     return found

@@ -32,15 +32,15 @@ class DecaysTwice(PlainZero1):
 
 @faulty("timm-2750")
 class DecaysPerDtype(PlainZero1):
-    """Goes through the parameters dtype by dtype, and decays all of them each time.
+    """Goes through a group dtype by dtype, and decays all of its parameters each time.
 
     https://github.com/huggingface/pytorch-image-models/pull/2750
     """
 
     def update(self, closure):
-        for group in self.inner.param_groups:
-            dtypes = {p.dtype for p in group["params"] if p.grad is not None}
-            decay(group, max(0, len(dtypes) - 1))
+        for whole, own in zip(self.param_groups, self.inner.param_groups, strict=True):
+            dtypes = {p.dtype for p in whole["params"] if p.grad is not None}
+            decay(own, max(0, len(dtypes) - 1))
         return super().update(closure)
 
 
