@@ -25,7 +25,7 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from spec_tests.impostors.card import Impostor
 
@@ -71,8 +71,10 @@ class Bug:
 def bugs() -> dict[str, Bug]:
     """Every entry by its id, in the order of the list."""
     listed = tomllib.loads((FOLDER / "bugs.toml").read_text(encoding="utf-8"))["bug"]
-    lists = ("expected", "also")
-    found = [Bug(**{k: tuple(v) if k in lists else v for k, v in each.items()}) for each in listed]
+    found = []
+    for each in listed:
+        lists: dict[str, Any] = {k: tuple(v) for k, v in each.items() if isinstance(v, list)}
+        found.append(Bug(**{**each, **lists}))
     return {bug.id: bug for bug in found}
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from spec_tests.impostors import matrix
 from spec_tests.impostors.card import CATALOGUE
-from spec_tests.reality import bugs, cards, command, find, implemented
+from spec_tests.reality import FOLDER, bugs, cards, command, find, implemented
 
 FAST = {
     "kempnerforge-57": "data.state.of-a-resumed-pass",
-    "transformerengine-715": "clip.norm.replicated-once",
     "burn-4697": "attention.blind-rows.zeros",
     "xtuner-977": "measure.throughput.median",
 }
@@ -37,8 +38,9 @@ def test_no_thread_is_listed_twice():
 @pytest.mark.parametrize("id", implemented())
 def test_both_behaviours_differ_bring_the_same_and_have_the_link_in_their_story(id):
     wrong, right = implemented()[id]
+    functions: list[Any] = [wrong, right]
     assert wrong is not right
-    assert wrong.functions().keys() == right.functions().keys()
+    assert len({frozenset(code.functions()) for code in functions}) == 1
     assert bugs()[id].link in (wrong.__doc__ or "")
     assert find(f"reality.{id}").code is wrong
     assert find(f"reality.{id}-fixed").code is right
@@ -46,7 +48,10 @@ def test_both_behaviours_differ_bring_the_same_and_have_the_link_in_their_story(
 
 def test_they_are_no_near_misses():
     assert not [name for name in CATALOGUE if name.startswith("reality.")]
-    assert not [name for name in CATALOGUE if CATALOGUE[name].code in implemented().values()]
+    shown = {
+        code for both in implemented().values() for code in both if "reality" in code.__module__
+    }
+    assert not [name for name, card in CATALOGUE.items() if card.code in shown]
 
 
 def test_an_unknown_one_is_refused():
@@ -66,6 +71,6 @@ def test_a_faulty_one_is_rejected_and_its_twin_accepted(worlds, id, clause):
 
 def test_the_table_is_that_of_the_results():
     results = command.read()
-    assert (command.FOLDER / "RESULTS.md").read_text(encoding="utf-8") == command.table(results)
+    assert (FOLDER / "RESULTS.md").read_text(encoding="utf-8") == command.table(results)
     judged = results["before"].keys()
     assert judged == implemented().keys()

@@ -60,7 +60,9 @@ class MasksAfterwards(PlainAttention):
                 continue
             s = self.scores(q_tile, k[:, :, keys.start : keys.stop], scale)
             seen = (
-                self.visible(rows, keys, shift) if causal else torch.ones_like(s[0, 0], dtype=bool)
+                self.visible(rows, keys, shift)
+                if causal
+                else torch.ones_like(s[0, 0], dtype=torch.bool)
             )
             new = self.maximum(m, s.masked_fill(~seen, -torch.inf))
             safe = self.safe(new)

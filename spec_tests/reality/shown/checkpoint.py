@@ -164,7 +164,7 @@ class PassesOverNames(PlainCheckpoint):
 
     def restore_optimizer(self, model, optimizer, saved):
         names = {id(p): name for name, p in bare(model).named_parameters()}
-        known = {name: {"options": {}, "state": {}} for name in names.values()}
+        known: Any = {name: {"options": {}, "state": {}} for name in names.values()}
         super().restore_optimizer(model, optimizer, {**known, **saved})
 
 
@@ -312,6 +312,7 @@ class WritesLater(PlainCheckpoint):
     """Returns while a thread writes; the next save or load waits for it."""
 
     writer: threading.Thread | None = None
+    staged: Any
 
     def put(self, root, step, state):
         self.wait()
