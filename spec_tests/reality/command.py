@@ -207,6 +207,8 @@ def recall(column: dict[str, Result]) -> str:
         "all": list(bugs().values()),
         "not known": [b for b in bugs().values() if not b.known],
         "known": [b for b in bugs().values() if b.known],
+        "found by a query": [b for b in bugs().values() if b.query != "named"],
+        "only named by an issue": [b for b in bugs().values() if b.query == "named"],
     }
     words = []
     for name, group in groups.items():
