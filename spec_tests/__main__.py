@@ -10,6 +10,7 @@
     python -m spec_tests new ddp DIR            a file to begin with, the algorithm in steps
     python -m spec_tests repro [...] DIR        a script that shows one finding, with torch alone
     python -m spec_tests bench NAME [...]       time and memory, beside PyTorch's own
+    python -m spec_tests reality [...]          see how many real bugs it rejects
     python -m spec_tests kills [...]            kill ranks of the reference's training, and compare
 
 An installed package offers the same as `trainspec check`, `trainspec new` and so on. `COMMAND
@@ -42,6 +43,7 @@ COMMANDS = {
     "compare": "spec_tests.rig.report.compare",
     "kills": "spec_tests.reference_tests.kills",
     "new": "spec_tests.skeletons.__main__",
+    "reality": "spec_tests.reality.command",
     "repro": "spec_tests.repro.__main__",
     "signatures": "spec_tests.impostors.signatures",
 }

@@ -62,6 +62,10 @@ def find(words: str) -> Impostor:
     """
     if words == REFERENCE.id:
         return REFERENCE
+    if words.startswith("reality."):
+        from spec_tests import reality  # a list of its own, made of cards like these
+
+        return reality.find(words)
     if words not in CATALOGUE:
         from difflib import get_close_matches
 
