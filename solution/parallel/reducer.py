@@ -33,7 +33,7 @@ After an exception in a backward some buckets are launched and others not. `aban
 for all ranks: what was not launched is sent as NaN (a gradient that lacks a rank's part must not
 pass for a mean), and this rank drops its gradients.
 
-Paper: Li et al. 2020 (see `replica.py`), sections 3.2 and 4.2. PyTorch counterpart: the `Reducer`
+Paper: Li et al. 2020 (see `ddp.py`), sections 3.2 and 4.2. PyTorch counterpart: the `Reducer`
 in C++ behind `DistributedDataParallel`. It finds unused parameters by a walk over the graph and one
 more all-reduce, refuses to go on after an interrupted backward, and reorders buckets after the
 first step; here parameters that are used in about the order in which they are registered overlap

@@ -37,7 +37,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from solution.parallel.fsdp.mesh import ShardingMesh
+from solution.parallel.fsdp.options import ShardingMesh
 
 Place = tuple[nn.Module, str]  # where a Parameter is registered
 
