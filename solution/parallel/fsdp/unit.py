@@ -214,8 +214,9 @@ class Unit:
     @property
     def has_gradients(self) -> bool:
         """Whether there are gradients to take, or to send."""
-        sends = self.sends
-        return any(p.has_local_gradient or (sends and p.is_waiting) for p in self.parameters)
+        done = (GradientState.NONE, GradientState.IN_FLIGHT)
+        waiting = [p for p in self.parameters if p.gradient_state not in done and self.sends]
+        return bool(waiting) or any(p.has_local_gradient for p in self.parameters)
 
     @property
     def has_second_gradients(self) -> bool:
