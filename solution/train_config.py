@@ -30,11 +30,7 @@ def setting(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One training run. Batch sizes count sequences; a step is one update of the optimizer.
-
-    Raises:
-        ValueError: a value outside its range, with the field, the value and what is allowed.
-    """
+    """One training run. Batch sizes count sequences; a step is one update of the optimizer."""
 
     model: str = setting("gpt2", "gpt2 or llama")
     preset: str | None = setting(
@@ -87,11 +83,7 @@ class TrainConfig:
 
     @classmethod
     def from_command_line(cls, description: str) -> tuple[Self, bool]:
-        """Return the config of the flags (one per field) and of `--config`; and `--dry-run`.
-
-        Raises:
-            ValueError: an unknown key, or a value that is refused.
-        """
+        """Return the config of the flags (one per field) and of `--config`; and `--dry-run`."""
         parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
         for each in dataclasses.fields(cls):
             flag = "--" + each.name.replace("_", "-")

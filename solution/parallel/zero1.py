@@ -156,11 +156,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # ----------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict, for a group of one rank.
-
-        Raises:
-            RuntimeError: the state is divided; use `full_optimizer_state`, on all ranks.
-        """
+        """Return the state dict, for a group of one rank."""
         num_ranks = comm.size(self.process_group)
         if num_ranks > 1:
             raise RuntimeError(
@@ -192,9 +188,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Args:
             state_dict: of `full_optimizer_state` at any world size, or of a plain optimizer.
-
-        Raises:
-            ValueError: its groups differ from this optimizer's.
         """
         local = self._local
         assert local is not None
@@ -273,11 +266,7 @@ class _Ownership:
         self._frozen: list[torch.Tensor] = []  # not in slabs
 
     def deal(self, groups: Sequence[OptimizerGroup]) -> None:
-        """Give every parameter of `groups` an owner.
-
-        Raises:
-            ValueError: a parameter that cannot be sent in place of another; none was dealt then.
-        """
+        """Give every parameter of `groups` an owner."""
         named = {p: name for group in groups for p, name in _named(group)}
         _require_plain(named, self.owners)
         load_bytes = [0] * comm.size(self._group)

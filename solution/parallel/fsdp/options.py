@@ -71,9 +71,6 @@ class ShardingMesh:
         shard_group: ranks that hold different rows; `num_shards` of them, this one being `rank`.
         replica_group: ranks that hold the same rows; None on a 1-D mesh.
         reduce_sizes: the numbers of ranks that the two stages of a reduction sum over.
-
-    Raises:
-        ValueError: not a mesh of one or two dims that contains this rank.
     """
 
     def __init__(self, mesh: DeviceMesh | None, *, device_type: str) -> None:
