@@ -106,11 +106,12 @@ def retain(root: Path, just_saved: Path, keep: int | None) -> None:
     checkpoint is safe, and training need not end for it.
     """
     found, _ = complete_folders(root)
-    steps = sorted({folder.step for folder in found}, reverse=True)
-    wanted = set(steps if keep is None else steps[:keep])
-    newest = {step: max(f for f in found if f.step == step) for step in wanted}
+    newest: dict[int, Folder] = {}  # of each step, the newest step first
     for folder in found:
-        if folder.path == just_saved or folder == newest.get(folder.step):
+        newest.setdefault(folder.step, folder)
+    kept = list(newest.values())[:keep]
+    for folder in found:
+        if folder.path == just_saved or folder in kept:
             continue
         try:
             # Hidden first: half removed it must not look like a checkpoint.

@@ -47,7 +47,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,7 +70,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     option in `param_groups` acts at the next step.
     """
 
-    _local: torch.optim.Optimizer | None = None  # until the constructor is done
+    _local: torch.optim.Optimizer  # over what this rank owns; absent in the base constructor
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             own = [self._ownership.own_part(group) for group in self.param_groups]
             self._local = optimizer_cls(own, **kwargs)
             self.defaults, self.state = self._local.defaults, self._local.state
-            self._take_options(self._local)
+            self._take_options()
             return _described(self.param_groups)
 
         on_all_ranks(build, [process_group], expected=_EXPECTED)
@@ -109,8 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             TypeError, ValueError: on every rank, as in the constructor; nothing was added.
         """
-        local = self._local
-        if local is None:  # called by the constructor of the base
+        if not hasattr(self, "_local"):  # called by the constructor of the base
             super().add_param_group(param_group)
             return
         first = len(self.param_groups)
@@ -118,8 +117,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         def add() -> Iterator[str]:
             torch.optim.Optimizer.add_param_group(self, param_group)
             self._ownership.deal(self.param_groups[first:])
-            local.add_param_group(self._ownership.own_part(self.param_groups[first]))
-            self._take_options(local)
+            self._local.add_param_group(self._ownership.own_part(self.param_groups[first]))
+            self._take_options()
             return _described(self.param_groups[first:])
 
         try:
@@ -127,7 +126,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except Exception:
             for group in self.param_groups[first:]:
                 self._ownership.take_back(group["params"])
-            del self.param_groups[first:], local.param_groups[first:]
+            del self.param_groups[first:], self._local.param_groups[first:]
             raise
 
     # ---------------------------------------------------------------------------------- a step
@@ -135,22 +134,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]  # one signature for both overloads
         """Update what this rank owns; return when every rank has all new values.
 
-        Args:
-            closure: evaluated on every rank, by the local optimizer; its result is returned.
-            kwargs: handed to the local optimizer's `step`.
+        The closure is evaluated on every rank, by the local optimizer, which gets `kwargs` as well.
         """
-        local = self._local
-        assert local is not None
-        for mine, group in zip(local.param_groups, self.param_groups, strict=True):
+        for mine, group in zip(self._local.param_groups, self.param_groups, strict=True):
             mine.update(_options(group))
-        loss = local.step(**kwargs) if closure is None else local.step(closure, **kwargs)
-        self._take_options(local)
+        step = self._local.step
+        loss = step(**kwargs) if closure is None else step(closure, **kwargs)
+        self._take_options()
         self._ownership.exchange()
         return loss
 
-    def _take_options(self, local: torch.optim.Optimizer) -> None:
+    def _take_options(self) -> None:
         """Copy to `param_groups` the defaults of the class, and what its steps write to groups."""
-        for mine, group in zip(local.param_groups, self.param_groups, strict=True):
+        for mine, group in zip(self._local.param_groups, self.param_groups, strict=True):
             group.update(_options(mine))
 
     # ----------------------------------------------------------------------------------- state
@@ -186,11 +182,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's part of the unsharded optimizer's state; all ranks call it.
 
-        Args:
-            state_dict: of `full_optimizer_state` at any world size, or of a plain optimizer.
+        It comes from `full_optimizer_state` at any world size, or from a plain optimizer.
         """
-        local = self._local
-        assert local is not None
         saved = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         live = itertools.chain.from_iterable(g["params"] for g in self.param_groups)
         # Of unequal length where the groups do not fit: the base says so, below.
@@ -199,9 +192,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": kept})
         # Through the class's own method, which may bring an older state up to date.
         groups = [self._ownership.own_part(group) for group in self.param_groups]
-        local.__setstate__({"state": self.state, "param_groups": groups})
-        self.state = local.state
-        self._take_options(local)
+        self._local.__setstate__({"state": self.state, "param_groups": groups})
+        self.state = self._local.state
+        self._take_options()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -247,21 +240,14 @@ def _copied(value: Any) -> Any:
 # -------------------------------------------------------------------------------------- owners
 
 
-class _Slab(NamedTuple):
-    """The parameters of one owner, dtype and device, one after another."""
-
-    owner: int
-    memory: torch.Tensor  # 1-D
-    parameters: list[torch.Tensor]
-
-
 class _Ownership:
     """Which rank of `group` owns which parameter."""
 
     def __init__(self, group: comm.Group) -> None:
         self.owners: dict[torch.Tensor, int] = {}  # in the order in which they were dealt
         self._group = group
-        self._slabs: list[_Slab] = []
+        # Owner, 1-D memory and parameters, for each owner, dtype and device.
+        self._slabs: list[tuple[int, torch.Tensor, list[torch.Tensor]]] = []
         self._addresses: dict[torch.Tensor, int] = {}  # of the parameters in slabs
         self._frozen: list[torch.Tensor] = []  # not in slabs
 
@@ -297,13 +283,13 @@ class _Ownership:
             return
         if not self._is_laid_out():
             self._lay_out()
-        handles = [comm.broadcast(slab.memory, slab.owner, self._group) for slab in self._slabs]
+        handles = [comm.broadcast(slab, owner, self._group) for owner, slab, _ in self._slabs]
         for handle in handles:
             handle.wait()
         # A graph from before the exchange is refused on every rank, not on the owner's alone.
-        for slab in self._slabs:
-            if slab.owner != comm.rank(self._group):
-                torch.autograd.graph.increment_version(slab.parameters)
+        for owner, _, parameters in self._slabs:
+            if owner != comm.rank(self._group):
+                torch.autograd.graph.increment_version(parameters)
 
     def _is_laid_out(self) -> bool:
         return (
@@ -326,7 +312,7 @@ class _Ownership:
         for (owner, dtype, device), parameters in shares.items():
             offsets, end = flat.aligned_offsets(parameters)
             memory = torch.zeros(end, dtype=dtype, device=device)
-            self._slabs.append(_Slab(owner, memory, parameters))
+            self._slabs.append((owner, memory, parameters))
             for parameter, offset in zip(parameters, offsets, strict=True):
                 place = memory.as_strided(parameter.shape, flat.strides_for(parameter), offset)
                 parameter.data = place.copy_(parameter)

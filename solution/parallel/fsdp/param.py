@@ -195,6 +195,11 @@ class ShardedParameter:
         """Whether a backward has left a gradient that is not taken yet."""
         return self.unsharded is not None and self.unsharded.grad is not None
 
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a reduction has started and not ended."""
+        return self.gradient_state is GradientState.IN_FLIGHT
+
     def resume(self) -> None:
         """Let autograd add to the unreduced gradient, if dtypes allow: it frees its own sooner."""
         assert self.unsharded is not None

@@ -217,8 +217,8 @@ class Schedule:
         unit.register_sharded()
         if unit.reshard_after_backward:
             unit.reshard()
-        if unit.has_second_gradients:  # its modules ran twice: the first reduction goes before this
-            self._finish_reductions()
+        if any(p.has_local_gradient and p.is_in_flight for p in unit.parameters):
+            self._finish_reductions()  # its modules ran twice: the first reduction goes before this
         unit.take_gradients()
         if unit.sends and any(parameter.unreduced is not None for parameter in unit.parameters):
             # Parameters kept for this backward and freed in it leave room for a second message.

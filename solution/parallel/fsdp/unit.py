@@ -214,15 +214,8 @@ class Unit:
     @property
     def has_gradients(self) -> bool:
         """Whether there are gradients to take, or to send."""
-        done = (GradientState.NONE, GradientState.IN_FLIGHT)
-        waiting = [p for p in self.parameters if p.gradient_state not in done and self.sends]
-        return bool(waiting) or any(p.has_local_gradient for p in self.parameters)
-
-    @property
-    def has_second_gradients(self) -> bool:
-        """Whether there are local gradients of parameters whose reduction is still in flight."""
-        in_flight = [p for p in self.parameters if p.gradient_state is GradientState.IN_FLIGHT]
-        return any(p.has_local_gradient for p in in_flight)
+        done = (GradientState.NONE, GradientState.IN_FLIGHT) if self.sends else GradientState
+        return any(p.has_local_gradient or p.gradient_state not in done for p in self.parameters)
 
     def take_gradients(self) -> None:
         """Take from autograd what a backward left on the unsharded parameters."""
