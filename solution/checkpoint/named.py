@@ -137,7 +137,10 @@ class OptimizerTensors:
     def empty(self, saved: dict[str, Any], sizes: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """Tensors to read the saved state into: of the parameter's layout where it has its size."""
         found: dict[str, dict[str, Any]] = {}
+        owns = getattr(self.optimizer, "owns", lambda parameter: True)  # of a sharded optimizer
         for name, parameter in self.parameters():
+            if not owns(parameter):
+                continue
             for key in saved["keys"].get(name, ()):
                 like = sizes[f"optimizer.state.{name}.{key}"]
                 dtype = like.properties.dtype

@@ -151,6 +151,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ----------------------------------------------------------------------------------- state
 
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank keeps the state of `parameter`; loading reads that of no other."""
+        return self._ownership.is_mine(parameter)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict, for a group of one rank."""
         num_ranks = comm.size(self.process_group)
@@ -187,7 +191,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         saved = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         live = itertools.chain.from_iterable(g["params"] for g in self.param_groups)
         # Of unequal length where the groups do not fit: the base says so, below.
-        mine = {index for index, p in zip(saved, live, strict=False) if self._ownership.is_mine(p)}
+        mine = {index for index, p in zip(saved, live, strict=False) if self.owns(p)}
         kept = {index: entries for index, entries in state_dict["state"].items() if index in mine}
         super().load_state_dict({**state_dict, "state": kept})
         # Through the class's own method, which may bring an older state up to date.
