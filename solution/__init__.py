@@ -16,8 +16,7 @@ from solution.measure.trace import summarize_trace
 from solution.models.gpt2 import language_model
 from solution.parallel import finish_gradient_synchronization, no_sync
 from solution.parallel.clip import clip_grad_norm_
-from solution.parallel.ddp import DDPIndividualParameters, ddp
-from solution.parallel.ddp_bucketed import DDPBucketed, ddp_bucketed
+from solution.parallel.ddp import DDPBucketed, DDPIndividualParameters, ddp, ddp_bucketed
 from solution.parallel.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,

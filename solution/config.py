@@ -29,13 +29,16 @@ from typing import Any, TypeVar
 
 Config = TypeVar("Config")
 
-COMMON = ("max_sequence_length", "num_layers", "embedding_dim")
-PRESETS = {  # max_sequence_length, num_layers, num_heads, embedding_dim
+COMMON = ("max_sequence_length", "num_layers", "num_heads", "embedding_dim")
+_GPT2_SIZES = {  # in the order of `COMMON`
     "tiny": (256, 4, 4, 128),  #       826,112 and 128 per word of the vocabulary
     "small": (1024, 12, 12, 768),  #   124,439,808
     "medium": (1024, 24, 16, 1024),  # 354,823,168
     "large": (1024, 36, 20, 1280),  #  774,030,080
     "xl": (1024, 48, 25, 1600),  #   1,557,611,200
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    name: dict(zip(COMMON, sizes, strict=True)) for name, sizes in _GPT2_SIZES.items()
 }
 LLAMA_PRESETS: dict[str, dict[str, Any]] = {
     "debug": {},  # 6,163,712: the defaults
@@ -54,11 +57,7 @@ LLAMA_PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2Config:
-    """The shape of a GPT-2; the defaults are GPT-2 small.
-
-    Raises:
-        ValueError: a size is not a positive integer, or the heads do not divide the embedding.
-    """
+    """The shape of a GPT-2; the defaults are GPT-2 small."""
 
     vocab_size: int = 50257
     max_sequence_length: int = 1024
@@ -69,7 +68,7 @@ class GPT2Config:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "num_heads", *COMMON):
+        for name in ("vocab_size", *COMMON):
             require_positive(name, getattr(self, name))
         if self.embedding_dim % self.num_heads:
             raise ValueError(
@@ -79,12 +78,9 @@ class GPT2Config:
             )
 
     @classmethod
-    def preset(cls, name: str, *, vocab_size: int = 50257) -> GPT2Config:
+    def preset(cls, name: str, *, vocab_size: int | None = None) -> GPT2Config:
         """The preset `name` with that vocabulary; ValueError names the presets there are."""
-        if name not in PRESETS:
-            raise ValueError(f"expected preset to be one of {list(PRESETS)}, got {name!r}")
-        names = ("max_sequence_length", "num_layers", "num_heads", "embedding_dim")
-        return cls(vocab_size=vocab_size, **dict(zip(names, PRESETS[name], strict=True)))
+        return _preset(cls, PRESETS, name, vocab_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +111,7 @@ class LlamaConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "num_heads", "ffn_multiple_of", *COMMON):
+        for name in ("vocab_size", "ffn_multiple_of", *COMMON):
             require_positive(name, getattr(self, name))
         require_positive("num_kv_heads", self.kv_heads)
         for name in ("ffn_multiplier", "rope_theta"):
@@ -154,14 +150,19 @@ class LlamaConfig:
 
     @classmethod
     def preset(cls, name: str, *, vocab_size: int | None = None) -> LlamaConfig:
-        """The preset `name`; ValueError names the presets there are."""
-        if name not in LLAMA_PRESETS:
-            raise ValueError(f"expected preset to be one of {list(LLAMA_PRESETS)}, got {name!r}")
-        config = cls(**LLAMA_PRESETS[name])
-        return config if vocab_size is None else dataclasses.replace(config, vocab_size=vocab_size)
+        """The preset `name` with that vocabulary; ValueError names the presets there are."""
+        return _preset(cls, LLAMA_PRESETS, name, vocab_size)
 
 
 ModelConfig = GPT2Config | LlamaConfig
+
+
+def _preset(
+    cls: type[Config], presets: dict[str, dict[str, Any]], name: str, vocab_size: int | None
+) -> Config:
+    if name not in presets:
+        raise ValueError(f"expected preset to be one of {list(presets)}, got {name!r}")
+    return cls(**presets[name] | ({} if vocab_size is None else {"vocab_size": vocab_size}))
 
 
 def parse(cls: type[Config], settings: Mapping[str, Any]) -> Config:

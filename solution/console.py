@@ -1,4 +1,4 @@
-"""The terminal: a line that overwrites itself while a run is under way, and tables.
+"""The terminal: a line that overwrites itself while data is prepared, and tables.
 
 Of the line nothing is written where stderr is not a terminal, so logs hold no control characters.
 """
@@ -12,13 +12,6 @@ def status_line(text: str) -> None:
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\033[K{text}")
         sys.stderr.flush()
-
-
-def progress_bar(done: int, total: int, text: str = "") -> None:
-    """Show `done` of `total`; cleared when they are equal."""
-    filled = 30 * done // max(1, total)
-    bar = "#" * filled + "." * (30 - filled)
-    status_line(f"[{bar}] {done}/{total} {text}" if done < total else "")
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -20,7 +20,7 @@ def plan_buckets(tensors: Sequence[torch.Tensor], *, cap_bytes: float) -> list[l
 
     The walk is in reverse order because backward reaches the last layers first. A bucket is closed
     as soon as its bytes *reach* the cap (as PyTorch's `compute_bucket_assignment_by_size`; Li et
-    al. 2020, section 3.2.2, in `solution.parallel.replica`): the tensor that reaches it is
+    al. 2020, section 3.2.2, in `solution.parallel.ddp`): the tensor that reaches it is
     still inside, so a bucket may exceed the cap by part of one tensor, and a cap of 0 gives one
     bucket per tensor. Different dtypes or devices never share a bucket; each fills its own
     meanwhile.

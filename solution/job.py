@@ -63,12 +63,6 @@ class Interrupted(RuntimeError):
 class Job:
     """One run on one rank: what follows from its config, its data and its place in the world.
 
-    Attributes:
-        name: of the files that it writes.
-        num_micro_batches: of a step, on each rank.
-        val_loader: None if nothing is evaluated.
-        times: seconds of each step that this process took.
-
     Raises:
         ValueError: data, sizes or vocabulary that do not fit each other, or attention that cannot
             run here.
@@ -76,10 +70,11 @@ class Job:
     """
 
     def __init__(self, config: TrainConfig, world: World, *, name: str) -> None:
-        self.config, self.world, self.name = config, world, name
+        self.config, self.world = config, world
+        self.name = name  # of the files that it writes
         if reason := unavailable(config.attention, world.device.type):
             raise ValueError(f"expected an attention that runs on {world.device.type}: {reason}")
-        self.num_micro_batches = accumulation_steps(
+        self.num_micro_batches = accumulation_steps(  # of a step, on each rank
             global_batch_size=config.global_batch_size,
             micro_batch_size=config.micro_batch_size,
             world_size=world.size,
@@ -94,7 +89,7 @@ class Job:
             config.learning_rate, num_steps=config.steps, warmup_steps=config.warmup_steps
         )
         self.precision = Precision(config.precision)
-        self.times: list[float] = []
+        self.times: list[float] = []  # seconds of each step that this process took
         self._traffic = Traffic()
         self._val_loss: float | None = None
         self._check_data()
@@ -320,12 +315,8 @@ def main(
 ) -> int:
     """Run the command of an entry script, and return the exit status.
 
-    Args:
-        train: carries a job out.
-        wrap: puts the model into what reduces its gradients.
-        description: for `--help`.
-        name: of the files written; None takes the config's.
-        kind: of the config; its fields are the flags.
+    `train` carries a job out, `wrap` puts the model into what reduces its gradients, and the fields
+    of the config `kind` are the flags. A `name` of None, for the files, is the config's.
     """
     where, job = "", None
     try:

@@ -57,17 +57,14 @@ def _room(gib: float | None, device: torch.device) -> int | None:
 
 def _analyse(work: Workload, flags: argparse.Namespace, room: int | None) -> int:
     found, closed = work.predict(work.batch_size), None
-    if (flags.attention, flags.activation_checkpointing, work.autocast) == ("sdpa", "none", None):
+    settings = work.settings
+    kind = (settings.attention, settings.activation_checkpointing, work.autocast)
+    if kind == ("sdpa", "none", None):
         closed = families.activation_bytes(
             work.config, batch_size=work.batch_size, sequence_length=work.length
         )
     fits = room is None or found.peak_bytes <= room
-    title = (
-        f"{flags.model} {work.preset}: {work.num_parameters:,} parameters, "
-        f"{work.batch_size} x {work.length} tokens, AdamW, {flags.precision}, {flags.attention}, "
-        f"checkpointing {flags.activation_checkpointing}, {work.device.type}"
-    )
-    print(title)
+    print(work.title)
     measured = None
     if fits and not flags.no_measure:
         model, ids = work.build(work.batch_size)
@@ -80,7 +77,7 @@ def _analyse(work: Workload, flags: argparse.Namespace, room: int | None) -> int
     if closed is not None:
         print(f"  activations in closed form: {closed:,} bytes")
     record = {
-        "setup": title,
+        "setup": work.title,
         "predicted": {"terms": found.terms, "peaks": found.peaks, "peak": found.peak_bytes},
         "closed_form_activations": closed,
         "measured": measured,

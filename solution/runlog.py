@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from solution.console import progress_bar
 from solution.data.shards import write_atomically
 from solution.train_config import TrainConfig
 from solution.trainer import StepRecord
@@ -41,8 +40,7 @@ class RunLog:
             self._file = path.open("a")
 
     def close(self) -> None:
-        """Close the file, and clear the progress bar."""
-        progress_bar(0, 0)
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
@@ -58,11 +56,9 @@ class RunLog:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         step = record["step"]
-        progress_bar(0, 0)
         is_turn = step in (1, self._config.steps) or step % self._config.log_every == 0
         if is_turn or val_loss is not None or record.get("skipped"):
             say(_text(line))
-        progress_bar(step, self._config.steps, f"loss {record['loss']:.3f}")
 
     def plot(self) -> Path | None:
         """Draw loss, learning rate and step time over the steps; None without matplotlib."""

@@ -58,11 +58,8 @@ def _report(work: Workload, flags: argparse.Namespace) -> int:
     device = torch.cuda.get_device_name(work.device) if is_gpu else "cpu"
     if is_gpu:
         torch.backends.cuda.matmul.allow_tf32 = flags.tf32
-    print(
-        f"{flags.model} {work.preset}: {work.num_parameters:,} parameters, batch "
-        f"{work.batch_size} x {work.length}, {flags.precision}{', TF32' * flags.tf32}, "
-        f"{flags.attention}{', compiled' * flags.compile}, AdamW{', fused' * flags.fused}, {device}"
-    )
+    options = [name for name in ("tf32", "compile", "fused") if getattr(flags, name)]
+    print(", ".join([work.title, *options, device]))
     try:
         found = _measure(work, flags, device)
     except RuntimeError as error:

@@ -9,7 +9,7 @@ import dataclasses
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from solution.config import (
     LLAMA_PRESETS,
@@ -23,20 +23,28 @@ from solution.config import (
 )
 
 
-def setting(default: Any, text: str) -> Any:
-    """Return a dataclass field whose `text` becomes the help of its command-line flag."""
-    return field(default=default, metadata={"help": text})
+def setting(default: Any, text: str, *among: str) -> Any:
+    """Return a dataclass field, one of `among` if given; `text` and they are its flag's help."""
+    words = f"{text}: {', '.join(among)}" if among else text
+    return field(default=default, metadata={"help": words, "among": among})
+
+
+def add_flags(parser: argparse.ArgumentParser, kind: Any, *only: str) -> None:
+    """Add a flag for each setting of a config, or some of them; what is not given stays absent."""
+    for each in dataclasses.fields(kind):
+        if not only or each.name in only:
+            text = f"{each.metadata['help']} (default: {each.default})"
+            is_switch = isinstance(each.default, bool)
+            action: Any = argparse.BooleanOptionalAction if is_switch else "store"
+            flag = "--" + each.name.replace("_", "-")
+            parser.add_argument(flag, action=action, default=argparse.SUPPRESS, help=text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One training run. Batch sizes count sequences; a step is one update of the optimizer.
+    """One training run. Batch sizes count sequences; a step is one update of the optimizer."""
 
-    Raises:
-        ValueError: a value outside its range, with the field, the value and what is allowed.
-    """
-
-    model: str = setting("gpt2", "gpt2 or llama")
+    model: str = setting("gpt2", "family", "gpt2", "llama")
     preset: str | None = setting(
         None, f"size: of gpt2 {', '.join(PRESETS)}; of llama {', '.join(LLAMA_PRESETS)}; the first"
     )
@@ -51,10 +59,10 @@ class TrainConfig:
     warmup_steps: int = setting(0, "steps of linear warm-up")
     weight_decay: float = setting(0.1, "AdamW's decay, on matrices and embeddings only")
     max_norm: float | None = setting(None, "clip the global gradient norm to this (default: no)")
-    precision: str = setting("fp32", "of the forward: fp32, bf16 or fp16; weights stay fp32")
-    attention: str = setting("sdpa", "who computes it: plain, tiled, triton or sdpa")
+    precision: str = setting("fp32", "of the forward; weights stay fp32", "fp32", "bf16", "fp16")
+    attention: str = setting("sdpa", "who computes it", "plain", "tiled", "triton", "sdpa")
     activation_checkpointing: str = setting(
-        "none", "none, full or selective: what the backward computes again"
+        "none", "what the backward computes again", "none", "full", "selective"
     )
     eval_every: int | None = setting(
         None, "steps between evaluations on the *val*.bin shards; the last step is one, too"
@@ -71,34 +79,18 @@ class TrainConfig:
     profile_steps: int = setting(0, "steps to record with torch.profiler, after 3 of warm-up")
     traces: str = setting("outputs/traces", "folder for TRACES/SETUP/rankN_trace.json")
     memory_snapshot: bool = setting(False, "record the GPU's memory for pytorch.org/memory_viz")
-    device: str = setting("auto", "auto, cpu or cuda")
-    wrapper: str = setting("ddp_bucketed", "how gradients are reduced (train_ddp only)")
+    device: str = setting("auto", "where it runs", "auto", "cpu", "cuda")
+    wrapper: str = setting(
+        "ddp_bucketed", "who reduces gradients (train_ddp only)", "ddp", "ddp_bucketed", "torch"
+    )
     bucket_size_mb: float = setting(25.0, "of ddp_bucketed and torch, in MiB")
     zero1: bool = setting(False, "divide AdamW's state over the ranks (train_ddp only)")
 
-    choices: ClassVar[dict[str, tuple[str, ...]]] = {
-        "model": ("gpt2", "llama"),
-        "precision": ("fp32", "bf16", "fp16"),
-        "attention": ("plain", "tiled", "triton", "sdpa"),
-        "activation_checkpointing": ("none", "full", "selective"),
-        "device": ("auto", "cpu", "cuda"),
-        "wrapper": ("ddp", "ddp_bucketed", "torch"),
-    }
-
     @classmethod
     def from_command_line(cls, description: str) -> tuple[Self, bool]:
-        """Return the config of the flags (one per field) and of `--config`; and `--dry-run`.
-
-        Raises:
-            ValueError: an unknown key, or a value that is refused.
-        """
+        """Return the config of the flags (one per field) and of `--config`; and `--dry-run`."""
         parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
-        for each in dataclasses.fields(cls):
-            flag = "--" + each.name.replace("_", "-")
-            text = f"{each.metadata['help']} (default: {each.default})"
-            is_switch = isinstance(each.default, bool)
-            action: Any = argparse.BooleanOptionalAction if is_switch else "store"
-            parser.add_argument(flag, action=action, default=argparse.SUPPRESS, help=text)
+        add_flags(parser, cls)
         parser.add_argument("--config", type=Path, help="TOML file of these settings; flags win")
         parser.add_argument("--dry-run", action="store_true", help="check, say the numbers, stop")
         settings = vars(parser.parse_args())
@@ -123,8 +115,9 @@ class TrainConfig:
             require(name, getattr(self, name), ">= 0", lambda value: value >= 0)
         at_most = f"<= steps={self.steps}"
         require("warmup_steps", self.warmup_steps, at_most, lambda value: value <= self.steps)
-        for name, among in self.choices.items():
-            require(name, getattr(self, name), f"among {among}", among.__contains__)
+        for each in dataclasses.fields(self):
+            if among := each.metadata["among"]:
+                require(each.name, getattr(self, each.name), f"among {among}", among.__contains__)
 
     @property
     def name(self) -> str:

@@ -17,8 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from solution import job
-from solution.parallel.ddp import DDPIndividualParameters
-from solution.parallel.ddp_bucketed import DDPBucketed
+from solution.parallel.ddp import DDPBucketed, DDPIndividualParameters
 from solution.train_baseline import train
 from solution.train_config import TrainConfig
 from solution.world import World

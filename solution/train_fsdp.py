@@ -38,19 +38,14 @@ from solution.world import World
 class FsdpConfig(TrainConfig):
     """A sharded run."""
 
-    strategy: str = setting("FULL_SHARD", "FULL_SHARD, SHARD_GRAD_OP or NO_SHARD")
-    impl: str = setting("solution", "solution or torch: whose fully_shard")
-    param_dtype: str = setting("float32", "of gathers and compute: float32 or bfloat16")
-    reduce_dtype: str = setting("float32", "of gradients on their way: float32 or bfloat16")
+    strategy: str = setting(
+        "FULL_SHARD", "what is divided, and when", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"
+    )
+    impl: str = setting("solution", "whose fully_shard", "solution", "torch")
+    param_dtype: str = setting("float32", "of gathers and compute", "float32", "bfloat16")
+    reduce_dtype: str = setting("float32", "of gradients on their way", "float32", "bfloat16")
     reshard_after_backward: bool = setting(True, "free weights after all backwards, or the last")
     reduce_grads: bool = setting(False, "reduce gradients in all backwards, or the last")
-
-    choices = TrainConfig.choices | {
-        "strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"),
-        "impl": ("solution", "torch"),
-        "param_dtype": ("float32", "bfloat16"),
-        "reduce_dtype": ("float32", "bfloat16"),
-    }
 
     @property
     def name(self) -> str:

@@ -56,12 +56,7 @@ def complete_folders(root: Path) -> tuple[list[Folder], list[str]]:
 
 
 def read_marker(path: Path) -> dict[str, Any]:
-    """The marker of a complete folder.
-
-    Raises:
-        ValueError: it is no marker of ours, or a file that it lists is missing or truncated.
-        OSError: there is none.
-    """
+    """The marker of a complete folder."""
     marker = json.loads((path / MARKER).read_bytes())  # its error is a ValueError
     if not isinstance(marker, dict) or not isinstance(marker.get("files"), dict):
         raise ValueError(f"expected {MARKER} to list the files, got {str(marker)[:80]}")
@@ -111,11 +106,12 @@ def retain(root: Path, just_saved: Path, keep: int | None) -> None:
     checkpoint is safe, and training need not end for it.
     """
     found, _ = complete_folders(root)
-    steps = sorted({folder.step for folder in found}, reverse=True)
-    wanted = set(steps if keep is None else steps[:keep])
-    newest = {step: max(f for f in found if f.step == step) for step in wanted}
+    newest: dict[int, Folder] = {}  # of each step, the newest step first
     for folder in found:
-        if folder.path == just_saved or folder == newest.get(folder.step):
+        newest.setdefault(folder.step, folder)
+    kept = list(newest.values())[:keep]
+    for folder in found:
+        if folder.path == just_saved or folder in kept:
             continue
         try:
             # Hidden first: half removed it must not look like a checkpoint.

@@ -62,11 +62,7 @@ MAX_DOCUMENT_BYTES = 400_000  # beyond that it is a generated table, not text
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Settings of the shards.
-
-    Raises:
-        ValueError: a value outside its range.
-    """
+    """Settings of the shards."""
 
     vocab_size: int = 8192
     shard_tokens: int = 1_000_000
@@ -95,11 +91,7 @@ class Corpus:
 
     @classmethod
     def collect(cls, paths: Sequence[Path], *, max_bytes: int | None) -> Corpus:
-        """Read the documents below `paths` (default: the standard library), up to `max_bytes`.
-
-        Raises:
-            ValueError: a path that is not there, or no text at all.
-        """
+        """Read the documents below `paths` (default: the standard library), up to `max_bytes`."""
         digest, documents, num_bytes, num_skipped = hashlib.sha256(), [], 0, 0
         for path in _files(paths):
             data = path.read_bytes()
@@ -154,9 +146,6 @@ def prepare(paths: Sequence[Path], out: Path, config: DataConfig) -> tuple[dict[
 
     Returns:
         What `meta.json` says, and whether it was there already.
-
-    Raises:
-        ValueError: no text, bad settings, or `out` holds shards that this did not make.
     """
     corpus = Corpus.collect(paths, max_bytes=config.max_bytes)
     request = {**asdict(config), "corpus": corpus.fingerprint, "format": 1}
@@ -189,11 +178,7 @@ def prepare(paths: Sequence[Path], out: Path, config: DataConfig) -> tuple[dict[
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
-    """Return what `prepare` wrote about the shards in `folder`; None if it did not make them.
-
-    Raises:
-        ValueError: there is a `meta.json`, and it is not ours.
-    """
+    """Return what `prepare` wrote about the shards in `folder`; None if it wrote nothing there."""
     path = folder / META
     if not path.exists():
         return None

@@ -18,13 +18,11 @@ import matplotlib
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from solution.measure.trace import kind_of
 from solution.measure.traces import page_template
 
 FOLDER = Path(__file__).parent
 COMPONENTS = ("parameters", "gradients", "optimizer", "activations")
-KINDS = {"allreduce_": "all-reduce", "broadcast_": "broadcast", "_allgather_base_": "all-gather"}
-KINDS |= {"_reduce_scatter_base_": "reduce-scatter", "allgather_": "all-gather"}
-KINDS |= {"reduce_scatter_": "reduce-scatter", "reduce_": "reduce"}
 MIB = 2**20
 HUES = [f"#{number:06x}" for number in range(1, 7)]  # written as the page's --hue-1 to --hue-6
 DASHES: list[Any] = ["solid", (0, (9, 5)), (0, (3, 4)), (0, (12, 4, 3, 4)), (0, (2, 7))]
@@ -47,9 +45,9 @@ def render(found: Mapping[str, Any]) -> str:
     styles = "".join((FOLDER / name).read_text("utf-8") for name in ("house.css", "page.css"))
     runs = found["runs"]
     with matplotlib.rc_context(STYLE):
-        charts: dict[str, str] = {"losses": _losses(runs), "differences": _differences(runs)}
         held = [run for run in runs if run["memory"]["measured"]]
-        charts |= {"memory": _memory(held) if held else "", "throughput": _throughput(runs)}
+        charts = {"memory": _memory(held) if held else "", "throughput": _throughput(runs)}
+        charts |= _losses(runs)
         recorded = [run for run in runs if run["timeline"]]
         longest = max((r["duration_us"] for run in recorded for r in run["timeline"]), default=0)
         timelines = [(run["title"], *_timeline(run, longest)) for run in recorded]
@@ -60,24 +58,22 @@ def render(found: Mapping[str, Any]) -> str:
         timelines=timelines,
         held=held,
         components=COMPONENTS,
-        kinds=KINDS,
+        kind_of=kind_of,
         mib=MIB,
     )
 
 
-def _losses(runs: Runs) -> Markup:
-    """Draw the curves; the first is broad, so that others lie visibly on top of it."""
-    curves = {number: run["losses"] for number, run in enumerate(runs)}
-    title = f"Loss of {len(runs)} runs over the steps; they coincide"
-    return _curves(runs, curves, title, ylabel="loss")
-
-
-def _differences(runs: Runs) -> Markup:
-    """Draw the distances from the first run; equal to the bit is on the floor of the chart."""
+def _losses(runs: Runs) -> dict[str, str]:
+    """Draw the curves, and their distances from the first: equal to the bit is on the floor."""
     floor = min((x for run in runs for x in run["differences"] if x), default=1e-9) / 2
-    curves = {n: [max(x, floor) for x in run["differences"]] for n, run in enumerate(runs) if n}
-    title = "Difference of losses from one rank"
-    return _curves(runs, curves, title, ylabel="difference", yscale="log")
+    losses = {number: run["losses"] for number, run in enumerate(runs)}
+    apart = {n: [max(x, floor) for x in run["differences"]] for n, run in enumerate(runs) if n}
+    title = f"Loss of {len(runs)} runs over the steps; they coincide"
+    differences = {"ylabel": "difference", "yscale": "log"}
+    return {
+        "losses": _curves(runs, losses, title, ylabel="loss"),
+        "differences": _curves(runs, apart, "Difference of losses from one rank", **differences),
+    }
 
 
 def _curves(

@@ -1,27 +1,17 @@
 """OUT/results.json: everything that the page shows, gathered from what the runs left behind.
 
-What theory predicts of a model of P bytes in W ranks, with M micro-batches per step and B bytes of
-P inside blocks:
-
-    kind                  parameters  gradients  AdamW's state   sent per step
-    alone                 P           P          2P              nothing
-    ddp                   P           P          2P              P: every gradient once
-    zero1                 P           P          2P/W            2P: gradients, then new weights
-    fsdp_no_shard         P           P          2P              P
-    fsdp_shard_grad_op    P/W         P/W        2P/W            MP + P: one gather per micro-batch
-    fsdp_full_shard       P/W         P/W        2P/W            M(P + B) + P: blocks gathered again
-
-Gradients are those that the update reads. AdamW also keeps a step count of 4 bytes per tensor.
-Bytes are those that a rank hands to its collectives (`solution.measure.traffic`). Activations, of
-one micro-batch, are predicted with fake tensors and do not depend on the ranks.
+`THEORY` predicts what each kind of run holds and sends. Gradients are those that the update reads;
+AdamW keeps two moments, and a step count of 4 bytes per tensor. Bytes are those that a rank hands
+to its collectives (`solution.measure.traffic`). Activations, of one micro-batch, are predicted with
+fake tensors and do not depend on the ranks.
 """
 
 import functools
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,6 +26,28 @@ from solution.models import families
 
 MARGIN = 10.0  # between two right runs that differ in rounding, the control being one such pair
 FINEST = 1500  # parts of a step: gaps below one such part are not drawn
+
+
+class Theory(NamedTuple):
+    """What a kind of run needs: of P bytes of parameters, B of them in blocks, M micro-batches."""
+
+    divides: str  # over the ranks: "state" of AdamW; "all", gradients and parameters as well
+    sent_bytes: Callable[[int, int, int], int]  # in a step, of P, B and M
+    reason: str
+
+
+_EVERY_GRADIENT = Theory("", lambda p, b, m: p, "P: every gradient once")
+_GATHERS = "M(P + B) + P: blocks gathered for forward and backward, gradients once"
+THEORY = {
+    "alone": Theory("", lambda p, b, m: 0, "nothing: one rank"),
+    "ddp": _EVERY_GRADIENT,
+    "zero1": Theory("state", lambda p, b, m: 2 * p, "2P: every gradient, then every new weight"),
+    "fsdp_no_shard": _EVERY_GRADIENT,
+    "fsdp_shard_grad_op": Theory(
+        "all", lambda p, b, m: m * p + p, "MP + P: a gather per micro-batch, gradients once"
+    ),
+    "fsdp_full_shard": Theory("all", lambda p, b, m: m * (p + b) + p, _GATHERS),
+}
 
 
 def gather(config: GPT2Config, attention: str, out: Path) -> dict[str, Any]:
@@ -57,7 +69,7 @@ def _gather_run(run: Run, config: GPT2Config, attention: str, out: Path) -> dict
     summaries = run.summaries(out)
     held = [summary["held_bytes"] for summary in summaries]
     traces = sorted(run.traces(out).rglob("rank*_trace.json"))
-    predicted, sent, reason = _theory(run, config, attention)
+    predicted, sent = _theory(run, config, attention)
 
     def differences(key: str) -> list[float]:
         pairs = zip(run.curve(out, key), RUNS[0].curve(out, key), strict=True)
@@ -80,46 +92,27 @@ def _gather_run(run: Run, config: GPT2Config, attention: str, out: Path) -> dict
             "collectives": summaries[0]["collectives"],
             "bytes": summaries[0]["bytes_per_step"],
             "theory_bytes": sent,
-            "reason": reason,
+            "reason": THEORY[run.kind].reason,
         },
         "timeline": [_timeline(path) for path in traces],
         "weights": summaries[0]["weights_sha256"],
     }
 
 
-def _theory(run: Run, config: GPT2Config, attention: str) -> tuple[dict[str, int], int, str]:
-    """Return the bytes per rank by component, those sent per step, and why; see the table above."""
-    whole, blocks, num_tensors = _sizes(config)
-    passes = GLOBAL_BATCH // (run.micro_batch * run.num_ranks)
-    sent, reason = {
-        "alone": (0, "nothing: one rank"),
-        "ddp": (whole, "P: every gradient once"),
-        "zero1": (2 * whole, "2P: every gradient, then every new weight"),
-        "fsdp_no_shard": (whole, "P: every gradient once"),
-        "fsdp_shard_grad_op": (
-            passes * whole + whole,
-            "MP + P: a gather per micro-batch, gradients once",
-        ),
-        "fsdp_full_shard": (
-            passes * (whole + blocks) + whole,
-            "M(P + B) + P: blocks gathered for forward and backward, gradients once",
-        ),
-    }[run.kind]
-    is_sharded = run.kind in ("fsdp_shard_grad_op", "fsdp_full_shard")
-    kept = whole // run.num_ranks if is_sharded else whole
-    state = whole // run.num_ranks if is_sharded or run.kind == "zero1" else whole
-    counts = 4 * num_tensors // (run.num_ranks if run.kind == "zero1" else 1)
-    predicted = {"parameters": kept, "gradients": kept, "optimizer": 2 * state + counts}
-    predicted["activations"] = _activations(config, attention, run.micro_batch)
-    return predicted, sent, reason
-
-
-def _sizes(config: GPT2Config) -> tuple[int, int, int]:
-    """Return the bytes of all parameters and of those inside blocks, and the number of tensors."""
+def _theory(run: Run, config: GPT2Config, attention: str) -> tuple[dict[str, int], int]:
+    """Return the bytes per rank by component, and those sent per step."""
     with torch.device("meta"):
         model = families.build(config)
     tensors, of_blocks = list(model.parameters()), model.blocks.parameters()
-    return sum(p.nbytes for p in tensors), sum(p.nbytes for p in of_blocks), len(tensors)
+    whole, blocks = sum(p.nbytes for p in tensors), sum(p.nbytes for p in of_blocks)
+    theory, passes = THEORY[run.kind], GLOBAL_BATCH // (run.micro_batch * run.num_ranks)
+    kept = whole // run.num_ranks if theory.divides == "all" else whole
+    state = whole // run.num_ranks if theory.divides else whole
+    # A shard of each tensor has a count of its own.
+    counts = 4 * len(tensors) // (run.num_ranks if run.kind == "zero1" else 1)
+    predicted = {"parameters": kept, "gradients": kept, "optimizer": 2 * state + counts}
+    predicted["activations"] = _activations(config, attention, run.micro_batch)
+    return predicted, theory.sent_bytes(whole, blocks, passes)
 
 
 @functools.cache  # most runs have the same micro-batch

@@ -60,11 +60,8 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> int:
 
     PyTorch's FlopCounterMode counts a forward on fake tensors, without memory or work, for any
     module from ids `[1, sequence_length]` to logits. A backward is twice that: each product has two
-    of its size, for either factor. What is recomputed in it (checkpointing, fused attention) is not
-    counted. `solution.models.families` has the closed form of our models; both are equal.
-
-    Raises:
-        ValueError: a length that is not a positive integer.
+    of its size, for either factor. `solution.models.families` has the closed form of our models;
+    both are equal.
     """
     require_positive("sequence_length", sequence_length)
     with torch.random.fork_rng(), FakeTensorMode(allow_non_fake_inputs=True):

@@ -146,10 +146,8 @@ def predict(
 ) -> Prediction:
     """Return what `memory_estimate` does, by term and phase.
 
-    Args:
-        model, batch_size, sequence_length: as there.
-        make_optimizer: from the list of trainable parameters.
-        autocast: dtype of products in the forward, where it is not that of the weights.
+    `make_optimizer` is given the trainable parameters; `autocast` is the dtype of products in the
+    forward, where it is not that of the weights.
     """
     require_positive("batch_size", batch_size)
     require_positive("sequence_length", sequence_length)
@@ -234,17 +232,11 @@ class Holdings(ExitStack):
     rank's part. Activations are what autograd saves in one micro-batch, parameters excluded; the
     largest micro-batch counts. It slows down what it watches: watch one step and time the others.
 
-    Args:
-        model: what is called with each micro-batch; wrapped or not.
-        optimizer: what updates it; its state is counted before the update.
-
-    Attributes:
-        num_bytes: by component; empty before the first update.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
-        self.num_bytes: dict[str, int] = {}
+        self.num_bytes: dict[str, int] = {}  # by component; empty before the first update
         self._model, self._optimizer = model, optimizer
         self._saved: dict[int, int] = {}  # storage's address -> bytes, of this micro-batch
         self._most_saved = 0
@@ -298,15 +290,11 @@ def measured_step(
     """Return the bytes of the second of two steps, each with a cross-entropy over all places.
 
     On a GPU CUDA's allocator is asked; on the CPU, whose allocator keeps no peak, PyTorch's
-    MemTracker.
-
-    Returns:
-        `parameters`, `gradients`, `optimizer`, `activations`, `peak`, `after_step`; on a GPU also
-        `reserved`, what the allocator took from the device.
+    MemTracker. The keys are the terms of a `Prediction`, `peak` and `after_step`; on a GPU also
+    `reserved`, what the allocator took from the device.
     """
 
     def used(moment: str) -> int:
-        """Return the bytes in use: `current`, or at the `peak`."""
         if ids.device.type == "cuda":
             torch.cuda.synchronize()
             current = moment == "current"
@@ -349,16 +337,15 @@ def measured_step(
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory that this process has used so far, in bytes.
 
-    On a GPU: the peak of what PyTorch allocated (not what it reserved, and not what is allocated
-    now). On the CPU: the peak resident set of this process, interpreter and libraries included.
+    On a GPU: the peak of what PyTorch allocated, not of what it reserved. On the CPU: the peak
+    resident set of this process, interpreter and libraries included.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # getrusage inherits the peak of the process that started this one, torchrun's for instance; the
     # kernel's own line does not.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return kernel_bytes("/proc/self/status", "VmHWM") or peak
 
 
@@ -374,10 +361,8 @@ def memory_history(path: Path | None) -> Iterator[None]:
     """Record every allocation on the GPU; the snapshot at `path` opens at pytorch.org/memory_viz.
 
     At most `MAX_HISTORY` events are kept, with Python's stacks. However the block ends, out of
-    memory above all, the file is written and recording is off afterwards.
-
-    Args:
-        path: of the pickle; None, where there is no GPU for instance, records nothing.
+    memory above all, the file is written and recording is off afterwards. With None for the path
+    nothing is recorded.
     """
     if path is None:
         yield

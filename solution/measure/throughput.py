@@ -85,7 +85,7 @@ def measure_throughput(
         "iqr_s": quartiles[2] - quartiles[0],
         "num_warmup_steps": len(warmup),
         "num_steps": num_steps,
-        "is_steady": _is_settled(warmup) and not _drifts(timed),
+        "is_steady": _is_settled(warmup) and not (num_steps > 1 and _differs(timed, by=DRIFT)),
     }
 
 
@@ -99,19 +99,15 @@ def _finish_device_work() -> None:
 
 
 def _is_settled(seconds: Sequence[float]) -> bool:
-    if len(seconds) < 2 * WINDOW:
-        return False
-    last = statistics.median(seconds[-WINDOW:])
-    before = statistics.median(seconds[-2 * WINDOW : -WINDOW])
-    return abs(last - before) <= SETTLED * before
+    recent = seconds[-2 * WINDOW :]
+    return len(recent) == 2 * WINDOW and not _differs(recent, by=SETTLED)
 
 
-def _drifts(seconds: Sequence[float]) -> bool:
+def _differs(seconds: Sequence[float], *, by: float) -> bool:
+    """Return whether the medians of the two halves differ by more than this part of the first."""
     half = len(seconds) // 2
-    if half == 0:
-        return False
     first, last = statistics.median(seconds[:half]), statistics.median(seconds[-half:])
-    return abs(last - first) > DRIFT * first
+    return abs(last - first) > by * first
 
 
 def sweep_batch_sizes(
@@ -132,11 +128,7 @@ def sweep_batch_sizes(
 
     Returns:
         Rows of `batch_size`, `is_oom`, `tokens_per_s` and `peak_bytes`; the last two are None where
-        memory did not suffice.
-
-    Raises:
-        ValueError: no batch size, or one that is not positive.
-        Any error but out of memory that `build` or a step raises.
+        memory did not suffice. Any other error of `build` or of a step is raised.
     """
     if not batch_sizes:
         raise ValueError("expected at least one batch size, got none")

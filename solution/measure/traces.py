@@ -48,9 +48,6 @@ def read_rank(path: Path, *, step: int | None = None) -> RankTrace:
         The keys of the contract (`summarize_trace`), and `path`; `operators`, on a GPU kernels, per
         step; `memory`, microseconds since the first step and bytes; `timeline`, the step to show
         (`Lanes.from_begin`).
-
-    Raises:
-        TraceError: no whole trace, or none of that step.
     """
     trace = read_trace(path)
     lanes = step_lanes(trace)
@@ -119,11 +116,7 @@ def difference_of(first: Uses, second: Uses) -> Changes:
 
 
 def find_setups(folder: str | PathLike[str]) -> dict[str, list[Path]]:
-    """Return setup to its files, by rank: those of each subfolder, or of the folder itself.
-
-    Raises:
-        TraceError: there is none.
-    """
+    """Return setup to its files, by rank: those of each subfolder, or of the folder itself."""
     folder = Path(folder)
     if not folder.is_dir():
         raise TraceError(f"{folder}: expected a folder of traces, got none; {RECORD}")
@@ -141,11 +134,7 @@ def _ranks(folder: Path) -> list[Path]:
 
 
 def read_setup(paths: list[Path], *, step: int | None = None) -> list[RankTrace]:
-    """Return all ranks of one run, in order.
-
-    Raises:
-        TraceError: a bad file, a rank that is missing or there twice, or files of several runs.
-    """
+    """Return all ranks of one run, in order."""
     ranks: dict[int, RankTrace] = {}
     for path in paths:
         found = read_rank(path, step=step)

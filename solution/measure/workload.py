@@ -11,28 +11,26 @@ import torch
 from torch import nn
 
 from solution.attention import unavailable
-from solution.config import require_positive
+from solution.config import parse, require_positive
 from solution.data.shards import write_atomically
 from solution.measure.memory import Prediction, predict
 from solution.models import families
 from solution.precision import PRECISIONS
-from solution.train_config import TrainConfig
+from solution.train_config import TrainConfig, add_flags
 
 DONE, BAD_INPUT = 0, 2
+SETTINGS = (
+    *("model", "preset", "vocab_size", "sequence_length", "attention"),
+    *("activation_checkpointing", "precision", "device"),
+)
 
 
 def parser(program: str, description: str) -> argparse.ArgumentParser:
-    """Return the parser of a command, with the flags of a workload."""
+    """Return the parser of a command: flags of the training scripts, batch size and folder."""
+    description += " Defaults: gpt2 small or llama debug, their vocabulary, at most 1024 tokens."
     flags = argparse.ArgumentParser(prog=f"python -m solution.{program}", description=description)
-    flags.add_argument("--model", default="gpt2", help="gpt2 or llama")
-    flags.add_argument("--preset", help="size (default: small, debug)")
-    flags.add_argument("--vocab-size", type=int, help="words (default: the preset's)")
+    add_flags(flags, TrainConfig, *SETTINGS)
     flags.add_argument("--batch-size", type=int, default=8, help="sequences")
-    flags.add_argument("--sequence-length", type=int, help="tokens (default: at most 1024)")
-    flags.add_argument("--attention", default="sdpa", help="plain, tiled, triton or sdpa")
-    flags.add_argument("--activation-checkpointing", default="none", help="full or selective")
-    flags.add_argument("--precision", default="fp32", help="of the forward: fp32 or bf16")
-    flags.add_argument("--device", default="auto", help="auto, cpu or cuda: to measure on")
     folder = Path("outputs", program.partition("_")[0])
     flags.add_argument("--out", type=Path, default=folder, help="folder")
     return flags
@@ -44,55 +42,55 @@ class Workload:
     Args:
         flags: of `parser`.
         is_run: whether it will be run here, and not only predicted.
-
-    Raises:
-        ValueError: a setting that cannot be.
     """
 
     def __init__(self, flags: argparse.Namespace, *, is_run: bool = True) -> None:
-        self.preset = flags.preset or ("small" if flags.model == "gpt2" else "debug")
-        self.options = {
-            "attention": flags.attention,
-            "activation_checkpointing": flags.activation_checkpointing,
-        }
-        # One place for what is allowed: the training scripts' own checks.
-        settings = TrainConfig(
-            model=flags.model,
-            preset=self.preset,
-            sequence_length=flags.sequence_length,
-            precision=flags.precision,
-            device=flags.device,
-            **self.options,
-        )
-        if flags.precision == "fp16":
+        given = {name: value for name, value in vars(flags).items() if name in SETTINGS}
+        defaults = {"preset": "small", "vocab_size": 50257}
+        if given.get("model") == "llama":
+            defaults = {"preset": "debug", "vocab_size": 2048}
+        self.settings = settings = parse(TrainConfig, defaults | given)
+        if settings.precision == "fp16":
             raise ValueError(
                 "expected precision fp32 or bf16, got 'fp16', which needs a loss scale"
             )
+        names = ("attention", "activation_checkpointing")
+        self._options = {name: getattr(settings, name) for name in names}
         self.batch_size = require_positive("batch_size", flags.batch_size)
-        vocabulary = flags.vocab_size or (50257 if flags.model == "gpt2" else 2048)
-        self.config = settings.model_config(vocab_size=vocabulary)
-        self.length = flags.sequence_length or min(1024, self.config.max_sequence_length)
-        self.autocast = PRECISIONS[flags.precision]
+        assert settings.vocab_size is not None  # above
+        self.config = settings.model_config(vocab_size=settings.vocab_size)
+        self.length = settings.sequence_length or min(1024, self.config.max_sequence_length)
+        self.autocast = PRECISIONS[settings.precision]
         self.num_parameters = families.parameter_count(self.config)
         has_gpu = torch.cuda.is_available()
-        if flags.device == "cuda" and is_run and not has_gpu:
+        if settings.device == "cuda" and is_run and not has_gpu:
             raise ValueError("expected a GPU for --device cuda, found none; predictions need none")
-        kind = ("cuda" if has_gpu else "cpu") if flags.device == "auto" else flags.device
+        kind = ("cuda" if has_gpu else "cpu") if settings.device == "auto" else settings.device
         self.device = torch.device(kind)
-        if is_run and (reason := unavailable(flags.attention, kind)):
+        if is_run and (reason := unavailable(settings.attention, kind)):
             raise ValueError(f"expected an attention that runs on {kind}: {reason}")
+
+    @property
+    def title(self) -> str:
+        """Return what the step is, in a line."""
+        given = self.settings
+        return (
+            f"{given.model} {given.preset}: {self.num_parameters:,} parameters, "
+            f"{self.batch_size} x {self.length} tokens, AdamW, {given.precision}, "
+            f"{given.attention}, checkpointing {given.activation_checkpointing}, {self.device.type}"
+        )
 
     def build(self, batch_size: int) -> tuple[nn.Module, torch.Tensor]:
         """Return a model of random weights, and ids `[batch_size, length]`, on the device."""
         torch.manual_seed(0)
         with torch.device(self.device):
-            model = families.build(self.config, **self.options)
+            model = families.build(self.config, **self._options)
             return model, torch.randint(self.config.vocab_size, (batch_size, self.length))
 
     def predict(self, batch_size: int) -> Prediction:
         """Return what a step takes, without its memory."""
         with torch.device("meta"):
-            model = families.build(self.config, **self.options)
+            model = families.build(self.config, **self._options)
         return predict(
             model,
             batch_size=batch_size,

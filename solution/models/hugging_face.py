@@ -19,46 +19,37 @@ from solution.config import GPT2Config, ModelConfig
 from solution.models.gpt2 import GPT2
 from solution.models.llama import Llama
 
-Name = tuple[str, bool]
-"""Theirs, and whether the matrix is transposed: their Conv1D holds [in, out]."""
-
 _GPT2 = {
-    "token_embedding.weight": ("transformer.wte.weight", False),
-    "position_embedding.weight": ("transformer.wpe.weight", False),
-    "final_norm.weight": ("transformer.ln_f.weight", False),
-    "final_norm.bias": ("transformer.ln_f.bias", False),
-    "lm_head.weight": ("lm_head.weight", False),
+    "token_embedding": "transformer.wte",
+    "position_embedding": "transformer.wpe",
+    "final_norm": "transformer.ln_f",
+    "lm_head": "lm_head",
 }
 _GPT2_BLOCK = {
-    "attention_norm.weight": ("ln_1.weight", False),
-    "attention_norm.bias": ("ln_1.bias", False),
-    "attention.qkv.weight": ("attn.c_attn.weight", True),
-    "attention.qkv.bias": ("attn.c_attn.bias", False),
-    "attention.out.weight": ("attn.c_proj.weight", True),
-    "attention.out.bias": ("attn.c_proj.bias", False),
-    "mlp_norm.weight": ("ln_2.weight", False),
-    "mlp_norm.bias": ("ln_2.bias", False),
-    "mlp.up.weight": ("mlp.c_fc.weight", True),
-    "mlp.up.bias": ("mlp.c_fc.bias", False),
-    "mlp.down.weight": ("mlp.c_proj.weight", True),
-    "mlp.down.bias": ("mlp.c_proj.bias", False),
+    "attention_norm": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.out": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
 }
 _LLAMA = {
-    "token_embedding.weight": ("model.embed_tokens.weight", False),
-    "final_norm.weight": ("model.norm.weight", False),
-    "lm_head.weight": ("lm_head.weight", False),
+    "token_embedding": "model.embed_tokens",
+    "final_norm": "model.norm",
+    "lm_head": "lm_head",
 }
 _LLAMA_BLOCK = {
-    "attention_norm.weight": ("input_layernorm.weight", False),
-    "attention.query.weight": ("self_attn.q_proj.weight", False),
-    "attention.key.weight": ("self_attn.k_proj.weight", False),
-    "attention.value.weight": ("self_attn.v_proj.weight", False),
-    "attention.out.weight": ("self_attn.o_proj.weight", False),
-    "mlp_norm.weight": ("post_attention_layernorm.weight", False),
-    "mlp.gate.weight": ("mlp.gate_proj.weight", False),
-    "mlp.up.weight": ("mlp.up_proj.weight", False),
-    "mlp.down.weight": ("mlp.down_proj.weight", False),
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
 }
+_TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # their Conv1D holds [in, out]
 
 
 def from_hugging_face_state_dict(
@@ -70,10 +61,13 @@ def from_hugging_face_state_dict(
         ValueError: a key too many or too few (`lm_head.weight` may be absent where it is tied), a
             shape that is not the config's, or an `lm_head.weight` that should be tied and is not.
     """
-    names = _names(config)
+    with torch.device("meta"):
+        model = GPT2(config) if isinstance(config, GPT2Config) else Llama(config)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    names = {name: _their_name(name, config) for name in shapes}
     if isinstance(config, GPT2Config):
         theirs = _with_tied_head(theirs)
-    expected = {key for key, _ in names.values()}
+    expected = set(names.values())
     if theirs.keys() != expected:
         kind = "GPT2LMHeadModel" if isinstance(config, GPT2Config) else "LlamaForCausalLM"
         raise ValueError(
@@ -81,14 +75,11 @@ def from_hugging_face_state_dict(
             f"missing {sorted(expected - theirs.keys())[:3]}, "
             f"unexpected {sorted(theirs.keys() - expected)[:3]}"
         )
-    with torch.device("meta"):
-        model = GPT2(config) if isinstance(config, GPT2Config) else Llama(config)
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    ours = {name: _transpose(theirs[key], flip) for name, (key, flip) in names.items()}
+    ours = {name: _turned(theirs[key], key) for name, key in names.items()}
     for name, tensor in ours.items():
         if tensor.shape != shapes[name]:
             raise ValueError(
-                f"expected {names[name][0]} to make {name} of shape {tuple(shapes[name])}, "
+                f"expected {names[name]} to make {name} of shape {tuple(shapes[name])}, "
                 f"got {tuple(tensor.shape)}; the config is not that of the weights"
             )
     return ours
@@ -96,13 +87,13 @@ def from_hugging_face_state_dict(
 
 def to_hugging_face_state_dict(model: GPT2 | Llama) -> dict[str, torch.Tensor]:
     """The weights of `model` under the names, and in the layout, of Hugging Face's class."""
-    ours = model.state_dict()
-    return {key: _transpose(ours[name], flip) for name, (key, flip) in _names(model.config).items()}
+    keys = {name: _their_name(name, model.config) for name in model.state_dict()}
+    return {keys[name]: _turned(tensor, keys[name]) for name, tensor in model.state_dict().items()}
 
 
 def _with_tied_head(theirs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """GPT-2's weights with the head that a file may leave out, as it is the embedding."""
-    wte, head = _GPT2["token_embedding.weight"][0], _GPT2["lm_head.weight"][0]
+    wte, head = (f"{_GPT2[module]}.weight" for module in ("token_embedding", "lm_head"))
     if wte not in theirs:
         return theirs
     if not torch.equal(theirs.get(head, theirs[wte]), theirs[wte]):
@@ -110,18 +101,16 @@ def _with_tied_head(theirs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Te
     return {head: theirs[wte], **theirs}
 
 
-def _names(config: ModelConfig) -> dict[str, Name]:
-    """Every name of ours, with theirs."""
-    if isinstance(config, GPT2Config):
-        outer, inner, prefix = _GPT2, _GPT2_BLOCK, "transformer.h"
-    else:
-        outer, inner, prefix = _LLAMA, _LLAMA_BLOCK, "model.layers"
-    return outer | {
-        f"blocks.{layer}.{ours}": (f"{prefix}.{layer}.{theirs}", flip)
-        for layer in range(config.num_layers)
-        for ours, (theirs, flip) in inner.items()
-    }
+def _their_name(name: str, config: ModelConfig) -> str:
+    """Return their name of a parameter of ours."""
+    is_gpt2 = isinstance(config, GPT2Config)
+    outer, inner = (_GPT2, _GPT2_BLOCK) if is_gpt2 else (_LLAMA, _LLAMA_BLOCK)
+    module, _, kind = name.rpartition(".")
+    if module in outer:
+        return f"{outer[module]}.{kind}"
+    _, layer, part = module.split(".", 2)  # blocks.0.attention.out
+    return f"{'transformer.h' if is_gpt2 else 'model.layers'}.{layer}.{inner[part]}.{kind}"
 
 
-def _transpose(tensor: torch.Tensor, flip: bool) -> torch.Tensor:
-    return tensor.t().contiguous() if flip else tensor
+def _turned(tensor: torch.Tensor, theirs: str) -> torch.Tensor:
+    return tensor.t().contiguous() if theirs.endswith(_TRANSPOSED) else tensor

@@ -74,10 +74,7 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def total_norm(parameters: Tensors, norm_type: float = 2.0) -> torch.Tensor:
-    """Return the global norm of the gradients; all ranks call it. See `clip_grad_norm_`.
-
-    Its dtype is float32, or float64 if a parameter's is.
-    """
+    """Return the global norm, float32 or float64 as parameters are; all ranks call it."""
     order = float(norm_type)
     if not order > 0:
         raise ValueError(f"expected norm_type > 0 or inf, got {norm_type}")

@@ -1,25 +1,167 @@
-"""Data parallelism, each gradient by itself: one asynchronous all-reduce per parameter.
+"""Data parallelism: replicas that start equal, and step with the mean of their gradients.
 
-Problem. Every rank computes gradients from its own data; all ranks must step with their mean, and
-the network should work while the backward still computes.
+Problem. W ranks hold the same model and each sees other data. If all of them start from the same
+values and step with the same gradient, they stay the same without ever comparing. If they start
+from unequal ones, they stay unequal, with a loss that falls all the same. And the network should
+work while the backward still computes.
 
-When a gradient is complete, it is multiplied by 1/W where it lies, without a copy, and its
-all-reduce is launched, in reverse order of registration: last layers are ready first (`reducer.py`
-describes the order of messages, and absent gradients). `finish_gradient_synchronization` waits.
+`Replica`, the shared base class:
+1. At construction all ranks compare names, shapes, dtypes and what is frozen (`agreement.py`): with
+   different models they would send messages of different sizes, and hang or mix them up.
+2. Then they take the first rank's values, of frozen parameters and buffers too, since these shape
+   every gradient.
+3. During backward, and in `finish_gradient_synchronization`, gradients become means
+   (`reducer.py`); a subclass chooses the reducer.
+4. Buffers are changed by the forward itself (running statistics), from each rank's own data. So a
+   training forward outside `no_sync` takes the first rank's before it starts.
 
-Cost. With n bytes of gradients 2n(W-1)/W bytes per step and rank, in as many messages as there are
-parameters. Each has its latency (about a millisecond on gloo), which for small parameters is more
-than its transfer; this is what `ddp_bucketed.py` removes.
+`DDPIndividualParameters`, the naive solution, already overlapped: a gradient that is complete is
+multiplied by 1/W where it lies, without a copy, and its own all-reduce is launched, in reverse
+order of registration: last layers are ready first.
 
-Paper: Li et al. 2020 (see `replica.py`), section 3.2.1: the naive solution, here already
-overlapped. PyTorch has no counterpart; `DistributedDataParallel(bucket_cap_mb=0)` comes near.
+`DDPBucketed`. A collective costs about a millisecond before it moves a byte, so a message per
+parameter wastes most of its time on small ones; one message for all gradients could only start when
+backward is over. The one idea added: gradients are kept in flat buffers, the buckets.
+1. Parameters are assigned to buckets in reverse order of registration, so that a bucket fills with
+   gradients that are complete at about the same time (`flat.plan_buckets`).
+2. When a gradient is complete it is written, times 1/W, to its slot, a view of the bucket's buffer,
+   and the slot becomes `.grad`. This one pass is all the copying there is: nothing is unpacked.
+3. A full bucket is launched, in order (`reducer.py`).
+
+Invariants. With buckets, after `finish_gradient_synchronization` every `.grad` is a view of its
+bucket, with the strides of its parameter. The next round writes to the same memory: clone a
+gradient to keep it.
+
+Cost. With n bytes of gradients 2n(W-1)/W bytes per step and rank, in a message for each parameter
+or bucket; one broadcast more for a model that has buffers. Buckets take n bytes, plus the gradient
+that backward has just produced, and plus n for local sums inside a `no_sync` window. At
+construction one collective of 16 bytes, and the values once.
+
+Paper: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+sections 3.1, 3.2 and 4.1. PyTorch counterpart: `DistributedDataParallel`, with
+`gradient_as_bucket_view=True` for the buckets, which close by the same rule and are not reordered
+here. It waits by itself at the end of backward where this waits in
+`finish_gradient_synchronization`, decides in the forward whether a backward is reduced where this
+decides in the backward, compares shapes only, and sends one broadcast for each dtype. With both,
+backwards of `module` called alone stay local.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
 from torch import nn
 
-from solution import comm
+from solution import comm, flat
+from solution.parallel.agreement import on_all_ranks, send_values
 from solution.parallel.reducer import Reducer
-from solution.parallel.replica import Replica
+
+
+class Replica(nn.Module):
+    """This rank's copy of a model whose gradients are averaged over a process group.
+
+    `module` keeps its Parameter objects; a `process_group` of None is the default group.
+    """
+
+    module: nn.Module
+    _reducer: Reducer  # set by the subclass when this constructor has returned
+
+    def __init__(
+        self, module: nn.Module, *, options: tuple[object, ...], process_group: comm.Group
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"expected an nn.Module to wrap, got {type(module).__name__}")
+        name = type(self).__name__
+        comm.require_group(process_group, caller=name)
+
+        def describe() -> Iterator[str]:
+            _require_replicable(module)
+            yield f"{name} with options {options}"
+            for where, tensor in (*module.named_parameters(), *module.named_buffers()):
+                kind = f"{tuple(tensor.shape)} {tensor.dtype}"
+                yield f"{where!r}: {kind}, requires_grad={tensor.requires_grad}"
+
+        expected = "the same module on all ranks (names, shapes, dtypes, what is frozen)"
+        on_all_ranks(describe, [process_group], expected=f"{expected} and the same wrapper")
+        self.module = module
+        self.process_group = process_group
+        named = list(module.named_parameters())
+        self._trainable = [(name, p) for name, p in named if p.requires_grad]
+        self._frozen = [(name, p) for name, p in named if not p.requires_grad]
+        # Places, not tensors: a forward may put another tensor in a buffer's place.
+        self._buffer_places = [
+            (owner, name)
+            for owner in module.modules()
+            for name, _ in owner.named_buffers(recurse=False)
+        ]
+        send_values([p for _, p in named] + self._present_buffers(), 0, process_group)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; in training outside `no_sync`, on the first rank's buffers."""
+        self._before_forward()
+        return self.module(*args, **kwargs)
+
+    @torch._disable_dynamo  # so that a compiled forward is one graph: the module's
+    def _before_forward(self) -> None:
+        if self._reducer.begin():
+            self._require_frozen()
+            if self._reducer.is_sending and self.module.training:
+                send_values(self._present_buffers(), 0, self.process_group)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context for forward and backward: `.grad` is a local sum, nothing is sent."""
+        return self._reducer.no_sync()
+
+    def finish_gradient_synchronization(self) -> None:
+        """Return when `.grad` is the mean over the group; a second call changes nothing.
+
+        Call it once after every backward outside `no_sync`, before the optimizer.
+
+        Raises:
+            RuntimeError: inside `no_sync`, or when the backward before it was interrupted.
+        """
+        if not self._reducer.is_sending:
+            raise RuntimeError(
+                "finish_gradient_synchronization was called inside no_sync, where nothing is sent; "
+                "call it after the last micro-batch, whose forward and backward are outside"
+            )
+        if self._reducer.is_in_backward:
+            self._reducer.abandon()
+            raise RuntimeError(
+                f"rank {comm.rank(self.process_group)}: the backward before this call was "
+                "interrupted by an exception; its gradients are dropped, run the step again"
+            )
+        self._reducer.finish()
+
+    def __getstate__(self) -> NoReturn:
+        """Refuse to be copied: the copy's parameters would have no hooks, and train alone."""
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled; copy its `.module`, or save its "
+            "state_dict"
+        )
+
+    def _require_frozen(self) -> None:
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name!r} was frozen when the module was wrapped and requires a gradient now, "
+                    "which nothing would reduce; wrap after choosing what is trained"
+                )
+
+    def _present_buffers(self) -> list[torch.Tensor]:
+        present = (owner._buffers[name] for owner, name in self._buffer_places)
+        return [buffer for buffer in present if buffer is not None]
+
+
+def _require_replicable(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
+            raise ValueError(f"expected {name!r} to have values, got none; materialise it first")
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise NotImplementedError(f"expected dense gradients, got sparse=True in {name!r}")
 
 
 class DDPIndividualParameters(Replica):
@@ -30,4 +172,50 @@ class DDPIndividualParameters(Replica):
         self._reducer = Reducer(self._trainable, process_group)
 
 
-ddp = DDPIndividualParameters  # the contract's name
+class DDPBucketed(Replica):
+    """A replica whose gradients live in buckets and are sent a bucket at a time.
+
+    Args:
+        module: the model; its Parameter objects are kept.
+        bucket_size_mb: a bucket is closed once it holds this many MiB; 0 means a bucket per
+            parameter.
+        process_group: over which gradients are averaged; None is the default group.
+
+    Raises:
+        ValueError: a negative bucket size, or a group that this rank does not belong to.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, bucket_size_mb: float, process_group: comm.Group = None
+    ) -> None:
+        if not bucket_size_mb >= 0:  # also refuses NaN
+            raise ValueError(f"expected bucket_size_mb of at least 0, got {bucket_size_mb}")
+        super().__init__(module, options=(bucket_size_mb,), process_group=process_group)
+        cap_bytes = bucket_size_mb * flat.MIB
+        self._reducer = _Slots(self._trainable, process_group, cap_bytes=cap_bytes)
+
+
+class _Slots(Reducer):
+    """A reducer that sends each gradient from its slot, a view of its bucket's buffer."""
+
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], group: comm.Group, *, cap_bytes: float
+    ) -> None:
+        super().__init__(named, group, cap_bytes=cap_bytes)
+        self.buffers: list[torch.Tensor] = []
+        self.slots: dict[int, torch.Tensor] = {}
+        for bucket in self.buckets:
+            members = [self.parameters[index] for index in bucket]
+            numel = sum(parameter.numel() for parameter in members)
+            buffer = torch.zeros(numel, dtype=members[0].dtype, device=members[0].device)
+            self.buffers.append(buffer)
+            self.slots.update(zip(bucket, flat.cut(buffer, members), strict=True))
+
+    def place(self, index: int) -> torch.Tensor:
+        return self.slots[index]
+
+    def buffer(self, bucket: int) -> torch.Tensor:
+        return self.buffers[bucket]
+
+
+ddp, ddp_bucketed = DDPIndividualParameters, DDPBucketed  # the contract's names

@@ -33,7 +33,7 @@ After an exception in a backward some buckets are launched and others not. `aban
 for all ranks: what was not launched is sent as NaN (a gradient that lacks a rank's part must not
 pass for a mean), and this rank drops its gradients.
 
-Paper: Li et al. 2020 (see `replica.py`), sections 3.2 and 4.2. PyTorch counterpart: the `Reducer`
+Paper: Li et al. 2020 (see `ddp.py`), sections 3.2 and 4.2. PyTorch counterpart: the `Reducer`
 in C++ behind `DistributedDataParallel`. It finds unused parameters by a walk over the graph and one
 more all-reduce, refuses to go on after an interrupted backward, and reorders buckets after the
 first step; here parameters that are used in about the order in which they are registered overlap
@@ -64,16 +64,6 @@ class Reducer:
     It sends each gradient by itself, from its own memory. A subclass that sends more of them in a
     bucket defines where a gradient is sent from (`place`) and a bucket's memory (`buffer`). With a
     cap of 0 bytes each parameter is a bucket of its own (`flat.plan_buckets`).
-
-    Attributes:
-        buckets: indices into `parameters`, in the order in which buckets are sent.
-        is_sending: False inside `no_sync`: gradients then stay local.
-        is_in_backward: from the first gradient until the backward has succeeded; outside of
-            backward it says that one was interrupted.
-        has_news: whether a gradient may have changed since the last mean.
-        is_armed: whether backwards send: a training forward of the wrapper came in this round.
-            Those of the module alone stay local; if `finish` is called after them, it sends.
-        staged: for each parameter staged in this round, where its gradient is sent from.
     """
 
     def __init__(
@@ -82,8 +72,9 @@ class Reducer:
         self.group = group
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
+        # Indices into `parameters`, in the order in which buckets are sent.
         self.buckets = flat.plan_buckets(self.parameters, cap_bytes=cap_bytes)
-        self.is_sending = True
+        self.is_sending = True  # False inside `no_sync`: gradients then stay local
         self._scale = 1.0 / comm.size(group)
         self._strides = [flat.strides_for(parameter) for parameter in self.parameters]
         self._bucket_of = {i: number for number, bucket in enumerate(self.buckets) for i in bucket}
@@ -167,11 +158,9 @@ class Reducer:
         # Weak references, removed with the reducer: parameters outlive it, and the hooks of a dead
         # replica would go on sending.
         on_gradient = weakref.WeakMethod(self._on_gradient)
-
         for index, parameter in enumerate(self.parameters):
-            handle = parameter.register_post_accumulate_grad_hook(
-                partial(_call, on_gradient, index)
-            )
+            hook = partial(_call, on_gradient, index)
+            handle = parameter.register_post_accumulate_grad_hook(hook)
             weakref.finalize(self, handle.remove).atexit = False
 
     def _on_gradient(self, index: int) -> None:
@@ -204,12 +193,15 @@ class Reducer:
     # ----------------------------------------------------------------------------------- a round
 
     def _rearm(self) -> None:
-        self.has_news = self.is_armed = False
-        self.staged: dict[int, torch.Tensor] = {}
+        self.has_news = False  # whether a gradient may have changed since the last mean
+        # Whether backwards send: a training forward of the wrapper came in this round. Those of the
+        # module alone stay local; if `finish` is called after them, it sends.
+        self.is_armed = False
+        self.staged: dict[int, torch.Tensor] = {}  # where gradients of this round are sent from
         self._absent: list[int] = []
         self._num_missing = [len(bucket) for bucket in self.buckets]
         self._handles: list[comm.Handle] = []  # of the buckets launched, always the first ones
-        self.is_in_backward = False
+        self.is_in_backward = False  # outside of a backward: one was interrupted
 
     def _stage(self, index: int) -> None:
         parameter = self.parameters[index]

@@ -4,16 +4,21 @@ Problem. Replicas with equal gradients all compute the same update, and all keep
 with AdamW twice the size of the model, on every rank. But an update is needed once. So each
 parameter gets one *owner*, who keeps its state and updates it; the others receive the new value.
 
-1. Construction: parameters get owners (`ownership.py`), and all ranks check that they hold the same
-   ones (`agreement.py`). Each rank builds an optimizer of the given class over what it owns, maybe
-   nothing.
-2. `step`: options of `param_groups` go to that local optimizer; it steps; the owners broadcast the
-   new values to all ranks.
+1. Construction deals parameters to owners: the largest first, each to the rank that has the fewest
+   bytes so far; those that train before frozen ones, which have no state. The largest share then
+   exceeds the mean share by less than the largest parameter (Graham 1969, "Bounds on
+   Multiprocessing Timing Anomalies"). Sizes and order alone decide, so nothing is sent. All ranks
+   check that they hold the same parameters (`agreement.py`), and each builds an optimizer of the
+   given class over what it owns, maybe nothing.
+2. Before the first exchange the parameters of each owner move into a *slab*: a flat buffer, whose
+   pieces become the `.data` of the very Parameter objects. Modules and hooks notice nothing.
+3. `step`: options of `param_groups` go to the local optimizer; it steps; owners broadcast their
+   slabs, all in flight at once: on gloo several times as fast as an all-gather.
 
        rank 0   step embedding, norm    |-- broadcast --|
        rank 1   step up, down, bias     |-- broadcast --|   <- `step` returns here
 
-3. `full_optimizer_state` collects the parts as the state dict of the unsharded optimizer: every
+4. `full_optimizer_state` collects the parts as the state dict of the unsharded optimizer: every
    rank describes its tensors, then broadcasts them in a few large messages. Pickling them would
    hold the state three times. `load_state_dict` takes such a state dict and keeps this rank's part.
    So what was saved at one world size, or without sharding, can be loaded at any other.
@@ -23,34 +28,37 @@ Invariants.
 - After `step` all ranks hold the owners' bits, whatever their own gradients were.
 - Parameters are unsharded, so each update is the unsharded optimizer's, bit for bit, also where it
   depends on a whole tensor (Muon, Adafactor). One that depends on several (LBFGS) is refused.
+- Pieces begin where allocations of their own could (64 bytes), so kernels compute the same bits. A
+  parameter that has got other memory since (`model.to`, `assign=True`), or that begins to train, is
+  found by its address, and slabs are laid out anew with the values found.
 
 Cost. Per step and rank one copy of the parameters that train, in W messages for each dtype. State
-is 1/W of the unsharded one's, within one parameter.
+is 1/W of the unsharded one's, within one parameter; beside it one slab, while it is laid out.
 
 Paper: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models", section 5.1 (P_os). PyTorch counterpart: `ZeroRedundancyOptimizer`. It wants one dtype,
-compares nothing between ranks, sends frozen parameters too, and pickles state to one rank at a
-time. Left out: shards that cut through parameters (exactly 1/W, but for elementwise optimizers
-only); a step that overlaps with the backward; and help for the others when `step` raises on one
-rank alone: they wait for it.
+Models", section 5.1 (P_os). PyTorch counterpart: `ZeroRedundancyOptimizer`, with the same greedy
+partition and `parameters_as_bucket_view=True`. It wants one dtype, compares nothing between ranks,
+sends frozen parameters too, and pickles state to one rank at a time. Left out: shards that cut
+through parameters (exactly 1/W, but for elementwise optimizers only); a step that overlaps with the
+backward; and help for the others when `step` raises on one rank alone: they wait for it.
 """
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from solution import comm
+from solution import comm, flat
 from solution.parallel.agreement import on_all_ranks, send_values
-from solution.parallel.ownership import OptimizerGroup, Ownership, described, options
-
-__all__ = ["ShardedOptimizer", "full_optimizer_state", "sharded_optimizer"]
 
 _EXPECTED = "the same model and the same parameter groups on all ranks"
+OptimizerGroup = dict[str, Any]  # a parameter group of an optimizer
 Parameters = Iterable[torch.Tensor] | Iterable[OptimizerGroup] | Iterable[tuple[str, torch.Tensor]]
 
 
@@ -62,7 +70,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     option in `param_groups` acts at the next step.
     """
 
-    _local: torch.optim.Optimizer | None = None  # until the constructor is done
+    _local: torch.optim.Optimizer  # over what this rank owns; absent in the base constructor
 
     def __init__(
         self,
@@ -81,7 +89,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         comm.require_group(process_group, caller="ShardedOptimizer")
         self.process_group = process_group
-        self._ownership = Ownership(process_group)
+        self._ownership = _Ownership(process_group)
 
         def build() -> Iterator[str]:
             _require_divisible(optimizer_cls)
@@ -90,8 +98,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             own = [self._ownership.own_part(group) for group in self.param_groups]
             self._local = optimizer_cls(own, **kwargs)
             self.defaults, self.state = self._local.defaults, self._local.state
-            self._take_options(self._local)
-            return described(self.param_groups)
+            self._take_options()
+            return _described(self.param_groups)
 
         on_all_ranks(build, [process_group], expected=_EXPECTED)
 
@@ -101,8 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             TypeError, ValueError: on every rank, as in the constructor; nothing was added.
         """
-        local = self._local
-        if local is None:  # called by the constructor of the base
+        if not hasattr(self, "_local"):  # called by the constructor of the base
             super().add_param_group(param_group)
             return
         first = len(self.param_groups)
@@ -110,16 +117,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         def add() -> Iterator[str]:
             torch.optim.Optimizer.add_param_group(self, param_group)
             self._ownership.deal(self.param_groups[first:])
-            local.add_param_group(self._ownership.own_part(self.param_groups[first]))
-            self._take_options(local)
-            return described(self.param_groups[first:])
+            self._local.add_param_group(self._ownership.own_part(self.param_groups[first]))
+            self._take_options()
+            return _described(self.param_groups[first:])
 
         try:
             on_all_ranks(add, [self.process_group], expected=_EXPECTED)
         except Exception:
             for group in self.param_groups[first:]:
                 self._ownership.take_back(group["params"])
-            del self.param_groups[first:], local.param_groups[first:]
+            del self.param_groups[first:], self._local.param_groups[first:]
             raise
 
     # ---------------------------------------------------------------------------------- a step
@@ -127,32 +134,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]  # one signature for both overloads
         """Update what this rank owns; return when every rank has all new values.
 
-        Args:
-            closure: evaluated on every rank, by the local optimizer; its result is returned.
-            kwargs: handed to the local optimizer's `step`.
+        The closure is evaluated on every rank, by the local optimizer, which gets `kwargs` as well.
         """
-        local = self._local
-        assert local is not None
-        for mine, group in zip(local.param_groups, self.param_groups, strict=True):
-            mine.update(options(group))
-        loss = local.step(**kwargs) if closure is None else local.step(closure, **kwargs)
-        self._take_options(local)
+        for mine, group in zip(self._local.param_groups, self.param_groups, strict=True):
+            mine.update(_options(group))
+        step = self._local.step
+        loss = step(**kwargs) if closure is None else step(closure, **kwargs)
+        self._take_options()
         self._ownership.exchange()
         return loss
 
-    def _take_options(self, local: torch.optim.Optimizer) -> None:
+    def _take_options(self) -> None:
         """Copy to `param_groups` the defaults of the class, and what its steps write to groups."""
-        for mine, group in zip(local.param_groups, self.param_groups, strict=True):
-            group.update(options(mine))
+        for mine, group in zip(self._local.param_groups, self.param_groups, strict=True):
+            group.update(_options(mine))
 
     # ----------------------------------------------------------------------------------- state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state dict, for a group of one rank.
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank keeps the state of `parameter`; loading reads that of no other."""
+        return self._ownership.is_mine(parameter)
 
-        Raises:
-            RuntimeError: the state is divided; use `full_optimizer_state`, on all ranks.
-        """
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict, for a group of one rank."""
         num_ranks = comm.size(self.process_group)
         if num_ranks > 1:
             raise RuntimeError(
@@ -182,25 +186,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's part of the unsharded optimizer's state; all ranks call it.
 
-        Args:
-            state_dict: of `full_optimizer_state` at any world size, or of a plain optimizer.
-
-        Raises:
-            ValueError: its groups differ from this optimizer's.
+        It comes from `full_optimizer_state` at any world size, or from a plain optimizer.
         """
-        local = self._local
-        assert local is not None
         saved = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         live = itertools.chain.from_iterable(g["params"] for g in self.param_groups)
         # Of unequal length where the groups do not fit: the base says so, below.
-        mine = {index for index, p in zip(saved, live, strict=False) if self._ownership.is_mine(p)}
+        mine = {index for index, p in zip(saved, live, strict=False) if self.owns(p)}
         kept = {index: entries for index, entries in state_dict["state"].items() if index in mine}
         super().load_state_dict({**state_dict, "state": kept})
         # Through the class's own method, which may bring an older state up to date.
         groups = [self._ownership.own_part(group) for group in self.param_groups]
-        local.__setstate__({"state": self.state, "param_groups": groups})
-        self.state = local.state
-        self._take_options(local)
+        self._local.__setstate__({"state": self.state, "param_groups": groups})
+        self.state = self._local.state
+        self._take_options()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -241,3 +239,137 @@ def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     return copy.deepcopy(value)
+
+
+# -------------------------------------------------------------------------------------- owners
+
+
+class _Ownership:
+    """Which rank of `group` owns which parameter."""
+
+    def __init__(self, group: comm.Group) -> None:
+        self.owners: dict[torch.Tensor, int] = {}  # in the order in which they were dealt
+        self._group = group
+        # Owner, 1-D memory and parameters, for each owner, dtype and device.
+        self._slabs: list[tuple[int, torch.Tensor, list[torch.Tensor]]] = []
+        self._addresses: dict[torch.Tensor, int] = {}  # of the parameters in slabs
+        self._frozen: list[torch.Tensor] = []  # not in slabs
+
+    def deal(self, groups: Sequence[OptimizerGroup]) -> None:
+        """Give every parameter of `groups` an owner."""
+        named = {p: name for group in groups for p, name in _named(group)}
+        _require_plain(named, self.owners)
+        load_bytes = [0] * comm.size(self._group)
+        for parameter, owner in self.owners.items():
+            load_bytes[owner] += parameter.nbytes
+        for parameter in sorted(named, key=lambda p: (not p.requires_grad, -p.nbytes)):
+            self.owners[parameter] = owner = load_bytes.index(min(load_bytes))
+            load_bytes[owner] += parameter.nbytes
+
+    def take_back(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Undo `deal` for these parameters."""
+        for parameter in parameters:
+            self.owners.pop(parameter, None)
+
+    def is_mine(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank owns `parameter`."""
+        return self.owners.get(parameter) == comm.rank(self._group)
+
+    def own_part(self, group: OptimizerGroup) -> OptimizerGroup:
+        """Return the group with this rank's parameters only."""
+        return {**_options(group), "params": [p for p in group["params"] if self.is_mine(p)]}
+
+    @torch._disable_dynamo  # a compiled step is the local optimizer's
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Return when every parameter that trains has its owner's value, on every rank."""
+        if comm.size(self._group) == 1:
+            return
+        if not self._is_laid_out():
+            self._lay_out()
+        handles = [comm.broadcast(slab, owner, self._group) for owner, slab, _ in self._slabs]
+        for handle in handles:
+            handle.wait()
+        # A graph from before the exchange is refused on every rank, not on the owner's alone.
+        for owner, _, parameters in self._slabs:
+            if owner != comm.rank(self._group):
+                torch.autograd.graph.increment_version(parameters)
+
+    def _is_laid_out(self) -> bool:
+        return (
+            len(self._addresses) + len(self._frozen) == len(self.owners)
+            and all(p.data_ptr() == address for p, address in self._addresses.items())
+            and not any(map(_can_change, self._frozen))
+        )
+
+    def _lay_out(self) -> None:
+        shares: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
+        self._frozen = []
+        for parameter, owner in self.owners.items():
+            # A parameter that was in a slab stays in one: its memory is a part of it.
+            if _can_change(parameter) or parameter in self._addresses:
+                kind = (owner, parameter.dtype, parameter.device)
+                shares.setdefault(kind, []).append(parameter)
+            else:
+                self._frozen.append(parameter)
+        self._slabs, self._addresses = [], {}
+        for (owner, dtype, device), parameters in shares.items():
+            offsets, end = flat.aligned_offsets(parameters)
+            memory = torch.zeros(end, dtype=dtype, device=device)
+            self._slabs.append((owner, memory, parameters))
+            for parameter, offset in zip(parameters, offsets, strict=True):
+                place = memory.as_strided(parameter.shape, flat.strides_for(parameter), offset)
+                parameter.data = place.copy_(parameter)
+                self._addresses[parameter] = place.data_ptr()
+
+
+def _options(group: OptimizerGroup) -> OptimizerGroup:
+    """Return a parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _described(groups: Sequence[OptimizerGroup]) -> Iterator[str]:
+    """Yield a line for each group and parameter, equal on ranks that fit together."""
+    for number, group in enumerate(groups):
+        plain = {
+            key: value
+            for key, value in sorted(_options(group).items())
+            if isinstance(value, bool | int | float | str | tuple)
+        }
+        yield f"group {number} with {plain}"
+        for parameter, name in _named(group):
+            yield (
+                f"{name} of group {number}: {parameter.dtype} {tuple(parameter.shape)}, "
+                f"requires_grad={parameter.requires_grad}"
+            )
+
+
+def _named(group: OptimizerGroup) -> list[tuple[torch.Tensor, str]]:
+    """Return each parameter with its name, or its number in the group if it has none."""
+    names = group.get("param_names") or range(len(group["params"]))
+    return [(p, f"parameter {name!r}") for name, p in zip(names, group["params"], strict=True)]
+
+
+def _can_change(parameter: torch.Tensor) -> bool:
+    # Optimizers update whatever has a gradient, and a frozen parameter may be given one by hand.
+    return parameter.requires_grad or parameter.grad is not None
+
+
+def _require_plain(named: Mapping[torch.Tensor, str], others: Iterable[torch.Tensor]) -> None:
+    addresses = {p.data_ptr() for p in others if p.numel()}
+    for parameter, where in named.items():
+        if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
+            raise ValueError(f"expected {where} to have values, got none; materialise it first")
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"expected {where} to be a plain tensor, got a DTensor; what is sharded already "
+                "has sharded state with the plain optimizer"
+            )
+        if parameter.layout != torch.strided:
+            raise ValueError(f"expected {where} to be dense, got {parameter.layout}")
+        if parameter.numel() and parameter.data_ptr() in addresses:
+            raise ValueError(
+                f"expected {where} to have memory of its own, got that of another parameter; to "
+                "tie them use one Parameter in both places"
+            )
+        addresses.add(parameter.data_ptr())

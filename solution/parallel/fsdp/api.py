@@ -15,9 +15,8 @@ are unsharded on a rank only while that layer computes.
 2. A unit takes one all-gather and one reduce-scatter (`unit.py`, `message.py`).
 3. Hooks of the modules and of autograd start both at the right moments (`schedule.py`).
 
-`fsdp` shards a whole model in one call: every Linear and Embedding is a unit, layers that share a
-weight together; everything else (norms) stays replicated, being too small to be worth a message in
-forward, and its gradients are averaged as in `ddp.py`.
+`fsdp` shards the layers of a whole model in one call; everything else (norms) stays replicated,
+being too small to be worth a message in forward, and its gradients are averaged as in `ddp.py`.
 
 Cost. Per step and rank, n bytes of parameters: all-gather n, all-gather n again
 (`reshard_after_forward`), reduce-scatter n; data parallelism has 2n. Memory beside the shards:
@@ -47,9 +46,8 @@ from torch.distributed.tensor import DTensor, Shard
 from solution import comm
 from solution.parallel.agreement import on_all_ranks
 from solution.parallel.fsdp import options
-from solution.parallel.fsdp.mesh import ShardingMesh
 from solution.parallel.fsdp.module import FSDPModule
-from solution.parallel.fsdp.options import MixedPrecisionPolicy, OffloadPolicy
+from solution.parallel.fsdp.options import MixedPrecisionPolicy, OffloadPolicy, ShardingMesh
 from solution.parallel.fsdp.param import Place, ShardedParameter
 from solution.parallel.fsdp.schedule import Schedule
 from solution.parallel.fsdp.unit import Unit
@@ -57,8 +55,7 @@ from solution.parallel.reducer import Reducer
 
 _Found = tuple[str, nn.Parameter, list[Place]]  # name, parameter, all its places
 _CLASSES: dict[type, type] = {}  # a module's class to its subclass with FSDPModule
-_NO_CASTS = MixedPrecisionPolicy()
-_NO_OFFLOAD = OffloadPolicy()
+_NO_CASTS, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
 
 
 def fully_shard(
@@ -131,16 +128,8 @@ def fully_shard(
     if type(reshard_after_forward) is int:
         reshard_after_forward = sharding.resharding(reshard_after_forward)
     _move([*parameters, *(b for part in modules for b in part.buffers())], sharding.device)
-    unit = Unit(
-        modules,
-        [
-            ShardedParameter(where, parameter, places, sharding)
-            for where, parameter, places in found
-        ],
-        sharding,
-        policy,
-        reshard_after_forward=reshard_after_forward,
-    )
+    sharded = [ShardedParameter(*entry, sharding) for entry in found]
+    unit = Unit(modules, sharded, sharding, policy, reshard_after_forward)
     for parameter in parameters:
         parameter._fsdp_owner = name  # type: ignore[attr-defined]  # for ties
     for part in modules:
@@ -194,23 +183,24 @@ def _own_parameters(modules: Sequence[nn.Module]) -> list[_Found]:
     """
     found: dict[int, _Found] = {}
     visited: set[nn.Module] = set()
-    for module in modules:
-        _visit(module, "", found, visited)
+    for prefix, part in (own for module in modules for own in _own_parts(module, "", visited)):
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                entry = found.setdefault(id(parameter), (f"{prefix}{name}", parameter, []))
+                entry[2].append((part, name))
     return list(found.values())
 
 
-def _visit(part: nn.Module, prefix: str, found: dict[int, _Found], visited: set[nn.Module]) -> None:
-    # Not a closure: a recursive one is a reference cycle, which would keep the model alive.
+def _own_parts(
+    part: nn.Module, prefix: str, visited: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the prefix and the module of all parts that are not sharded yet, children first."""
     visited.add(part)
-    if "replicate" in getattr(part, REGISTRY_KEY, ()):
-        return
-    for name, child in part.named_children():
-        if child not in visited and not isinstance(child, FSDPModule):
-            _visit(child, f"{prefix}{name}.", found, visited)
-    for name, parameter in part._parameters.items():
-        if parameter is not None:
-            entry = found.setdefault(id(parameter), (f"{prefix}{name}", parameter, []))
-            entry[2].append((part, name))
+    if "replicate" not in getattr(part, REGISTRY_KEY, ()):
+        for name, child in part.named_children():
+            if child not in visited and not isinstance(child, FSDPModule):
+                yield from _own_parts(child, f"{prefix}{name}.", visited)
+        yield prefix, part
 
 
 def _move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
@@ -267,12 +257,9 @@ def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> Full
     Args:
         compute_dtype: of the sharded layers in all-gathers and in computation. Shards, gradients,
             and whatever is replicated keep their own dtype.
-
-    Raises:
-        ValueError, NotImplementedError: see `fully_shard`.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype)
-    for layers in _units(module):
+    for layers in _layers(module):
         fully_shard(layers, mp_policy=policy)
     if not isinstance(module, FSDPModule):
         # A unit without parameters, which puts the others under one schedule.
@@ -281,7 +268,7 @@ def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> Full
     return FullySharded(module)
 
 
-def _units(module: nn.Module) -> list[list[nn.Module]]:
+def _layers(module: nn.Module) -> list[list[nn.Module]]:
     """Return the layers to shard; layers that share a parameter make one unit."""
     read_from_outside = {
         part

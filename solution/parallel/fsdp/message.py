@@ -33,26 +33,28 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 class Layout:
     """The places of unsharded tensors in a message `[W, m]`; `width` is m, padding included.
 
-    >>> Layout([torch.Size([5, 2]), torch.Size([3])], num_ranks=2).width
-    8
+    >>> layout = Layout([torch.Size([5, 2]), torch.Size([3])], rank=1, num_ranks=2)
+    >>> layout.width, layout.rows
+    (8, [slice(3, 5, None), slice(2, 3, None)])
     """
 
-    def __init__(self, shapes: Sequence[torch.Size], num_ranks: int) -> None:
-        self.shapes = tuple(shapes)
-        self.num_ranks = num_ranks
+    def __init__(self, shapes: Sequence[torch.Size], rank: int, num_ranks: int) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self.rows = [rows_of(shape[0], rank, num_ranks) for shape in shapes]  # of this rank
+        own = zip(self.rows, shapes, strict=True)
+        self._piece_shapes = [torch.Size([r.stop - r.start, *shape[1:]]) for r, shape in own]
         self._sizes = [-(-shape[0] // num_ranks) * shape[1:].numel() for shape in shapes]
         self.width = sum(self._sizes)
 
-    def pieces(self, row: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Return views of one rank's `row` `[m]`: its piece of each tensor, in the piece's shape.
+    def pieces(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of this rank's `row` `[m]`: its piece of each tensor, in the piece's shape.
 
-        >>> layout = Layout([torch.Size([5, 2]), torch.Size([3])], num_ranks=2)
-        >>> [piece.tolist() for piece in layout.pieces(torch.arange(8), rank=1)]
+        >>> layout = Layout([torch.Size([5, 2]), torch.Size([3])], rank=1, num_ranks=2)
+        >>> [piece.tolist() for piece in layout.pieces(torch.arange(8))]
         [[[0, 1], [2, 3]], [6]]
         """
         found = []
-        shapes = _piece_shapes(self.shapes, rank, self.num_ranks)
-        for place, shape in zip(row.split(self._sizes), shapes, strict=True):
+        for place, shape in zip(row.split(self._sizes), self._piece_shapes, strict=True):
             is_short = shape.numel() < place.numel()
             found.append((place[: shape.numel()] if is_short else place).view(shape))
         return found
@@ -65,7 +67,7 @@ class Layout:
         """Return pairs of views with the same elements: of a contiguous tensor, and of its place.
 
         >>> tensor, matrix = torch.arange(5), torch.zeros(2, 3, dtype=torch.int64)
-        >>> layout = Layout([tensor.shape], num_ranks=2)
+        >>> layout = Layout([tensor.shape], rank=0, num_ranks=2)
         >>> for rows, row_places in layout.pairs([tensor], layout.places(matrix)):
         ...     _ = row_places.copy_(rows)
         >>> matrix.tolist()
@@ -85,16 +87,12 @@ class Layout:
         return found
 
 
-@lru_cache(maxsize=1024)
-def _piece_shapes(shapes: tuple[torch.Size, ...], rank: int, num_ranks: int) -> list[torch.Size]:
-    rows = [rows_of(shape[0], rank, num_ranks) for shape in shapes]
-    return [
-        torch.Size([own.stop - own.start, *shape[1:]])
-        for own, shape in zip(rows, shapes, strict=True)
-    ]
+_made = lru_cache(maxsize=1024)(Layout)  # the same in every step
 
 
-layout_of = lru_cache(maxsize=1024)(Layout)  # the same in every step
+def layout_of(parameters: Sequence[ShardedParameter], group: comm.Group) -> Layout:
+    """Return the layout of messages for `parameters` between the ranks of `group`."""
+    return _made(tuple(p.shape for p in parameters), comm.rank(group), comm.size(group))
 
 
 class _Memory:
@@ -114,7 +112,6 @@ class Message:
         parameters: list[ShardedParameter],
         dtype: torch.dtype,
         layout: Layout,
-        rank: int,
         memory: _Memory,
     ) -> None:
         self.parameters = parameters
@@ -122,7 +119,7 @@ class Message:
         self.memory = memory
         self.matrix = torch.empty(0, dtype=dtype, device=memory.storage.device)
         self.matrix.set_(memory.storage, 0, (layout.num_ranks, layout.width), (layout.width, 1))
-        self._own = layout.pieces(self.matrix[rank], rank)
+        self._own = layout.pieces(self.matrix[layout.rank])
         self._places = layout.places(self.matrix)
         self._tensors: Sequence[torch.Tensor] = ()
         self._pairs: Pairs = []
@@ -157,13 +154,13 @@ class BufferPool:
 
         It is the caller's until `give_back`; later calls may return the same one.
         """
-        layout = layout_of(tuple(p.shape for p in parameters), comm.size(group))
+        layout = layout_of(parameters, group)
         num_bytes = layout.num_ranks * layout.width * dtype.itemsize
         memory = self._smallest(num_bytes, parameters[0].local.device)
         key = parameters[0], dtype, layout.num_ranks  # another list of parameters replaces it
         message = memory.messages.get(key)
         if message is None or message.parameters != parameters:
-            message = Message(parameters, dtype, layout, comm.rank(group), memory)
+            message = Message(parameters, dtype, layout, memory)
             memory.messages[key] = message
         memory.is_taken = True
         return message

@@ -1,4 +1,4 @@
-"""The options of `fully_shard`, and the refusals of what it cannot shard.
+"""The mesh and the dtypes of one `fully_shard` call, and the refusals of what it cannot shard.
 
 All ranks call `fully_shard` and compare what they were called with, refusals included, before
 anything is changed (`agreement.py`): a rank that refuses alone, or shards otherwise, would leave
@@ -10,16 +10,21 @@ without them there is no group to ask.
     local sum, reduce-scatter     reduce_dtype, else the dtype of the backward
     outputs                       output_dtype, else unchanged
 
-PyTorch counterpart: the classes of the same names and meaning.
+PyTorch counterpart: the classes of the same names, `FSDPMeshInfo` and `HSDPMeshInfo`.
 """
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.parameter import is_lazy
+
+from solution import comm
 
 
 @dataclass(frozen=True)
@@ -27,22 +32,13 @@ class MixedPrecisionPolicy:
     """The dtypes of one `fully_shard` call; None leaves a dtype unchanged.
 
     A layer that is sharded with its own policy ignores that of the model around it. Buffers are
-    never cast.
-
-    Attributes:
-        param_dtype: of parameters in all-gathers and in computation.
-        reduce_dtype: of gradients in reductions, and in accumulation between reductions.
-        output_dtype: of the module's floating-point outputs.
-        cast_forward_inputs: whether floating-point inputs are cast to `param_dtype`.
-
-    Raises:
-        ValueError: a dtype that is no floating-point `torch.dtype`.
+    never cast. Raises ValueError for what is no floating-point `torch.dtype`.
     """
 
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
+    param_dtype: torch.dtype | None = None  # of parameters in all-gathers and in computation
+    reduce_dtype: torch.dtype | None = None  # of gradients in reductions, and between them
+    output_dtype: torch.dtype | None = None  # of the module's floating-point outputs
+    cast_forward_inputs: bool = True  # whether floating-point inputs are cast to `param_dtype`
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
@@ -64,13 +60,82 @@ class OffloadPolicy:
     """The policy that keeps shards on the device that computes. There is no other."""
 
 
-def as_modules(module: object) -> list[nn.Module]:
-    """Return the module, or those of the list that are not inside another one of it.
+class ShardingMesh:
+    """The process groups and placements of one `fully_shard` call; None is a 1-D mesh of all ranks.
 
-    Raises:
-        TypeError: neither a module nor a list of modules.
-        ValueError: an empty list.
+        1-D mesh   [0 1 2 3]         one group shards
+        2-D mesh   [[0 1], [2 3]]    HSDP: rows shard, columns replicate
+        2-D mesh   [[0], [1], [2]]   nothing is sharded, all replicate: plain data parallelism
+
+    Attributes:
+        shard_group: ranks that hold different rows; `num_shards` of them, this one being `rank`.
+        replica_group: ranks that hold the same rows; None on a 1-D mesh.
+        reduce_sizes: the numbers of ranks that the two stages of a reduction sum over.
     """
+
+    def __init__(self, mesh: DeviceMesh | None, *, device_type: str) -> None:
+        if mesh is None:
+            comm.require_group(None, caller="fully_shard")
+            key = (device_type,)
+            mesh = _once(key, lambda: init_device_mesh(device_type, (comm.size(),)))
+        if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2):
+            raise ValueError(f"expected mesh to be a DeviceMesh of 1 or 2 dims, got {mesh!r}")
+        if mesh.get_coordinate() is None:
+            raise ValueError(
+                f"expected mesh to contain rank {comm.rank()}, got {mesh!r}; only its members shard"
+            )
+        self.mesh = mesh
+        self.placements: list[Placement] = [Replicate(), Shard(0)][-mesh.ndim :]
+        self.groups: Sequence[comm.Group] = mesh.get_all_groups()[::-1]
+        self.shard_group = self.groups[0]
+        self.replica_group = self.groups[1] if mesh.ndim == 2 else None
+        self.num_shards, self.rank = comm.size(self.shard_group), comm.rank(self.shard_group)
+        num_replicas = comm.size(self.replica_group) if mesh.ndim == 2 else 1
+        # With one shard the only stage is the sum over replicas.
+        several = self.num_shards > 1
+        self.reduce_sizes = (self.num_shards, num_replicas) if several else (num_replicas, 1)
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which this rank computes."""
+        if (kind := self.mesh.device_type) == "cpu":
+            return torch.device(kind)
+        return torch.device(kind, torch.accelerator.current_device_index())
+
+    def resharding(self, num_ranks: int) -> bool | int:
+        """Return `num_ranks` as `reshard_after_forward`: 1 is False, all that shard are True."""
+        if num_ranks < 1 or self.num_shards % num_ranks:
+            raise ValueError(
+                "expected reshard_after_forward as an int to divide the number of ranks that shard "
+                f"({self.num_shards}), got {num_ranks}"
+            )
+        return num_ranks != 1 and (num_ranks == self.num_shards or num_ranks)
+
+    def part(self, num_ranks: int) -> comm.Group:
+        """Return this rank's group of `num_ranks` neighbours that shard; all ranks call it."""
+        kind, ranks = self.mesh.device_type, self.mesh.mesh.view(-1, num_ranks)
+        key = (kind, *ranks.shape, *ranks.flatten().tolist())
+        return _once(key, lambda: DeviceMesh(kind, ranks)).get_group(1)
+
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, DeviceMesh]]
+_made = weakref.WeakKeyDictionary()
+
+
+def _once(key: Hashable, make: Callable[[], DeviceMesh]) -> DeviceMesh:
+    # A mesh may make process groups: keep one of each kind while the default group lives.
+    assert dist.group.WORLD is not None  # required by the callers
+    made = _made.setdefault(dist.group.WORLD, {})
+    if key not in made:
+        made[key] = make()
+    return made[key]
+
+
+# ------------------------------------------------------------------------------------ refusals
+
+
+def as_modules(module: object) -> list[nn.Module]:
+    """Return the module, or those of the list that are not inside another one of it."""
     given: list[nn.Module] = []
     for part in module if isinstance(module, list | tuple) else [module]:
         if not isinstance(part, nn.Module):
@@ -83,16 +148,12 @@ def as_modules(module: object) -> list[nn.Module]:
 
 
 def require_options(
-    name: str,
-    reshard_after_forward: object,
-    policy: object,
-    offload_policy: object,
-    dp_mesh_dims: object,
+    name: str, reshard_after_forward: object, policy: object, offload: object, dp_mesh_dims: object
 ) -> None:
     """Raise for options of the wrong type, and for those of PyTorch's that are not offered."""
-    if type(offload_policy) is not OffloadPolicy:
+    if type(offload) is not OffloadPolicy:
         raise NotImplementedError(
-            f"expected offload_policy of {name} to be OffloadPolicy(), got {offload_policy!r}; "
+            f"expected offload_policy of {name} to be OffloadPolicy(), got {offload!r}; "
             "shards stay on the device that computes: shard over more ranks if they do not fit"
         )
     if dp_mesh_dims is not None:

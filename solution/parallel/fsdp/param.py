@@ -37,7 +37,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from solution.parallel.fsdp.mesh import ShardingMesh
+from solution.parallel.fsdp.options import ShardingMesh
 
 Place = tuple[nn.Module, str]  # where a Parameter is registered
 
@@ -94,23 +94,14 @@ def rows_of(num_rows: int, rank: int, num_ranks: int) -> slice:
 
 
 class ShardedParameter:
-    """A parameter cut along dim 0.
-
-    Attributes:
-        places: all modules and names under which it is registered; several if it is tied.
-        shape: of the unsharded tensor.
-        sharded: the DTensor Parameter, this rank's rows.
-        unsharded: the plain Parameter; None before the first all-gather, empty while freed.
-        unreduced: the sum of local gradients since the last reduction, unsharded.
-        partial: this rank's rows of what was summed over shards, and not yet over replicas.
-    """
+    """A parameter cut along dim 0."""
 
     def __init__(
         self, name: str, parameter: nn.Parameter, places: Sequence[Place], mesh: ShardingMesh
     ) -> None:
         self.name = name
-        self.places = places
-        self.shape = parameter.shape
+        self.places = places  # all modules and names that it has; several if it is tied
+        self.shape = parameter.shape  # of the unsharded tensor
         rows = rows_of(parameter.shape[0], mesh.rank, mesh.num_shards)
         self.sharded = nn.Parameter(
             DTensor.from_local(
@@ -123,10 +114,10 @@ class ShardedParameter:
             ),
             requires_grad=parameter.requires_grad,
         )
-        self.unsharded: nn.Parameter | None = None
+        self.unsharded: nn.Parameter | None = None  # before the first all-gather
         self.gradient_state = GradientState.NONE
-        self.unreduced: torch.Tensor | None = None
-        self.partial: torch.Tensor | None = None
+        self.unreduced: torch.Tensor | None = None  # sum of local gradients, `[shape]`
+        self.partial: torch.Tensor | None = None  # own rows, not summed over replicas yet
         self._memory = torch.empty(0)
         self._placeholder: tuple[torch.Tensor, tuple[int, int]] | None = None
         self._is_placeholder_zeros = False
@@ -136,11 +127,7 @@ class ShardedParameter:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's rows, also of a Parameter that `load_state_dict(assign=True)` put here.
-
-        Raises:
-            ValueError: what was put here is no DTensor of this shape and placement.
-        """
+        """This rank's rows, also of a Parameter that `load_state_dict(assign=True)` put here."""
         self._adopt()
         return self.sharded._local_tensor  # type: ignore[attr-defined]  # a DTensor
 
@@ -209,15 +196,12 @@ class ShardedParameter:
         return self.unsharded is not None and self.unsharded.grad is not None
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether there is a gradient that a later reduction sends."""
-        return self.gradient_state not in (GradientState.NONE, GradientState.IN_FLIGHT)
+    def is_in_flight(self) -> bool:
+        """Whether a reduction has started and not ended."""
+        return self.gradient_state is GradientState.IN_FLIGHT
 
     def resume(self) -> None:
-        """Let autograd add to the unreduced gradient if it has the dtype of this backward.
-
-        Each gradient is then freed as soon as it is added, not when its unit's backward is over.
-        """
+        """Let autograd add to the unreduced gradient, if dtypes allow: it frees its own sooner."""
         assert self.unsharded is not None
         if self.unreduced is not None and self.unreduced.dtype == self.unsharded.dtype:
             self._move("resume")

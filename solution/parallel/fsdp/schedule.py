@@ -113,21 +113,25 @@ class Schedule:
                     other.drop_stale()
                     self._prefetch(other)
         args, kwargs = _cast((args, kwargs), unit.policy.input_dtype)
+        if not is_first:
+            return args, kwargs
         # The first module to run is the last in backward: then the whole unit is done.
-        return self._hook_inputs(unit, args, kwargs) if is_first else (args, kwargs)
+        hook = partial(self._post_backward, unit)
+        watched: tuple[Any, Any] = _watched(hook, (args, kwargs), _differentiable((args, kwargs)))
+        return watched
 
     @torch._disable_dynamo
     def post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         """Free; also called after an exception, with None for the output."""
         is_new = not is_inside_backward()
         unit.depth = max(0, unit.depth - 1)  # a hook of the user's may have raised before ours
-        outputs = _differentiable(output) if torch.is_grad_enabled() else []
+        outputs = _differentiable(output)
         hook = partial(self._pre_backward, unit, self._latest if is_new else None)
         for tensor in outputs:
             tensor.register_hook(hook)
         if torch.is_grad_enabled() and torch._C._are_functorch_transforms_active():
             # What a transform of torch.func hides may belong to a graph outside of it.
-            hidden = _floating(output)
+            hidden = [t for t in _tensors(output) if t.is_floating_point() and not t.requires_grad]
             output, outputs = _watched(hook, output, hidden), [*outputs, *hidden]
         if is_new and not unit.depth:
             unit.register_sharded()
@@ -186,11 +190,6 @@ class Schedule:
         self._prefetched.clear()
         self.buffers.empty()
 
-    def _hook_inputs(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        inputs = _differentiable((args, kwargs)) if torch.is_grad_enabled() else []
-        hook = partial(self._post_backward, unit)
-        return _watched(hook, (args, kwargs), inputs)  # type: ignore[no-any-return]  # a pair
-
     # ---------------------------------------------------------------------------------- backward
 
     @torch._disable_dynamo
@@ -218,8 +217,8 @@ class Schedule:
         unit.register_sharded()
         if unit.reshard_after_backward:
             unit.reshard()
-        if unit.has_second_gradients:  # its modules ran twice: the first reduction goes before this
-            self._finish_reductions()
+        if any(p.has_local_gradient and p.is_in_flight for p in unit.parameters):
+            self._finish_reductions()  # its modules ran twice: the first reduction goes before this
         unit.take_gradients()
         if unit.sends and any(parameter.unreduced is not None for parameter in unit.parameters):
             # Parameters kept for this backward and freed in it leave room for a second message.
@@ -323,26 +322,21 @@ def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], values: Any) ->
     return values if is_same else tree_unflatten(changed, structure)
 
 
-def _differentiable(values: Any) -> list[torch.Tensor]:
-    """Return the tensors that require a gradient."""
-    return _where(values, lambda tensor: tensor.requires_grad)
-
-
-def _floating(values: Any) -> list[torch.Tensor]:
-    """Return the floating-point tensors that require no gradient."""
-    return _where(values, lambda tensor: tensor.is_floating_point() and not tensor.requires_grad)
-
-
-def _where(values: Any, condition: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in containers and dataclasses."""
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        if condition(tensor):
-            found.append(tensor)
+        found.append(tensor)
         return tensor
 
     _map_tensors(note, values)
     return found
+
+
+def _differentiable(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in `values` that a backward reaches."""
+    return [t for t in _tensors(values) if t.requires_grad] if torch.is_grad_enabled() else []
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:

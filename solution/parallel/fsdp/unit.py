@@ -29,6 +29,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, TypeVar
 
@@ -38,10 +39,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from solution import comm
-from solution.parallel.fsdp.mesh import ShardingMesh
 from solution.parallel.fsdp.message import BufferPool, Message, copy, layout_of, outside_of_autograd
-from solution.parallel.fsdp.options import MixedPrecisionPolicy, refuse_extensions
-from solution.parallel.fsdp.param import GradientState, ShardedParameter, rows_of
+from solution.parallel.fsdp.options import (
+    MixedPrecisionPolicy,
+    ShardingMesh,
+    refuse_extensions,
+)
+from solution.parallel.fsdp.param import GradientState, ShardedParameter
 
 K = TypeVar("K", bound=Hashable)
 
@@ -62,64 +66,44 @@ class UnitState(Enum):
     UNSHARDED = auto()
 
 
+@dataclass(eq=False, repr=False)
 class Unit:
-    """The parameters that are all-gathered and reduced together.
+    """The parameters that are all-gathered and reduced together."""
 
-    Attributes:
-        modules: whose parameters they are; usually one.
-        name: of the modules, in the outermost sharded one.
-        parameters: in the order in which they lie in messages.
-        mesh, policy: process groups and dtypes, from what `fully_shard` was given.
-        reshard_after_forward: None is True except for the outermost unit; an int is True, but
-            keeps a part.
-        reshard_after_backward, unshards_in_backward, reduces, all_reduces, divide_factor: see the
-            setters of `FSDPModule`.
-        forward_prefetch, backward_prefetch: units whose all-gather starts when this one computes;
-            if empty, the schedule chooses.
-        is_in_backward: its gradients are being computed.
-        was_kept: it was unsharded before the forward that is running.
-        hooks: of the schedule, on the modules.
-        depth: how many calls of its modules are running, one inside another.
-        to_run: its modules that have not run yet since the first of them did.
-        buffers: the pool of the schedule.
-        state: what is in memory.
-    """
+    modules: Sequence[nn.Module]  # whose parameters they are; usually one
+    parameters: list[ShardedParameter]  # in the order in which they lie in messages
+    mesh: ShardingMesh
+    policy: MixedPrecisionPolicy
+    reshard_after_forward: bool | int | None  # None is True except for the outermost unit
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        parameters: list[ShardedParameter],
-        mesh: ShardingMesh,
-        policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | int | None,
-    ) -> None:
-        self.name = ""
-        self.modules = modules
-        self.parameters = parameters
-        self.mesh = mesh
-        self.policy = policy
-        self.reshard_after_forward = reshard_after_forward
-        self.reshard_after_backward = True
-        self.unshards_in_backward = True
-        self.reduces = True
-        self.all_reduces = True
-        self.divide_factor: float | None = None
-        self.forward_prefetch: list[Unit] = []
-        self.backward_prefetch: list[Unit] = []
-        self.is_in_backward = False
-        self.was_kept = False
-        self.hooks: list[RemovableHandle] = []
-        self.depth = 0
-        self.to_run: set[nn.Module] = set()
-        self.buffers = BufferPool()
-        self.state = UnitState.SHARDED
-        self.num_updates = 0  # steps of optimizers that hold parameters of this unit
-        self._gathered_versions: tuple[object, ...] = ()
-        self._in_flight: list[tuple[Message, comm.Handle]] = []
-        self._parts: dict[torch.dtype, torch.Tensor] = {}  # [m] of the smaller group, by dtype
-        self._part_group = None
-        if type(reshard_after_forward) is int:
-            self._part_group = mesh.part(reshard_after_forward)
+    # Settings: see the methods of `FSDPModule` that set them.
+    reshard_after_backward: bool = True
+    unshards_in_backward: bool = True
+    reduces: bool = True
+    all_reduces: bool = True
+    divide_factor: float | None = None
+    forward_prefetch: list[Unit] = field(default_factory=list)  # empty: the schedule chooses
+    backward_prefetch: list[Unit] = field(default_factory=list)  # likewise
+
+    # What the schedule knows of the unit.
+    name: str = ""  # of the modules, in the outermost sharded one
+    buffers: BufferPool = field(default_factory=BufferPool)  # of the schedule, shared
+    hooks: list[RemovableHandle] = field(default_factory=list)  # on the modules
+    is_in_backward: bool = False  # its gradients are being computed
+    was_kept: bool = False  # it was unsharded before the forward that is running
+    depth: int = 0  # how many calls of its modules are running, one inside another
+    to_run: set[nn.Module] = field(default_factory=set)  # not run yet since the first of them did
+
+    state: UnitState = UnitState.SHARDED  # what is in memory
+    num_updates: int = 0  # steps of optimizers that hold parameters of this unit
+    _gathered_versions: tuple[object, ...] = ()
+    _in_flight: list[tuple[Message, comm.Handle]] = field(default_factory=list)
+    _parts: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)  # [m] of `_part_group`
+    _part_group: comm.Group = None
+
+    def __post_init__(self) -> None:
+        if type(self.reshard_after_forward) is int:
+            self._part_group = self.mesh.part(self.reshard_after_forward)
         _register_once()
         _watching.add(self)
 
@@ -187,14 +171,13 @@ class Unit:
             parameter.register_sharded()
 
     def _keep_part(self) -> None:
-        rank, num_ranks = comm.rank(self._part_group), comm.size(self._part_group)
         with outside_of_autograd():
             for dtype, parameters in _grouped(self.parameters, self._param_dtype):
                 tensors = [p.unsharded for p in parameters if p.unsharded is not None]
-                layout = layout_of(tuple(p.shape for p in parameters), num_ranks)
+                layout = layout_of(parameters, self._part_group)
                 row = torch.empty(layout.width, dtype=dtype, device=tensors[0].device)
-                rows = [tensor[rows_of(tensor.shape[0], rank, num_ranks)] for tensor in tensors]
-                copy(list(zip(layout.pieces(row, rank), rows, strict=True)))
+                own = [tensor[rows] for tensor, rows in zip(tensors, layout.rows, strict=True)]
+                copy(list(zip(layout.pieces(row), own, strict=True)))
                 self._parts[dtype] = row
 
     def _require_values(self) -> None:
@@ -231,14 +214,8 @@ class Unit:
     @property
     def has_gradients(self) -> bool:
         """Whether there are gradients to take, or to send."""
-        sends = self.sends
-        return any(p.has_local_gradient or (sends and p.is_waiting) for p in self.parameters)
-
-    @property
-    def has_second_gradients(self) -> bool:
-        """Whether there are local gradients of parameters whose reduction is still in flight."""
-        in_flight = [p for p in self.parameters if p.gradient_state is GradientState.IN_FLIGHT]
-        return any(p.has_local_gradient for p in in_flight)
+        done = (GradientState.NONE, GradientState.IN_FLIGHT) if self.sends else GradientState
+        return any(p.has_local_gradient or p.gradient_state not in done for p in self.parameters)
 
     def take_gradients(self) -> None:
         """Take from autograd what a backward left on the unsharded parameters."""
@@ -320,7 +297,7 @@ class Reduction:
         self._unit.buffers.give_back(self._message)
 
     def _rows(self, row: torch.Tensor) -> list[torch.Tensor]:
-        return self._message.layout.pieces(row, self._unit.mesh.rank)
+        return self._message.layout.pieces(row)
 
 
 def _divisors(
