@@ -57,7 +57,11 @@ LLAMA_PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2Config:
-    """The shape of a GPT-2; the defaults are GPT-2 small."""
+    """The shape of a GPT-2; the defaults are GPT-2 small.
+
+    Raises:
+        ValueError: a size is not a positive integer, or the heads do not divide the embedding.
+    """
 
     vocab_size: int = 50257
     max_sequence_length: int = 1024

@@ -28,6 +28,9 @@ def decay_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str, An
     """Parameter groups for a `torch.optim` optimizer: what has two dims or more decays.
 
     Frozen parameters are left out; a tied one appears once; an empty group is not made.
+
+    Raises:
+        ValueError: nothing in `module` is trainable.
     """
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable:
@@ -47,6 +50,9 @@ def cosine_schedule(
     Step k < warmup_steps uses peak * (k + 1) / warmup_steps, so the first step moves and the last
     of the warm-up uses the peak. From there a half cosine falls to floor * peak at step num_steps -
     1, and stays.
+
+    Raises:
+        ValueError: num_steps is not positive, or warmup_steps not in [0, num_steps].
 
     >>> lr = cosine_schedule(1.0, num_steps=5, warmup_steps=2)
     >>> [round(lr(step), 3) for step in range(7)]

@@ -43,6 +43,9 @@ class Precision:
 
     Attributes:
         scale: what the loss is multiplied by; 1.0 for all but fp16.
+
+    Raises:
+        ValueError: another name, or a scale or interval that is not positive.
     """
 
     def __init__(

@@ -61,7 +61,11 @@ class Restarts:
             self._background.close()
 
     def resume(self) -> int:
-        """Load the newest checkpoint, if there is one; returns the number of finished steps."""
+        """Load the newest checkpoint, if there is one; returns the number of finished steps.
+
+        Raises:
+            CheckpointError: there are some, and none can be used.
+        """
         directory = self._config.checkpoint_dir
         if directory is None:
             return 0

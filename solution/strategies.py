@@ -29,7 +29,7 @@ from solution import comm, parallel
 from solution.checkpoint import load_checkpoint, save_checkpoint
 from solution.config import require_positive
 from solution.parallel.clip import clip_grad_norm_
-from solution.parallel.ddp_bucketed import ddp_bucketed
+from solution.parallel.ddp import ddp_bucketed
 from solution.parallel.fsdp import fully_shard
 from solution.parallel.fsdp.api import full_parameters
 from solution.parallel.zero1 import sharded_optimizer

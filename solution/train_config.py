@@ -42,7 +42,11 @@ def add_flags(parser: argparse.ArgumentParser, kind: Any, *only: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One training run. Batch sizes count sequences; a step is one update of the optimizer."""
+    """One training run. Batch sizes count sequences; a step is one update of the optimizer.
+
+    Raises:
+        ValueError: a value outside its range, with the field, the value and what is allowed.
+    """
 
     model: str = setting("gpt2", "family", "gpt2", "llama")
     preset: str | None = setting(
@@ -88,7 +92,11 @@ class TrainConfig:
 
     @classmethod
     def from_command_line(cls, description: str) -> tuple[Self, bool]:
-        """Return the config of the flags (one per field) and of `--config`; and `--dry-run`."""
+        """Return the config of the flags (one per field) and of `--config`; and `--dry-run`.
+
+        Raises:
+            ValueError: an unknown key, or a value that is refused.
+        """
         parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
         add_flags(parser, cls)
         parser.add_argument("--config", type=Path, help="TOML file of these settings; flags win")

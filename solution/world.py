@@ -69,7 +69,11 @@ def distributed(*, device: str | None = None, timeout_s: float = 600.0) -> Itera
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return RANK and WORLD_SIZE as torchrun sets them; 0 and 1 without either."""
+    """Return RANK and WORLD_SIZE as torchrun sets them; 0 and 1 without either.
+
+    Raises:
+        ValueError: one without the other, or values that make no sense.
+    """
     values = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
     missing = [name for name, value in values.items() if value is None]
     if len(missing) == 1:

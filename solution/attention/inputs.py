@@ -14,7 +14,11 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check(q: Any, k: Any, v: Any) -> None:
-    """Check q, k and v."""
+    """Check q, k and v.
+
+    Raises:
+        ValueError: not tensors of one dtype and device, or shapes that do not fit each other.
+    """
     named = {"q": q, "k": k, "v": v}
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
@@ -61,7 +65,11 @@ def _short(*values: object) -> str:
 
 
 def checked_scale(scale: Any, head_dim: int) -> float:
-    """`scale` as a float; None is `head_dim ** -0.5`."""
+    """`scale` as a float; None is `head_dim ** -0.5`.
+
+    Raises:
+        ValueError: not a finite number.
+    """
     if scale is None:
         return head_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):

@@ -56,7 +56,12 @@ def complete_folders(root: Path) -> tuple[list[Folder], list[str]]:
 
 
 def read_marker(path: Path) -> dict[str, Any]:
-    """The marker of a complete folder."""
+    """The marker of a complete folder.
+
+    Raises:
+        ValueError: it is no marker of ours, or a file that it lists is missing or truncated.
+        OSError: there is none.
+    """
     marker = json.loads((path / MARKER).read_bytes())  # its error is a ValueError
     if not isinstance(marker, dict) or not isinstance(marker.get("files"), dict):
         raise ValueError(f"expected {MARKER} to list the files, got {str(marker)[:80]}")

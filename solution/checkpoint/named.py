@@ -75,7 +75,11 @@ class OptimizerTensors:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, model: ModelTensors) -> OptimizerTensors:
-        """Build the map of an optimizer over parameters of that model."""
+        """Build the map of an optimizer over parameters of that model.
+
+        Raises:
+            ValueError: it holds a parameter that the model does not.
+        """
         known = {id(tensor): name for name, tensor in model.tensors.items()}
         names = []
         for number, group in enumerate(optimizer.param_groups):

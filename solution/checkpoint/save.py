@@ -116,7 +116,11 @@ class AsyncCheckpointer:
         loader: Stateful | None = None,
         extra: Mapping[str, Stateful] | None = None,
     ) -> None:
-        """Begin to save (`save_checkpoint`); what training does from now on is not in it."""
+        """Begin to save (`save_checkpoint`); what training does from now on is not in it.
+
+        Raises:
+            CheckpointError: capturing failed, or the save before this one did.
+        """
         self.wait()
         captured = Captured.of(step, model, optimizer, loader, extra, self._group, copy=True)
         self._under_way = self._writer.submit(
@@ -172,7 +176,11 @@ class Captured:
         *,
         copy: bool,
     ) -> Captured:
-        """Capture on every rank, or raise a CheckpointError on all of them."""
+        """Capture on every rank, or raise a CheckpointError on all of them.
+
+        Raises:
+            CheckpointError: on all ranks, when it failed on any, or they are at different steps.
+        """
         is_first = comm.rank(group) == 0
 
         def capture() -> tuple[dict[str, Any], dict[str, Any], bytes]:
@@ -198,7 +206,11 @@ class Captured:
         return cls(step, tensors, plain)
 
     def write(self, root: Path, keep: int | None, group: comm.Group) -> Path:
-        """Write on every rank, complete on the first, and return the folder; or raise on all."""
+        """Write on every rank, complete on the first, and return the folder; or raise on all.
+
+        Raises:
+            CheckpointError: on all ranks, when it failed on any; nothing of it is left.
+        """
         where = f"{root}, step {self.step}"
         making = f"make a folder for {where}"
         temporary = together(making, lambda: folder.begin(root, self.step), group, by_first=True)

@@ -62,7 +62,11 @@ def read_tensors(tensors: dict[str, Any], folder: Path, group: comm.Group) -> No
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Which tensor lies where."""
+    """Which tensor lies where.
+
+    Raises:
+        pickle.UnpicklingError: the file names anything that metadata is not made of.
+    """
     with (folder / METADATA).open("rb") as file:
         metadata = _MetadataUnpickler(file).load()
     if not isinstance(metadata, Metadata):
@@ -89,7 +93,11 @@ def damage(folder: Path, *, part: int, of: int) -> str:
 
 
 def encode(state: dict[str, Any]) -> bytes:
-    """A plain state as bytes that `decode` accepts."""
+    """A plain state as bytes that `decode` accepts.
+
+    Raises:
+        TypeError: it holds something that only an unsafe load could read.
+    """
     buffer = io.BytesIO()
     torch.save(state, buffer)
     try:
@@ -104,7 +112,11 @@ def encode(state: dict[str, Any]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """The inverse of `encode`; runs no code, whatever the bytes say."""
+    """The inverse of `encode`; runs no code, whatever the bytes say.
+
+    Raises:
+        pickle.UnpicklingError: they are not those that `encode` made.
+    """
     bad = _damaged_part(data)
     if bad is not None:
         raise pickle.UnpicklingError(f"expected a state as it was written, {bad} is damaged")

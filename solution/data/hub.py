@@ -32,7 +32,11 @@ A_DAY_S = 86400.0
 
 
 def download_once(out: Path, *, num_shards: int) -> tuple[dict[str, Any], bool] | None:
-    """`download` by the first rank of the run; None on the others, once it is done."""
+    """`download` by the first rank of the run; None on the others, once it is done.
+
+    Raises:
+        ValueError, OSError: as `download`, on the first rank; RuntimeError on the others.
+    """
     with distributed(device="cpu", timeout_s=A_DAY_S) as world:
         result, has_failed = None, torch.zeros(())
         try:

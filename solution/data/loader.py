@@ -105,7 +105,11 @@ class TokenLoader:
         return {"consumed_sequences": position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next `iter` goes on where `state` was taken."""
+        """The next `iter` goes on where `state` was taken.
+
+        Raises:
+            ValueError: not a state of this loader, or one from another global batch size.
+        """
         if set(state) != {"consumed_sequences"}:
             raise ValueError(f"expected a state with 'consumed_sequences', got keys {list(state)}")
         position = state["consumed_sequences"]

@@ -62,7 +62,11 @@ MAX_DOCUMENT_BYTES = 400_000  # beyond that it is a generated table, not text
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Settings of the shards."""
+    """Settings of the shards.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
 
     vocab_size: int = 8192
     shard_tokens: int = 1_000_000
@@ -91,7 +95,11 @@ class Corpus:
 
     @classmethod
     def collect(cls, paths: Sequence[Path], *, max_bytes: int | None) -> Corpus:
-        """Read the documents below `paths` (default: the standard library), up to `max_bytes`."""
+        """Read the documents below `paths` (default: the standard library), up to `max_bytes`.
+
+        Raises:
+            ValueError: a path that is not there, or no text at all.
+        """
         digest, documents, num_bytes, num_skipped = hashlib.sha256(), [], 0, 0
         for path in _files(paths):
             data = path.read_bytes()
@@ -146,6 +154,9 @@ def prepare(paths: Sequence[Path], out: Path, config: DataConfig) -> tuple[dict[
 
     Returns:
         What `meta.json` says, and whether it was there already.
+
+    Raises:
+        ValueError: no text, bad settings, or `out` holds shards that this did not make.
     """
     corpus = Corpus.collect(paths, max_bytes=config.max_bytes)
     request = {**asdict(config), "corpus": corpus.fingerprint, "format": 1}
@@ -178,7 +189,11 @@ def prepare(paths: Sequence[Path], out: Path, config: DataConfig) -> tuple[dict[
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
-    """Return what `prepare` wrote about the shards in `folder`; None if it wrote nothing there."""
+    """Return what `prepare` wrote about the shards in `folder`; None if it wrote nothing there.
+
+    Raises:
+        ValueError: there is a `meta.json`, and it is not ours.
+    """
     path = folder / META
     if not path.exists():
         return None

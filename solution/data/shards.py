@@ -57,7 +57,11 @@ class Shard:
         return f"Shard({str(self.path)!r}, num_tokens={self.num_tokens})"
 
     def read(self, start: int, count: int) -> Tokens:
-        """Tokens [start, start + count) as a read-only uint16 array."""
+        """Tokens [start, start + count) as a read-only uint16 array.
+
+        Raises:
+            ValueError: the range is not in the shard, or the file has shrunk since it was opened.
+        """
         if not 0 <= start <= start + count <= self.num_tokens:
             raise ValueError(
                 f"{self.path}: expected a range inside [0, {self.num_tokens}), "
@@ -73,7 +77,11 @@ class Shard:
         return np.frombuffer(data, dtype="<u2")
 
     def check_vocabulary(self, vocab_size: int, *, chunk: int = 2**22) -> None:
-        """Raise a ValueError if a model of `vocab_size` words cannot embed an id (1 G tokens/s)."""
+        """Raise a ValueError if a model of `vocab_size` words cannot embed an id (1 G tokens/s).
+
+        Raises:
+            ValueError: names the first such id, its token index and its byte offset.
+        """
         for start in range(0, self.num_tokens, chunk):
             tokens = self.read(start, min(chunk, self.num_tokens - start))
             if tokens.max() < vocab_size:
@@ -207,7 +215,11 @@ def flush_folder(folder: Path) -> None:
 
 
 def require_own_folder(folder: Path, names: str) -> list[Path]:
-    """Return the shards in `folder`; ValueError unless all match the regular expression `names`."""
+    """Return the shards in `folder`; ValueError unless all match the regular expression `names`.
+
+    Raises:
+        ValueError: there are others.
+    """
     shards = sorted(folder.glob("*.bin"))
     foreign = [path.name for path in shards if not re.fullmatch(names, path.name)]
     if foreign:
@@ -222,6 +234,9 @@ def find_shards(folder: str | os.PathLike[str], split: str) -> list[Path]:
     """The shards of `split` ("train" or "val") in `folder`, in natural order of their names.
 
     Only the file's own name decides: `/data/pretraining/x_val_000000.bin` is validation data.
+
+    Raises:
+        ValueError: no folder, or no such shard in it.
     """
     folder = Path(folder)
     if not folder.is_dir():

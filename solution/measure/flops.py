@@ -62,6 +62,9 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> int:
     module from ids `[1, sequence_length]` to logits. A backward is twice that: each product has two
     of its size, for either factor. `solution.models.families` has the closed form of our models;
     both are equal.
+
+    Raises:
+        ValueError: a length that is not a positive integer.
     """
     require_positive("sequence_length", sequence_length)
     with torch.random.fork_rng(), FakeTensorMode(allow_non_fake_inputs=True):

@@ -27,6 +27,9 @@ class Recording:
     Attributes:
         path: of this rank's trace, in a folder that is made when it is written.
         is_written: whether it is there.
+
+    Raises:
+        ValueError: there are traces in `folder` already, of any rank.
     """
 
     def __init__(self, folder: Path, rank: int, num_steps: int, device: torch.device) -> None:

@@ -129,6 +129,10 @@ def sweep_batch_sizes(
     Returns:
         Rows of `batch_size`, `is_oom`, `tokens_per_s` and `peak_bytes`; the last two are None where
         memory did not suffice. Any other error of `build` or of a step is raised.
+
+    Raises:
+        ValueError: no batch size, or one that is not positive.
+        Any error but out of memory that `build` or a step raises.
     """
     if not batch_sizes:
         raise ValueError("expected at least one batch size, got none")

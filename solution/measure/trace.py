@@ -125,7 +125,11 @@ def _with_fraction(times: dict[str, float]) -> dict[str, Any]:
 
 
 def step_lanes(trace: Trace) -> list[Lanes]:
-    """Return the recorded steps, in order."""
+    """Return the recorded steps, in order.
+
+    Raises:
+        TraceError: there is none.
+    """
     marks = [note for note in trace.annotations if note.name.startswith(STEP)]
     if not marks:
         raise TraceError(

@@ -48,6 +48,9 @@ def read_rank(path: Path, *, step: int | None = None) -> RankTrace:
         The keys of the contract (`summarize_trace`), and `path`; `operators`, on a GPU kernels, per
         step; `memory`, microseconds since the first step and bytes; `timeline`, the step to show
         (`Lanes.from_begin`).
+
+    Raises:
+        TraceError: no whole trace, or none of that step.
     """
     trace = read_trace(path)
     lanes = step_lanes(trace)
@@ -116,7 +119,11 @@ def difference_of(first: Uses, second: Uses) -> Changes:
 
 
 def find_setups(folder: str | PathLike[str]) -> dict[str, list[Path]]:
-    """Return setup to its files, by rank: those of each subfolder, or of the folder itself."""
+    """Return setup to its files, by rank: those of each subfolder, or of the folder itself.
+
+    Raises:
+        TraceError: there is none.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise TraceError(f"{folder}: expected a folder of traces, got none; {RECORD}")
@@ -134,7 +141,11 @@ def _ranks(folder: Path) -> list[Path]:
 
 
 def read_setup(paths: list[Path], *, step: int | None = None) -> list[RankTrace]:
-    """Return all ranks of one run, in order."""
+    """Return all ranks of one run, in order.
+
+    Raises:
+        TraceError: a bad file, a rank that is missing or there twice, or files of several runs.
+    """
     ranks: dict[int, RankTrace] = {}
     for path in paths:
         found = read_rank(path, step=step)

@@ -42,6 +42,9 @@ class Workload:
     Args:
         flags: of `parser`.
         is_run: whether it will be run here, and not only predicted.
+
+    Raises:
+        ValueError: a setting that cannot be.
     """
 
     def __init__(self, flags: argparse.Namespace, *, is_run: bool = True) -> None:

@@ -88,6 +88,9 @@ def activation_bytes(config: ModelConfig, *, batch_size: int, sequence_length: i
     Exact to the byte on the CPU, where RMSNorm is made of single operations; a GPU has a fused one
     that keeps E less per norm. `solution.measure.memory` counts any model, dtype and checkpointing.
 
+    Raises:
+        ValueError: a size that is not a positive integer.
+
     >>> round(activation_bytes(GPT2Config(), batch_size=8, sequence_length=1024) / 2**20, 2)
     6232.6
     """

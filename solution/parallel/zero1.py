@@ -156,7 +156,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._ownership.is_mine(parameter)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict, for a group of one rank."""
+        """Return the state dict, for a group of one rank.
+
+        Raises:
+            RuntimeError: the state is divided; use `full_optimizer_state`, on all ranks.
+        """
         num_ranks = comm.size(self.process_group)
         if num_ranks > 1:
             raise RuntimeError(
@@ -187,6 +191,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Load this rank's part of the unsharded optimizer's state; all ranks call it.
 
         It comes from `full_optimizer_state` at any world size, or from a plain optimizer.
+
+        Raises:
+            ValueError: its groups differ from this optimizer's.
         """
         saved = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         live = itertools.chain.from_iterable(g["params"] for g in self.param_groups)

@@ -93,13 +93,8 @@ def original_alone(ctx, subject):
         for micro in (1, 2):
             loss = sum_of_squares(replica.module(replica.batch(micro)))
             (ctx.world_size * loss).backward()
-    left = replica.gradients()
-    return (
-        sent.log(),
-        left,
-        replica.local_gradients((1, 2)),
-        replica.gradients_after("zero_grad, backward 3"),
-    )
+    left, local = replica.gradients(), replica.local_gradients((1, 2))
+    return sent.log(), left, local, replica.gradients_after("zero_grad, backward 3")
 
 
 @clause(

@@ -257,6 +257,9 @@ def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> Full
     Args:
         compute_dtype: of the sharded layers in all-gathers and in computation. Shards, gradients,
             and whatever is replicated keep their own dtype.
+
+    Raises:
+        ValueError, NotImplementedError: see `fully_shard`.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype)
     for layers in _layers(module):

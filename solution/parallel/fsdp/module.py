@@ -60,7 +60,11 @@ class FSDPModule:
     # ------------------------------------------------------------------------------------ gathers
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether unsharded parameters are freed after forwards, from the next one on."""
+        """Set whether unsharded parameters are freed after forwards, from the next one on.
+
+        Raises:
+            ValueError: not a bool; an int is an option of `fully_shard`.
+        """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
                 f"expected reshard_after_forward of {self._fsdp_unit.name} to be a bool, got "
@@ -77,7 +81,11 @@ class FSDPModule:
             unit.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether backwards all-gather; only an Embedding's backward needs no weights."""
+        """Set whether backwards all-gather; only an Embedding's backward needs no weights.
+
+        Raises:
+            ValueError: a parameter of another class, whose backward would read freed memory.
+        """
         unit = self._fsdp_unit
         places = [(p.name, type(module)) for p in unit.parameters for module, _ in p.places]
         for name, kind in [] if unshard_in_backward else places:
@@ -122,7 +130,11 @@ class FSDPModule:
         self._fsdp_schedule.is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Set what sums over ranks are divided by, instead of the number of ranks."""
+        """Set what sums over ranks are divided by, instead of the number of ranks.
+
+        Raises:
+            ValueError: not a positive number.
+        """
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor > 0:
             raise ValueError(
                 f"expected the divide factor of {self._fsdp_unit.name} to be a positive number, "
@@ -159,6 +171,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let another method of `module` than `forward` compute with unsharded parameters.
 
     Without it such a method finds the shards. A module that is not sharded is not changed.
+
+    Raises:
+        ValueError: there is no such method.
     """
     if not isinstance(module, FSDPModule):
         return

@@ -33,6 +33,9 @@ class MixedPrecisionPolicy:
 
     A layer that is sharded with its own policy ignores that of the model around it. Buffers are
     never cast. Raises ValueError for what is no floating-point `torch.dtype`.
+
+    Raises:
+        ValueError: a dtype that is no floating-point `torch.dtype`.
     """
 
     param_dtype: torch.dtype | None = None  # of parameters in all-gathers and in computation
@@ -71,6 +74,9 @@ class ShardingMesh:
         shard_group: ranks that hold different rows; `num_shards` of them, this one being `rank`.
         replica_group: ranks that hold the same rows; None on a 1-D mesh.
         reduce_sizes: the numbers of ranks that the two stages of a reduction sum over.
+
+    Raises:
+        ValueError: not a mesh of one or two dims that contains this rank.
     """
 
     def __init__(self, mesh: DeviceMesh | None, *, device_type: str) -> None:
@@ -103,7 +109,11 @@ class ShardingMesh:
         return torch.device(kind, torch.accelerator.current_device_index())
 
     def resharding(self, num_ranks: int) -> bool | int:
-        """Return `num_ranks` as `reshard_after_forward`: 1 is False, all that shard are True."""
+        """Return `num_ranks` as `reshard_after_forward`: 1 is False, all that shard are True.
+
+        Raises:
+            ValueError: no divisor of the shard group's size.
+        """
         if num_ranks < 1 or self.num_shards % num_ranks:
             raise ValueError(
                 "expected reshard_after_forward as an int to divide the number of ranks that shard "
@@ -135,7 +145,12 @@ def _once(key: Hashable, make: Callable[[], DeviceMesh]) -> DeviceMesh:
 
 
 def as_modules(module: object) -> list[nn.Module]:
-    """Return the module, or those of the list that are not inside another one of it."""
+    """Return the module, or those of the list that are not inside another one of it.
+
+    Raises:
+        TypeError: neither a module nor a list of modules.
+        ValueError: an empty list.
+    """
     given: list[nn.Module] = []
     for part in module if isinstance(module, list | tuple) else [module]:
         if not isinstance(part, nn.Module):

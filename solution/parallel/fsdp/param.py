@@ -127,7 +127,11 @@ class ShardedParameter:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's rows, also of a Parameter that `load_state_dict(assign=True)` put here."""
+        """This rank's rows, also of a Parameter that `load_state_dict(assign=True)` put here.
+
+        Raises:
+            ValueError: what was put here is no DTensor of this shape and placement.
+        """
         self._adopt()
         return self.sharded._local_tensor  # type: ignore[attr-defined]  # a DTensor
 
