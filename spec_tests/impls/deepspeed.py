@@ -44,8 +44,13 @@ class DeepSpeedTrainer:
             "train_micro_batch_size_per_gpu": 1,  # rows are none of its business
             "gradient_accumulation_steps": accumulation,
             "gradient_clipping": max_norm or 0.0,
-            # Its buckets are allocated whole: the default of 5e8 elements is 2 GB.
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": 2**12},
+            "zero_optimization": {
+                "stage": stage,
+                # Made for large models: a bucket of 5e8 elements is allocated whole, and parameters
+                # below 1e5 elements stay on every rank.
+                "reduce_bucket_size": 2**9,
+                "stage3_param_persistence_threshold": 0,
+            },
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": dtype == torch.bfloat16},
         }
