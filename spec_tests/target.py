@@ -46,6 +46,8 @@ LEAGUE = {
     "fairscale": ("fairscale", "fairscale"),
     "torchtitan": ("torchtitan", "torchtitan"),
     "torchdata": ("torchdata", "torchdata"),
+    "transformers": ("transformers", "transformers"),
+    "xtransformers": ("x_transformers", "x-transformers"),
 }
 """Libraries that have an adapter: the module that it imports, and what pip calls the library."""
 KNOWN_IMPLEMENTATIONS: dict[str, tuple[str, Path | None]] = {

@@ -7,7 +7,8 @@
     token_loader       prepare_data_loader with a stateful loader, over a dataset of windows
 
 Accelerate always uses the default process group, and its clipping has no `error_if_nonfinite`:
-these are not offered. Each call has its own Accelerator, which refers to what it prepared; the state of the process behind them is shared.
+these are not offered. Each call has its own Accelerator, which refers to what it prepared; the
+state of the process behind them is shared.
 """
 
 from __future__ import annotations
