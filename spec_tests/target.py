@@ -45,7 +45,10 @@ LEAGUE = {
     "fabric": ("lightning", "lightning"),
     "fairscale": ("fairscale", "fairscale"),
     "torchtitan": ("torchtitan", "torchtitan"),
+    "ignite": ("ignite", "pytorch-ignite"),
+    "mmengine": ("mmengine", "mmengine"),
     "torchdata": ("torchdata", "torchdata"),
+    "torchtnt": ("torchtnt", "torchtnt"),
     "transformers": ("transformers", "transformers"),
     "xtransformers": ("x_transformers", "x-transformers"),
 }

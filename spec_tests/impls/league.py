@@ -84,7 +84,8 @@ def take(directory: Path) -> Path:
         "failed": sorted(
             clause["id"]
             for clause in report["clauses"]
-            if clause["strength"] == "MUST" and clause["cells"][name]["outcome"] in _FAILURES
+            if clause["strength"] == "MUST"
+            and {case["outcome"] for case in clause["cells"][name]["cases"]} & _FAILURES
         ),
     }
     path = RESULTS / f"{name}.json"
