@@ -10,7 +10,6 @@ bottom-right; the number of groups as an attribute of the layer. The log-sum-exp
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,11 +38,18 @@ def flash_attention(
     if causal and num_queries != num_keys:
         ones = q.new_ones(1, 1, num_queries, num_keys, dtype=torch.bool)
         mask = ones.tril(num_keys - num_queries)
-    layer: Any = SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1])
+    layer: Any = _Layer(q.shape[1] // k.shape[1] if k.shape[1] else 1)
     out, _ = sdpa_attention_forward(
         layer, q, k, v, mask, dropout=0.0, scaling=scale, is_causal=causal
     )
     return out.transpose(1, 2)
+
+
+class _Layer:
+    """What the attention function asks of its layer."""
+
+    def __init__(self, num_key_value_groups: int) -> None:
+        self.num_key_value_groups = num_key_value_groups
 
 
 class _Logits(nn.Module):

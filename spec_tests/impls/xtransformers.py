@@ -31,7 +31,7 @@ def flash_attention(
         found = flash_attention(*(t.unsqueeze(1) for t in (q, k, v)), causal=causal, scale=scale)
         return found.squeeze(1)
     attend = Attend(causal=causal, heads=q.shape[1], scale=scale, flash=True, dropout=0.0)
-    num_kv, size = k.shape[1], q.shape[1] // k.shape[1]
+    num_kv, size = k.shape[1], q.shape[1] // max(k.shape[1], 1)
     out, _ = attend(_exchanged(q, num_kv, size), k, v)
     return _exchanged(out, size, num_kv)
 
