@@ -138,10 +138,10 @@ def parse(spec: str) -> Target:
     if spec and all(part.isidentifier() for part in spec.split(".")) and _is_importable(spec):
         return Target(spec, spec)
     raise ValueError(
-        f"--impl {spec!r}: expected 'solution', {', '.join(map(repr, KNOWN_IMPLEMENTATIONS))}, an "
+        f"--impl {spec!r}: expected 'solution', 'torch', 'plain', an "
         "importable module, or a path to a file or package; no such module was found. For a file "
         "give its path with the ending, as in --impl ./mine.py; for a course's layout, "
-        f"{', '.join(f'{layout}:PATH' for layout in LAYOUTS)}"
+        f"{', '.join(f'{layout}:PATH' for layout in LAYOUTS)}; for a library, {', '.join(LEAGUE)}"
     )
 
 
