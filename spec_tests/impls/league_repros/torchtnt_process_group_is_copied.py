@@ -3,7 +3,7 @@
 Expected: a module that is replicated over the group
 Got: TypeError: a process group cannot be pickled, so it cannot be copied
 Versions: torchtnt 0.2.4, torch 2.13.0, checked 2026-11-23
-Clause: ddp.group.divides-by-its-size, ddp.group.keeps-to-itself
+Clause: ddp.group.divides-by-its-size, ddp.group.keeps-to-itself, ddp.group.starts-from-its-first-rank
 Issue: none found (searched: torchtnt prepare_ddp DDPStrategy process_group asdict deepcopy pickle)
 """
 
