@@ -1,9 +1,9 @@
-"""Lightning gives an L40 and an L40S the peak of an L4: the name is searched for l4 alone.
+"""Lightning takes an A1000 for an A100 and an L40 for an L4: a part of the name is enough.
 
-Expected: 181 TFLOPS in bfloat16, Lightning's own number for the L40, or no peak
-Got: the 121 TFLOPS of an L4: a utilization that is too high by half
+Expected: no peak for an RTX A1000; for an L40 the 181 TFLOPS in bfloat16 of Lightning's own table
+Got: the 312 TFLOPS of an A100 and the 121 of an L4
 Versions: lightning 2.6.6, torch 2.13.0, checked 2026-11-23
-Clause: none (the clauses ask for A100, H100, H200 and H20)
+Clause: measure.mfu.unknown-is-none
 Issue: none found (searched: lightning get_available_flops L40S treated as L4 chip name)
 """
 
@@ -21,9 +21,9 @@ def _peak(name: str) -> float | None:
 
 
 def observe() -> tuple[object, object]:
-    """Return Lightning's number for an L40, and what it gives for one by the name of CUDA."""
-    peak = _peak("NVIDIA L40")
-    return (181e12 if peak is not None else None), peak
+    """Return the peaks that the table has under these names, and those that are given."""
+    names = ("NVIDIA RTX A1000 Laptop GPU", "NVIDIA L40")
+    return [None, 181e12], [_peak(name) for name in names]
 
 
 def _main() -> int:
