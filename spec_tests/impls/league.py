@@ -35,7 +35,8 @@ ranks. *Judged* counts the MUST clauses for what the library offers, *passed* th
 other clause was decided by reading the library. *PyTorch's* are deviations of the wrappers that it
 is built on, *choices* are documented or deliberate, each with its reason in the TOML file.
 A *bug* has a script that needs the library alone and exits with 1 while the bug is there; some bugs
-fail several clauses, some none. `python -m spec_tests league` writes this page.
+fail several clauses, some none. Reading the files of `token_loader` is the adapters' own part.
+`python -m spec_tests league` writes this page.
 
 | library | version | torch | judged | passed | PyTorch's | choices | bugs | judged on |
 |---|---|---|---|---|---|---|---|---|
@@ -88,8 +89,7 @@ def take(directory: Path) -> Path:
             and {case["outcome"] for case in clause["cells"][name]["cases"]} & _FAILURES
         ),
     }
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (path := RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     return path
 
 
@@ -113,9 +113,8 @@ def render() -> str:
     """LEAGUE.md."""
     rows, told = [], []
     for path in sorted(RESULTS.glob("*.json")):
-        name, result = path.stem, json.loads(path.read_text(encoding="utf-8"))
-        bugs = scripts(name)
-        rows.append(_row(name, result, len(bugs)))
+        name, bugs = path.stem, scripts(path.stem)
+        rows.append(_row(name, json.loads(path.read_text()), len(bugs)))
         if bugs and name != "torch":
             told.append(f"\n## {name}\n\n" + "".join(_line(bug) for bug in bugs))
     note = "\nPyTorch's bugs have scripts in [`torch_repros`](torch_repros).\n"
@@ -147,5 +146,5 @@ def main(arguments: list[str]) -> int:
     is_stale = not PATH.is_file() or PATH.read_text(encoding="utf-8") != render()
     if is_stale and not flags.check:
         PATH.write_text(render(), encoding="utf-8")
-    print("stale: run python -m spec_tests league" if flags.check and is_stale else PATH)
+    print("stale: run it without --check" if flags.check and is_stale else PATH)
     return int(flags.check and is_stale)
