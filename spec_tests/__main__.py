@@ -9,6 +9,7 @@
     python -m spec_tests signatures [...]       see what each near-miss fails: known faults
     python -m spec_tests new ddp DIR            a file to begin with, the algorithm in steps
     python -m spec_tests repro [...] DIR        a script that shows one finding, with torch alone
+    python -m spec_tests league [...]           the table of the libraries that were judged
     python -m spec_tests bench NAME [...]       time and memory, beside PyTorch's own
     python -m spec_tests reality [...]          see how many real bugs it rejects
     python -m spec_tests kills [...]            kill ranks of the reference's training, and compare
@@ -42,6 +43,7 @@ COMMANDS = {
     "bench": "spec_tests.benchmarks.__main__",
     "compare": "spec_tests.rig.report.compare",
     "kills": "spec_tests.reference_tests.kills",
+    "league": "spec_tests.impls.league",
     "new": "spec_tests.skeletons.__main__",
     "reality": "spec_tests.reality.command",
     "repro": "spec_tests.repro.__main__",

@@ -12,6 +12,7 @@
     effdl:path/to/fsdp.py       Efficient DL week 5, one file
     course:path/to/checkout     the DDP/FSDP course: data/, model/, train/
     impostor:ID                 a deliberate near-miss out of spec_tests/impostors
+    accelerate, fabric, ...     a library, by its adapter in spec_tests/impls: the names in LEAGUE
 
 The parent only ever resolves the words. The code is loaded in the ranks: it may patch torch, exit
 or hang, and it never sees an expected value. A function that an implementation leaves out becomes
@@ -38,9 +39,25 @@ from spec_tests.rig.ranks import not_here
 
 PACKAGE_ROOT = Path(__file__).resolve().parent
 REPOSITORY_ROOT = PACKAGE_ROOT.parent
-KNOWN_IMPLEMENTATIONS = {
-    "torch": ("trainspec_impl_torch", PACKAGE_ROOT / "impls" / "torch.py"),
+ADAPTERS = PACKAGE_ROOT / "impls"
+LEAGUE = {
+    "accelerate": ("accelerate", "accelerate"),
+    "fabric": ("lightning", "lightning"),
+    "fairscale": ("fairscale", "fairscale"),
+    "torchtitan": ("torchtitan", "torchtitan"),
+    "ignite": ("ignite", "pytorch-ignite"),
+    "mmengine": ("mmengine", "mmengine"),
+    "torchdata": ("torchdata", "torchdata"),
+    "torchtnt": ("torchtnt", "torchtnt"),
+    "transformers": ("transformers", "transformers"),
+    "xtransformers": ("x_transformers", "x-transformers"),
+    "deepspeed": ("deepspeed", "deepspeed"),
+}
+"""Libraries that have an adapter: the module that it imports, and what pip calls the library."""
+KNOWN_IMPLEMENTATIONS: dict[str, tuple[str, Path | None]] = {
+    "torch": ("trainspec_impl_torch", ADAPTERS / "torch.py"),
     "plain": ("spec_tests.plain", None),
+    **{name: (f"trainspec_impl_{name}", ADAPTERS / f"{name}.py") for name in LEAGUE},
 }
 """Module and file of the implementations in this package; one without a file is imported."""
 LAYOUTS = {
@@ -110,6 +127,8 @@ def parse(spec: str) -> Target:
         return Target(spec, "solution", _solution_folder(), spec.removeprefix("impostor:"))
     if spec == "solution":
         return Target(spec, "solution", _solution_folder())
+    if spec in LEAGUE and not is_installed(spec):
+        raise ValueError(f"--impl {spec}: install {LEAGUE[spec][1]}: pip install {LEAGUE[spec][1]}")
     if spec in KNOWN_IMPLEMENTATIONS:
         return Target(spec, *KNOWN_IMPLEMENTATIONS[spec])
     layout, colon, path = spec.partition(":")
@@ -120,11 +139,16 @@ def parse(spec: str) -> Target:
     if spec and all(part.isidentifier() for part in spec.split(".")) and _is_importable(spec):
         return Target(spec, spec)
     raise ValueError(
-        f"--impl {spec!r}: expected 'solution', {', '.join(map(repr, KNOWN_IMPLEMENTATIONS))}, an "
+        f"--impl {spec!r}: expected 'solution', 'torch', 'plain', an "
         "importable module, or a path to a file or package; no such module was found. For a file "
         "give its path with the ending, as in --impl ./mine.py; for a course's layout, "
-        f"{', '.join(f'{layout}:PATH' for layout in LAYOUTS)}"
+        f"{', '.join(f'{layout}:PATH' for layout in LAYOUTS)}; for a library, {', '.join(LEAGUE)}"
     )
+
+
+def is_installed(name: str) -> bool:
+    """Return whether the library that the adapter `name` needs can be found; imports nothing."""
+    return _is_importable(LEAGUE[name][0])
 
 
 def _parse_layout(spec: str, layout: str, words: str) -> Target:
@@ -297,8 +321,10 @@ def import_target(target: Target) -> ModuleType:
         return importlib.import_module(target.module)
     file = target.path / "__init__.py" if target.path.is_dir() else target.path
     folders = [str(target.path)] if target.path.is_dir() else None
-    # Its own folder first, as if it had been started there: helpers beside it are found.
-    sys.path.insert(0, str(target.path.parent))
+    # Its own folder first, as if it had been started there: helpers beside it are found. Not the
+    # adapters' folder: their files have the names of the libraries that they import.
+    if target.path.parent != ADAPTERS:
+        sys.path.insert(0, str(target.path.parent))
     return execute(target.module, file, folders)
 
 

@@ -67,7 +67,10 @@ def test_every_key_is_read(tmp_path: Path):
     ("text", "said"),
     [
         ("deviation = [", "expected TOML, got"),
-        ("[deviation]\n", r"expected \[\[deviation\]\] entries and nothing else"),
+        (
+            "[deviation]\n",
+            r"expected \[\[deviation\]\] entries, at the head `inherits`, and nothing",
+        ),
         ("[[deviations]]\n", "nothing else, got deviations; remove or rename"),
         ('[[deviation]]\nclause = "a.b"\n', "entry 1: expected 'reason', got none"),
         ('[[deviation]]\nreason = "x"\n', "entry 1: expected 'clause', got none"),
@@ -197,3 +200,57 @@ def test_applying_twice_changes_nothing_more():
     entries = [Deviation(CLAUSE, "known")]
     once = applied(entries, result("failed", "w2"), result("passed", "w4"))
     assert applied(entries, *once.results) == once
+
+
+# ------------------------------------------------------------------------------------ inheriting
+
+
+def heir(tmp_path: Path, own: str = "", base: str = FULL) -> list[Deviation]:
+    """Entries of a file that inherits from another one beside it."""
+    (tmp_path / "base.toml").write_text(base, encoding="utf-8")
+    return load(written(tmp_path, 'inherits = "base.toml"\n' + own))
+
+
+def test_an_inherited_entry_excuses_a_failure_and_asks_for_none(tmp_path: Path):
+    done = applied(heir(tmp_path), result("failed"), result("passed", "w4"))
+    assert [one["outcome"] for one in done.results] == ["expected_failure", "passed"]
+    assert done.problems == []
+
+
+@pytest.mark.parametrize("more", ["", 'expires = "2.0"\n', 'case = "w8"\n'])
+def test_an_inherited_entry_is_never_stale(tmp_path: Path, more: str):
+    entries = heir(tmp_path, base=FULL + more)
+    assert applied(entries).problems == []
+    assert applied(entries, result("failed")).problems == []
+
+
+def test_an_inherited_entry_excuses_only_the_declared_way_of_failing(tmp_path: Path):
+    (found,) = applied(heir(tmp_path, base=FULL + 'raises = "hang"\n'), result("failed")).results
+    assert found["outcome"] == "failed"
+
+
+def test_a_file_s_own_entry_goes_before_the_inherited_one(tmp_path: Path):
+    own, inherited = heir(tmp_path, own=FULL + 'raises = "hang"\n')
+    assert (own.is_inherited, inherited.is_inherited) == (False, True)
+    done = applied([own, inherited], result("hang"), result("passed", "w4"))
+    assert [one["outcome"] for one in done.results] == ["expected_failure", "unexpected_pass"]
+
+
+def test_torch_s_own_deviations_are_inherited_by_name(tmp_path: Path):
+    entries = load(written(tmp_path, 'inherits = "torch"\n'))
+    assert "ddp.accumulation.backward-twice" in {entry.clause for entry in entries}
+    assert all(entry.is_inherited for entry in entries)
+
+
+@pytest.mark.parametrize(
+    ("base", "said"),
+    [
+        ("3", r"expected `inherits` to be \"torch\" or the name of a .toml file beside it, got 3"),
+        ("'solution'", "the name of a .toml file beside it, got 'solution'"),
+        ("'none.toml'", "expected `inherits` to name a file, found none at .*none.toml"),
+        ("'mine.toml'", "expected a file that inherits nothing itself, got .*mine.toml"),
+    ],
+)
+def test_what_cannot_be_inherited_is_refused(tmp_path: Path, base: str, said: str):
+    with pytest.raises(ValueError, match=said):
+        load(written(tmp_path, f"inherits = {base}\n"))

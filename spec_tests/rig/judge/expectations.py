@@ -18,13 +18,21 @@ and deaths must be declared by their word. What fails in another way than declar
 
 An entry that matches no result of a full run, or that has expired, is a problem of the run. An
 entry whose `when` excludes the installed torch is asleep: it neither excuses nor goes stale.
+
+An implementation that is built on PyTorch's own wrappers has their deviations, too. At the head
+
+    inherits = "torch"             # or "other.toml", a file beside this one
+
+adds the entries of that file, after the file's own. An inherited entry excuses a case that fails as
+declared and nothing else: a case that passes stays passed, and the entry is never stale. The
+inherited file may not inherit in turn.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -38,6 +46,7 @@ from spec_tests.rig.outcomes import Event, Outcome
 _REQUIRED = ("clause", "reason")
 _IDENTITY = ("clause", "case", "when")
 _OPTIONAL = ("case", "link", "raises", "when", "expires")
+_TORCH = Path(__file__).resolve().parents[2] / "impls" / "torch.toml"
 _FAILURES = (Outcome.FAILED, Outcome.HANG, Outcome.DIED)
 
 
@@ -54,6 +63,8 @@ class Deviation:
     expires: date | str = ""
     where: str = ""
     """File and number of the entry, for messages."""
+    is_inherited: bool = False
+    """Whether the entry was declared for the implementation that this one is built on."""
 
     def is_active(self, torch_version: str) -> bool:
         """Whether the installed torch is one that deviates."""
@@ -84,20 +95,55 @@ class Deviation:
 def load(path: str | Path) -> list[Deviation]:
     """Read and check an expectations file.
 
+    Returns:
+        The file's own entries, then those that it inherits.
+
     Raises:
         ValueError: The file is no TOML, or an entry has an unknown key, lacks a required one,
-            repeats another, or holds a value of a wrong form. The message names file and entry.
+            repeats another, or holds a value of a wrong form, or `inherits` names no file that
+            can be inherited. The message names file and entry.
         OSError: The file cannot be read.
     """
     file = Path(path)
+    document = _read(file)
+    base = document.pop("inherits", None)
+    return _entries(document, file) + ([] if base is None else _inherited(base, file))
+
+
+def _read(file: Path) -> dict[str, Any]:
     try:
-        document = tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: expected TOML, got {error}; correct the file") from error
+
+
+def _inherited(base: Any, heir: Path) -> list[Deviation]:
+    """Return the entries of the file that `heir` names: "torch", or a .toml file beside it."""
+    if base == "torch":
+        file = _TORCH
+    elif isinstance(base, str) and base.endswith(".toml"):
+        file = heir.parent / base
+    else:
+        raise ValueError(
+            f'{heir}: expected `inherits` to be "torch" or the name of a .toml file beside it, '
+            f"got {base!r}; correct it"
+        )
+    if not file.is_file():
+        raise ValueError(f"{heir}: expected `inherits` to name a file, found none at {file}")
+    document = _read(file)
+    if "inherits" in document:
+        raise ValueError(
+            f"{heir}: expected a file that inherits nothing itself, got {file}; "
+            "copy the entries that apply"
+        )
+    return [replace(entry, is_inherited=True) for entry in _entries(document, file)]
+
+
+def _entries(document: dict[str, Any], file: Path) -> list[Deviation]:
     entries = document.pop("deviation", [])
     if document or not isinstance(entries, list):
         raise ValueError(
-            f"{file}: expected [[deviation]] entries and nothing else, "
+            f"{file}: expected [[deviation]] entries, at the head `inherits`, and nothing else, "
             f"got {', '.join(document) or 'a single [deviation]'}; remove or rename it"
         )
     deviations: list[Deviation] = []
@@ -128,6 +174,8 @@ def expect(result: Event, deviation: Deviation | None) -> Event:
     if deviation is None:
         return result
     outcome = Outcome(result["outcome"])
+    if outcome is Outcome.PASSED and deviation.is_inherited:
+        return result
     if outcome is Outcome.PASSED:
         message = (
             f"[{result['clause']}]  expected a failure ({deviation.raises}) in case "
@@ -174,6 +222,7 @@ def problems(
         entry
         for entry in deviations
         if entry.is_active(torch_version)
+        and not entry.is_inherited
         and (entry in matched or (is_full_run and entry.clause not in unselected))
     ]
     expired = [

@@ -1,0 +1,59 @@
+"""ZeRO-1 mixes up gradients where ranks take different branches, without an error.
+
+Expected: weights a and b, each used on one of two ranks, both move by 0.5 in each of three steps
+Got: a moves by 1.0 and b never
+Versions: deepspeed 0.19.8, torch 2.13.0, checked 2026-11-23
+Clause: trainer.parameters.unused-on-some-ranks
+Issue: https://github.com/deepspeedai/DeepSpeed/issues/2343 is of stage 2
+"""
+
+import os
+import sys
+import tempfile
+
+os.environ.update(DS_ACCELERATOR="cpu", DS_BUILD_OPS="0", LOCAL_SIZE="2")
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import nn
+
+ZERO = {"stage": 1}
+CONFIG = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+CONFIG |= {"zero_optimization": ZERO, "zero_allow_untested_optimizer": True, "gradient_clipping": 0}
+EXPECTED = [[0.5, 0.5], [0.0, 0.0], [-0.5, -0.5]]
+
+
+def observe(rank: int) -> list[list[float]]:
+    """Return both weights after each of three steps."""
+    model = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in "ab"})
+    for layer in model.values():
+        nn.init.ones_(layer.weight)
+    model.forward = lambda x: model["ab"[rank]](x)
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=sgd, config=CONFIG)
+    found = []
+    for _ in range(3):
+        engine.backward(engine(torch.ones(1, 1)).sum())
+        engine.step()
+        found.append([safe_get_full_fp32_param(p).item() for p in model.parameters()])
+    return found
+
+
+def _on_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    torch.save(observe(rank), f"{folder}/{rank}")
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_on_rank, (folder,), nprocs=2)
+        got = [torch.load(f"{folder}/{rank}") for rank in range(2)]
+    print(f"expected on each rank: {EXPECTED}\ngot:                   {got}")
+    sys.exit(int(got != [EXPECTED] * 2))
