@@ -41,16 +41,16 @@ class MakeOptimizer(Protocol):
 
 
 class Trainer(Protocol):
-    """What a `build_*trainer` function returns. All ranks of the group call its methods.
+    """What a `build_*trainer` function returns. All ranks of the group call each of its methods.
 
-    `set_lr`, `save` and `load` may be absent: then they are not judged. `declares`, an optional
-    mapping, says where the implementation chose otherwise, and is checked:
+    `evaluate`, `set_lr`, `save` and `load` may be absent: then they are not judged. `declares`, an
+    optional mapping, names choices that differ from the default. The values:
 
-        "unused"           a trainable parameter without a gradient on all ranks is skipped by the
-                           optimizer, "none" (default), or has a gradient of zeros, "zero"
-        "gradient"         gradients of the ranks are averaged, "mean" (default), or added, "sum"
-        "start"            ranks that begin with unequal weights take those of the group's
-                           "first-rank" (default), or the caller must seed them alike, "own"
+        "unused"     "none" (default): the optimizer skips a trainable parameter without a gradient
+                     on all ranks. "zero": it is updated with a gradient of zeros.
+        "gradient"   "mean" (default): the ranks' gradients are averaged. "sum": they are added.
+        "start"      "first-rank" (default): where ranks begin with unequal weights, those of the
+                     group's first rank count. "own": the caller must seed all ranks alike.
     """
 
     def step(self, micro_batches: Sequence[Any]) -> Any:
@@ -68,13 +68,23 @@ class Trainer(Protocol):
         """
 
     def full_parameters(self) -> Mapping[str, torch.Tensor]:
-        """Return the current weights, whole and in float32, by the plain model's names."""
+        """Return the current weights, frozen ones too, whole and in float32.
+
+        Names are those of the plain model's `named_parameters()`; a tied weight may be there under
+        its other names as well.
+        """
 
     def set_lr(self, factor: float) -> None:
-        """From the next step on use `factor` times the initial rate of every parameter group."""
+        """From the next step on use `factor` times the initial rate of every parameter group.
+
+        The initial rate is that of `make_optimizer`, also after a `load`.
+        """
 
     def save(self, directory: str | PathLike[str]) -> None:
-        """Write weights and optimizer state below `directory`, which is empty or absent."""
+        """Write weights and optimizer state below `directory`, which is empty or absent.
+
+        When it returns on any rank, every rank can load.
+        """
 
     def load(self, directory: str | PathLike[str]) -> None:
         """Replace weights and optimizer state by what `save` wrote, whatever was there before."""
@@ -98,14 +108,21 @@ def build_trainer(
     `max_norm` of None clips nothing. A forward computes in `dtype`, float32 or bfloat16; weights
     and optimizer state that are updated stay float32.
 
-    Tied, reused, frozen and unused parameters are right. Right or an error, never a hang, and never
-    wrong without a word: parameters that some ranks or micro-batches leave unused, parameters that
-    are frozen or thawed after construction, another number of micro-batches than `accumulation`,
-    the next step after an exception that the caller caught, and a checkpoint at another number of
-    ranks. Several trainers in one process do not disturb each other. All ranks hold the same bits
-    after a step, also where a gradient is not finite, and equal runs give equal bits.
+    Tied, reused, frozen and unused parameters are right. In the following cases a trainer gives the
+    right result or raises; it does not hang, and it does not train something else without an error:
 
-    Level `production`: gradients are reduced once per step, and an evaluation sends none.
+    - parameters that some ranks or micro-batches leave unused
+    - parameters that are not contiguous in memory
+    - parameters that are frozen or thawed after construction
+    - another number of micro-batches than `accumulation`, the same on all ranks
+    - the step after an exception that all ranks raised at the same point, and caught
+    - a checkpoint that another number of ranks loads
+
+    Several trainers in one process do not disturb each other. All ranks hold the same bits after a
+    step, also where a gradient is not finite, and equal runs give equal bits.
+
+    Level `production`: gradients are reduced once per step, an evaluation reduces none, and
+    products are computed in `dtype`.
     """
 
 

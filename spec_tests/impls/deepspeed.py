@@ -83,20 +83,23 @@ class DeepSpeedTrainer:
 
     def evaluate(self, batch: Any) -> torch.Tensor:
         """Evaluation mode, no gradients."""
+        modes = [(part, part.training) for part in self.engine.modules()]
         self.engine.eval()
         try:
             with torch.no_grad():
                 found: torch.Tensor = self.loss(self._casting, batch)
                 return found
         finally:
-            self.engine.train()
+            for part, is_training in modes:
+                part.training = is_training
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         """The master weights, by DeepSpeed's own accessor."""
         return {name: self._full(p).float() for name, p in self.module.named_parameters()}
 
     def _full(self, parameter: nn.Parameter) -> torch.Tensor:
-        found = safe_get_full_fp32_param(parameter) if self.stage else None
+        has_master = self.stage > 0 or self.dtype != torch.float32
+        found = safe_get_full_fp32_param(parameter) if has_master else None
         if found is None and self.stage == 3:  # frozen: it has no master
             with deepspeed.zero.GatheredParameters([parameter]):
                 return parameter.detach().clone()

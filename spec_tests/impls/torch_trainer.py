@@ -103,12 +103,14 @@ class TorchTrainer:
 
     def evaluate(self, batch: Any) -> torch.Tensor:
         """Evaluation mode, no gradients."""
+        modes = [(part, part.training) for part in self.model.modules()]
         self.model.eval()
         try:
             with torch.no_grad():
                 return self._forward(batch)
         finally:
-            self.model.train()
+            for part, is_training in modes:
+                part.training = is_training
 
     @torch.no_grad()
     def full_parameters(self) -> dict[str, torch.Tensor]:

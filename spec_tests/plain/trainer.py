@@ -141,13 +141,14 @@ class PlainTrainer:
     # ----------------------------------------------------------------------------- in between
 
     def evaluate(self, batch: Any) -> Any:
-        was_training = self.model.training
+        modes = [(part, part.training) for part in self.model.modules()]
         self.model.eval()
         try:
             with torch.no_grad():
                 return self.forward(batch)
         finally:
-            self.model.train(was_training)
+            for part, is_training in modes:
+                part.training = is_training
 
     @torch.no_grad()
     def full_parameters(self) -> dict[str, torch.Tensor]:

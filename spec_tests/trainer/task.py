@@ -8,6 +8,7 @@ libraries keep float32 weights whatever they are given.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}),
     "adamw": (
         torch.optim.AdamW,
-        {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.5},
+        {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-2, "weight_decay": 0.5},
     ),
     # Steps so small that a bfloat16 weight would not move.
     "slow": (torch.optim.SGD, {"lr": 2.0**-11, "momentum": 0.0, "weight_decay": 0.0}),
@@ -46,19 +47,20 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class MakeOptimizer:
-    """The contract's `make_optimizer`: biases in a group of their own options, if asked for."""
+    """The contract's `make_optimizer`; with `matrices`, their names, of two groups."""
 
     cls: type[torch.optim.Optimizer]
     options: dict[str, Any]
-    splits: bool = False
+    matrices: frozenset[str] | None = None
 
     def groups(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-        """Return one group, or matrices and the rest with a smaller rate and no decay."""
-        parameters = [p for _, p in named_parameters]
-        if not self.splits:
-            return [{"params": parameters}]
-        matrices = [p for p in parameters if p.ndim > 1]
-        rest = [p for p in parameters if p.ndim <= 1]
+        """Return one group, or those named as matrices and the rest, which does not decay."""
+        named = [(name.removeprefix("module."), p) for name, p in named_parameters]
+        if self.matrices is None:
+            return [{"params": [p for _, p in named]}]
+        # By name: who trains flat copies has the names, and other shapes.
+        matrices = [p for name, p in named if name in self.matrices]
+        rest = [p for name, p in named if name not in self.matrices]
         rate = self.options["lr"] / 4
         return [{"params": matrices}, {"params": rest, "lr": rate, "weight_decay": 0.0}]
 
@@ -69,7 +71,7 @@ class MakeOptimizer:
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, and how; `repr` is what a failure prints.
+    """A model, an optimizer and options of a trainer; a failure prints what is not the default.
 
     Attributes:
         uses: for toy "branches" the branches of each micro-batch, one tuple per rank.
@@ -104,7 +106,11 @@ class Setup:
 
     def make_optimizer(self) -> MakeOptimizer:
         """What `build_trainer` is given."""
-        return MakeOptimizer(*OPTIMIZERS[self.optimizer], splits=self.splits)
+        if not self.splits:
+            return MakeOptimizer(*OPTIMIZERS[self.optimizer])
+        named = self.module().named_parameters()
+        matrices = frozenset(name for name, p in named if p.ndim > 1)
+        return MakeOptimizer(*OPTIMIZERS[self.optimizer], matrices)
 
     def micro_batch(self, rank: int, step: int, micro: int) -> dict[str, Any]:
         """Inputs that belong to one rank, step and micro-batch and to no other."""
@@ -158,8 +164,12 @@ class Session:
 
     def note(self, when: str) -> None:
         """Keep the weights as they are now."""
+        plain = self.setup.module()
+        aliases = {name for name, _ in plain.named_parameters(remove_duplicate=False)}
+        aliases -= {name for name, _ in plain.named_parameters()}
         for name, tensor in self.trainer.full_parameters().items():
-            self.seen[f"{name} {when}"] = tensor.detach().clone().cpu()
+            if name not in aliases:  # a tied weight has one name, and may be given under both
+                self.seen[f"{name} {when}"] = tensor.detach().clone().cpu()
 
 
 class OneProcess:
@@ -313,10 +323,7 @@ def tolerance(setup: Setup, seen: Named) -> Tolerance:
     """Two right orders of every sum, in as many steps as were noted, each four sums deep."""
     steps = len({key.partition(" ")[2] for key in seen})
     terms = SAMPLES * 8 * setup.accumulation
-    if setup.dtype == torch.float32:
-        return rounding(torch.float32, terms=terms, depth=4 * max(steps, 1))
-    # A step moves a weight by at most some tenths: that part alone is computed in bfloat16.
-    return rounding(setup.dtype, terms=1, depth=max(steps, 1))
+    return rounding(torch.float32, terms=terms, depth=4 * max(steps, 1))
 
 
 def matches(
@@ -365,9 +372,10 @@ def same_as_one_process(
 def one_process_or_refusal(
     world: World, subject: str, script: Script, setup: Setup, *args: Any
 ) -> None:
-    """The same, or an error where two steps of an ordinary model are none."""
+    """The same, or an error where two steps of an ordinary model with the same options are none."""
     __tracebackhide__ = True
-    ordinary = (in_ranks, subject, Session.steps, Setup(), 1, 2)
+    usual = dataclasses.replace(setup, toy="mlp", uses=())
+    ordinary = (in_ranks, subject, Session.steps, usual, 1, 2)
     found = refusal.answer_or_refusal(
         world, in_ranks, subject, script, setup, *args, ordinary=ordinary
     )

@@ -161,6 +161,18 @@ class KeepsTheLossScale(PlainTrainer):
         super().backward(loss if self.dtype == torch.float32 else 128 * loss)
 
 
+@near_miss("trainer.ignores-dtype", rejected_by="trainer.precision.computes-in-dtype")
+class IgnoresDtype(PlainTrainer):
+    """Computes in float32 whatever dtype is asked for.
+
+    From: An option that a framework's configuration does not know, and drops.
+    Unseen: The weights are right, and better.
+    """
+
+    def casting(self):
+        return contextlib.nullcontext()
+
+
 @near_miss("trainer.narrow-weights", rejected_by="trainer.precision.small-updates")
 class NarrowWeights(PlainTrainer):
     """Keeps weights in bfloat16 between steps.
