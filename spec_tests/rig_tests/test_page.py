@@ -154,6 +154,9 @@ def test_a_row_opens_by_keyboard_and_tells_the_whole_story(file: Path, browser):
     assert detail.is_visible()
     assert button.get_attribute("aria-expanded") == "true"
     text = detail.inner_text()
+    card = detail.locator("a[href^='#cause']")
+    if card.count():  # the first clause of a cause: its finding is there
+        text += str(visit.page.locator(f"[id='{card.get_attribute('href')[1:]}']").text_content())
     for said in (
         "mine.py: FAIL 1/2",
         "Likely summed and not divided by the world size",

@@ -134,6 +134,27 @@ def test_evaluations_run_in_evaluation_mode(world, subject):
             )
 
 
+def modes_kept(ctx, subject):
+    """Modes of all layers, of which one is in evaluation mode, before and after an evaluation."""
+    module = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 3))
+    run = session(ctx, subject, Setup(), module=module)
+    evaluate = method(run.trainer, "evaluate")
+    module[1].eval()
+    before = {name: part.training for name, part in module.named_modules()}
+    evaluate(run.batch(ctx.rank, 50))
+    return before, {name: part.training for name, part in module.named_modules()}
+
+
+@clause("trainer.evaluation.restores-modes", source="torch.nn.Module.train sets every submodule")
+def test_modes_are_afterwards_what_they_were(world, subject):
+    """After an evaluation every module MUST be in the mode in which it was before.
+
+    A layer that the caller keeps in evaluation mode, frozen batch normalisation for one, stays so.
+    """
+    for rank, (before, after) in enumerate(world.run(modes_kept, subject)):
+        judge.equal([after], before, quantity=f"modes of the modules on rank {rank}")
+
+
 def two_at_once(ctx, subject, setups):
     """Weights of two trainers whose steps alternate."""
     runs = [session(ctx, subject, setup) for setup in setups]

@@ -83,6 +83,20 @@ class StaysInEvaluationMode(PlainTrainer):
             return self.forward(batch)
 
 
+@near_miss("trainer.trains-all-again", rejected_by="trainer.evaluation.restores-modes")
+class TrainsAllAgain(PlainTrainer):
+    """Puts every module into training mode after an evaluation.
+
+    From: `model.train()` as the counterpart of `model.eval()`, as in most training scripts.
+    Unseen: Until a layer is kept in evaluation mode.
+    """
+
+    def evaluate(self, batch):
+        found = super().evaluate(batch)
+        self.model.train()
+        return found
+
+
 @near_miss("trainer.settings-by-class", rejected_by="trainer.lifecycle.two-trainers")
 class SettingsByClass(PlainTrainer):
     """Looks its settings up by the module's class: a second model gets those of the first.
