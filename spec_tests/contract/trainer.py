@@ -71,7 +71,7 @@ class Trainer(Protocol):
         """Return the current weights, frozen ones too, whole and in float32.
 
         Names are those of the plain model's `named_parameters()`; a tied weight may be there under
-        its other names as well.
+        its other names as well. The suite copies what it gets; buffers are not looked at.
         """
 
     def set_lr(self, factor: float) -> None:
