@@ -1,6 +1,7 @@
 """Symptoms, signatures, and which known fault is named for what failed."""
 
 import json
+import re
 
 import pytest
 
@@ -34,6 +35,8 @@ NEAR_MISSES = {
         ("rank 0: expected names afterwards ['a'], got []", "less: names afterwards"),
         ("rank 0, 'gain' (6,): expected the mean gradient, got None", "less: the mean gradient"),
         ("the file is torn at byte 17", "other: the file is torn at byte #"),
+        ("rank 0 of 2 raised AssertionError at /here/mine.py:3", "raised AssertionError"),
+        ("torn: /here/and/there/mine.py", "other: torn: mine.py"),
     ],
 )
 def test_a_symptom_has_no_number_and_no_name_of_one_run(headline: str, words: str):
@@ -117,6 +120,11 @@ def test_a_file_of_signatures_is_read_as_it_was_written(tmp_path):
     diagnosis.save(kept, tmp_path / "kept.json")
     assert diagnosis.load(tmp_path / "kept.json") == kept
     assert json.loads((tmp_path / "kept.json").read_text())["torch"] == "2.13.0"
+
+
+def test_no_symptom_that_is_kept_names_a_folder_of_one_machine():
+    shown = {each for found in diagnosis.load().of.values() for each in found.values()}
+    assert [each for each in shown if re.search(r"(?:^|\s)/\w", each)] == []
 
 
 def test_every_near_miss_has_a_signature_and_one_family():

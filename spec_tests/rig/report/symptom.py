@@ -16,6 +16,8 @@ import re
 from spec_tests.rig.outcomes import Outcome
 
 RAISED = re.compile(r"rank .*? raised ((?:\w+)(?:: .*)?)$")
+_KIND = re.compile(r"rank .*? raised (\w+)(?:: .*| at .*)?$")  # one without words has a place
+_FOLDERS = re.compile(r"(?<!\S)/\S*/")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 _EXPECTED = re.compile(r"expected (.*?)(?:, got |, which is |$)(.*)")
 
@@ -25,13 +27,14 @@ def symptom(outcome: str, message: str) -> str:
     if outcome in (Outcome.HANG, Outcome.DIED):
         return outcome
     headline = headline_of(message)
-    if raised := RAISED.match(headline):
-        return f"raised {raised[1].partition(':')[0]}"
+    if raised := _KIND.match(headline):
+        return f"raised {raised[1]}"
     if diagnosis := likely(message):
         return f"likely: {_NUMBER.sub('#', diagnosis)}"
     found = _EXPECTED.search(headline)
     if found is None:
-        return f"other: {_NUMBER.sub('#', headline)[:60]}"
+        # Where a file lies is one machine's matter.
+        return f"other: {_NUMBER.sub('#', _FOLDERS.sub('', headline))[:60]}"
     what = re.split(r"[\d\[{'(]|None|True|False", found[1], maxsplit=1)[0].strip(" ,:")
     return f"{_direction(found[1], found[2])}: {what[:60]}"
 
