@@ -12,6 +12,7 @@
     python -m spec_tests league [...]           the table of the libraries that were judged
     python -m spec_tests bench NAME [...]       time and memory, beside PyTorch's own
     python -m spec_tests reality [...]          see how many real bugs it rejects
+    python -m spec_tests watch [...] -- COMMAND  judge a training script while it trains
     python -m spec_tests kills [...]            kill ranks of the reference's training, and compare
 
 An installed package offers the same as `trainspec check`, `trainspec new` and so on. `COMMAND
@@ -48,6 +49,7 @@ COMMANDS = {
     "reality": "spec_tests.reality.command",
     "repro": "spec_tests.repro.__main__",
     "signatures": "spec_tests.impostors.signatures",
+    "watch": "spec_tests.watch.command",
 }
 
 

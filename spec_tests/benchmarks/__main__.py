@@ -1,13 +1,13 @@
 """`python -m spec_tests.benchmarks NAME [options]`: side by side, tables to `results/`.
 
-NAME: rig, answer, ddp, zero1, fsdp, checkpoint, attention, loader, trainer, trace.
+NAME: rig, answer, ddp, zero1, fsdp, checkpoint, attention, loader, trainer, trace, watch.
 """
 
 import sys
 
 BENCHMARKS = (
     *("rig", "answer", "ddp", "zero1", "fsdp", "checkpoint"),
-    *("attention", "loader", "trainer", "trace"),
+    *("attention", "loader", "trainer", "trace", "watch"),
 )
 
 

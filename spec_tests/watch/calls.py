@@ -1,0 +1,161 @@
+"""Functions of torch that are wrapped, since no hook shows what they are given."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .guard import Current, quiet
+from .layout import Names, local_of
+from .link import script_line
+
+
+def clip_grad_norm(
+    original: Any, parameters: Any, max_norm: float, *rest: Any, **keywords: Any
+) -> Any:
+    """Clip, and keep each gradient's norm on this rank and what the largest one became."""
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    with_gradient = [p for p in parameters if p.grad is not None]
+    kind = float(rest[0] if rest else keywords.get("norm_type", 2.0))
+    norms: list[float] = []
+
+    def take(probe: Any) -> None:
+        norms.extend(_norms(with_gradient, kind))
+
+    def compare(probe: Any) -> None:
+        if norms:
+            index = max(range(len(norms)), key=norms.__getitem__)
+            probe.clips.append(
+                {
+                    "max": float(max_norm),
+                    "kind": kind,
+                    "parts": [
+                        _contribution(probe.names, p, norm)
+                        for p, norm in zip(with_gradient, norms, strict=True)
+                    ],
+                    "place": script_line(),
+                    "largest": with_gradient[index],
+                    "norm": norms[index],
+                    "clipped": _norms([with_gradient[index]], kind)[0],
+                }
+            )
+
+    quiet(take)()
+    result = original(parameters, max_norm, *rest, **keywords)
+    quiet(compare)()
+    return result
+
+
+def _norms(parameters: list[Any], kind: float) -> list[float]:
+    """Return the norm of each gradient's part on this rank."""
+    parts = [local_of(p.grad) for p in parameters]
+    found = [torch.linalg.vector_norm(g, kind, dtype=torch.float32) for g in parts]
+    return [] if not found else torch.stack(found).tolist()
+
+
+def _contribution(names: Names, parameter: Tensor, norm: float) -> list[Any]:
+    """Return a gradient's norm on this rank, and which part of the whole that is."""
+    entry = names.entry(parameter, "?")
+    return [norm, entry.kind, list(entry.shard)]
+
+
+def norm_again(probe: Any, parameters: list[Any]) -> dict[str, Any] | None:
+    """Return the clipping of an optimizer's gradients, with the norm that the largest has now."""
+    ids = {id(p) for p in parameters}
+    found = [clip for clip in probe.clips if id(clip["largest"]) in ids]
+    probe.clips = [clip for clip in probe.clips if id(clip["largest"]) not in ids]
+    if not found:
+        return None
+    clip = found[-1]
+    largest = clip.pop("largest")
+    return {
+        **clip,
+        "stepped": _norms([largest], clip["kind"])[0] if largest.grad is not None else 0.0,
+    }
+
+
+def zero_grad(original: Any, owner: Any, *rest: Any, **keywords: Any) -> None:
+    """Clear gradients: what came before does not go into a step that is computed again."""
+    original(owner, *rest, **keywords)
+    groups = getattr(owner, "param_groups", None)
+    parameters = owner.parameters() if groups is None else [p for g in groups for p in g["params"]]
+    quiet(_cleared)(parameters)
+
+
+def scale(original: Any, scaler: Any, outputs: Any) -> Any:
+    """Scale a loss, and remember until the step that its gradients are to be unscaled."""
+    quiet(_scaled)(scaler)
+    return original(scaler, outputs)
+
+
+def _scaled(probe: Any, scaler: Any) -> None:
+    if scaler.is_enabled():
+        probe.scaled[id(scaler)] = 1.0
+
+
+def unscale(original: Any, scaler: Any, optimizer: Any) -> None:
+    """Unscale gradients."""
+    quiet(_unscaled)(scaler)
+    original(scaler, optimizer)
+
+
+def _unscaled(probe: Any, scaler: Any) -> None:
+    probe.scaled.pop(id(scaler), None)
+
+
+def left_scaled(probe: Any, optimizer: Any) -> bool:
+    """Return whether an optimizer is about to step with gradients of a scaled loss."""
+    left = bool(probe.scaled) and getattr(optimizer, "grad_scale", None) is None
+    probe.scaled = {}
+    return left
+
+
+def checkpoint(original: Any, function: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Checkpoint activations; in a step that is computed again, keep them instead."""
+    if not Current.is_replaying:
+        return original(function, *arguments, **keywords)
+    for option in (
+        "use_reentrant",
+        "preserve_rng_state",
+        "context_fn",
+        "determinism_check",
+        "debug",
+    ):
+        keywords.pop(option, None)
+    return function(*arguments, **keywords)
+
+
+def cross_entropy(original: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Compute a mean loss, and keep over how many tokens, and the gradient that it is given."""
+    result = original(*arguments, **keywords)
+
+    def take(probe: Any) -> None:
+        target = arguments[1] if len(arguments) > 1 else keywords["target"]
+        reduction = keywords.get("reduction", "mean")
+        if reduction not in ("mean", "sum") or target.is_floating_point():
+            return
+        valid = target != keywords.get("ignore_index", -100)
+        loss = {"tokens": valid.sum(), "weight": None, "of": reduction, "place": script_line()}
+        probe.window.losses.append(loss)
+        result.register_hook(functools.partial(loss.__setitem__, "weight"))
+
+    if result.requires_grad and not result.dim():
+        quiet(take)()
+    return result
+
+
+def loss_scale(frame: Any) -> float:
+    """Return the scale of the GradScaler that this step was called by, 1 without one."""
+    while frame is not None:
+        scaler = frame.f_locals.get("self")
+        if type(scaler).__name__ == "GradScaler" and scaler.is_enabled():
+            return float(scaler.get_scale())
+        frame = frame.f_back
+    return 1.0
+
+
+def _cleared(probe: Any, parameters: Any) -> None:
+    probe.cleared(parameters)

@@ -1,0 +1,443 @@
+"""The norms of a step: what holds between the ranks each time they take one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from spec_tests.watch.inputs import CHECKS as INPUT_CHECKS
+from spec_tests.watch.norm import Finding, norm
+from spec_tests.watch.run import Step
+
+_DDP = "docs.pytorch.org/docs/stable/notes/ddp.html"
+_FSDP = "docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
+_CLIP = "docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html"
+
+
+@norm("watch.optimizer.holds-the-model", source=_FSDP)
+def holds_the_model(step: Step) -> Iterator[Finding]:
+    """The optimizer MUST hold the parameters that the model trains with."""
+    for rank, event in step.events.items():
+        loose, stray = event["loose"]
+        if loose:
+            text = (
+                f"rank {rank}, {loose[0]!r}: expected an optimizer to hold it, got none that does"
+            )
+            text += f" ({len(loose)} such parameters have gradients)" if len(loose) > 1 else ""
+            if stray:
+                text += f", while {len(stray)} parameters of the optimizer belong to no module"
+            likely = "the optimizer was built before the model was wrapped, moved or replaced"
+            yield Finding(
+                "watch.optimizer.holds-the-model",
+                text,
+                step.number,
+                rank,
+                loose[0],
+                step.place(rank),
+                likely if stray else "the parameter was left out of the optimizer's groups",
+                is_advice=not stray and any(g is not None for g in event["grads"]),
+            )
+            return
+
+
+@norm("watch.reduction.no-sync", source=_DDP)
+def nothing_reduced_under_no_sync(step: Step) -> Iterator[Finding]:
+    """A gradient MUST NOT be reduced in a micro-batch that `no_sync` is meant to leave out."""
+    for rank, event in step.events.items():
+        meant = event["backwards"] - event["unsynced"]
+        if not event["unsynced"] or not event["is_complete"] or not event["distinct"]:
+            continue
+        times = event["reduced"] / event["distinct"]
+        if times > meant + 0.5:
+            flags = [forward["syncs"] for forward in event["forwards"]]
+            outside = sum(flag is True for flag in flags) > meant
+            yield Finding(
+                "watch.reduction.no-sync",
+                f"rank {rank}: expected {meant} all-reduce of the gradients in a window of "
+                f"{event['backwards']} micro-batches, got {times:.1f}",
+                step.number,
+                rank,
+                place=event["forwards"][-1]["place"] if event["forwards"] else step.place(rank),
+                likely="no_sync encloses the backward alone; DDP decides in the forward" * outside,
+            )
+            return
+
+
+@norm("watch.reduction.once", source=_DDP)
+def reduced_once(step: Step) -> Iterator[Finding]:
+    """Every trainable element MUST be reduced at most once for each backward that computed it."""
+    for rank, event in step.events.items():
+        if not event["is_complete"] or not event["computed"] or step.run.world == 1:
+            continue
+        if any(entry["kind"] in ("sharded", "flat") for entry in step.layout(rank)):
+            continue
+        times = event["reduced"] / event["computed"]
+        if times > 1.5:
+            yield Finding(
+                "watch.reduction.once",
+                f"rank {rank}: expected {event['computed']:,} gradient elements to be reduced, "
+                f"got {event['reduced']:,} ({times:.1f} times as many)",
+                step.number,
+                rank,
+                place=step.place(rank),
+                likely="the wrapper reduces, and the script reduces the same gradients again",
+            )
+            return
+
+
+@norm("watch.reduction.through-the-wrapper", source=_DDP)
+def through_the_wrapper(step: Step) -> Iterator[Finding]:
+    """A training forward MUST go through DistributedDataParallel, not to the module inside it."""
+    for rank, event in step.events.items():
+        inside = [forward for forward in event["forwards"] if forward["inside"]]
+        if inside:
+            yield Finding(
+                "watch.reduction.through-the-wrapper",
+                f"rank {rank}: expected a forward of DistributedDataParallel, got one of the "
+                f"{inside[0]['root']} inside it ({len(inside)} of {len(event['forwards'])} forwards)",
+                step.number,
+                rank,
+                place=inside[0]["place"],
+                likely="the module that was wrapped is called: its gradients are not prepared for",
+            )
+            return
+
+
+@norm("watch.scaler.unscaled", source="docs.pytorch.org/docs/stable/notes/amp_examples.html")
+def scaler_unscaled(step: Step) -> Iterator[Finding]:
+    """Gradients of a loss that a GradScaler scaled MUST be unscaled before the step."""
+    for rank, event in step.events.items():
+        if event["scaled"]:
+            yield Finding(
+                "watch.scaler.unscaled",
+                f"rank {rank}: expected unscaled gradients, got a step with those of a scaled loss",
+                step.number,
+                rank,
+                place=step.place(rank),
+                likely="optimizer.step() is called; scaler.step(optimizer) unscales",
+            )
+            return
+
+
+@norm("watch.optimizer.precision", source="Micikevicius et al. 2018, section 3.1")
+def optimizer_precision(step: Step) -> Iterator[Finding]:
+    """Parameters of 16 bits SHOULD not lose the optimizer's updates to rounding."""
+    for rank, event in step.events.items():
+        name, share = event["half"] or ("", 1.0)
+        if share < 0.9 and any(event["grads"]):
+            yield Finding(
+                "watch.optimizer.precision",
+                f"rank {rank}, {name!r}: the step changed {100 * share:.0f} % of its elements; in "
+                "the others the update is smaller than half a unit in the last place",
+                step.number,
+                rank,
+                name,
+                step.place(rank),
+                "keep the optimizer's parameters in float32, and compute in 16 bits",
+            )
+            return
+
+
+@norm("watch.reduction.saved", source=_DDP)
+def reduction_saved(step: Step) -> Iterator[Finding]:
+    """Accumulated gradients SHOULD be reduced once per step, not once per micro-batch."""
+    for rank, event in step.events.items():
+        wasted = event["backwards"] > 1 and not event["unsynced"] and event["is_complete"]
+        is_ddp = any(entry["kind"] == "ddp" for entry in step.layout(rank))
+        flags = [forward["syncs"] for forward in event["forwards"]]
+        every = 0.95 * event["backwards"] * event["distinct"]
+        if wasted and is_ddp and len(flags) == event["backwards"] and event["reduced"] > every > 0:
+            yield Finding(
+                "watch.reduction.saved",
+                f"rank {rank}: the gradients are reduced in each of {event['backwards']} "
+                "micro-batches; no_sync() around all but the last saves the others",
+                step.number,
+                rank,
+                place=event["forwards"][0]["place"],
+            )
+            return
+
+
+@norm("watch.weights.current", source=_FSDP)
+def weights_current(step: Step) -> Iterator[Finding]:
+    """Full weights that a module computes with MUST be the current shards."""
+    for rank, event in step.events.items():
+        for name, place, number in event["stale"][:1]:
+            yield Finding(
+                "watch.weights.current",
+                f"rank {rank}, {name!r}: expected the weights of the last step, got older ones in "
+                f"{number:,} elements of this rank's part ({len(event['stale'])} tensors)",
+                step.number,
+                rank,
+                name,
+                place,
+                "full weights were kept from a forward before the step, such as an evaluation "
+                "between "
+                "backward and step",
+            )
+            return
+
+
+@norm("watch.parameters.stay-tied", source="Press and Wolf 2017; nanoGPT's model.py")
+def stay_tied(step: Step) -> Iterator[Finding]:
+    """Parameters that were tied when the model was built MUST still be one parameter."""
+    for rank, event in step.events.items():
+        for first, second in event["ties"][:1]:
+            yield Finding(
+                "watch.parameters.stay-tied",
+                f"rank {rank}, {first!r} and {second!r}: expected one tied parameter, got two",
+                step.number,
+                rank,
+                first,
+                step.place(rank),
+                "the model was moved, loaded with assign=True or wrapped in parts after it was "
+                "tied",
+            )
+            return
+
+
+@norm("watch.gradients.equal", source="Li et al. 2020, section 3.2")
+def gradients_equal(step: Step) -> Iterator[Finding]:
+    """Gradients of replicated parameters MUST be equal on all ranks when the step begins."""
+    wrong = {name for name, _, _ in _unequal(step, "after")}
+    # By hand, a gradient may be whole on the rank alone that updates the parameter.
+    ddp = {name for name, kind, _ in step.replicas("grads") if kind == "ddp"}
+    found = [each for each in _unequal(step, "grads") if each[0] in wrong | ddp]
+    if found:
+        name, rank, values = found[0]
+        lacks = [r for r, v in values.items() if v is None]
+        none = all(e["reduced"] == 0 and e["is_complete"] for e in step.events.values())
+        likely = "nothing was reduced in this step" if none else ""
+        yield Finding(
+            "watch.gradients.equal",
+            f"rank {rank}, {name!r}: expected the gradient of rank {min(values)}, got "
+            f"{'none' if rank in lacks else 'another one'} ({_several(found, step)})",
+            step.number,
+            rank,
+            name,
+            step.place(rank),
+            likely or ("a rank did not use the parameter" if lacks else ""),
+        )
+
+
+@norm("watch.replicas.begin-equal", source="Li et al. 2020, section 3.2")
+def replicas_begin_equal(step: Step) -> Iterator[Finding]:
+    """Replicated parameters MUST be equal on all ranks before the first step."""
+    found = list(_unequal(step, "before", every=True)) if step.number == 1 else []
+    if found:
+        step.run.unequal_starts.add(step.optimizer)
+        name, rank, values = found[0]
+        reduces = any(e["reduced"] >= e["distinct"] > 0 for e in step.events.values())
+        yield Finding(
+            "watch.replicas.begin-equal",
+            f"rank {rank}, {name!r}: expected the weights of rank {min(values)} before the first "
+            f"step, got others ({_several(found, step)})",
+            step.number,
+            rank,
+            name,
+            step.place(rank),
+            "the first weights were not broadcast" if reduces else "the ranks train alone",
+            is_advice=not reduces,
+        )
+
+
+@norm("watch.replicas.equal", source="Li et al. 2020, section 3.2")
+def replicas_equal(step: Step) -> Iterator[Finding]:
+    """Replicated parameters MUST be equal on all ranks after an optimizer step."""
+    found = list(_unequal(step, "after"))
+    if found:
+        name, rank, values = found[0]
+        yield Finding(
+            "watch.replicas.equal",
+            f"rank {rank}, {name!r}: expected the weights of rank {min(values)} after the step, "
+            f"got others ({_several(found, step)})",
+            step.number,
+            rank,
+            name,
+            step.place(rank),
+        )
+
+
+def _unequal(step: Step, key: str, *, every: bool = False) -> Iterator[tuple[str, int, Any]]:
+    """Yield name, first rank that differs, and all values of replicated tensors that differ."""
+    for name, kind, values in step.replicas(key):
+        if kind == "plain" and not every and step.optimizer in step.run.unequal_starts:
+            continue  # reported once; nobody says that they are replicas
+        first = values[min(values)]
+        different = [rank for rank, value in values.items() if value != first]
+        if different:
+            yield name, different[0], values
+
+
+def _several(found: Sequence[Any], step: Step) -> str:
+    return f"{len(found)} of {len(step.layout(min(step.events)))} parameters"
+
+
+@norm("watch.clip.norm", source=_CLIP)
+def clip_norm(step: Step) -> Iterator[Finding]:
+    """Clipping MUST use the norm of the whole gradient that the optimizer steps with."""
+    clips = {rank: event["clip"] for rank, event in step.events.items() if event["clip"]}
+    if len(clips) < len(step.events):
+        yield from _clipped_on_some(step, clips)
+        return
+    whole = _whole_norm(clips)
+    for rank, clip in clips.items():
+        if whole is None:
+            yield from _clipped_before_the_mean(step, rank, clip)
+            return
+        if not clip["norm"] or not clip["clipped"]:
+            continue
+        used, right = clip["clipped"] / clip["norm"], min(1.0, clip["max"] / (whole + 1e-6))
+        own = _norm([part[0] for part in clip["parts"]], clip["kind"])
+        if abs(used / right - 1) > 0.03:
+            is_own = abs(used / min(1.0, clip["max"] / (own + 1e-6)) - 1) < 0.01 and own != whole
+            yield Finding(
+                "watch.clip.norm",
+                f"rank {rank}: expected gradients scaled by {right:.4g} (norm {whole:.4g} over all "
+                f"ranks), got {used:.4g}",
+                step.number,
+                rank,
+                place=clip["place"],
+                likely="the norm of this rank's shards alone was used" if is_own else "",
+            )
+            return
+        ratio = clip["clipped"] / clip["stepped"] if clip["stepped"] else 1.0
+        if ratio > 1.9 or ratio < 0.55:
+            yield Finding(
+                "watch.clip.norm",
+                f"rank {rank}: expected the clipped gradients in the step, got ones {ratio:.4g} "
+                "times "
+                "smaller",
+                step.number,
+                rank,
+                place=clip["place"],
+                likely="scaled gradients were clipped: scaler.unscale_(optimizer) comes first",
+            )
+            return
+
+
+def _clipped_on_some(step: Step, clips: dict[int, Any]) -> Iterator[Finding]:
+    if clips:
+        rank = next(rank for rank in step.events if rank not in clips)
+        yield Finding(
+            "watch.clip.norm",
+            f"rank {rank}: expected its gradients to be clipped as on rank {min(clips)}, got none "
+            "that were",
+            step.number,
+            rank,
+            place=clips[min(clips)]["place"],
+            likely="only some ranks clip: the others keep the whole gradient",
+        )
+
+
+def _clipped_before_the_mean(step: Step, rank: int, clip: Any) -> Iterator[Finding]:
+    """Replicated gradients that differed when they were clipped and are equal in the step."""
+    differ = list(_unequal(step, "grads"))
+    if not differ:
+        yield Finding(
+            "watch.clip.norm",
+            f"rank {rank}: expected the norm of the reduced gradients, got one of gradients that "
+            "differ between the ranks",
+            step.number,
+            rank,
+            place=clip["place"],
+            likely="gradients are clipped before they are reduced",
+        )
+
+
+def _whole_norm(clips: dict[int, Any]) -> float | None:
+    """Return the norm over all ranks; None where replicated parts differ between the ranks."""
+    kind = next(iter(clips.values()))["kind"]
+    alike = [[p[0] for p in c["parts"] if p[1] in ("ddp", "plain")] for c in clips.values()]
+    first = alike[0]
+    if any(
+        len(a) != len(first)
+        or any(abs(x - y) > 1e-3 * abs(y) for x, y in zip(a, first, strict=True))
+        for a in alike
+    ):
+        return None
+    parts = {}
+    for rank, clip in clips.items():
+        for index, (value, of, shard) in enumerate(clip["parts"]):
+            if of not in ("ddp", "plain"):
+                parts[index, tuple(shard) if of == "sharded" else rank] = value
+    return _norm([*first, *parts.values()], kind)
+
+
+def _norm(parts: Sequence[float], kind: float) -> float:
+    if kind == float("inf"):
+        return max(parts, default=0.0)
+    return float(sum(part**kind for part in parts) ** (1 / kind))
+
+
+@norm("watch.optimizer.same-options", source=_DDP)
+def same_options(step: Step) -> Iterator[Finding]:
+    """Learning rate and weight decay MUST be equal on all ranks."""
+    first, *others = step.events
+    for rank in others:
+        pairs = zip(step.events[first]["options"], step.events[rank]["options"], strict=False)
+        for group, (theirs, ours) in enumerate(pairs):
+            for name, wanted, got in zip(("lr", "weight_decay"), theirs, ours, strict=True):
+                if wanted != got:
+                    yield Finding(
+                        "watch.optimizer.same-options",
+                        f"rank {rank}: expected {name} {wanted:g} of rank {first} in group "
+                        f"{group}, "
+                        f"got {got:g}",
+                        step.number,
+                        rank,
+                        place=step.place(rank),
+                    )
+                    return
+
+
+@norm("watch.optimizer.moves", source=_FSDP)
+def optimizer_moves(step: Step) -> Iterator[Finding]:
+    """A step with gradients and a learning rate above zero MUST move the parameters."""
+    for rank, event in step.events.items():
+        rates = [lr for lr, _ in event["options"] if lr]
+        if event["moved"] or event["skips"] or not rates:
+            continue
+        if event["computed"] and not any(event["grads"]):
+            yield Finding(
+                "watch.optimizer.moves",
+                f"rank {rank}: expected gradients in the step, got none, though a backward "
+                "computed them",
+                step.number,
+                rank,
+                place=step.place(rank),
+                likely="they are cleared between backward and step",
+            )
+            return
+        if any(event["grads"]) and step.number > 1:
+            yield Finding(
+                "watch.optimizer.moves",
+                f"rank {rank}: expected the step to change the parameters, got the same bits in "
+                "all of them",
+                step.number,
+                rank,
+                place=step.place(rank),
+                likely="the optimizer steps copies, or undoes its update",
+            )
+            return
+
+
+CHECKS = (
+    *INPUT_CHECKS,
+    holds_the_model,
+    nothing_reduced_under_no_sync,
+    reduced_once,
+    through_the_wrapper,
+    scaler_unscaled,
+    optimizer_precision,
+    reduction_saved,
+    weights_current,
+    stay_tied,
+    replicas_begin_equal,
+    gradients_equal,
+    replicas_equal,
+    clip_norm,
+    same_options,
+    optimizer_moves,
+)
+"""Those that are asked of each step; causes come before effects."""

@@ -1,0 +1,295 @@
+"""Watch a training command: start it with the probe in each rank, and judge what the ranks send.
+
+    python -m spec_tests watch -- torchrun --standalone --nproc-per-node=2 train.py --steps 100
+    python -m spec_tests watch --steps 5 --replay 3 --report outputs/watch -- torchrun ... train.py
+
+Exit status: 1 a MUST does not hold; 2 nothing could be judged; else the command's own. On several
+nodes, start each node's torchrun under a `watch` of its own: the one with rank 0 judges.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from spec_tests.watch import checks, traffic
+from spec_tests.watch.norm import Finding, is_must
+from spec_tests.watch.run import Rank, Run
+from spec_tests.watch.verdict import Verdict, causes_of, render, write
+
+BOOT = Path(__file__).parent / "boot"
+_GRACE_SECONDS = 3.0
+_RECORDS = "512"  # collectives that torch's flight recorder keeps: 6 ms to read
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command; returns its exit status."""
+    options, command = parse(arguments)
+    if not command:
+        print(
+            "expected a command after --, such as: watch -- torchrun ... train.py", file=sys.stderr
+        )
+        return 2
+    if shutil.which(command[0]) is None:
+        print(f"expected a command that can be run, got {command[0]!r}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="trainspec-watch-") as scratch:
+        agent = Agent(options, scratch)
+        own = agent.run_command(command)
+        verdict = agent.verdict(own)
+    print(render(verdict), flush=True)
+    if options.report:
+        write(verdict, agent.run, command, Path(options.report))
+        print(f"report: {Path(options.report) / 'index.html'}")
+    return verdict.status or (own if own >= 0 else 128 - own)
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options, and the command after "--"."""
+    parser = argparse.ArgumentParser(
+        prog="python -m spec_tests watch",
+        usage="%(prog)s [options] -- COMMAND ...",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--steps", type=_positive, help="end each rank after so many steps")
+    parser.add_argument(
+        "--replay", type=_positive, metavar="K", help="compute the gradients of step K again"
+    )
+    parser.add_argument("--report", metavar="DIR", help="write index.html and report.json")
+    parser.add_argument("--fail-fast", action="store_true", help="end at the first MUST that fails")
+    parser.add_argument(
+        "--patience", type=float, default=10, help="seconds without progress that are a hang (10)"
+    )
+    parser.add_argument("--host", default="", help="this node's address for ranks on other nodes")
+    given = list(arguments)
+    cut = given.index("--") if "--" in given else len(given)
+    return parser.parse_args(given[:cut]), given[cut + 1 :]
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 on, got {text}")
+    return value
+
+
+class Agent:
+    """Listens to the ranks of one command, and runs the checks as their events come."""
+
+    def __init__(self, options: argparse.Namespace, scratch: str) -> None:
+        self.run = Run()
+        self.findings: list[Finding] = []
+        self.moved_to = ""
+        self._options = options
+        self._scratch = scratch
+        self._token = secrets.token_hex(8)
+        self._traffic = traffic.Traffic()
+        self._selector = selectors.DefaultSelector()
+        self._lines: dict[socket.socket, bytes] = {}
+        self._ranks: dict[socket.socket, Rank] = {}
+        self._hung = False
+        self._begun = 0.0
+
+    def run_command(self, command: Sequence[str]) -> int:
+        """Start the command, serve its ranks until it has ended; returns its exit status."""
+        many = any("nnodes" in each and not each.endswith("=1") for each in command)
+        with socket.create_server(("" if many else "127.0.0.1", 0)) as server:
+            server.setblocking(False)
+            host = self._options.host or (socket.gethostname() if many else "127.0.0.1")
+            address = f"{host}:{server.getsockname()[1]}:{self._token}"
+            self._selector.register(server, selectors.EVENT_READ)
+            child = self.start(command, self._environment(address))
+            try:
+                self._serve(server, child)
+            except KeyboardInterrupt:
+                child.stop(signal.SIGINT)
+            finally:
+                for each in list(self._lines):
+                    self._close(each)
+                self._selector.close()
+            return child.wait()
+
+    def start(self, command: Sequence[str], environment: dict[str, str]) -> Any:
+        """Start the command; returns what can be polled, waited for and stopped."""
+        return Child(command, environment)
+
+    def _environment(self, address: str) -> dict[str, str]:
+        told = {
+            "agent": address,
+            "steps": self._options.steps,
+            "replay": self._options.replay,
+            "scratch": self._scratch,
+        }
+        paths = [str(BOOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {
+            "TORCH_FR_BUFFER_SIZE": _RECORDS,
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "TRAINSPEC_WATCH": json.dumps(told),
+        }
+
+    def _serve(self, server: socket.socket, child: Any) -> None:
+        ended: float | None = None
+        while True:
+            for key, _ in self._selector.select(timeout=0.2):
+                if key.fileobj is server:
+                    self._accept(server)
+                else:
+                    self._read(key.fileobj)  # type: ignore[arg-type]
+            now = time.monotonic()
+            if child.poll() is None:
+                self._look_for_hang(now)
+                if self._options.fail_fast and any(map(is_must, self.findings)):
+                    child.stop(signal.SIGTERM)
+                continue
+            ended = ended or now
+            if not self._lines or now - ended > _GRACE_SECONDS:
+                return
+
+    def _accept(self, server: socket.socket) -> None:
+        connection, _ = server.accept()
+        connection.setblocking(False)
+        self._lines[connection] = b""
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, connection: socket.socket) -> None:
+        try:
+            data = connection.recv(1 << 20)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._close(connection)
+            return
+        *lines, self._lines[connection] = (self._lines[connection] + data).split(b"\n")
+        for line in lines:
+            event = json.loads(line)
+            if event["e"] == "hello" and event["token"] != self._token:
+                self._close(connection)
+                return
+            self._report(self._take(connection, event))
+
+    def _close(self, connection: socket.socket) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection)
+        connection.close()
+        self._lines.pop(connection, None)
+        rank = self._ranks.pop(connection, None)
+        if rank is not None:
+            rank.is_open = False
+
+    def _take(self, connection: socket.socket, event: dict[str, Any]) -> Iterable[Finding]:
+        """Take one event; returns what it shows."""
+        kind = event.pop("e")
+        if kind == "rank":
+            self._take_rank(connection, event)
+        rank = self._ranks.get(connection)
+        if rank is None:
+            return ()
+        if kind == "collectives":
+            rank.read_until = event["t"]
+            found = self.run.take_collectives(rank, event["items"], event["missed"])
+            return self._traffic.take(rank, found)
+        if kind == "step":
+            step = self.run.take_step(rank, event)
+            every = (*checks.CHECKS, traffic.replayed_gradients)
+            return [] if step is None else [each for check in every for each in check(step)]
+        if kind in ("end", "done"):
+            rank.has_ended = True
+            if kind == "done":
+                connection.sendall(b"!")
+        elif kind == "moved":
+            self.moved_to = event["to"]
+            del self.run.ranks[rank.rank], self._ranks[connection]
+        else:
+            self.run.take_news(rank, kind, event)
+        return ()
+
+    def _take_rank(self, connection: socket.socket, event: dict[str, Any]) -> None:
+        number = event["rank"]
+        known = self._ranks.get(connection)
+        if known is None or known.rank != number:
+            known = self._ranks[connection] = self.run.ranks.setdefault(number, Rank(number))
+            known.is_open, known.has_ended = True, False
+        known.world = event["world"] or known.world
+
+    def _report(self, findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            is_new = all(finding.norm != each.norm for each in self.findings)
+            self.findings.append(finding)
+            if is_new and is_must(finding):
+                print(
+                    f"trainspec watch: [{finding.norm}] {finding.text}", file=sys.stderr, flush=True
+                )
+
+    def _look_for_hang(self, now: float) -> None:
+        if not self._hung:
+            found = list(traffic.goes_on(self.run, now, self._options.patience))
+            self._hung = bool(found)
+            self._report(found)
+
+    def verdict(self, own: int) -> Verdict:
+        """Return what was found, when the command has ended with status `own`."""
+        run = self.run
+        was_stopped = self._options.fail_fast and any(map(is_must, self.findings))
+        if not was_stopped:
+            self._report([*traffic.ends(run), *traffic.as_many_steps(run)])
+        steps = max(run.steps_taken().values(), default=0)
+        unseen = list(dict.fromkeys(run.notes))
+        status = int(any(map(is_must, self.findings)))
+        if not status and not steps:
+            status = 0 if self.moved_to else 2
+            unseen.append(self._why_nothing(own))
+        return Verdict(
+            status, causes_of(self.findings), steps, len(run.ranks), unseen, run.replayed
+        )
+
+    def _why_nothing(self, own: int) -> str:
+        if self.moved_to:
+            return f"the ranks are judged by the agent of rank 0, at {self.moved_to}"
+        if self.run.ranks:
+            return f"no optimizer took a step before the command ended with status {own}"
+        return (
+            "no process of the command imported torch and trained a model; a Python that is "
+            "started "
+            "with -E, -I or -S takes no start-up hook"
+        )
+
+
+class Child:
+    """The command, in a session of its own with all that it starts."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
+
+    def poll(self) -> int | None:
+        """Return the exit status, None while it runs."""
+        return self._process.poll()
+
+    def wait(self) -> int:
+        """Wait for the end; returns the exit status."""
+        return self._process.wait()
+
+    def stop(self, number: int) -> None:
+        """Ask all to end with a signal, then end them."""
+        for each in (number, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, each)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=5)

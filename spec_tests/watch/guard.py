@@ -1,0 +1,74 @@
+"""How the watcher keeps out of the script's way: every hook of the probe passes here."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from .probe import Probe
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Current:
+    """The probe of this process; None in a fork, and after it gave up."""
+
+    probe: Probe | None = None
+    is_replaying = False
+
+
+def probe_to_ask() -> Probe | None:
+    """Return the probe, unless this is compiled code, another thread, or the probe's own doing."""
+    probe = None if torch.compiler.is_compiling() else Current.probe
+    return None if probe is None or probe.is_busy or not probe.is_main() else probe
+
+
+def quiet(hook: Callable[..., None]) -> Callable[..., None]:
+    """Give a hook the probe, and keep its errors and its operations from the script."""
+
+    @functools.wraps(hook)
+    def guarded(*arguments: Any) -> None:
+        probe = probe_to_ask()
+        if probe is None:
+            return
+        begun = time.perf_counter()
+        probe.is_busy = True
+        try:
+            with torch.no_grad():
+                hook(probe, *arguments)
+        except Exception as error:
+            probe.fail(error)
+        finally:
+            probe.is_busy = False
+            probe.spent += time.perf_counter() - begun
+
+    return guarded
+
+
+def wrapped_always(original: Function, observed: Callable[..., Any]) -> Function:
+    """Return a function that is observed also while the probe itself computes."""
+
+    @functools.wraps(original)
+    def wrapper(*arguments: Any, **keywords: Any) -> Any:
+        if torch.compiler.is_compiling() or Current.probe is None:
+            return original(*arguments, **keywords)
+        return observed(original, *arguments, **keywords)
+
+    return wrapper  # type: ignore[return-value]
+
+
+def wrapped(original: Function, observed: Callable[..., Any]) -> Function:
+    """Return a function that is observed on its way to `original`."""
+
+    @functools.wraps(original)
+    def wrapper(*arguments: Any, **keywords: Any) -> Any:
+        if probe_to_ask() is None:
+            return original(*arguments, **keywords)
+        return observed(original, *arguments, **keywords)
+
+    return wrapper  # type: ignore[return-value]

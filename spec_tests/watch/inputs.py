@@ -1,0 +1,178 @@
+"""The norms of what a step is given: batches, buffers, random states, token counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from spec_tests.watch.norm import Finding, norm
+from spec_tests.watch.run import Step
+
+_DDP = "docs.pytorch.org/docs/stable/notes/ddp.html"
+_DATA = "docs.pytorch.org/docs/stable/data.html#torch.utils.data.distributed.DistributedSampler"
+_ENOUGH = 16  # elements of an input: two smaller ones may be equal by chance
+
+
+@norm("watch.batches.distinct", source=_DATA)
+def batches_distinct(step: Step) -> Iterator[Finding]:
+    """A rank MUST NOT train on the batch that another data-parallel rank has in the same step."""
+    for peers in step.peers():
+        for rank in peers[1:]:
+            ours, theirs = (_batches(step.events[r]) for r in (rank, peers[0]))
+            same = [a for a, b in zip(ours, theirs, strict=False) if a == b and _size(a) >= _ENOUGH]
+            # Of numbers that are drawn, such as noise, one may be the same on purpose; tokens not.
+            if same and (len(same) == len(ours) or _are_tokens(same[0])):
+                yield Finding(
+                    "watch.batches.distinct",
+                    f"rank {rank}: expected a batch of its own, got the inputs of rank {peers[0]} "
+                    f"in {len(same)} of the step's {len(ours)} micro-batches",
+                    step.number,
+                    rank,
+                    place=step.events[rank]["forwards"][0]["place"],
+                    likely="the loader does not know the rank: no DistributedSampler, no offset, "
+                    "one seed",
+                )
+
+
+@norm("watch.batches.not-repeated", source=_DATA)
+def batches_not_repeated(step: Step) -> Iterator[Finding]:
+    """A rank MUST NOT train on a batch that another rank has had earlier in the same epoch."""
+    seen = step.run.seen
+    for peers in step.peers():
+        again = [
+            (rank, *seen[batch])
+            for rank in peers
+            for batch in _batches(step.events[rank])
+            if batch in seen and seen[batch][1] < step.number and _size(batch) >= _ENOUGH
+        ]
+        # A rank that begins its own data again is in a new epoch.
+        step.run.looped = step.run.looped or any(rank == other for rank, other, _ in again)
+        repeated = [each for each in again if each[0] != each[1]]
+        if repeated and not step.run.looped:
+            rank, other, number = repeated[0]
+            yield Finding(
+                "watch.batches.not-repeated",
+                f"rank {rank}: expected new data, got the batch that rank {other} had in step "
+                f"{number}",
+                step.number,
+                rank,
+                place=step.events[rank]["forwards"][0]["place"],
+                likely="ranks walk through the same data with different offsets",
+            )
+    for rank, event in step.events.items():
+        for batch in _batches(event):
+            if len(seen) < 200_000:
+                seen.setdefault(batch, (rank, step.number))
+
+
+def _batches(event: Any) -> list[tuple[Any, ...]]:
+    """Return the inputs of each training forward, as far as they came from outside."""
+    all_inputs = ([(h, d, tuple(s)) for h, d, s in f["inputs"]] for f in event["forwards"])
+    return [tuple(inputs) for inputs in all_inputs if inputs]
+
+
+def _size(batch: tuple[Any, ...]) -> int:
+    """Return the elements of the largest input."""
+    return max(math.prod(shape) for _, _, shape in batch)
+
+
+def _are_tokens(batch: tuple[Any, ...]) -> bool:
+    return any(dtype.startswith(("int", "uint")) for _, dtype, _ in batch)
+
+
+@norm("watch.steps.same", source=_DDP)
+def steps_same(step: Step) -> Iterator[Finding]:
+    """All ranks MUST take the same steps: none skips an update that another one takes."""
+    seen = {rank: event["seen"] for rank, event in step.events.items()}
+    windows = {rank: len(event["forwards"]) for rank, event in step.events.items()}
+    few, many = min(windows.values()), max(windows.values())
+    if few and many >= 2 * few and many % few == 0 and len(set(seen.values())) > 1:
+        rank = next(r for r, n in windows.items() if n == many)
+        yield Finding(
+            "watch.steps.same",
+            f"rank {rank}: expected step {step.number} after {few} micro-batch{'es' * (few > 1)} "
+            "as on the "
+            f"other ranks, got it after {many}: it skipped an update",
+            step.number,
+            rank,
+            place=step.place(rank),
+            likely="each rank decides for itself, for example by its own gradients being finite",
+        )
+
+
+@norm("watch.replicas.buffers", source=_DDP)
+def buffers_equal(step: Step) -> Iterator[Finding]:
+    """Floating-point buffers SHOULD be equal on all ranks when a forward begins."""
+    for peers in step.peers():
+        lists = {rank: step.events[rank]["forwards"] for rank in peers}
+        for index in range(min(map(len, lists.values()), default=0)):
+            first = lists[peers[0]][index]["buffers"]
+            for rank in peers[1:]:
+                ours = lists[rank][index]["buffers"]
+                wrong = [name for name in first if ours.get(name, first[name]) != first[name]]
+                if wrong:
+                    yield Finding(
+                        "watch.replicas.buffers",
+                        f"rank {rank}, {wrong[0]!r}: expected the buffer of rank {peers[0]}, got "
+                        "another one "
+                        f"({len(wrong)} of {len(first)} buffers)",
+                        step.number,
+                        rank,
+                        wrong[0],
+                        lists[rank][index]["place"],
+                        "running statistics are each rank's own: broadcast them, or use "
+                        "SyncBatchNorm",
+                    )
+                    return
+
+
+@norm("watch.dropout.differs", source="docs.pytorch.org/docs/stable/notes/randomness.html")
+def dropout_differs(step: Step) -> Iterator[Finding]:
+    """Data-parallel ranks SHOULD drop different elements: their random states differ."""
+    for peers in step.peers():
+        lists = [step.events[rank]["forwards"] for rank in peers]
+        pairs = list(zip(*lists, strict=False))
+        drops = [pair for pair in pairs if all(forward["drops"] for forward in pair)]
+        if len(peers) > 1 and drops and all(len({f["random"] for f in p}) == 1 for p in drops):
+            yield Finding(
+                "watch.dropout.differs",
+                f"ranks {peers[0]} to {peers[-1]}: the random state is the same on all ranks in "
+                "every forward, "
+                "so their dropout masks are equal",
+                step.number,
+                place=drops[0][0]["place"],
+                likely="one seed for all ranks: add the rank to it once the weights are made",
+            )
+
+
+@norm("watch.loss.token-counts", source="huggingface.co/blog/gradient_accumulation")
+def token_counts(step: Step) -> Iterator[Finding]:
+    """Means over unequal token counts SHOULD be weighted by the counts."""
+    seen = [loss for event in step.events.values() for loss in event["losses"]]
+    losses = [loss for loss in seen if loss["weight"] and loss["tokens"]]
+    counts = {loss["tokens"] for loss in losses}
+    # What a whole batch weighs: equal for all, and its tokens weigh the less the more they are.
+    weights = [x["weight"] * (1 if x["of"] == "mean" else x["tokens"]) for x in losses]
+    if len(counts) > 1 and max(weights) - min(weights) <= 1e-4 * abs(max(weights)):
+        yield Finding(
+            "watch.loss.token-counts",
+            f"losses are means over {min(counts)} to {max(counts)} tokens and count alike, so a "
+            "token "
+            f"counts up to {max(counts) / max(1, min(counts)):.2f} times as much as another",
+            step.number,
+            place=losses[0]["place"],
+            likely="divide sums by the token count of the whole step, over all ranks and "
+            "micro-batches",
+        )
+
+
+CHECKS = (
+    batches_distinct,
+    batches_not_repeated,
+    steps_same,
+    buffers_equal,
+    dropout_differs,
+    token_counts,
+)
+"""Those that are asked of each step."""

@@ -1,0 +1,106 @@
+"""index.html of a watched run: verdict, causes, a timeline of steps, and what was checked.
+
+One file that needs neither network nor script. The style is the report's `house.css`; the template
+beside this module adds its own and escapes everything that came from the run.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from spec_tests.rig.report.page import prose
+
+_HERE = Path(__file__).parent
+_HOUSE = _HERE.parent / "rig" / "report" / "house.css"
+_LEFT, _WIDE, _TOP, _LANE = 64, 860, 18, 30
+_LABEL = 44  # least distance between two step numbers
+_MOST_BARS = 800  # beyond them only each n-th step is drawn, and each with a finding
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """Return the page as text.
+
+    Args:
+        data: what `verdict.as_data` returns.
+    """
+    loader = FileSystemLoader(_HERE)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    environment.filters["prose"] = prose
+    is_judged = data["status"] == 1 or (data["status"] == 0 and data["steps"])
+    return environment.get_template("page.html.jinja").render(
+        data=data,
+        command=shlex.join(data["command"]),
+        styles=re.sub(r"\n\s+", "\n", _HOUSE.read_text("utf-8")),
+        kind=("good", "bad")[data["status"]] if is_judged else "warn",
+        verdict=_verdict(data) if is_judged else "Nothing was judged",
+        causes=sorted(data["causes"], key=lambda cause: cause["strength"] != "MUST"),
+        norms=[{**norm, **_result(norm, data, is_judged)} for norm in data["norms"]],
+        timeline=_timeline(data) if data["timeline"] else None,
+    )
+
+
+def _verdict(data: Mapping[str, Any]) -> str:
+    musts = sum(cause["strength"] == "MUST" for cause in data["causes"])
+    advice = len(data["causes"]) - musts
+    found = _count(musts, "cause") if musts else "A MUST does not hold"
+    seen = f"{_count(data['steps'], 'step')} of {_count(data['ranks'], 'rank')}"
+    words = f"{found if data['status'] else 'Nothing wrong'} in {seen}{data.get('replayed', '')}"
+    return words + f"; {advice} with advice" * bool(advice)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _result(norm: Mapping[str, Any], data: Mapping[str, Any], is_judged: bool) -> dict[str, str]:
+    """Return colour and words for a norm, and the id of the cause that it belongs to."""
+    if norm["holds"]:
+        kind, words = ("good", "holds") if is_judged else ("mute", "not judged")
+        return {"kind": kind, "words": words, "at": ""}
+    causes = [c for c in data["causes"] if norm["id"] in (c["norm"], *c["effects"])]
+    own = next((c["strength"] for c in causes if c["norm"] == norm["id"]), norm["strength"])
+    words = "does not hold" if own == norm["strength"] else "advice"
+    at = causes[0]["norm"] if causes else ""
+    return {"kind": "bad" if own == "MUST" else "warn", "words": words, "at": at}
+
+
+def _timeline(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return places and words of what the template draws: a lane for each rank."""
+    rows = sorted(data["timeline"])
+    every = math.ceil(len(rows) / _MOST_BARS)
+    begun = min(row[2] for row in rows)
+    lasted = max(max(row[3] for row in rows) - begun, 1e-6)
+    lanes = {rank: _TOP + at * _LANE for at, rank in enumerate(dict.fromkeys(r[0] for r in rows))}
+    bars, marked, numbers = "", [], {-float(_LABEL): ""}
+    for rank, step, begin, end in rows:
+        x, y = round(_LEFT + (begin - begun) / lasted * _WIDE, 1), lanes[rank]
+        wide = max(1.5, round((end - begin) / lasted * _WIDE, 1))
+        causes = [c for c in data["causes"] if c["step"] == step and c["rank"] in (None, rank)]
+        if causes:
+            kind = "bad" if any(c["strength"] == "MUST" for c in causes) else "warn"
+            said = "\n".join(f"[{c['norm']}] {c['text']}" for c in causes)
+            marked.append((x, y, max(wide, 4), kind, f"rank {rank}, step {step}", said))
+        elif step % every == 0:
+            bars += f"M{x} {y + 10}h{wide}v16h-{wide}z"
+        if y == _TOP and x - max(numbers) >= _LABEL:
+            numbers[x] = str(step)
+    about = f"{_count(len(rows), 'step')} on {_count(len(lanes), 'rank')} in {lasted:.3g} s"
+    low = _TOP + len(lanes) * _LANE + 16
+    size = {"left": _LEFT, "wide": _WIDE, "low": low, "every": every, "about": about}
+    drawn = {"lanes": lanes, "bars": bars, "marked": marked, "numbers": numbers}
+    return {**size, **drawn, "seconds": _seconds(lasted)}
+
+
+def _seconds(lasted: float) -> dict[float, str]:
+    """Return place to words of at most nine moments."""
+    ten = 10 ** math.floor(math.log10(lasted / 8))
+    unit = next(ten * by for by in (1, 2, 5, 10, 20) if lasted / (ten * by) <= 8)
+    moments = [at * unit for at in range(int(lasted / unit) + 1)]
+    return {round(_LEFT + each / lasted * _WIDE, 1): f"{each:.4g} s" for each in moments}

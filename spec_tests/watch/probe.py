@@ -1,0 +1,370 @@
+"""What a rank's own process sees: forwards, backwards, optimizer steps, clipping, losses.
+
+Everything is observed by hooks that torch offers for all modules and all optimizers, and by
+wrapping two functions whose arguments no hook shows (`clip_grad_norm_`, `cross_entropy`). No hook
+is left on a module of the script, which may be copied or pickled. Nothing here raises into the
+script, draws a random number, or communicates through its groups; under `torch.compile` a hook
+returns at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+import warnings
+import weakref
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.optim import optimizer as optim
+
+from . import calls
+from .guard import Current, probe_to_ask, quiet, wrapped, wrapped_always
+from .layout import Names, fingerprint, full_weights, is_dtensor, local_of, own_part
+from .link import Link, script_line
+from .replay import Recording, finish
+from .window import Watched, Window, numbers, tensors_of
+
+
+def start() -> None:
+    """Install the probe in this process; the start-up hook calls it behind `import torch`."""
+    Current.probe = Probe(json.loads(os.environ["TRAINSPEC_WATCH"]))
+    nn.modules.module.register_module_parameter_registration_hook(_registered)
+    nn.modules.module.register_module_module_registration_hook(_registered_module)
+    nn.modules.module.register_module_forward_pre_hook(_before_forward)
+    nn.modules.module.register_module_forward_hook(_after_forward, always_call=True)
+    optim.register_optimizer_step_pre_hook(_before_step)
+    optim.register_optimizer_step_post_hook(_after_step)
+    warnings.filterwarnings("ignore", message=".*when there are global hooks on modules.*")
+    clip = wrapped(torch.nn.utils.clip_grad_norm_, calls.clip_grad_norm)
+    torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = clip
+    for owner in (torch.optim.Optimizer, nn.Module):
+        setattr(owner, "zero_grad", wrapped(owner.zero_grad, calls.zero_grad))  # noqa: B010  # mypy
+    scaler = torch.amp.GradScaler
+    for name, observed in (("scale", calls.scale), ("unscale_", calls.unscale)):
+        setattr(scaler, name, wrapped(getattr(scaler, name), observed))
+    checkpoint = torch.utils.checkpoint
+    checkpoint.checkpoint = wrapped_always(checkpoint.checkpoint, calls.checkpoint)
+    nn.functional.cross_entropy = wrapped(nn.functional.cross_entropy, calls.cross_entropy)
+    os.register_at_fork(after_in_child=_forget)
+    atexit.register(_ended)
+    sys.excepthook = functools.partial(_raised, sys.excepthook)
+    if "RANK" in os.environ and "LOCAL_RANK" in os.environ and not _is_child():
+        Current.probe.connect()
+
+
+def _is_child() -> bool:
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and process.parent_process() is not None
+
+
+class Probe:
+    """What is known of this rank's training, and its link to the agent."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+        self.link: Link | None = None
+        self.names = Names()
+        self.is_busy = False
+        self.spent = 0.0  # seconds in hooks
+        self.root: nn.Module | None = None
+        self.takes_gradients = True
+        self.optimizers: weakref.WeakKeyDictionary[Any, Watched] = weakref.WeakKeyDictionary()
+        self.stepping: int | None = None
+        self.recordings: weakref.WeakKeyDictionary[nn.Module, Recording] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.scaled: dict[int, float] = {}  # scaler to the scale of a loss in this window
+        self.clips: list[dict[str, Any]] = []
+        self.window = Window()
+        self.compared: set[tuple[int, str]] = set()
+        self._roots: weakref.WeakKeyDictionary[nn.Module, tuple[object, ...]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._hooked: set[int] = set()
+        self._thread = threading.get_ident()
+        self._world: tuple[int, int] | None = None
+        self._failures = 0
+
+    def is_main(self) -> bool:
+        """Whether this is the thread that imported torch; others are not watched."""
+        return threading.get_ident() == self._thread
+
+    def connect(self) -> Link:
+        """Open the link, and say which rank this is as soon as that is known."""
+        if self.link is None:
+            self.link = Link(self.options["agent"])
+            self.link.send("rank", rank=int(os.environ.get("RANK", 0)), world=None)
+        world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+        if world is not None and world != self._world:
+            self._world = world
+            self._move_to_first_agent(*world)
+            backend = str(dist.get_backend())
+            self.link.send("rank", rank=world[0], world=world[1], backend=backend)
+        return self.link
+
+    def _move_to_first_agent(self, rank: int, size: int) -> None:
+        """Where ranks live on several nodes, each with an agent, talk to that of rank 0."""
+        assert self.link is not None
+        if int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size:
+            return
+        store = dist.PrefixStore("trainspec-watch", dist.distributed_c10d._get_default_store())
+        if rank == 0:
+            store.set("agent", self.options["agent"])
+            return
+        store.wait(["agent"], timedelta(seconds=20))
+        address = store.get("agent").decode()
+        if address != self.options["agent"]:
+            self.link.send("moved", to=address.rpartition(":")[0])
+            self.link.drop()
+            self.link = Link(address)
+
+    def fail(self, error: Exception) -> None:
+        """Say that a hook failed; after three times the probe gives up."""
+        self._failures += 1
+        if self.link is not None:
+            where = "".join(traceback.format_exception(error)[-2:])[-400:]
+            self.link.send("note", text=f"a hook of the watcher failed: {where}")
+        if self._failures >= 3:
+            _forget()
+
+    def begin(self, module: nn.Module, arguments: tuple[Any, ...], keywords: Any) -> None:
+        """A module is called at the top: take its inputs, if it trains."""
+        parameters = list(module.parameters())
+        if not parameters or isinstance(module, torch.fx.GraphModule):  # a loss; compiled in place
+            return
+        seen = tuple((id(p), p.requires_grad) for p in parameters)
+        if self._roots.get(module) != seen:
+            self._roots[module] = seen
+            self.names.learn(module)
+            self._count_backwards(parameters)
+        self.root = module
+        if not (module.training and self.takes_gradients and any(flag for _, flag in seen)):
+            return
+        link = self.connect()
+        if all(each.steps < 3 for each in self.optimizers.values()):
+            link.send_collectives()  # a rank that is about to abort has no time to
+        self.window.forward(module, tensors_of((arguments, keywords or {})), self.names)
+        ids = {id(p) for p in parameters}
+        taken = (each.steps for each in self.optimizers.values() if ids & each.ids)
+        if max(taken, default=0) + 1 == self.options["replay"]:
+            if module not in self.recordings:
+                self.recordings[module] = Recording(module, self.names)
+            self.recordings[module].begin(arguments, keywords or {})
+
+    def _count_backwards(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            key = id(parameter)
+            if not parameter.requires_grad or key in self._hooked or is_dtensor(parameter):
+                continue
+            if parameter.is_leaf:
+                self._hooked.add(key)
+                weakref.finalize(parameter, self._hooked.discard, key)
+                parameter.register_post_accumulate_grad_hook(_accumulated)
+
+    def enter(self, module: nn.Module) -> None:
+        """A module is about to compute, below the top or at it."""
+        if self.root is None:
+            return
+        self.window.take_buffers(self.root, module)
+        if self.names.shards:
+            self._compare_shards(module)
+        recording = self.recordings.get(self.root)
+        if recording is not None:
+            recording.enter(module)
+
+    def _compare_shards(self, module: nn.Module) -> None:
+        """Are the full weights that it computes with the current shards? Once per step each."""
+        for owner, name, parameter in full_weights(module):
+            key = (id(owner), name)
+            known = self.names.shards.get(key)
+            shard = None if known is None or key in self.compared else known[1]()
+            own = None if shard is None else own_part(parameter.detach(), shard)
+            if known is None or shard is None or own is None:
+                continue
+            self.compared.add(key)
+            differs = (own != local_of(shard).to(own.dtype)).sum(dtype=torch.int64)
+            self.window.stale.append((known[0], script_line(), differs))
+
+    def cleared(self, parameters: Iterable[Tensor]) -> None:
+        """Gradients were cleared: what came before does not go into the step."""
+        ids = {id(p) for p in parameters}
+        for model, recording in self.recordings.items():
+            if any(id(p) in ids for p in model.parameters()):
+                recording.cleared()
+
+    def replay(self, watched: Watched) -> dict[str, Any] | None:
+        """Compute the gradients of a step again, if it is the one that was asked for."""
+        if watched.steps + 1 != self.options["replay"]:
+            return None
+        own = [m for m in self.recordings if any(id(p) in watched.ids for p in m.parameters())]
+        recordings = [self.recordings.pop(model) for model in own]
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        path = Path(self.options["scratch"]) / f"optimizer{watched.number}-rank{rank}.pt"
+        summary = finish(recordings, watched, path) if own else {"reason": "no forward was seen"}
+        return {**summary, "scale": calls.loss_scale(sys._getframe(1))}
+
+    def loose(self) -> list[list[str]]:
+        """Return parameters with gradients that no optimizer holds, and held ones of no module."""
+        held = {id(p) for each in self.optimizers.values() for p in each.parameters}
+        alive = [(key, ref()) for key, ref in self.names.trainable.items()]
+        loose = [
+            self.names.of[key]
+            for key, p in alive
+            if p is not None and key not in held and p.requires_grad and p.grad is not None
+        ]
+        stray = [
+            entry.name
+            for each in self.optimizers.values()
+            for entry, p in zip(each.entries, each.parameters, strict=True)
+            if not entry.is_held and entry.is_trained and p.grad is None
+        ]
+        return [loose, stray]
+
+
+@quiet
+def _registered(probe: Probe, module: nn.Module, name: str, parameter: Any) -> None:
+    probe.names.register(module, name, parameter)
+
+
+@quiet
+def _registered_module(probe: Probe, module: nn.Module, *names: Any) -> None:
+    probe.names.register_module(module)
+
+
+def _before_forward(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    probe = probe_to_ask()
+    if probe is None:
+        return
+    probe.takes_gradients = torch.is_grad_enabled()
+    # Within a backward, activation checkpointing calls modules again.
+    is_top = probe.root is None and torch._C._current_graph_task_id() == -1
+    # A hook for all modules is not given the keywords; only the inputs of the model are needed.
+    keywords = sys._getframe(1).f_locals.get("kwargs") if is_top else None
+    _entered(module, arguments, keywords, is_top)
+
+
+@quiet
+def _entered(
+    probe: Probe, module: nn.Module, arguments: tuple[Any, ...], keywords: Any, is_top: bool
+) -> None:
+    if is_top:
+        probe.begin(module, arguments, keywords)
+    probe.enter(module)
+
+
+@quiet
+def _after_forward(probe: Probe, module: nn.Module, arguments: Any, output: Any) -> None:
+    if module is probe.root:
+        probe.root = None
+        recording = probe.recordings.get(module)
+        if recording is not None and probe.takes_gradients:
+            recording.leave(output)
+
+
+@quiet
+def _accumulated(probe: Probe, parameter: Tensor) -> None:
+    counted = probe.window.counts.setdefault(id(parameter), [0, 0, parameter.numel()])
+    counted[0] += 1
+    wrapper = probe.names.ddp.get(id(parameter))
+    ddp = wrapper[1]() if wrapper else None
+    if ddp is not None and not ddp.require_backward_grad_sync:
+        counted[1] += 1
+
+
+@quiet
+def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
+    if probe.stepping not in (None, id(optimizer)):  # a wrapper's inner optimizer
+        return
+    probe.stepping = id(optimizer)
+    link = probe.connect()
+    number = len(probe.optimizers)
+    watched = probe.optimizers.setdefault(optimizer, Watched(optimizer, number))
+    if watched.describe(probe.names):
+        link.send("layout", optimizer=watched.number, entries=list(map(vars, watched.entries)))
+    hashes = [None if p.grad is None else fingerprint(p.grad) for p in watched.parameters]
+    before = [] if watched.last else [fingerprint(p) for p in watched.parameters]
+    values = iter(numbers([h for h in hashes if h is not None] + before))
+    watched.event = {
+        "optimizer": watched.number,
+        "title": type(optimizer).__name__,
+        "step": watched.steps + 1,
+        "place": script_line(),
+        "options": watched.options(),
+        "grads": [None if h is None else next(values) for h in hashes],
+        "clip": calls.norm_again(probe, watched.parameters),
+        "skips": getattr(optimizer, "found_inf", None) is not None,
+        "loose": probe.loose() if watched.steps else [[], []],
+        "ties": probe.names.broken_ties(),
+        "scaled": calls.left_scaled(probe, optimizer),
+    }
+    watched.event["before"] = watched.last = watched.last or list(values)
+    watched.event["replay"] = probe.replay(watched)
+    watched.usual = len(probe.window.forwards)
+    watched.event |= probe.window.fields()
+    probe.window = Window()
+    watched.take_half()
+    watched.event["begun"] = time.time_ns()
+
+
+@quiet
+def _after_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
+    watched = probe.optimizers.get(optimizer)
+    if watched is None or probe.stepping != id(optimizer):
+        return
+    probe.stepping = None
+    watched.steps += 1
+    for recording in probe.recordings.values():
+        recording.stepped()
+    after = numbers([fingerprint(p) for p in watched.parameters])
+    moved = sum(a != b for a, b in zip(after, watched.last, strict=True))
+    watched.last = after
+    watched.event["half"] = watched.compare_half()
+    link = probe.connect()
+    link.send_collectives(unless_recent=watched.steps > 3)
+    link.send("step", **watched.event, after=after, moved=moved, spent=probe.spent)
+    probe.compared.clear()
+    if watched.steps == probe.options["steps"]:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        link.wait_for_answer(10)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _raised(hidden: Any, kind: Any, error: Any, trace: Any) -> None:
+    link = Current.probe.link if Current.probe is not None else None
+    if link is not None:
+        frames = [frame for frame, _ in traceback.walk_tb(trace)]
+        place = script_line(frames[-1]) if frames else ""
+        link.send_collectives()
+        link.send("raised", type=kind.__name__, text=str(error)[:2000], place=place)
+    hidden(kind, error, trace)
+
+
+def _ended() -> None:
+    link = Current.probe.link if Current.probe is not None else None
+    if link is not None:
+        link.rest()
+        link.send_collectives()
+        link.send("end")
+
+
+def _forget() -> None:
+    """Stop watching: in a fork of the rank, such as a worker that loads data."""
+    probe, Current.probe = Current.probe, None
+    if probe is not None and probe.link is not None:
+        probe.link.drop()

@@ -1,0 +1,473 @@
+"""Values without a reference run: a rank's gradients, computed again from what went into a step.
+
+In the replayed step a rank keeps, for each micro-batch, the inputs of the model at the top, the
+random state, and the gradient that arrived at each of its outputs. From these a plain copy of the
+model gives the rank's own gradient, whatever the loss and the loader are. The agent (`judge`)
+holds the mean over the ranks against the gradients that the optimizer was given.
+
+Tolerance. The copy runs the same kernels in the same dtypes, so what remains is rounding where
+micro-batches and ranks are added up: at most (64 + ranks + micro-batches) unit roundoffs of the
+sum of absolute values, of which 64 are for kernels that add in another order.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from .guard import Current
+from .layout import Names, full_weights, is_dtensor, local_of
+
+_WRAPPERS = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_SLACK = 64  # unit roundoffs
+
+
+class CannotReplayError(Exception):
+    """Why a step cannot be computed again."""
+
+
+class Recording:
+    """What went into one step of one model on this rank: its micro-batches and its weights."""
+
+    def __init__(self, model: nn.Module, names: Names) -> None:
+        self._model = weakref.ref(model)
+        self._names = names
+        self._batches: list[Batch] = []
+        self._weights: dict[tuple[int, str], Tensor] = {}
+        self._buffers = {id(b): b.clone() for b in model.buffers()}
+
+    def begin(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Keep what a training forward begins with."""
+        model = self._model()
+        assert model is not None
+        device = next((p.device.type for p in model.parameters()), "cpu")
+        self._batches.append(Batch(arguments, keywords, device))
+        for each in model.modules():
+            self.enter(each)
+
+    def enter(self, module: nn.Module) -> None:
+        """Keep the full weights that a module computes with, the first time."""
+        for owner, name, parameter in full_weights(module):
+            if (id(owner), name) not in self._weights:
+                self._weights[id(owner), name] = parameter.detach().clone()
+
+    def leave(self, output: Any) -> None:
+        """Have the gradient of each output kept when it arrives."""
+        if self._batches:
+            self._batches[-1].watch(output)
+
+    def stepped(self) -> None:
+        """An optimizer has taken a step with the gradients that have arrived."""
+        for batch in self._batches:
+            batch.was_used = batch.was_used or bool(batch.arrived)
+
+    def cleared(self) -> None:
+        """Gradients were cleared: those that another optimizer used do not go into this step."""
+        self._batches = [batch for batch in self._batches if not batch.was_used]
+        for batch in self._batches:
+            batch.was_cleared = batch.was_cleared or bool(batch.arrived)
+
+    def _batches_of_step(self, usual: int | None) -> list[Batch]:
+        """Return the micro-batches that belong to the step.
+
+        Those that were cleared belong to an update that the script has skipped if the others are as
+        many as usual; if not, they are missing.
+        """
+        kept = [batch for batch in self._batches if not batch.was_cleared]
+        return kept if usual == len(kept) else self._batches
+
+    def gradients(self, usual: int | None) -> tuple[dict[str, tuple[Tensor, Tensor]], int]:
+        """Return name to this rank's gradient and its sum of absolute values; number of batches."""
+        model = self._model()
+        if model is None:
+            raise CannotReplayError("the model is gone")
+        if any(b.is_random for b in self._batches) and any(map(_is_compiled, model.modules())):
+            raise CannotReplayError("a compiled model draws random numbers, in an order of its own")
+        plain = Copy(self._names, self._weights, self._buffers)
+        twin = plain.of(model)
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        batches = self._batches_of_step(usual)
+        for batch in batches:
+            batch.run(twin, plain.dtype)
+            for name, parameter in plain.parameters.items():
+                if parameter.grad is not None:
+                    new = parameter.grad.to("cpu", torch.float64)
+                    total, size = found.get(name, (torch.zeros_like(new), torch.zeros_like(new)))
+                    found[name] = (total + new, size + new.abs())
+                    parameter.grad = None
+        return found, sum(bool(batch.arrived) for batch in batches)
+
+
+def finish(recordings: Iterable[Recording], watched: Any, path: Path) -> dict[str, Any]:
+    """Compute the gradients of an optimizer's models, and write them beside what it was given.
+
+    Returns:
+        the file and the number of micro-batches, or the reason why there are none.
+    """
+    expected: dict[str, tuple[Tensor, Tensor]] = {}
+    batches = 0
+    try:
+        for recording in recordings:
+            found, count = recording.gradients(watched.usual)
+            expected |= found
+            batches = max(batches, count)
+    except CannotReplayError as reason:
+        return {"reason": str(reason)}
+    except Exception as error:
+        return {"reason": f"the copy raised {type(error).__name__}: {str(error)[:300]}"}
+    actual, parts = {}, {}
+    for entry, parameter in zip(watched.entries, watched.parameters, strict=True):
+        if parameter.grad is not None and entry.name in expected and entry.kind != "flat":
+            actual[entry.name] = local_of(parameter.grad).detach().to("cpu", copy=True)
+            parts[entry.name] = (entry.kind, _part(parameter))
+    torch.save({"expected": expected, "actual": actual, "parts": parts}, path)
+    return {"path": str(path), "batches": batches}
+
+
+class Batch:
+    """One micro-batch: inputs, random state, autocast, and the gradients of the outputs."""
+
+    def __init__(self, arguments: tuple[Any, ...], keywords: dict[str, Any], device: str) -> None:
+        def keep(tensor: Tensor) -> Tensor:
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+        with torch.enable_grad():
+            self._arguments, self._keywords = tree_map_only(Tensor, keep, (arguments, keywords))
+        self._device = device
+        self._random = _random_state()
+        self._casts = torch.is_autocast_enabled(device)
+        self._dtype = torch.get_autocast_dtype(device) if self._casts else None
+        self.arrived: dict[int, Tensor] = {}
+        self.is_random = self.was_used = self.was_cleared = False
+
+    def watch(self, output: Any) -> None:
+        """Have the gradient of each output kept when it arrives."""
+        now = _random_state()
+        self.is_random = any(not torch.equal(a, b) for a, b in zip(now, self._random, strict=True))
+        for index, tensor in enumerate(_outputs(output)):
+            if tensor.requires_grad:
+
+                def keep(gradient: Tensor | None, index: int = index) -> None:
+                    if gradient is not None:  # autograd hands on that nothing came
+                        self.arrived[index] = gradient.detach().clone()
+
+                tensor.register_hook(keep)
+
+    def run(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+        """Run a plain model forward and backward as the script's was run."""
+        if not self.arrived:
+            return
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+        before = _random_state()
+        _set_random_state(self._random)
+        Current.is_replaying = True
+        casting = torch.autocast(self._device, dtype=self._dtype) if self._casts else nullcontext()
+        try:
+            with torch.enable_grad(), casting:
+                arguments, keywords = tree_map_only(Tensor, cast, (self._arguments, self._keywords))
+                outputs = _outputs(model(*arguments, **keywords))
+                chosen = [outputs[index] for index in self.arrived]
+                grads = [g.to(o.dtype) for g, o in zip(self.arrived.values(), chosen, strict=True)]
+            torch.autograd.backward(chosen, _from_outside(chosen, grads))
+        finally:
+            Current.is_replaying = False
+            _set_random_state(before)
+
+
+class Copy:
+    """Builds a plain copy of a model: full weights, and neither wrappers nor hooks."""
+
+    def __init__(
+        self, names: Names, weights: dict[tuple[int, str], Tensor], buffers: dict[int, Tensor]
+    ) -> None:
+        self._names, self._weights, self._buffers = names, weights, buffers
+        self._memo: dict[int, Any] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.dtype: torch.dtype | None = None
+
+    def of(self, module: nn.Module) -> nn.Module:
+        """Return the copy of a module; one that occurs twice is copied once."""
+        inner = _WRAPPERS.get(type(module).__name__)
+        if inner:
+            return self.of(getattr(module, inner))
+        if id(module) in self._memo:
+            return self._memo[id(module)]
+        kind = type(module)
+        if "SyncBatchNorm" in kind.__name__ or kind.__name__ == "FullyShardedDataParallel":
+            raise CannotReplayError(f"{kind.__name__} communicates in its forward")
+        if kind.__name__.startswith("FSDP") and len(kind.__bases__) > 1:
+            kind = kind.__bases__[-1]  # fully_shard made a class of both
+        _refuse_hooks(module)
+        twin = self._memo[id(module)] = kind.__new__(kind)
+        state = module.__dict__
+        twin.__dict__.update(
+            {n: type(v)() if n.endswith("_hooks") else v for n, v in state.items()}
+        )
+        twin.__dict__["_compiled_call_impl"] = None
+        twin.__dict__["_modules"] = {n: m and self.of(m) for n, m in state["_modules"].items()}
+        twin.__dict__["_parameters"] = {
+            n: self._parameter(module, n, p) for n, p in state["_parameters"].items()
+        }
+        twin.__dict__["_buffers"] = {
+            n: b if b is None else self._buffers.get(id(b), b).clone()
+            for n, b in state["_buffers"].items()
+        }
+        self._own_attributes(twin)
+        return twin
+
+    def _parameter(self, module: nn.Module, name: str, parameter: Any) -> nn.Parameter | None:
+        if parameter is None:
+            return None
+        if id(parameter) not in self._memo:
+            weight = self._weights.get((id(module), name))
+            if weight is None:
+                raise CannotReplayError(
+                    f"full weights of {self._names.of.get(id(parameter), name)!r} were not seen"
+                )
+            shard = self._names.shards.get((id(module), name))
+            full = shard[0] if shard else self._names.of.get(id(parameter), name)
+            if shard and weight.dtype != local_of(parameter).dtype:
+                self.dtype = weight.dtype
+            twin = nn.Parameter(weight.clone(), requires_grad=parameter.requires_grad)
+            self._memo[id(parameter)] = self.parameters[full] = twin
+        return self._memo[id(parameter)]
+
+    def _own_attributes(self, twin: nn.Module) -> None:
+        """Let attributes that hold modules or parameters hold the copies."""
+        for name, value in list(twin.__dict__.items()):
+            if name.startswith("_") and not callable(value) and not isinstance(value, list):
+                continue
+            try:
+                twin.__dict__[name] = copy.deepcopy(value, self._memo)
+            except Exception:  # a process group, a lock: the copy shares it
+                continue
+
+
+def _from_outside(outputs: Sequence[Tensor], arrived: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients that came from outside the model.
+
+    What arrives at logits that the model also makes its loss of came through the loss for a part,
+    and will come again.
+    """
+    made_of = [
+        {
+            j
+            for j, other in enumerate(outputs)
+            if i != j
+            and torch.autograd.grad(output, other, arrived[i], True, allow_unused=True)[0]
+            is not None
+        }
+        for i, output in enumerate(outputs)
+    ]
+    found: dict[int, Tensor] = {}
+    while len(found) < len(outputs):
+        # One that no output is made of but those whose outside is known.
+        j = next(
+            j
+            for j in range(len(outputs))
+            if j not in found and all(i in found for i, of in enumerate(made_of) if j in of)
+        )
+        found[j] = arrived[j]
+        for i in found:
+            if j in made_of[i]:
+                found[j] = found[j] - torch.autograd.grad(outputs[i], outputs[j], found[i], True)[0]
+    return [found[j] for j in range(len(outputs))]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    for kind in _HOOKS:
+        for hook in getattr(module, kind).values():
+            place = getattr(hook, "__module__", None) or ""
+            if not place.startswith(("torch.", "functools")):
+                raise CannotReplayError(
+                    f"a {type(module).__name__} has a hook of {place or 'its own'}"
+                )
+
+
+def _random_state() -> list[Tensor]:
+    return [torch.get_rng_state()] + (
+        torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    )
+
+
+def _set_random_state(states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])
+
+
+def _outputs(output: Any) -> list[Tensor]:
+    """Return the tensors of an output, also of a dataclass such as a library's `ModelOutput`."""
+    if not isinstance(output, Tensor | tuple | list | dict) and hasattr(output, "__dict__"):
+        output = vars(output)
+    leaves, _ = torch.utils._pytree.tree_flatten(output)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _part(parameter: Any) -> tuple[int, int, int] | None:
+    """Return the dim that a DTensor is sharded along, the number of parts, and its own."""
+    if not is_dtensor(parameter):
+        return None
+    at = parameter.device_mesh.get_coordinate()
+    for mesh_dim, placement in enumerate(parameter.placements):
+        if not placement.is_replicate():
+            return placement.dim, parameter.device_mesh.size(mesh_dim), at[mesh_dim]
+    return None
+
+
+# ------------------------------------------------------------------ in the agent
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """What is wrong with one rank's gradients.
+
+    Attributes:
+        name: of the tensor that is farthest off.
+        words: how it differs, as a sentence after "expected ..., ".
+        is_certain: False for a common factor that clipping by hand may have made.
+        factor: what all gradients of the rank are multiplied by, if it is one number.
+        others: how many further tensors of this rank are wrong.
+    """
+
+    rank: int
+    name: str
+    words: str
+    is_certain: bool = True
+    others: int = 0
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One tensor of one rank: what the optimizer was given, the mean over ranks, the rank's own."""
+
+    name: str
+    kind: str
+    actual: Tensor
+    mean: Tensor
+    own: Tensor | None
+    allowed: float  # of the norm of the difference
+
+    def off(self, factor: float) -> float:
+        """Return how many tolerances the gradient is away from `factor` times the mean."""
+        distance = float((self.actual - factor * self.mean).norm())
+        return distance / max(self.allowed * abs(factor), 1e-30) if distance else 0.0
+
+
+def judge(
+    files: Sequence[Path], batches: int, coefficients: Sequence[float], is_mean: bool
+) -> list[Deviation]:
+    """Hold each rank's gradients against the mean of what all ranks computed again.
+
+    Args:
+        files: what `Recording.finish` wrote, one of each rank.
+        batches: micro-batches of the step.
+        coefficients: what clipping and unscaling multiplied each rank's gradients by.
+        is_mean: the loss of each rank is known to be a mean over its own batch.
+    """
+    ranks = [torch.load(file, weights_only=True) for file in files]
+    found: list[Deviation] = []
+    for rank, coefficient in enumerate(coefficients):
+        tensors = [_compared(ranks, rank, name, batches) for name in ranks[rank]["actual"]]
+        found += _deviation(
+            rank, len(ranks), [t for t in tensors if t is not None], coefficient, is_mean
+        )
+    return _apart(found, len(ranks)) or found
+
+
+def _apart(found: Sequence[Deviation], size: int) -> list[Deviation]:
+    """Return a certain deviation where ranks scale their gradients by factors of their own."""
+    factors = {each.rank: each.factor for each in found}
+    if not found or any(each.is_certain for each in found):
+        return []
+    others = [1.0] * (size - len(factors)) + list(factors.values())
+    if max(others) / min(others) < 1.01:
+        return []
+    rank, factor = max(factors.items(), key=lambda pair: abs(pair[1] - 1))
+    words = (
+        f"got {factor:.3f} x it, while factors on the ranks are from {min(others):.3f} to "
+        f"{max(others):.3f}: each rank scales, or clips, by a number of its own"
+    )
+    return [Deviation(rank, found[0].name, words)]
+
+
+def _compared(ranks: Sequence[Any], rank: int, name: str, batches: int) -> Compared | None:
+    kind, part = ranks[rank]["parts"][name]
+    actual = ranks[rank]["actual"][name]
+    computed = [of["expected"][name] for of in ranks if name in of["expected"]]
+    mean = _cut(sum(total for total, _ in computed) / len(ranks), part)
+    size = _cut(sum(absolute for _, absolute in computed) / len(ranks), part)
+    if actual.shape != mean.shape or not actual.numel():
+        return None
+    own = ranks[rank]["expected"].get(name)
+    roundoff = torch.finfo(actual.dtype).eps / 2
+    allowed = float(size.norm()) * roundoff * (_SLACK + len(ranks) + batches)
+    return Compared(name, kind, actual.double(), mean, own and _cut(own[0], part), allowed)
+
+
+def _cut(full: Any, part: tuple[int, int, int] | None) -> Any:
+    if part is None:
+        return full
+    dim, parts, index = part
+    pieces = torch.chunk(full, parts, dim=dim)
+    return pieces[index] if index < len(pieces) else full.narrow(dim, 0, 0)
+
+
+def _deviation(
+    rank: int, size: int, tensors: Sequence[Compared], coefficient: float, is_mean: bool
+) -> list[Deviation]:
+    """Return what is wrong on one rank: nothing, one factor for all tensors, or single tensors."""
+    wrong = [t for t in tensors if t.off(coefficient) > 1]
+    if not wrong:
+        return []
+    common = _factor(tensors)
+    if len(tensors) > 1 and all(t.off(common) <= 1 for t in tensors):
+        ratio = common / coefficient
+        # Reduced by hand, a sum is right where the loss was divided by the number of ranks.
+        is_sum = abs(ratio / size - 1) < 0.01 and any(t.kind == "plain" for t in tensors)
+        suspects = (size, 1.0 / size, size**2, 1.0 / size**2, 2.0, 0.5)
+        is_odd = ratio > 1.01 or any(abs(ratio / each - 1) < 0.01 for each in suspects)
+        is_certain = is_mean if is_sum else is_odd
+        words = f"got {ratio:.3f} x it in every element of every gradient"
+        return [Deviation(rank, wrong[0].name, words, is_certain, len(wrong) - 1, ratio)]
+    worst = max(wrong, key=lambda t: t.off(coefficient))
+    return [Deviation(rank, worst.name, _how(worst, size), True, len(wrong) - 1)]
+
+
+def _factor(tensors: Sequence[Compared]) -> float:
+    """Return the factor by which all gradients together are closest to their means."""
+    top = sum(float((t.actual * t.mean).sum()) for t in tensors)
+    bottom = sum(float((t.mean * t.mean).sum()) for t in tensors)
+    return top / bottom if bottom else 1.0
+
+
+def _how(tensor: Compared, size: int) -> str:
+    """Return in words how one gradient differs from the mean."""
+    if not tensor.actual.any():
+        return "got zeros"
+    own = tensor.own if size > 1 else None
+    if own is not None and float((tensor.actual - own).norm()) <= tensor.allowed:
+        return "got this rank's own gradient: it was not reduced"
+    factor = _factor([tensor])
+    if tensor.off(factor) <= 1:
+        return f"got {factor:.3f} x it in every element"
+    share = float((tensor.actual - tensor.mean).norm() / tensor.mean.norm().clamp_min(1e-30))
+    return f"got one that differs by {100 * share:.1f} % of its norm"

@@ -1,0 +1,210 @@
+"""What the agent knows of a run: events of the ranks, put together step by step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Event = dict[str, Any]
+REDUCTIONS = ("all_reduce", "allreduce", "reduce_scatter", "reduce")
+_FLOATS = {"Float", "Double", "Half", "BFloat16"}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One entry of a rank's flight recorder."""
+
+    time: int
+    group: str
+    number: int
+    name: str
+    sizes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements that the rank handed in."""
+        total = 0
+        for size in self.sizes:
+            count = 1
+            for each in size:
+                count *= each
+            total += count
+        return total
+
+    @property
+    def is_reduction(self) -> bool:
+        """Whether it adds floating-point numbers up."""
+        return self.name.lstrip("_").startswith(REDUCTIONS) and bool(_FLOATS & {*self.dtypes})
+
+    def __str__(self) -> str:
+        sizes = "+".join("x".join(map(str, size)) for size in self.sizes)
+        return f"{self.name}({sizes})" if sizes else self.name
+
+
+@dataclass
+class Rank:
+    """One rank: what it said so far."""
+
+    rank: int
+    world: int | None = None
+    layouts: dict[int, list[Event]] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    forwards: int = 0
+    window: deque[Collective] = field(default_factory=lambda: deque(maxlen=4096))
+    last: deque[Collective] = field(default_factory=lambda: deque(maxlen=6))
+    issued: int = 0
+    missed: int = 0
+    read_until: int = 0
+    stepped_at: int = 0
+    place: str = ""
+    waits: bool = False
+    cpu: float = 0.0
+    still_since: float | None = None
+    pending: str = ""
+    spent: float = 0.0
+    generations: dict[str, tuple[int, int]] = field(default_factory=dict)
+    raised: Event | None = None
+    is_open: bool = True
+    has_ended: bool = False
+    _state: tuple[Any, ...] = ()
+
+    def beat(self, event: Event, now: float) -> None:
+        """Take a heartbeat: a rank is still if it waits at one place and uses no processor."""
+        state = (event["place"], self.issued, sum(self.steps.values()))
+        busy = event["cpu"] - self.cpu > 0.1
+        self.place, self.cpu, self.pending = event["place"], event["cpu"], event["pending"]
+        self.waits = event["waits"] or bool(self.pending)
+        if state != self._state or busy:
+            self._state, self.still_since = state, None
+        elif self.still_since is None:
+            self.still_since = now
+
+    def reduced(self, since: int, until: int) -> int:
+        """Elements that reductions were given in a span of time."""
+        return sum(c.numel for c in self.window if c.is_reduction and since <= c.time < until)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one optimizer, as all ranks took it."""
+
+    run: Run
+    optimizer: int
+    number: int
+    events: dict[int, Event]
+
+    def layout(self, rank: int) -> list[Event]:
+        """Return the descriptions of the optimizer's parameters on a rank."""
+        return self.events[rank]["layout"]
+
+    def place(self, rank: int) -> str:
+        """Return the script's line that took the step."""
+        return str(self.events[rank]["place"])
+
+    def replicas(self, key: str) -> Iterator[tuple[str, str, dict[int, Any]]]:
+        """Yield name, kind and rank to value of each tensor that several ranks hold alike.
+
+        Args:
+            key: "grads", "before" or "after".
+        """
+        found: dict[tuple[Any, ...], dict[int, Any]] = {}
+        for rank, event in self.events.items():
+            for entry, value in zip(self.layout(rank), event[key], strict=True):
+                if entry["kind"] not in ("flat", "local"):
+                    same = (
+                        entry["name"],
+                        entry["kind"],
+                        *map(tuple, (entry["shape"], entry["ranks"], entry["shard"])),
+                    )
+                    found.setdefault(same, {})[rank] = value
+        for (name, kind, *_), values in found.items():
+            if len(values) > 1:
+                yield name, kind, values
+
+    def peers(self) -> list[list[int]]:
+        """Return the ranks that train on different data, in groups; [] where that is unknown."""
+        groups: dict[tuple[int, ...], set[int]] = {}
+        for rank in self.events:
+            entries = self.layout(rank)
+            if any(len(entry["shard"]) > 1 for entry in entries):
+                return []  # two mesh dims shard: one of them may be tensor parallelism
+            ranks = next((tuple(e["ranks"]) for e in entries if e["ranks"]), tuple(self.events))
+            groups.setdefault(ranks, set()).add(rank)
+        return [sorted(members) for members in groups.values()]
+
+
+@dataclass
+class Run:
+    """All ranks, and the steps that all of them have taken."""
+
+    ranks: dict[int, Rank] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # what could not be seen
+    replayed: str = ""
+    unequal_starts: set[int] = field(default_factory=set)
+    seen: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
+    looped: bool = False
+    timeline: list[list[float]] = field(default_factory=list)
+    _waiting: dict[tuple[int, int], dict[int, Event]] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        """The number of ranks, as they said it or as many as there are."""
+        return max((r.world or 0 for r in self.ranks.values()), default=0) or len(self.ranks)
+
+    def take_step(self, rank: Rank, event: Event) -> Step | None:
+        """Take one rank's step; returns the step once all ranks have taken it."""
+        optimizer, number = event["optimizer"], event["step"]
+        rank.steps[optimizer] = number
+        rank.forwards += len(event["forwards"])
+        event["seen"] = rank.forwards
+        event["reduced"] = rank.reduced(rank.stepped_at, event["begun"])
+        event["is_complete"] = rank.read_until >= event["begun"] and not rank.missed
+        event["layout"] = rank.layouts[optimizer]
+        rank.spent = event["spent"]
+        rank.stepped_at, rank.missed = event["t"], 0
+        self.timeline.append([rank.rank, number, event["begun"] / 1e9, event["t"] / 1e9])
+        found = self._waiting.setdefault((optimizer, number), {})
+        found[rank.rank] = event
+        if len(found) < self.world:
+            return None
+        del self._waiting[optimizer, number]
+        return Step(self, optimizer, number, dict(sorted(found.items())))
+
+    def take_collectives(
+        self, rank: Rank, items: Sequence[Sequence[Any]], missed: int
+    ) -> list[Collective]:
+        """Take what a rank's flight recorder held; returns it."""
+        found = []
+        for when, group, number, name, sizes, dtypes in items:
+            # A group of the same name that was made again begins to count anew.
+            generation, last = rank.generations.get(group, (0, 0))
+            generation += number < last or number == last == 1
+            rank.generations[group] = (generation, number)
+            label = f"{group}'{generation}" if generation else group
+            found.append(
+                Collective(when, label, number, name, tuple(map(tuple, sizes)), tuple(dtypes))
+            )
+        rank.window += found
+        rank.last += found
+        rank.issued += len(found)
+        rank.missed += missed
+        return found
+
+    def take_news(self, rank: Rank, kind: str, event: Event) -> None:
+        """Take an event that shows nothing by itself."""
+        if kind == "layout":
+            rank.layouts[event["optimizer"]] = event["entries"]
+        elif kind == "beat":
+            rank.beat(event, time.monotonic())
+        elif kind == "raised":
+            rank.raised = event
+        elif kind == "note":
+            self.notes.append(f"rank {rank.rank}: {event['text']}")
+
+    def steps_taken(self) -> dict[int, int]:
+        """Return rank to the steps of the optimizer that took most."""
+        return {n: max(r.steps.values(), default=0) for n, r in sorted(self.ranks.items())}

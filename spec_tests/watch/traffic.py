@@ -1,0 +1,198 @@
+"""The norms of a run: same collectives, no hang, a proper end, and gradients computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from spec_tests.watch.norm import Finding, norm
+from spec_tests.watch.run import Collective, Rank, Run, Step
+
+_C10D = "docs.pytorch.org/docs/stable/distributed.html"
+_FREE = ("gather", "scatter", "alltoall", "all_to_all", "allgather")  # sizes may differ by rank
+
+
+class Traffic:
+    """The collectives of each group by number, until all ranks that take part have sent theirs."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, int], dict[int, Collective]] = {}
+        self._members: dict[str, set[int]] = {}
+        self._wrong: set[str] = set()
+
+    def take(self, rank: Rank, found: Sequence[Collective]) -> Iterator[Finding]:
+        """Compare what a rank has sent with what others of its groups sent at the same place."""
+        for each in found:
+            group = each.group
+            self._members.setdefault(group, set()).add(rank.rank)
+            sent = self._open.setdefault((group, each.number), {})
+            sent.setdefault(rank.rank, each)
+            if group not in self._wrong and len(sent) > 1:
+                findings = list(collectives_match(sent))
+                self._wrong |= {group for _ in findings}
+                yield from findings
+            if len(sent) >= len(self._members[group]) > 1:
+                del self._open[group, each.number]
+
+
+@norm("watch.collectives.match", source=_C10D)
+def collectives_match(sent: dict[int, Collective]) -> Iterator[Finding]:
+    """The collectives of a group MUST be the same on all its ranks, in kind, size and order."""
+    first = min(sent)
+    for rank, ours in sorted(sent.items()):
+        theirs = sent[first]
+        sized = not any(word in ours.name for word in _FREE)
+        differs = ours.name != theirs.name or ours.dtypes != theirs.dtypes
+        if differs or (sized and ours.sizes != theirs.sizes):
+            yield Finding(
+                "watch.collectives.match",
+                f"rank {rank}: expected {theirs} of rank {first} as collective {ours.number} of "
+                "group "
+                f"{ours.group}, got {ours}",
+                rank=rank,
+                likely="a branch that only some ranks take, or a parameter that only some ranks "
+                "use",
+            )
+            return
+
+
+@norm("watch.run.goes-on", source=_C10D)
+def goes_on(run: Run, now: float, patience: float) -> Iterator[Finding]:
+    """Ranks MUST NOT wait for each other for ever."""
+    alive = [r for r in run.ranks.values() if r.is_open and not r.has_ended]
+    if not alive or not all(r.waits and r.still_since is not None for r in alive):
+        return
+    gone = [r for r in run.ranks.values() if not r.is_open or r.has_ended]
+    if now - max(r.still_since or now for r in alive) < (patience / 2 if gone else patience):
+        return
+    waits = [f"rank {r.rank} waits at {_at(r)} for {_what(r)}" for r in alive]
+    waits += [f"rank {r.rank} has ended" for r in gone]
+    taken = run.steps_taken()
+    unequal = len(set(taken.values())) > 1
+    counts = ", ".join(f"rank {rank} {steps}" for rank, steps in taken.items())
+    yield Finding(
+        "watch.run.goes-on",
+        f"expected the ranks to go on, got a hang: {'; '.join(waits)}",
+        min(taken.values(), default=0),
+        place=alive[0].place,
+        likely=f"ranks took different numbers of steps ({counts})"
+        if unequal
+        else "a collective that not all ranks call",
+    )
+
+
+def _at(rank: Rank) -> str:
+    return rank.place or "an unknown line"
+
+
+def _what(rank: Rank) -> str:
+    last = rank.last[-1] if rank.last else None
+    if rank.pending and last is not None:
+        return f"{last}, its collective {last.number} of group {last.group}"
+    return f"more after {last}" if last is not None else "its first collective"
+
+
+@norm("watch.run.ends", source=_C10D)
+def ends(run: Run) -> Iterator[Finding]:
+    """Every rank MUST end by itself and without an exception."""
+    raised = [r for r in run.ranks.values() if r.raised is not None]
+    for rank in sorted(raised, key=lambda r: r.raised["t"] if r.raised else 0)[:1]:
+        error = rank.raised or {}
+        words = " ".join(error["text"].split())
+        yield Finding(
+            "watch.run.ends",
+            f"rank {rank.rank}: expected it to end, got {error['type']}: "
+            f"{words[:300]}{_after(rank)}",
+            max(rank.steps.values(), default=0),
+            rank.rank,
+            place=error["place"],
+        )
+    if raised:
+        return
+    for rank in run.ranks.values():
+        if not rank.has_ended and not rank.is_open:
+            yield Finding(
+                "watch.run.ends",
+                f"rank {rank.rank}: expected it to end, got the end of its process without a word "
+                "(killed, "
+                f"or out of memory) at {_at(rank)}{_after(rank)}",
+                max(rank.steps.values(), default=0),
+                rank.rank,
+                place=rank.place,
+            )
+            return
+
+
+def _after(rank: Rank) -> str:
+    last = ", ".join(map(str, list(rank.last)[-3:]))
+    return f"; its last collectives: {last}" if last else ""
+
+
+@norm("watch.steps.as-many", source=_C10D)
+def as_many_steps(run: Run) -> Iterator[Finding]:
+    """All ranks MUST have taken as many steps as the others when they end."""
+    taken = run.steps_taken()
+    if all(r.has_ended for r in run.ranks.values()) and len(set(taken.values())) > 1:
+        few = min(taken, key=lambda rank: taken[rank])
+        many = max(taken, key=lambda rank: taken[rank])
+        yield Finding(
+            "watch.steps.as-many",
+            f"rank {few}: expected {taken[many]} steps as on rank {many}, got {taken[few]}",
+            taken[few],
+            few,
+            likely="the ranks' loaders have different lengths, or a rank skips updates",
+        )
+
+
+@norm("watch.replay.gradients", source="Li et al. 2020, section 3.2; ZeRO, Rajbhandari et al. 2020")
+def replayed_gradients(step: Step) -> Iterator[Finding]:
+    """The optimizer MUST be given the mean over ranks of what the outputs' gradients demand."""
+    from spec_tests.watch import replay  # torch is needed here alone
+
+    replays = {rank: event["replay"] for rank, event in step.events.items() if event.get("replay")}
+    reasons = [f"rank {rank}: {of['reason']}" for rank, of in replays.items() if "reason" in of]
+    if reasons or len(replays) < len(step.events):
+        if replays:
+            step.run.notes.append(f"step {step.number} was not replayed: {'; '.join(reasons)}")
+        return
+    files = [Path(of["path"]) for of in replays.values()]
+    if not all(file.is_file() for file in files):
+        step.run.notes.append("not replayed: ranks on other nodes wrote to their own disks")
+        return
+    batches = max(of["batches"] for of in replays.values())
+    coefficients = [_coefficient(step.events[rank]) for rank in replays]
+    step.run.replayed = f"; step {step.number} computed again"
+    for found in replay.judge(files, batches, coefficients, _is_mean(step))[:1]:
+        if not found.is_certain:
+            step.run.notes.append(
+                f"step {step.number}: all gradients are one factor times the mean over ranks "
+                f"({found.words}): right if they are clipped by hand, or if the loss is scaled so"
+            )
+            return
+        others = f" ({found.others + 1} tensors)" if found.others else ""
+        yield Finding(
+            "watch.replay.gradients",
+            f"rank {found.rank}, {found.name!r}: expected the mean over ranks of the step's own "
+            f"gradients, {found.words}{others}",
+            step.number,
+            found.rank,
+            found.name,
+            step.place(found.rank),
+        )
+
+
+def _is_mean(step: Step) -> bool:
+    """Return whether each rank's loss is a mean over its own batch, as far as losses were seen."""
+    for event in step.events.values():
+        weights = [loss["weight"] or 0.0 for loss in event["losses"]]
+        if abs(sum(weights) / event["replay"]["scale"] - 1) > 1e-3:
+            return False
+    return True
+
+
+def _coefficient(event: dict[str, Any]) -> float:
+    """Return what clipping and unscaling multiplied the gradients of a step by."""
+    clip, scale = event["clip"], event["replay"]["scale"]
+    clipped = clip["clipped"] / clip["norm"] if clip and clip["norm"] else 1.0
+    return float(clipped / scale)

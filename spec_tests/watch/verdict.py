@@ -1,0 +1,202 @@
+"""From findings to a verdict: one cause for each fault, its effects folded in, on one screen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from spec_tests.watch.norm import NORMS, Finding, is_must
+from spec_tests.watch.run import Run
+
+# Causes before effects: a finding follows from one of those named beside it that stands above it.
+_FOLLOWS = {
+    "watch.batches.distinct": (),
+    "watch.batches.not-repeated": ("watch.batches.distinct",),
+    "watch.replicas.begin-equal": (),
+    "watch.steps.same": ("watch.collectives.match",),
+    "watch.collectives.match": ("watch.steps.same",),
+    "watch.optimizer.holds-the-model": (),
+    "watch.reduction.no-sync": (),
+    "watch.reduction.once": ("watch.reduction.no-sync",),
+    "watch.reduction.through-the-wrapper": ("watch.reduction.no-sync",),
+    "watch.scaler.unscaled": (),
+    "watch.weights.current": (),
+    "watch.parameters.stay-tied": (),
+    "watch.optimizer.same-options": (),
+    "watch.clip.norm": ("watch.steps.same", "watch.replicas.begin-equal"),
+    "watch.gradients.equal": (
+        *("watch.replicas.begin-equal", "watch.steps.same", "watch.collectives.match"),
+        *("watch.reduction.no-sync", "watch.reduction.once", "watch.weights.current"),
+        *("watch.optimizer.same-options", "watch.clip.norm"),
+        "watch.reduction.through-the-wrapper",
+    ),
+    "watch.optimizer.moves": ("watch.optimizer.holds-the-model", "watch.scaler.unscaled"),
+    "watch.optimizer.precision": ("watch.optimizer.moves",),
+    "watch.replay.gradients": (
+        *("watch.replicas.begin-equal", "watch.steps.same", "watch.optimizer.holds-the-model"),
+        *("watch.reduction.no-sync", "watch.reduction.once", "watch.weights.current"),
+        *("watch.parameters.stay-tied", "watch.clip.norm", "watch.gradients.equal"),
+        *("watch.optimizer.same-options", "watch.reduction.through-the-wrapper"),
+    ),
+    "watch.replicas.equal": ("watch.",),
+    "watch.run.goes-on": ("watch.collectives.match", "watch.steps.same"),
+    "watch.run.ends": ("watch.collectives.match", "watch.steps.same", "watch.run.goes-on"),
+    "watch.steps.as-many": ("watch.steps.same", "watch.run.goes-on", "watch.run.ends"),
+    "watch.reduction.saved": ("watch.reduction.",),
+    "watch.replicas.buffers": ("watch.batches.distinct", "watch.replicas.begin-equal"),
+    "watch.dropout.differs": ("watch.batches.distinct",),
+    "watch.loss.token-counts": (),
+}
+_ORDER = list(_FOLLOWS)
+
+
+@dataclass
+class Cause:
+    """A finding that nothing else explains, the norms that broke with it, and in how many steps."""
+
+    finding: Finding
+    effects: list[str]
+    times: int = 1
+
+
+@dataclass
+class Verdict:
+    """What the agent has to say at the end.
+
+    Attributes:
+        status: 0 nothing found; 1 a MUST does not hold; 2 nothing could be judged.
+        unseen: what could not be checked, in words.
+    """
+
+    status: int
+    causes: list[Cause]
+    steps: int
+    ranks: int
+    unseen: list[str]
+    replayed: str = ""
+    cost: str = ""
+
+
+def causes_of(findings: Sequence[Finding]) -> list[Cause]:
+    """Return causes, MUSTs first, each with the ids of the findings that follow from it.
+
+    A norm that fails again in later steps is one finding, and counted.
+    """
+    first: dict[str, Finding] = {}
+    times: dict[str, set[int]] = {}
+    for finding in findings:
+        kept = first.setdefault(finding.norm, finding)
+        if kept.is_advice and not finding.is_advice:
+            first[finding.norm] = finding
+        times.setdefault(finding.norm, set()).add(finding.step)
+    causes = {id: Cause(first[id], [], len(times[id])) for id in _ORDER if id in first}
+    explained = set()
+    for id in causes:
+        cause = next((other for other in causes if _explains(first[other], first[id])), None)
+        if cause is not None:
+            causes[cause].effects.append(id)
+            explained.add(id)
+    rest = [cause for id, cause in causes.items() if id not in explained]
+    return sorted(rest, key=lambda cause: not is_must(cause.finding))
+
+
+def _explains(cause: Finding, effect: Finding) -> bool:
+    """Return whether an effect, found no earlier, follows from a cause that weighs as much."""
+    is_above = _ORDER.index(cause.norm) < _ORDER.index(effect.norm)
+    is_early = not effect.step or cause.step <= effect.step
+    weighs = is_must(cause) or not is_must(effect)
+    return is_above and is_early and weighs and cause.norm.startswith(_FOLLOWS[effect.norm])
+
+
+def render(verdict: Verdict) -> str:
+    """Return the screen, at most 40 lines."""
+    lines = []
+    musts = [c for c in verdict.causes if is_must(c.finding)]
+    advice = len(verdict.causes) - len(musts)
+    seen = f"{verdict.steps} step{'s' * (verdict.steps != 1)}"
+    seen += f" of {verdict.ranks} rank{'s' * (verdict.ranks != 1)}{verdict.replayed}"
+    if verdict.status == 2:
+        lines.append("trainspec watch: nothing was judged")
+    elif not musts:
+        lines.append(
+            f"trainspec watch: nothing wrong in {seen}; {len(NORMS)} norms, {advice} with advice"
+        )
+    else:
+        noun = "cause" if len(musts) == 1 else "causes"
+        lines.append(
+            f"trainspec watch: {len(musts)} {noun} in {seen}"
+            + f", {advice} with advice" * bool(advice)
+        )
+    for number, cause in enumerate(verdict.causes[:6], start=1):
+        lines += ["", *_lines(number, cause)]
+    if len(verdict.causes) > 6:
+        lines.append(f"and {len(verdict.causes) - 6} more")
+    lines += [""] * bool(verdict.causes) + [f"not seen: {each}" for each in verdict.unseen[:4]]
+    if verdict.cost:
+        lines.append(verdict.cost)
+    return "\n".join(lines)
+
+
+def _lines(number: int, cause: Cause) -> list[str]:
+    found = cause.finding
+    head = f" {number}  [{found.norm}]  {NORMS[found.norm].sentence}"
+    when = f"step {found.step}, " if found.step else ""
+    lines = [head, f"    {when}{found.text}"]
+    if found.place:
+        lines.append(f"    at {found.place}")
+    if found.likely:
+        lines.append(f"    likely: {found.likely}")
+    if cause.times > 1:
+        lines.append(f"    in {cause.times} steps")
+    if cause.effects:
+        lines.append(f"    with it: {', '.join(cause.effects)}")
+    return lines
+
+
+def write(verdict: Verdict, run: Run, command: Sequence[str], folder: Path) -> None:
+    """Write report.json and index.html."""
+    from spec_tests.watch.page import page
+
+    folder.mkdir(parents=True, exist_ok=True)
+    data = as_data(verdict, run, command)
+    (folder / "report.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    (folder / "index.html").write_text(page(data), encoding="utf-8")
+
+
+def as_data(verdict: Verdict, run: Run, command: Sequence[str]) -> dict[str, Any]:
+    """Return the verdict and the timeline as plain data."""
+    causes = [
+        {
+            **asdict(cause.finding),
+            "sentence": NORMS[cause.finding.norm].sentence,
+            "strength": "MUST" if is_must(cause.finding) else "SHOULD",
+            "effects": cause.effects,
+            "times": cause.times,
+        }
+        for cause in verdict.causes
+    ]
+    wrong = {cause.finding.norm for cause in verdict.causes}
+    wrong |= {effect for cause in verdict.causes for effect in cause.effects}
+    return {
+        "command": list(command),
+        "status": verdict.status,
+        "steps": verdict.steps,
+        "ranks": verdict.ranks,
+        "causes": causes,
+        "norms": [
+            {
+                "id": id,
+                "sentence": each.sentence,
+                "strength": str(each.strength),
+                "holds": id not in wrong,
+            }
+            for id, each in NORMS.items()
+        ],
+        "unseen": verdict.unseen,
+        "replayed": verdict.replayed,
+        "cost": verdict.cost,
+        "timeline": run.timeline,
+    }

@@ -1,0 +1,149 @@
+"""What happened between two steps of a rank, and the optimizer that takes them, as plain data."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .layout import Entry, Names, fingerprint, local_of, plain_name
+from .link import script_line
+
+
+class Window:
+    """What happened since the last step of any optimizer. Hashes stay on their device so long."""
+
+    def __init__(self) -> None:
+        self.forwards: list[dict[str, Any]] = []
+        self.losses: list[dict[str, Any]] = []
+        self.stale: list[tuple[str, str, Tensor]] = []
+        self.counts: dict[int, list[int]] = {}  # parameter to its backwards, unsynced ones, size
+
+    def forward(self, module: nn.Module, tensors: list[Tensor], names: Names) -> None:
+        """A training forward at the top."""
+        ddp = names.wrapper(module)
+        self.forwards.append(
+            {
+                "root": type(ddp.module if ddp else module).__name__,
+                "inputs": [
+                    [fingerprint(t, is_mixed=True), str(t.dtype)[6:], list(t.shape)]
+                    for t in tensors
+                    if t.grad_fn is None and t.numel() > 1
+                ],
+                "random": zlib.crc32(torch.get_rng_state().numpy().tobytes()),
+                "drops": any(
+                    isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 and m.training
+                    for m in module.modules()
+                ),
+                "inside": ddp is None and any(id(p) in names.ddp for p in module.parameters()),
+                "syncs": None if ddp is None else bool(ddp.require_backward_grad_sync),
+                "buffers": None,
+                "place": script_line(),
+            }
+        )
+
+    def take_buffers(self, root: nn.Module, module: nn.Module) -> None:
+        """Hash the buffers that a forward begins with: DDP has made them equal by then."""
+        inner = root.module if isinstance(root, nn.parallel.DistributedDataParallel) else root
+        if module is inner and self.forwards and self.forwards[-1]["buffers"] is None:
+            floats = [(n, b) for n, b in inner.named_buffers() if b.is_floating_point()]
+            self.forwards[-1]["buffers"] = {plain_name(n): fingerprint(b) for n, b in floats}
+
+    def fields(self) -> dict[str, Any]:
+        """Return everything as plain data, after one wait for the device."""
+        tensors = [each[0] for f in self.forwards for each in f["inputs"]]
+        tensors += [h for f in self.forwards for h in (f["buffers"] or {}).values()]
+        tensors += [each["tokens"] for each in self.losses] + [each[2] for each in self.stale]
+        values = iter(numbers(tensors))
+        for forward in self.forwards:
+            forward["inputs"] = [[next(values), *rest] for _, *rest in forward["inputs"]]
+        for forward in self.forwards:
+            forward["buffers"] = {name: next(values) for name in forward["buffers"] or {}}
+        for loss in self.losses:
+            loss["tokens"] = next(values)
+            loss["weight"] = float(loss["weight"]) if loss["weight"] is not None else None
+        counted = self.counts.values()
+        return {
+            "forwards": self.forwards,
+            "losses": self.losses,
+            "stale": [[name, place, n] for name, place, _ in self.stale if (n := next(values))],
+            "computed": sum(times * size for times, _, size in counted),
+            "distinct": sum(size for _, _, size in counted),
+            "backwards": max((times for times, _, _ in counted), default=0),
+            "unsynced": max((times for _, times, _ in counted), default=0),
+        }
+
+
+class Watched:
+    """One optimizer: its parameters as they were last described, and how many steps it took."""
+
+    def __init__(self, optimizer: Any, number: int) -> None:
+        self.number = number
+        self.steps = 0
+        self.usual: int | None = None  # forwards before its last step
+        self.entries: list[Entry] = []
+        self.parameters: list[Tensor] = []
+        self.last: list[int] = []
+        self.event: dict[str, Any] = {}
+        self.ids: set[int] = set()
+        self._optimizer = weakref.ref(optimizer)
+        self._seen: tuple[object, ...] = ()
+        self._half: tuple[int, Tensor] | None = None
+
+    def describe(self, names: Names) -> bool:
+        """Read its parameters; returns whether anything is new."""
+        groups = self._groups()
+        labelled = [
+            (f"param_groups[{g}][{i}]", parameter)
+            for g, group in enumerate(groups)
+            for i, parameter in enumerate(group["params"])
+        ]
+        seen = (tuple((id(p), p.requires_grad) for _, p in labelled), len(names.of))
+        if seen == self._seen:
+            return False
+        if [id(p) for _, p in labelled] != [id(p) for p in self.parameters]:
+            self.last = []
+        self._seen, self.parameters = seen, [p for _, p in labelled]
+        self.ids = {id(p) for p in self.parameters}
+        self.entries = [names.entry(p, label) for label, p in labelled]
+        return True
+
+    def _groups(self) -> list[dict[str, Any]]:
+        optimizer = self._optimizer()
+        return [] if optimizer is None else optimizer.param_groups
+
+    def take_half(self) -> None:
+        """Keep the largest 16-bit parameter, in the first steps."""
+        halves = [(p.numel(), i) for i, p in enumerate(self.parameters) if p.element_size() == 2]
+        if halves and self.steps < 2:
+            self._half = (max(halves)[1], local_of(self.parameters[max(halves)[1]]).clone())
+
+    def compare_half(self) -> list[Any] | None:
+        """Return its name and the share of its elements that the step changed."""
+        if self._half is None:
+            return None
+        (index, before), self._half = self._half, None
+        changed = (local_of(self.parameters[index]) != before).double().mean()
+        return [self.entries[index].name, float(changed)]
+
+    def options(self) -> list[list[Any]]:
+        """Return the rate and the decay of each group, where they are plain numbers."""
+        asked = ("lr", "weight_decay")
+        found = [[group.get(name) for name in asked] for group in self._groups()]
+        return [[v if isinstance(v, int | float) else None for v in each] for each in found]
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors among nested arguments."""
+    leaves, _ = torch.utils._pytree.tree_flatten(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def numbers(tensors: list[Tensor]) -> list[int]:
+    """Return the values of 0-d tensors, waiting for the device once."""
+    if not tensors:
+        return []
+    return torch.stack([t.reshape(()).to(tensors[0].device) for t in tensors]).tolist()
