@@ -116,7 +116,9 @@ def _impostors(arguments: list[str]) -> int:
 def _ledger(arguments: list[str]) -> int:
     from spec_tests import impostors, ledger
     from spec_tests.impostors import museum
+    from spec_tests.rig_tests.watched import told_by
     from spec_tests.target import REPOSITORY_ROOT
+    from spec_tests.watch.command import norms
 
     parser = argparse.ArgumentParser(
         prog="python -m spec_tests ledger", description="Write CLAUSES.md, the museum, the counts."
@@ -129,7 +131,7 @@ def _ledger(arguments: list[str]) -> int:
         print(f"impostors name clauses that do not exist: {', '.join(sorted(unknown))}")
         return 2
     pages = {
-        ledger.PATH: ledger.render(clauses, impostors.rejected_by()),
+        ledger.PATH: ledger.render(clauses, {**impostors.rejected_by(), **told_by()}, norms()),
         museum.PATH: museum.render(clauses),
     }
     readme = REPOSITORY_ROOT / "README.md"

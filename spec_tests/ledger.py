@@ -69,13 +69,20 @@ def fingerprint(clauses: Iterable[Clause]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def render(clauses: Sequence[Clause], rejected_by: Mapping[str, Sequence[str]]) -> str:
+def render(
+    clauses: Sequence[Clause],
+    rejected_by: Mapping[str, Sequence[str]],
+    watched: Sequence[Clause] = (),
+) -> str:
     """Return the ledger as Markdown: a line per clause, what else is known of it folded away.
 
     Args:
-        rejected_by: clause id to the impostors that it rejects.
+        rejected_by: clause id to the impostors that it rejects, or the faulty scripts.
+        watched: the norms of a script that runs, which are no clauses of an implementation.
     """
-    chapters = {name: list(group) for name, group in groupby(clauses, key=lambda c: c.chapter)}
+    chapters = {
+        name: list(group) for name, group in groupby([*clauses, *watched], key=lambda c: c.chapter)
+    }
     lines = [
         "# The clauses",
         "",
@@ -84,7 +91,8 @@ def render(clauses: Sequence[Clause], rejected_by: Mapping[str, Sequence[str]]) 
         "exercises ask, `correct` what the name promises, `production` what PyTorch offers beyond.",
         f"All are of edition {EDITION} where nothing else is said.",
         "",
-        f"{len(clauses)} clauses, {sum(c.strength == 'MUST' for c in clauses)} of them MUST:",
+        f"{len(clauses)} clauses, {sum(c.strength == 'MUST' for c in clauses)} of them MUST; and "
+        f"{len(watched)} norms of a training script, seen while it runs (`trainspec watch`):",
         "",
     ]
     lines += [f"- [{name}](#{name}): {len(group)}" for name, group in chapters.items()]

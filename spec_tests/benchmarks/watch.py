@@ -80,7 +80,10 @@ class Watch(runner.Benchmark):
             script.write_text(SCRIPT)
             asked = [str(options.pairs), str(options.tokens), str(out)]
             launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            with (
+                contextlib.redirect_stdout(io.StringIO()),
+                contextlib.redirect_stderr(io.StringIO()),
+            ):
                 # Asleep for a step, the probe takes two steps for one: the verdict means nothing.
                 command.main(["--", *launch, "--nproc-per-node=2", str(script), *asked])
             found = json.loads(out.read_text())

@@ -10,6 +10,8 @@ from spec_tests import impostors, ledger
 from spec_tests.clause import REGISTER, Clause, clause, clause_of, clauses
 from spec_tests.rig.outcomes import Strength
 from spec_tests.rig_tests.helpers import python
+from spec_tests.rig_tests.watched import told_by
+from spec_tests.watch.command import norms
 
 
 @pytest.fixture
@@ -156,7 +158,8 @@ def test_every_impostor_names_clauses_that_exist():
 
 
 def test_the_ledger_is_fresh():
-    text = ledger.render(ledger.load_all(), impostors.rejected_by())
+    teeth = {**impostors.rejected_by(), **told_by()}
+    text = ledger.render(ledger.load_all(), teeth, norms())
     assert ledger.PATH.read_text() == text, "run `python -m spec_tests ledger`"
 
 

@@ -17,8 +17,8 @@ that hangs or dies is a finding like any other.
     checks      the clauses `watch.*`      command   start, listen, stop, exit status
     verdict     findings to causes
 
-`boot`, `probe`, `layout`, `link` and the first half of `replay` run in the script's process: they
-import torch and the standard library only, and draw no random number.
+`boot`, `probe`, `guard`, `calls`, `window`, `layout`, `link` and `replay` run in the script's
+process: they import torch and the standard library only, and draw no random number.
 
 Values. With `--replay k` each rank keeps step k's inputs, random state and the gradients of the
 model's outputs, computes its own gradient again with a plain copy of the model, and the agent holds

@@ -43,7 +43,7 @@ def holds_the_model(step: Step) -> Iterator[Finding]:
 @norm("watch.reduction.no-sync", source=_DDP)
 def nothing_reduced_under_no_sync(step: Step) -> Iterator[Finding]:
     """A gradient MUST NOT be reduced in a micro-batch that `no_sync` is meant to leave out."""
-    for rank, event in step.events.items():
+    for rank, event in step.events.items() if step.run.world > 1 else ():
         meant = event["backwards"] - event["unsynced"]
         if not event["unsynced"] or not event["is_complete"] or not event["distinct"]:
             continue
@@ -94,7 +94,8 @@ def through_the_wrapper(step: Step) -> Iterator[Finding]:
             yield Finding(
                 "watch.reduction.through-the-wrapper",
                 f"rank {rank}: expected a forward of DistributedDataParallel, got one of the "
-                f"{inside[0]['root']} inside it ({len(inside)} of {len(event['forwards'])} forwards)",
+                f"{inside[0]['root']} inside it ({len(inside)} of {len(event['forwards'])} "
+                "forwards)",
                 step.number,
                 rank,
                 place=inside[0]["place"],
@@ -141,7 +142,7 @@ def optimizer_precision(step: Step) -> Iterator[Finding]:
 @norm("watch.reduction.saved", source=_DDP)
 def reduction_saved(step: Step) -> Iterator[Finding]:
     """Accumulated gradients SHOULD be reduced once per step, not once per micro-batch."""
-    for rank, event in step.events.items():
+    for rank, event in step.events.items() if step.run.world > 1 else ():
         wasted = event["backwards"] > 1 and not event["unsynced"] and event["is_complete"]
         is_ddp = any(entry["kind"] == "ddp" for entry in step.layout(rank))
         flags = [forward["syncs"] for forward in event["forwards"]]

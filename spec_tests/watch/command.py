@@ -26,8 +26,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from spec_tests.clause import Clause
 from spec_tests.watch import checks, traffic
-from spec_tests.watch.norm import Finding, is_must
+from spec_tests.watch.norm import NORMS, Finding, is_must
 from spec_tests.watch.run import Rank, Run
 from spec_tests.watch.verdict import Verdict, causes_of, render, write
 
@@ -88,6 +89,11 @@ def _positive(text: str) -> int:
     return value
 
 
+def norms() -> list[Clause]:
+    """Return every norm of a running script, causes before effects."""
+    return list(NORMS.values())
+
+
 class Agent:
     """Listens to the ranks of one command, and runs the checks as their events come."""
 
@@ -103,6 +109,7 @@ class Agent:
         self._lines: dict[socket.socket, bytes] = {}
         self._ranks: dict[socket.socket, Rank] = {}
         self._hung = False
+        self._steps = 0  # of runs that have ended
         self._begun = 0.0
 
     def run_command(self, command: Sequence[str]) -> int:
@@ -224,10 +231,19 @@ class Agent:
     def _take_rank(self, connection: socket.socket, event: dict[str, Any]) -> None:
         number = event["rank"]
         known = self._ranks.get(connection)
+        before = self.run.ranks.get(number)
+        if known is None and before is not None and not before.is_open:
+            self._begin_anew()  # the command starts another training, or a failed one again
         if known is None or known.rank != number:
             known = self._ranks[connection] = self.run.ranks.setdefault(number, Rank(number))
-            known.is_open, known.has_ended = True, False
         known.world = event["world"] or known.world
+
+    def _begin_anew(self) -> None:
+        """Close the books of a run whose ranks have ended, and open those of the next."""
+        self._report([*traffic.ends(self.run), *traffic.as_many_steps(self.run)])
+        self._steps += max(self.run.steps_taken().values(), default=0)
+        timeline, notes = self.run.timeline, self.run.notes
+        self.run, self._traffic = Run(timeline=timeline, notes=notes), traffic.Traffic()
 
     def _report(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
@@ -250,7 +266,7 @@ class Agent:
         was_stopped = self._options.fail_fast and any(map(is_must, self.findings))
         if not was_stopped:
             self._report([*traffic.ends(run), *traffic.as_many_steps(run)])
-        steps = max(run.steps_taken().values(), default=0)
+        steps = self._steps + max(run.steps_taken().values(), default=0)
         unseen = list(dict.fromkeys(run.notes))
         status = int(any(map(is_must, self.findings)))
         if not status and not steps:

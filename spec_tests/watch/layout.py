@@ -71,26 +71,28 @@ class Names:
         """Read names and wrappers of a module that is called at the top."""
         for ref in self._wrappers:
             wrapper = ref()
-            if wrapper is not None and hasattr(wrapper, "process_group"):
-                self._learn_ddp(wrapper)
-        labels = {id(module): plain_name(name) for name, module in root.named_modules()}
-        for module in root.modules():
+            group = getattr(wrapper, "process_group", None)
+            if wrapper is not None and group in dist.distributed_c10d._world.pg_group_ranks:
+                self._learn_ddp(wrapper)  # not one of a world that was destroyed
+        for name, module in root.named_modules():
             if isinstance(module, nn.parallel.DistributedDataParallel):
                 self._wrapper[root] = weakref.ref(module)
             elif type(module).__name__ == "FullyShardedDataParallel":
-                group: Any = module.process_group
-                ranks = tuple(dist.get_process_group_ranks(group))
+                inner: Any = module.process_group
+                ranks = tuple(dist.get_process_group_ranks(inner))
                 self.flat |= {id(p): ranks for p in module.parameters()}
-        for module in root.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is None:
-                    continue
-                full = ".".join(filter(None, (labels[id(module)], name)))
-                self.of.setdefault(id(parameter), full)
-                if parameter.requires_grad:
-                    self.trainable[id(parameter)] = weakref.ref(parameter)
-                if is_dtensor(parameter):
-                    self.shards[id(module), name] = (full, weakref.ref(parameter))
+            self._learn_parameters(module, plain_name(name))
+
+    def _learn_parameters(self, module: nn.Module, label: str) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            full = ".".join(filter(None, (label, name)))
+            self.of.setdefault(id(parameter), full)
+            if parameter.requires_grad:
+                self.trainable[id(parameter)] = weakref.ref(parameter)
+            if is_dtensor(parameter):
+                self.shards[id(module), name] = (full, weakref.ref(parameter))
 
     def _learn_ddp(self, module: nn.parallel.DistributedDataParallel) -> None:
         ranks = tuple(dist.get_process_group_ranks(module.process_group))

@@ -7,9 +7,11 @@ kernel, so it reaches the agent even if the rank is killed a moment later.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import pickle
+import signal
 import socket
 import sys
 import sysconfig
@@ -64,6 +66,20 @@ class Link:
         found, missed = self._records.new()
         if found or missed:
             self.send("collectives", items=found, missed=missed)
+
+    def keep_last_words(self) -> None:
+        """Say so when native code aborts, as gloo does where a collective's size is wrong."""
+        # By way of C: a handler of Python's waits for the main thread, and abort() for nobody.
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+
+        def speak(number: int) -> None:
+            libc.signal(number, 0)  # the default: what comes next ends the process
+            self.send_collectives()
+            self.send("raised", type="abort", text="native code ended it", place=self._doing()[0])
+
+        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(speak)
+        libc.signal(signal.SIGABRT, ctypes.cast(self._handler, ctypes.c_void_p))
 
     def rest(self) -> None:
         """End the heartbeat: no thread may look at groups while the process takes them apart."""

@@ -106,6 +106,7 @@ class Probe:
         """Open the link, and say which rank this is as soon as that is known."""
         if self.link is None:
             self.link = Link(self.options["agent"])
+            self.link.keep_last_words()
             self.link.send("rank", rank=int(os.environ.get("RANK", 0)), world=None)
         world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
         if world is not None and world != self._world:
@@ -138,6 +139,7 @@ class Probe:
             where = "".join(traceback.format_exception(error)[-2:])[-400:]
             self.link.send("note", text=f"a hook of the watcher failed: {where}")
         if self._failures >= 3:
+            _ended()
             _forget()
 
     def begin(self, module: nn.Module, arguments: tuple[Any, ...], keywords: Any) -> None:
@@ -270,7 +272,7 @@ def _after_forward(probe: Probe, module: nn.Module, arguments: Any, output: Any)
     if module is probe.root:
         probe.root = None
         recording = probe.recordings.get(module)
-        if recording is not None and probe.takes_gradients:
+        if recording is not None:
             recording.leave(output)
 
 

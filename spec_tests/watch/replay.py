@@ -2,12 +2,8 @@
 
 In the replayed step a rank keeps, for each micro-batch, the inputs of the model at the top, the
 random state, and the gradient that arrived at each of its outputs. From these a plain copy of the
-model gives the rank's own gradient, whatever the loss and the loader are. The agent (`judge`)
+model gives the rank's own gradient, whatever the loss and the loader are. The agent (`replayed`)
 holds the mean over the ranks against the gradients that the optimizer was given.
-
-Tolerance. The copy runs the same kernels in the same dtypes, so what remains is rounding where
-micro-batches and ranks are added up: at most (64 + ranks + micro-batches) unit roundoffs of the
-sum of absolute values, of which 64 are for kernels that add in another order.
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ import copy
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +22,12 @@ from torch.utils._pytree import tree_map_only
 from .guard import Current
 from .layout import Names, full_weights, is_dtensor, local_of
 
-_WRAPPERS = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
+_WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-_SLACK = 64  # unit roundoffs
 
 
 class CannotReplayError(Exception):
@@ -62,9 +60,16 @@ class Recording:
                 self._weights[id(owner), name] = parameter.detach().clone()
 
     def leave(self, output: Any) -> None:
-        """Have the gradient of each output kept when it arrives."""
-        if self._batches:
+        """Have the gradient of each output kept when it arrives; an evaluation has none."""
+        if self._batches and not self._batches[-1].is_watched:
             self._batches[-1].watch(output)
+
+    @property
+    def draws_its_own(self) -> bool:
+        """Whether compiled code drew random numbers: not those that the plain copy draws."""
+        model = self._model()
+        is_compiled = model is not None and any(map(_is_compiled, model.modules()))
+        return is_compiled and any(batch.is_random for batch in self._batches)
 
     def stepped(self) -> None:
         """An optimizer has taken a step with the gradients that have arrived."""
@@ -91,8 +96,6 @@ class Recording:
         model = self._model()
         if model is None:
             raise CannotReplayError("the model is gone")
-        if any(b.is_random for b in self._batches) and any(map(_is_compiled, model.modules())):
-            raise CannotReplayError("a compiled model draws random numbers, in an order of its own")
         plain = Copy(self._names, self._weights, self._buffers)
         twin = plain.of(model)
         found: dict[str, tuple[Tensor, Tensor]] = {}
@@ -115,12 +118,14 @@ def finish(recordings: Iterable[Recording], watched: Any, path: Path) -> dict[st
         the file and the number of micro-batches, or the reason why there are none.
     """
     expected: dict[str, tuple[Tensor, Tensor]] = {}
-    batches = 0
+    batches, recordings = 0, list(recordings)
     try:
         for recording in recordings:
             found, count = recording.gradients(watched.usual)
             expected |= found
             batches = max(batches, count)
+        if not batches:
+            raise CannotReplayError("no gradient arrived at an output of the model")
     except CannotReplayError as reason:
         return {"reason": str(reason)}
     except Exception as error:
@@ -131,7 +136,8 @@ def finish(recordings: Iterable[Recording], watched: Any, path: Path) -> dict[st
             actual[entry.name] = local_of(parameter.grad).detach().to("cpu", copy=True)
             parts[entry.name] = (entry.kind, _part(parameter))
     torch.save({"expected": expected, "actual": actual, "parts": parts}, path)
-    return {"path": str(path), "batches": batches}
+    is_exact = not any(recording.draws_its_own for recording in recordings)
+    return {"path": str(path), "batches": batches, "is_exact": is_exact}
 
 
 class Batch:
@@ -148,10 +154,11 @@ class Batch:
         self._casts = torch.is_autocast_enabled(device)
         self._dtype = torch.get_autocast_dtype(device) if self._casts else None
         self.arrived: dict[int, Tensor] = {}
-        self.is_random = self.was_used = self.was_cleared = False
+        self.is_watched = self.is_random = self.was_used = self.was_cleared = False
 
     def watch(self, output: Any) -> None:
         """Have the gradient of each output kept when it arrives."""
+        self.is_watched = True
         now = _random_state()
         self.is_random = any(not torch.equal(a, b) for a, b in zip(now, self._random, strict=True))
         for index, tensor in enumerate(_outputs(output)):
@@ -200,16 +207,16 @@ class Copy:
 
     def of(self, module: nn.Module) -> nn.Module:
         """Return the copy of a module; one that occurs twice is copied once."""
-        inner = _WRAPPERS.get(type(module).__name__)
+        kind = type(module)
+        if kind.__name__.startswith("FSDP") and len(kind.__bases__) > 1:
+            kind = kind.__bases__[-1]  # fully_shard made a class of both
+        inner = _WRAPPERS.get(kind.__name__)
         if inner:
             return self.of(getattr(module, inner))
         if id(module) in self._memo:
             return self._memo[id(module)]
-        kind = type(module)
         if "SyncBatchNorm" in kind.__name__ or kind.__name__ == "FullyShardedDataParallel":
             raise CannotReplayError(f"{kind.__name__} communicates in its forward")
-        if kind.__name__.startswith("FSDP") and len(kind.__bases__) > 1:
-            kind = kind.__bases__[-1]  # fully_shard made a class of both
         _refuse_hooks(module)
         twin = self._memo[id(module)] = kind.__new__(kind)
         state = module.__dict__
@@ -330,144 +337,3 @@ def _part(parameter: Any) -> tuple[int, int, int] | None:
         if not placement.is_replicate():
             return placement.dim, parameter.device_mesh.size(mesh_dim), at[mesh_dim]
     return None
-
-
-# ------------------------------------------------------------------ in the agent
-
-
-@dataclass(frozen=True)
-class Deviation:
-    """What is wrong with one rank's gradients.
-
-    Attributes:
-        name: of the tensor that is farthest off.
-        words: how it differs, as a sentence after "expected ..., ".
-        is_certain: False for a common factor that clipping by hand may have made.
-        factor: what all gradients of the rank are multiplied by, if it is one number.
-        others: how many further tensors of this rank are wrong.
-    """
-
-    rank: int
-    name: str
-    words: str
-    is_certain: bool = True
-    others: int = 0
-    factor: float = 1.0
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One tensor of one rank: what the optimizer was given, the mean over ranks, the rank's own."""
-
-    name: str
-    kind: str
-    actual: Tensor
-    mean: Tensor
-    own: Tensor | None
-    allowed: float  # of the norm of the difference
-
-    def off(self, factor: float) -> float:
-        """Return how many tolerances the gradient is away from `factor` times the mean."""
-        distance = float((self.actual - factor * self.mean).norm())
-        return distance / max(self.allowed * abs(factor), 1e-30) if distance else 0.0
-
-
-def judge(
-    files: Sequence[Path], batches: int, coefficients: Sequence[float], is_mean: bool
-) -> list[Deviation]:
-    """Hold each rank's gradients against the mean of what all ranks computed again.
-
-    Args:
-        files: what `Recording.finish` wrote, one of each rank.
-        batches: micro-batches of the step.
-        coefficients: what clipping and unscaling multiplied each rank's gradients by.
-        is_mean: the loss of each rank is known to be a mean over its own batch.
-    """
-    ranks = [torch.load(file, weights_only=True) for file in files]
-    found: list[Deviation] = []
-    for rank, coefficient in enumerate(coefficients):
-        tensors = [_compared(ranks, rank, name, batches) for name in ranks[rank]["actual"]]
-        found += _deviation(
-            rank, len(ranks), [t for t in tensors if t is not None], coefficient, is_mean
-        )
-    return _apart(found, len(ranks)) or found
-
-
-def _apart(found: Sequence[Deviation], size: int) -> list[Deviation]:
-    """Return a certain deviation where ranks scale their gradients by factors of their own."""
-    factors = {each.rank: each.factor for each in found}
-    if not found or any(each.is_certain for each in found):
-        return []
-    others = [1.0] * (size - len(factors)) + list(factors.values())
-    if max(others) / min(others) < 1.01:
-        return []
-    rank, factor = max(factors.items(), key=lambda pair: abs(pair[1] - 1))
-    words = (
-        f"got {factor:.3f} x it, while factors on the ranks are from {min(others):.3f} to "
-        f"{max(others):.3f}: each rank scales, or clips, by a number of its own"
-    )
-    return [Deviation(rank, found[0].name, words)]
-
-
-def _compared(ranks: Sequence[Any], rank: int, name: str, batches: int) -> Compared | None:
-    kind, part = ranks[rank]["parts"][name]
-    actual = ranks[rank]["actual"][name]
-    computed = [of["expected"][name] for of in ranks if name in of["expected"]]
-    mean = _cut(sum(total for total, _ in computed) / len(ranks), part)
-    size = _cut(sum(absolute for _, absolute in computed) / len(ranks), part)
-    if actual.shape != mean.shape or not actual.numel():
-        return None
-    own = ranks[rank]["expected"].get(name)
-    roundoff = torch.finfo(actual.dtype).eps / 2
-    allowed = float(size.norm()) * roundoff * (_SLACK + len(ranks) + batches)
-    return Compared(name, kind, actual.double(), mean, own and _cut(own[0], part), allowed)
-
-
-def _cut(full: Any, part: tuple[int, int, int] | None) -> Any:
-    if part is None:
-        return full
-    dim, parts, index = part
-    pieces = torch.chunk(full, parts, dim=dim)
-    return pieces[index] if index < len(pieces) else full.narrow(dim, 0, 0)
-
-
-def _deviation(
-    rank: int, size: int, tensors: Sequence[Compared], coefficient: float, is_mean: bool
-) -> list[Deviation]:
-    """Return what is wrong on one rank: nothing, one factor for all tensors, or single tensors."""
-    wrong = [t for t in tensors if t.off(coefficient) > 1]
-    if not wrong:
-        return []
-    common = _factor(tensors)
-    if len(tensors) > 1 and all(t.off(common) <= 1 for t in tensors):
-        ratio = common / coefficient
-        # Reduced by hand, a sum is right where the loss was divided by the number of ranks.
-        is_sum = abs(ratio / size - 1) < 0.01 and any(t.kind == "plain" for t in tensors)
-        suspects = (size, 1.0 / size, size**2, 1.0 / size**2, 2.0, 0.5)
-        is_odd = ratio > 1.01 or any(abs(ratio / each - 1) < 0.01 for each in suspects)
-        is_certain = is_mean if is_sum else is_odd
-        words = f"got {ratio:.3f} x it in every element of every gradient"
-        return [Deviation(rank, wrong[0].name, words, is_certain, len(wrong) - 1, ratio)]
-    worst = max(wrong, key=lambda t: t.off(coefficient))
-    return [Deviation(rank, worst.name, _how(worst, size), True, len(wrong) - 1)]
-
-
-def _factor(tensors: Sequence[Compared]) -> float:
-    """Return the factor by which all gradients together are closest to their means."""
-    top = sum(float((t.actual * t.mean).sum()) for t in tensors)
-    bottom = sum(float((t.mean * t.mean).sum()) for t in tensors)
-    return top / bottom if bottom else 1.0
-
-
-def _how(tensor: Compared, size: int) -> str:
-    """Return in words how one gradient differs from the mean."""
-    if not tensor.actual.any():
-        return "got zeros"
-    own = tensor.own if size > 1 else None
-    if own is not None and float((tensor.actual - own).norm()) <= tensor.allowed:
-        return "got this rank's own gradient: it was not reduced"
-    factor = _factor([tensor])
-    if tensor.off(factor) <= 1:
-        return f"got {factor:.3f} x it in every element"
-    share = float((tensor.actual - tensor.mean).norm() / tensor.mean.norm().clamp_min(1e-30))
-    return f"got one that differs by {100 * share:.1f} % of its norm"

@@ -41,7 +41,7 @@ class Collective:
         return self.name.lstrip("_").startswith(REDUCTIONS) and bool(_FLOATS & {*self.dtypes})
 
     def __str__(self) -> str:
-        sizes = "+".join("x".join(map(str, size)) for size in self.sizes)
+        sizes = "+".join("x".join(map(str, size)) or "scalar" for size in self.sizes)
         return f"{self.name}({sizes})" if sizes else self.name
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class Traffic:
             sent = self._open.setdefault((group, each.number), {})
             sent.setdefault(rank.rank, each)
             if group not in self._wrong and len(sent) > 1:
-                findings = list(collectives_match(sent))
+                findings = [replace(f, place=rank.place) for f in collectives_match(sent)]
                 self._wrong |= {group for _ in findings}
                 yield from findings
             if len(sent) >= len(self._members[group]) > 1:
@@ -107,6 +108,7 @@ def ends(run: Run) -> Iterator[Finding]:
             max(rank.steps.values(), default=0),
             rank.rank,
             place=error["place"],
+            likely=_left(run),
         )
     if raised:
         return
@@ -122,6 +124,14 @@ def ends(run: Run) -> Iterator[Finding]:
                 place=rank.place,
             )
             return
+
+
+def _left(run: Run) -> str:
+    """Return which ranks had ended by themselves, and so left the others alone."""
+    ended = [r for r in run.ranks.values() if r.has_ended and r.raised is None]
+    steps = run.steps_taken()
+    said = [f"rank {r.rank} had ended by itself after {steps[r.rank]} steps" for r in ended]
+    return ", ".join(said)
 
 
 def _after(rank: Rank) -> str:
@@ -148,7 +158,7 @@ def as_many_steps(run: Run) -> Iterator[Finding]:
 @norm("watch.replay.gradients", source="Li et al. 2020, section 3.2; ZeRO, Rajbhandari et al. 2020")
 def replayed_gradients(step: Step) -> Iterator[Finding]:
     """The optimizer MUST be given the mean over ranks of what the outputs' gradients demand."""
-    from spec_tests.watch import replay  # torch is needed here alone
+    from spec_tests.watch import replayed  # torch is needed here alone
 
     replays = {rank: event["replay"] for rank, event in step.events.items() if event.get("replay")}
     reasons = [f"rank {rank}: {of['reason']}" for rank, of in replays.items() if "reason" in of]
@@ -163,7 +173,14 @@ def replayed_gradients(step: Step) -> Iterator[Finding]:
     batches = max(of["batches"] for of in replays.values())
     coefficients = [_coefficient(step.events[rank]) for rank in replays]
     step.run.replayed = f"; step {step.number} computed again"
-    for found in replay.judge(files, batches, coefficients, _is_mean(step))[:1]:
+    for found in replayed.judge(files, batches, coefficients, _is_mean(step))[:1]:
+        if found.factor == 1.0 and not all(of["is_exact"] for of in replays.values()):
+            step.run.replayed = ""
+            step.run.notes.append(
+                f"step {step.number} was not judged: the compiled model draws random numbers in an "
+                "order of its own"
+            )
+            return
         if not found.is_certain:
             step.run.notes.append(
                 f"step {step.number}: all gradients are one factor times the mean over ranks "

@@ -134,7 +134,7 @@ def render(verdict: Verdict) -> str:
         lines += ["", *_lines(number, cause)]
     if len(verdict.causes) > 6:
         lines.append(f"and {len(verdict.causes) - 6} more")
-    lines += [""] * bool(verdict.causes) + [f"not seen: {each}" for each in verdict.unseen[:4]]
+    lines += [""] * bool(verdict.causes) + [f"note: {each}" for each in verdict.unseen[:4]]
     if verdict.cost:
         lines.append(verdict.cost)
     return "\n".join(lines)

@@ -24,7 +24,8 @@ from spec_tests.watch import command
 from spec_tests.watch.verdict import Verdict
 
 LIMIT_SECONDS = 60
-_FINGERPRINT = re.compile(r"^fingerprint (\d+) ([0-9a-f]{64})$", re.MULTILINE)
+GRACE_SECONDS = 2  # for the other ranks, once one has failed
+_FINGERPRINT = re.compile(r"fingerprint (\d+) ([0-9a-f]{64})")
 _PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.optim", "torch._dynamo"]
 
 
@@ -104,7 +105,9 @@ class Started:
     def poll(self) -> int | None:
         """Return the status once all have ended; as with torchrun, one failure ends the others."""
         codes = [process.exitcode for process in self._processes]
-        if None in codes and (any(codes) or time.monotonic() > self._until):
+        if any(codes):
+            self._until = min(self._until, time.monotonic() + GRACE_SECONDS)
+        if None in codes and time.monotonic() > self._until:
             self.stop()
         if None in codes:
             return None
@@ -134,6 +137,8 @@ def _be_rank(words: list[str], environment: dict[str, str], log: str, is_watched
     sys.argv = words
     if is_watched:
         runpy.run_path(str(command.BOOT / "sitecustomize.py"))["_start"]()
+        # A rank of torchrun's connects at once; a fork might be a worker that loads data.
+        sys.modules["trainspec_watch.guard"].Current.probe.connect()  # type: ignore[attr-defined]
     status = 0
     try:
         runpy.run_path(words[0], run_name="__main__")

@@ -1,0 +1,203 @@
+"""`trainspec watch`: right scripts are left alone, faults are named, nothing is changed."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from spec_tests.rig_tests.watched import SCRIPTS, Fault, faults, find, told_by, write_fault
+from spec_tests.rig_tests.watched.trial import Outcome, run
+from spec_tests.watch.command import norms
+from spec_tests.watch.norm import Finding
+from spec_tests.watch.verdict import Verdict, causes_of, render
+
+RIGHT = [name for name in SCRIPTS if name != "libraries"]  # needs a library that CI has not
+TOLD = [f for f in faults() if not f.needs and not f.missed]
+# Without the watcher as well, to compare bits: one each for DDP, FSDP2, compiled code and dropout.
+COMPARED = ("nanogpt", "fsdp2_mixed", "scaler", "freezing")
+
+
+def shown(outcome: Outcome) -> str:
+    return f"{render(outcome.verdict)}\nstatus {outcome.status}\n{outcome.output[-3000:]}"
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_script_is_left_alone(name: str):
+    outcome = run(find(name), 2, "--steps", "3", options=("--replay", "2"))
+    assert (outcome.verdict.causes, outcome.status) == ([], 0), shown(outcome)
+    assert outcome.verdict.steps >= 2
+    assert not any("watcher failed" in each for each in outcome.verdict.unseen), shown(outcome)
+    if name in COMPARED:
+        bare = run(find(name), 2, "--steps", "3", is_watched=False)
+        assert outcome.fingerprints == bare.fingerprints, "the watcher changed the script's bits"
+        assert len(bare.fingerprints) == 2
+
+
+@pytest.mark.parametrize("fault", TOLD, ids=lambda fault: fault.id)
+def test_a_fault_is_named(fault: Fault, tmp_path: Path):
+    outcome = fault_outcome(fault, tmp_path)
+    assert {fault.check, *fault.also} & {*outcome.norms}, shown(outcome)
+    first = outcome.verdict.causes[0].finding
+    assert "rank" in first.text
+    assert first.place or first.likely
+
+
+def fault_outcome(fault: Fault, folder: Path) -> Outcome:
+    script = write_fault(fault, folder)
+    options = ["--replay", "2", "--patience", "3"]
+    if fault.check in ("watch.collectives.match", "watch.run.goes-on", "watch.run.ends"):
+        options.append("--fail-fast")  # the others would wait for the backend's time-out
+    return run(script, fault.world, "--steps", str(fault.steps), options=options)
+
+
+def test_each_norm_is_shown_by_a_fault_or_says_why_not():
+    # What only these can show needs a second node, a time-out, or a loader of another length.
+    without = {"watch.run.goes-on", "watch.steps.as-many"}
+    assert {norm.id for norm in norms()} == {*told_by()} | without
+
+
+# ------------------------------------------------------------------------------ from the command on
+
+TRAIN = """
+    import os, sys
+    import torch
+    from torch import nn
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        loss = model(torch.randn(8, 4)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print("trained")
+"""
+
+
+def watch(*words: str, cwd: Path | None = None, **environment: str) -> tuple[int, str]:
+    """Run the command; returns its exit status and all that it printed."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "spec_tests", "watch", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        check=False,
+    )
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def script(folder: Path, text: str = TRAIN, more: str = "") -> str:
+    path = folder / "train.py"
+    path.write_text(textwrap.dedent(text) + textwrap.dedent(more))
+    return str(path)
+
+
+def test_torchrun_with_a_report(tmp_path: Path):
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    words = ("--steps", "2", "--replay", "1", "--report", str(tmp_path / "out"), "--", *launch)
+    status, output = watch(*words, str(find("by_hand")), "--steps", "50")
+    assert status == 0, output
+    assert "nothing wrong in 2 steps of 2 ranks; step 1 computed again" in output
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (report["status"], report["ranks"], report["steps"]) == (0, 2, 2)
+    assert "<svg" in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_one_rank_without_a_process_group(tmp_path: Path):
+    status, output = watch("--", sys.executable, script(tmp_path))
+    assert (status, "trained" in output) == (0, True), output
+    assert "nothing wrong in 4 steps of 1 rank" in output
+
+
+def test_the_script_s_own_status_is_handed_on(tmp_path: Path):
+    status, output = watch("--", sys.executable, script(tmp_path, more="sys.exit(7)"))
+    assert status == 7, output
+
+
+def test_an_exception_is_told_with_its_line(tmp_path: Path):
+    status, output = watch("--", sys.executable, script(tmp_path, more="raise OSError('disk')"))
+    assert status == 1
+    assert "got OSError: disk" in output
+    assert "at train.py:" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--",), "expected a command after --"),
+        (("--", "no-such-command"), "expected a command that can be run"),
+        (("--steps", "0", "--", "true"), "expected a number from 1 on"),
+        (("--", "true"), "no process of the command imported torch"),
+        (("--", sys.executable, "-c", "import torch"), "no process of the command"),
+    ],
+)
+def test_what_cannot_be_judged_is_said(words: tuple[str, ...], said: str):
+    status, output = watch(*words)
+    assert (status, said in output) == (2, True), output
+
+
+def test_forks_threads_and_a_sitecustomize_of_the_user_s_own(tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['MINE'] = 'here'\n")
+    more = """
+        import threading
+        assert os.environ["MINE"] == "here"
+        thread = threading.Thread(target=lambda: model(torch.randn(2, 4)).sum().backward())
+        thread.start()
+        thread.join()
+        child = os.fork()
+        if child == 0:
+            model(torch.randn(2, 4))
+            optimizer.step()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    status, output = watch(
+        "--", sys.executable, script(tmp_path, more=more), PYTHONPATH=str(tmp_path)
+    )
+    assert status == 0, output
+    assert "nothing wrong in 4 steps of 1 rank" in output
+
+
+# ------------------------------------------------------------------------------------------ verdict
+
+
+def finding(norm: str, step: int = 1) -> Finding:
+    return Finding(norm, f"rank 1: expected, got {norm}", step)
+
+
+def test_an_effect_is_told_with_its_cause():
+    found = [finding("watch.replicas.equal"), finding("watch.gradients.equal")]
+    (cause,) = causes_of([*found, finding("watch.replicas.equal", 2)])
+    assert (cause.finding.norm, cause.effects) == (
+        "watch.gradients.equal",
+        ["watch.replicas.equal"],
+    )
+
+
+def test_what_came_before_the_cause_is_a_cause_of_its_own():
+    found = [finding("watch.replicas.equal", 1), finding("watch.steps.same", 3)]
+    assert [each.finding.norm for each in causes_of(found)] == [each.norm for each in found[::-1]]
+
+
+def test_advice_explains_no_fault_and_comes_last():
+    found = [finding("watch.reduction.saved"), finding("watch.replicas.equal")]
+    assert [c.finding.norm for c in causes_of(found)] == [
+        "watch.replicas.equal",
+        "watch.reduction.saved",
+    ]
+
+
+def test_the_screen_has_at_most_forty_lines():
+    causes = causes_of([finding(norm.id) for norm in norms()])
+    verdict = Verdict(1, causes, 5, 2, [f"note {n}" for n in range(50)])
+    assert len(render(verdict).splitlines()) <= 40
+
+
+@pytest.mark.parametrize("norm", [norm.id for norm in norms()])
+def test_every_finding_alone_is_a_cause(norm: str):
+    assert [cause.finding.norm for cause in causes_of([finding(norm)])] == [norm]

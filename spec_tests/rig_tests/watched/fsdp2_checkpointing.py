@@ -1,0 +1,96 @@
+"""Style of a Hugging Face trainer on FSDP2: keyword inputs, labels with -100, a loss over the
+tokens of the window, activation checkpointing, accumulation by `set_requires_gradient_sync`.
+"""
+
+import argparse
+import hashlib
+import os
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+
+VOCAB, DIM, LENGTH, ACCUMULATE = 80, 16, 12, 2
+
+
+class LM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.place = nn.Embedding(VOCAB, DIM), nn.Embedding(LENGTH, DIM)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(DIM, 2, 32, dropout=0.1, batch_first=True, norm_first=True)
+            for _ in range(2)
+        )
+        self.norm = nn.LayerNorm(DIM)
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids, labels=None, num_items=None):
+        length = input_ids.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        x = self.embed(input_ids) + self.place(torch.arange(length))
+        for layer in self.layers:
+            x = layer(x, src_mask=mask)
+        logits = self.head(self.norm(x))
+        flat, wanted = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        total = nn.functional.cross_entropy(flat, wanted, ignore_index=-100, reduction="sum")
+        return {"loss": total / num_items, "logits": logits}
+
+
+def collate(generator):
+    """Return a padded batch of four texts whose lengths differ."""
+    input_ids = torch.randint(1, VOCAB, (4, LENGTH), generator=generator).sort(dim=1).values
+    lengths = torch.randint(4, LENGTH + 1, (4, 1), generator=generator)
+    padding = torch.arange(LENGTH) >= lengths
+    return {
+        "input_ids": input_ids.masked_fill(padding, 0),
+        "labels": input_ids.masked_fill(padding, -100),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(args.seed)
+    model = LM()
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = fully_shard(checkpoint_wrapper(layer, preserve_rng_state=True))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    data = torch.Generator().manual_seed(1000 * args.seed + rank)
+    torch.manual_seed(args.seed + 100 + rank)
+    model.train()
+    for step in range(args.steps):
+        window = [collate(data) for _ in range(ACCUMULATE)]
+        num_items = sum((batch["labels"][:, 1:] != -100).sum() for batch in window)
+        dist.all_reduce(num_items)
+        for micro, batch in enumerate(window):
+            last = micro == ACCUMULATE - 1
+            model.set_requires_gradient_sync(last)
+            loss = model(**batch, num_items=num_items)["loss"] * world
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            print(f"step {step} tokens {num_items.item()} loss of the last {loss.item():.4f}")
+    digest = hashlib.sha256()
+    for param in model.parameters():
+        digest.update(param.to_local().detach().numpy().tobytes())
+    print(f"fingerprint {rank} {digest.hexdigest()}\n", end="")
+    time.sleep(0.1)  # until gloo's threads are idle: pytorch/pytorch#179291
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Style of fault-tolerant training with DDP: rank 0 saves a checkpoint, the process group is
+destroyed, a new one is built, and every rank loads the checkpoint and goes on where it was.
+"""
+
+import argparse
+import hashlib
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+class CharModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(100, 20)
+        self.lstm = nn.LSTM(20, 20, batch_first=True)
+        self.head = nn.Linear(20, 100)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.lstm(self.embed(ids))[0])
+
+
+class Trainer:
+    def __init__(self, args, snapshot):
+        self.snapshot, self.args, self.step = snapshot, args, 0
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(args.seed)
+        net = CharModel()
+        if snapshot.exists():
+            state = torch.load(snapshot, map_location="cpu", weights_only=True)
+            net.load_state_dict(state["model"])
+            self.step = state["step"]
+        self.model = DDP(net)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        if snapshot.exists():
+            self.optimizer.load_state_dict(state["optimizer"])
+        generator = torch.Generator().manual_seed(args.seed)
+        rows = torch.randint(100, (15 * self.world, 12), generator=generator)
+        data = TensorDataset(rows.cumsum(1) % 100)
+        self.sampler = DistributedSampler(data, seed=args.seed)
+        self.loader = DataLoader(data, batch_size=5, sampler=self.sampler)
+
+    def save(self):
+        if self.rank == 0:
+            state = {"model": self.model.module.state_dict(), "step": self.step}
+            state["optimizer"] = self.optimizer.state_dict()
+            torch.save(state, self.snapshot)
+        dist.barrier()
+
+    def batches(self):
+        """Yield the batches of all epochs, without those that were trained on before."""
+        epoch = self.step // len(self.loader)
+        skip = self.step % len(self.loader)
+        while True:
+            self.sampler.set_epoch(epoch)
+            for i, (batch,) in enumerate(self.loader):
+                if i >= skip:
+                    yield batch
+            epoch, skip = epoch + 1, 0
+
+    def train(self, until):
+        batches = self.batches()
+        while self.step < until:
+            batch = next(batches)
+            logits = self.model(batch[:, :-1]).flatten(0, 1)
+            loss = nn.functional.cross_entropy(logits, batch[:, 1:].flatten())
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.step += 1
+            if self.rank == 0:
+                print(f"step {self.step} loss {loss.item():.4f}")
+
+
+def setup(attempt):
+    """Build a process group; torchrun's store lives on, so that each one has keys of its own."""
+    store, rank, world = dist.HashStore(), 0, 1
+    if "RANK" in os.environ:
+        store, rank, world = next(rendezvous("env://"))
+    store = dist.PrefixStore(f"attempt{attempt}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    setup(0)
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    snapshot = Path(folder[0]) / "snapshot.pt"
+    trainer = Trainer(args, snapshot)
+    trainer.train(args.steps // 2)
+    trainer.save()
+    dist.destroy_process_group()
+    setup(1)
+    trainer = Trainer(args, snapshot)
+    trainer.train(args.steps)
+    dist.barrier()
+    if trainer.rank == 0:
+        snapshot.unlink()
+        snapshot.parent.rmdir()
+    digest = hashlib.sha256()
+    for param in trainer.model.parameters():
+        digest.update(param.detach().numpy().tobytes())
+    print(f"fingerprint {trainer.rank} {digest.hexdigest()}\n", end="")
+    time.sleep(0.1)  # until gloo's threads are idle: pytorch/pytorch#179291
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""In the agent: each rank's gradients against the mean of what all ranks computed again.
+
+Tolerance. The copy runs the same kernels in the same dtypes, so what remains is rounding where
+micro-batches and ranks are added up: at most (64 + ranks + micro-batches) unit roundoffs of the
+sum of absolute values, of which 64 are for kernels that add in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SLACK = 64  # unit roundoffs
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """What is wrong with one rank's gradients.
+
+    Attributes:
+        name: of the tensor that is farthest off.
+        words: how it differs, as a sentence after "expected ..., ".
+        is_certain: False for a common factor that clipping by hand may have made.
+        factor: what all gradients of the rank are multiplied by, if it is one number.
+        others: how many further tensors of this rank are wrong.
+    """
+
+    rank: int
+    name: str
+    words: str
+    is_certain: bool = True
+    others: int = 0
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One tensor of one rank: what the optimizer was given, the mean over ranks, the rank's own."""
+
+    name: str
+    kind: str
+    actual: Tensor
+    mean: Tensor
+    own: Tensor | None
+    allowed: float  # of the norm of the difference
+
+    def off(self, factor: float) -> float:
+        """Return how many tolerances the gradient is away from `factor` times the mean."""
+        distance = float((self.actual - factor * self.mean).norm())
+        return distance / max(self.allowed * abs(factor), 1e-30) if distance else 0.0
+
+
+def judge(
+    files: Sequence[Path], batches: int, coefficients: Sequence[float], is_mean: bool
+) -> list[Deviation]:
+    """Hold each rank's gradients against the mean of what all ranks computed again.
+
+    Args:
+        files: what `Recording.finish` wrote, one of each rank.
+        batches: micro-batches of the step.
+        coefficients: what clipping and unscaling multiplied each rank's gradients by.
+        is_mean: the loss of each rank is known to be a mean over its own batch.
+    """
+    ranks = [torch.load(file, weights_only=True) for file in files]
+    found: list[Deviation] = []
+    for rank, coefficient in enumerate(coefficients):
+        tensors = [_compared(ranks, rank, name, batches) for name in ranks[rank]["actual"]]
+        found += _deviation(
+            rank, len(ranks), [t for t in tensors if t is not None], coefficient, is_mean
+        )
+    return _apart(found, len(ranks)) or found
+
+
+def _apart(found: Sequence[Deviation], size: int) -> list[Deviation]:
+    """Return a certain deviation where ranks scale their gradients by factors of their own."""
+    factors = {each.rank: each.factor for each in found}
+    if not found or any(each.is_certain for each in found):
+        return []
+    others = [1.0] * (size - len(factors)) + list(factors.values())
+    if max(others) / min(others) < 1.01:
+        return []
+    rank, factor = max(factors.items(), key=lambda pair: abs(pair[1] - 1))
+    words = (
+        f"got {factor:.3f} x it, while factors on the ranks are from {min(others):.3f} to "
+        f"{max(others):.3f}: each rank scales, or clips, by a number of its own"
+    )
+    return [Deviation(rank, found[0].name, words)]
+
+
+def _compared(ranks: Sequence[Any], rank: int, name: str, batches: int) -> Compared | None:
+    kind, part = ranks[rank]["parts"][name]
+    actual = ranks[rank]["actual"][name]
+    computed = [of["expected"][name] for of in ranks if name in of["expected"]]
+    mean = _cut(sum(total for total, _ in computed) / len(ranks), part)
+    size = _cut(sum(absolute for _, absolute in computed) / len(ranks), part)
+    if actual.shape != mean.shape or not actual.numel():
+        return None
+    own = ranks[rank]["expected"].get(name)
+    roundoff = torch.finfo(actual.dtype).eps / 2
+    allowed = float(size.norm()) * roundoff * (_SLACK + len(ranks) + batches)
+    return Compared(name, kind, actual.double(), mean, own and _cut(own[0], part), allowed)
+
+
+def _cut(full: Any, part: tuple[int, int, int] | None) -> Any:
+    if part is None:
+        return full
+    dim, parts, index = part
+    pieces = torch.chunk(full, parts, dim=dim)
+    return pieces[index] if index < len(pieces) else full.narrow(dim, 0, 0)
+
+
+def _deviation(
+    rank: int, size: int, tensors: Sequence[Compared], coefficient: float, is_mean: bool
+) -> list[Deviation]:
+    """Return what is wrong on one rank: nothing, one factor for all tensors, or single tensors."""
+    wrong = [t for t in tensors if t.off(coefficient) > 1]
+    if not wrong:
+        return []
+    common = _factor(tensors)
+    if len(tensors) > 1 and all(t.off(common) <= 1 for t in tensors):
+        ratio = common / coefficient
+        # Reduced by hand, a sum is right where the loss was divided by the number of ranks.
+        is_sum = abs(ratio / size - 1) < 0.01 and any(t.kind == "plain" for t in tensors)
+        suspects = (size, 1.0 / size, size**2, 1.0 / size**2, 2.0, 0.5)
+        is_odd = ratio > 1.01 or any(abs(ratio / each - 1) < 0.01 for each in suspects)
+        is_certain = is_mean if is_sum else is_odd
+        words = f"got {ratio:.3f} x it in every element of every gradient"
+        return [Deviation(rank, wrong[0].name, words, is_certain, len(wrong) - 1, ratio)]
+    worst = max(wrong, key=lambda t: t.off(coefficient))
+    return [Deviation(rank, worst.name, _how(worst, size), True, len(wrong) - 1)]
+
+
+def _factor(tensors: Sequence[Compared]) -> float:
+    """Return the factor by which all gradients together are closest to their means."""
+    top = sum(float((t.actual * t.mean).sum()) for t in tensors)
+    bottom = sum(float((t.mean * t.mean).sum()) for t in tensors)
+    return top / bottom if bottom else 1.0
+
+
+def _how(tensor: Compared, size: int) -> str:
+    """Return in words how one gradient differs from the mean."""
+    if not tensor.actual.any():
+        return "got zeros"
+    own = tensor.own if size > 1 else None
+    if own is not None and float((tensor.actual - own).norm()) <= tensor.allowed:
+        return "got this rank's own gradient: it was not reduced"
+    factor = _factor([tensor])
+    if tensor.off(factor) <= 1:
+        return f"got {factor:.3f} x it in every element"
+    share = float((tensor.actual - tensor.mean).norm() / tensor.mean.norm().clamp_min(1e-30))
+    return f"got one that differs by {100 * share:.1f} % of its norm"
