@@ -109,7 +109,7 @@ class Agent:
         self._lines: dict[socket.socket, bytes] = {}
         self._ranks: dict[socket.socket, Rank] = {}
         self._hung = False
-        self._steps = 0  # of runs that have ended
+        self._steps = self._ranks_seen = 0  # of runs that have ended
         self._begun = 0.0
 
     def run_command(self, command: Sequence[str]) -> int:
@@ -242,6 +242,7 @@ class Agent:
         """Close the books of a run whose ranks have ended, and open those of the next."""
         self._report([*traffic.ends(self.run), *traffic.as_many_steps(self.run)])
         self._steps += max(self.run.steps_taken().values(), default=0)
+        self._ranks_seen = max(self._ranks_seen, len(self.run.ranks))
         timeline, notes = self.run.timeline, self.run.notes
         self.run, self._traffic = Run(timeline=timeline, notes=notes), traffic.Traffic()
 
@@ -272,9 +273,8 @@ class Agent:
         if not status and not steps:
             status = 0 if self.moved_to else 2
             unseen.append(self._why_nothing(own))
-        return Verdict(
-            status, causes_of(self.findings), steps, len(run.ranks), unseen, run.replayed
-        )
+        ranks = max(self._ranks_seen, len(run.ranks))
+        return Verdict(status, causes_of(self.findings), steps, ranks, unseen, run.replayed)
 
     def _why_nothing(self, own: int) -> str:
         if self.moved_to:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from .probe import Probe
 
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -25,7 +28,9 @@ class Current:
 def probe_to_ask() -> Probe | None:
     """Return the probe, unless this is compiled code, another thread, or the probe's own doing."""
     probe = None if torch.compiler.is_compiling() else Current.probe
-    return None if probe is None or probe.is_busy or not probe.is_main() else probe
+    if probe is None or probe.is_busy or not probe.is_main():
+        return None
+    return None if torch._C._get_dispatch_mode(_FAKE) is not None else probe
 
 
 def quiet(hook: Callable[..., None]) -> Callable[..., None]:
@@ -36,10 +41,12 @@ def quiet(hook: Callable[..., None]) -> Callable[..., None]:
         probe = probe_to_ask()
         if probe is None:
             return
+        # What a mode of the script counts or fakes is the script's operations, not these.
+        modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
         begun = time.perf_counter()
         probe.is_busy = True
         try:
-            with torch.no_grad():
+            with modes, torch.no_grad():
                 hook(probe, *arguments)
         except Exception as error:
             probe.fail(error)

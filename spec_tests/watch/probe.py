@@ -147,6 +147,8 @@ class Probe:
         parameters = list(module.parameters())
         if not parameters or isinstance(module, torch.fx.GraphModule):  # a loss; compiled in place
             return
+        if any(p.is_meta for p in parameters):
+            return
         seen = tuple((id(p), p.requires_grad) for p in parameters)
         if self._roots.get(module) != seen:
             self._roots[module] = seen
@@ -291,6 +293,8 @@ def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
     if probe.stepping not in (None, id(optimizer)):  # a wrapper's inner optimizer
         return
     probe.stepping = id(optimizer)
+    if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
+        return
     link = probe.connect()
     number = len(probe.optimizers)
     watched = probe.optimizers.setdefault(optimizer, Watched(optimizer, number))
