@@ -11,6 +11,7 @@ from torch import Tensor
 from .guard import Current, quiet
 from .layout import Names, local_of
 from .link import script_line
+from .window import KEPT
 
 
 def clip_grad_norm(
@@ -28,6 +29,7 @@ def clip_grad_norm(
     def compare(probe: Any) -> None:
         if norms:
             index = max(range(len(norms)), key=norms.__getitem__)
+            del probe.clips[:-8]  # of parameters that no optimizer has
             probe.clips.append(
                 {
                     "max": float(max_norm),
@@ -139,6 +141,7 @@ def cross_entropy(original: Any, *arguments: Any, **keywords: Any) -> Any:
             return
         valid = target != keywords.get("ignore_index", -100)
         loss = {"tokens": valid.sum(), "weight": None, "of": reduction, "place": script_line()}
+        del probe.window.losses[:-KEPT]
         probe.window.losses.append(loss)
         result.register_hook(functools.partial(loss.__setitem__, "weight"))
 

@@ -29,11 +29,12 @@ from typing import Any
 from spec_tests.clause import Clause
 from spec_tests.watch import checks, traffic
 from spec_tests.watch.norm import NORMS, Finding, is_must
-from spec_tests.watch.run import Rank, Run
+from spec_tests.watch.run import Rank, Run, Step
 from spec_tests.watch.verdict import Verdict, causes_of, render, write
 
 BOOT = Path(__file__).parent / "boot"
 _GRACE_SECONDS = 3.0
+_KEPT = 100  # findings of one norm
 _RECORDS = "512"  # collectives that torch's flight recorder keeps: 6 ms to read
 
 
@@ -215,8 +216,7 @@ class Agent:
             return self._traffic.take(rank, found)
         if kind == "step":
             step = self.run.take_step(rank, event)
-            every = (*checks.CHECKS, traffic.replayed_gradients)
-            return [] if step is None else [each for check in every for each in check(step)]
+            return [] if step is None else self._judge(step)
         if kind in ("end", "done"):
             rank.has_ended = True
             if kind == "done":
@@ -227,6 +227,16 @@ class Agent:
         else:
             self.run.take_news(rank, kind, event)
         return ()
+
+    def _judge(self, step: Step) -> list[Finding]:
+        """Return what the checks find in a step; one that breaks is a note, not the end."""
+        found: list[Finding] = []
+        for check in (*checks.CHECKS, traffic.replayed_gradients):
+            try:
+                found += check(step)
+            except Exception as error:
+                self.run.notes.append(f"the check {check.__name__} failed: {error!r}")
+        return found
 
     def _take_rank(self, connection: socket.socket, event: dict[str, Any]) -> None:
         number = event["rank"]
@@ -248,9 +258,10 @@ class Agent:
 
     def _report(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
-            is_new = all(finding.norm != each.norm for each in self.findings)
-            self.findings.append(finding)
-            if is_new and is_must(finding):
+            known = sum(finding.norm == each.norm for each in self.findings)
+            if known < _KEPT:
+                self.findings.append(finding)
+            if not known and is_must(finding):
                 print(
                     f"trainspec watch: [{finding.norm}] {finding.text}", file=sys.stderr, flush=True
                 )

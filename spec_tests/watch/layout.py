@@ -43,6 +43,7 @@ class Names:
     def __init__(self) -> None:
         self.of: dict[int, str] = {}
         self.ddp: dict[int, tuple[tuple[int, ...], weakref.ref[Any]]] = {}
+        self._known: set[int] = set()
         self._wrappers: list[weakref.ref[Any]] = []
         self._wrapper: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self.ignored: set[int] = set()
@@ -88,16 +89,30 @@ class Names:
             if parameter is None:
                 continue
             full = ".".join(filter(None, (label, name)))
+            self._know(parameter)
             self.of.setdefault(id(parameter), full)
             if parameter.requires_grad:
                 self.trainable[id(parameter)] = weakref.ref(parameter)
             if is_dtensor(parameter):
                 self.shards[id(module), name] = (full, weakref.ref(parameter))
 
+    def _know(self, parameter: Tensor) -> None:
+        """Forget what is known of a parameter when it goes: another may get its id."""
+        if id(parameter) not in self._known:
+            self._known.add(id(parameter))
+            weakref.finalize(parameter, self._forget, id(parameter))
+
+    def _forget(self, key: int) -> None:
+        for known in (self.of, self.ddp, self.flat, self.trainable):
+            known.pop(key, None)  # type: ignore[attr-defined]
+        self.ignored.discard(key)
+        self._known.discard(key)
+
     def _learn_ddp(self, module: nn.parallel.DistributedDataParallel) -> None:
         ranks = tuple(dist.get_process_group_ranks(module.process_group))
         ignored = getattr(module, "parameters_to_ignore", ())
         for name, parameter in module.module.named_parameters():
+            self._know(parameter)
             self.ddp[id(parameter)] = (ranks, weakref.ref(module))
             if name in ignored:
                 self.ignored.add(id(parameter))

@@ -82,7 +82,7 @@ def _apart(found: Sequence[Deviation], size: int) -> list[Deviation]:
     if not found or any(each.is_certain for each in found):
         return []
     others = [1.0] * (size - len(factors)) + list(factors.values())
-    if max(others) / min(others) < 1.01:
+    if max(others) - min(others) < 0.01 * max(map(abs, others)):
         return []
     rank, factor = max(factors.items(), key=lambda pair: abs(pair[1] - 1))
     words = (
@@ -121,6 +121,8 @@ def _deviation(
     wrong = [t for t in tensors if t.off(coefficient) > 1]
     if not wrong:
         return []
+    if not any(bool(t.actual.any()) for t in tensors):
+        return [Deviation(rank, wrong[0].name, "got zeros", True, len(wrong) - 1)]
     common = _factor(tensors)
     if len(tensors) > 1 and all(t.off(common) <= 1 for t in tensors):
         ratio = common / coefficient

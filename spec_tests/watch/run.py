@@ -10,6 +10,7 @@ from typing import Any
 
 Event = dict[str, Any]
 REDUCTIONS = ("all_reduce", "allreduce", "reduce_scatter", "reduce")
+_KEPT, _KEPT_STEPS = 50_000, 1_000  # of the timeline; steps that not all ranks have taken
 _FLOATS = {"Float", "Double", "Half", "BFloat16"}
 
 
@@ -147,7 +148,7 @@ class Run:
     unequal_starts: set[int] = field(default_factory=set)
     seen: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
     looped: bool = False
-    timeline: list[list[float]] = field(default_factory=list)
+    timeline: deque[list[float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _waiting: dict[tuple[int, int], dict[int, Event]] = field(default_factory=dict)
 
     @property
@@ -168,6 +169,8 @@ class Run:
         rank.stepped_at, rank.missed = event["t"], 0
         self.timeline.append([rank.rank, number, event["begun"] / 1e9, event["t"] / 1e9])
         found = self._waiting.setdefault((optimizer, number), {})
+        if len(self._waiting) > _KEPT_STEPS:  # a rank that never steps, as in a pipeline
+            del self._waiting[next(iter(self._waiting))]
         found[rank.rank] = event
         if len(found) < self.world:
             return None

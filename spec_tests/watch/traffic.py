@@ -11,6 +11,7 @@ from spec_tests.watch.norm import Finding, norm
 from spec_tests.watch.run import Collective, Rank, Run, Step
 
 _C10D = "docs.pytorch.org/docs/stable/distributed.html"
+_KEPT = 20_000  # collectives that not all ranks of their group have sent
 _FREE = (
     "gather",
     "scatter",
@@ -35,6 +36,8 @@ class Traffic:
             self._members.setdefault(group, set()).add(rank.rank)
             sent = self._open.setdefault((group, each.number), {})
             sent.setdefault(rank.rank, each)
+            if len(self._open) > _KEPT:  # groups of one rank, ranks that are far ahead
+                del self._open[next(iter(self._open))]
             if group not in self._wrong and len(sent) > 1:
                 findings = [replace(f, place=rank.place) for f in collectives_match(sent)]
                 self._wrong |= {group for _ in findings}
@@ -72,7 +75,7 @@ def goes_on(run: Run, now: float, patience: float) -> Iterator[Finding]:
     gone = [r for r in run.ranks.values() if not r.is_open or r.has_ended]
     if now - max(r.still_since or now for r in alive) < (patience / 2 if gone else patience):
         return
-    waits = [f"rank {r.rank} waits at {_at(r)} for {_what(r)}" for r in alive]
+    waits = [f"rank {r.rank} waits at {_at(r)}{_what(r)}" for r in alive]
     waits += [f"rank {r.rank} has ended" for r in gone]
     taken = run.steps_taken()
     unequal = len(set(taken.values())) > 1
@@ -95,8 +98,8 @@ def _at(rank: Rank) -> str:
 def _what(rank: Rank) -> str:
     last = rank.last[-1] if rank.last else None
     if rank.pending and last is not None:
-        return f"{last}, its collective {last.number} of group {last.group}"
-    return f"more after {last}" if last is not None else "its first collective"
+        return f" for {last}, its collective {last.number} of group {last.group}"
+    return f", after {last}" if last is not None else ""
 
 
 @norm("watch.run.ends", source=_C10D)

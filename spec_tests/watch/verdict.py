@@ -198,5 +198,5 @@ def as_data(verdict: Verdict, run: Run, command: Sequence[str]) -> dict[str, Any
         "unseen": verdict.unseen,
         "replayed": verdict.replayed,
         "cost": verdict.cost,
-        "timeline": run.timeline,
+        "timeline": list(run.timeline),
     }

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from .layout import Entry, Names, fingerprint, local_of, plain_name
 from .link import script_line
 
+KEPT = 4096
+"""Forwards, and losses, that are kept of one window."""
+
 
 class Window:
     """What happened since the last step of any optimizer. Hashes stay on their device so long."""
@@ -24,6 +27,7 @@ class Window:
 
     def forward(self, module: nn.Module, tensors: list[Tensor], names: Names) -> None:
         """A training forward at the top."""
+        del self.forwards[:-KEPT]  # a script that never steps must not fill the memory
         ddp = names.wrapper(module)
         self.forwards.append(
             {
