@@ -87,6 +87,16 @@ def zero_grad(original: Any, owner: Any, *rest: Any, **keywords: Any) -> None:
     quiet(_cleared)(parameters)
 
 
+def join(original: Any, context: Any) -> Any:
+    """Enter `Join`: uneven inputs are meant."""
+    quiet(_joined)()
+    return original(context)
+
+
+def _joined(probe: Any) -> None:
+    probe.connect().send("join")
+
+
 def scale(original: Any, scaler: Any, outputs: Any) -> Any:
     """Scale a loss, and remember until the step that its gradients are to be unscaled."""
     quiet(_scaled)(scaler)

@@ -21,8 +21,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,8 @@ class Agent:
             self._selector.register(server, selectors.EVENT_READ)
             child = self.start(command, self._environment(address))
             try:
-                self._serve(server, child)
+                with _handed_on(child):
+                    self._serve(server, child)
             except KeyboardInterrupt:
                 child.stop(signal.SIGINT)
             finally:
@@ -191,7 +193,10 @@ class Agent:
             if event["e"] == "hello" and event["token"] != self._token:
                 self._close(connection)
                 return
-            self._report(self._take(connection, event))
+            try:
+                self._report(self._take(connection, event))
+            except Exception as error:  # the script goes on, and so does its judge
+                self.run.notes.append(f"an event of a rank failed: {error!r}")
 
     def _close(self, connection: socket.socket) -> None:
         with contextlib.suppress(KeyError, ValueError):
@@ -297,6 +302,21 @@ class Agent:
             "started "
             "with -E, -I or -S takes no start-up hook"
         )
+
+
+@contextlib.contextmanager
+def _handed_on(child: Any) -> Iterator[None]:
+    """Hand signals that end a job on to the command, whose session is another one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(n, lambda number, _: child.stop(number)) for n in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 class Child:

@@ -30,7 +30,17 @@ def probe_to_ask() -> Probe | None:
     probe = None if torch.compiler.is_compiling() else Current.probe
     if probe is None or probe.is_busy or not probe.is_main():
         return None
-    return None if torch._C._get_dispatch_mode(_FAKE) is not None else probe
+    return None if _is_traced() else probe
+
+
+def _is_traced() -> bool:
+    """Return whether operations are recorded or transformed: nothing may be added to them."""
+    return (
+        torch._C._get_dispatch_mode(_FAKE) is not None
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    )
 
 
 def quiet(hook: Callable[..., None]) -> Callable[..., None]:

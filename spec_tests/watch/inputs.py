@@ -21,8 +21,11 @@ def batches_distinct(step: Step) -> Iterator[Finding]:
         for rank in peers[1:]:
             ours, theirs = (_batches(step.events[r]) for r in (rank, peers[0]))
             same = [a for a, b in zip(ours, theirs, strict=False) if a == b and _size(a) >= _ENOUGH]
-            # Of numbers that are drawn, such as noise, one may be the same on purpose; tokens not.
-            if same and (len(same) == len(ours) or _are_tokens(same[0])):
+            # Noise, or the prompts of a second model, may be the same on purpose; one model's
+            # tokens not.
+            roots = {forward["root"] for forward in step.events[rank]["forwards"]}
+            is_one = len(roots) == 1 and _are_tokens(same[0]) if same else False
+            if same and (len(same) == len(ours) or is_one):
                 yield Finding(
                     "watch.batches.distinct",
                     f"rank {rank}: expected a batch of its own, got the inputs of rank {peers[0]} "

@@ -22,7 +22,8 @@ class Entry:
 
     Attributes:
         kind: "ddp" (replicated by DistributedDataParallel), "plain" (no wrapper is known),
-            "sharded" (a DTensor), "flat" (of FSDP1), "local" (the wrapper leaves it alone).
+            "sharded" (a DTensor of an FSDP unit), "tensor" (another DTensor), "flat" (of FSDP1),
+            "local" (the wrapper leaves it alone).
         ranks: those of its group or mesh; empty where unknown.
         shard: which part this rank has, equal on ranks that hold the same part.
         is_held: whether a module that was called has it.
@@ -43,6 +44,7 @@ class Names:
     def __init__(self) -> None:
         self.of: dict[int, str] = {}
         self.ddp: dict[int, tuple[tuple[int, ...], weakref.ref[Any]]] = {}
+        self.fsdp: set[int] = set()
         self._known: set[int] = set()
         self._wrappers: list[weakref.ref[Any]] = []
         self._wrapper: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -82,6 +84,8 @@ class Names:
                 inner: Any = module.process_group
                 ranks = tuple(dist.get_process_group_ranks(inner))
                 self.flat |= {id(p): ranks for p in module.parameters()}
+            if any(each.__name__ == "FSDPModule" for each in type(module).__mro__):
+                self.fsdp |= {id(p) for p in module.parameters()}
             self._learn_parameters(module, plain_name(name))
 
     def _learn_parameters(self, module: nn.Module, label: str) -> None:
@@ -106,6 +110,7 @@ class Names:
         for known in (self.of, self.ddp, self.flat, self.trainable):
             known.pop(key, None)  # type: ignore[attr-defined]
         self.ignored.discard(key)
+        self.fsdp.discard(key)
         self._known.discard(key)
 
     def _learn_ddp(self, module: nn.parallel.DistributedDataParallel) -> None:
@@ -130,6 +135,7 @@ class Names:
         shard: tuple[int, ...] = ()
         if is_dtensor(parameter):
             kind, ranks, shard = _of_mesh(parameter)
+            kind = kind if key in self.fsdp else "tensor"
         elif key in self.flat:
             kind, ranks = "flat", self.flat[key]
         elif key in self.ignored:
@@ -222,6 +228,9 @@ def fingerprint(tensor: Tensor, *, is_mixed: bool = False) -> Tensor:
     Args:
         is_mixed: weigh each place, for small integers, whose plain sums collide.
     """
+    if tensor.layout is torch.sparse_coo:
+        dense = tensor.coalesce()
+        return fingerprint(dense.values()) + fingerprint(dense.indices(), is_mixed=True)
     local = local_of(tensor)
     if not local.untyped_storage().nbytes():  # freed: a full weight that is gathered when needed
         return torch.zeros((), dtype=torch.int64, device=local.device)

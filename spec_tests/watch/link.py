@@ -37,7 +37,7 @@ class Link:
         self._socket.settimeout(10)
         self._socket.connect((host, int(port)))
         self._socket.settimeout(None)
-        self._lock = threading.Lock()
+        self._lock, self._reading = threading.Lock(), threading.RLock()
         self._main = threading.main_thread()
         self._records = Records()
         self._read = 0.0
@@ -63,9 +63,10 @@ class Link:
         if unless_recent and time.monotonic() - self._read < BEAT_SECONDS:
             return
         self._read = time.monotonic()
-        found, missed = self._records.new()
-        if found or missed:
-            self.send("collectives", items=found, missed=missed)
+        with self._reading:  # the heartbeat reads as well: each entry once, and in order
+            found, missed = self._records.new()
+            if found or missed:
+                self.send("collectives", items=found, missed=missed)
 
     def keep_last_words(self) -> None:
         """Say so when native code aborts, as gloo does where a collective's size is wrong."""
@@ -74,12 +75,15 @@ class Link:
         libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
 
         def speak(number: int) -> None:
-            libc.signal(number, 0)  # the default: what comes next ends the process
-            self.send_collectives()
-            self.send("raised", type="abort", text="native code ended it", place=self._doing()[0])
+            libc.signal(number, before)  # whose turn it is when this returns and abort() goes on
+            if self._lock.acquire(timeout=1):
+                self._lock.release()
+                place = self._doing()[0]
+                self.send_collectives()
+                self.send("raised", type="abort", text="native code ended it", place=place)
 
         self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(speak)
-        libc.signal(signal.SIGABRT, ctypes.cast(self._handler, ctypes.c_void_p))
+        before = libc.signal(signal.SIGABRT, ctypes.cast(self._handler, ctypes.c_void_p))
 
     def rest(self) -> None:
         """End the heartbeat: no thread may look at groups while the process takes them apart."""

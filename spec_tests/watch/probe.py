@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.algorithms.join
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.optim import optimizer as optim
@@ -37,9 +38,13 @@ from .link import Link, script_line
 from .replay import Recording, finish
 from .window import Watched, Window, numbers, tensors_of
 
+_WATCHED = "TRAINSPEC_WATCHED"  # the process of this rank: what it starts is not watched
+
 
 def start() -> None:
     """Install the probe in this process; the start-up hook calls it behind `import torch`."""
+    if os.environ.get(_WATCHED, str(os.getpid())) != str(os.getpid()):
+        return  # a program that a rank has started, such as a compiler's worker
     Current.probe = Probe(json.loads(os.environ["TRAINSPEC_WATCH"]))
     nn.modules.module.register_module_parameter_registration_hook(_registered)
     nn.modules.module.register_module_module_registration_hook(_registered_module)
@@ -52,6 +57,8 @@ def start() -> None:
     torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = clip
     for owner in (torch.optim.Optimizer, nn.Module):
         setattr(owner, "zero_grad", wrapped(owner.zero_grad, calls.zero_grad))  # noqa: B010  # mypy
+    join = torch.distributed.algorithms.join.Join
+    setattr(join, "__enter__", wrapped(join.__enter__, calls.join))  # noqa: B010  # mypy
     scaler = torch.amp.GradScaler
     for name, observed in (("scale", calls.scale), ("unscale_", calls.unscale)):
         setattr(scaler, name, wrapped(getattr(scaler, name), observed))
@@ -80,6 +87,7 @@ class Probe:
         self.is_busy = False
         self.spent = 0.0  # seconds in hooks
         self.root: nn.Module | None = None
+        self.inner: nn.Module | None = None  # of DDP: what the root hands on to
         self.takes_gradients = True
         self.optimizers: weakref.WeakKeyDictionary[Any, Watched] = weakref.WeakKeyDictionary()
         self.stepping: int | None = None
@@ -106,13 +114,15 @@ class Probe:
         """Open the link, and say which rank this is as soon as that is known."""
         if self.link is None:
             self.link = Link(self.options["agent"])
-            self.link.keep_last_words()
+            os.environ[_WATCHED] = str(os.getpid())
             self.link.send("rank", rank=int(os.environ.get("RANK", 0)), world=None)
         world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
         if world is not None and world != self._world:
             self._world = world
             self._move_to_first_agent(*world)
             backend = str(dist.get_backend())
+            if "gloo" in backend:  # NCCL's own watchdog may abort while Python's lock is held
+                self.link.keep_last_words()
             self.link.send("rank", rank=world[0], world=world[1], backend=backend)
         return self.link
 
@@ -155,6 +165,7 @@ class Probe:
             self.names.learn(module)
             self._count_backwards(parameters)
         self.root = module
+        self.inner = getattr(self.names.wrapper(module), "module", module)
         if not (module.training and self.takes_gradients and any(flag for _, flag in seen)):
             return
         link = self.connect()
@@ -209,11 +220,15 @@ class Probe:
             if any(id(p) in ids for p in model.parameters()):
                 recording.cleared()
 
+    def models_of(self, watched: Watched) -> list[nn.Module]:
+        """Return the recorded models that have parameters of an optimizer."""
+        return [m for m in self.recordings if any(id(p) in watched.ids for p in m.parameters())]
+
     def replay(self, watched: Watched) -> dict[str, Any] | None:
         """Compute the gradients of a step again, if it is the one that was asked for."""
         if watched.steps + 1 != self.options["replay"]:
             return None
-        own = [m for m in self.recordings if any(id(p) in watched.ids for p in m.parameters())]
+        own = self.models_of(watched)
         recordings = [self.recordings.pop(model) for model in own]
         rank = dist.get_rank() if dist.is_initialized() else 0
         path = Path(self.options["scratch"]) / f"optimizer{watched.number}-rank{rank}.pt"
@@ -255,6 +270,8 @@ def _before_forward(module: nn.Module, arguments: tuple[Any, ...]) -> None:
     probe.takes_gradients = torch.is_grad_enabled()
     # Within a backward, activation checkpointing calls modules again.
     is_top = probe.root is None and torch._C._current_graph_task_id() == -1
+    if not is_top and not (probe.names.shards or probe.recordings or module is probe.inner):
+        return
     # A hook for all modules is not given the keywords; only the inputs of the model are needed.
     keywords = sys._getframe(1).f_locals.get("kwargs") if is_top else None
     _entered(module, arguments, keywords, is_top)
@@ -269,19 +286,26 @@ def _entered(
     probe.enter(module)
 
 
+def _after_forward(module: nn.Module, arguments: Any, output: Any) -> None:
+    probe = probe_to_ask()
+    if probe is not None and module is probe.root:
+        _left(module, output)
+
+
 @quiet
-def _after_forward(probe: Probe, module: nn.Module, arguments: Any, output: Any) -> None:
-    if module is probe.root:
-        probe.root = None
-        recording = probe.recordings.get(module)
-        if recording is not None:
-            recording.leave(output)
+def _left(probe: Probe, module: nn.Module, output: Any) -> None:
+    probe.root = probe.inner = None
+    recording = probe.recordings.get(module)
+    if recording is not None:
+        recording.leave(output)
 
 
 @quiet
 def _accumulated(probe: Probe, parameter: Tensor) -> None:
     counted = probe.window.counts.setdefault(id(parameter), [0, 0, parameter.numel()])
     counted[0] += 1
+    for recording in probe.recordings.values():
+        recording.accumulated()
     wrapper = probe.names.ddp.get(id(parameter))
     ddp = wrapper[1]() if wrapper else None
     if ddp is not None and not ddp.require_backward_grad_sync:
@@ -290,8 +314,8 @@ def _accumulated(probe: Probe, parameter: Tensor) -> None:
 
 @quiet
 def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
-    if probe.stepping not in (None, id(optimizer)):  # a wrapper's inner optimizer
-        return
+    if probe.stepping not in (None, id(optimizer)) and _is_inside(probe.stepping):
+        return  # a wrapper's inner optimizer
     probe.stepping = id(optimizer)
     if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
         return
@@ -303,7 +327,8 @@ def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
     hashes = [None if p.grad is None else fingerprint(p.grad) for p in watched.parameters]
     before = [] if watched.last else [fingerprint(p) for p in watched.parameters]
     values = iter(numbers([h for h in hashes if h is not None] + before))
-    watched.event = {
+    watched.event = {}
+    event = {
         "optimizer": watched.number,
         "title": type(optimizer).__name__,
         "step": watched.steps + 1,
@@ -316,13 +341,17 @@ def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
         "ties": probe.names.broken_ties(),
         "scaled": calls.left_scaled(probe, optimizer),
     }
-    watched.event["before"] = watched.last = watched.last or list(values)
-    watched.event["replay"] = probe.replay(watched)
+    event["before"] = watched.last = watched.last or list(values)
+    event["replay"] = probe.replay(watched)
     watched.usual = len(probe.window.forwards)
-    watched.event |= probe.window.fields()
+    event |= probe.window.fields()
     probe.window = Window()
     watched.take_half()
-    watched.event["begun"] = time.time_ns()
+    if watched.steps + 2 == probe.options["replay"]:
+        grads = [(id(p), p.grad) for p in watched.parameters if p.grad is not None]
+        watched.earlier = {key: local_of(grad).clone() for key, grad in grads}
+    event["begun"] = time.time_ns()
+    watched.event = event
 
 
 @quiet
@@ -331,7 +360,13 @@ def _after_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
     if watched is None or probe.stepping != id(optimizer):
         return
     probe.stepping = None
+    if not watched.event:
+        return
     watched.steps += 1
+    if watched.steps == probe.options["replay"]:
+        watched.earlier = {}
+        for model in probe.models_of(watched):  # LBFGS makes them within the step
+            del probe.recordings[model]
     for recording in probe.recordings.values():
         recording.stepped()
     after = numbers([fingerprint(p) for p in watched.parameters])
@@ -349,6 +384,16 @@ def _after_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def _is_inside(key: int) -> bool:
+    """Return whether an optimizer's step is on the stack: it has not ended by an exception."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "step" and id(frame.f_locals.get("self")) == key:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _raised(hidden: Any, kind: Any, error: Any, trace: Any) -> None:

@@ -9,6 +9,8 @@ holds the mean over the ranks against the gradients that the optimizer was given
 from __future__ import annotations
 
 import copy
+import random
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from .guard import Current
@@ -27,6 +30,7 @@ _WRAPPERS = {
     "OptimizedModule": "_orig_mod",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
 }
+_INTERNAL = set(nn.Module().__dict__)  # what every module has, and is copied by itself
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -82,17 +86,32 @@ class Recording:
         for batch in self._batches:
             batch.was_cleared = batch.was_cleared or bool(batch.arrived)
 
+    def accumulated(self) -> None:
+        """A parameter has got a gradient: from the backward that is running."""
+        task = torch._C._current_graph_task_id()
+        for batch in self._batches:
+            batch.was_accumulated = batch.was_accumulated or batch.task == task
+
     def _batches_of_step(self, usual: int | None) -> list[Batch]:
         """Return the micro-batches that belong to the step.
 
         Those that were cleared belong to an update that the script has skipped if the others are as
         many as usual; if not, they are missing.
         """
-        kept = [batch for batch in self._batches if not batch.was_cleared]
-        return kept if usual == len(kept) else self._batches
+        model = self._model()
+        is_sharded = model is not None and any(map(is_dtensor, model.parameters()))
+        # One that no parameter got a gradient from was differentiated for something else.
+        batches = [b for b in self._batches if b.was_accumulated or is_sharded]
+        kept = [batch for batch in batches if not batch.was_cleared]
+        return kept if usual == len(kept) else batches
 
-    def gradients(self, usual: int | None) -> tuple[dict[str, tuple[Tensor, Tensor]], int]:
-        """Return name to this rank's gradient and its sum of absolute values; number of batches."""
+    def gradients(self, usual: int | None) -> tuple[dict[str, Any], dict[str, Tensor], int]:
+        """Compute this rank's gradients.
+
+        Returns:
+            name to the gradient and its sum of absolute values; name to the last micro-batch's
+            gradient; the number of micro-batches.
+        """
         model = self._model()
         if model is None:
             raise CannotReplayError("the model is gone")
@@ -100,15 +119,13 @@ class Recording:
         twin = plain.of(model)
         found: dict[str, tuple[Tensor, Tensor]] = {}
         batches = self._batches_of_step(usual)
+        last: dict[str, Tensor] = {}
         for batch in batches:
-            batch.run(twin, plain.dtype)
-            for name, parameter in plain.parameters.items():
-                if parameter.grad is not None:
-                    new = parameter.grad.to("cpu", torch.float64)
-                    total, size = found.get(name, (torch.zeros_like(new), torch.zeros_like(new)))
-                    found[name] = (total + new, size + new.abs())
-                    parameter.grad = None
-        return found, sum(bool(batch.arrived) for batch in batches)
+            last = batch.run(twin, plain) or last
+            for name, new in last.items() if batch.arrived else ():
+                total, size = found.get(name, (torch.zeros_like(new), torch.zeros_like(new)))
+                found[name] = (total + new, size + new.abs())
+        return found, last, sum(bool(batch.arrived) for batch in batches)
 
 
 def finish(recordings: Iterable[Recording], watched: Any, path: Path) -> dict[str, Any]:
@@ -118,11 +135,13 @@ def finish(recordings: Iterable[Recording], watched: Any, path: Path) -> dict[st
         the file and the number of micro-batches, or the reason why there are none.
     """
     expected: dict[str, tuple[Tensor, Tensor]] = {}
+    last: dict[str, Tensor] = {}
     batches, recordings = 0, list(recordings)
     try:
         for recording in recordings:
-            found, count = recording.gradients(watched.usual)
+            found, of_last, count = recording.gradients(watched.usual)
             expected |= found
+            last |= of_last
             batches = max(batches, count)
         if not batches:
             raise CannotReplayError("no gradient arrived at an output of the model")
@@ -130,12 +149,16 @@ def finish(recordings: Iterable[Recording], watched: Any, path: Path) -> dict[st
         return {"reason": str(reason)}
     except Exception as error:
         return {"reason": f"the copy raised {type(error).__name__}: {str(error)[:300]}"}
-    actual, parts = {}, {}
+    actual, parts, earlier = {}, {}, {}
     for entry, parameter in zip(watched.entries, watched.parameters, strict=True):
         if parameter.grad is not None and entry.name in expected and entry.kind != "flat":
-            actual[entry.name] = local_of(parameter.grad).detach().to("cpu", copy=True)
+            dense = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+            actual[entry.name] = local_of(dense).detach().to("cpu", copy=True)
             parts[entry.name] = (entry.kind, _part(parameter))
-    torch.save({"expected": expected, "actual": actual, "parts": parts}, path)
+            if id(parameter) in watched.earlier:
+                earlier[entry.name] = watched.earlier[id(parameter)].to("cpu")
+    saved = {"expected": expected, "actual": actual, "parts": parts}
+    torch.save({**saved, "last": last, "earlier": earlier}, path)
     is_exact = not any(recording.draws_its_own for recording in recordings)
     return {"path": str(path), "batches": batches, "is_exact": is_exact}
 
@@ -154,41 +177,59 @@ class Batch:
         self._casts = torch.is_autocast_enabled(device)
         self._dtype = torch.get_autocast_dtype(device) if self._casts else None
         self.arrived: dict[int, Tensor] = {}
+        self.task = -1  # the backward in which they arrived
+        self.is_double = self.is_over = self.was_accumulated = False
         self.is_watched = self.is_random = self.was_used = self.was_cleared = False
 
     def watch(self, output: Any) -> None:
         """Have the gradient of each output kept when it arrives."""
         self.is_watched = True
         now = _random_state()
-        self.is_random = any(not torch.equal(a, b) for a, b in zip(now, self._random, strict=True))
+        pairs = zip(now[0], self._random[0], strict=True)
+        self.is_random = any(not torch.equal(a, b) for a, b in pairs)
         for index, tensor in enumerate(_outputs(output)):
-            if tensor.requires_grad:
+            if tensor.requires_grad and not tensor.is_leaf:
 
                 def keep(gradient: Tensor | None, index: int = index) -> None:
-                    if gradient is not None:  # autograd hands on that nothing came
-                        self.arrived[index] = gradient.detach().clone()
+                    if gradient is None or self.is_over:  # autograd hands on that nothing came
+                        return
+                    self.task = torch._C._current_graph_task_id()
+                    self.is_double = self.is_double or gradient.requires_grad
+                    before = self.arrived.get(index, 0)  # a second backward through one graph
+                    self.arrived[index] = gradient.detach() + before
 
                 tensor.register_hook(keep)
 
-    def run(self, model: nn.Module, dtype: torch.dtype | None) -> None:
-        """Run a plain model forward and backward as the script's was run."""
+    def run(self, model: nn.Module, plain: Copy) -> dict[str, Tensor]:
+        """Run a plain model forward and backward as the script's was run; return its gradients."""
+        self.is_over = True  # nothing that arrives from now on is the step's
         if not self.arrived:
-            return
+            return {}
+        if self.is_double:
+            raise CannotReplayError("a gradient is differentiated once more")
 
         def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+            is_cast = plain.dtype is not None and tensor.is_floating_point()
+            return tensor.to(plain.dtype) if is_cast else tensor
 
         before = _random_state()
         _set_random_state(self._random)
         Current.is_replaying = True
         casting = torch.autocast(self._device, dtype=self._dtype) if self._casts else nullcontext()
         try:
-            with torch.enable_grad(), casting:
+            with torch.enable_grad(), casting, _NoCollectives():  # type: ignore[no-untyped-call]  # torch leaves it bare
                 arguments, keywords = tree_map_only(Tensor, cast, (self._arguments, self._keywords))
                 outputs = _outputs(model(*arguments, **keywords))
                 chosen = [outputs[index] for index in self.arrived]
                 grads = [g.to(o.dtype) for g, o in zip(self.arrived.values(), chosen, strict=True)]
-            torch.autograd.backward(chosen, _from_outside(chosen, grads))
+            trained = {n: p for n, p in plain.parameters.items() if p.requires_grad}
+            # Not backward(): whatever the copy still shares with the script gets no gradient.
+            found = torch.autograd.grad(
+                chosen, list(trained.values()), _from_outside(chosen, grads), allow_unused=True
+            )
+            pairs = zip(trained, found, strict=True)
+            dense = {n: g.to_dense() if g.is_sparse else g for n, g in pairs if g is not None}
+            return {n: g.to("cpu", torch.float64) for n, g in dense.items()}
         finally:
             Current.is_replaying = False
             _set_random_state(before)
@@ -215,6 +256,10 @@ class Copy:
             return self.of(getattr(module, inner))
         if id(module) in self._memo:
             return self._memo[id(module)]
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CannotReplayError("a ScriptModule cannot be copied")
+        if any(isinstance(v, Tensor) and v.grad_fn is not None for v in module.__dict__.values()):
+            raise CannotReplayError(f"a {kind.__name__} keeps a tensor that was computed")
         if "SyncBatchNorm" in kind.__name__ or kind.__name__ == "FullyShardedDataParallel":
             raise CannotReplayError(f"{kind.__name__} communicates in its forward")
         _refuse_hooks(module)
@@ -248,15 +293,16 @@ class Copy:
             full = shard[0] if shard else self._names.of.get(id(parameter), name)
             if shard and weight.dtype != local_of(parameter).dtype:
                 self.dtype = weight.dtype
+            if getattr(parameter, "_backward_hooks", None):
+                raise CannotReplayError(f"{full!r} has a hook that may change its gradient")
             twin = nn.Parameter(weight.clone(), requires_grad=parameter.requires_grad)
             self._memo[id(parameter)] = self.parameters[full] = twin
         return self._memo[id(parameter)]
 
     def _own_attributes(self, twin: nn.Module) -> None:
         """Let attributes that hold modules or parameters hold the copies."""
-        for name, value in list(twin.__dict__.items()):
-            if name.startswith("_") and not callable(value) and not isinstance(value, list):
-                continue
+        for name in twin.__dict__.keys() - _INTERNAL:
+            value = twin.__dict__[name]
             try:
                 twin.__dict__[name] = copy.deepcopy(value, self._memo)
             except Exception:  # a process group, a lock: the copy shares it
@@ -302,22 +348,41 @@ def _refuse_hooks(module: nn.Module) -> None:
     for kind in _HOOKS:
         for hook in getattr(module, kind).values():
             place = getattr(hook, "__module__", None) or ""
-            if not place.startswith(("torch.", "functools")):
+            if not place.startswith(("torch.distributed.", "functools")):
                 raise CannotReplayError(
                     f"a {type(module).__name__} has a hook of {place or 'its own'}"
                 )
 
 
-def _random_state() -> list[Tensor]:
-    return [torch.get_rng_state()] + (
-        torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    )
+class _NoCollectives(TorchDispatchMode):
+    """Refuses a forward that communicates: it would do so in the script's groups."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise CannotReplayError("the model communicates in its forward")
+        return func(*args, **(kwargs or {}))
 
 
-def _set_random_state(states: Sequence[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state_all(states[1:])
+_Random = tuple[list[Tensor], Any, Any]
+
+
+def _random_state() -> _Random:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    numpy = sys.modules.get("numpy.random")
+    theirs = numpy.get_state() if numpy is not None else None
+    return [torch.get_rng_state(), *cuda], random.getstate(), theirs
+
+
+def _set_random_state(state: _Random) -> None:
+    (cpu, *cuda), own, theirs = state
+    torch.set_rng_state(cpu)
+    if cuda:
+        torch.cuda.set_rng_state_all(cuda)
+    random.setstate(own)
+    if theirs is not None:
+        sys.modules["numpy.random"].set_state(theirs)  # type: ignore[attr-defined]
 
 
 def _outputs(output: Any) -> list[Tensor]:

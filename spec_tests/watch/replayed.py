@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 _SLACK = 64  # unit roundoffs
+_VISIBLE = 0.01  # share of a norm that is told where no cause is known
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,12 @@ class Compared:
     mean: Tensor
     own: Tensor | None
     allowed: float  # of the norm of the difference
+    last: Tensor | None = None  # the mean of the last micro-batch alone
+    earlier: Tensor | None = None  # the gradient of the step before
+
+    def share(self) -> float:
+        """Return how far the gradient is from the mean, as a share of the mean's norm."""
+        return float((self.actual - self.mean).norm() / self.mean.norm().clamp_min(1e-30))
 
     def off(self, factor: float) -> float:
         """Return how many tolerances the gradient is away from `factor` times the mean."""
@@ -103,7 +110,17 @@ def _compared(ranks: Sequence[Any], rank: int, name: str, batches: int) -> Compa
     own = ranks[rank]["expected"].get(name)
     roundoff = torch.finfo(actual.dtype).eps / 2
     allowed = float(size.norm()) * roundoff * (_SLACK + len(ranks) + batches)
-    return Compared(name, kind, actual.double(), mean, own and _cut(own[0], part), allowed)
+    last = [of["last"][name] for of in ranks if name in of.get("last", {})]
+    return Compared(
+        name,
+        kind,
+        actual.double(),
+        mean,
+        own and _cut(own[0], part),
+        allowed,
+        _cut(torch.stack(last).sum(0) / len(ranks), part) if last else None,
+        ranks[rank].get("earlier", {}).get(name),
+    )
 
 
 def _cut(full: Any, part: tuple[int, int, int] | None) -> Any:
@@ -134,7 +151,34 @@ def _deviation(
         words = f"got {ratio:.3f} x it in every element of every gradient"
         return [Deviation(rank, wrong[0].name, words, is_certain, len(wrong) - 1, ratio)]
     worst = max(wrong, key=lambda t: t.off(coefficient))
-    return [Deviation(rank, worst.name, _how(worst, size), True, len(wrong) - 1)]
+    words = _why(wrong, size, coefficient)
+    if not words and worst.share() < _VISIBLE:
+        return []  # a compressed reduction rounds so much
+    certain = bool(words)
+    words = words or f"got one that differs by {100 * worst.share():.1f} % of its norm"
+    return [Deviation(rank, worst.name, words, certain, len(wrong) - 1)]
+
+
+def _why(wrong: Sequence[Compared], size: int, coefficient: float) -> str:
+    """Return in words what fits all wrong gradients, or "" where nothing does."""
+
+    def fits(found: Sequence[Tensor | None], also: float = 0.0) -> bool:
+        return all(
+            f is not None
+            and f.shape == t.actual.shape
+            and float((t.actual - f.double()).norm()) <= t.allowed + also * float(f.norm())
+            for f, t in zip(found, wrong, strict=True)
+        )
+
+    scaled = [t.mean * coefficient for t in wrong]
+    if size > 1 and fits([t.own for t in wrong]):
+        return "got this rank's own gradient: it was not reduced"
+    if fits([None if t.last is None else t.last * coefficient for t in wrong]):
+        return "got that of the last micro-batch alone: the others were cleared before the step"
+    pairs = zip(scaled, wrong, strict=True)
+    if fits([None if t.earlier is None else m + t.earlier for m, t in pairs], 1e-4):
+        return "got it with that of the step before added: gradients were not cleared"
+    return ""
 
 
 def _factor(tensors: Sequence[Compared]) -> float:
@@ -142,17 +186,3 @@ def _factor(tensors: Sequence[Compared]) -> float:
     top = sum(float((t.actual * t.mean).sum()) for t in tensors)
     bottom = sum(float((t.mean * t.mean).sum()) for t in tensors)
     return top / bottom if bottom else 1.0
-
-
-def _how(tensor: Compared, size: int) -> str:
-    """Return in words how one gradient differs from the mean."""
-    if not tensor.actual.any():
-        return "got zeros"
-    own = tensor.own if size > 1 else None
-    if own is not None and float((tensor.actual - own).norm()) <= tensor.allowed:
-        return "got this rank's own gradient: it was not reduced"
-    factor = _factor([tensor])
-    if tensor.off(factor) <= 1:
-        return f"got {factor:.3f} x it in every element"
-    share = float((tensor.actual - tensor.mean).norm() / tensor.mean.norm().clamp_min(1e-30))
-    return f"got one that differs by {100 * share:.1f} % of its norm"

@@ -84,9 +84,10 @@ class Rank:
         elif self.still_since is None:
             self.still_since = now
 
-    def reduced(self, since: int, until: int) -> int:
-        """Elements that reductions were given in a span of time."""
-        return sum(c.numel for c in self.window if c.is_reduction and since <= c.time < until)
+    def reduced(self, since: int, until: int, *, largest: bool = False) -> int:
+        """Elements that reductions, or the largest one, were given in a span of time."""
+        found = [c.numel for c in self.window if c.is_reduction and since <= c.time < until]
+        return max(found, default=0) if largest else sum(found)
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Step:
         found: dict[tuple[Any, ...], dict[int, Any]] = {}
         for rank, event in self.events.items():
             for entry, value in zip(self.layout(rank), event[key], strict=True):
-                if entry["kind"] not in ("flat", "local"):
+                if entry["kind"] not in ("flat", "local", "tensor"):
                     same = (
                         entry["name"],
                         entry["kind"],
@@ -131,8 +132,8 @@ class Step:
         groups: dict[tuple[int, ...], set[int]] = {}
         for rank in self.events:
             entries = self.layout(rank)
-            if any(len(entry["shard"]) > 1 for entry in entries):
-                return []  # two mesh dims shard: one of them may be tensor parallelism
+            if any(len(e["shard"]) > 1 or e["kind"] == "tensor" for e in entries):
+                return []  # tensor parallelism, perhaps beside others
             ranks = next((tuple(e["ranks"]) for e in entries if e["ranks"]), tuple(self.events))
             groups.setdefault(ranks, set()).add(rank)
         return [sorted(members) for members in groups.values()]
@@ -145,6 +146,7 @@ class Run:
     ranks: dict[int, Rank] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # what could not be seen
     replayed: str = ""
+    is_joined: bool = False  # a script used `Join`: uneven inputs are meant
     unequal_starts: set[int] = field(default_factory=set)
     seen: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
     looped: bool = False
@@ -163,6 +165,7 @@ class Run:
         rank.forwards += len(event["forwards"])
         event["seen"] = rank.forwards
         event["reduced"] = rank.reduced(rank.stepped_at, event["begun"])
+        event["largest"] = rank.reduced(rank.stepped_at, event["begun"], largest=True)
         event["is_complete"] = rank.read_until >= event["begun"] and not rank.missed
         event["layout"] = rank.layouts[optimizer]
         rank.spent = event["spent"]
@@ -205,6 +208,8 @@ class Run:
             rank.beat(event, time.monotonic())
         elif kind == "raised":
             rank.raised = event
+        elif kind == "join":
+            self.is_joined = True
         elif kind == "note":
             self.notes.append(f"rank {rank.rank}: {event['text']}")
 

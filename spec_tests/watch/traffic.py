@@ -151,6 +151,8 @@ def _after(rank: Rank) -> str:
 def as_many_steps(run: Run) -> Iterator[Finding]:
     """All ranks MUST have taken as many steps as the others when they end."""
     taken = run.steps_taken()
+    if run.is_joined:
+        return  # uneven inputs are meant
     if all(r.has_ended for r in run.ranks.values()) and len(set(taken.values())) > 1:
         few = min(taken, key=lambda rank: taken[rank])
         many = max(taken, key=lambda rank: taken[rank])
@@ -189,7 +191,7 @@ def replayed_gradients(step: Step) -> Iterator[Finding]:
                 "order of its own"
             )
             return
-        if not found.is_certain:
+        if not found.is_certain and found.factor != 1.0:
             step.run.notes.append(
                 f"step {step.number}: all gradients are one factor times the mean over ranks "
                 f"({found.words}): right if they are clipped by hand, or if the loss is scaled so"
@@ -204,6 +206,11 @@ def replayed_gradients(step: Step) -> Iterator[Finding]:
             found.rank,
             found.name,
             step.place(found.rank),
+            ""
+            if found.is_certain
+            else "a loss that uses parameters directly, or gradients that "
+            "are changed by hand after the backward: then this is right",
+            is_advice=not found.is_certain,
         )
 
 

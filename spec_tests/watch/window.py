@@ -88,6 +88,7 @@ class Watched:
         self.number = number
         self.steps = 0
         self.usual: int | None = None  # forwards before its last step
+        self.earlier: dict[int, Tensor] = {}  # gradients of the step before the replayed one
         self.entries: list[Entry] = []
         self.parameters: list[Tensor] = []
         self.last: list[int] = []
