@@ -327,8 +327,7 @@ def _clipped_on_some(step: Step, clips: dict[int, Any]) -> Iterator[Finding]:
         rank = next(rank for rank in step.events if rank not in clips)
         yield Finding(
             "watch.clip.norm",
-            f"rank {rank}: expected its gradients to be clipped as on rank {min(clips)}, got none "
-            "that were",
+            f"rank {rank}: expected clipped gradients as on rank {min(clips)}, got others",
             step.number,
             rank,
             place=clips[min(clips)]["place"],
@@ -373,9 +372,8 @@ def _whole_norm(clips: dict[int, Any]) -> float | None:
 
 
 def _norm(parts: Sequence[float], kind: float) -> float:
-    if kind == float("inf"):
-        return max(parts, default=0.0)
-    return float(sum(part**kind for part in parts) ** (1 / kind))
+    is_largest = kind == float("inf")
+    return max(parts) if is_largest else float(sum(part**kind for part in parts) ** (1 / kind))
 
 
 @norm("watch.optimizer.same-options", source=_DDP)
