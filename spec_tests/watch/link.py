@@ -41,6 +41,7 @@ class Link:
         self._main = threading.main_thread()
         self._records = Records()
         self._read = 0.0
+        self._handler: Any = None
         self.is_open = True
         self.send("hello", token=self._token, pid=os.getpid())
         self._is_over = threading.Event()
@@ -70,6 +71,8 @@ class Link:
 
     def keep_last_words(self) -> None:
         """Say so when native code aborts, as gloo does where a collective's size is wrong."""
+        if self._handler is not None:  # C code must not be left with one that is gone
+            return
         # By way of C: a handler of Python's waits for the main thread, and abort() for nobody.
         libc = ctypes.CDLL(None)
         libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p

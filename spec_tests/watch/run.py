@@ -11,6 +11,10 @@ from typing import Any
 Event = dict[str, Any]
 REDUCTIONS = ("all_reduce", "allreduce", "reduce_scatter", "reduce")
 _KEPT, _KEPT_STEPS = 50_000, 1_000  # of the timeline; steps that not all ranks have taken
+_UNSEEN = (
+    "a step without a training forward that was seen: batches, random states and losses were not "
+    "checked (a model compiled in place, called through torch.func, or in another thread)"
+)
 _FLOATS = {"Float", "Double", "Half", "BFloat16"}
 
 
@@ -162,6 +166,8 @@ class Run:
         """Take one rank's step; returns the step once all ranks have taken it."""
         optimizer, number = event["optimizer"], event["step"]
         rank.steps[optimizer] = number
+        if not event["forwards"] and not optimizer and _UNSEEN not in self.notes:
+            self.notes.append(_UNSEEN)
         rank.forwards += len(event["forwards"])
         event["seen"] = rank.forwards
         event["reduced"] = rank.reduced(rank.stepped_at, event["begun"])
