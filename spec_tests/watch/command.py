@@ -290,7 +290,8 @@ class Agent:
             status = 0 if self.moved_to else 2
             unseen.append(self._why_nothing(own))
         ranks = max(self._ranks_seen, len(run.ranks))
-        return Verdict(status, causes_of(self.findings), steps, ranks, unseen, run.replayed)
+        causes = causes_of(self.findings)
+        return Verdict(status, causes, steps, ranks, unseen, run.replayed, run.cost())
 
     def _why_nothing(self, own: int) -> str:
         if self.moved_to:

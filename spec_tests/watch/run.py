@@ -70,7 +70,8 @@ class Rank:
     cpu: float = 0.0
     still_since: float | None = None
     pending: str = ""
-    spent: float = 0.0
+    spent: float = 0.0  # seconds in the watcher's hooks, up to the last step
+    begun: int = 0  # when its first step began
     generations: dict[str, tuple[int, int]] = field(default_factory=dict)
     raised: Event | None = None
     is_open: bool = True
@@ -174,7 +175,7 @@ class Run:
         event["largest"] = rank.reduced(rank.stepped_at, event["begun"], largest=True)
         event["is_complete"] = rank.read_until >= event["begun"] and not rank.missed
         event["layout"] = rank.layouts[optimizer]
-        rank.spent = event["spent"]
+        rank.spent, rank.begun = event["spent"], rank.begun or event["begun"]
         rank.stepped_at, rank.missed = event["t"], 0
         self.timeline.append([rank.rank, number, event["begun"] / 1e9, event["t"] / 1e9])
         found = self._waiting.setdefault((optimizer, number), {})
@@ -218,6 +219,15 @@ class Run:
             self.is_joined = True
         elif kind == "note":
             self.notes.append(f"rank {rank.rank}: {event['text']}")
+
+    def cost(self) -> str:
+        """Return what the hooks took of the ranks' time, from the first step to the last."""
+        ranks = [r for r in self.ranks.values() if r.stepped_at > r.begun > 0]
+        wall = sum(r.stepped_at - r.begun for r in ranks) / 1e9
+        spent = sum(r.spent for r in ranks)
+        if not ranks:
+            return ""
+        return f"cost: the watcher's hooks took {spent:.2f} s; first to last step, {wall:.2f} s"
 
     def steps_taken(self) -> dict[int, int]:
         """Return rank to the steps of the optimizer that took most."""
