@@ -14,15 +14,16 @@ from torch import Tensor
 
 from spec_tests.rig_tests.watched import SCRIPTS, Fault, faults, find, told_by, write_fault
 from spec_tests.rig_tests.watched.trial import Outcome, run
-from spec_tests.watch import replayed
+from spec_tests.watch import replayed, traffic
 from spec_tests.watch.command import norms
 from spec_tests.watch.norm import Finding
+from spec_tests.watch.run import Collective
 from spec_tests.watch.verdict import Verdict, causes_of, render
 
 RIGHT = [name for name in SCRIPTS if name != "libraries"]  # needs a library that CI has not
-# The first of each norm; `python -m spec_tests.rig_tests.watched` tries all of them.
-_USABLE = [f for f in faults() if not f.needs and not f.missed]
-TOLD = {f.check: f for f in sorted(_USABLE[::-1], key=lambda f: not f.spare)}.values()
+# One of each norm; `python -m spec_tests.rig_tests.watched` tries all of them.
+_USABLE = [f for f in reversed(faults()) if not f.needs and not f.missed]
+TOLD = {f.check: f for spare in (True, False) for f in _USABLE if f.spare is spare}.values()
 SLOW = ("watch.collectives.match", "watch.run.goes-on", "watch.run.ends")
 # Without the watcher as well, to compare bits: one each for DDP, FSDP2, compiled code and dropout.
 COMPARED = ("nanogpt", "fsdp2_mixed", "scaler", "freezing")
@@ -48,7 +49,7 @@ def test_a_right_script_is_left_alone(name: str):
 def test_a_fault_is_named(fault: Fault, tmp_path: Path):
     outcome = fault_outcome(fault, tmp_path)
     # How a run that fails is heard of first varies; for all else its own norm must report it.
-    others = fault.also if fault.check == "watch.run.ends" else ()
+    others = (*fault.also, "watch.run.ends") if fault.check in SLOW else ()
     assert {fault.check, *others} & {*outcome.norms}, shown(outcome)
     first = outcome.verdict.causes[0].finding
     assert "rank" in first.text
@@ -269,6 +270,15 @@ print("fingerprint 0", hashlib.sha256(state + repr(random.random()).encode()).he
     assert (outcome.verdict.causes, outcome.status) == ([], 0), shown(outcome)
     assert outcome.fingerprints == bare.fingerprints != {}
     assert not any(" failed" in each for each in outcome.verdict.unseen), shown(outcome)
+
+
+def test_collectives_of_another_size_are_told_with_both_ranks():
+    sizes = {0: ((4,),), 1: ((5,),)}
+    sent = {r: Collective(0, "0", 7, "all_reduce", s, ("Float",)) for r, s in sizes.items()}
+    (found,) = traffic.collectives_match(sent)
+    assert "rank 1: expected all_reduce(4) of rank 0 as collective 7" in found.text
+    assert "got all_reduce(5)" in found.text
+    assert not list(traffic.collectives_match({0: sent[0], 1: sent[0]}))
 
 
 # ------------------------------------------------------------------------------------------ verdict
