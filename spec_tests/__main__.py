@@ -151,6 +151,9 @@ def _text_of(path: Path) -> str:
 
 
 def _judge(arguments: list[str]) -> int:
+    from spec_tests.rig.ranks.zygote import start_zygote
+
+    start_zygote()  # first: it imports torch while this process does so
     import pytest
 
     from spec_tests.ledger import chapter_folders

@@ -45,7 +45,11 @@ def main(arguments: Sequence[str]) -> int:
         action="store_true",
         help="only what must be accepted: benign ones by all, some others by a sample of clauses",
     )
-    parser.add_argument("--up-to", type=int, default=0, help="ranks in which to accept; 0: all")
+    parser.add_argument(
+        "--brief",
+        action="store_true",
+        help="with --accepted: one case of each clause, on two ranks",
+    )
     parser.add_argument("--margins", action="store_true", help="of each clause about numbers")
     parser.add_argument("--transport", choices=("gloo", "sim"), default="gloo", help="of the ranks")
     parser.add_argument("--rate", type=int, default=0, help="rejections of so many, sim and gloo")
@@ -111,7 +115,7 @@ def jobs(impostor: Impostor, options: argparse.Namespace) -> list[Job]:
             share,
             options.transport,
             options.rate,
-            options.up_to,
+            options.brief,
         )
         for i, share in enumerate(shares or [()])
     ]

@@ -35,7 +35,7 @@ class Job:
         accepted_by: ids of the clauses that must let it pass.
         transport: where the ranks live.
         rate: if not 0, how often each case that rejects it on sim is tried, on sim and on gloo.
-        up_to: if not 0, how many ranks the worlds have at most in which it must be accepted.
+        brief: whether it must be accepted in one case of each clause, on two ranks.
         signature: whether to take its signature, see `signatures`.
     """
 
@@ -44,7 +44,7 @@ class Job:
     accepted_by: tuple[str, ...] = ()
     transport: str = "gloo"
     rate: int = 0
-    up_to: int = 0
+    brief: bool = False
     signature: bool = False
 
 
@@ -89,7 +89,7 @@ def do(job: Job, worlds: Worlds) -> Verdict:
         if job.rate:
             rates = {f.clause.id: matrix.rates(f, worlds, job.rate) for f in findings}
         found = [
-            matrix.probe(clauses[name], impostor, worlds, up_to=job.up_to)
+            matrix.probe(clauses[name], impostor, worlds, brief=job.brief)
             for name in job.accepted_by
         ]
         complaints += matrix.must_accept(found)

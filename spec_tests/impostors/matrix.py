@@ -13,6 +13,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from spec_tests.clause import Clause
 from spec_tests.impostors.alone import Alone
@@ -70,24 +71,33 @@ class Finding:
         return re.sub(r"\d+(\.\d+)?(e[+-]\d+)?", "#", "\n".join([found.case, *lines]))
 
 
-def probe(clause: Clause, impostor: Impostor, worlds: Worlds, *, up_to: int = 0) -> Finding:
+def probe(clause: Clause, impostor: Impostor, worlds: Worlds, *, brief: bool = False) -> Finding:
     """Run the clause's cases until one of them is decisive.
 
     Of a clause that judges a function which the impostor brings, only the cases of what it brings.
-    With `up_to`, only worlds of so many ranks, or the clause's smallest.
+    `brief`: on two ranks, or the fewest that the clause has, and of those cases one of each
+    function; which one, the names of the clause and the impostor decide.
     """
     finding = Finding(clause, impostor)
     target = target_of(impostor)
     own = brought_by(impostor) & {*clause.judges}
     worlds = Alone(impostor, worlds) if impostor.alone else worlds
-    most = max(up_to, min(clause.worlds)) if up_to else max(clause.worlds)
-    for case in clause.cases():
-        if (own and case["subject"] not in own) or case["world"] > most:
-            continue
+    cases = [case for case in clause.cases() if not own or case["subject"] in own]
+    for case in _some(cases, f"{impostor.id} {clause.id}") if brief else cases:
         finding.results.append(run_case(clause, target, case, worlds))
         if finding.decisive is not None:
             break
     return finding
+
+
+def _some(cases: Sequence[dict[str, Any]], seed: str) -> list[dict[str, Any]]:
+    """Return one case of each function, with few ranks."""
+    few = max(2, min((case["world"] for case in cases), default=2))
+    by_function: dict[str, list[dict[str, Any]]] = {}
+    for case in cases:
+        if case["world"] <= few:
+            by_function.setdefault(case.get("subject", ""), []).append(case)
+    return [random.Random(seed).choice(of) for of in by_function.values()]
 
 
 def target_of(impostor: Impostor) -> Target:

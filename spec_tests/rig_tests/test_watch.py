@@ -137,6 +137,18 @@ def test_an_exception_is_told_with_its_line(tmp_path: Path):
     assert "at train.py:" in output
 
 
+@pytest.mark.parametrize(("last", "expected"), [("0", 0), ("9", 1)])
+def test_a_killed_training_that_the_command_resumes_is_advice(
+    tmp_path: Path, last: str, expected: int
+):
+    path = script(tmp_path, more="os.kill(os.getpid(), int(sys.argv[1]))")
+    twice = f"for signal in 9 {last}; do {sys.executable} {path} $signal; done"
+    status, output = watch("--", "sh", "-c", twice)
+    assert status == expected, output
+    assert "got the end of its process without a word" in output
+    assert ("the command went on and ended with 0" in output) == (last == "0")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import secrets
@@ -112,6 +113,7 @@ class Agent:
         self._ranks: dict[socket.socket, Rank] = {}
         self._hung = False
         self._steps = self._ranks_seen = 0  # of runs that have ended
+        self._went_on = 0  # findings that the command has gone on after
         self._begun = 0.0
 
     def run_command(self, command: Sequence[str]) -> int:
@@ -256,6 +258,7 @@ class Agent:
     def _begin_anew(self) -> None:
         """Close the books of a run whose ranks have ended, and open those of the next."""
         self._report([*traffic.ends(self.run), *traffic.as_many_steps(self.run)])
+        self._went_on = len(self.findings)
         self._steps += max(self.run.steps_taken().values(), default=0)
         self._ranks_seen = max(self._ranks_seen, len(self.run.ranks))
         timeline, notes = self.run.timeline, self.run.notes
@@ -280,6 +283,9 @@ class Agent:
     def verdict(self, own: int) -> Verdict:
         """Return what was found, when the command has ended with status `own`."""
         run = self.run
+        if own == 0:  # started again by torchrun, or killed to show that a run can be resumed
+            earlier, last = self.findings[: self._went_on], self.findings[self._went_on :]
+            self.findings = [*map(_recovered, earlier), *last]
         was_stopped = self._options.fail_fast and any(map(is_must, self.findings))
         if not was_stopped:
             self._report([*traffic.ends(run), *traffic.as_many_steps(run)])
@@ -303,6 +309,14 @@ class Agent:
             "started "
             "with -E, -I or -S takes no start-up hook"
         )
+
+
+def _recovered(finding: Finding) -> Finding:
+    """Return the end of a rank as advice: the command went on after it and ended with 0."""
+    if finding.norm != "watch.run.ends":
+        return finding
+    likely = "; ".join(filter(None, [finding.likely, "the command went on and ended with 0"]))
+    return dataclasses.replace(finding, is_advice=True, likely=likely)
 
 
 @contextlib.contextmanager
