@@ -158,6 +158,17 @@ def test_an_error_of_the_dtypes_own_rounding_or_of_no_rounding_is_not_told_so():
     assert "summed and not divided" in message(twice)
 
 
+def test_positions_are_called_mixed_up_only_where_some_that_say_something_are_right():
+    wanted = torch.arange(1.0, 13.0, dtype=torch.float64).reshape(4, 3)
+    wanted[1:3] = 0  # rows of an embedding that no batch touches
+    untouched = torch.where(wanted == 0, wanted, wanted.flip(1) ** 2)
+    assert "mixed up" not in message(partial(judged, untouched, expected=wanted))
+    (rows, one) = wanted.clone(), wanted.clone()
+    rows[0], one[0, 0] = 7.5 * wanted[3].flip(0), 9
+    for seen, said in ((rows, "got it in 3 of 4 rows"), (one, "some positions are mixed up")):
+        assert said in message(partial(judged, seen, expected=wanted))
+
+
 def test_a_hint_that_is_hardly_told_from_what_is_right_is_not_given():
     # A weight that decay brings back to where it was: it moved, by less than one can tell.
     wanted = torch.full((4,), -2.0, dtype=torch.float64)

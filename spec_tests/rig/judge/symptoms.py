@@ -228,13 +228,21 @@ def _rounded(finding: Finding) -> Cause | None:
 def _partly_right(seen: torch.Tensor, wanted: torch.Tensor, close: float) -> Cause | None:
     right = ((seen - wanted).abs() <= close).reshape(-1)
     count = int(right.sum())
-    if count == 0 or count == right.numel():
+    # Zero on both sides, such as the rows of tokens that nobody has, is no part that came right.
+    says_something = ((seen != 0) | (wanted != 0)).reshape(-1)
+    if not (right & says_something).any() or count == right.numel():
         return None
     first_wrong = int((~right).int().argmax())
     if count == first_wrong:
         return Cause(
             f"it in the first {count} elements only",
             "an offset or a length of the flat buffer is wrong, or its last part was not sent",
+        )
+    rows = right.reshape(seen.shape[0], -1) if seen.dim() > 1 else right.new_zeros(1, 2)
+    if rows.any() and torch.equal(rows.all(dim=1), rows.any(dim=1)):
+        return Cause(
+            f"it in {int(rows.all(dim=1).sum())} of {len(rows)} rows",
+            "rows are mixed up; or only those are right that no batch touched",
         )
     return Cause(
         f"it in {count} of {right.numel()} elements",
