@@ -102,6 +102,37 @@ def test_each_unit_casts_what_its_own_policy_names(world, subject, policy):
         judge.holds(not wrong, f"rank {rank}: got and expected {wrong}", given=f"policy {policy}")
 
 
+class Scorer(Spy):
+    """A spy with an entrance of another name."""
+
+    def score(self, x: torch.Tensor, *, extra: dict[str, torch.Tensor]) -> Any:
+        """What `forward` gives."""
+        return Spy.forward(self, x, extra=extra)
+
+
+def seen_in_a_method(ctx, subject):
+    """Dtypes that a registered method sees under a policy of bfloat16."""
+    module = Scorer().to(ctx.device)
+    policy = ctx.impl.MixedPrecisionPolicy(param_dtype=HALF, output_dtype=torch.float64)
+    ctx.impl.fully_shard(module, mp_policy=policy)
+    ctx.impl.register_fsdp_forward_method(module, "score")
+    extra = {"ids": torch.arange(4, device=ctx.device)}
+    output = module.score(torch.ones(2, 4, device=ctx.device), extra=extra)
+    return module.seen | {"output": str(output["y"].dtype)}
+
+
+@clause(
+    "fsdp.precision.registered-method",
+    level="production",
+    needs=("MixedPrecisionPolicy", "register_fsdp_forward_method"),
+    source="torch.distributed.fsdp.register_fsdp_forward_method; its test",
+)
+def test_a_registered_method_gets_the_casts_of_its_unit(world, subject):
+    """A registered method's inputs and outputs MUST be cast as those of `forward` are."""
+    wanted = {"weight": str(HALF), "x": str(HALF), "ids": "torch.int64", "output": "torch.float64"}
+    judge.equal(world.run(seen_in_a_method, subject), wanted, quantity="dtypes in the method")
+
+
 class Quantised(nn.Module):
     """Frozen codes at the end of their dtype's range, which no float holds, and a scale."""
 

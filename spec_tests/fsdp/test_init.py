@@ -299,16 +299,23 @@ def test_buffers_modules_and_keys_stay_what_they_were(world, subject):
     judge.equal(foreign, [], quantity="modules of another class")
 
 
-def materialised(ctx, subject, seed):
+def materialised(ctx, subject, seed, how):
     """Full parameters of a model that was sharded on the meta device and initialised afterwards."""
     with torch.device("meta"):
         module = TOYS["stack"].model()
     names = [name for name, _ in module.named_parameters()]
     model = shard(ctx, subject, module)
-    module.to_empty(device=ctx.device)
+    filled = TOYS["stack"].model().to(ctx.device) if how == "assigned" else module
+    if how == "assigned":
+        shard(ctx, subject, filled)
+    else:
+        module.to_empty(device=ctx.device)
     with torch.no_grad():
-        for index, parameter in enumerate(module.parameters()):
+        for index, parameter in enumerate(filled.parameters()):
             parameter.fill_(float(index + 1))
+    if how == "assigned":
+        module.load_state_dict(filled.state_dict(), assign=True)
+    with torch.no_grad():
         output = model(TOYS["stack"].batch(seed, rank=0).to(ctx.device))
     return {"full": full_parameters(ctx, model, names), "output": output.detach()}
 
@@ -316,12 +323,13 @@ def materialised(ctx, subject, seed):
 @clause(
     "fsdp.init.meta-device", level="production", source=f"{PAGE}, initialisation on the meta device"
 )
-def test_a_model_may_be_sharded_before_it_has_values(world, subject):
+@pytest.mark.parametrize("how", ["in-place", "assigned"])
+def test_a_model_may_be_sharded_before_it_has_values(world, subject, how):
     """Sharded on the meta device and filled after `to_empty`, a model MUST use the filled values.
 
-    Models that fit no single device are built so.
+    Models that fit no single device are built so. A state dict of shards may be assigned, too.
     """
-    ranks = world.run(materialised, subject, 7)
+    ranks = world.run(materialised, subject, 7, how)
 
     plain = TOYS["stack"].build(7)
     with torch.no_grad():

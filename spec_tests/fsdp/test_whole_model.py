@@ -118,8 +118,16 @@ def test_two_backwards_of_a_whole_model_and_one_finish_add_up(world, subject):
     mean_gradients(world, subject, "even", calls, may_refuse=True)
 
 
+def sent_inside(ctx, subject):
+    """Elements that one micro-batch inside `no_sync` reduces."""
+    sharded = Sharded(ctx, subject, "even")
+    with ctx.recording() as recorder, ctx.impl.no_sync(sharded.wrapped):
+        sharded.loss(0).backward()
+    return traffic.reduced(recorder.log())
+
+
 def without_sending(ctx, subject):
-    """Elements that a micro-batch inside `no_sync` reduces, and gradients of the whole window."""
+    """Elements that micro-batches inside `no_sync` reduce, and gradients of the whole window."""
     sharded = Sharded(ctx, subject, "even")
     with suppress(ArithmeticError), ctx.impl.no_sync(sharded.wrapped):
         raise ArithmeticError
@@ -144,6 +152,9 @@ def test_a_whole_model_sends_no_gradient_inside_no_sync(world, subject):
     Leaving an inner `no_sync` does not end the outer one; an exception ends one as well.
     """
     usual = (gradients_after, subject, "even", SEED, "backward 0")
+    alone = refusal.answer_or_refusal(world, sent_inside, subject, ordinary=usual)
+    if alone is not None:  # what refuses the second micro-batch has sent nothing of the first
+        judge.equal(alone, 0, quantity="elements reduced inside no_sync")
     ranks = refusal.answer_or_refusal(world, without_sending, subject, ordinary=usual)
     if ranks is not None:
         sent, gradients = zip(*ranks, strict=True)

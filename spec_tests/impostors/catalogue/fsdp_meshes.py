@@ -119,3 +119,47 @@ class ClearsWhatRan(Patched):
                 for parameter in unit.parameters:
                     parameter.drop_if_cleared()"""
     replace = "pass"
+
+
+@near_miss(
+    "fsdp.reduces-the-rest-at-once", rejected_by="fsdp.accumulation.no-sync-of-a-whole-model"
+)
+class ReducesTheRestAtOnce(Patched):
+    """Inside `no_sync` the shards stay local, and what is replicated is reduced.
+
+    From: A context of two parts, one of which is forgotten.
+    Unseen: A second micro-batch is refused, but the first one's norms were sent.
+    """
+
+    module = "solution.parallel.fsdp.api"
+    find = "with self._reducer.no_sync(), self.module.no_sync():"
+    replace = "with self.module.no_sync():"
+
+
+@near_miss("fsdp.calls-methods-uncast", rejected_by="fsdp.precision.registered-method")
+class CallsMethodsUncast(Patched):
+    """Gathers the weights for a registered method, and hands it the inputs as they came.
+
+    From: The result of the shared pre-forward is not used.
+    Unseen: In float32 there is nothing to cast.
+    """
+
+    module = "solution.parallel.fsdp.module"
+    find = "            args, kwargs = schedule.pre_forward(unit, module, args, kwargs)\n"
+    replace = "            schedule.pre_forward(unit, module, args, kwargs)\n"
+
+
+@near_miss("fsdp.stays-on-the-meta-device", rejected_by="fsdp.init.meta-device")
+class StaysOnTheMetaDevice(Patched):
+    """Takes an assigned shard only where its device is the old one's.
+
+    From: A comparison of everything about two tensors.
+    Unseen: `to_empty` replaces the shards' memory, not the Parameters.
+    """
+
+    module = "solution.parallel.fsdp.param"
+    find = "return tuple(parameter.shape), parameter.placements, parameter.device_mesh"
+    replace = (
+        "return tuple(parameter.shape), parameter.device, parameter.placements, "
+        "parameter.device_mesh"
+    )
