@@ -102,6 +102,26 @@ def test_replicas_are_averaged_once_per_window(world, subject, case):
         judge.equal(sent, each, quantity="elements reduced in each backward")
 
 
+def without_all_reduce(ctx, subject):
+    """Gradients of two micro-batches on a mesh of one dimension, where all-reduce is off."""
+    sharded = Sharded(ctx, subject, "even")
+    sharded.wrapped.set_requires_all_reduce(False)
+    sharded.backward(0)
+    sharded.backward(1)
+    return sharded.gradients()
+
+
+@clause(
+    "fsdp.accumulation.nothing-to-all-reduce",
+    source="FSDPModule.set_requires_all_reduce: for HSDP; test_fully_shard_training",
+    worlds=(2,),
+)
+def test_without_replicas_there_is_no_all_reduce_to_leave_out(world, subject):
+    """On a mesh of one dimension gradients MUST be means, whatever is said of the all-reduce."""
+    ranks = world.run(without_all_reduce, subject)
+    equivalence.mean_gradients(ranks, "even", SEED, micros=(0, 1))
+
+
 def divided(ctx, subject, factor, mesh=None):
     """Gradients of a step whose sums are divided by `factor`, on a mesh of these sizes."""
     names = ("replicate", "shard")

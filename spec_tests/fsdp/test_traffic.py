@@ -293,6 +293,26 @@ def test_a_step_sends_no_more_on_many_ranks(world, subject, num_ranks):
         agreement.same_collectives(logs, given=f"{phase}, {large_worlds.both(num_ranks)}")
 
 
+def sent_by_a_late_wait(ctx, subject):
+    """Operations that waiting for a gather issues, once the unit was freed again."""
+    sharded = Sharded(ctx, subject, "even")
+    handle = sharded.wrapped.unshard(async_op=True)
+    sharded.wrapped.reshard()
+    with ctx.recording() as recorder:
+        handle.wait()
+    return traffic.gathered(recorder.log(), ctx.world_size)
+
+
+@clause(
+    "fsdp.traffic.wait-after-reshard",
+    source="contract: `unshard(async_op=True)`, whose gather `reshard` discards",
+)
+def test_waiting_for_a_discarded_gather_sends_nothing(world, subject):
+    """After `reshard`, waiting for a gather that was begun before MUST NOT gather again."""
+    ranks = world.run(sent_by_a_late_wait, subject)
+    judge.equal(ranks, 0, quantity="elements gathered by wait() after reshard()")
+
+
 @clause(
     "fsdp.footprint.any-world-size",
     source="Rajbhandari et al. 2020, figure 1: memory falls with the number of ranks",

@@ -163,3 +163,29 @@ class StaysOnTheMetaDevice(Patched):
         "return tuple(parameter.shape), parameter.device, parameter.placements, "
         "parameter.device_mesh"
     )
+
+
+@near_miss("fsdp.gathers-for-a-late-wait", rejected_by="fsdp.traffic.wait-after-reshard")
+class GathersForALateWait(Patched):
+    """A handle's wait gathers the unit where it is sharded, so that it is unsharded for certain.
+
+    From: A wait that should be safe to call at any time.
+    Unseen: Nobody waits for what was freed, except a loop with an early exit.
+    """
+
+    module = "solution.parallel.fsdp.module"
+    find = "        self._unit.wait_for_unshard()\n"
+    replace = "        self._unit.unshard()\n        self._unit.wait_for_unshard()\n"
+
+
+@near_miss("fsdp.holds-back-for-no-replica", rejected_by="fsdp.accumulation.nothing-to-all-reduce")
+class HoldsBackForNoReplica(Patched):
+    """Keeps reduced gradients back for an all-reduce that the mesh has no replicas for.
+
+    From: One flag for two kinds of mesh.
+    Unseen: Loops switch the all-reduce off on meshes of two dimensions.
+    """
+
+    module = "solution.parallel.fsdp.unit"
+    find = "return not self.all_reduces and self.mesh.replica_group is not None"
+    replace = "return not self.all_reduces"
