@@ -107,6 +107,15 @@ def test_an_evaluation_between_steps_disturbs_nothing(world, subject):
 
 
 @clause(
+    "ddp.gradients.in-evaluation-mode",
+    source="torch.nn.Module.eval: it changes dropout and batch norms; fine-tuning without them",
+)
+def test_evaluation_mode_says_nothing_of_gradients(world, subject):
+    """Of a module in evaluation mode gradients MUST be means as well."""
+    mean_gradients(world, subject, "mlp", "evaluation_mode, backward 5, zero_grad, backward 0")
+
+
+@clause(
     "ddp.gradients.shared-by-autograd",
     source="torch.Tensor.register_hook: the hook should not modify its argument",
 )

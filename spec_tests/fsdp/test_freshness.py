@@ -251,7 +251,8 @@ def _judge_ladder(ranks):
     )
 
 
-LOADS = ("load-state-dict", "load-state-dict-assign", "assign-in-parts")
+UNSHARDED = "load-while-unsharded"
+LOADS = ("load-state-dict", "load-state-dict-assign", "assign-in-parts", UNSHARDED)
 
 
 def after_writing(ctx, subject, toy, seed, how, setting):
@@ -267,6 +268,9 @@ def after_writing(ctx, subject, toy, seed, how, setting):
         if how in LOADS:
             state = sharded.wrapped.state_dict()
             ones = {name: torch.ones_like(value) for name, value in state.items()}
+            for module in sharded.wrapped.modules() if how == UNSHARDED else ():
+                if hasattr(module, "unshard"):
+                    module.unshard()
             for part in [ones] if how != "assign-in-parts" else [{n: ones[n]} for n in ones]:
                 sharded.wrapped.load_state_dict(part, assign="assign" in how, strict=part is ones)
             if how == "assign-in-parts":
@@ -288,7 +292,10 @@ def after_writing(ctx, subject, toy, seed, how, setting):
 @pytest.mark.parametrize(
     "how",
     [*LOADS, "parameter", "local-tensor"],
-    ids=["loaded", "assigned", "assigned-in-parts", "written-parameter", "written-local-tensor"],
+    ids=[
+        *("loaded", "assigned", "assigned-in-parts", "loaded-while-unsharded"),
+        *("written-parameter", "written-local-tensor"),
+    ],
 )
 @pytest.mark.parametrize("setting", [*SETTINGS, KEPT])
 def test_a_forward_after_a_load_uses_the_loaded_weights(world, subject, setting, how):

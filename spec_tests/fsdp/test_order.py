@@ -155,6 +155,27 @@ def test_hinted_units_are_gathered_ahead(world, subject):
         )
 
 
+@clause(
+    "fsdp.order.hints-replace-the-default",
+    source="FSDPModule.set_modules_to_backward_prefetch: it overrides the default prefetching",
+)
+def test_a_backward_hint_takes_the_place_of_the_next_unit(world, subject):
+    """A backward hint MUST take the default's place: what it leaves out is not gathered ahead.
+
+    Who names the units has counted the memory for these.
+    """
+    logs = world.run(events, subject, {"backward": {3: [1]}})
+
+    for rank, log in enumerate(logs):
+        begun = traffic.gathered(_before(log, "backward 3", "between"), world.size) // UNIT
+        judge.holds(
+            begun <= 2,
+            f"rank {rank}: expected layers 3 and 1 begun before the backward of layer 3 is over, "
+            f"got {begun} layers",
+            likely="the next unit is gathered as well",
+        )
+
+
 def hinted_training(ctx, subject, hints, order):
     """Outputs and gradients over steps, layers being used in the given order."""
     model = chain(ctx, subject, hints)

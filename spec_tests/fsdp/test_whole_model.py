@@ -162,6 +162,16 @@ def test_a_whole_model_sends_no_gradient_inside_no_sync(world, subject):
         judge.equal(sent, 0, quantity="elements reduced inside no_sync")
 
 
+@clause(
+    "fsdp.backward.in-evaluation-mode",
+    source="torch.nn.Module.eval: it changes dropout and batch norms; fine-tuning without them",
+    worlds=(2,),
+)
+def test_a_whole_model_in_evaluation_mode_gets_mean_gradients(world, subject):
+    """Of a whole model in evaluation mode gradients MUST be means as well."""
+    mean_gradients(world, subject, "even", "evaluation_mode, backward 5, zero_grad, backward 0")
+
+
 @clause("fsdp.backward.finish-is-idempotent", source="contract: a second call changes nothing")
 def test_a_second_finish_of_a_whole_model_changes_nothing(world, subject):
     """A second `finish_gradient_synchronization` MUST NOT change what the next update uses."""

@@ -121,6 +121,12 @@ class WrappedToy(ABC):
         for parameter in self.wrapped.parameters():
             parameter.neg_()
 
+    def evaluation_mode(self) -> None:
+        """Switch dropout off and statistics to the running ones; gradients are wanted as ever."""
+        for part in (self.wrapped, self.module):
+            if isinstance(part, nn.Module):
+                part.eval()
+
     def note(self) -> None:
         """Keep the gradients of now for the end."""
         self.noted = self.gradients()

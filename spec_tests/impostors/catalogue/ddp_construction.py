@@ -192,3 +192,20 @@ class FirstRankOfWorld(PlainDdp):
         group, self.group = self.group, None
         super().take_first(tensors)
         self.group = group
+
+
+@near_miss("ddp.reduces-in-training-mode", rejected_by="ddp.gradients.in-evaluation-mode")
+class ReducesInTrainingMode(PlainDdp):
+    """Reduces nothing while the module is in evaluation mode.
+
+    From: `self.training` read as "gradients are wanted".
+    Unseen: Loops call `train()`. Fine-tuning without dropout does not, and ranks drift apart.
+    """
+
+    def on_gradient(self, index):
+        if self.training:
+            super().on_gradient(index)
+
+    def finish(self):
+        if self.training:
+            super().finish()

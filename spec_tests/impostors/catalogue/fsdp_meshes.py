@@ -189,3 +189,42 @@ class HoldsBackForNoReplica(Patched):
     module = "solution.parallel.fsdp.unit"
     find = "return not self.all_reduces and self.mesh.replica_group is not None"
     replace = "return not self.all_reduces"
+
+
+@near_miss("fsdp.loads-into-what-was-gathered", rejected_by="fsdp.lifecycle.fresh-after-load")
+class LoadsIntoWhatWasGathered(Patched):
+    """Shows its shards to `state_dict`, and what is gathered to `load_state_dict`.
+
+    From: Hooks of saving and loading are registered by two methods, and one is forgotten.
+    Unseen: Between steps all is sharded.
+    """
+
+    module = "solution.parallel.fsdp.api"
+    find = "    module.register_load_state_dict_pre_hook(show_shards)\n"
+    replace = ""
+
+
+@near_miss("fsdp.reduces-in-training-mode", rejected_by="fsdp.backward.in-evaluation-mode")
+class ReducesInTrainingMode(Patched):
+    """Reduces what is replicated where the module is in training mode.
+
+    From: `self.training` read as "gradients are wanted".
+    Unseen: Loops call `train()`. Fine-tuning without dropout does not, and ranks drift apart.
+    """
+
+    module = "solution.parallel.fsdp.api"
+    find = "        self._reducer.finish()\n"
+    replace = "        if self.training:\n            self._reducer.finish()\n"
+
+
+@near_miss("fsdp.adds-hints-to-the-default", rejected_by="fsdp.order.hints-replace-the-default")
+class AddsHintsToTheDefault(Patched):
+    """Gathers the next unit ahead, and those of the hint as well.
+
+    From: A list that is extended where it should be replaced.
+    Unseen: All is gathered in time. Only the peak of memory grows, by a unit.
+    """
+
+    module = "solution.parallel.fsdp.schedule"
+    find = "for other in unit.backward_prefetch or chosen:"
+    replace = "for other in [*chosen, *unit.backward_prefetch]:"
