@@ -210,13 +210,17 @@ class Carried(torch.Tensor):
         return None if out is not None else (outputs[0], ())
 
 
-def carried(ctx, subject):
+class Heir(Carried):
+    """A recipe of its own that leaves the gather to its base class."""
+
+
+def carried(ctx, subject, kind):
     """The output of two forwards over ones that their gather doubles; an error."""
     ctx.impl.fully_shard(nn.Linear(4, 4))  # who cannot do this refuses nothing
     layer, found = nn.Linear(4, 4, bias=False), {}
 
     def step():
-        layer.weight = nn.Parameter(Carried(torch.ones(4, 4)))
+        layer.weight = nn.Parameter(kind(torch.ones(4, 4)))
         ctx.impl.fully_shard(layer)
         layer(torch.ones(4)).sum().backward()
         found["output"] = layer(torch.ones(4)).detach()
@@ -229,9 +233,10 @@ def carried(ctx, subject):
     source="test_fully_shard_extensions; torchao, which gathers in float8 so",
     transports=("gloo",),  # the class is of a CPU tensor
 )
-def test_how_a_class_is_gathered_is_done_or_refused(world, subject):
+@pytest.mark.parametrize("kind", [Carried, Heir], ids=["own", "inherited"])
+def test_how_a_class_is_gathered_is_done_or_refused(world, subject, kind):
     """All-gather methods of a parameter's class MUST be called, or be refused by name."""
-    ranks = world.run(carried, subject)
+    ranks = world.run(carried, subject, kind)
 
     for rank, (error, found) in enumerate(ranks):
         if found:

@@ -228,3 +228,16 @@ class AddsHintsToTheDefault(Patched):
     module = "solution.parallel.fsdp.schedule"
     find = "for other in unit.backward_prefetch or chosen:"
     replace = "for other in [*chosen, *unit.backward_prefetch]:"
+
+
+@near_miss("fsdp.refuses-own-extensions", rejected_by="fsdp.refusals.gather-extensions")
+class RefusesOwnExtensions(Patched):
+    """Refuses all-gather methods that a parameter's class defines, and not those it inherits.
+
+    From: `vars(cls)` in place of `hasattr`.
+    Unseen: Recipes that are one class are refused.
+    """
+
+    module = "solution.parallel.fsdp.options"
+    find = "        if hasattr(tensor, method):"
+    replace = "        if method in vars(type(tensor)):"
