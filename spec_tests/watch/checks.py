@@ -55,7 +55,7 @@ def nothing_reduced_under_no_sync(step: Step) -> Iterator[Finding]:
             yield Finding(
                 "watch.reduction.no-sync",
                 f"rank {rank}: expected {meant} all-reduce of the gradients in a window of "
-                f"{event['backwards']} micro-batches, got {times:.1f}",
+                f"{event['backwards']} micro-batches, got {times:.3g}",
                 step.number,
                 rank,
                 place=event["forwards"][-1]["place"] if event["forwards"] else step.place(rank),
@@ -81,7 +81,7 @@ def reduced_once(step: Step) -> Iterator[Finding]:
             yield Finding(
                 "watch.reduction.once",
                 f"rank {rank}: expected {expected:,} gradient elements to be reduced, "
-                f"got {event['reduced']:,} ({times:.1f} times as many)",
+                f"got {event['reduced']:,} ({times:.3g} times as many)",
                 step.number,
                 rank,
                 place=step.place(rank),
