@@ -75,8 +75,8 @@ def probe(clause: Clause, impostor: Impostor, worlds: Worlds, *, brief: bool = F
     """Run the clause's cases until one of them is decisive.
 
     Of a clause that judges a function which the impostor brings, only the cases of what it brings.
-    `brief`: on two ranks, or the fewest that the clause has, and of those cases one of each
-    function; which one, the names of the clause and the impostor decide.
+    `brief`: one case, on two ranks or the fewest that the clause has; which one, the names of the
+    clause and the impostor decide.
     """
     finding = Finding(clause, impostor)
     target = target_of(impostor)
@@ -91,13 +91,10 @@ def probe(clause: Clause, impostor: Impostor, worlds: Worlds, *, brief: bool = F
 
 
 def _some(cases: Sequence[dict[str, Any]], seed: str) -> list[dict[str, Any]]:
-    """Return one case of each function, with few ranks."""
+    """Return one of the cases with few ranks."""
     few = max(2, min((case["world"] for case in cases), default=2))
-    by_function: dict[str, list[dict[str, Any]]] = {}
-    for case in cases:
-        if case["world"] <= few:
-            by_function.setdefault(case.get("subject", ""), []).append(case)
-    return [random.Random(seed).choice(of) for of in by_function.values()]
+    chosen = [case for case in cases if case["world"] <= few]
+    return [random.Random(seed).choice(chosen)] if chosen else []
 
 
 def target_of(impostor: Impostor) -> Target:
