@@ -222,6 +222,8 @@ class Agent:
             found = self.run.take_collectives(rank, event["items"], event["missed"])
             return self._traffic.take(rank, found)
         if kind == "step":
+            # It may have come while the rank of its number before it was still closing.
+            self.run.ranks.setdefault(rank.rank, rank)
             step = self.run.take_step(rank, event)
             return [] if step is None else self._judge(step)
         if kind in ("end", "done"):
