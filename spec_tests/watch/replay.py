@@ -249,6 +249,10 @@ class Copy:
     def of(self, module: nn.Module) -> nn.Module:
         """Return the copy of a module; one that occurs twice is copied once."""
         kind = type(module)
+        names = {each.__name__: each.__module__ for each in kind.__mro__}
+        if not names.get("FSDPModule", "torch.").startswith("torch."):
+            # Its hooks and memory are its own: replaying the reference's ended the process.
+            raise CannotReplayError("its fully_shard is not PyTorch's")
         if kind.__name__.startswith("FSDP") and len(kind.__bases__) > 1:
             kind = kind.__bases__[-1]  # fully_shard made a class of both
         inner = _WRAPPERS.get(kind.__name__)
