@@ -7,15 +7,17 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spec_tests.rig_tests.watched import SCRIPTS, Fault, faults, find, told_by, write_fault
 from spec_tests.rig_tests.watched.trial import Outcome, run
-from spec_tests.watch import replayed, traffic
+from spec_tests.watch import replay, replayed, traffic
 from spec_tests.watch.command import norms
+from spec_tests.watch.layout import Names
 from spec_tests.watch.norm import Finding
 from spec_tests.watch.run import Collective
 from spec_tests.watch.verdict import Verdict, causes_of, render
@@ -251,6 +253,12 @@ ODD = {
         "f = lambda p, x: torch.func.functional_call(model, p, (x,)).square().mean()\n"
         "for p, g in zip(named.values(), torch.func.grad(f)(named, x).values()): p.grad = g",
     ),
+    "freed-weights-in-an-attribute": (
+        "nn.Linear(4, 4)",
+        "model.gathered = [nn.Parameter(torch.empty(1 << 20))]\n"
+        "model.gathered[0].untyped_storage().resize_(0)\n"
+        "model(x).square().mean().backward()",
+    ),
 }
 
 
@@ -282,6 +290,53 @@ print("fingerprint 0", hashlib.sha256(state + repr(random.random()).encode()).he
     assert (outcome.verdict.causes, outcome.status) == ([], 0), shown(outcome)
     assert outcome.fingerprints == bare.fingerprints != {}
     assert not any(" failed" in each for each in outcome.verdict.unseen), shown(outcome)
+
+
+def test_the_copy_of_a_model_whose_attributes_hold_siblings_is_whole():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].after = [model[1]]  # type: ignore[assignment]
+    names = Names()
+    names.learn(model)
+    seen = {(id(each), n): p.data for each in model for n, p in each.named_parameters()}
+    copied = replay.Copy(names, seen, {})
+    twin: Any = copied.of(model)
+    assert {*copied.parameters} == {n for n, _ in model.named_parameters()}
+    assert twin[0].after[0] is twin[1]
+
+
+OWN_SHARDING = """
+import torch
+import torch.distributed as dist
+from solution.parallel import fsdp
+from torch import nn
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout()) for _ in range(3)))
+for block in model:
+    fsdp.fully_shard(block)
+fsdp.fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank())
+for step in range(4):
+    for micro in range(2):
+        model.set_requires_gradient_sync(micro == 1)
+        model(torch.randn(4, 8)).square().mean().backward()
+    SCALE
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_step_of_the_reference_s_own_sharding_is_computed_again(is_right: bool, tmp_path: Path):
+    scale = "pass" if is_right else "[p.grad.mul_(2) for p in model.parameters()]"
+    path = script(tmp_path, OWN_SHARDING.replace("SCALE", scale))
+    outcome = run(Path(path), 2, options=("--replay", "2"))
+    assert "step 2 computed again" in outcome.verdict.replayed, shown(outcome)
+    assert set(outcome.norms) == (set() if is_right else {"watch.replay.gradients"})
+    assert is_right or "(6 tensors)" in outcome.verdict.causes[0].finding.text
 
 
 def test_collectives_of_another_size_are_told_with_both_ranks():

@@ -243,21 +243,26 @@ class Copy:
     ) -> None:
         self._names, self._weights, self._buffers = names, weights, buffers
         self._memo: dict[int, Any] = {}
+        self._twins: list[nn.Module] = []
         self.parameters: dict[str, nn.Parameter] = {}
         self.dtype: torch.dtype | None = None
 
     def of(self, module: nn.Module) -> nn.Module:
+        """Return the copy of a module and all that is in it."""
+        copied = self._twin(module)
+        with _NoFreedMemory():  # type: ignore[no-untyped-call]  # torch leaves it bare
+            for twin in self._twins:  # when each is known: an attribute may hold a sibling
+                self._own_attributes(twin)
+        return copied
+
+    def _twin(self, module: nn.Module) -> nn.Module:
         """Return the copy of a module; one that occurs twice is copied once."""
         kind = type(module)
-        names = {each.__name__: each.__module__ for each in kind.__mro__}
-        if not names.get("FSDPModule", "torch.").startswith("torch."):
-            # Its hooks and memory are its own: replaying the reference's ended the process.
-            raise CannotReplayError("its fully_shard is not PyTorch's")
         if kind.__name__.startswith("FSDP") and len(kind.__bases__) > 1:
             kind = kind.__bases__[-1]  # fully_shard made a class of both
         inner = _WRAPPERS.get(kind.__name__)
         if inner:
-            return self.of(getattr(module, inner))
+            return self._twin(getattr(module, inner))
         if id(module) in self._memo:
             return self._memo[id(module)]
         if isinstance(module, torch.jit.ScriptModule):
@@ -268,12 +273,13 @@ class Copy:
             raise CannotReplayError(f"{kind.__name__} communicates in its forward")
         _refuse_hooks(module)
         twin = self._memo[id(module)] = kind.__new__(kind)
+        self._twins.append(twin)
         state = module.__dict__
         twin.__dict__.update(
             {n: type(v)() if n.endswith("_hooks") else v for n, v in state.items()}
         )
         twin.__dict__["_compiled_call_impl"] = None
-        twin.__dict__["_modules"] = {n: m and self.of(m) for n, m in state["_modules"].items()}
+        twin.__dict__["_modules"] = {n: m and self._twin(m) for n, m in state["_modules"].items()}
         twin.__dict__["_parameters"] = {
             n: self._parameter(module, n, p) for n, p in state["_parameters"].items()
         }
@@ -281,7 +287,6 @@ class Copy:
             n: b if b is None else self._buffers.get(id(b), b).clone()
             for n, b in state["_buffers"].items()
         }
-        self._own_attributes(twin)
         return twin
 
     def _parameter(self, module: nn.Module, name: str, parameter: Any) -> nn.Parameter | None:
@@ -309,7 +314,7 @@ class Copy:
             value = twin.__dict__[name]
             try:
                 twin.__dict__[name] = copy.deepcopy(value, self._memo)
-            except Exception:  # a process group, a lock: the copy shares it
+            except Exception:  # a process group, a lock, freed weights: the copy shares it
                 continue
 
 
@@ -366,6 +371,18 @@ class _NoCollectives(TorchDispatchMode):
     ) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             raise CannotReplayError("the model communicates in its forward")
+        return func(*args, **(kwargs or {}))
+
+
+class _NoFreedMemory(TorchDispatchMode):
+    """Refuses to read weights that a wrapper has freed: PyTorch's kernels do not look."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        read = [local_of(a) for a in args if isinstance(a, Tensor) and a.layout is torch.strided]
+        if any(each.numel() and not each.untyped_storage().nbytes() for each in read):
+            raise CannotReplayError("its memory is freed")
         return func(*args, **(kwargs or {}))
 
 
