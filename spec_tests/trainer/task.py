@@ -42,6 +42,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     ),
     # Steps so small that a bfloat16 weight would not move.
     "slow": (torch.optim.SGD, {"lr": 2.0**-11, "momentum": 0.0, "weight_decay": 0.0}),
+    # A momentum that decays by less in a step than bfloat16 can tell.
+    "lasting": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.999, "weight_decay": 0.0}),
 }
 
 

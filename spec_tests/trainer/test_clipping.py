@@ -258,3 +258,35 @@ def moved_alone(number):
         key.partition(" ")[0]: float((tensor - start[key.partition(" ")[0]].detach()).norm())
         for key, tensor in after.items()
     }
+
+
+def coasts(ctx, subject, steps):
+    """How far a step with a gradient moves each weight, and the last of those without one."""
+    run = session(ctx, subject, Setup("shifted", "lasting", dtype=torch.bfloat16))
+    seen = [{n: t.detach().clone() for n, t in run.trainer.full_parameters().items()}]
+    for number in range(steps):
+        batch = {**run.batch(ctx.rank, 1), "factor": 0.0 if number else 1.0}
+        run.trainer.step([batch])
+        if number in (0, steps - 2, steps - 1):
+            seen.append({n: t.detach().clone() for n, t in run.trainer.full_parameters().items()})
+    _, first, before, last = seen
+    return {n: float((last[n] - before[n]).norm() / (first[n] - seen[0][n]).norm()) for n in last}
+
+
+@clause("trainer.precision.lasting-momentum", source="Micikevicius et al. 2018, section 3.1")
+def test_a_momentum_that_decays_slowly_is_not_rounded(world, subject):
+    """With bfloat16 the optimizer's state MUST be kept in float32.
+
+    After one step with a gradient come 40 without: a momentum of 0.999 has decayed by 4 % then.
+    bfloat16 cannot tell 0.999 of a number from the number: it would not decay at all.
+    """
+    steps = 41
+    wanted = 0.999 ** (steps - 1)
+    for rank, kept in enumerate(world.run(coasts, subject, steps)):
+        for name, found in kept.items():
+            judge.holds(
+                abs(found - wanted) < (1 - wanted) / 2,
+                f"rank {rank}, {name!r}: expected that step {steps} moves it by {wanted:.3f} of "
+                f"what step 1 did, as a momentum of 0.999 does in float32, got {found:.3f}",
+                likely="the optimizer's state is kept in bfloat16, or cast to it on its way",
+            )

@@ -189,3 +189,21 @@ class NarrowWeights(PlainTrainer):
         if self.dtype == self.narrow and self.strategy != "fsdp":
             for parameter in self.module.parameters():
                 parameter.copy_(parameter.to(self.narrow))
+
+
+@near_miss("trainer.narrow-moments", rejected_by="trainer.precision.lasting-momentum")
+class NarrowMoments(PlainTrainer):
+    """Keeps the optimizer's state in bfloat16 between steps.
+
+    From: Moments that are made like the gradients, or a state dict that was cast with the weights.
+    Unseen: The weights are float32, and move by nearly as much.
+    """
+
+    @torch.no_grad()
+    def update(self):
+        super().update()
+        state = self.optimizer.inner.state if self.strategy == "zero1" else self.optimizer.state
+        for of_parameter in state.values() if self.dtype == torch.bfloat16 else ():
+            for name, value in of_parameter.items():
+                if isinstance(value, torch.Tensor):
+                    of_parameter[name] = value.to(torch.bfloat16).to(value.dtype)
