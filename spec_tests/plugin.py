@@ -15,7 +15,7 @@ import dataclasses
 import fnmatch
 import os
 import unittest
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -70,6 +70,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--quick",
         action="store_true",
         help="some seconds per chapter: the clauses that reject most of its near-misses",
+    )
+    group.addoption(
+        "--fresh",
+        action="store_true",
+        help="new processes for each case: for code with state of the process, or to find it",
     )
     group.addoption("--all", action="store_true", help="show each finding and clause at the end")
     group.addoption("--live", action="store_true", help=argparse.SUPPRESS)
@@ -287,7 +292,7 @@ def worlds(request: pytest.FixtureRequest) -> Worlds:
 
 
 @pytest.fixture
-def world(request: pytest.FixtureRequest, target: target.Target) -> World:
+def world(request: pytest.FixtureRequest, target: target.Target) -> Iterator[World]:
     """Live ranks, as many as the clause asks for, with the implementation loaded."""
     run = request.config.stash[RUN]
     clause = clause_of(request.function)
@@ -302,7 +307,9 @@ def world(request: pytest.FixtureRequest, target: target.Target) -> World:
         raise unittest.SkipTest(f"not run: the clause hung already, in {' and '.join(hung)}")
     found = run.worlds.world(request.param, target, transport=transport)
     runner.require_offered(found, clause, params.get("subject"))
-    return found
+    yield found
+    if request.config.getoption("--fresh"):
+        run.worlds.drop(target)
 
 
 def _require_machine(clause: Clause, transport: str) -> None:

@@ -7,10 +7,14 @@ local part. See Zhao et al. 2023, section 4.1, and the page of `torch.distribute
 
 from __future__ import annotations
 
+import gc
+import secrets
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
@@ -24,11 +28,12 @@ from spec_tests.fsdp.sharded import (
     Sharded,
     about,
     full_parameters,
+    gradients_after,
     of_integers,
     says_the_same,
     shard,
 )
-from spec_tests.laws import refusal
+from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import judge
 from spec_tests.rig.judge import oracle
 from spec_tests.rig.judge.symptoms import Hint
@@ -339,3 +344,40 @@ def test_a_model_may_be_sharded_before_it_has_values(world, subject, how):
     expected = {name: p.detach() for name, p in plain.named_parameters()}
     judge.tensors([r["full"] for r in ranks], expected, quantity="value filled in")
     judge.tensors([{"output": r["output"]} for r in ranks], {"output": output}, quantity="output")
+
+
+def in_default_groups(ctx, subject):
+    """Gradients of a model that all ranks shard, after each had a default group of its own."""
+    name = [secrets.token_hex(8)]
+    dist.broadcast_object_list(name)
+    gc.collect()
+    dist.barrier()
+    time.sleep(0.1)  # gloo aborts where a peer closes while a barrier's last message is under way
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    gradients_after(ctx, subject, "even", SEED, "backward 0")
+    gc.collect()
+    dist.destroy_process_group()
+    store = dist.FileStore(str(ctx.scratch / name[0]), ctx.world_size)
+    dist.init_process_group("gloo", store=store, rank=ctx.rank, world_size=ctx.world_size)
+    return gradients_after(ctx, subject, "even", SEED, "backward 0")
+
+
+@clause(
+    "fsdp.init.new-default-group",
+    judges=BOTH,
+    source="torch.distributed.destroy_process_group",
+    worlds=(2,),
+    transports=("gloo",),
+)
+def test_a_model_is_sharded_over_the_default_group_of_now(world, subject):
+    """After another default group was made, a new model MUST be sharded over that one.
+
+    In a notebook, a test suite, or a process that goes on with fewer ranks after a failure.
+    """
+    try:
+        ranks = world.run(in_default_groups, subject)
+    finally:
+        world.worlds.drop(world.target)  # who keeps the first group fails here, and nowhere else
+
+    equivalence.mean_gradients(ranks, "even", SEED, absent_is_zero=True)

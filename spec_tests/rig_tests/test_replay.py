@@ -135,6 +135,7 @@ def test_what_fails_only_after_other_cases_says_so_and_fails_again(tmp_path: Pat
     assert f"\nagain: {again}\n" in message
     ((clause, case, _, _),) = judged(shlex.split(again)[1:], tmp_path / "again")
     assert (clause, case) == first
+    assert judged([*command, "--fresh"], tmp_path / "fresh") == []
 
 
 def test_what_fails_alone_has_the_line_that_it_always_had(tmp_path: Path):

@@ -208,15 +208,29 @@ class FreesWhatBackwardReached(PlainFsdp):
 
 
 @near_miss("fsdp.int-for-false", rejected_by="fsdp.footprint.kept-in-part")
-class IntForFalse(PlainFsdp):
+class IntForFalse(Patched):
     """Takes an int for False, and keeps everything after forward.
 
     From: `reshard_after_forward is True`.
     Unseen: Outputs, gradients and their traffic within a node are as they should be.
     """
 
-    def reshards_after_forward(self):
-        return type(self.raf) is not int and super().reshards_after_forward()
+    module = "solution.parallel.fsdp.schedule"
+    find = "return not unit.reshard_after_forward"
+    replace = "return unit.reshard_after_forward is not True"
+
+
+@near_miss("fsdp.int-for-true", rejected_by="fsdp.footprint.kept-in-part")
+class IntForTrue(Patched):
+    """Takes an int for True: backward gathers each unit from all ranks.
+
+    From: `if reshard_after_forward:`.
+    Unseen: Outputs and gradients are right, and memory is less than it might be.
+    """
+
+    module = "solution.parallel.fsdp.schedule"
+    find = "keep_part=has_backward and kind is int"
+    replace = "keep_part=False"
 
 
 @near_miss("fsdp.always-recursive", rejected_by="fsdp.traffic.not-recursive")

@@ -241,3 +241,16 @@ class RefusesOwnExtensions(Patched):
     module = "solution.parallel.fsdp.options"
     find = "        if hasattr(tensor, method):"
     replace = "        if method in vars(type(tensor)):"
+
+
+@near_miss("fsdp.mesh-outlives-its-group", rejected_by="fsdp.init.new-default-group")
+class MeshOutlivesItsGroup(Patched):
+    """Keeps the mesh that it made for the first default group, and uses it after that one is gone.
+
+    From: A cache of meshes by size alone, or `functools.cache`.
+    Unseen: Scripts make one default group; a notebook or a test suite makes many.
+    """
+
+    module = "solution.parallel.fsdp.options"
+    find = "_made.setdefault(dist.group.WORLD, {})"
+    replace = "_made.setdefault(_once, {})"
