@@ -26,7 +26,7 @@ export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := check
 
 check: env
-	$(PY) -m spec_tests $(if $(IMPL),--impl "$(IMPL)",--impl solution --impl torch) --report outputs/report $(ARGS)
+	$(PY) -m spec_tests $(if $(IMPL),--impl "$(IMPL)",--impl solution --impl torch) -n 2 --report outputs/report $(ARGS)
 
 test: env
 	$(PY) -m pytest $(ARGS)
