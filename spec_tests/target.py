@@ -52,8 +52,12 @@ LEAGUE = {
     "transformers": ("transformers", "transformers"),
     "xtransformers": ("x_transformers", "x-transformers"),
     "deepspeed": ("deepspeed", "deepspeed"),
+    "deepspeed_2": ("deepspeed", "deepspeed"),
 }
-"""Libraries that have an adapter: the module that it imports, and what pip calls the library."""
+"""Libraries that have an adapter: the module that it imports, and what pip calls the library.
+
+A colon may stand for the underscore: `deepspeed:2`.
+"""
 KNOWN_IMPLEMENTATIONS: dict[str, tuple[str, Path | None]] = {
     "torch": ("trainspec_impl_torch", ADAPTERS / "torch.py"),
     "plain": ("spec_tests.plain", None),
@@ -127,6 +131,8 @@ def parse(spec: str) -> Target:
         return Target(spec, "solution", _solution_folder(), spec.removeprefix("impostor:"))
     if spec == "solution":
         return Target(spec, "solution", _solution_folder())
+    if spec.replace(":", "_") in LEAGUE:
+        spec = spec.replace(":", "_")
     if spec in LEAGUE and not is_installed(spec):
         raise ValueError(f"--impl {spec}: install {LEAGUE[spec][1]}: pip install {LEAGUE[spec][1]}")
     if spec in KNOWN_IMPLEMENTATIONS:

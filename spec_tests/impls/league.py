@@ -58,9 +58,15 @@ class Script:
 
 def scripts(name: str) -> list[Script]:
     """The scripts that show bugs of an implementation."""
-    found = FOLDER / "torch_repros" if name == "torch" else FOLDER / "league_repros"
-    pattern = "*.py" if name == "torch" else f"{name}_*.py"
-    return [_script(path) for path in sorted(found.glob(pattern))]
+    if name == "torch":
+        return [_script(path) for path in sorted((FOLDER / "torch_repros").glob("*.py"))]
+    paths = sorted((FOLDER / "league_repros").glob(f"{name}_*.py"))
+    return [_script(path) for path in paths if owner(path) == name]
+
+
+def owner(path: Path) -> str:
+    """The implementation whose bug a script of `league_repros` shows, by the script's name."""
+    return max((name for name in LEAGUE if path.stem.startswith(f"{name}_")), key=len)
 
 
 def _script(path: Path) -> Script:

@@ -34,14 +34,14 @@ def imported(path: Path) -> set[str]:
 
 @scripts
 def test_a_script_is_short_and_imports_torch_and_its_library_alone(path: Path):
-    name = path.stem.partition("_")[0]
+    name = league.owner(path)
     assert imported(path) <= {"torch", LEAGUE[name][0]}
     assert len(path.read_text(encoding="utf-8").splitlines()) <= LINES
 
 
 @scripts
 def test_the_head_is_complete_and_names_clauses_that_are_declared(path: Path):
-    name = path.stem.partition("_")[0]
+    name = league.owner(path)
     [script] = [each for each in league.scripts(name) if each.path == path]
     assert [part for part in HEAD if part not in script.head] == []
     declared = {

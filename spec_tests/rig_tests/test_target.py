@@ -64,6 +64,9 @@ def test_a_library_that_is_not_installed_is_named_with_the_command(monkeypatch):
     monkeypatch.setitem(target.LEAGUE, "accelerate", ("no_such_module", "accelerate"))
     with pytest.raises(ValueError, match=r"^--impl accelerate: install \w+: pip install acc"):
         target.parse("accelerate")
+    monkeypatch.setitem(target.LEAGUE, "deepspeed_2", ("no_such_module", "deepspeed"))
+    with pytest.raises(ValueError, match=r"^--impl deepspeed_2: install deepspeed"):
+        target.parse("deepspeed:2")
 
 
 @pytest.mark.parametrize("name", target.LEAGUE)
