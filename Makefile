@@ -9,6 +9,7 @@
 #
 # PYTHON=python3.12   another interpreter for .venv (3.11 or newer)
 # PIP_ARGS=...        for pip install, e.g. --extra-index-url https://download.pytorch.org/whl/cpu
+# JOBS=2              how many cases make check judges side by side; 0: one by one, in this process
 # ARGS=...            for the command itself, e.g. make check ARGS="--clause 'ddp.*' --level production"
 
 PYTHON ?= python3
@@ -17,6 +18,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -u -m pip --disable-pip-version-check install --progress-bar off $(PIP_ARGS)
 IMPL ?=
 ARGS ?=
+JOBS ?= 2
 BENCH ?= rig ddp attention
 
 # Two threads per rank on two cores make a small step twenty times slower: one each, always.
@@ -26,7 +28,7 @@ export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := check
 
 check: env
-	$(PY) -m spec_tests $(if $(IMPL),--impl "$(IMPL)",--impl solution --impl torch) -n 2 --report outputs/report $(ARGS)
+	$(PY) -m spec_tests $(if $(IMPL),--impl "$(IMPL)",--impl solution --impl torch) -n $(JOBS) --report outputs/report $(ARGS)
 
 test: env
 	$(PY) -m pytest $(ARGS)

@@ -229,11 +229,15 @@ def under_setting(ctx, subject, reshard_after_forward):
 def judge_setting(world, subject, setting, *, may_refuse=False):
     """Equal bits in this setting and where full weights are freed after forward."""
     __tracebackhide__ = True
-    run: Any = refusal.answer_or_refusal if may_refuse else type(world).run
-    ranks = run(world, under_setting, subject, setting)
-    freed = world.run(under_setting, subject, True)
+    ordinary = (under_setting, subject, True)
+    if may_refuse:
+        case = (under_setting, subject, setting)
+        ranks = refusal.answer_or_refusal(world, *case, ordinary=ordinary)
+    else:
+        ranks = world.run(under_setting, subject, setting)
     if ranks is None:
         return
+    freed = world.run(*ordinary)
 
     judge.tensors(
         ranks,

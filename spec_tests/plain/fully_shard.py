@@ -298,8 +298,8 @@ def require_shardable(module: nn.Module, mesh: Any, raf: Any, policy: Any) -> No
     if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2:
         raise ValueError(f"mesh: expected a DeviceMesh of one or two dimensions, got {mesh!r}")
     _require_options(raf, policy)
-    if type(raf) is int and raf not in (1, mesh.size(mesh.ndim - 1)):
-        raise NotImplementedError(f"reshard_after_forward: expected True or False, got {raf}")
+    if type(raf) is int and raf not in (1, size := mesh.size(mesh.ndim - 1)):
+        raise ValueError(f"reshard_after_forward: expected a bool, 1 or {size}, got {raf}")
     for part in modules_without_units(module):
         for name, parameter in part.named_parameters(recurse=False):
             if isinstance(parameter, DTensor):

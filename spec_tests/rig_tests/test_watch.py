@@ -1,10 +1,12 @@
 """`trainspec watch`: right scripts are left alone, faults are named, nothing is changed."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -292,16 +294,32 @@ print("fingerprint 0", hashlib.sha256(state + repr(random.random()).encode()).he
     assert not any(" failed" in each for each in outcome.verdict.unseen), shown(outcome)
 
 
+def copied(model: nn.Sequential) -> tuple[replay.Copy, Any]:
+    (names := Names()).learn(model)
+    seen = {(id(each), n): p.data for each in model for n, p in each.named_parameters()}
+    return (copy := replay.Copy(names, seen, {})), copy.of(model)
+
+
 def test_the_copy_of_a_model_whose_attributes_hold_siblings_is_whole():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].after = [model[1]]  # type: ignore[assignment]
-    names = Names()
-    names.learn(model)
-    seen = {(id(each), n): p.data for each in model for n, p in each.named_parameters()}
-    copied = replay.Copy(names, seen, {})
-    twin: Any = copied.of(model)
-    assert {*copied.parameters} == {n for n, _ in model.named_parameters()}
+    copy, twin = copied(model)
+    assert {*copy.parameters} == {*dict(model.named_parameters())}
     assert twin[0].after[0] is twin[1]
+
+
+def test_what_cannot_be_copied_is_shared_by_all_who_have_it():
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].scales = model[1].scales = [2.0, threading.Lock(), 3.0]
+    _, twin = copied(model)
+    assert twin[0].scales is twin[1].scales is model[0].scales
+
+
+def test_a_hook_of_the_scripts_own_is_not_left_out_of_the_copy():
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_forward_hook(functools.partial(lambda factor, *seen: factor * seen[-1], 3.0))
+    with pytest.raises(replay.CannotReplayError, match="has a hook of"):
+        copied(model)
 
 
 OWN_SHARDING = """

@@ -9,6 +9,7 @@ holds the mean over the ranks against the gradients that the optimizer was given
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import sys
 import weakref
@@ -217,7 +218,7 @@ class Batch:
         Current.is_replaying = True
         casting = torch.autocast(self._device, dtype=self._dtype) if self._casts else nullcontext()
         try:
-            with torch.enable_grad(), casting, _NoCollectives():  # type: ignore[no-untyped-call]  # torch leaves it bare
+            with torch.enable_grad(), casting, _NoCollectives(), _NoFreedMemory():  # type: ignore[no-untyped-call]  # torch leaves it bare
                 arguments, keywords = tree_map_only(Tensor, cast, (self._arguments, self._keywords))
                 outputs = _outputs(model(*arguments, **keywords))
                 chosen = [outputs[index] for index in self.arrived]
@@ -242,7 +243,8 @@ class Copy:
         self, names: Names, weights: dict[tuple[int, str], Tensor], buffers: dict[int, Tensor]
     ) -> None:
         self._names, self._weights, self._buffers = names, weights, buffers
-        self._memo: dict[int, Any] = {}
+        self._memo: dict[Any, Any] = {}
+        self._alive: list[Any] = []
         self._twins: list[nn.Module] = []
         self.parameters: dict[str, nn.Parameter] = {}
         self.dtype: torch.dtype | None = None
@@ -258,7 +260,7 @@ class Copy:
     def _twin(self, module: nn.Module) -> nn.Module:
         """Return the copy of a module; one that occurs twice is copied once."""
         kind = type(module)
-        if kind.__name__.startswith("FSDP") and len(kind.__bases__) > 1:
+        if any(base.__name__ == "FSDPModule" for base in kind.__bases__[:-1]):
             kind = kind.__bases__[-1]  # fully_shard made a class of both
         inner = _WRAPPERS.get(kind.__name__)
         if inner:
@@ -312,10 +314,16 @@ class Copy:
         """Let attributes that hold modules or parameters hold the copies."""
         for name in twin.__dict__.keys() - _INTERNAL:
             value = twin.__dict__[name]
+            if value is None or isinstance(value, bool | int | float | str):
+                continue
+            # Its own: what a copy that fails has begun, nothing else may be made of.
+            memo = {**self._memo, "torch": dict(self._memo.get("torch", {}))}
             try:
-                twin.__dict__[name] = copy.deepcopy(value, self._memo)
+                twin.__dict__[name] = copy.deepcopy(value, memo)
             except Exception:  # a process group, a lock, freed weights: the copy shares it
                 continue
+            self._alive.append(memo.pop(id(memo), None))  # whose ids the memo has
+            self._memo = memo
 
 
 def _from_outside(outputs: Sequence[Tensor], arrived: Sequence[Tensor]) -> list[Tensor]:
@@ -354,10 +362,14 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _refuse_hooks(module: nn.Module) -> None:
+    wrapper = next((k for k in type(module).__mro__ if k.__name__ == "FSDPModule"), None)
+    package = wrapper.__module__.rpartition(".")[0] if wrapper is not None else ""
     for kind in _HOOKS:
         for hook in getattr(module, kind).values():
+            while isinstance(hook, functools.partial):
+                hook = hook.func
             place = getattr(hook, "__module__", None) or ""
-            if not place.startswith(("torch.distributed.", "functools")):
+            if not place.startswith(("torch.distributed.", package or "torch.distributed.")):
                 raise CannotReplayError(
                     f"a {type(module).__name__} has a hook of {place or 'its own'}"
                 )
@@ -380,10 +392,18 @@ class _NoFreedMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        read = [local_of(a) for a in args if isinstance(a, Tensor) and a.layout is torch.strided]
-        if any(each.numel() and not each.untyped_storage().nbytes() for each in read):
-            raise CannotReplayError("its memory is freed")
+        if any(map(_is_freed, torch.utils._pytree.tree_leaves((args, kwargs)))):
+            raise CannotReplayError("it reads weights whose memory is freed")
         return func(*args, **(kwargs or {}))
+
+
+def _is_freed(value: object) -> bool:
+    local: Any = getattr(value, "_local_tensor", value)
+    try:
+        is_tensor = isinstance(local, Tensor) and local.numel() > 0
+        return bool(is_tensor and not local.untyped_storage().nbytes())
+    except (RuntimeError, NotImplementedError):  # sparse, or of a class that has no storage
+        return False
 
 
 _Random = tuple[list[Tensor], Any, Any]
