@@ -198,6 +198,8 @@ class PartInWrongOrder(PlainFsdp):
     Unseen: An int for `reshard_after_forward` is seldom given.
     """
 
+    refuses = False  # an int
+
     def cut_gathered(self, pieces, whole):
         if type(self.raf) is int and self.in_backward:
             whole = whole.view(self.size(), -1).roll(self.raf, dims=0).reshape(-1)
