@@ -11,7 +11,8 @@ live ranks where the clause has one (slow clauses aside); of the clauses that it
     python -m spec_tests signatures --accuracy         how well they explain each other
 
 The last one takes each near-miss out of the dictionary, has its signature diagnosed by the others,
-and compares families (`families.toml`): right, of another family, or unexplained.
+and compares families (`families.toml`): right, or another. Where no other near-miss explains it,
+the family is that of which its clauses and symptoms speak; nobody looked at near-misses for it.
 
 The file says with which torch they were taken. Ids and symptoms are listed once, each finding is a
 pair of positions, so that the file stays small.
@@ -42,6 +43,7 @@ from spec_tests.impostors.matrix import brought_by, by_id, named_clauses, probe,
 from spec_tests.rig.judge.runner import CaseResult, run_case
 from spec_tests.rig.outcomes import SILENT, Outcome
 from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.report import diagnosis
 from spec_tests.rig.report.diagnosis import (
     PATH,
     Dictionary,
@@ -159,7 +161,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--accuracy", action="store_true", help="of those that were taken")
     options = parser.parse_args(arguments)
     if options.accuracy:
-        print(*accuracy(load().of), sep="\n")
+        print(*accuracy(load()), sep="\n")
         return 0
     chosen = [
         card
@@ -199,28 +201,33 @@ def families() -> dict[str, str]:
     return {name: family for family, own in kept.items() for name in own["near_misses"]}
 
 
-def accuracy(of: Mapping[str, Signature]) -> list[str]:
+def accuracy(kept: Signatures) -> list[str]:
     """Say how well signatures explain each other, by chapter; then what was explained wrongly."""
-    family, words = families(), Dictionary(of)
+    family, words = families(), Dictionary(kept.of)
     judged: dict[str, set[str]] = {}
-    for name, found in of.items():
+    for name, found in kept.of.items():
         judged.setdefault(name.partition(".")[0], set()).update(found)
     rows: dict[str, Counter[str]] = {}
     wrong = []
-    for name, found in of.items():
-        chapter = name.partition(".")[0]
-        row = rows.setdefault(chapter, Counter())
-        best = named(words.explain(found, judged[chapter] - {*found}, without=[name]), found)
-        if not best:
-            row["unexplained"] += 1
-        elif family[best] == family[name]:
-            row["right"] += 1
-        else:
-            row["another"] += 1
-            wrong.append(f"    {name} ({family[name]}): like {best} ({family[best]})")
-    lines = ["near-misses without their own signature: right family, another, unexplained"]
-    lines += [
-        f"{chapter:12} {row.total():4}: {row['right']:4} {row['another']:4} {row['unexplained']:4}"
-        for chapter, row in sorted(rows.items())
+    for name, found in kept.of.items():
+        chapter, right = name.partition(".")[0], family[name]
+        like = named(words.explain(found, judged[chapter] - {*found}, without=[name]), found)
+        voted = diagnosis.families().of(found, without=found)
+        said = family[like] if like else voted[0]
+        outcome = ("right" if said == right else "another") + (", like" if like else "")
+        for table in (chapter, "all"):
+            row = rows.setdefault(table, Counter())
+            row.update(["number", outcome, *["of three"] * (right in voted[:3])])
+        if said != right:
+            wrong.append(f"    {name} ({right}): {f'like {like} ' if like else ''}({said})")
+    lines = [
+        "near-misses without their own signature: how many; family right and another, by a "
+        "near-miss that it is like; the same by its clauses and symptoms; right; one of three"
     ]
+    for chapter, row in sorted(rows.items()):
+        number, hits = row["number"], row["right"] + row["right, like"]
+        kinds = ("right, like", "another, like", "right", "another")
+        counts = " ".join(f"{row[kind]:4}" for kind in kinds)
+        shares = f"{hits / number:4.0%} {row['of three'] / number:4.0%}"
+        lines.append(f"{chapter:12} {number:4}: {counts}  {shares}")
     return [*lines, "another family:", *wrong]

@@ -1,9 +1,10 @@
 """Start a command as `python -m MODULE ...` would, without paying for the import of torch.
 
 The process is forked from the zygote that ranks come from, which has torch loaded and nothing of
-ours; it then runs the module as `__main__`, in its own folder, with its output in files. torchrun's
-agent is such a command as well: it starts its ranks as it does for a user, as processes of their
-own. Nobody in them cooperates: which process is which rank is read from /proc, so this needs Linux.
+ours; it then runs the module as `__main__`, in its own folder, with its output in files. Ranks that
+the suite's own command forks come from that zygote too. torchrun's agent is such a command as well:
+it starts its ranks as it does for a user, as processes of their own. Nobody in them cooperates:
+which process is which rank is read from /proc, so this needs Linux.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import current_process, forkserver, get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -126,12 +127,17 @@ def start(
     environment: Mapping[str, str] | None = None,
     name: str = "command",
 ) -> Started:
-    """Begin `python -m module arguments...` in `folder`; `module` may be a program's text too."""
+    """Begin `python -m module arguments...` in `folder`; `module` may be a program's text too.
+
+    Args:
+        name: of the files in `folder` that take its output; with a path, they are there.
+    """
     # For what the command itself starts; this process gets the parent's sys.path.
     settings = {**RANK_ENVIRONMENT, "PYTHONPATH": str(ROOT), **(environment or {})}
+    words, server = [str(argument) for argument in arguments], _server()
     process = get_context(start_method()).Process(  # type: ignore[attr-defined]  # both have it
         target=_run,
-        args=(module, [str(argument) for argument in arguments], str(folder), settings, name),
+        args=(module, words, str(folder), settings, name, server._forkserver_address),
         daemon=True,
     )
     with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):  # not pytest's again
@@ -205,16 +211,23 @@ def free_port() -> int:
 
 
 def _run(
-    module: str, arguments: list[str], folder: str, environment: dict[str, str], name: str
+    module: str,
+    arguments: list[str],
+    folder: str,
+    environment: dict[str, str],
+    name: str,
+    zygote: str | None,
 ) -> None:
     """In the new process: become the command."""
     os.chdir(folder)
+    sys.path.insert(0, folder)
+    _share(zygote)
     for number, kind in ((1, "out"), (2, "err")):
         descriptor = os.open(f"{name}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, number)
         os.close(descriptor)
-    for foreign in FOREIGN:
-        os.environ.pop(foreign, None)
+    for foreign in [each for each in os.environ if each in FOREIGN or each.startswith("PYTEST_")]:
+        del os.environ[foreign]
     os.environ.update(environment)
     if environment.get("TRITON_INTERPRET"):
         forget_triton()
@@ -223,6 +236,20 @@ def _run(
         exec(compile(module, "<program>", "exec"), {"__name__": "__main__"})
     else:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _server() -> Any:
+    """Return what multiprocessing knows of the zygote."""
+    return forkserver._forkserver  # type: ignore[attr-defined]
+
+
+def _share(zygote: str | None) -> None:
+    """Let what this process starts come from the zygote that it came from itself."""
+    if zygote is not None:
+        server = _server()
+        server._forkserver_address, server.ensure_running = zygote, lambda: None
+        this: Any = current_process()
+        this._config["daemon"] = False  # a daemon may have no children
 
 
 def _ranks_below(parent: int) -> dict[int, int]:

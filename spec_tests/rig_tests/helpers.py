@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from spec_tests import ledger
 from spec_tests.clause import Clause, clause_of
 from spec_tests.ddp import test_gradients
+from spec_tests.reference_tests import launch
 from spec_tests.rig.judge.runner import CaseResult, run_case
 from spec_tests.rig.outcomes import LEVELS
 from spec_tests.rig.ranks.world import Worlds
@@ -80,7 +82,14 @@ def python(
     """Run this Python in a folder, the suite within reach, and return how it ended.
 
     It gets none of pytest's variables: a run within a worker of xdist would take itself for one.
+    The suite's own command is forked from a process that has imported torch; not where variables
+    are given, since its ranks would have the zygote's.
     """
+    if arguments[:2] == ("-m", "spec_tests") and not environment:
+        with tempfile.TemporaryDirectory(prefix="trainspec-") as scratch:
+            words, name = arguments[2:], f"{scratch}/command"
+            ended = launch.start("spec_tests", words, folder=cwd, name=name).wait(500)
+        return subprocess.CompletedProcess([*arguments], ended.status, ended.out, ended.err)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     found = [str(ROOT), os.environ.get("PYTHONPATH")]
     return subprocess.run(

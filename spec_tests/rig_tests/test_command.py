@@ -44,11 +44,13 @@ reason = "it was so once"
 """
 
 
-def spec_tests(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+# As under xdist, whose variables a run within a worker inherits.
+WORKERS = {"PYTEST_XDIST_WORKER": "gw0", "PYTEST_XDIST_WORKER_COUNT": "2"}
+
+
+def spec_tests(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run the command; the suite is found however it was started."""
-    # As under xdist, whose variables a run within a worker inherits.
-    workers = {"PYTEST_XDIST_WORKER": "gw0", "PYTEST_XDIST_WORKER_COUNT": "2"}
-    return python("-m", "spec_tests", *arguments, cwd=cwd, **workers)
+    return python("-m", "spec_tests", *arguments, **options)
 
 
 def test_right_code_of_a_users_own_conforms_from_any_folder(tmp_path: Path):
@@ -56,7 +58,8 @@ def test_right_code_of_a_users_own_conforms_from_any_folder(tmp_path: Path):
     # The configuration and the tests of whoever calls have no part in the verdict.
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
     (tmp_path / "test_theirs.py").write_text("def test_fails():\n    assert False\n")
-    ended = spec_tests(*("--impl", "mine.py", "--clause", FROZEN, "--report", "out"), cwd=tmp_path)
+    words = ("--impl", "mine.py", "--clause", FROZEN, "--report", "out")
+    ended = spec_tests(*words, cwd=tmp_path, **WORKERS)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "(level correct; exit status 0)" in ended.stdout
     events = read_log(tmp_path / "out" / "events.jsonl")

@@ -2,10 +2,11 @@
 
 import json
 import re
+from collections import Counter
 
 import pytest
 
-from spec_tests import impostors
+from spec_tests import impostors, ledger
 from spec_tests.impostors import signatures
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.world import Worlds
@@ -99,6 +100,34 @@ def test_one_clause_of_many_names_nobody_nor_does_a_symptom_without_a_name():
     bare = {"frozen": "other: error"}
     (known,) = Dictionary({"ddp.crashes": bare}).explain(bare, set())
     assert not diagnosis.is_telling(known, bare)
+
+
+def test_what_no_known_fault_explains_has_the_family_of_which_its_clauses_speak():
+    known = diagnosis.Families(
+        {}, {"ddp.one": "stale memory", "ddp.two": "memory", "ddp.any": "mask"}, {"hang": "mask"}
+    )
+    assert known.of({"ddp.one": "raised", "ddp.two": "raised"}) == ["memory", "stale"]
+    assert known.of({"ddp.one": "raised"}) == ["stale", "memory"]
+    assert known.of({"ddp.one": "hang"}) == ["mask", "stale", "memory"]
+    assert known.of({"ddp.unheard-of": "raised"}) == []
+
+
+def test_a_clause_that_many_faults_fail_says_little():
+    found = diagnosis.load().of
+    (common, often), *_ = Counter(c for each in found.values() for c in each).most_common()
+    (rare,) = next(each for each in found.values() if len(each) == 1 and common not in each)
+    assert often > 20
+    known = diagnosis.Families({}, {common: "mask", rare: "stale"}, {})
+    assert known.of({common: "raised", rare: "raised"}) == ["stale", "mask"]
+
+
+def test_every_clause_speaks_of_families_that_exist():
+    known = diagnosis.families()
+    assert {*known.clauses} == {clause.id for clause in ledger.load_all()}
+    spoken = [*known.clauses.values(), *known.symptoms.values()]
+    assert {name for names in spoken for name in names.split()} == {*known.says}
+    assert {*signatures.families().values()} <= {*known.says}
+    assert "" not in spoken
 
 
 def test_what_finds_most_in_a_second_comes_first():

@@ -297,7 +297,8 @@ def test_the_terminal_ends_with_the_causes_in_at_most_forty_lines():
     assert len(ending) <= 40
     assert ending[1] == " 1  summed and not divided by the world size"
     assert ending[2].endswith("got 2.000 x it in every element")
-    assert ending[3] == "    correct: ddp.a.n0, ddp.a.n1, ddp.a.n2 and 6 more"
+    assert ending[3].startswith("    probably wrong-divisor: a reduced or averaged value is off")
+    assert ending[4] == "    correct: ddp.a.n0, ddp.a.n1, ddp.a.n2 and 6 more"
     assert ending[-1].endswith("more causes: --all, or the report")
     assert "likely: " not in render_ending(events)
     assert render_ending(events, everything=True).count("likely: ") == 9

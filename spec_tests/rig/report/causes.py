@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_tests.rig.outcomes import BROKEN, LEVELS, REFUTED, Cell, Event, Outcome, cells
-from spec_tests.rig.report.diagnosis import dictionary, is_telling
+from spec_tests.rig.report.diagnosis import dictionary, families, is_telling
 from spec_tests.rig.report.symptom import RAISED, headline_of, likely, symptom
 from spec_tests.target import PACKAGE_ROOT
 
@@ -32,11 +32,13 @@ class Cause:
         text: what it is, in a line.
         cells: the failed clauses that show it, the lowest level first.
         like: the near-miss that fails the same clauses in the same way, or "".
+        family: where none does, the family of faults that the clauses and symptoms speak of, or "".
     """
 
     text: str
     cells: list[Cell] = field(default_factory=list)
     like: str = ""
+    family: str = ""
 
     @property
     def clauses(self) -> list[str]:
@@ -90,6 +92,9 @@ def _named(found: Sequence[Cause], passed: Collection[str]) -> list[Cause]:
             kept.append(cause)
         else:
             same.cells = sorted(same.cells + cause.cells, key=_place_in_book)
+    for cause in kept:
+        likely_first = families().of({clause: shown[clause] for clause in cause.clauses})
+        cause.family = "" if cause.like else next(iter(likely_first), "")
     return kept
 
 

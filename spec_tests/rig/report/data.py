@@ -15,7 +15,8 @@ without a new number after the slash in `schema`.
         "levels": {"course": {"passed": 38, "judged": 40}, ...},   MUST clauses, see `outcomes`
         "outcomes": {"passed": 120, "failed": 2, ...},             clauses, of every strength
         "causes": [{"text": "summed and not ...", "level": "course", "clauses": ["ddp...", ...],
-                    "like": "ddp.sum-for-mean"}],         the near-miss that it is like, or ""
+                    "like": "ddp.sum-for-mean",           the near-miss that it is like, or ""
+                    "family": ""}],                       else the kind of fault, as "stale"
         "points": null                    or {"title", "note", "points", "of", "items": [{"name",
       }],                  "points", "of", "by_hand", "not_judged", "missing": {clause: outcome}}]}
       "clauses": [{                       in the order of the run; all implementations' together
@@ -153,6 +154,7 @@ def _column(events: Sequence[Event], name: str) -> dict[str, Any]:
             {
                 "text": cause.text,
                 "like": cause.like,
+                "family": cause.family,
                 "level": cause.first.level,
                 "clauses": cause.clauses,
             }

@@ -5,6 +5,9 @@ speaks for it, the rarer the more; what it would show and what passed speaks aga
 one explains its share, and the rest is asked about again. A near-miss is named only where it fits
 well (`MUCH` of its signature is there) and better than any other; everything else stays
 unexplained, and nothing is forced.
+
+What no known fault explains has a family still (`families.toml`): each clause and each symptom
+speaks of the families that a reader found most likely from its sentence alone, and they vote.
 """
 
 from __future__ import annotations
@@ -12,10 +15,13 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections import Counter
+import tomllib
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from spec_tests.rig.outcomes import Outcome
 
 PATH = Path(__file__).with_name("signatures.json")
 
@@ -24,6 +30,12 @@ MUCH = 0.6
 
 QUICK_SHARE, QUICK_S = 0.95, 3.0
 """Share of a chapter's near-misses that a quick run rejects, if it can in so many seconds."""
+
+_VOTES = (1.0, 0.6, 0.4)
+"""What a family's place among those that a clause speaks of counts."""
+
+_OF_A_SYMPTOM, _OF_A_HANG = 0.6, 1.5
+"""What the vote of a symptom, and that of a hang, counts beside the clause's."""
 
 _OTHERWISE = 0.35
 """What a clause counts that fails as in the signature, with another symptom."""
@@ -235,6 +247,52 @@ def named(found: Sequence[Diagnosis], failed: Mapping[str, str]) -> str:
         if is_telling(known, failed) and 2 * len(known.clauses) >= len(failed):
             return known.near_miss
     return ""
+
+
+@dataclass(frozen=True)
+class Families:
+    """What kinds of faults there are, and what speaks of them.
+
+    Attributes:
+        says: family to what is wrong, in words.
+        clauses: clause to the families of which its failure speaks, the most likely first.
+        symptoms: symptom to such families; most symptoms speak of none.
+    """
+
+    says: dict[str, str]
+    clauses: dict[str, str]
+    symptoms: dict[str, str]
+
+    def of(self, failed: Mapping[str, str], *, without: Collection[str] = ()) -> list[str]:
+        """Return the families of which a fault that fails these clauses may be, most likely first.
+
+        A clause counts the more, the fewer near-misses fail it: what many fail says little.
+
+        Args:
+            failed: clause to symptom.
+            without: clauses of a near-miss that is not to be counted.
+        """
+        votes: defaultdict[str, float] = defaultdict(float)
+        for clause, symptom in failed.items():
+            weight = 1 / max(1, _failing()[clause] - (clause in without)) ** 2
+            for family, vote in zip(self.clauses.get(clause, "").split(), _VOTES, strict=False):
+                votes[family] += weight * vote
+            weight *= _OF_A_HANG if symptom == Outcome.HANG else _OF_A_SYMPTOM
+            for family, vote in zip(self.symptoms.get(symptom, "").split(), _VOTES, strict=False):
+                votes[family] += weight * vote
+        return sorted(votes, key=lambda family: (-votes[family], family))
+
+
+@functools.cache
+def families() -> Families:
+    """Return the families that come with the suite."""
+    return Families(**tomllib.loads(PATH.with_name("families.toml").read_text()))
+
+
+@functools.cache
+def _failing() -> Counter[str]:
+    """Clause to the number of near-misses that fail it."""
+    return Counter(clause for found in _kept().of.values() for clause in found)
 
 
 @functools.cache

@@ -134,14 +134,18 @@ def _render_cause(index: int, cause: Cause) -> list[str]:
     return [
         f"{index:2}  {cause.text}",
         *([clipped(f"    {finding}", 160)] if finding else []),
-        *(
-            [clipped(f"    like {cause.like}: {diagnosis.does(cause.like)}", 160)]
-            if cause.like
-            else []
-        ),
+        *([clipped(f"    {kind}", 160)] if (kind := kind_of(cause)) else []),
         f"    {cause.first.level}: {_enumerated(cause.clauses, 3)}",
         f"    again: {first['rerun']}",
     ]
+
+
+def kind_of(cause: Cause) -> str:
+    """The known fault that a cause is like, or else its family, in a line."""
+    if cause.like:
+        return f"like {cause.like}: {diagnosis.does(cause.like)}"
+    says = diagnosis.families().says
+    return f"probably {cause.family}: {says[cause.family]}" if cause.family else ""
 
 
 def _difference(first: Event) -> str:

@@ -25,6 +25,7 @@ from markupsafe import Markup
 from spec_tests.rig.outcomes import BROKEN, LEVELS, REFUTED, SILENT, Event, Outcome
 from spec_tests.rig.report import pictures
 from spec_tests.rig.report.data import Report, as_report
+from spec_tests.rig.report.diagnosis import families
 from spec_tests.rig.report.points import got
 from spec_tests.rig.report.text import WORDS, clip
 
@@ -131,6 +132,7 @@ def _cards(
                 "source": evidence.get("source"),
                 "pictures": [draw(evidence[of]) for of, draw in _PICTURES if of in evidence],
                 "story": stories.get(cause["like"].removeprefix("impostor:")),
+                "kind": families().says.get(cause["family"], ""),
             }
         )
     return cards
