@@ -3,18 +3,20 @@
 `ref` is the definition in float64 on the rounded inputs, `base` a plain attempt in the inputs' own
 dtype, u the unit roundoff, err(x) = x - ref. A value passes when each rule of its dtype holds.
 
-    N1    |err| <= u |ref|                                  float16, bfloat16; Frobenius norms
+    N1    |err| <= u |ref|, 1.25 u |ref| for gradients      float16, bfloat16; Frobenius norms
     N2    |err| <= 1.25 |err(base)|                         likewise
     M     max |err| <= 2 max |err(base)| + floor            likewise; 3 for gradients
     F32   |err| <= 4 |err(base)| + (16 + 8 s) u |ref|       float32 and float64
     LSE   |err| <= 4e-6 max(1, max |ref|)                   every dtype: statistics are float32
     BIT   equal bits
 
-Right tiled code was measured at 0.5 to 0.8 u and 0.45 to 0.95 of the baseline. The largest error
+Right tiled code was measured at 0.5 to 0.8 u and 0.45 to 0.95 of the baseline; the gradients of
+PyTorch's own kernel at up to 1.07 u, where few keys are seen. The largest error
 alone (M, as the field tests) misses accumulators in bfloat16: those spread a little everywhere, and
 the norm sees them. The floor of M is the rounding of ref + 0.3 - 0.3 in the dtype, twice. In F32, s
-is the largest log-sum-exp, for gradients alone: they are made of exp(score - L), which is off by
-u |L| where the baseline has the softmax itself (PyTorch's kernels were measured at 7 s u). Where
+is the largest log-sum-exp: gradients, and an output whose parts are merged by their L, are made of
+exp(score - L), which is off by u |L| where the baseline has the softmax itself (PyTorch's kernels
+were measured at 7 s u). Where
 float32 may mean TF32 (see `defined.is_tf32`), u is that of its eleven bits. In half
 precision, where data is not normal, dP - delta is a difference of large numbers, one of which was
 rounded with O: dQ and dK are then held to four times the baseline (right code: 1.25) and no more.
@@ -92,16 +94,17 @@ def bounds(
         if unit == TF32:  # scores of eleven bits, whatever is made of them
             roundings = 1.0 + 8.0 * largest_lse
         else:
-            roundings = 16.0 + (8.0 * largest_lse if name in GRADIENTS else 0.0)
+            roundings = 16.0 + 8.0 * largest_lse
         allowed = spare * (4.0 * _norm(own) + roundings * unit * _norm(ref))
         return [Bound("rule F32, norm of the error", _norm(error), allowed)]
+    spare = 1.25 if name in GRADIENTS else 1.0
     stored = ref.to(seen.dtype)
     floor = 2.0 * _largest((stored + 0.3 - 0.3).double() - stored.double())
     factor = 3.0 if name in GRADIENTS else 2.0
     if name in ("dQ", "dK") and not gentle:
         return [Bound("rule N2, norm of the error", _norm(error), 4.0 * _norm(own))]
     return [
-        Bound("rule N1, norm of the error", _norm(error), unit * _norm(ref)),
+        Bound("rule N1, norm of the error", _norm(error), spare * unit * _norm(ref)),
         Bound("rule N2, norm of the error", _norm(error), 1.25 * _norm(own)),
         Bound("rule M, largest error", _largest(error), factor * _largest(own) + floor),
     ]

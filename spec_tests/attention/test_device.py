@@ -65,7 +65,7 @@ def test_every_configuration_has_the_values(world, subject, head_dim, dtype, mas
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_long_sequences_are_as_exact_as_short_ones(world, subject, head_dim, mask):
-    """Over 4096 keys in bfloat16, O, dQ, dK and dV MUST stay within one rounding in norm."""
+    """Over 4096 keys in bfloat16, O MUST stay within one rounding, its gradients within 1.25."""
     problem = Problem(
         seq_q=4096, head_dim=head_dim, heads=1, dtype="bfloat16", causal=mask == "causal"
     )

@@ -49,7 +49,7 @@ def test_gradients_are_those_of_the_definition(world, subject):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_half_precision_gradients_are_as_good_as_their_rounding(world, subject, dtype, mask):
-    """In float16 and bfloat16 the gradients MUST be within one rounding in norm."""
+    """In float16 and bfloat16 the gradients MUST be within 1.25 roundings in norm."""
     problem = RAGGED.but(dtype=dtype, causal=mask == "causal")
     problem = fitting(world, subject, problem, is_about_dtype=True)
     as_defined(world, subject, problem, *GRADIENTS)
@@ -61,7 +61,7 @@ def test_half_precision_gradients_are_as_good_as_their_rounding(world, subject, 
     source="accumulators in bfloat16: three times the error, of which the largest shows nothing",
 )
 def test_sums_over_a_thousand_keys_are_wide(world, subject):
-    """Over 1024 keys in bfloat16, O, dQ, dK and dV MUST stay within one rounding: sums are float32.
+    """Over 1024 keys in bfloat16, O MUST stay within one rounding, its gradients within 1.25.
 
     An accumulator in bfloat16 loses what is small beside it, a little everywhere; the largest
     error, which the field compares, barely moves.

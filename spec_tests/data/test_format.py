@@ -97,7 +97,12 @@ def test_writing_into_a_batch_changes_nothing_else(world, subject):
     ranks = world.run(overwritten, SMALL)
 
     wanted = SMALL.expected()
-    stream.same([ranks[0]["first"]], wanted, given="each batch overwritten after it was read")
+    stream.same(
+        [ranks[0]["first"]],
+        wanted,
+        given="each batch overwritten after it was read",
+        likely="batches are views of memory that the loader reads again",
+    )
     judge.equal(
         [rank["shared"] for rank in ranks],
         [],

@@ -4,7 +4,8 @@ The file has `fully_shard(module, *, module_fqn, comm_ctx, mesh, reshard_after_f
 an `FSDPCommContext(device_type)` that all units of a model share, and `FSDPModule` with the
 attributes `reshard_after_backward` and `reduce_grads`. What the adapter adds:
 
-    comm_ctx       one per model: a module that contains units takes them into its own
+    comm_ctx       one per model, as the exercise's script makes it: found by the outermost module
+                   that holds a unit; one that was put around units later takes them into its own
     the root       the exercise shards leaves and blocks; units below a module are out of its sight
                    while it is sharded, so that only what they left is sharded with it
     setters        set_requires_gradient_sync and set_reshard_after_backward set the attributes
@@ -18,6 +19,7 @@ is stood in for on a CPU (`rig.ranks.pretended_cuda`).
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,7 +123,7 @@ class _Sharder:
         if mesh.ndim != 1:
             raise NotImplementedError(f"mesh: the exercise takes one axis, got {mesh}")
         policy = mp_policy or _Policy(self.file.MixedPrecisionPolicy(), False)
-        context = self.file.FSDPCommContext(mesh.device_type)
+        context = self._context_of(module, mesh.device_type)
         units = [part for part in module.modules() if isinstance(part, self.file.FSDPModule)]
         for unit in units:
             unit.comm_ctx = context  # type: ignore[assignment]  # an attribute of the exercise's
@@ -143,6 +145,13 @@ class _Sharder:
                 )
         self._add_setters(module)
         return module
+
+    def _context_of(self, module: nn.Module, device: str) -> Any:
+        """Return what all units of a model share, also what they leave in it as they are made."""
+        model = _outermost(module)
+        if _CONTEXT not in model.__dict__:
+            model.__dict__[_CONTEXT] = self.file.FSDPCommContext(device)
+        return model.__dict__[_CONTEXT]
 
     def _add_setters(self, module: nn.Module) -> None:
         """PyTorch's names for the exercise's attributes, on this unit and those below."""
@@ -176,6 +185,20 @@ class _Sharder:
         for name, function in setters.items():
             if not hasattr(module, name):
                 object.__setattr__(module, name, MethodType(function, module))
+
+
+_CONTEXT = "_comm_ctx_of_all_units"
+
+
+def _outermost(module: nn.Module) -> nn.Module:
+    """Return the module that holds this one and that none holds: the model of a script."""
+    holders: dict[int, nn.Module] = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), nn.Module):
+            holders |= {id(child): each for child in each._modules.values()}
+    while id(module) in holders:
+        module = holders[id(module)]
+    return module
 
 
 def _units(module: nn.Module, kind: type, recurse: bool) -> list[Any]:

@@ -97,6 +97,9 @@ def _cause(rank: int, index: int, got: Batch, wanted: Sequence[Stream]) -> str:
         return "the sequences begin where they should, what follows is off"
     if any(len({token // shards.STRIDE for token in row}) > 1 for row in inputs):
         return "a sequence runs from the end of one shard into the next"
+    firsts, length = [row[0] for row in inputs], len(inputs[0])
+    if got == batch_of(firsts, length) and not any(at % shards.STRIDE % length for at in firsts):
+        return "sequences of the data, but others: some were left out before, or the order differs"
     return "no batch of any rank: offsets or lengths are off"
 
 

@@ -194,7 +194,10 @@ def judge_run(events: Sequence[Event]) -> Verdict:
         elif cell.outcome in REFUTED and cell.decides(level_of(events, cell.implementation)):
             refuted.append(f"{cell.outcome}: {cell.clause} on {cell.implementation}")
     if all(cell.outcome in SILENT for cell in found):
-        broken.append("nothing ran: no clause that was selected is offered and can run here")
+        asked = {level_of(events, cell.implementation) for cell in found}
+        above = [level for level in LEVELS if all(not is_within(level, each) for each in asked)]
+        hint = f"; a higher level judges more: --level {above[0]}" if asked and above else ""
+        broken.append(f"nothing ran: no clause that was selected is offered and can run here{hint}")
     if broken:
         return Verdict(2, tuple(broken + refuted))
     return Verdict(1 if refuted else 0, tuple(refuted))

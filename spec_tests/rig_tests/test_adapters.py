@@ -14,7 +14,7 @@ import torch
 from spec_tests import target
 from spec_tests.ddp import test_construction, test_gradients
 from spec_tests.fsdp import test_casts, test_refusals
-from spec_tests.impls import course, cs336
+from spec_tests.impls import course, cs336, effdl
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig_tests.helpers import CHECKOUTS, judged, replaced
@@ -109,6 +109,19 @@ def test_a_right_file_of_efficient_dl_passes_beyond_its_course(worlds: Worlds, t
     case = {"world": 2, "subject": "fully_shard", **parameters}
     found = judged(EFFDL, worlds, test, case)
     assert found.outcome is Outcome.PASSED, found.message
+
+
+def test_all_units_of_a_model_share_one_context():
+    """As in the exercise's script: a file may keep there what it has sharded."""
+    fully_shard = effdl.offer(CHECKOUTS / "effdl" / "fsdp.py", "cpu").fully_shard
+    contexts: list[Any] = []
+    fully_shard.file.fully_shard = lambda module, comm_ctx, **_: contexts.append(comm_ctx)
+    mesh: Any = SimpleNamespace(ndim=1, device_type="cpu", size=lambda: 1)
+    models = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)) for _ in range(2)]
+    for model in models:
+        for unit in (*model, model):
+            fully_shard(unit, mesh=mesh)
+    assert [contexts.index(each) for each in contexts] == [0, 0, 0, 3, 3, 3]
 
 
 # ------------------------------------------------------------------------------------- the course

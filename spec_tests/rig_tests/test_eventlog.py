@@ -81,6 +81,16 @@ def test_numbers_that_json_lacks_are_written_by_name(tmp_path: Path, value: floa
     assert str(float(margin["ratio"])) == str(value)
 
 
+def test_where_nothing_was_judged_a_higher_level_is_named(tmp_path: Path):
+    for level, hint in (("course", "--level correct"), ("correct", "--level production")):
+        start = {**START, "level": level}
+        with EventLog.start(tmp_path / level, **start) as log:
+            add(log, Outcome.NOT_OFFERED)
+        (reason,) = judge_run(log.events).reasons
+        assert reason.startswith("nothing ran: ")
+        assert reason.endswith(hint)
+
+
 def test_text_that_utf8_lacks_does_not_stop_the_run(tmp_path: Path):
     with EventLog.start(tmp_path / "events.jsonl", **START) as log:
         add(log, Outcome.FAILED, message="output \udcff and \x1b[31mred\x1b[0m\nnext")

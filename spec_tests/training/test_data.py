@@ -111,7 +111,7 @@ def test_a_step_without_all_its_data_is_not_taken_as_if_it_had_them(world, subje
     It may be left out, or be taken with the mean over what it has, or the call may raise, before
     that step or, having looked at what there is, before the first.
     """
-    job = Job(1, 3, world.size, steps=3, targets="ragged")
+    job = Job(1, 3, world.size, steps=3)
     ends = [2 * job.accumulate + 1] * world.size
     ranks = world.run(cut_short, "ddp", job, ends)
 

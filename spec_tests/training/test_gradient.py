@@ -191,7 +191,7 @@ def in_two_calls(ctx, wrapper, job, first):
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_training_in_two_calls_is_training_in_one(world, subject, wrapper):
     """Two calls over one iterator MUST do what one call with the sum of their steps does."""
-    job = Job(1, 3, world.size, steps=4, targets="ragged")
+    job = Job(1, 3, world.size, steps=4)
     judged(world.run(in_two_calls, wrapper, job, 1), job, given="1 and 3 steps")
 
 
