@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -31,8 +31,15 @@ class Spy(nn.Module):
         return {"y": x * self.weight, "ids": extra["ids"]}
 
 
+class Answer(NamedTuple):
+    """What a nest gives."""
+
+    y: torch.Tensor
+    ids: torch.Tensor
+
+
 class Nest(nn.Module):
-    """A spy in a spy."""
+    """A spy in a spy, whose output has names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +47,7 @@ class Nest(nn.Module):
         self.outer = Spy()
 
     def forward(self, x: torch.Tensor, *, extra: dict[str, torch.Tensor]) -> Any:
-        return self.inner(self.outer(x, extra=extra)["y"], extra=extra)
+        return Answer(**self.inner(self.outer(x, extra=extra)["y"], extra=extra))
 
 
 def seen_dtypes(ctx, subject, options, is_training):
@@ -58,7 +65,7 @@ def seen_dtypes(ctx, subject, options, is_training):
         output = module(torch.ones(2, 4, device=ctx.device), extra=extra)
     found = {f"outer {k}": v for k, v in module.outer.seen.items()}
     found |= {f"inner {k}": v for k, v in module.inner.seen.items()}
-    return found | {f"output {k}": str(v.dtype) for k, v in output.items()}
+    return found | {f"output {k}": str(v.dtype) for k, v in output._asdict().items()}
 
 
 _SEEN = {

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, finish, shard
@@ -29,16 +30,19 @@ ACTIVATIONS = 16 * WIDTH * 4
 
 
 class Tower(nn.Module):
-    """Layers of equal size, called with their input or with `input=`."""
+    """Layers of equal size, called with their input, with `input=` or by `checkpoint`."""
 
-    def __init__(self, depth: int, by_keyword: bool = False) -> None:
+    def __init__(self, depth: int, by_keyword: bool = False, recomputes: bool = False) -> None:
         super().__init__()
-        self.by_keyword = by_keyword
+        self.by_keyword, self.recomputes = by_keyword, recomputes
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = (layer(input=x) if self.by_keyword else layer(x)).abs()
+            if self.recomputes:
+                x = checkpoint(layer, x, use_reentrant=False).abs()  # type: ignore[no-untyped-call]
+            else:
+                x = (layer(input=x) if self.by_keyword else layer(x)).abs()
         return x
 
 
@@ -48,9 +52,7 @@ def backward(ctx, subject, model):
     finish(ctx, subject, model)
 
 
-def footprints(
-    ctx, subject, depth, reshard_after_forward=True, steps=2, by_keyword=False, discards=False
-):
+def footprints(ctx, subject, depth, reshard_after_forward=True, steps=2, discards=False, **calls):
     """Live bytes at each moment of life, and the peaks of forward and backward.
 
     "history" is the same over time, of every step.
@@ -68,7 +70,7 @@ def footprints(
     options = {} if subject == "fsdp" else {"reshard_after_forward": reshard_after_forward}
     with ctx.recording() as recorder:
         with torch.device(ctx.device):
-            model: Any = shard(ctx, subject, Tower(depth, by_keyword), **options)
+            model: Any = shard(ctx, subject, Tower(depth, **calls), **options)
         see("built", footprint.settled(recorder))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
         for step in range(steps):
@@ -289,6 +291,17 @@ def test_the_peak_above_the_shards_does_not_grow_with_depth(world, subject, phas
 def test_the_peak_of_units_that_are_called_by_keyword_does_not_grow(world, subject):
     """Units that are called with keyword arguments MUST be reduced and freed one by one, too."""
     _peak_is_flat(world, subject, "backward", by_keyword=True)
+
+
+@clause(
+    "fsdp.footprint.peak-when-recomputed",
+    level="production",
+    judges=FULLY_SHARD,
+    source=f"{MEMORY}; a forward that a backward repeats ends no pass and begins none",
+)
+def test_the_peak_of_units_that_are_recomputed_does_not_grow(world, subject):
+    """With activation checkpointing units MUST be reduced and freed one by one, too."""
+    _peak_is_flat(world, subject, "backward", recomputes=True)
 
 
 def _peak_is_flat(world, subject, phase, **options):

@@ -8,11 +8,12 @@ into a weight, and hooks that see only tensors where a model is handed a diction
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import (
@@ -114,16 +115,49 @@ class Found:
     z: torch.Tensor
 
 
+@dataclass
+class Nested:
+    """The same in fields that are containers."""
+
+    first: list[torch.Tensor]
+    second: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, y: torch.Tensor, z: torch.Tensor) -> Nested:
+        """Both outputs in one."""
+        return cls([y], {"z": z})
+
+    @property
+    def y(self) -> torch.Tensor:
+        """The first output."""
+        return self.first[0]
+
+    @property
+    def z(self) -> torch.Tensor:
+        """The second output."""
+        return self.second["z"]
+
+
+class Both(NamedTuple):
+    """The same as a tuple with names."""
+
+    y: torch.Tensor
+    z: torch.Tensor
+
+
 class Structured(nn.Module):
-    """Takes nested containers by keyword, and gives them, or a dataclass."""
+    """Takes nested containers by keyword, and gives them, a named tuple or a dataclass."""
 
     def __init__(self, kind: Any) -> None:
         super().__init__()
         self.inner = Inner(kind)
 
     def forward(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        found = self.inner(batch={"x": inputs["x"], "tags": ["a", 1]}, scale=2)
-        y, z = (found.y, found.z) if isinstance(found, Found) else (found["y"], found["z"])
+        batch: Any = {"x": inputs["x"], "tags": ["a", 1]}
+        if self.inner.kind is Both:
+            batch = Both(y=inputs["x"], z=torch.ones(1))
+        found = self.inner(batch=batch, scale=2)
+        y, z = found.values() if isinstance(found, dict) else (found.y, found.z)
         return {"parts": (y, [z]), "note": "kept"}
 
 
@@ -136,12 +170,18 @@ class Inner(nn.Module):
         self.other = nn.Linear(6, 12)
         self.kind = kind
 
-    def forward(self, *, batch: dict[str, Any], scale: int) -> Any:
-        x = batch["x"]
+    def forward(self, *, batch: Any, scale: int) -> Any:
+        x = batch["x"] if isinstance(batch, dict) else batch.y
         return self.kind(y=self.linear(x) * scale, z=self.other(x).abs())
 
 
-OUTPUTS: dict[str, Any] = {"containers": dict, "second-alone": dict, "dataclass": Found}
+OUTPUTS: dict[str, Any] = {
+    "containers": dict,
+    "second-alone": dict,
+    "named-tuple": Both,
+    "dataclass": Found,
+    "dataclass-of-containers": Nested.of,
+}
 
 
 def loss_of(found, outputs):
@@ -161,7 +201,7 @@ def structured(ctx, subject, seed, outputs):
     try:
         (ctx.world_size * loss_of(found, outputs)).backward()
     except Exception as error:
-        if outputs != "dataclass":
+        if not outputs.startswith("dataclass"):
             raise
         return {"late": f"{type(error).__name__}: {error}"}  # a refusal comes before
     finish(ctx, subject, model)
@@ -182,10 +222,11 @@ def test_inputs_and_outputs_may_sit_in_containers(world, subject, outputs):
     A hook on tensors alone, or on the first of them, never sees that such a module's backward
     begins. A dataclass may be refused, by the forward.
     """
-    ranks: Any = world.run(structured, subject, 7, outputs) if outputs != "dataclass" else None
-    if outputs == "dataclass":
-        usual = (structured, subject, 7, "containers")
+    usual = (structured, subject, 7, "containers")
+    if outputs.startswith("dataclass"):
         ranks = refusal.answer_or_refusal(world, structured, subject, 7, outputs, ordinary=usual)
+    else:
+        ranks = world.run(structured, subject, 7, outputs)
     if ranks is None:
         return
     late = next((rank["late"] for rank in ranks if "late" in rank), "")
@@ -285,6 +326,37 @@ def test_a_forward_runs_the_hooks_of_the_module(world, subject):
     ranks = world.run(hooks_that_run, subject)
 
     judge.equal(ranks, ["before", "after"], quantity="hooks of the module that ran")
+
+
+def weights_that_hooks_see(ctx, subject):
+    """The weight of a layer as its own hooks see it, which were there before it was sharded."""
+    module = TOYS["mlp"].build(SEED).to(ctx.device)
+    layer, seen = module.get_submodule("first"), {}
+
+    def see(moment):
+        weight: Any = layer.weight
+        seen[moment] = (weight.to_local() if isinstance(weight, DTensor) else weight).clone()
+
+    layer.register_forward_pre_hook(lambda module, args: see("before its forward"))
+    layer.register_forward_hook(lambda module, args, output: see("after its forward"))
+    shard(ctx, subject, module)(TOYS["mlp"].batch(SEED, rank=ctx.rank).to(ctx.device))
+    return {moment: weight.detach() for moment, weight in seen.items()}
+
+
+@clause(
+    "fsdp.forward.hooks-see-full-weights",
+    level="production",
+    judges=FULLY_SHARD,
+    source="torch.nn.utils.spectral_norm: a forward pre-hook that computes with the weight",
+    worlds=(2,),
+)
+def test_hooks_that_were_there_see_the_full_weights(world, subject):
+    """Hooks that a module had before it was sharded MUST see its full weights."""
+    ranks = world.run(weights_that_hooks_see, subject)
+
+    weight = TOYS["mlp"].build(SEED).get_parameter("first.weight").detach()
+    moments = ("before its forward", "after its forward")
+    judge.tensors(ranks, dict.fromkeys(moments, weight), quantity="weight that a hook sees")
 
 
 def derived(ctx, subject, calls):

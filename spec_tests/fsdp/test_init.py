@@ -213,11 +213,11 @@ def test_dtensors_carry_mesh_stride_and_dtype_of_the_whole(world, subject, toy):
     judge_descriptions(world, subject, toy, keys)
 
 
-def tied_across_units(ctx, subject, is_frozen):
-    """Names of the parameters after a step where a unit of its own has one end of a tie."""
+def tied_across_units(ctx, subject, is_frozen, units):
+    """Names of the parameters after a step where units of their own have the ends of a tie."""
     module: Any = TOYS["tied"].build(SEED).to(ctx.device)
     module.encode.weight.requires_grad_(not is_frozen)
-    model = shard(ctx, subject, module, ("encode",))
+    model = shard(ctx, subject, module, units)
     model(TOYS["tied"].batch(SEED, rank=ctx.rank).to(ctx.device)).sum().backward()
     return [name for name, _ in module.named_parameters()]
 
@@ -229,14 +229,15 @@ def tied_across_units(ctx, subject, is_frozen):
     worlds=(2,),
 )
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
-def test_a_tie_across_units_is_kept_or_refused(world, subject, is_frozen):
+@pytest.mark.parametrize("units", [("encode",), ("encode", "decode")], ids=["one", "both"])
+def test_a_tie_across_units_is_kept_or_refused(world, subject, is_frozen, units):
     """A weight that two units share MUST stay one parameter, or be refused by the first step.
 
     Two that were one begin with equal values; a step or a load then changes one of them.
     """
     ordinary = (described, subject, "tied")
     ranks = refusal.answer_or_refusal(
-        world, tied_across_units, subject, is_frozen, ordinary=ordinary
+        world, tied_across_units, subject, is_frozen, units, ordinary=ordinary
     )
     if ranks is not None:
         names = [name for name, _ in TOYS["tied"].build(SEED).named_parameters()]

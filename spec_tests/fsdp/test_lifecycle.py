@@ -82,8 +82,10 @@ def kinds_after_failure(ctx, subject, where):
     """Kinds of the parameters after an evaluation that a caught exception came before."""
     sharded = Sharded(ctx, subject, "stack", units="nested", reshard_after_forward=True)
     sharded.backward()
-    with torch.set_grad_enabled(where == "training"):
-        with programs.failing(sharded.module.get_submodule("blocks.1.down")):
+    with torch.set_grad_enabled(where != "evaluation"):
+        # Outermost, the hook that fails comes before those that gather.
+        part = sharded.module.get_submodule("" if where == "hook" else "blocks.1.down")
+        with programs.failing(part, prepend=where == "hook"):
             sharded.loss(3)
     sharded.evaluate(1)
     return sorted({type(p).__name__ for p in sharded.module.parameters()})
@@ -93,7 +95,7 @@ def kinds_after_failure(ctx, subject, where):
     "fsdp.lifecycle.shards-after-exception",
     source="contract: after a caught exception the next step is right; a state dict takes shards",
 )
-@pytest.mark.parametrize("where", ["training", "evaluation"])
+@pytest.mark.parametrize("where", ["training", "evaluation", "hook"])
 def test_an_exception_leaves_no_full_parameter_behind(world, subject, where):
     """After a caught exception and an evaluation, parameters MUST be DTensors again.
 

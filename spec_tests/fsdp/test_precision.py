@@ -8,16 +8,27 @@ See Micikevicius et al. 2018, and `torch.distributed.fsdp.MixedPrecisionPolicy`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, finish, full_parameters, shard
-from spec_tests.laws import refusal, traffic
+from spec_tests.fsdp.sharded import (
+    BOTH,
+    FULLY_SHARD,
+    SEED,
+    Sharded,
+    finish,
+    full_parameters,
+    shard,
+)
+from spec_tests.laws import equivalence, refusal, traffic
 from spec_tests.rig import judge
+from spec_tests.rig.judge import oracle
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.ranks.recorder import Kind
 
@@ -295,6 +306,66 @@ def test_a_mean_that_float16_holds_does_not_overflow_on_the_way(world, subject):
         quantity="mean gradient reduced in float16",
         hints=[Hint("the sum overflowed", {"gradient": torch.full((4, 4), torch.inf)})],
     )
+
+
+def of_two_dtypes(ctx, subject):
+    """Gradients of a unit of two dtypes that are reduced in one."""
+    policy = ctx.impl.MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    sharded = Sharded(ctx, subject, "mixed", units="root", mp_policy=policy)
+    loss = sharded.loss(0)
+    with refusal.caught() as late:  # a refusal comes before
+        loss.backward()
+    found = {} if late["error"] else sharded.local_gradients()
+    dtypes = {name: str(g.dtype) for name, g in found.items() if g is not None}
+    return late["error"], dtypes, sharded.gradients() if found else {}
+
+
+@clause(
+    "fsdp.precision.two-dtypes-reduced-in-one",
+    level="production",
+    judges=FULLY_SHARD,
+    source="contract: mixed dtypes are sharded, or refused",
+    worlds=(2,),
+)
+def test_gradients_of_two_dtypes_are_reduced_in_one(world, subject):
+    """With a reduce_dtype, a unit of two dtypes MUST get mean gradients, each in its own dtype.
+
+    It may be refused, by the forward.
+    """
+    ranks = refusal.answer_or_refusal(world, of_two_dtypes, subject)
+    if ranks is None:
+        return
+    late, dtypes, gradients = zip(*ranks, strict=True)
+    judge.equal(late, "", quantity="error of the backward")
+    plain = oracle.parameters("mixed", SEED)
+    wanted = {name: str(value.dtype) for name, value in plain.items()}
+    judge.equal(dtypes, wanted, quantity="dtypes of gradients")
+    equivalence.mean_gradients(gradients, "mixed", SEED)
+
+
+def with_and_without_recomputation(ctx, subject):
+    """Output and gradient of the input, of a unit whose output_dtype is wider."""
+    policy = ctx.impl.MixedPrecisionPolicy(param_dtype=HALF, output_dtype=torch.float32)
+    layer: Any = shard(ctx, subject, constant(1.0).to(ctx.device), (), mp_policy=policy)
+    found = []
+    for call in (lambda f, x: f(x), partial(checkpoint, use_reentrant=False)):
+        x = torch.ones(1, 4, device=ctx.device, requires_grad=True)
+        output = call(lambda x: (layer(x) + FINE).square(), x)
+        output.sum().backward()
+        found.append({"output": output.detach(), "gradient": x.grad})
+    return found
+
+
+@clause(
+    "fsdp.precision.casts-when-recomputed",
+    level="production",
+    source="torch.utils.checkpoint around what calls a unit: it compares shapes and dtypes",
+    worlds=(2,),
+)
+def test_what_is_recomputed_has_the_same_dtypes(world, subject):
+    """A forward that a backward repeats MUST be cast as the first: checkpointing changes no bit."""
+    for usual, recomputed in world.run(with_and_without_recomputation, subject):
+        judge.tensors([recomputed], usual, quantity="value with activation checkpointing")
 
 
 class UsedTwice(nn.Module):

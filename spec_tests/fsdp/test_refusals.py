@@ -183,13 +183,13 @@ def test_bad_input_is_an_error_on_every_rank_by_the_first_step(world, subject, c
             says(BAD[case][2], error, f"rank {rank}, {case}", likely=astray)
 
 
-class Carried(torch.Tensor):
-    """A tensor that is doubled by its own all-gather."""
+class Unfinished(torch.Tensor):
+    """A tensor that is doubled by its own all-gather, if anybody knew what comes of it."""
 
     held: torch.Tensor
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Carried:
+    def __new__(cls, inner: torch.Tensor) -> Unfinished:
         """A wrapper without memory."""
         found = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]  # not in stubs
         found.held = inner
@@ -204,6 +204,10 @@ class Carried(torch.Tensor):
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """What is sent in place of the shard, and what the other side should know."""
         return (2 * self.held,), None
+
+
+class Carried(Unfinished):
+    """The same with both methods."""
 
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
         """What is computed with, and what is freed beside it."""
@@ -233,13 +237,18 @@ def carried(ctx, subject, kind):
     source="test_fully_shard_extensions; torchao, which gathers in float8 so",
     transports=("gloo",),  # the class is of a CPU tensor
 )
-@pytest.mark.parametrize("kind", [Carried, Heir], ids=["own", "inherited"])
+@pytest.mark.parametrize("kind", [Carried, Heir, Unfinished], ids=["own", "inherited", "one-alone"])
 def test_how_a_class_is_gathered_is_done_or_refused(world, subject, kind):
-    """All-gather methods of a parameter's class MUST be called, or be refused by name."""
+    """All-gather methods of a parameter's class MUST be called, or be refused by name.
+
+    One without the other is refused, in any words.
+    """
     ranks = world.run(carried, subject, kind)
 
     for rank, (error, found) in enumerate(ranks):
-        if found:
+        if kind is Unfinished:
+            judge.holds(bool(error), f"rank {rank}: expected an error, got outputs of {found}")
+        elif found:
             judge.tensors([found], {"output": torch.full((4,), 8.0)}, quantity="output")
         else:
             says("fsdp_pre_all_gather", error, f"rank {rank}", "it fails somewhere inside")
@@ -250,13 +259,14 @@ def unequal(ctx, subject, difference):
     is_other = ctx.rank == ctx.world_size - 1
     torch.manual_seed(7)
     layer: Any = nn.Linear(4, 4)
-    if is_other and difference == "shape":
+    if is_other and difference.startswith("shape"):
         layer = nn.Linear(4, 5)
     if is_other and difference == "scalar":
         layer.temperature = nn.Parameter(torch.ones(()))
     options = {}
-    if difference == "policy-of-a-replica":
-        sizes, names = (ctx.world_size, 1), ("replicate", "shard")
+    if "of-a-" in difference:
+        sizes = (2, 2) if difference.endswith("mesh") else (ctx.world_size, 1)
+        names = ("replicate", "shard")
         options["mesh"] = init_device_mesh(ctx.device.type, sizes, mesh_dim_names=names)
     if is_other and difference.startswith("policy"):
         options["mp_policy"] = ctx.impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -273,8 +283,24 @@ def unequal(ctx, subject, difference):
 @pytest.mark.parametrize("difference", ["shape", "scalar", "policy", "policy-of-a-replica"])
 def test_ranks_with_unequal_modules_are_told(world, subject, difference):
     """Where ranks differ in modules or policy, all MUST raise by the first step; none hangs."""
-    errors = world.run(unequal, subject, difference)
+    _judge_unequal(world, subject, difference)
 
+
+@clause(
+    "fsdp.refusals.unequal-ranks-of-a-mesh",
+    level="production",
+    source="ranks that share a group with none that differs learn of it by those that do",
+    worlds=(4,),
+)
+@pytest.mark.parametrize("difference", ["shape-of-a-mesh", "policy-of-a-mesh"])
+def test_all_ranks_of_a_mesh_are_told(world, subject, difference):
+    """Where one rank of a 2-D mesh differs, all MUST raise by the first step, in its row or not."""
+    _judge_unequal(world, subject, difference)
+
+
+def _judge_unequal(world, subject, difference):
+    __tracebackhide__ = True
+    errors = world.run(unequal, subject, difference)
     refusal.on_all_ranks(
         errors,
         given=f"the last rank has another {difference}",

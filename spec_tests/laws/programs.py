@@ -174,13 +174,13 @@ def plain_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer
 
 
 @contextlib.contextmanager
-def failing(part: nn.Module) -> Iterator[None]:
-    """The forward of `part` raises, and the trainer catches that."""
+def failing(part: nn.Module, *, prepend: bool = False) -> Iterator[None]:
+    """The forward of `part` raises, with `prepend` before its hooks; the trainer catches that."""
 
     def fail(*_: object) -> None:
         raise PlantedError
 
-    handle = part.register_forward_pre_hook(fail)
+    handle = part.register_forward_pre_hook(fail, prepend=prepend)
     try:
         yield
     except PlantedError:

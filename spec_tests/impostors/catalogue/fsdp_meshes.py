@@ -254,3 +254,168 @@ class MeshOutlivesItsGroup(Patched):
     module = "solution.parallel.fsdp.options"
     find = "_made.setdefault(dist.group.WORLD, {})"
     replace = "_made.setdefault(_once, {})"
+
+
+@near_miss(
+    "fsdp.tells-one-row",
+    rejected_by="fsdp.refusals.unequal-ranks-of-a-mesh",
+    outcomes=("failed", "hang", "died"),
+)
+class TellsOneRow(Patched):
+    """A rank whose first group disagrees does not say so in its second group.
+
+    From: One comparison per group, each of what this rank holds.
+    Unseen: On a mesh of one dim all ranks are in the group that disagrees.
+    """
+
+    module = "solution.parallel.agreement"
+    find = "comm.agree(checksum if is_same else -1, group)"
+    replace = "comm.agree(checksum, group)"
+
+
+@near_miss("fsdp.gathers-after-hooks", rejected_by="fsdp.forward.hooks-see-full-weights")
+class GathersAfterHooks(Patched):
+    """Gathers behind the forward pre-hooks that the module has already.
+
+    From: `register_forward_pre_hook` without `prepend`.
+    Unseen: Modules of a test have no hooks of their own.
+    """
+
+    module = "solution.parallel.fsdp.schedule"
+    find = "module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)"
+    replace = "module.register_forward_pre_hook(before, with_kwargs=True)"
+
+
+@near_miss("fsdp.frees-before-hooks", rejected_by="fsdp.forward.hooks-see-full-weights")
+class FreesBeforeHooks(Patched):
+    """Frees before the forward hooks that the module has already.
+
+    From: `prepend=True`, copied from the hook before the forward.
+    Unseen: Hooks of a test look at outputs, and not at weights.
+    """
+
+    module = "solution.parallel.fsdp.schedule"
+    find = "module.register_forward_hook(after, always_call=True)"
+    replace = "module.register_forward_hook(after, prepend=True, always_call=True)"
+
+
+@near_miss("fsdp.tuples-lose-their-names", rejected_by="fsdp.forward.nested-containers")
+class TuplesLoseTheirNames(PlainFsdp):
+    """Hands every tuple on as a plain one.
+
+    From: `isinstance(value, tuple)`, and `tuple(...)` of its parts.
+    Unseen: What a test passes are tensors, or tuples without names.
+    """
+
+    def watch_inputs(self, args, kwargs):
+        args, kwargs = super().watch_inputs(args, kwargs)
+        return args, {n: tuple(v) if isinstance(v, tuple) else v for n, v in kwargs.items()}
+
+
+@near_miss("fsdp.casts-to-plain-tuples", rejected_by="fsdp.precision.casts-are-selective")
+class CastsToPlainTuples(Patched):
+    """Makes a plain tuple of every tuple in which it casts something.
+
+    From: The same, in the cast.
+    Unseen: Outputs of a test are tensors, and in float32.
+    """
+
+    module = "solution.parallel.fsdp.schedule"
+    find = "if type(values) is tuple:"
+    replace = "if isinstance(values, tuple):"
+
+
+@near_miss(
+    "fsdp.gradients-in-the-first-dtype", rejected_by="fsdp.precision.two-dtypes-reduced-in-one"
+)
+class GradientsInTheFirstDtype(Patched):
+    """Puts gradients of all dtypes in one message, and gives each the dtype of the first.
+
+    From: A reduce_dtype that all of them are cast to anyway.
+    Unseen: Parameters of a test have one dtype.
+    """
+
+    module = "solution.parallel.fsdp.unit"
+    find = "return self.policy.reduce_dtype or parameter.unreduced.dtype, parameter.local.dtype"
+    replace = "return (self.policy.reduce_dtype or parameter.unreduced.dtype,) * 2"
+
+
+@near_miss("fsdp.repeats-are-new-calls", rejected_by="fsdp.footprint.peak-when-recomputed")
+class RepeatsAreNewCalls(Patched):
+    """Counts a forward that activation checkpointing repeats as the start of a new call.
+
+    From: One pre-forward hook for both.
+    Unseen: Values are right; whole gradients stay until the backward ends.
+    """
+
+    module = "solution.parallel.fsdp.schedule"
+    find = "if is_new and is_first:"
+    replace = "if is_first:"
+
+
+@near_miss("fsdp.repeats-are-not-cast", rejected_by="fsdp.precision.casts-when-recomputed")
+class RepeatsAreNotCast(Patched):
+    """Does not cast the output of a forward that a backward repeats.
+
+    From: A repeated forward is taken for one whose output nobody sees.
+    Unseen: Tests with checkpointing compute in float32.
+    """
+
+    module = "solution.parallel.fsdp.schedule"
+    find = "return _cast(output, unit.policy.output_dtype)"
+    replace = "return _cast(output, unit.policy.output_dtype) if is_new else output"
+
+
+@near_miss("fsdp.refuses-both-alone", rejected_by="fsdp.refusals.gather-extensions")
+class RefusesBothAlone(Patched):
+    """Refuses a class that has both methods of the all-gather, and not one that has one.
+
+    From: `all(hasattr(...))`: what PyTorch would call has both.
+    Unseen: Classes of a test are complete.
+    """
+
+    module = "solution.parallel.fsdp.options"
+    find = """if hasattr(tensor, method):"""
+    replace = """if hasattr(tensor, method) and hasattr(tensor, "fsdp_post_all_gather"):"""
+
+
+@near_miss("fsdp.sees-fields-alone", rejected_by="fsdp.forward.nested-containers")
+class SeesFieldsAlone(Patched):
+    """Finds tensors that are fields of a dataclass, and not those in containers that are.
+
+    From: A loop over `fields(output)`.
+    Unseen: Outputs of a test are tensors, tuples or dicts.
+    """
+
+    module = "solution.parallel.fsdp.schedule"
+    find = "_map_tensors(change, getattr(values, name)) for name in names}"
+    replace = """
+        (lambda v: change(v) if isinstance(v, torch.Tensor) else v)(getattr(values, name))
+        for name in names
+    }"""
+
+
+@near_miss("fsdp.counts-below-zero", rejected_by="fsdp.lifecycle.shards-after-exception")
+class CountsBelowZero(Patched):
+    """Counts a call as ended that never began, where a hook of the user's raised before ours.
+
+    From: A depth that goes up in one hook and down in another, which comes after exceptions too.
+    Unseen: Exceptions of a test come from layers.
+    """
+
+    module = "solution.parallel.fsdp.schedule"
+    find = "unit.depth = max(0, unit.depth - 1)"
+    replace = "unit.depth -= 1"
+
+
+@near_miss("fsdp.knows-units-by-class", rejected_by="fsdp.init.ties-across-units")
+class KnowsUnitsByClass(Patched):
+    """Takes a parameter of another unit of the same class for one of its own.
+
+    From: Units are compared by the name that errors call them by.
+    Unseen: The tie of a test is that of an embedding and a head.
+    """
+
+    module = "solution.parallel.fsdp.options"
+    find = "if owner is not None:"
+    replace = "if owner is not None and owner != module:"
