@@ -23,50 +23,47 @@ algorithm needs; the run with the kill equals the same run without, bit for bit.
 
 import argparse
 import json
+import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
-from solution.config import GPT2Config
-from solution.data.prepare import read_meta
 from solution.data.shards import write_atomically
 from solution.demo import results
-from solution.demo.runs import PRESET, RUNS, start, train
+from solution.demo.runs import RUNS, train
 
 DATA = ["--vocab-size", "2048", "--max-bytes", "2000000", "--shard-tokens", "200000"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns 0 if every check holds, 1 if not, 2 if a run failed."""
-    flags = _flags(arguments)
-    if not find_spec("matplotlib"):
+    flags, started = _flags(arguments), time.perf_counter()
+    try:
+        from solution.demo import page  # here: it needs matplotlib, which is optional
+    except ModuleNotFoundError:
         said = "expected matplotlib, which draws the charts, found none"
         print(f"error: {said}; python -m pip install 'trainspec[plots]'", file=sys.stderr)
         return 2
-    started = time.perf_counter()
-    data = flags.out / "data"
-    if status := start([sys.executable, "-m", "solution.data.prepare", "--out", str(data), *DATA]):
-        return status
-    for run in RUNS:
-        if status := train(run, flags):
-            return status
-    meta = read_meta(data)
-    assert meta is not None  # `prepare` has written it
-    config = GPT2Config.preset(PRESET, vocab_size=meta["vocab_size"])
-    found = results.gather(config, flags.attention, flags.out)
-    found["conformance"] = results.conformance(flags.report)
-    print("\n" + results.table(found))
-    found["problems"] = results.check(found, flags.out)
-    found["seconds"] = round(time.perf_counter() - started, 1)
-    from solution.demo import page  # here: it needs matplotlib, which is optional
-
+    prepare = [sys.executable, "-m", "solution.data.prepare", "--out", str(flags.out / "data")]
+    try:
+        subprocess.run([*prepare, *DATA], check=True)
+        for run in RUNS:
+            train(run, flags)
+    except subprocess.CalledProcessError as error:
+        said = f"expected status 0, got {error.returncode} from: {shlex.join(error.cmd)}"
+        print(f"error: {said}", file=sys.stderr)
+        return 2
+    found = results.gather(flags.attention, flags.out, flags.report)
+    print("\n" + results.table(found["runs"]))
+    problems = results.check(found["runs"], flags.out)
+    found |= {"problems": problems, "seconds": round(time.perf_counter() - started, 1)}
     write_atomically(flags.out / "results.json", json.dumps(found, indent=1).encode() + b"\n")
-    write_atomically(flags.out / "index.html", page.render(found).encode())
+    page.draw(flags.out / "results.json", flags.out / "index.html")
     print(f"page: {flags.out / 'index.html'}")
-    print("\n".join(found["problems"]) or "all checks hold", f"({found['seconds']:.0f} s)")
-    return 1 if found["problems"] else 0
+    print("\n".join(problems) or "all checks hold", f"({found['seconds']:.0f} s)")
+    return 1 if problems else 0
 
 
 def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:

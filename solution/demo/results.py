@@ -8,8 +8,8 @@ fake tensors and do not depend on the ranks.
 
 import functools
 import json
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +17,10 @@ import torch
 
 from solution.config import GPT2Config
 from solution.console import aligned
-from solution.demo.runs import GLOBAL_BATCH, RUNS, SEQUENCE_LENGTH, Run
-from solution.measure.intervals import merged
+from solution.data.prepare import read_meta
+from solution.demo.runs import GLOBAL_BATCH, PRESET, RUNS, SEQUENCE_LENGTH, Run
 from solution.measure.memory import predict
-from solution.measure.trace import LANES, step_lanes
+from solution.measure.trace import step_lanes
 from solution.measure.trace_file import read_trace
 from solution.models import families
 
@@ -50,8 +50,11 @@ THEORY = {
 }
 
 
-def gather(config: GPT2Config, attention: str, out: Path) -> dict[str, Any]:
-    """Return all of it but the checks, the conformance and the seconds."""
+def gather(attention: str, out: Path, report: Path) -> dict[str, Any]:
+    """Return all of it but the checks and the seconds; `report` is of the specification."""
+    meta = read_meta(out / "data")
+    assert meta is not None  # `prepare` has written it
+    config = GPT2Config.preset(PRESET, vocab_size=meta["vocab_size"])
     first = RUNS[0].summaries(out)[0]
     return {
         "schema": "trainspec-demo/1",
@@ -62,14 +65,20 @@ def gather(config: GPT2Config, attention: str, out: Path) -> dict[str, Any]:
         "device": first["device"],
         "torch": torch.__version__,
         "runs": [_gather_run(run, config, attention, out) for run in RUNS],
+        "conformance": _conformance(report),
     }
 
 
 def _gather_run(run: Run, config: GPT2Config, attention: str, out: Path) -> dict[str, Any]:
-    summaries = run.summaries(out)
+    summaries, theory = run.summaries(out), THEORY[run.kind]
     held = [summary["held_bytes"] for summary in summaries]
     traces = sorted(run.traces(out).rglob("rank*_trace.json"))
-    predicted, sent = _theory(run, config, attention)
+    alone, of_blocks = _one_rank(config, attention, run.micro_batch)
+    whole, passes = alone["parameters"], GLOBAL_BATCH // (run.micro_batch * run.num_ranks)
+    kept = whole // run.num_ranks if theory.divides == "all" else whole
+    state = whole // run.num_ranks if theory.divides else whole
+    # A shard of each tensor has a count of its own.
+    counts = (alone["optimizer"] - 2 * whole) // (run.num_ranks if run.kind == "zero1" else 1)
 
     def differences(key: str) -> list[float]:
         pairs = zip(run.curve(out, key), RUNS[0].curve(out, key), strict=True)
@@ -85,54 +94,35 @@ def _gather_run(run: Run, config: GPT2Config, attention: str, out: Path) -> dict
         "tokens_per_s": summaries[0]["tokens_per_s"],
         "memory": {
             "measured": {name: max(one[name] for one in held) for name in held[0]},
-            "predicted": predicted,
+            "predicted": {
+                "parameters": kept,
+                "gradients": kept,
+                "optimizer": 2 * state + counts,
+                "activations": alone["activations"],
+            },
             "peak": [summary["peak_memory_bytes"] for summary in summaries],
         },
         "traffic": {
             "collectives": summaries[0]["collectives"],
             "bytes": summaries[0]["bytes_per_step"],
-            "theory_bytes": sent,
-            "reason": THEORY[run.kind].reason,
+            "theory_bytes": theory.sent_bytes(whole, of_blocks, passes),
+            "reason": theory.reason,
         },
-        "timeline": [_timeline(path) for path in traces],
+        "timeline": [step_lanes(read_trace(path))[-1].from_begin(FINEST) for path in traces],
         "weights": summaries[0]["weights_sha256"],
     }
 
 
-def _theory(run: Run, config: GPT2Config, attention: str) -> tuple[dict[str, int], int]:
-    """Return the bytes per rank by component, and those sent per step."""
-    with torch.device("meta"):
-        model = families.build(config)
-    tensors, of_blocks = list(model.parameters()), model.blocks.parameters()
-    whole, blocks = sum(p.nbytes for p in tensors), sum(p.nbytes for p in of_blocks)
-    theory, passes = THEORY[run.kind], GLOBAL_BATCH // (run.micro_batch * run.num_ranks)
-    kept = whole // run.num_ranks if theory.divides == "all" else whole
-    state = whole // run.num_ranks if theory.divides else whole
-    # A shard of each tensor has a count of its own.
-    counts = 4 * len(tensors) // (run.num_ranks if run.kind == "zero1" else 1)
-    predicted = {"parameters": kept, "gradients": kept, "optimizer": 2 * state + counts}
-    predicted["activations"] = _activations(config, attention, run.micro_batch)
-    return predicted, theory.sent_bytes(whole, blocks, passes)
-
-
 @functools.cache  # most runs have the same micro-batch
-def _activations(config: GPT2Config, attention: str, batch_size: int) -> int:
+def _one_rank(config: GPT2Config, attention: str, batch_size: int) -> tuple[dict[str, int], int]:
+    """Return what a rank alone takes, by component, and the bytes of the blocks' parameters."""
     with torch.device("meta"):
         model = families.build(config, attention=attention)
     found = predict(model, batch_size=batch_size, sequence_length=SEQUENCE_LENGTH)
-    return found.terms["activations"]
+    return found.terms, sum(parameter.nbytes for parameter in model.blocks.parameters())
 
 
-def _timeline(path: Path) -> dict[str, Any]:
-    """Return the last recorded step of one rank, as coarse as it can be drawn; microseconds."""
-    found = step_lanes(read_trace(path))[-1].from_begin()
-    for lane in LANES:
-        parts = merged(found[lane], gap=found["duration_us"] / FINEST)
-        found[lane] = [[round(begin, 1), round(end, 1)] for begin, end in parts]
-    return found
-
-
-def conformance(path: Path) -> dict[str, Any] | None:
+def _conformance(path: Path) -> dict[str, Any] | None:
     """Return chapter by implementation, of the specification's report; None if there is none."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -140,12 +130,11 @@ def conformance(path: Path) -> dict[str, Any] | None:
         return None
     if report.get("schema") != "trainspec-report/1" or not report["complete"]:
         return None
-    rows: dict[str, dict[str, Counter[str]]] = {}
+    rows: dict[str, Any] = defaultdict(lambda: defaultdict(Counter))
     for clause in report["clauses"]:
         if clause["strength"] == "MUST":
-            chapter = rows.setdefault(clause["chapter"], {})
             for name, cell in clause["cells"].items():
-                chapter.setdefault(name, Counter())[cell["outcome"]] += 1
+                rows[clause["chapter"]][name][cell["outcome"]] += 1
     return {
         "command": report["run"].get("command", ""),
         "text": report["verdict"]["text"],
@@ -157,9 +146,9 @@ def conformance(path: Path) -> dict[str, Any] | None:
 # -------------------------------------------------------------------------- checks, and the table
 
 
-def check(results: Mapping[str, Any], out: Path) -> list[str]:
+def check(runs: Sequence[Mapping[str, Any]], out: Path) -> list[str]:
     """Return what does not hold, one line each."""
-    _, control, *others = results["runs"]
+    baseline, control, *others = runs
     problems = []
     # Adam and clipping hide a gradient of the wrong size from the loss, but not from its own norm.
     for key, title in (("loss", "losses"), ("grad_norm", "gradient norms")):
@@ -170,25 +159,35 @@ def check(results: Mapping[str, Any], out: Path) -> list[str]:
         print(f"{said} ({MARGIN:.0f} x control + 8 ulp)")
         if not largest <= allowed:
             problems.append(f"FAILED: expected equal curves of {said}")
-    losses = results["runs"][0]["losses"]
-    if not losses[-1] < losses[0]:
-        problems.append(f"FAILED: expected the loss to fall, got {losses[0]} to {losses[-1]}")
+    begun, *_, ended = baseline["losses"]
+    if not ended < begun:
+        problems.append(f"FAILED: expected the loss to fall, got {begun} to {ended}")
     for run, gathered in zip(RUNS[2:], others, strict=True):
-        problems += _check_ranks(run, gathered["traffic"]["theory_bytes"], out)
+        summaries, expected = run.summaries(out), gathered["traffic"]["theory_bytes"]
+        weights = {summary["weights_sha256"] for summary in summaries}
+        if len(weights) != 1:
+            said = f"expected equal weights on all ranks, got {weights}"
+            problems.append(f"FAILED: {run.title}: {said}")
+        problems += [
+            f"FAILED: {run.title}, rank {summary['rank']}: expected {expected} bytes per step, as "
+            f"its algorithm needs, got {summary['bytes_per_step']} "
+            f"({summary['bytes_per_step'] / max(expected, 1):.2f} x)"
+            for summary in summaries
+            if summary["bytes_per_step"] != expected
+        ]
         if run.is_killed:
-            problems += _check_restart(run, out)
+            problems += _check_restart(run, weights, out)
     return problems
 
 
-def _check_restart(run: Run, out: Path) -> list[str]:
+def _check_restart(run: Run, weights: set[str], out: Path) -> list[str]:
     """Return problems unless a run that was killed and restarted equals the one that was not."""
-    same = next(one for one in RUNS if (one.name, one.kind) == (run.name, run.kind))
-    if not run.was_restarted(out):
+    if len(run.starts(out)) < 2:
         return [f"FAILED: {run.title}: expected another process after the kill, got the same"]
-    differing = [
-        key for key in ("loss", "grad_norm", "lr") if run.curve(out, key) != same.curve(out, key)
-    ]
-    weights = {s["weights_sha256"] for one in (run, same) for s in one.summaries(out)}
+    same = next(one for one in RUNS if (one.name, one.kind) == (run.name, run.kind))
+    curves = ("loss", "grad_norm", "lr")
+    differing = [key for key in curves if run.curve(out, key) != same.curve(out, key)]
+    weights = weights | {summary["weights_sha256"] for summary in same.summaries(out)}
     if differing or len(weights) != 1:
         said = f"{', '.join(differing) or 'no curve'} differ, weights {weights}"
         return [f"FAILED: {run.title}: expected the bits of {same.title}, got: {said}"]
@@ -196,35 +195,18 @@ def _check_restart(run: Run, out: Path) -> list[str]:
     return []
 
 
-def _check_ranks(run: Run, expected: int, out: Path) -> list[str]:
-    summaries = run.summaries(out)
-    weights = {summary["weights_sha256"] for summary in summaries}
-    problems = []
-    if len(weights) != 1:
-        problems.append(f"FAILED: {run.title}: expected equal weights on all ranks, got {weights}")
-    return problems + [
-        f"FAILED: {run.title}, rank {summary['rank']}: expected {expected} bytes per step, as its "
-        f"algorithm needs, got {summary['bytes_per_step']} "
-        f"({summary['bytes_per_step'] / max(expected, 1):.2f} x)"
-        for summary in summaries
-        if summary["bytes_per_step"] != expected
-    ]
-
-
-def table(results: Mapping[str, Any]) -> str:
+def table(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return one line per run: where it ended, how far from one rank, what it cost."""
-    rows = [["", "last loss", "differs", "norms", "tokens/s", "sent MB", "theory", "weights"]]
-    rows += [
-        [
-            run["title"],
+    rows = [("", "last loss", "differs", "norms", "tokens/s", "sent MB", "theory", "weights")]
+    for run in runs:
+        distance, traffic = run["distance"], run["traffic"]
+        cells = (
             f"{run['losses'][-1]:.6f}",
-            f"{run['distance']['loss']:.1e}",
-            f"{run['distance']['grad_norm']:.1e}",
+            f"{distance['loss']:.1e}",
+            f"{distance['grad_norm']:.1e}",
             f"{run['tokens_per_s']:,.0f}",
-            f"{run['traffic']['bytes'] / 1e6:.2f}",
-            f"{run['traffic']['theory_bytes'] / 1e6:.2f}",
-            run["weights"][:8],
-        ]
-        for run in results["runs"]
-    ]
+            f"{traffic['bytes'] / 1e6:.2f}",
+            f"{traffic['theory_bytes'] / 1e6:.2f}",
+        )
+        rows.append((run["title"], *cells, run["weights"][:8]))
     return aligned(rows)

@@ -1,7 +1,6 @@
 """The runs of the demonstration: commands, the kill, and the files that each leaves behind."""
 
 import argparse
-import functools
 import json
 import os
 import re
@@ -11,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from solution.measure.recording import WARM_UP
 GLOBAL_BATCH, MICRO_BATCH, SEQUENCE_LENGTH = 16, 4, 128
 PRESET = "tiny"
 VICTIM = 1  # the rank that is killed
-# Before a rank's command: write which process it is, then become it. torchrun makes $$ of $$$$.
-TELL = 'echo $$$$ > "$0.$RANK"; exec "$@"'
+# Before a rank's command: note which process it is, then become it. torchrun makes $$ of $$$$.
+TELL = 'echo $$$$ >> "$0.$RANK"; exec "$@"'
 
 
 @dataclass(frozen=True)
@@ -45,25 +44,20 @@ class Run:
     def command(self, shared: Sequence[str], out: Path) -> list[str]:
         """Return the command line, `torchrun` on a free port of the loopback for several ranks."""
         family = "baseline" if self.kind == "alone" else "fsdp" if "fsdp" in self.kind else "ddp"
-        flags = [*shared, *self.flags, "--out", str(out / self.folder)]
-        script = ["-m", f"solution.train_{family}", *flags]
-        script += ["--micro-batch-size", str(self.micro_batch)]
+        script = ["-m", f"solution.train_{family}", *shared, *self.flags]
+        script += ["--out", str(out / self.folder), "--micro-batch-size", str(self.micro_batch)]
         if self.num_ranks == 1:
             return [sys.executable, *script]
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         torchrun.append(f"--nproc-per-node={self.num_ranks}")
-        if not self.is_killed:
-            return [*torchrun, *script]
-        tell = ["--max-restarts=1", "--no-python", "sh", "-c", TELL, str(out / self.folder / "pid")]
-        return [*torchrun, *tell, sys.executable, *script]
+        if self.is_killed:
+            torchrun += ["--max-restarts=1", "--no-python", "sh", "-c", TELL]
+            torchrun += [str(out / self.folder / "pid"), sys.executable]
+        return [*torchrun, *script]
 
-    def pid(self, out: Path) -> str:
-        """Return the process id of the rank to be killed, of the newest start."""
-        return (out / self.folder / f"pid.{VICTIM}").read_text().strip()
-
-    def was_restarted(self, out: Path) -> bool:
-        """Return whether another process took over from the one that was killed."""
-        return (out / self.folder / "killed").read_text() != self.pid(out)
+    def starts(self, out: Path) -> list[int]:
+        """Return the process ids of the rank that is killed, one per start."""
+        return [int(line) for line in (out / self.folder / f"pid.{VICTIM}").read_text().split()]
 
     def log(self, out: Path) -> Path:
         """Return the file that gets a line per step."""
@@ -97,9 +91,13 @@ RUNS = [
 """The first one is the baseline and the second the control."""
 
 
-def train(run: Run, flags: argparse.Namespace) -> int:
-    """Train one of the runs, and kill it if that is its purpose; return 2 if it failed."""
-    folder = flags.out / run.folder
+def train(run: Run, flags: argparse.Namespace) -> None:
+    """Train one of the runs, with one thread per rank, and kill it if that is its purpose.
+
+    Raises:
+        subprocess.CalledProcessError: it failed, and has said why.
+    """
+    folder, traces = flags.out / run.folder, run.traces(flags.out)
     settings = {  # a run's own flags come later, and win
         "data": flags.out / "data",
         "preset": PRESET,
@@ -114,26 +112,16 @@ def train(run: Run, flags: argparse.Namespace) -> int:
         "device": flags.device,
         "attention": flags.attention,
     }
-    meanwhile: Any = subprocess.Popen.wait
     if run.is_killed:
         shutil.rmtree(folder, ignore_errors=True)  # an earlier demo's saves are of a finished run
         folder.mkdir(parents=True)
         settings |= {"checkpoint-dir": folder / "saved", "save-every": max(1, flags.steps // 6)}
-        meanwhile = functools.partial(_kill, run, flags.out, max(1, 4 * flags.steps // 7))
     elif flags.steps > WARM_UP:  # one that is killed would find the traces of its first start
-        shutil.rmtree(run.traces(flags.out), ignore_errors=True)
-        settings |= {"profile-steps": 1, "traces": run.traces(flags.out)}
+        shutil.rmtree(traces, ignore_errors=True)
+        settings |= {"profile-steps": 1, "traces": traces}
     shared = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     command = run.command(shared, flags.out)
     print(f"\n$ {shlex.join(['python', *command[1:]])}", flush=True)
-    return start(command, meanwhile)
-
-
-def start(
-    command: Sequence[str],
-    meanwhile: Callable[[subprocess.Popen[bytes]], Any] = subprocess.Popen.wait,
-) -> int:
-    """Run `command` to its end with one thread per rank; 2 if it failed, having said why."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -145,22 +133,19 @@ def start(
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     with subprocess.Popen(command, env=environment) as process:
-        meanwhile(process)
+        if run.is_killed:
+            _kill(run, flags.out, max(1, 4 * flags.steps // 7), process)
     if process.returncode:
-        said = f"expected status 0, got {process.returncode} from: {shlex.join(command)}"
-        print(f"error: {said}", file=sys.stderr)
-        return 2
-    return 0
+        raise subprocess.CalledProcessError(process.returncode, command)
 
 
 def _kill(run: Run, out: Path, after: int, process: subprocess.Popen[bytes]) -> None:
-    """Kill a rank once `after` steps are in the log; write down which process that was."""
+    """Kill a rank once `after` steps are in the log."""
     log = run.log(out)
     while not (log.exists() and log.read_bytes().count(b"\n") >= after):
         if process.poll() is not None:
             return  # it failed, and has said why
         time.sleep(0.01)
-    pid = run.pid(out)
-    os.kill(int(pid), signal.SIGKILL)
-    (out / run.folder / "killed").write_text(pid)
+    pid = run.starts(out)[-1]
+    os.kill(pid, signal.SIGKILL)
     print(f"killed rank {VICTIM} (process {pid}) after step {after}", flush=True)

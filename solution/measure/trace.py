@@ -77,10 +77,16 @@ class Lanes:
         idle = duration - covered["compute_us"] - covered["exposed_us"]
         return {"duration_us": duration, **covered, "idle_us": idle}
 
-    def from_begin(self) -> dict[str, Any]:
-        """Return rank, step, `duration_us` and lanes for JSON, counted from the step's begin."""
+    def from_begin(self, finest: float = math.inf) -> dict[str, Any]:
+        """Return rank, step, `duration_us` and lanes for JSON, counted from the step's begin.
+
+        Gaps of at most one of `finest` parts of the step are closed.
+        """
         lanes = {
-            lane: [[begin - self.begin, end - self.begin] for begin, end in spans]
+            lane: merged(
+                ((begin - self.begin, end - self.begin) for begin, end in spans),
+                gap=(self.end - self.begin) / finest,
+            )
             for lane, spans in self.of.items()
         }
         duration = self.end - self.begin
