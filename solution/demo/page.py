@@ -2,9 +2,9 @@
 
     python -m solution.demo.page outputs/demo/results.json outputs/demo/index.html
 
-`page.html.jinja` is the page. The charts are drawn by matplotlib as SVG and put into it; their
-colours become those of the page's style, in light and dark. Parts whose data is not there (no trace
-was recorded, no specification at hand) are left out.
+`page.html.jinja` is the page. The charts are drawn by matplotlib (`page.mplstyle`) as SVG and put
+into it; their colours become those of the page's style, in light and dark. Parts whose data is not
+there (no trace was recorded, no specification at hand) are left out.
 """
 
 import io
@@ -22,20 +22,11 @@ from solution.measure.intervals import length
 from solution.measure.trace import kind_of
 from solution.measure.traces import page_template
 
+FOLDER = Path(__file__).parent
 COMPONENTS = ("parameters", "gradients", "optimizer", "activations")
 MIB = 2**20
 HUES = [f"#{number:06x}" for number in range(1, 7)]  # written as the page's --hue-1 to --hue-6
 DASHES: list[Any] = ["solid", (0, (9, 5)), (0, (3, 4)), (0, (12, 4, 3, 4)), (0, (2, 7))]
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text
-    "path.simplify": False,  # a point per step
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-}
-
 Runs = Sequence[Mapping[str, Any]]
 Axes = Any  # matplotlib's, whose types differ between versions
 
@@ -48,8 +39,8 @@ def render(found: Mapping[str, Any]) -> str:
     longest = max((rank["duration_us"] for run in recorded for rank in run["timeline"]), default=0)
     losses = f"Loss of {len(runs)} runs over the steps; they coincide"
     apart, axis = "Difference of losses from one rank", {"ylabel": "difference", "yscale": "log"}
-    with matplotlib.rc_context(STYLE):
-        return page_template(Path(__file__).with_name("page.html.jinja")).render(
+    with matplotlib.rc_context(fname=FOLDER / "page.mplstyle"):
+        return page_template(FOLDER / "page.html.jinja").render(
             found,
             charts={
                 "losses": _curves(runs, "losses", losses, {"ylabel": "loss"}),

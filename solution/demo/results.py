@@ -1,6 +1,6 @@
 """OUT/results.json: everything that the page shows, gathered from what the runs left behind.
 
-`THEORY` predicts what each kind of run holds and sends. Gradients are those that the update reads;
+A run's `Division` predicts what it holds and sends. Gradients are those that the update reads;
 AdamW keeps two moments, and a step count of 4 bytes per tensor. Bytes are those that a rank hands
 to its collectives (`solution.measure.traffic`). Activations, of one micro-batch, are predicted with
 fake tensors and do not depend on the ranks.
@@ -9,9 +9,9 @@ fake tensors and do not depend on the ranks.
 import functools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,28 +26,6 @@ from solution.models import families
 
 MARGIN = 10.0  # between two right runs that differ in rounding, the control being one such pair
 FINEST = 1500  # parts of a step: gaps below one such part are not drawn
-
-
-class Theory(NamedTuple):
-    """What a kind of run needs: of P bytes of parameters, B of them in blocks, M micro-batches."""
-
-    divides: str  # over the ranks: "state" of AdamW; "all", gradients and parameters as well
-    sent_bytes: Callable[[int, int, int], int]  # in a step, of P, B and M
-    reason: str
-
-
-_EVERY_GRADIENT = Theory("", lambda p, b, m: p, "P: every gradient once")
-_GATHERS = "M(P + B) + P: blocks gathered for forward and backward, gradients once"
-THEORY = {
-    "alone": Theory("", lambda p, b, m: 0, "nothing: one rank"),
-    "ddp": _EVERY_GRADIENT,
-    "zero1": Theory("state", lambda p, b, m: 2 * p, "2P: every gradient, then every new weight"),
-    "fsdp_no_shard": _EVERY_GRADIENT,
-    "fsdp_shard_grad_op": Theory(
-        "all", lambda p, b, m: m * p + p, "MP + P: a gather per micro-batch, gradients once"
-    ),
-    "fsdp_full_shard": Theory("all", lambda p, b, m: m * (p + b) + p, _GATHERS),
-}
 
 
 def gather(attention: str, out: Path, report: Path) -> dict[str, Any]:
@@ -70,15 +48,16 @@ def gather(attention: str, out: Path, report: Path) -> dict[str, Any]:
 
 
 def _gather_run(run: Run, config: GPT2Config, attention: str, out: Path) -> dict[str, Any]:
-    summaries, theory = run.summaries(out), THEORY[run.kind]
+    summaries, division = run.summaries(out), run.division
     held = [summary["held_bytes"] for summary in summaries]
     traces = sorted(run.traces(out).rglob("rank*_trace.json"))
     alone, of_blocks = _one_rank(config, attention, run.micro_batch)
     whole, passes = alone["parameters"], GLOBAL_BATCH // (run.micro_batch * run.num_ranks)
-    kept = whole // run.num_ranks if theory.divides == "all" else whole
-    state = whole // run.num_ranks if theory.divides else whole
+    kept = whole // run.num_ranks if division.divides == "all" else whole
+    state = whole // run.num_ranks if division.divides else whole
     # A shard of each tensor has a count of its own.
-    counts = (alone["optimizer"] - 2 * whole) // (run.num_ranks if run.kind == "zero1" else 1)
+    counts = alone["optimizer"] - 2 * whole
+    counts //= run.num_ranks if division.divides == "state" else 1
 
     def differences(key: str) -> list[float]:
         pairs = zip(run.curve(out, key), RUNS[0].curve(out, key), strict=True)
@@ -86,8 +65,6 @@ def _gather_run(run: Run, config: GPT2Config, attention: str, out: Path) -> dict
 
     return {
         "title": run.title,
-        "kind": run.kind,
-        "num_ranks": run.num_ranks,
         "losses": run.curve(out, "loss"),
         "differences": differences("loss"),  # from the first run, per step
         "distance": {key: max(differences(key)) for key in ("loss", "grad_norm")},  # the largest
@@ -105,8 +82,8 @@ def _gather_run(run: Run, config: GPT2Config, attention: str, out: Path) -> dict
         "traffic": {
             "collectives": summaries[0]["collectives"],
             "bytes": summaries[0]["bytes_per_step"],
-            "theory_bytes": theory.sent_bytes(whole, of_blocks, passes),
-            "reason": theory.reason,
+            "theory_bytes": division.sent_bytes(whole, of_blocks, passes),
+            "reason": division.reason,
         },
         "timeline": [step_lanes(read_trace(path))[-1].from_begin(FINEST) for path in traces],
         "weights": summaries[0]["weights_sha256"],
@@ -184,7 +161,7 @@ def _check_restart(run: Run, weights: set[str], out: Path) -> list[str]:
     """Return problems unless a run that was killed and restarted equals the one that was not."""
     if len(run.starts(out)) < 2:
         return [f"FAILED: {run.title}: expected another process after the kill, got the same"]
-    same = next(one for one in RUNS if (one.name, one.kind) == (run.name, run.kind))
+    same = next(one for one in RUNS if (one.name, one.division) == (run.name, run.division))
     curves = ("loss", "grad_norm", "lr")
     differing = [key for key in curves if run.curve(out, key) != same.curve(out, key)]
     weights = weights | {summary["weights_sha256"] for summary in same.summaries(out)}

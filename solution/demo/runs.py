@@ -10,10 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from solution.measure.recording import WARM_UP
 
@@ -24,13 +24,22 @@ VICTIM = 1  # the rank that is killed
 TELL = 'echo $$$$ >> "$0.$RANK"; exec "$@"'
 
 
+class Division(NamedTuple):
+    """How ranks divide the work: of P bytes of parameters, B of them in blocks, M micro-batches."""
+
+    script: str  # solution.train_...
+    divides: str  # over the ranks: "state" of AdamW; "all", gradients and parameters as well
+    sent_bytes: Callable[[int, int, int], int]  # in a step, of P, B and M
+    reason: str
+
+
 @dataclass(frozen=True)
 class Run:
     """One training run of the demo."""
 
     title: str  # for people
     name: str  # of the files that it writes
-    kind: str  # how the work is divided: a row of the table in `results`
+    division: Division
     num_ranks: int
     flags: tuple[str, ...] = ()
     folder: str = "runs"  # below the demo's
@@ -43,8 +52,7 @@ class Run:
 
     def command(self, shared: Sequence[str], out: Path) -> list[str]:
         """Return the command line, `torchrun` on a free port of the loopback for several ranks."""
-        family = "baseline" if self.kind == "alone" else "fsdp" if "fsdp" in self.kind else "ddp"
-        script = ["-m", f"solution.train_{family}", *shared, *self.flags]
+        script = ["-m", f"solution.train_{self.division.script}", *shared, *self.flags]
         script += ["--out", str(out / self.folder), "--micro-batch-size", str(self.micro_batch)]
         if self.num_ranks == 1:
             return [sys.executable, *script]
@@ -73,20 +81,27 @@ class Run:
         return [json.loads(path.read_text()) for path in paths]
 
 
+ALONE = Division("baseline", "", lambda p, b, m: 0, "nothing: one rank")
+DDP = Division("ddp", "", lambda p, b, m: p, "P: every gradient once")
+ZERO1 = Division("ddp", "state", lambda p, b, m: 2 * p, "2P: every gradient, then every new weight")
+NO_SHARD = DDP._replace(script="fsdp")
+GATHERED_ONCE = "MP + P: a gather per micro-batch, gradients once"
+GRAD_OP = Division("fsdp", "all", lambda p, b, m: m * p + p, GATHERED_ONCE)
+GATHERED_TWICE = "M(P + B) + P: blocks gathered for forward and backward, gradients once"
+FULL_SHARD = Division("fsdp", "all", lambda p, b, m: m * (p + b) + p, GATHERED_TWICE)
 BUCKETED = ("--wrapper", "ddp_bucketed")
-FULL, GRAD_OP, NOTHING = "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_no_shard"
 RUNS = [
-    Run("one rank", "baseline", "alone", 1),
-    Run("control", "baseline", "alone", 1, folder="control", micro_batch=MICRO_BATCH // 2),
-    Run("ours, ddp", "ddp", "ddp", 2, ("--wrapper", "ddp")),
-    Run("ours, bucketed", "ddp_bucketed", "ddp", 2, BUCKETED),
-    Run("PyTorch's DDP", "torch", "ddp", 2, ("--wrapper", "torch")),
-    Run("ours, ZeRO-1", "ddp_bucketed", "zero1", 2, (*BUCKETED, "--zero1"), "zero1"),
-    Run("ours, FSDP", FULL, FULL, 2, ("--strategy", "FULL_SHARD")),
-    Run("ours, SHARD_GRAD_OP", GRAD_OP, GRAD_OP, 2, ("--strategy", "SHARD_GRAD_OP")),
-    Run("ours, NO_SHARD", NOTHING, NOTHING, 2, ("--strategy", "NO_SHARD")),
-    Run("PyTorch's FSDP", f"{FULL}_torch", FULL, 2, ("--impl", "torch")),
-    Run("killed, resumed", "ddp_bucketed", "ddp", 2, BUCKETED, "killed", is_killed=True),
+    Run("one rank", "baseline", ALONE, 1),
+    Run("control", "baseline", ALONE, 1, folder="control", micro_batch=MICRO_BATCH // 2),
+    Run("ours, ddp", "ddp", DDP, 2, ("--wrapper", "ddp")),
+    Run("ours, bucketed", "ddp_bucketed", DDP, 2, BUCKETED),
+    Run("PyTorch's DDP", "torch", DDP, 2, ("--wrapper", "torch")),
+    Run("ours, ZeRO-1", "ddp_bucketed", ZERO1, 2, (*BUCKETED, "--zero1"), "zero1"),
+    Run("ours, FSDP", "fsdp_full_shard", FULL_SHARD, 2, ("--strategy", "FULL_SHARD")),
+    Run("ours, SHARD_GRAD_OP", "fsdp_shard_grad_op", GRAD_OP, 2, ("--strategy", "SHARD_GRAD_OP")),
+    Run("ours, NO_SHARD", "fsdp_no_shard", NO_SHARD, 2, ("--strategy", "NO_SHARD")),
+    Run("PyTorch's FSDP", "fsdp_full_shard_torch", FULL_SHARD, 2, ("--impl", "torch")),
+    Run("killed, resumed", "ddp_bucketed", DDP, 2, BUCKETED, "killed", is_killed=True),
 ]
 """The first one is the baseline and the second the control."""
 
