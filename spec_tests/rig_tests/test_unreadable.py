@@ -11,7 +11,8 @@ import torch
 from spec_tests import ledger, target
 from spec_tests.contract import FUNCTIONS
 from spec_tests.data.test_partition import test_all_ranks_are_in_the_same_window_of_the_order
-from spec_tests.rig import judge
+from spec_tests.laws import stream
+from spec_tests.rig import judge, shards
 from spec_tests.rig.judge import runner
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.errors import RigError
@@ -129,3 +130,11 @@ def test_a_loader_that_fails_gets_a_finding(worlds: Worlds, mine, statement, sai
     worlds.drop(which)
     assert result.outcome is Outcome.FAILED, result.message
     assert said in result.message
+
+
+@pytest.mark.parametrize(("first", "words"), [(shards.STRIDE, "but others"), (1, "offsets")])
+def test_what_is_wrong_with_a_batch_of_no_rank_is_said(first: int, words: str):
+    wanted = stream.expected([9], sequence_length=2, batch_size=1, world_size=1)
+    got = [stream.batch_of([first], 2)]
+    with pytest.raises(judge.Violation, match=words):
+        stream.same([got], wanted)
