@@ -42,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags, started = _flags(arguments), time.perf_counter()
     try:
         from solution.demo import page  # here: it needs matplotlib, which is optional
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
         said = "expected matplotlib, which draws the charts, found none"
         print(f"error: {said}; python -m pip install 'trainspec[plots]'", file=sys.stderr)
         return 2

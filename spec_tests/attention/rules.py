@@ -97,14 +97,14 @@ def bounds(
             roundings = 16.0 + 8.0 * largest_lse
         allowed = spare * (4.0 * _norm(own) + roundings * unit * _norm(ref))
         return [Bound("rule F32, norm of the error", _norm(error), allowed)]
-    spare = 1.25 if name in GRADIENTS else 1.0
+    roundings = 1.25 if name in GRADIENTS else 1.0
     stored = ref.to(seen.dtype)
     floor = 2.0 * _largest((stored + 0.3 - 0.3).double() - stored.double())
     factor = 3.0 if name in GRADIENTS else 2.0
     if name in ("dQ", "dK") and not gentle:
         return [Bound("rule N2, norm of the error", _norm(error), 4.0 * _norm(own))]
     return [
-        Bound("rule N1, norm of the error", _norm(error), spare * unit * _norm(ref)),
+        Bound("rule N1, norm of the error", _norm(error), roundings * unit * _norm(ref)),
         Bound("rule N2, norm of the error", _norm(error), 1.25 * _norm(own)),
         Bound("rule M, largest error", _largest(error), factor * _largest(own) + floor),
     ]

@@ -198,7 +198,7 @@ def under_autocast(ctx, subject, problem, inside):
 )
 @pytest.mark.parametrize("inside", ["float32", "mixed"])
 def test_under_autocast_values_keep_their_rounding(world, subject, inside):
-    """Under autocast O and gradients MUST be within 1.25 roundings; mixed dtypes cast or refused.
+    """Under autocast O MUST be within one rounding, dV within 1.25; mixed dtypes cast or refused.
 
     Autocast reaches into a forward that is made of PyTorch's products and makes its sums narrow;
     and it hands over q in float32 beside k and v in half precision, of which the output takes

@@ -137,12 +137,17 @@ def fully_shard(
     between steps. `zero_grad` clears what waits on this rank for its reduction, too. Memory does
     not grow from step to step, what is launched is waited for, and another model disturbs nothing.
     After a caught exception the next step is right, or an error.
-    Outputs may be a dataclass, or the forward refuses it.
+    Inputs and outputs may sit in nested containers and named tuples, which stay what they are. They
+    may sit in a dataclass, or the forward refuses a dataclass.
     Level `production` asks for more of PyTorch's: `ignored_params`, a list of modules as one unit,
     `unshard(async_op=True)`, whose gather `reshard` discards, and the setters that
-    `spec_tests/fsdp/test_settings.py` names. Ranks that differ in modules or policy all raise.
-    `torch.compile` of units, before
-    or after they are sharded, or of the sharded model changes no value.
+    `spec_tests/fsdp/test_settings.py` names. Ranks that differ in modules or policy all raise, on a
+    2-D mesh too. Forward hooks and pre-hooks that a module had before it was sharded see its full
+    weights. With a reduce_dtype each gradient keeps its parameter's dtype, or the forward refuses
+    a unit of two. Of the two methods of the all-gather one alone is refused. A forward that
+    activation checkpointing repeats is cast as the first, and its unit is reduced and freed as
+    ever. `torch.compile` of units, before or after they are sharded, or of the sharded model
+    changes no value.
     """
 
 

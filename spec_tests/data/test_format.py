@@ -101,7 +101,7 @@ def test_writing_into_a_batch_changes_nothing_else(world, subject):
         [ranks[0]["first"]],
         wanted,
         given="each batch overwritten after it was read",
-        likely="batches are views of memory that the loader reads again",
+        likely="batches are views of memory that the loader reads again, or the order is wrong",
     )
     judge.equal(
         [rank["shared"] for rank in ranks],

@@ -65,7 +65,10 @@ def seen_dtypes(ctx, subject, options, is_training):
         output = module(torch.ones(2, 4, device=ctx.device), extra=extra)
     found = {f"outer {k}": v for k, v in module.outer.seen.items()}
     found |= {f"inner {k}": v for k, v in module.inner.seen.items()}
-    return found | {f"output {k}": str(v.dtype) for k, v in output._asdict().items()}
+    found["output"] = type(output).__name__
+    return found | {
+        f"output {k}": str(v.dtype) for k, v in zip(Answer._fields, output, strict=True)
+    }
 
 
 _SEEN = {
@@ -79,6 +82,7 @@ _SEEN = {
     "inner ids": "torch.int64",
     "inner mask": "torch.bool",
     "inner angles": "torch.float32",
+    "output": "Answer",
     "output y": "torch.float32",
     "output ids": "torch.int64",
 }

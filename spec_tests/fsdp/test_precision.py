@@ -308,10 +308,10 @@ def test_a_mean_that_float16_holds_does_not_overflow_on_the_way(world, subject):
     )
 
 
-def of_two_dtypes(ctx, subject):
+def of_two_dtypes(ctx, subject, toy):
     """Gradients of a unit of two dtypes that are reduced in one."""
     policy = ctx.impl.MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    sharded = Sharded(ctx, subject, "mixed", units="root", mp_policy=policy)
+    sharded = Sharded(ctx, subject, toy, units="root", mp_policy=policy)
     loss = sharded.loss(0)
     with refusal.caught() as late:  # a refusal comes before
         loss.backward()
@@ -330,9 +330,10 @@ def of_two_dtypes(ctx, subject):
 def test_gradients_of_two_dtypes_are_reduced_in_one(world, subject):
     """With a reduce_dtype, a unit of two dtypes MUST get mean gradients, each in its own dtype.
 
-    It may be refused, by the forward.
+    It may be refused, by the forward: a backward has nobody to tell.
     """
-    ranks = refusal.answer_or_refusal(world, of_two_dtypes, subject)
+    usual = (of_two_dtypes, subject, "even")
+    ranks = refusal.answer_or_refusal(world, of_two_dtypes, subject, "mixed", ordinary=usual)
     if ranks is None:
         return
     late, dtypes, gradients = zip(*ranks, strict=True)

@@ -184,7 +184,7 @@ def test_bad_input_is_an_error_on_every_rank_by_the_first_step(world, subject, c
 
 
 class Unfinished(torch.Tensor):
-    """A tensor that is doubled by its own all-gather, if anybody knew what comes of it."""
+    """A tensor that has only the first of the two all-gather methods, which doubles it."""
 
     held: torch.Tensor
 
@@ -303,7 +303,7 @@ def _judge_unequal(world, subject, difference):
     errors = world.run(unequal, subject, difference)
     refusal.on_all_ranks(
         errors,
-        given=f"the last rank has another {difference}",
+        given=f"the last rank differs: {difference}",
         likely="not all of them are compared: messages of another size or dtype arrive",
     )
 

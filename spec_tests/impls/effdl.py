@@ -195,7 +195,8 @@ def _outermost(module: nn.Module) -> nn.Module:
     holders: dict[int, nn.Module] = {}
     for each in gc.get_objects():
         if issubclass(type(each), nn.Module):
-            holders |= {id(child): each for child in each._modules.values()}
+            children = each.__dict__.get("_modules") or {}  # none before its __init__ has run
+            holders |= {id(child): each for child in children.values()}
     while id(module) in holders:
         module = holders[id(module)]
     return module

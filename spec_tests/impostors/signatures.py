@@ -12,7 +12,8 @@ live ranks where the clause has one (slow clauses aside); of the clauses that it
 
 The last one takes each near-miss out of the dictionary, has its signature diagnosed by the others,
 and compares families (`families.toml`): right, or another. Where no other near-miss explains it,
-the family is that of which its clauses and symptoms speak; nobody looked at near-misses for it.
+the family is that of which its clauses and symptoms speak. Their words were written without the
+near-misses; how much each clause counts is not.
 
 The file says with which torch they were taken. Ids and symptoms are listed once, each finding is a
 pair of positions, so that the file stays small.
@@ -213,7 +214,7 @@ def accuracy(kept: Signatures) -> list[str]:
         chapter, right = name.partition(".")[0], family[name]
         like = named(words.explain(found, judged[chapter] - {*found}, without=[name]), found)
         voted = diagnosis.families().of(found, without=found)
-        said = family[like] if like else voted[0]
+        said = family[like] if like else next(iter(voted), "")
         outcome = ("right" if said == right else "another") + (", like" if like else "")
         for table in (chapter, "all"):
             row = rows.setdefault(table, Counter())

@@ -134,10 +134,10 @@ def start(
     """
     # For what the command itself starts; this process gets the parent's sys.path.
     settings = {**RANK_ENVIRONMENT, "PYTHONPATH": str(ROOT), **(environment or {})}
-    words, server = [str(argument) for argument in arguments], _server()
+    words = [str(argument) for argument in arguments]
     process = get_context(start_method()).Process(  # type: ignore[attr-defined]  # both have it
         target=_run,
-        args=(module, words, str(folder), settings, name, server._forkserver_address),
+        args=(module, words, str(folder), settings, name),
         daemon=True,
     )
     with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):  # not pytest's again
@@ -211,17 +211,12 @@ def free_port() -> int:
 
 
 def _run(
-    module: str,
-    arguments: list[str],
-    folder: str,
-    environment: dict[str, str],
-    name: str,
-    zygote: str | None,
+    module: str, arguments: list[str], folder: str, environment: dict[str, str], name: str
 ) -> None:
     """In the new process: become the command."""
     os.chdir(folder)
     sys.path.insert(0, folder)
-    _share(zygote)
+    _share_zygote()
     for number, kind in ((1, "out"), (2, "err")):
         descriptor = os.open(f"{name}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, number)
@@ -238,18 +233,13 @@ def _run(
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _server() -> Any:
-    """Return what multiprocessing knows of the zygote."""
-    return forkserver._forkserver  # type: ignore[attr-defined]
-
-
-def _share(zygote: str | None) -> None:
+def _share_zygote() -> None:
     """Let what this process starts come from the zygote that it came from itself."""
-    if zygote is not None:
-        server = _server()
-        server._forkserver_address, server.ensure_running = zygote, lambda: None
-        this: Any = current_process()
-        this._config["daemon"] = False  # a daemon may have no children
+    server: Any = forkserver
+    # It knows the address; it would begin another one, since the process is not its own child.
+    server.ensure_running = server._forkserver.ensure_running = lambda: None
+    this: Any = current_process()
+    this._config["daemon"] = False  # a daemon may have no children
 
 
 def _ranks_below(parent: int) -> dict[int, int]:

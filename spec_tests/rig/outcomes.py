@@ -196,7 +196,8 @@ def judge_run(events: Sequence[Event]) -> Verdict:
     if all(cell.outcome in SILENT for cell in found):
         asked = {level_of(events, cell.implementation) for cell in found}
         above = [level for level in LEVELS if all(not is_within(level, each) for each in asked)]
-        hint = f"; a higher level judges more: --level {above[0]}" if asked and above else ""
+        is_absent = any(cell.outcome is Outcome.NOT_OFFERED for cell in found)
+        hint = f"; a higher level may judge more: --level {above[0]}" if is_absent and above else ""
         broken.append(f"nothing ran: no clause that was selected is offered and can run here{hint}")
     if broken:
         return Verdict(2, tuple(broken + refuted))

@@ -83,12 +83,17 @@ def python(
 
     It gets none of pytest's variables: a run within a worker of xdist would take itself for one.
     The suite's own command is forked from a process that has imported torch; not where variables
-    are given, since its ranks would have the zygote's.
+    are given, since its ranks have the zygote's; nor does it see what a test has put in
+    `os.environ`.
     """
     if arguments[:2] == ("-m", "spec_tests") and not environment:
         with tempfile.TemporaryDirectory(prefix="trainspec-") as scratch:
             words, name = arguments[2:], f"{scratch}/command"
-            ended = launch.start("spec_tests", words, folder=cwd, name=name).wait(500)
+            command = launch.start("spec_tests", words, folder=cwd, name=name)
+            try:
+                ended = command.wait(500)
+            finally:
+                command.close()
         return subprocess.CompletedProcess([*arguments], ended.status, ended.out, ended.err)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     found = [str(ROOT), os.environ.get("PYTHONPATH")]

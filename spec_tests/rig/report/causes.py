@@ -94,7 +94,8 @@ def _named(found: Sequence[Cause], passed: Collection[str]) -> list[Cause]:
             same.cells = sorted(same.cells + cause.cells, key=_place_in_book)
     for cause in kept:
         likely_first = families().of({clause: shown[clause] for clause in cause.clauses})
-        cause.family = "" if cause.like else next(iter(likely_first), "")
+        if not cause.like and all(cell.outcome is not Outcome.ERROR for cell in cause.cells):
+            cause.family = next(iter(likely_first), "")
     return kept
 
 
