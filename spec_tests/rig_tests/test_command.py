@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from importlib import import_module
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from spec_tests import ledger
 from spec_tests.live import Live
 from spec_tests.outcome_hooks import Run
 from spec_tests.plugin import _nothing_to_run
+from spec_tests.reference_tests import launch
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.report.eventlog import read_log
 from spec_tests.rig_tests.helpers import RIGHT, ROOT, python, within
@@ -312,3 +314,14 @@ def test_an_unknown_clause_is_said_to_be_one_by_workers_too():
         done = spec_tests("--clause", "ddp.gradients.meen,clip.no", *words)
         assert done.returncode == 2
         assert "no clause id matches; close to it: ddp.gradients.mean" in done.stdout + done.stderr
+
+
+def test_ranks_of_a_forked_command_come_from_the_zygote_of_the_tests(tmp_path: Path):
+    program = """
+from multiprocessing import forkserver
+from spec_tests.rig.ranks.zygote import start_zygote
+start_zygote()
+print(forkserver._forkserver._forkserver_address, end="")
+"""
+    ended = launch.run(program, folder=tmp_path)
+    assert ended.out == forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]

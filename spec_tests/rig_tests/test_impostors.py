@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_tests import impostors, ledger
+from spec_tests import impostors, ledger, target
 from spec_tests.impostors import command, duplicates, matrix
 from spec_tests.impostors.card import Impostor
 from spec_tests.impostors.crew import Crew, Job, Verdict
@@ -18,6 +18,8 @@ from spec_tests.impostors.patching import StalePatchError, forget, patched
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.errors import RigError
 from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig_tests.helpers import judged
+from spec_tests.training import test_data, test_gradient
 
 NEAR_MISSES = [card for card in impostors.CATALOGUE.values() if not card.is_benign]
 BENIGN = impostors.find("benign.plain")
@@ -101,6 +103,19 @@ def test_an_impostor_that_does_not_load_is_an_error_and_no_acceptance(own: World
     )
     with pytest.raises(RigError):
         own.world(2, matrix.target_of(lost)).offered()
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        test_data.test_a_step_without_all_its_data_is_not_taken_as_if_it_had_them,
+        test_gradient.test_training_in_two_calls_is_training_in_one,
+    ],
+)
+def test_a_mean_of_means_is_not_taken_for_another_fault(worlds: Worlds, test):
+    which = target.parse("impostor:training.mean-of-means")
+    found = judged(which, worlds, test)
+    assert found.outcome is Outcome.PASSED, found.message
 
 
 def test_a_crew_reports_what_is_wrong_and_goes_on(crew: Crew):

@@ -257,6 +257,14 @@ def test_one_diagnosis_is_one_cause_and_none_is_a_cause_of_its_own():
     ]
 
 
+def test_a_kind_is_told_of_a_finding_and_not_of_an_error_of_the_rig():
+    shown = log(failed("ddp.gradients.mean", WRONG), result("error", clause="ddp.traffic.died"))
+    found = {cause.first.clause: cause.family for cause in causes(shown, "solution")}
+    assert found == {"ddp.gradients.mean": "wrong-divisor", "ddp.traffic.died": ""}
+    shown = log(result("error", clause="ddp.gradients.mean"))
+    assert [cause.family for cause in causes(shown, "solution")] == [""]
+
+
 def test_causes_that_one_known_fault_explains_are_one_cause_that_names_it(monkeypatch):
     twice, other = "likely: summed and not divided by the world size", "other: the mean gradient"
     known = {

@@ -256,7 +256,7 @@ class Families:
     Attributes:
         says: family to what is wrong, in words.
         clauses: clause to the families of which its failure speaks, the most likely first.
-        symptoms: symptom to such families; most symptoms speak of none.
+        symptoms: symptom to such families; a symptom without a name speaks of none.
     """
 
     says: dict[str, str]
