@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from spec_tests.laws import refusal
@@ -56,9 +56,9 @@ def parameters(ctx: Context, layout: Layout, scale: float = 1.0) -> dict[str, nn
     """Parameters with their gradients, as this rank has them."""
     mesh = None
     if {"hybrid", "both"} & {*layout.values()}:
-        mesh = init_device_mesh("cpu", (2, ctx.world_size // 2))
+        mesh = ctx.mesh((2, ctx.world_size // 2))
     elif {"shard", "replicate"} & {*layout.values()}:
-        mesh = init_device_mesh("cpu", (ctx.world_size,))
+        mesh = ctx.mesh((ctx.world_size,))
     found = {}
     for name, how in layout.items():
         gradient = _laid_out(whole(name, scale), how, mesh)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -140,7 +140,7 @@ PARTS: dict[str, Any] = {"rows": None, "not-neighbours": [0, 2], "not-from-zero"
 def on_a_mesh(ctx, subject, seed, shape):
     """Gradients on a mesh of two dimensions, or on the part of it that this rank is in."""
     names = ("replicate", "shard")
-    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=names)
+    mesh = ctx.mesh((2, 2), names)
     part = PARTS.get(shape)
     if part is not None:
         mesh = DeviceMesh(ctx.device.type, part)  # made by all ranks, as any process group
@@ -191,7 +191,7 @@ def on_a_flat_mesh(ctx, subject, shape):
     """What parameters are on a mesh whose one dimension is 1, and gradients."""
     names = ("replicate", "shard")
     shape = tuple(ctx.world_size if size is None else size for size in shape)
-    mesh = init_device_mesh(ctx.device.type, shape, mesh_dim_names=names)
+    mesh = ctx.mesh(shape, names)
     sharded = Sharded(ctx, subject, "stack", mesh=mesh)
     described = {name: about(p) for name, p in sharded.shards().items()}
     return described, sharded.gradients_after("accumulate 1, backward 0")

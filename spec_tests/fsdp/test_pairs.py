@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import FULLY_SHARD, SEED, Sharded
@@ -87,7 +86,7 @@ def two_steps(ctx, subject, row):
     shape = values["mesh"]
     names = ("replicate", "shard")[-len(shape) :]
     options: dict[str, Any] = {
-        "mesh": init_device_mesh(ctx.device.type, shape, mesh_dim_names=names),
+        "mesh": ctx.mesh(shape, names),
         "reshard_after_forward": values["reshard_after_forward"],
     }
     if values["precision"]:

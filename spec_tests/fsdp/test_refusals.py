@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
@@ -77,9 +76,7 @@ def refused(ctx, subject, case):
     options = {}
     if case == "mesh-of-three":
         names = ("a", "b", "c")
-        options["mesh"] = init_device_mesh(
-            ctx.device.type, (1, 1, ctx.world_size), mesh_dim_names=names
-        )
+        options["mesh"] = ctx.mesh((1, 1, ctx.world_size), names)
     kinds = (ValueError, NotImplementedError, TypeError)
     return error_of(lambda: ctx.impl.fully_shard(module, **options), kinds)
 
@@ -109,7 +106,7 @@ class Table(nn.Module):
 
 def _distributed(ctx):
     layer = nn.Linear(4, 4)
-    mesh = init_device_mesh(ctx.device.type, (ctx.world_size,))
+    mesh = ctx.mesh((ctx.world_size,))
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(1)]))
     return layer
 
@@ -267,7 +264,7 @@ def unequal(ctx, subject, difference):
     if "of-a-" in difference:
         sizes = (2, 2) if difference.endswith("mesh") else (ctx.world_size, 1)
         names = ("replicate", "shard")
-        options["mesh"] = init_device_mesh(ctx.device.type, sizes, mesh_dim_names=names)
+        options["mesh"] = ctx.mesh(sizes, names)
     if is_other and difference.startswith("policy"):
         options["mp_policy"] = ctx.impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     with refusal.caught() as error:

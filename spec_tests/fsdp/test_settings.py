@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from spec_tests.clause import clauses
@@ -58,7 +57,7 @@ def over_replicas(ctx, subject, case):
     toy, units, uses = WINDOWS[case]
     names = ("replicate", "shard")
     sizes = (4, 1) if case == "one-shard" else (2, 2)
-    mesh = init_device_mesh(ctx.device.type, sizes, mesh_dim_names=names)
+    mesh = ctx.mesh(sizes, names)
     sharded = Sharded(ctx, subject, toy, units=units, mesh=mesh)
     for _ in range(1 + (case == "again")):
         sharded.zero_grad()
@@ -127,7 +126,7 @@ def divided(ctx, subject, factor, mesh=None):
     names = ("replicate", "shard")
     options: dict[str, Any] = {}
     if mesh is not None:
-        options["mesh"] = init_device_mesh(ctx.device.type, mesh, mesh_dim_names=names)
+        options["mesh"] = ctx.mesh(mesh, names)
     sharded = Sharded(ctx, subject, "stack", **options)
     for part in sharded.module.modules():
         setter: Any = getattr(part, "set_gradient_divide_factor", None)

@@ -20,13 +20,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import current_process, forkserver, get_context
+from multiprocessing import current_process, get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from spec_tests.rig.ranks.zygote import RANK_ENVIRONMENT, forget_triton, start_method
+from spec_tests.rig.ranks.zygote import (
+    RANK_ENVIRONMENT,
+    forget_triton,
+    share_zygote,
+    start_method,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS_PROC = Path("/proc/self/environ").exists()
@@ -216,7 +221,9 @@ def _run(
     """In the new process: become the command."""
     os.chdir(folder)
     sys.path.insert(0, folder)
-    _share_zygote()
+    share_zygote()  # the one that it came from itself
+    this: Any = current_process()
+    this._config["daemon"] = False  # a daemon may have no children
     for number, kind in ((1, "out"), (2, "err")):
         descriptor = os.open(f"{name}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, number)
@@ -231,15 +238,6 @@ def _run(
         exec(compile(module, "<program>", "exec"), {"__name__": "__main__"})
     else:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-def _share_zygote() -> None:
-    """Let what this process starts come from the zygote that it came from itself."""
-    server: Any = forkserver
-    # It knows the address; it would begin another one, since the process is not its own child.
-    server.ensure_running = server._forkserver.ensure_running = lambda: None
-    this: Any = current_process()
-    this._config["daemon"] = False  # a daemon may have no children
 
 
 def _ranks_below(parent: int) -> dict[int, int]:

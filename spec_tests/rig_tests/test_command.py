@@ -325,3 +325,34 @@ print(forkserver._forkserver._forkserver_address, end="")
 """
     ended = launch.run(program, folder=tmp_path)
     assert ended.out == forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+
+
+def test_workers_share_the_zygote_of_the_session(tmp_path: Path):
+    (tmp_path / "test_it.py").write_text("""
+import os
+from multiprocessing import forkserver
+import pytest
+
+@pytest.mark.parametrize("number", range(8))
+def test_address(number):
+    assert "TRAINSPEC_ZYGOTE" not in os.environ  # what a worker starts has one of its own
+    address = forkserver._forkserver._forkserver_address
+    open(f"{number}.{os.environ['PYTEST_XDIST_WORKER']}", "w").write(address)
+""")
+    words = (
+        "-m",
+        "pytest",
+        "-p",
+        "spec_tests.plugin",
+        "-p",
+        "xdist",
+        "-n",
+        "2",
+        "-q",
+        "test_it.py",
+    )
+    done = python(*words, cwd=tmp_path, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = [each for each in tmp_path.iterdir() if each.suffix.startswith(".gw")]
+    assert {each.suffix for each in written} == {".gw0", ".gw1"}
+    assert len({each.read_text() for each in written}) == 1

@@ -5,6 +5,7 @@ import os
 import random
 import sys
 import threading
+import types
 from pathlib import Path
 
 import numpy as np
@@ -179,6 +180,49 @@ def test_a_world_can_be_cut_into_groups_that_go_with_the_body(worlds: Worlds, gr
     assert [members for _, members in ranks] == mine
     assert ranks.leaks == ()
     assert worlds.world(4).run(count_groups) == [1] * 4
+
+
+def sum_over_a_mesh(ctx: Context) -> tuple[list[float], int]:
+    mesh = ctx.mesh((2, 2), ("rows", "columns"))
+    sums = [torch.tensor([2.0**ctx.rank]) for _ in range(2)]
+    for total, group in zip(sums, mesh.get_all_groups(), strict=True):
+        dist.all_reduce(total, group=group)
+    return [total.item() for total in sums], count_groups(ctx)
+
+
+def threads_of_gloo(ctx: Context) -> list[int]:
+    tasks = Path("/proc/self/task").iterdir()
+    loops = [each for each in tasks if (each / "comm").read_text() == "gloo_tcp_loop\n"]
+    return [os.getpriority(os.PRIO_PROCESS, int(each.name)) for each in loops]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are read from /proc")
+def test_the_groups_of_a_mesh_go_with_the_body_and_their_threads_too(worlds: Worlds):
+    world = worlds.world(4)
+    ranks = world.run(sum_over_a_mesh)
+    assert [sums for sums, _ in ranks] == [[5, 3], [10, 3], [5, 12], [10, 12]]
+    assert {groups for _, groups in ranks} == {3}
+    assert ranks.leaks == ()
+    assert world.run(count_groups) == [1] * 4
+    assert world.run(threads_of_gloo) == [[10]] * 4, "the default group's alone, and it gives way"
+
+
+def import_much(ctx: Context) -> None:
+    for number in range(60):
+        name = f"imported_{number}"
+        sys.modules[name] = types.ModuleType(name)
+
+
+def frozen(ctx: Context) -> int:
+    return gc.get_freeze_count()
+
+
+def test_what_a_body_imports_is_not_looked_at_by_later_collections(own: Worlds):
+    world = own.world(1)
+    (before,) = world.run(frozen)
+    assert world.run(frozen) == [before], "little was imported"
+    world.run(import_much)
+    assert world.run(frozen)[0] >= before + 60
 
 
 def test_a_group_that_leaves_a_rank_out_is_refused_there(worlds: Worlds):

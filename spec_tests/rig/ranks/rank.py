@@ -38,8 +38,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from spec_tests.rig.ranks import hygiene, wire
+from spec_tests.rig.ranks import hygiene, thrift, wire
 from spec_tests.rig.ranks.recorder import Recorder
 from spec_tests.rig.ranks.watcher import LAST_WORDS, Doing, keep_last_words, watch
 from spec_tests.rig.ranks.zygote import forget_triton
@@ -157,8 +158,18 @@ class Context:
             raise ValueError(f"rank {self.rank} is in none of the groups {groups}")
         return mine
 
+    def mesh(self, sizes: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
+        """A mesh over all ranks. Its groups are destroyed when the body ends.
+
+        Each thread of gloo looks for work a hundred times a second: forty groups that nobody uses
+        any more take a third of two cores.
+        """
+        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        self._groups += [group for group in mesh.get_all_groups() if group != dist.group.WORLD]
+        return mesh
+
     def finish(self) -> None:
-        """The body has returned: destroy the groups that `split` made."""
+        """The body has returned: destroy the groups that `split` and `mesh` made."""
         if self._groups:
             _forget_meshes()
         while self._groups:
@@ -257,9 +268,10 @@ def _serve(
     impl: Implementation | None,
     output: int,
 ) -> None:
-    joined = -1
+    joined, modules = -1, len(sys.modules)
     clean = hygiene.snapshot()
     while True:
+        modules = thrift.freeze_imports(modules)
         task: Task | None = wire.loads(tasks.recv_bytes())
         if task is None:
             break
@@ -345,6 +357,7 @@ def _join(config: RankConfig, store: dist.TCPStore, generation: int) -> None:
         world_size=config.world_size,
         timeout=timedelta(seconds=GROUP_TIMEOUT_S),
     )
+    thrift.let_gloo_give_way()
     # Until all have joined: a rank whose body fails at once would otherwise close its sockets
     # while a slower peer still connects, and that peer would die of it.
     if prefixed.add("joined", 1) == config.world_size:
@@ -369,7 +382,7 @@ def load_implementation(
     preloaded = "torch.distributed.fsdp" in sys.modules
     if target is None:
         return None, Greeting(preloaded)
-    _spare_the_machine()
+    thrift.spare_the_machine()
     device = prepare_device(target, transport)
     clean, whole = hygiene.snapshot(), hygiene.attributes()
     try:
@@ -407,12 +420,3 @@ def _theirs(trace: TracebackType | None) -> TracebackType | None:
             return trace
         trace = trace.tb_next
     return None
-
-
-def _spare_the_machine() -> None:
-    """Where memory runs out or a crash leaves its core, foreign code pays and not the suite."""
-    with contextlib.suppress(ImportError, OSError, ValueError):  # not on every platform
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        Path("/proc/self/oom_score_adj").write_text("900")
