@@ -276,8 +276,8 @@ def tensors(ctx: Context) -> list[torch.Tensor]:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="descriptors are read from /proc")
 def test_calls_and_pools_leave_nothing_open(own: Worlds):
-    closed = set()
-    for number in range(4):
+    closed = []
+    for number in range(5):
         world = own.world(2)
         world.run(tensors)
         world.run(open_things)
@@ -287,5 +287,9 @@ def test_calls_and_pools_leave_nothing_open(own: Worlds):
         assert open_things(None) == before
         assert world.run(open_things) == inside
         own.close()
-        closed.add(open_things(None))
-    assert len(closed) == 1, "pools that come and go leave nothing either"
+        closed.append(open_things(None))
+    # Of the pools of other tests a connection may end meanwhile, so the number may fall.
+    (first_files, first_threads), (files, threads) = closed[1], closed[-1]
+    assert (files <= first_files, threads <= first_threads) == (True, True), (
+        f"pools that come and go leave files or threads: {closed}"
+    )
