@@ -10,10 +10,11 @@ live ranks where the clause has one (slow clauses aside); of the clauses that it
     python -m spec_tests signatures --only 'ddp.*'     some; the others stay as they are
     python -m spec_tests signatures --accuracy         how well they explain each other
 
-The last one takes each near-miss out of the dictionary, has its signature diagnosed by the others,
-and compares families (`families.toml`): right, or another. Where no other near-miss explains it,
-the family is that of which its clauses and symptoms speak. Their words were written without the
-near-misses; how much each clause counts is not.
+The last one asks what a report would say of each near-miss that it does not know: its signature is
+taken out of the dictionary, and the causes that the others explain are compared by family
+(`families.toml`): whether the first is right, or one of the first three, and how many there are.
+Last come pairs, two near-misses of different families with both signatures in the dictionary:
+whether both families are among the first three. What a pair fails is what either of them fails.
 
 The file says with which torch they were taken. Ids and symptoms are listed once, each finding is a
 pair of positions, so that the file stays small.
@@ -26,11 +27,10 @@ import fnmatch
 import functools
 import math
 import os
+import random
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,22 +42,19 @@ from spec_tests.impostors.card import Impostor
 from spec_tests.impostors.crew import Crew, Job
 from spec_tests.impostors.matrix import brought_by, by_id, named_clauses, probe, target_of
 from spec_tests.rig.judge.runner import CaseResult, run_case
-from spec_tests.rig.outcomes import SILENT, Outcome
+from spec_tests.rig.outcomes import SILENT, Event, Outcome
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig.report import diagnosis
+from spec_tests.rig.report.causes import causes
 from spec_tests.rig.report.diagnosis import (
     PATH,
-    Dictionary,
     Signature,
     Signatures,
+    family_of,
     load,
-    named,
     save,
 )
 from spec_tests.rig.report.symptom import symptom
 from spec_tests.target import Target
-
-FAMILIES = Path(__file__).with_name("families.toml")
 
 SIZE = 2
 """Ranks of the panel's worlds; clauses that have none of this size are left out."""
@@ -196,39 +193,70 @@ def _keep_least(seconds: dict[str, float], seen: Mapping[str, float]) -> None:
         seconds[clause] = round(min(took, seconds.get(clause, took)), 3)
 
 
-def families() -> dict[str, str]:
-    """Near-miss to its family."""
-    kept = tomllib.loads(FAMILIES.read_text())
-    return {name: family for family, own in kept.items() for name in own["near_misses"]}
-
-
 def accuracy(kept: Signatures) -> list[str]:
-    """Say how well signatures explain each other, by chapter; then what was explained wrongly."""
-    family, words = families(), Dictionary(kept.of)
-    judged: dict[str, set[str]] = {}
-    for name, found in kept.of.items():
-        judged.setdefault(name.partition(".")[0], set()).update(found)
+    """Say how well causes are named: see the head of this file; then what was named wrongly."""
     rows: dict[str, Counter[str]] = {}
     wrong = []
     for name, found in kept.of.items():
-        chapter, right = name.partition(".")[0], family[name]
-        like = named(words.explain(found, judged[chapter] - {*found}, without=[name]), found)
-        voted = diagnosis.families().of(found, without=found)
-        said = family[like] if like else next(iter(voted), "")
-        outcome = ("right" if said == right else "another") + (", like" if like else "")
-        for table in (chapter, "all"):
-            row = rows.setdefault(table, Counter())
-            row.update(["number", outcome, *["of three"] * (right in voted[:3])])
-        if said != right:
-            wrong.append(f"    {name} ({right}): {f'like {like} ' if like else ''}({said})")
-    lines = [
-        "near-misses without their own signature: how many; family right and another, by a "
-        "near-miss that it is like; the same by its clauses and symptoms; right; one of three"
-    ]
+        chapter, right = name.partition(".")[0], family_of()[name]
+        said = _said(kept, chapter, found, without=[name])
+        two = _partner(kept, name)
+        both = _said(kept, chapter, {**found, **kept.of[two]}) if two else []
+        for row in (rows.setdefault(each, Counter()) for each in (chapter, "all")):
+            row.update(["number", *["first"] * (said[:1] == [right])])
+            row.update({"three": right in said[:3], "causes": len(said), "pairs": bool(two)})
+            row["both"] += bool(two) and {right, family_of()[two]} <= {*both[:3]}
+        if said[:1] != [right]:
+            wrong.append(f"    {name} ({right}): {', '.join(said[:3])}")
+    lines = ["near-misses; without their own signature: first right, one of three, causes; pairs"]
     for chapter, row in sorted(rows.items()):
-        number, hits = row["number"], row["right"] + row["right, like"]
-        kinds = ("right, like", "another, like", "right", "another")
-        counts = " ".join(f"{row[kind]:4}" for kind in kinds)
-        shares = f"{hits / number:4.0%} {row['of three'] / number:4.0%}"
-        lines.append(f"{chapter:12} {number:4}: {counts}  {shares}")
+        number, pairs = row["number"], max(1, row["pairs"])
+        shares = f"{row['first'] / number:4.0%} {row['three'] / number:4.0%}"
+        causes_each = f"{row['causes'] / number:5.2f}"
+        lines.append(f"{chapter:12} {number:4}: {shares} {causes_each}  {row['both'] / pairs:4.0%}")
     return [*lines, "another family:", *wrong]
+
+
+def _partner(kept: Signatures, name: str) -> str:
+    """Another near-miss of the chapter and of another family, drawn by the name."""
+    others = [
+        each
+        for each in kept.of
+        if each.partition(".")[0] == name.partition(".")[0]
+        and family_of()[each] != family_of()[name]
+    ]
+    return random.Random(name).choice(others) if others else ""
+
+
+def _said(
+    kept: Signatures, chapter: str, failed: Mapping[str, str], without: Sequence[str] = ()
+) -> list[str]:
+    """The families of the causes that a report names where these clauses fail in these ways."""
+    judged = {clause for name, own in kept.of.items() if name.startswith(chapter) for clause in own}
+    events = [_event(clause, failed.get(clause)) for clause in sorted(judged & {*by_id()})]
+    return [
+        family_of()[cause.like] if cause.like else cause.family
+        for cause in causes(events, "it", without=without)
+    ]
+
+
+def _event(clause: str, shown: str | None) -> Event:
+    """The result of a clause that passed, or failed with a message of that symptom."""
+    direction, _, what = (shown or "").partition(": ")
+    got = {"less": "got 1", "more": "got 3"}.get(direction, "got another")
+    headline = f"rank 0: expected {what}{' 2' * (direction in ('less', 'more'))}, {got}"
+    if direction.startswith("raised "):
+        headline = f"rank 0 of 2 {shown}: words"
+    if direction == "likely":
+        headline = f"what was found\n{shown}"
+    ended = direction if direction in (Outcome.HANG, Outcome.DIED) else Outcome.FAILED
+    return {
+        "event": "result",
+        "clause": clause,
+        "implementation": "it",
+        "case": "",
+        "strength": str(by_id()[clause].strength),
+        "level": by_id()[clause].level,
+        "outcome": str(ended if shown else Outcome.PASSED),
+        "message": f"[{clause}]\n{headline}" if shown else "",
+    }

@@ -60,7 +60,7 @@ KNOWN = Dictionary(
 
 
 def explained(failed: dict[str, str], passed: set[str], **options: object) -> list[tuple[str, ...]]:
-    return [(d.near_miss, *d.clauses) for d in KNOWN.explain(failed, passed, **options)]  # type: ignore[arg-type]
+    return [(d.near_miss, *d.alike) for d in KNOWN.explain(failed, passed, **options)]  # type: ignore[arg-type]
 
 
 def test_the_fault_that_explains_most_comes_first_and_the_rest_is_asked_about_again():
@@ -81,10 +81,13 @@ def test_nothing_is_forced_on_another_symptom():
     assert explained({"unheard-of": "raised"}, set()) == []
 
 
-def test_of_two_that_fit_alike_none_is_named():
-    twins = Dictionary({"ddp.one": {"a": "x", "b": "y"}, "ddp.other": {"a": "x", "c": "z"}})
-    assert twins.explain({"a": "x"}, set()) == []
-    (known,) = twins.explain({"a": "x", "c": "z"}, {"b"})
+def test_of_two_that_fit_alike_one_is_named_if_they_are_of_one_family():
+    twins = {"ddp.one": {"a": "x", "b": "y"}, "ddp.other": {"a": "x", "c": "z"}}
+    (known,) = Dictionary(twins).explain({"a": "x"}, set())
+    assert (known.near_miss, known.alike) == ("", ("a",))
+    (known,) = Dictionary(twins).explain({"a": "x", "c": "z"}, {"b"})
+    assert known.near_miss == "ddp.other"
+    (known,) = Dictionary(twins, dict.fromkeys(twins, "stale")).explain({"a": "x"}, set())
     assert known.near_miss == "ddp.other"
 
 
@@ -96,7 +99,10 @@ def test_one_clause_of_many_names_nobody_nor_does_a_symptom_without_a_name():
     many = {"frozen": "raised", "a": "x", "b": "x", "c": "x"}
     (known,) = KNOWN.explain(many, set())
     assert not diagnosis.is_telling(known, many)
+    (known,) = KNOWN.explain({"frozen": "raised"}, set())
     assert diagnosis.is_telling(known, {"frozen": "raised"})
+    _, second = KNOWN.explain({"mean": "twice", "training": "twice", **many}, set())
+    assert (second.near_miss, second.left) == ("ddp.crashes", 4)
     bare = {"frozen": "other: error"}
     (known,) = Dictionary({"ddp.crashes": bare}).explain(bare, set())
     assert not diagnosis.is_telling(known, bare)
@@ -121,12 +127,22 @@ def test_a_clause_that_many_faults_fail_says_little():
     assert known.of({common: "raised", rare: "raised"}) == ["stale", "mask"]
 
 
+def test_near_misses_that_fail_a_clause_in_the_same_way_speak_of_their_family():
+    (name, own), *_ = (each for each in diagnosis.load().of.items() if len(each[1]) == 1)
+    ((clause, shown),) = own.items()
+    nothing = diagnosis.Families({}, {}, {})
+    assert diagnosis.family_of()[name] in nothing.of({clause: shown})
+    assert nothing.of({clause: "another"}) == []
+    alike = [each for each, found in diagnosis.load().of.items() if found.get(clause) == shown]
+    assert nothing.of({clause: shown}, without=alike) == []
+
+
 def test_every_clause_speaks_of_families_that_exist():
     known = diagnosis.families()
     assert {*known.clauses} == {clause.id for clause in ledger.load_all()}
     spoken = [*known.clauses.values(), *known.symptoms.values()]
     assert {name for names in spoken for name in names.split()} == {*known.says}
-    assert {*signatures.families().values()} <= {*known.says}
+    assert {*diagnosis.family_of().values()} <= {*known.says}
     assert "" not in spoken
 
 
@@ -158,8 +174,8 @@ def test_no_symptom_that_is_kept_names_a_folder_of_one_machine():
 
 def test_every_near_miss_has_a_signature_and_one_family():
     assert {*diagnosis.load().of} == NEAR_MISSES
-    assert {*signatures.families()} == NEAR_MISSES
-    text = signatures.FAMILIES.read_text()
+    assert {*diagnosis.family_of()} == NEAR_MISSES
+    text = diagnosis.FAMILIES.read_text()
     assert [name for name in NEAR_MISSES if text.count(f'"{name}"') != 1] == []
 
 

@@ -25,7 +25,7 @@ from spec_tests.rig.report import (
     write_report,
 )
 from spec_tests.rig.report.causes import causes
-from spec_tests.rig.report.diagnosis import Dictionary
+from spec_tests.rig.report.diagnosis import Dictionary, Families
 from spec_tests.rig.report.eventlog import EventLog
 from spec_tests.rig.report.text import clip
 from spec_tests.rig_tests import golden
@@ -257,12 +257,34 @@ def test_one_diagnosis_is_one_cause_and_none_is_a_cause_of_its_own():
     ]
 
 
-def test_a_kind_is_told_of_a_finding_and_not_of_an_error_of_the_rig():
+def test_a_kind_is_told_of_a_finding_and_not_of_an_error_of_the_rig(monkeypatch):
+    monkeypatch.setattr("spec_tests.rig.report.causes.dictionary", lambda: Dictionary({}))
     shown = log(failed("ddp.gradients.mean", WRONG), result("error", clause="ddp.traffic.died"))
     found = {cause.first.clause: cause.family for cause in causes(shown, "solution")}
     assert found == {"ddp.gradients.mean": "wrong-divisor", "ddp.traffic.died": ""}
     shown = log(result("error", clause="ddp.gradients.mean"))
     assert [cause.family for cause in causes(shown, "solution")] == [""]
+
+
+def test_a_cause_without_a_diagnosis_joins_one_of_its_family(monkeypatch):
+    known = Families({}, {f"ddp.{each}.a": "stale" for each in "abcd"} | {"ddp.e.a": "mask"}, {})
+    monkeypatch.setattr("spec_tests.rig.report.causes.families", lambda: known)
+    monkeypatch.setattr("spec_tests.rig.report.causes.dictionary", lambda: Dictionary({}))
+    other = WRONG.replace("summed", "lost")
+    events = log(
+        failed("ddp.a.a", BARE),
+        failed("ddp.b.a", WRONG),
+        failed("ddp.c.a", other),
+        failed("ddp.d.a", TRACE, error=KIND, line=3),
+        failed("ddp.e.a", BARE),
+    )
+    found = {tuple(cause.clauses): cause.text for cause in causes(events, "solution")}
+    assert found == {
+        ("ddp.a.a", "ddp.b.a"): "summed and not divided by the world size",
+        ("ddp.c.a",): "lost and not divided by the world size",
+        ("ddp.d.a",): f"mine.py:3 raises {KIND}",
+        ("ddp.e.a",): "rank 0, 'w' (2,): expected the mean gradient, got something else",
+    }
 
 
 def test_causes_that_one_known_fault_explains_are_one_cause_that_names_it(monkeypatch):
@@ -281,6 +303,10 @@ def test_causes_that_one_known_fault_explains_are_one_cause_that_names_it(monkey
     named, raised = causes(log(*events), "solution")
     assert (named.like, named.clauses) == ("ddp.sums", ["ddp.a.one", "ddp.a.two", "ddp.b.bare"])
     assert (raised.like, raised.clauses) == ("", ["ddp.c.raises"])
+    # What fails in another way than in the signature is of the fault that explains the rest.
+    as_well = failed("ddp.b.bare", BARE.replace("expected", "wanted"))
+    (named,) = causes(log(*events[:2], as_well), "solution")
+    assert (named.like, named.clauses[-1]) == ("ddp.sums", "ddp.b.bare")
     # What it predicts and what passed speak against it: nothing is named.
     passed = [result("passed", clause=name) for name in ("ddp.a.one", "ddp.a.two")]
     (bare,) = causes(log(*passed, failed("ddp.b.bare", BARE)), "solution")

@@ -4,7 +4,7 @@ The cause of a failed clause is what the message of its first decisive case show
 judged code that raised, the diagnosis of a wrong value, or the line at which ranks were blocked.
 Clauses that show the same are one cause. A clause that shows nothing of this kind is a cause of its
 own: nothing is guessed. Causes that one known fault explains (see `diagnosis`) are one cause, too,
-which names that fault.
+which names that fault; and one without a diagnosis joins another of its family, unless that raised.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_tests.rig.outcomes import BROKEN, LEVELS, REFUTED, Cell, Event, Outcome, cells
-from spec_tests.rig.report.diagnosis import dictionary, families, is_telling
+from spec_tests.rig.report.diagnosis import Diagnosis, dictionary, families, is_telling
 from spec_tests.rig.report.symptom import RAISED, headline_of, likely, symptom
 from spec_tests.target import PACKAGE_ROOT
 
@@ -31,14 +31,21 @@ class Cause:
     Attributes:
         text: what it is, in a line.
         cells: the failed clauses that show it, the lowest level first.
-        like: the near-miss that fails the same clauses in the same way, or "".
-        family: where none does, the family of faults that the clauses and symptoms speak of, or "".
+        kind: what `text` is: "raised", "likely" (a diagnosis), "hang", "died", or "" (a finding).
+        known: the known fault that explains them, if one does.
+        family: where none has a name, the family that the clauses and symptoms speak of, or "".
     """
 
     text: str
     cells: list[Cell] = field(default_factory=list)
-    like: str = ""
+    kind: str = ""
+    known: Diagnosis | None = None
     family: str = ""
+
+    @property
+    def like(self) -> str:
+        """The near-miss that fails the same clauses in the same way, or ""."""
+        return self.known.near_miss if self.known else ""
 
     @property
     def clauses(self) -> list[str]:
@@ -51,8 +58,14 @@ class Cause:
         return self.cells[0]
 
 
-def causes(events: Sequence[Event], implementation: str) -> list[Cause]:
-    """Return the causes of what failed: the lowest level first, then the most frequent."""
+def causes(
+    events: Sequence[Event], implementation: str, *, without: Collection[str] = ()
+) -> list[Cause]:
+    """Return the causes of what failed: the lowest level first, then the most frequent.
+
+    Args:
+        without: near-misses that are taken to be unknown.
+    """
     judged = cells(events, implementation)
     failed = [
         cell
@@ -65,38 +78,58 @@ def causes(events: Sequence[Event], implementation: str) -> list[Cause]:
         text, *signs = _shown(cell)
         cause = next((known[sign] for sign in signs if sign in known), None)
         if cause is None:
-            cause = Cause(clipped(text))
+            stopped = cell.outcome in (Outcome.HANG, Outcome.DIED)
+            cause = Cause(clipped(text), kind=str(cell.outcome) if stopped else signs[0][0])
             found.append(cause)
         cause.cells.append(cell)
         known |= dict.fromkeys(signs, cause)
     passed = {cell.clause for cell in judged if cell.outcome is Outcome.PASSED}
-    found = sorted(_named(found, passed), key=lambda cause: -len(cause.cells))
+    found = sorted(_named(found, passed, without), key=lambda cause: -len(cause.cells))
     return sorted(found, key=lambda cause: _level(cause.first))
 
 
-def _named(found: Sequence[Cause], passed: Collection[str]) -> list[Cause]:
-    """Give causes the names of the near-misses that explain them; join those of one name."""
+def _named(
+    found: Sequence[Cause], passed: Collection[str], without: Collection[str]
+) -> list[Cause]:
+    """Name causes by the near-misses that explain them; join those of one name or kind."""
     shown = {cell.clause: _symptom(cell) for cause in found for cell in cause.cells}
-    for known in dictionary().explain(shown, passed) if shown else ():
-        if not is_telling(known, shown):
-            continue
-        for cause in found:
-            own = {*cause.clauses}
-            is_half = 2 * len(own & {*known.clauses}) >= len(own)
-            if not cause.like and is_half and own & {*known.alike}:
-                cause.like = known.near_miss
+    explained = dictionary().explain(shown, passed, without=without) if shown else []
+    telling = [known for known in explained if is_telling(known, shown)]
+    for cause in found:
+        own = {*cause.clauses}
+        covering = [known for known in telling if 2 * len(own & known.signature) >= len(own)]
+        alike = [known for known in covering if own & {*known.alike}]
+        cause.known = next(iter(alike + covering), None)
     kept: list[Cause] = []
     for cause in sorted(found, key=lambda cause: (_level(cause.first), -len(cause.cells))):
-        same = next((each for each in kept if cause.like and each.like == cause.like), None)
-        if same is None or any(cell.outcome is Outcome.ERROR for cell in cause.cells):
-            kept.append(cause)
-        else:
-            same.cells = sorted(same.cells + cause.cells, key=_place_in_book)
+        same = next((each for each in kept if each.known is cause.known is not None), None)
+        _add(cause, kept, None if _is_of_the_rig(cause) else same)
+    joined: list[Cause] = []
     for cause in kept:
-        likely_first = families().of({clause: shown[clause] for clause in cause.clauses})
-        if not cause.like and all(cell.outcome is not Outcome.ERROR for cell in cause.cells):
-            cause.family = next(iter(likely_first), "")
-    return kept
+        if not cause.like and not _is_of_the_rig(cause):
+            own_shown = {clause: shown[clause] for clause in cause.clauses}
+            cause.family = next(iter(families().of(own_shown, without=without)), "")
+        _add(cause, joined, next((each for each in joined if _is_of_one_kind(each, cause)), None))
+    return joined
+
+
+def _add(cause: Cause, to: list[Cause], same: Cause | None) -> None:
+    if same is None:
+        to.append(cause)
+        return
+    if not same.kind:  # what names a cause says more than what was found
+        same.text, same.kind = (cause if cause.kind else same).text, cause.kind
+    same.cells = sorted(same.cells + cause.cells, key=_place_in_book)
+
+
+def _is_of_the_rig(cause: Cause) -> bool:
+    return any(cell.outcome is Outcome.ERROR for cell in cause.cells)
+
+
+def _is_of_one_kind(one: Cause, other: Cause) -> bool:
+    """Whether two causes are of one family, and one of them shows nothing that tells it apart."""
+    kinds = {one.kind, other.kind}
+    return one.family == other.family != "" and "" in kinds and kinds <= {"", "likely"}
 
 
 def _symptom(cell: Cell) -> str:

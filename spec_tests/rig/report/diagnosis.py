@@ -7,7 +7,8 @@ well (`MUCH` of its signature is there) and better than any other; everything el
 unexplained, and nothing is forced.
 
 What no known fault explains has a family still (`families.toml`): each clause and each symptom
-speaks of the families that a reader found most likely from its sentence alone, and they vote.
+speaks of the families that a reader found most likely from its sentence alone, and they vote, as do
+the near-misses that fail the same clause in the same way.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import json
 import math
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from spec_tests.rig.outcomes import Outcome
 
 PATH = Path(__file__).with_name("signatures.json")
+FAMILIES = Path(__file__).parents[2] / "impostors" / "families.toml"
+"""Near-misses by family."""
 
 MUCH = 0.6
 """Share of a signature, by weight, that must be found before its near-miss is named."""
@@ -148,16 +151,16 @@ class Diagnosis:
     """A known fault that explains some failed clauses.
 
     Attributes:
-        near_miss: its id.
-        clauses: those that it explains, in the order of the signature.
-        alike: those of them that fail with the very symptom of the signature.
-        fit: the share of its signature that was found, by weight.
+        near_miss: its id; "" where near-misses of several families fit as well.
+        signature: the clauses that it fails.
+        alike: those that fail with the very symptom of the signature, not explained before.
+        left: how many failed clauses were not explained before.
     """
 
     near_miss: str
-    clauses: tuple[str, ...]
+    signature: frozenset[str]
     alike: tuple[str, ...]
-    fit: float
+    left: int
 
 
 class Dictionary:
@@ -165,10 +168,16 @@ class Dictionary:
 
     Args:
         signatures: near-miss to its signature, clause to symptom.
+        family: near-miss to its family; one without is of its own.
     """
 
-    def __init__(self, signatures: Mapping[str, Mapping[str, str]]) -> None:
+    def __init__(
+        self,
+        signatures: Mapping[str, Mapping[str, str]],
+        family: Mapping[str, str] | None = None,
+    ) -> None:
         self.signatures = {name: found for name, found in signatures.items() if found}
+        self._family = family or {}
         failing = Counter(clause for found in signatures.values() for clause in found)
         self._weights = {clause: 1 / (1 + math.log(n)) for clause, n in failing.items()}
 
@@ -178,7 +187,6 @@ class Dictionary:
         passed: Collection[str],
         *,
         without: Collection[str] = (),
-        much: float = MUCH,
     ) -> list[Diagnosis]:
         """Return the known faults that explain `failed`, the one that explains most first.
 
@@ -194,15 +202,17 @@ class Dictionary:
                 for name, signature in self.signatures.items()
                 if name not in without
                 for score, fit in [self._fit(signature, left, failed, passed)]
-                if fit >= much
+                if fit >= MUCH
             ]
             if not ranked:
                 break
-            score, fit, name = max(ranked, key=lambda each: (each[0], each[1], each[2]))
-            explained = [clause for clause in self.signatures[name] if clause in left]
-            alike = [c for c in explained if left[c] == self.signatures[name][c]]
-            if sum(math.isclose(score, other) for other, *_ in ranked) == 1:  # else who knows
-                found.append(Diagnosis(name, tuple(explained), tuple(alike), fit))
+            score, _, name = max(ranked)
+            signature = self.signatures[name]
+            alike = tuple(clause for clause in signature if left.get(clause) == signature[clause])
+            tied = [each for other, _, each in ranked if math.isclose(score, other)]
+            is_one_kind = len({self._family.get(each, each) for each in tied}) == 1
+            named = name if is_one_kind else ""  # else who knows
+            found.append(Diagnosis(named, frozenset(signature), alike, len(left)))
             for clause in alike:
                 del left[clause]
         return found
@@ -238,15 +248,7 @@ def is_telling(known: Diagnosis, failed: Mapping[str, str]) -> bool:
     """False for what any fault may show: one clause of many, or one whose symptom has no name."""
     if len(known.alike) > 1:
         return True
-    return len(failed) <= FEW and not failed[known.alike[0]].startswith("other: ")
-
-
-def named(found: Sequence[Diagnosis], failed: Mapping[str, str]) -> str:
-    """Return the near-miss that explains at least half of what failed, or ""."""
-    for known in found[:1]:
-        if is_telling(known, failed) and 2 * len(known.clauses) >= len(failed):
-            return known.near_miss
-    return ""
+    return known.left <= FEW and not failed[known.alike[0]].startswith("other: ")
 
 
 @dataclass(frozen=True)
@@ -270,13 +272,17 @@ class Families:
 
         Args:
             failed: clause to symptom.
-            without: clauses of a near-miss that is not to be counted.
+            without: near-misses that are not to be counted.
         """
         votes: defaultdict[str, float] = defaultdict(float)
         for clause, symptom in failed.items():
-            weight = 1 / max(1, _failing()[clause] - (clause in without)) ** 2
+            failing = {name: shown for name, shown in _failing(clause) if name not in without}
+            alike = [name for name, shown in failing.items() if shown == symptom]
+            weight = 1 / max(1, len(failing)) ** 2
             for family, vote in zip(self.clauses.get(clause, "").split(), _VOTES, strict=False):
                 votes[family] += weight * vote
+            for name in alike:
+                votes[family_of()[name]] += weight / len(alike)
             weight *= _OF_A_HANG if symptom == Outcome.HANG else _OF_A_SYMPTOM
             for family, vote in zip(self.symptoms.get(symptom, "").split(), _VOTES, strict=False):
                 votes[family] += weight * vote
@@ -290,15 +296,22 @@ def families() -> Families:
 
 
 @functools.cache
-def _failing() -> Counter[str]:
-    """Clause to the number of near-misses that fail it."""
-    return Counter(clause for found in _kept().of.values() for clause in found)
+def family_of() -> dict[str, str]:
+    """Return the family of each near-miss."""
+    kept = tomllib.loads(FAMILIES.read_text())
+    return {name: family for family, own in kept.items() for name in own["near_misses"]}
+
+
+@functools.cache
+def _failing(clause: str) -> tuple[tuple[str, str], ...]:
+    """The near-misses that fail a clause, each with the symptom."""
+    return tuple((name, own[clause]) for name, own in _kept().of.items() if clause in own)
 
 
 @functools.cache
 def dictionary() -> Dictionary:
     """Return the signatures that come with the suite."""
-    return Dictionary(_kept().of)
+    return Dictionary(_kept().of, family_of())
 
 
 def does(near_miss: str) -> str:
