@@ -16,18 +16,24 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from solution.parallel.fsdp.module import FSDPModule
+
 _PREFIXES = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")  # of wrappers inside the model
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The bare model inside data-parallel wrappers (known by their `no_sync`) and the compiler's.
 
-    A model of the user's that has a child called `module` is no wrapper.
+    A model of the user's that has a child called `module` is no wrapper, sharded or not.
     """
     while True:
         if isinstance(getattr(model, "_orig_mod", None), nn.Module):
             model = model._orig_mod  # type: ignore[assignment]  # checked above
-        elif hasattr(model, "no_sync") and isinstance(getattr(model, "module", None), nn.Module):
+        elif (
+            hasattr(model, "no_sync")
+            and not isinstance(model, FSDPModule)
+            and isinstance(getattr(model, "module", None), nn.Module)
+        ):
             model = model.module  # type: ignore[assignment]  # checked above
         else:
             return model

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.optim import SGD
 
 from spec_tests.reference_tests import training
 from spec_tests.reference_tests.launch import run_ranks
@@ -134,3 +135,26 @@ def loaded_after_a_wrong_load(ctx):
 
 def test_a_refused_load_can_be_repeated_and_a_tied_one_by_either_name(worlds):
     assert worlds.world(2, parse("solution")).run(loaded_after_a_wrong_load) == [64.0, 64.0]
+
+
+class Holder(nn.Module):
+    """A model with a child of the name that wrappers give to theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.module, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+
+def restored(ctx, folder):
+    """Whether a sharded model with such a child is saved and loaded whole."""
+    model, fresh = (ctx.impl.fully_shard(Holder()) for _ in range(2))
+    runs = {name: SGD(each.parameters(), 0.1) for name, each in (("old", model), ("new", fresh))}
+    ctx.impl.save_checkpoint(folder, step=1, model=model, optimizer=runs["old"])
+    ctx.impl.load_checkpoint(folder, model=fresh, optimizer=runs["new"])
+    pairs = zip(model.state_dict().values(), fresh.state_dict().values(), strict=True)
+    return [torch.equal(old.to_local(), new.to_local()) for old, new in pairs]
+
+
+def test_a_sharded_model_with_a_child_called_module_is_no_wrapper(worlds, tmp_path):
+    ranks = worlds.world(2, parse("solution")).run(restored, str(tmp_path))
+    assert ranks == [[True] * 4] * 2
