@@ -55,6 +55,8 @@ class DeepSpeedTrainer:
             "bf16": {"enabled": dtype == torch.bfloat16},
         }
         deepspeed.comm.comm.cdb = None  # of a process group that was destroyed since
+        # Else init_distributed compiles an op for inference; ended meanwhile, it leaves a lock.
+        deepspeed.ops.__compatible_ops__ = {}
         deepspeed.init_distributed("gloo")
         self.engine, self.optimizer, *_ = deepspeed.initialize(
             model=module,
@@ -78,8 +80,7 @@ class DeepSpeedTrainer:
 
     def _casting(self, x: torch.Tensor, **flags: Any) -> torch.Tensor:
         """The engine, which leaves it to the caller to cast inputs."""
-        found: torch.Tensor = self.engine(x.to(self.dtype), **flags)
-        return found
+        return self.engine(x.to(self.dtype), **flags)
 
     def evaluate(self, batch: Any) -> torch.Tensor:
         """Evaluation mode, no gradients."""
@@ -87,8 +88,7 @@ class DeepSpeedTrainer:
         self.engine.eval()
         try:
             with torch.no_grad():
-                found: torch.Tensor = self.loss(self._casting, batch)
-                return found
+                return self.loss(self._casting, batch)
         finally:
             for part, is_training in modes:
                 part.training = is_training
