@@ -285,6 +285,7 @@ def _strided(tensor: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
 
 @clause(
     "attention.layout.offsets-of-64-bits",
+    level="production",
     source=CONTRACT + ": any strides; PyTorch issue 190857, SageAttention issue 386",
 )
 @pytest.mark.parametrize("dim", [0, 1, 2])

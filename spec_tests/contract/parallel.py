@@ -184,7 +184,8 @@ def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.M
     compute in it, and the model casts its inputs; what an optimizer sees keeps its dtype or is
     float32. Bits, models and runs are as with `fully_shard`. Right or refused, never wrong in
     silence: rows that the ranks do not divide, weights that layers share, layers that are called
-    twice, frozen weights, and a second backward without `zero_grad`, whose gradients add up.
+    twice, frozen weights, a backward after `zero_grad(set_to_none=False)`, and a second backward
+    without `zero_grad`, whose gradients add up.
     Level `production`: a step gathers a sharded weight twice at most and reduces each gradient
     once, in their own dtypes; subclasses of Linear and Embedding are sharded, too.
     """

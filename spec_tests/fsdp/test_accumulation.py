@@ -115,9 +115,9 @@ def test_zero_grad_inside_a_window_discards_what_was_pending(world, subject, cas
 )
 def test_a_unit_used_only_in_an_early_micro_batch_is_reduced(world, subject):
     """A unit used only before the reducing micro-batch MUST be reduced, or be an error."""
-    calls = UNUSED_IN_LAST[subject]
+    calls, usual = UNUSED_IN_LAST[subject], "backward 0"
     mean_gradients(
-        world, subject, "branches", calls, may_refuse=True, ordinary=ORDINARY, units="layers"
+        world, subject, "branches", calls, may_refuse=True, ordinary=usual, units="layers"
     )
 
 

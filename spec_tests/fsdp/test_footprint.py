@@ -189,12 +189,12 @@ def test_frozen_weights_are_freed_after_backward(world, subject, where):
         found, kinds = zip(*ranks, strict=True)
         if subject == "fully_shard":
             judge.equal(kinds, {"DTensor"}, quantity="kinds of parameters after backward")
-        shards = 6 * UNIT // world.size
+        shards, slack = 6 * UNIT // world.size, 3 * UNIT // 2
         footprint.at_most(
             found,
-            {"shards": shards, "gradient": UNIT // world.size, "slack of one layer": UNIT},
+            {"shards": shards, "gradient": UNIT // world.size, "slack of 1.5 layers": slack},
             quantity="live bytes after backward",
-            likely="full weights are freed where their gradient arrives, and these have none",
+            likely="frozen weights wait for a gradient, were thawed, or shards are views of them",
             given=f"six layers of {UNIT} bytes, five frozen {where} the other",
         )
 

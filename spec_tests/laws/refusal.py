@@ -89,5 +89,6 @@ def answer_or_refusal(
                     f"error, got {failure.error.kind}, which ends the process",
                 ) from failure
     if ordinary:
+        judge.SITUATION.get().given = "the ordinary case, which is tried after a refusal"
         world.run(*ordinary)
     return None

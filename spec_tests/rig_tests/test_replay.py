@@ -129,7 +129,7 @@ def test_what_fails_only_after_other_cases_says_so_and_fails_again(tmp_path: Pat
     ((clause, case, again, message),) = judged(command, tmp_path / "first")
     first = (clause, case)
     assert clause in NEEDED
-    assert "\nalone on fresh ranks this case passes: it fails after other cases" in message
+    assert "\nalone on fresh ranks this case passed: it fails after other cases" in message
     assert again.endswith(f"--clause {clause}")
     assert again.count("--clause") > 1
     assert f"\nagain: {again}\n" in message

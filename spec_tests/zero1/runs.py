@@ -230,19 +230,20 @@ def fitting(world: World) -> str:
     """
     key = (world.target, world.transport, world.size)
     if key not in _FITTING:
-        _FITTING[key] = next((toy for toy in (TOY, DIVISIBLE) if _is_right(world, toy)), TOY)
+        toys = (toy for toy in (TOY, DIVISIBLE) if trains(world, toy=toy))
+        _FITTING[key] = next(toys, TOY)
     if _FITTING[key] != TOY:
         judge.SITUATION.get().given = f"toy {_word(_FITTING[key])}"
     return _FITTING[key]
 
 
-def _is_right(world: World, toy: str) -> bool:
-    """Whether two steps on the toy are the unsharded optimizer's."""
+def trains(world: World, **options: Any) -> bool:
+    """Whether two steps are the unsharded optimizer's; where not, other clauses say so."""
     aside = dataclasses.replace(judge.SITUATION.get(), margins=[])
     # What is only tried says nothing: the case that is judged then meets the same.
     with judge.judging(aside), contextlib.suppress(Exception, RankDied, RankHung):
-        ranks = world.run(in_ranks, Run.steps, 1, 2, toy=toy)
-        like_unsharded(ranks, Run.steps, 1, 2, toy=toy)
+        ranks = world.run(in_ranks, Run.steps, 1, 2, **options)
+        like_unsharded(ranks, Run.steps, 1, 2, **options)
         return True
     return False
 

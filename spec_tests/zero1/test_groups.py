@@ -120,23 +120,29 @@ def test_schedulers_drive_it(world):
 
 
 def first_two(parameters):
-    """What the optimizer begins with."""
+    """What the optimizer begins with on two ranks."""
     return list(parameters.values())[:2]
 
 
-def grows(run, **options):
+def first_three(parameters):
+    """The same on three: a rank without any is the matter of another clause."""
+    return list(parameters.values())[:3]
+
+
+def grows(run, begun, **options):
     """A group is added after the first step, with its options, another one after the second."""
     every = list(run.parameters.values())
+    last = min(begun, (len(every) - begun) // 2)
     run.step(1)
-    run.optimizer.add_param_group({"params": every[2:-2], **options})
+    run.optimizer.add_param_group({"params": every[begun:-last], **options})
     run.step(2)
-    run.optimizer.add_param_group({"params": every[-2:]})
+    run.optimizer.add_param_group({"params": every[-last:]})
     return run.steps(3, 4)
 
 
-def grows_with_a_rate(run):
+def grows_with_a_rate(run, begun):
     """The same, and the added group has a rate of its own."""
-    return grows(run, lr=0.5)
+    return grows(run, begun, lr=0.5)
 
 
 @clause(
@@ -148,11 +154,13 @@ def grows_with_a_rate(run):
 def test_a_group_that_is_added_later_trains_from_then_on(world):
     """A group added during training MUST be updated from the next step on, with its options."""
     toy = fitting(world)
+    groups = {2: first_two, 3: first_three}[world.size]
     dropped = Hint(
         "the options of the added group were dropped: those of the constructor are used",
-        lambda: alone(grows, groups=first_two, toy=toy),
+        lambda: alone(grows, world.size, groups=groups, toy=toy),
     )
-    same_as_unsharded(world, grows_with_a_rate, groups=first_two, hints=[dropped], toy=toy)
+    script = (grows_with_a_rate, world.size)
+    same_as_unsharded(world, *script, groups=groups, hints=[dropped], toy=toy)
 
 
 def halves(parameters):

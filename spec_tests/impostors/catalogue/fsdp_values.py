@@ -176,6 +176,22 @@ class ScalesInputs(PlainFsdp):
         return super().watch_inputs(args, kwargs)
 
 
+@near_miss("fsdp.fills-what-is-unused", rejected_by="fsdp.backward.unused-unit")
+class FillsWhatIsUnused(PlainFsdp):
+    """Reduces zeros for a parameter that a used unit did not use.
+
+    From: One message for the whole unit, with a place for each parameter.
+    Unseen: Plain SGD moves nothing by zeros; weight decay and Adam's momentum do.
+    """
+
+    def take_gradients(self, pieces):
+        is_used = any(p.full is not None and p.full.grad is not None for p in self.pieces)
+        for piece in pieces if is_used else ():
+            if piece.full is not None and piece.full.grad is None:
+                piece.full.grad = torch.zeros_like(piece.full)
+        super().take_gradients(pieces)
+
+
 @near_miss("fsdp.static-graph", rejected_by="fsdp.backward.unused-unit")
 class StaticGraph(PlainFsdp):
     """Takes the first backward's units for those of all.

@@ -167,6 +167,6 @@ def _tell(error: Exception, clause: Clause, needed: Cases) -> None:
     if error.args and isinstance(error.args[0], str):  # of a violation: its text is complete
         error.args = (error.args[0].replace(f"again: {before}", f"again: {here.rerun}"),)
     error.add_note(
-        "alone on fresh ranks this case passes: it fails after other cases in the same processes; "
-        "look for state that outlives a call, such as a global or a cache by id or name"
+        "alone on fresh ranks this case passed: it fails after other cases in the same processes, "
+        "or sometimes; look for state that outlives a call, such as a cache by id, or for a race"
     )

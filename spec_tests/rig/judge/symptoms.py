@@ -15,6 +15,9 @@ import torch
 _Wrong = Mapping[str, torch.Tensor | None] | Sequence[Mapping[str, torch.Tensor | None]]
 
 
+FEW_RIGHT = 4
+"""Where less than one in so many elements is right, that says nothing about the others."""
+
 MANY = 16
 """Elements from which on the size of the largest error says something about its cause."""
 
@@ -91,6 +94,11 @@ class Finding:
             return f"got {self.missing()}"
         return f"got {cause.got}" if cause else "got something else"
 
+    def largest(self) -> float:
+        """The largest number that is expected; 0 without one."""
+        is_there = self.wanted is not None and self.wanted.numel()
+        return float(self.wanted.double().abs().max()) if is_there else 0.0  # type: ignore[union-attr]  # above
+
     def difference(self) -> str:
         """Largest error and where, with both values."""
         if self.missing() or self.seen is None or self.wanted is None:
@@ -106,12 +114,18 @@ class Finding:
         )
 
 
-def explain(finding: Finding, hints: Sequence[Hint], *, world_size: int) -> Cause | None:
-    """The most specific entry of the table that fits; None if nothing does."""
+def explain(
+    finding: Finding, hints: Sequence[Hint], *, world_size: int, all_of: Sequence[Finding] = ()
+) -> Cause | None:
+    """The most specific entry of the table that fits; None if nothing does.
+
+    Args:
+        all_of: every finding of the comparison: a rounding leaves none with a larger error.
+    """
     if finding.seen is None or finding.wanted is None:
         return Cause("", finding.missing())
     if finding.missing():
-        return Cause("", _misshapen(finding.seen, finding.wanted))
+        return Cause("", _misshapen(finding.seen, finding.wanted, world_size))
     seen, wanted = finding.seen.double(), finding.wanted.double()
     # Two right ways to form a wrong value differ by some roundings of its dtype.
     dtype = finding.wanted.dtype
@@ -123,13 +137,15 @@ def explain(finding: Finding, hints: Sequence[Hint], *, world_size: int) -> Caus
         or _hinted(finding, hints, close)
         or _ratio(seen, wanted, world_size)
         or _transposed(seen, wanted, close)
-        or _rounded(finding)
+        or _rounded(finding, all_of)
         or _partly_right(seen, wanted, close)
     )
 
 
-def _misshapen(seen: torch.Tensor, wanted: torch.Tensor) -> str:
+def _misshapen(seen: torch.Tensor, wanted: torch.Tensor, world_size: int) -> str:
     if seen.ndim and seen.shape[1:] == wanted.shape[1:] and len(seen) < len(wanted):
+        if len(wanted) % world_size == 0:
+            return "rows are missing: a part was not gathered, or it was divided twice"
         return "the last rows are missing: those that the ranks do not divide were cut off"
     return "it was flattened, padded or cast, and not brought back"
 
@@ -201,7 +217,7 @@ def _transposed(seen: torch.Tensor, wanted: torch.Tensor, close: float) -> Cause
     return Cause("its transpose", "the layout of the gradient is not that of the parameter")
 
 
-def _rounded(finding: Finding) -> Cause | None:
+def _rounded(finding: Finding, all_of: Sequence[Finding]) -> Cause | None:
     """The value in fewer bits than its dtype has, or an error of the size of their rounding."""
     assert finding.seen is not None
     assert finding.wanted is not None
@@ -217,7 +233,9 @@ def _rounded(finding: Finding) -> Cause | None:
             return Cause(f"it rounded to {name}", f"it went through {name} on the way")
         # Of many roundings to nearest the largest is seldom below a quarter of the last bit. A few
         # elements show nothing: an error of any cause has some dtype's size.
-        if finding.seen.numel() >= MANY and largest * eps / 8 < finding.error <= largest * eps:
+        is_of_its_size = largest * eps / 8 < finding.error <= largest * eps
+        are_no_larger = all(each.error <= eps * each.largest() for each in all_of)
+        if finding.seen.numel() >= MANY and is_of_its_size and are_no_larger:
             return Cause(
                 f"it with an error of the size of {name}'s rounding",
                 f"it may have been sent, added up or kept in {name}",
@@ -232,11 +250,13 @@ def _partly_right(seen: torch.Tensor, wanted: torch.Tensor, close: float) -> Cau
     says_something = ((seen != 0) | (wanted != 0)).reshape(-1)
     if not (right & says_something).any() or count == right.numel():
         return None
+    if count * FEW_RIGHT < right.numel():
+        return None  # as many come right by chance, or where a tensor holds few numbers
     first_wrong = int((~right).int().argmax())
     if count == first_wrong:
         return Cause(
             f"it in the first {count} elements only",
-            "an offset or a length of the flat buffer is wrong, or its last part was not sent",
+            "the rest is wrong by an offset or a length, was not sent, or changed while sent",
         )
     rows = right.reshape(seen.shape[0], -1) if seen.dim() > 1 else right.new_zeros(1, 2)
     if rows.any() and torch.equal(rows.all(dim=1), rows.any(dim=1)):

@@ -99,7 +99,8 @@ def _named(
         own = {*cause.clauses}
         covering = [known for known in telling if 2 * len(own & known.signature) >= len(own)]
         alike = [known for known in covering if own & {*known.alike}]
-        cause.known = next(iter(alike + covering), None)
+        other = covering if cause.kind in ("", "likely") else []  # an error, a hang say more
+        cause.known = next(iter(alike + other), None)
     kept: list[Cause] = []
     for cause in sorted(found, key=lambda cause: (_level(cause.first), -len(cause.cells))):
         same = next((each for each in kept if each.known is cause.known is not None), None)
@@ -117,8 +118,9 @@ def _add(cause: Cause, to: list[Cause], same: Cause | None) -> None:
     if same is None:
         to.append(cause)
         return
-    if not same.kind:  # what names a cause says more than what was found
-        same.text, same.kind = (cause if cause.kind else same).text, cause.kind
+    # The words are of the finding that is shown, but a diagnosis says more than what was found.
+    first = min(same, cause, key=lambda each: (not each.kind, _place_in_book(each.first)))
+    same.text, same.kind = first.text, first.kind
     same.cells = sorted(same.cells + cause.cells, key=_place_in_book)
 
 
@@ -127,9 +129,11 @@ def _is_of_the_rig(cause: Cause) -> bool:
 
 
 def _is_of_one_kind(one: Cause, other: Cause) -> bool:
-    """Whether two causes are of one family, and one of them shows nothing that tells it apart."""
+    """Whether causes of a chapter have one family, and one shows nothing that tells it apart."""
     kinds = {one.kind, other.kind}
-    return one.family == other.family != "" and "" in kinds and kinds <= {"", "likely"}
+    chapters = {clause.partition(".")[0] for clause in one.clauses + other.clauses}
+    is_one = one.family == other.family != "" and len(chapters) == 1
+    return is_one and "" in kinds and kinds <= {"", "likely"}
 
 
 def _symptom(cell: Cell) -> str:
