@@ -254,3 +254,20 @@ def test_a_package_of_the_course_that_is_missing_is_one_message(tmp_path: Path):
     assert ended.stdout.count(said) == 1, ended.stdout
     assert ended.returncode == 0, ended.stdout
     assert "FAIL" not in ended.stdout
+
+
+def test_the_course_s_package_may_lie_where_the_project_file_says(tmp_path: Path):
+    checkout = tmp_path / "mine"
+    shutil.copytree(CS336, checkout)
+    (checkout / "cs336-basics").rename(checkout / "own")
+    (checkout / "pyproject.toml").write_text('[tool.uv.sources]\ncs336-basics = {path = "own"}\n')
+    # The course's models have parameters of this name alone.
+    adapters = checkout / "tests" / "adapters.py"
+    adapters.write_text(
+        adapters.read_text()
+        + "\ngather = fsdp_gather_full_params\n\n\ndef fsdp_gather_full_params(model):\n"
+        "    return {name: p for name, p in gather(model).items() if name.endswith('.weight')}\n"
+    )
+    chosen = ("--level", "course", "--clause", "fsdp.backward.mean-gradient")
+    ended = python("-m", "spec_tests", "--impl", f"cs336:{checkout}", *chosen)
+    assert "pass 1/1" in ended.stdout, ended.stdout + ended.stderr
