@@ -135,8 +135,8 @@ def fully_shard(
     alike. After an update the next forward uses current weights; an update is `Optimizer.step`, a
     load function, or an in-place operation under `no_grad` on the Parameter or its local tensor,
     between steps. `zero_grad` clears what waits on this rank for its reduction, too. Memory does
-    not grow from step to step, what is launched is waited for, and another model disturbs nothing.
-    After a caught exception the next step is right, or an error.
+    not grow from step to step or with models that are dropped, what is launched is waited for, and
+    another model disturbs nothing. After a caught exception the next step is right, or an error.
     Inputs and outputs may sit in nested containers and named tuples, which stay what they are. They
     may sit in a dataclass, or the forward refuses a dataclass.
     Level `production` asks for more of PyTorch's: `ignored_params`, a list of modules as one unit,

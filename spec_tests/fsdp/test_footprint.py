@@ -349,6 +349,31 @@ def test_a_gather_that_is_discarded_leaves_nothing_behind(world, subject):
     _does_not_grow(ranks, likely)
 
 
+def models_in_turn(ctx, subject):
+    """Live bytes after each of five models, of which each is trained for a step and dropped."""
+    seen, history = {}, []
+    with ctx.recording() as recorder:
+        for step in range(5):
+            with torch.device(ctx.device):
+                model: Any = shard(ctx, subject, Tower(2))
+            backward(ctx, subject, model)
+            del model
+            seen[f"after step {step}"] = footprint.settled(recorder)
+            history.append((f"model {step}", seen[f"after step {step}"]))
+    return {**seen, "history": history}
+
+
+@clause(
+    "fsdp.footprint.models-made-and-dropped",
+    source="searches of hyperparameters and notebooks: one process makes many models",
+)
+def test_a_model_that_is_dropped_leaves_nothing_behind(world, subject):
+    """Live bytes MUST NOT grow where models are made, trained and dropped in turn."""
+    ranks = world.run(models_in_turn, subject)
+
+    _does_not_grow(ranks, "a registry or a cache keeps every model, or a part of it, alive")
+
+
 def _does_not_grow(ranks, likely):
     __tracebackhide__ = True
     for rank, seen in enumerate(ranks):

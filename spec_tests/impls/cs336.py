@@ -208,7 +208,9 @@ def _offer_fsdp(hooks: ModuleType, functions: dict[str, Any], finishing: Any) ->
     def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
         found = dict(hooks.fsdp_gather_full_params(model))
         for name, parameter in model.named_parameters():
-            if not name.endswith("weight"):  # the course's model has no other, so it may be left out
+            if not name.endswith(
+                "weight"
+            ):  # the course's model has no other, so it may be left out
                 found.setdefault(name, parameter)
         renamed = names.get(model, {})
         plain = {name.removeprefix("module."): value for name, value in found.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -158,6 +159,22 @@ class KeepsHandles(PlainFsdp):
     def send_gather(self, whole, own):
         self.sent = (*self.sent, own)
         return super().send_gather(whole, own)
+
+
+@near_miss("fsdp.remembers-every-model", rejected_by="fsdp.footprint.models-made-and-dropped")
+class RemembersEveryModel(PlainFsdp):
+    """Keeps every unit that it ever made in a list of the class.
+
+    From: A registry by which hooks find their unit, without weak references.
+    Unseen: A script trains one model.
+    """
+
+    made: ClassVar[list[Any]] = []
+
+    def find_root(self):
+        if self not in self.made:
+            self.made.append(self)
+        super().find_root()
 
 
 # -------------------------------------------------------------------------------------- precision
