@@ -34,11 +34,11 @@ Layout = Mapping[str, str]
 
 
 def whole(name: str, scale: float = 1.0) -> torch.Tensor:
-    """The whole gradient of a parameter: integers from 1 to 9 of either sign, times `scale`."""
+    """The whole gradient of a parameter: integers from -9 to 8 without 0, times `scale`."""
     generator = torch.Generator().manual_seed(ord(name))
     sizes = torch.randint(1, 10, SHAPES[name], generator=generator)
     signs = torch.randint(0, 2, SHAPES[name], generator=generator) * 2 - 1
-    return (sizes * signs).float() * scale
+    return (sizes * signs).clamp(max=8).float() * scale  # the largest is negative
 
 
 def norm(layout: Layout, order: float = 2.0, scale: float = 1.0) -> torch.Tensor:

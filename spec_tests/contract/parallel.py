@@ -215,6 +215,7 @@ def clip_grad_norm_(
     gradients beside DTensors may be refused with an error. Level `production`: so may be gradients
     that are absent on some ranks, where what is there counts, and those that are not reduced yet,
     where their sum does. A `max_norm` of zero leaves zeros. A tensor that is listed twice is
-    counted and scaled once, gradients are scaled in place, and the norm has the
-    range and rounding of float32, or of float64 where a gradient has it.
+    counted and scaled once, gradients are scaled in place, one collective of a few numbers is
+    enough for what is sharded over the same ranks, and the norm has the range and rounding of
+    float32, or of float64 where a gradient has it.
     """

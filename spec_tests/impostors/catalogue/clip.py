@@ -81,6 +81,20 @@ class AddsNorms(PlainClip):
         return [torch.stack(norms).sum().pow(self.order)] if math.isfinite(self.order) else norms
 
 
+@near_miss("clip.largest-with-its-sign", rejected_by="clip.norm.orders")
+class LargestWithItsSign(PlainClip):
+    """Takes the largest element for p = inf without the absolute value.
+
+    From: `max()` where `abs().max()` is meant.
+    Unseen: The largest of many gradients is as often positive as negative.
+    """
+
+    def part(self, gradients):
+        if math.isfinite(self.order) or not gradients:
+            return super().part(gradients)
+        return torch.stack([self.local(g).max() for g in gradients if self.local(g).numel()]).max()
+
+
 @near_miss("clip.always-two", rejected_by="clip.norm.orders")
 class AlwaysTwo(PlainClip):
     """Ignores norm_type.
