@@ -41,7 +41,7 @@ def token_loader(
     that are not positive, a rank outside of the world, one of the two variables without the other,
     no files, and files that are not as above (OSError, too, for one that is not there). Data
     without a single batch may be refused in the same way. Level `production`: a state that lies
-    between two batches of another W*B is refused.
+    between two batches of another W*B is refused, and memory grows with batches, not with shards.
     """
 
 

@@ -180,13 +180,13 @@ def test_bad_input_is_an_error_on_every_rank_by_the_first_step(world, subject, c
             says(BAD[case][2], error, f"rank {rank}, {case}", likely=astray)
 
 
-class Unfinished(torch.Tensor):
-    """A tensor that has only the first of the two all-gather methods, which doubles it."""
+class Inner(torch.Tensor):
+    """A tensor of another class, without a method of the all-gather."""
 
     held: torch.Tensor
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Unfinished:
+    def __new__(cls, inner: torch.Tensor) -> Inner:
         """A wrapper without memory."""
         found = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]  # not in stubs
         found.held = inner
@@ -197,6 +197,18 @@ class Unfinished(torch.Tensor):
         """As the inner tensor, wrapped again."""
         args, kwargs = tree_map_only(cls, lambda one: one.held, (args, kwargs or {}))
         return tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
+
+
+class Unbegun(Inner):
+    """One that has only the second of the two all-gather methods."""
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        """As below."""
+        return None if out is not None else (outputs[0], ())
+
+
+class Unfinished(Inner):
+    """One that has only the first of them, which doubles it."""
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """What is sent in place of the shard, and what the other side should know."""
@@ -234,7 +246,11 @@ def carried(ctx, subject, kind):
     source="test_fully_shard_extensions; torchao, which gathers in float8 so",
     transports=("gloo",),  # the class is of a CPU tensor
 )
-@pytest.mark.parametrize("kind", [Carried, Heir, Unfinished], ids=["own", "inherited", "one-alone"])
+@pytest.mark.parametrize(
+    "kind",
+    [Carried, Heir, Unfinished, Unbegun],
+    ids=["own", "inherited", "one-alone", "second-alone"],
+)
 def test_how_a_class_is_gathered_is_done_or_refused(world, subject, kind):
     """All-gather methods of a parameter's class MUST be called, or be refused by name.
 
@@ -243,7 +259,7 @@ def test_how_a_class_is_gathered_is_done_or_refused(world, subject, kind):
     ranks = world.run(carried, subject, kind)
 
     for rank, (error, found) in enumerate(ranks):
-        if kind is Unfinished:
+        if kind in (Unfinished, Unbegun):
             judge.holds(bool(error), f"rank {rank}: expected an error, got outputs of {found}")
         elif found:
             judge.tensors([found], {"output": torch.full((4,), 8.0)}, quantity="output")

@@ -243,6 +243,19 @@ class RefusesOwnExtensions(Patched):
     replace = "        if method in vars(type(tensor)):"
 
 
+@near_miss("fsdp.asks-for-the-first-method", rejected_by="fsdp.refusals.gather-extensions")
+class AsksForTheFirstMethod(Patched):
+    """Looks for the first of the two methods of the all-gather alone.
+
+    From: One method is sent with, so the other one seems to need no question.
+    Unseen: Recipes have both.
+    """
+
+    module = "solution.parallel.fsdp.options"
+    find = 'for method in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):'
+    replace = 'for method in ("fsdp_pre_all_gather",):'
+
+
 @near_miss("fsdp.mesh-outlives-its-group", rejected_by="fsdp.init.new-default-group")
 class MeshOutlivesItsGroup(Patched):
     """Keeps the mesh that it made for the first default group, and uses it after that one is gone.
