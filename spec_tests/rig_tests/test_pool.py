@@ -220,9 +220,10 @@ def frozen(ctx: Context) -> int:
 def test_what_a_body_imports_is_not_looked_at_by_later_collections(own: Worlds):
     world = own.world(1)
     (before,) = world.run(frozen)
-    assert world.run(frozen) == [before], "little was imported"
+    (after,) = world.run(frozen)
+    assert after <= before, "little was imported; what is frozen may end, and is none then"
     world.run(import_much)
-    assert world.run(frozen)[0] >= before + 60
+    assert world.run(frozen)[0] >= after + 60
 
 
 def test_a_group_that_leaves_a_rank_out_is_refused_there(worlds: Worlds):
