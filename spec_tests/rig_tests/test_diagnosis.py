@@ -133,6 +133,8 @@ def test_near_misses_that_fail_a_clause_in_the_same_way_speak_of_their_family():
     nothing = diagnosis.Families({}, {}, {})
     assert diagnosis.family_of()[name] in nothing.of({clause: shown})
     assert nothing.of({clause: "another"}) == []
+    spoken = diagnosis.Families({}, {clause: f"first {diagnosis.family_of()[name]}"}, {})
+    assert spoken.of({clause: shown})[0] == diagnosis.family_of()[name]
     alike = [each for each, found in diagnosis.load().of.items() if found.get(clause) == shown]
     assert nothing.of({clause: shown}, without=alike) == []
 

@@ -158,6 +158,21 @@ def test_an_error_of_the_dtypes_own_rounding_or_of_no_rounding_is_not_told_so():
     assert "summed and not divided" in message(twice)
 
 
+def test_a_diagnosis_is_not_given_where_another_part_of_the_finding_speaks_against_it():
+    wanted = torch.randn(6, 6, generator=torch.Generator().manual_seed(7))
+    rounded, names = wanted.bfloat16().float() + 2e-4, {"first": wanted, "second": wanted}
+    for second, is_said in ((wanted, True), (2 - wanted, False)):
+        seen = [{"first": rounded, "second": second}]
+        said = message(partial(judge.tensors, seen, names, quantity="mean gradient"))
+        assert ("kept in bfloat16" in said) == is_said, said
+    few = wanted.flip(0) + 1
+    few[0, :2] = wanted[0, :2]
+    assert "likely" not in message(partial(judged, few, expected=wanted))
+    for rows, said in ((6, "divided twice"), (5, "cut off")):
+        whole = wanted[:rows]
+        assert said in message(partial(judged, whole[:3], whole[:3], expected=whole))
+
+
 def test_positions_are_called_mixed_up_only_where_some_that_say_something_are_right():
     wanted = torch.arange(1.0, 13.0, dtype=torch.float64).reshape(4, 3)
     wanted[1:3] = 0  # rows of an embedding that no batch touches
