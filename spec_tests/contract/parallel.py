@@ -42,6 +42,7 @@ def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.M
     - Forward and backward of the original alone, after a finished step, send nothing, and their
       gradients stay local.
     - `torch.compile` of the module, before or after wrapping, or of the wrapper changes no value.
+    - A parameter may be a part of a larger tensor, with gaps between its rows.
     """
 
 
@@ -103,6 +104,7 @@ def sharded_optimizer(
       each at most. Each element is updated by one rank, from that rank's gradient alone, and
       gradients are left as they are.
     - `torch.compile(optimizer.step)` is the same.
+    - A parameter may be a part of a larger tensor, with gaps between its rows.
     """
 
 

@@ -53,6 +53,20 @@ def test_parameters_of_any_layout_start_from_the_first_ranks(world, subject, toy
     judged(world, subject, toy)
 
 
+@clause(
+    "ddp.construction.parts-of-larger-tensors",
+    level="production",
+    source="ProcessGroupGloo sends as many elements as there are, from where the first one lies",
+    worlds=(2,),
+)
+def test_parts_of_larger_tensors_start_from_the_first_ranks(world, subject):
+    """A parameter that is a part of a larger tensor MUST start as the first rank's.
+
+    A broadcast of the parameter itself sends what lies between its rows, and not the last rows.
+    """
+    judged(world, subject, "gapped")
+
+
 def judged(world, subject, toy):
     """Every rank holds what the first one had."""
     __tracebackhide__ = True

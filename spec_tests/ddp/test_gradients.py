@@ -97,6 +97,30 @@ def test_every_dtype_and_layout_lands_in_its_place(world, subject, toy):
 
 
 @clause(
+    "ddp.gradients.parts-of-larger-tensors",
+    level="production",
+    source="torch.gradient_layout_contract of the reducer: row-major where a parameter has gaps",
+    worlds=(2,),
+)
+def test_a_part_of_a_larger_tensor_gets_its_own_gradient(world, subject):
+    """A parameter that is a part of a larger tensor MUST hold the mean of its own gradient.
+
+    Its strides leave gaps. In a flat buffer they reach into the gradients of other parameters.
+    """
+    mean_gradients(world, subject, "gapped", "backward 0")
+
+
+@clause(
+    "ddp.gradients.called-by-keyword",
+    source="contract: called like the original; DistributedDataParallel.forward(*inputs, **kwargs)",
+    worlds=(2,),
+)
+def test_a_wrapped_module_is_called_by_keyword(world, subject):
+    """A wrapped module MUST take the original's keyword arguments, and average as ever."""
+    mean_gradients(world, subject, "branches", "by_keyword 0 use=cab")
+
+
+@clause(
     "ddp.gradients.evaluation-between-steps",
     source="contract: a forward without gradients disturbs nothing; validation after a step",
 )

@@ -69,15 +69,21 @@ class WrappedToy(ABC):
         return self.toy.batch(self.seed, rank=self.ctx.rank, micro=micro).to(self.ctx.device)
 
     def loss(self, micro: int = 0, **flags: Any) -> torch.Tensor:
-        """Forward of this rank's micro-batch number `micro`."""
+        """Forward of this rank's micro-batch number `micro`, with flags by their place."""
         model = self.wrapped if self.called is None else self.called
-        return self.ctx.world_size * sum_of_squares(model(self.batch(micro), **flags))
+        return self.ctx.world_size * sum_of_squares(model(self.batch(micro), *flags.values()))
 
     forward = loss
 
     def backward(self, micro: int = 0, **flags: Any) -> None:
         """Forward and synchronised backward of a micro-batch, and the finish after it."""
         self.loss(micro, **flags).backward()
+        self.finish()
+
+    def by_keyword(self, micro: int = 0, **flags: Any) -> None:
+        """As `backward`, with the inputs and flags as keyword arguments of the model."""
+        output = self.wrapped(x=self.batch(micro), **flags)
+        (self.ctx.world_size * sum_of_squares(output)).backward()
         self.finish()
 
     def unfinished(self, micro: int = 0, **flags: Any) -> None:
@@ -171,7 +177,7 @@ def outstanding(calls: str, rank: int) -> list[tuple[int, dict[str, str]]]:
     for name, arguments, flags in spelled_out(calls, rank):
         if name == "zero_grad":
             found = []
-        elif name in ("backward", "unfinished", "accumulate", "twice"):
+        elif name in ("backward", "by_keyword", "unfinished", "accumulate", "twice"):
             found += [(arguments[0], flags)] * (2 if name == "twice" else 1)
         elif name == "note":
             break

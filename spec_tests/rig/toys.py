@@ -178,6 +178,18 @@ class Strided(nn.Module):
         return x @ self.transposed.T + self.summed.sum()
 
 
+class Gapped(nn.Module):
+    """A parameter that is a part of a larger tensor: between its rows lie foreign elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.neighbour = nn.Linear(6, 4)
+        self.columns = nn.ParameterList([torch.empty(4, 9)[:, :6]])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.columns[0].T + 2 * self.neighbour(x)
+
+
 class Shifted(nn.Module):
     """A parameter in the shape of what it is added to: autograd gives both one gradient tensor."""
 
@@ -350,6 +362,7 @@ TOYS = {
         Toy("transient", Transient, weights=2, inputs=3),
         Toy("conv", Convolution, weights=2, inputs=3),
         Toy("strided", Strided, weights=2, inputs=3),
+        Toy("gapped", Gapped, weights=2, inputs=3),
         Toy("shifted", Shifted, weights=2, inputs=3),
         Toy("mixed", Mixed, reach=4 * 4),
         Toy("double", partial(Mixed, torch.float32, torch.float64, 2**30), reach=4 * 4),

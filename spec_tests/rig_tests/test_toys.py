@@ -51,6 +51,7 @@ FACTS: dict[str, Callable[[Any], bool]] = {
         [layer for layer in m.children() if not layer.weight.requires_grad] == [m.frozen]
     ),
     "strided": lambda m: not m.transposed.is_contiguous(),
+    "gapped": lambda m: m.columns[0].stride() == (9, 1),
     "even": lambda m: [p.shape[0] % 12 for p in m.parameters()] == [0] * 5,
     "stack": lambda m: (
         [len(list(block.children())) for block in m.blocks] == [2, 2, 2]

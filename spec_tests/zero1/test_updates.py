@@ -77,6 +77,20 @@ def test_every_memory_layout_arrives_in_its_place(world, toy):
 
 
 @clause(
+    "zero1.step.parts-of-larger-tensors",
+    level="production",
+    source="ProcessGroupGloo sends as many elements as there are, from where the first one lies",
+    worlds=(2,),
+)
+def test_a_part_of_a_larger_tensor_is_updated(world):
+    """A parameter that is a part of a larger tensor MUST be updated, in all its elements.
+
+    Between its rows lie other elements. A broadcast of it sends those, and not its last rows.
+    """
+    same_as_unsharded(world, Run.steps, *FOUR, toy="gapped")
+
+
+@clause(
     "zero1.step.dtypes",
     source="the answer or a refusal; ZeroRedundancyOptimizer refuses unequal dtypes",
     worlds=(2,),

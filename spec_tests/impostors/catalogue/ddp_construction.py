@@ -55,6 +55,20 @@ class BroadcastsCopies(PlainDdp):
             dist.broadcast(tensor.detach().contiguous(), src=self.first_rank(), group=self.group)
 
 
+@near_miss("ddp.sends-what-lies-between", rejected_by="ddp.construction.parts-of-larger-tensors")
+class SendsWhatLiesBetween(PlainDdp):
+    """Broadcasts each parameter itself, whatever its strides.
+
+    From: `dist.broadcast(p.data, 0)` in nearly every tutorial; gloo takes it for contiguous.
+    Unseen: A transposed one fills its memory, and is right.
+    """
+
+    @torch.no_grad()
+    def take_first(self, tensors):
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), src=self.first_rank(), group=self.group)
+
+
 @near_miss("ddp.averages-at-start", rejected_by="ddp.construction.parameters-from-first-rank")
 class AveragesAtStart(PlainDdp):
     """Averages the ranks' weights in place of taking the first rank's.

@@ -165,6 +165,43 @@ class WritesIntoCopies(PlainDdp):
                 gradient.reshape(-1).copy_(mean.reshape(-1))  # a copy, if the layout is unusual
 
 
+@near_miss("ddp.strides-of-its-parameters", rejected_by="ddp.gradients.parts-of-larger-tensors")
+class StridesOfItsParameters(PlainDdp):
+    """Cuts its buckets with the strides of the parameters.
+
+    From: `flat.as_strided(p.shape, p.stride(), offset)`, so that a gradient lies as its parameter.
+    Unseen: It is right for each layout that fills its memory.
+    """
+
+    def __init__(self, module, group=None, bucket_bytes=0.0):
+        super().__init__(module, group, 2**30)
+
+    def flatten(self, bucket):
+        flat = super().flatten(bucket)
+        for place, index in zip(self.cut(bucket, flat), bucket, strict=True):
+            place.copy_(self.local(index))
+        return flat
+
+    def cut(self, bucket, flat):
+        whole, places, offset = [self.trainable[index] for index in bucket], [], 0
+        for parameter in whole:
+            places.append(flat.as_strided(parameter.shape, parameter.stride(), offset))
+            offset += parameter.numel()
+        return places
+
+
+@near_miss("ddp.takes-positions-alone", rejected_by="ddp.gradients.called-by-keyword")
+class TakesPositionsAlone(PlainDdp):
+    """Hands on positional arguments alone.
+
+    From: `def forward(self, *inputs): return self.module(*inputs)`.
+    Unseen: A toy has one input.
+    """
+
+    def forward(self, *inputs):
+        return super().forward(*inputs)
+
+
 @near_miss("ddp.mean-over-forwards", rejected_by="ddp.gradients.two-forwards-one-backward")
 class MeanOverForwards(PlainDdp):
     """Divides by the number of forwards since the last step.

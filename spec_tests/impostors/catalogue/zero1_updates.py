@@ -224,6 +224,19 @@ class FlattensInMemoryOrder(PlainZero1):
         parameter.copy_(flat.view(parameter.shape))
 
 
+@near_miss("zero1.sends-what-lies-between", rejected_by="zero1.step.parts-of-larger-tensors")
+class SendsWhatLiesBetween(PlainZero1):
+    """Broadcasts each parameter itself, whatever its strides.
+
+    From: ZeroRedundancyOptimizer; gloo takes such a tensor for a contiguous one.
+    Unseen: A transposed one fills its memory, and is right.
+    """
+
+    @torch.no_grad()
+    def take(self, parameter, owner):
+        dist.broadcast(parameter.detach(), group=self.group, group_src=owner)
+
+
 @near_miss("zero1.sends-in-single", rejected_by="zero1.step.dtypes")
 class SendsInSingle(PlainZero1):
     """Sends every parameter as float32.
