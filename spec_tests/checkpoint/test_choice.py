@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,33 +12,46 @@ from torch import nn
 from spec_tests.checkpoint.disk import contents, in_folder, trapped
 from spec_tests.checkpoint.trainee import Trainee
 from spec_tests.clause import clauses
-from spec_tests.laws import durability
+from spec_tests.laws import durability, refusal
 from spec_tests.rig import judge
 
 clause = clauses(needs=("save_checkpoint", "load_checkpoint"), level="correct", worlds=(1, 2))
 
 
 def several(ctx, directory, steps):
-    """Saves of several steps; the state of the last one, and what is loaded."""
+    """Saves of several steps; the state at the highest one, and what is loaded."""
     trainee = Trainee(ctx)
+    states = {}
     for step in steps:
         trainee.train()
         trainee.save(directory, step=step)
+        states[step] = trainee.state()
     reading = Trainee(ctx, seed=8).read(directory, f"saved {steps}")
-    return trainee.state(), reading
+    return states[max(steps)], reading
+
+
+ORDERS = {
+    "rising": ((8, 9, 10, 100), "steps are compared as text"),
+    "falling": ((20, 10), "the latest save is taken, not the highest step"),
+}
 
 
 @clause(
     "checkpoint.choice.highest-step",
     source="contract: newest is the highest step; a sort of names puts 9 behind 10 and 100",
 )
-def test_the_highest_step_is_loaded(world):
-    """Of several saves a load MUST take that of the highest step, as a number."""
-    ranks = in_folder(world, several, [8, 9, 10, 100])
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_highest_step_is_loaded(world, order):
+    """Of several saves a load MUST take that of the highest step, as a number.
 
-    for last, reading in ranks:
-        saved = {"the last save": (100, last)}
-        durability.one_of([reading], saved, likely="steps are compared as text")
+    A run that was repeated from an earlier step saves lower ones later.
+    """
+    steps, likely = ORDERS[order]
+    ranks = in_folder(world, several, steps)
+
+    for highest, reading in ranks:
+        saved = {"the save of the highest step": (max(steps), highest)}
+        durability.one_of([reading], saved, likely=likely)
 
 
 def with_strangers(ctx, directory):
@@ -86,20 +101,71 @@ def test_without_a_checkpoint_nothing_is_loaded(world, exists):
         judge.holds(not changed, f"expected nothing to change, got changes in {changed[:3]}")
 
 
+def with_names_alike(ctx, directory):
+    """A save beside copies of its files and folders that somebody named in words."""
+    trainee = Trainee.saved(ctx, directory)
+    if ctx.rank == 0:
+        for path in list(Path(directory).iterdir()):
+            other = path.with_name(re.sub("[0-9]+", "good", path.name))
+            if other != path:
+                (shutil.copytree if path.is_dir() else shutil.copy)(path, other)
+    ctx.barrier()
+    return trainee.state(), Trainee(ctx, seed=8).read(directory, "with names alike beside it")
+
+
+@clause(
+    "checkpoint.choice.names-alike",
+    level="production",
+    source="contract: other people's files do not count; cp -r step-900 step-good",
+)
+def test_a_copy_that_is_named_in_words_is_no_checkpoint(world):
+    """Names like those of the saves, with a word for the number, MUST NOT confuse a load."""
+    ranks = in_folder(world, with_names_alike)
+
+    for saved, reading in ranks:
+        durability.one_of([reading], {"the save": (1, saved)})
+
+
 CHANGES = {
     # the layer that is replaced or added, what it is then, and what an error must name
     "wider": ("second", lambda: nn.Linear(5, 4), "second"),
     "longer": ("third", lambda: nn.Linear(3, 3), "third"),
     "without-bias": ("second", lambda: nn.Linear(5, 3, bias=False), "second.bias"),
+    "shorter": ("frozen", None, "frozen"),
 }
 
 
-def into_another_model(ctx, directory, change):
-    """A load into a model of another shape."""
-    Trainee.saved(ctx, directory, toy="mlp")
+def into_another_model(ctx, directory, change, ranks=None):
+    """A load into a model of another shape, on all ranks or on the last one alone.
+
+    The one that is shorter lacks a frozen layer, which no optimizer knows.
+    """
     name, layer, _ = CHANGES[change]
+    before = (lambda model: setattr(model, name, frozen())) if layer is None else None
+    Trainee.saved(ctx, directory, toy="mlp", change=before)
+    if layer is None or ctx.rank not in (range(ctx.world_size) if ranks is None else ranks):
+        return Trainee(ctx, toy="mlp", seed=8).read(directory, change)
     other = Trainee(ctx, toy="mlp", seed=8, change=lambda model: setattr(model, name, layer()))
     return other.read(directory, change)
+
+
+def frozen():
+    """A layer that does not train."""
+    return nn.Linear(3, 3).requires_grad_(False)
+
+
+@clause(
+    "checkpoint.mismatch.on-one-rank",
+    level="production",
+    source="contract: an error on all ranks",
+    worlds=(2,),
+)
+def test_a_model_that_fits_on_some_ranks_alone_is_an_error_on_all(world):
+    """Where one rank's model does not fit, a load MUST raise on all ranks, without a hang."""
+    ranks = in_folder(world, into_another_model, "wider", (world.size - 1,))
+
+    errors = [rank["error"] for rank in ranks]
+    refusal.on_all_ranks(errors, given="the last rank's model is wider")
 
 
 @clause("checkpoint.mismatch.raises", source="contract: a model that does not fit is an error")

@@ -22,7 +22,10 @@ CONTRACT = "contract: everything from which training goes on as if it had not st
 
 def round_trip(ctx, directory, toy, optimizer):
     """The state when it was saved, one step later, before loading and after."""
-    trainee = Trainee.saved(ctx, directory, step=2, toy=toy, optimizer=optimizer)
+    trainee = Trainee(ctx, toy=toy, optimizer=optimizer)
+    trainee.halve_options()
+    trainee.train(2)
+    trainee.save(directory, step=2)
     saved = trainee.state()
     trainee.train()
     fresh = Trainee(ctx, toy=toy, optimizer=optimizer, seed=8)
@@ -172,13 +175,20 @@ def test_loaded_values_are_nobody_elses(world):
 
 
 def trained(ctx, directory, steps, saves):
-    """State after training, with a save before the first step and after each, or none."""
+    """State after training, with a save before each step and before one is finished, or none."""
     trainee = Trainee(ctx)
+    parts = dict(trainee.module.named_modules())
+    list(parts.values())[1].eval()  # one layer, as those who fine-tune do
     for step in range(steps):
         if saves:
             trainee.save(directory, step=step)
         trainee.train()
-    return trainee.state()
+    trainee.backward()
+    if saves:
+        trainee.save(directory, step=steps)
+    modes = {f"mode: {name}": torch.tensor(part.training) for name, part in parts.items()}
+    gradients = {f"gradient: {name}": p.grad for name, p in trainee.original.items()}
+    return trainee.state() | modes | gradients
 
 
 @clause(
@@ -187,6 +197,8 @@ def trained(ctx, directory, steps, saves):
 )
 def test_saving_leaves_no_trace_in_training(world):
     """A run that saves, also before its first step, MUST end like one that does not.
+
+    Modes of layers and gradients of a step that is not finished are part of it.
 
     Asking PyTorch's `get_optimizer_state_dict` for the state of an optimizer that never stepped
     makes it step, and the count stays: the first real update is corrected like a second one.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -245,3 +246,50 @@ def test_it_goes_on_with_any_number_of_ranks_or_unsharded(world, then):
             ],
             given=f"saved on {world.size} ranks, went on {then}",
         )
+
+
+def of_shards(ctx, seed):
+    """A toy whose layers are sharded, an AdamW of its shards, and a function that takes a step."""
+    module: Any = TOYS[TOY].build(seed).to(ctx.device)
+    for unit in (*module.layers.children(), module):
+        ctx.impl.fully_shard(unit)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+
+    def step(number):
+        optimizer.zero_grad()
+        sum_of_squares(module(TOYS[TOY].batch(7, rank=ctx.rank, micro=number))).backward()
+        optimizer.step()
+
+    return module, optimizer, step
+
+
+def sharded_went_on(ctx, directory):
+    """Full weights of a sharded run that goes on, and of a fresh one that loads its save."""
+    found = []
+    for seed, number in ((7, 1), (8, 9)):
+        module, optimizer, step = of_shards(ctx, seed)
+        step(number)
+        if seed == 7:
+            ctx.impl.save_checkpoint(directory, step=1, model=module, optimizer=optimizer)
+        else:
+            ctx.impl.load_checkpoint(directory, model=module, optimizer=optimizer)
+        for later in (2, 3):
+            step(later)
+        found.append({name: p.full_tensor().detach() for name, p in module.named_parameters()})
+    return found
+
+
+@clause(
+    "checkpoint.sharded-model.goes-on",
+    level="production",
+    needs=("save_checkpoint", "load_checkpoint", "fully_shard"),
+    source="torch.distributed.checkpoint.state_dict: get_state_dict of FSDP2 models and optimizers",
+    worlds=(2,),
+)
+def test_a_sharded_model_goes_on_as_if_it_had_not_stopped(world):
+    """A save of a sharded model and its optimizer MUST go on to the same bits, or be refused."""
+    with folder() as directory:
+        ranks = refusal.answer_or_refusal(world, sharded_went_on, directory)
+    if ranks is not None:
+        first, second = zip(*ranks, strict=True)
+        judge.tensors(second, first, quantity="weight of the run that did not stop")

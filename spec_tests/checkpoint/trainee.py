@@ -106,24 +106,42 @@ class Trainee:
         return self.module
 
     def seed_generators(self, seed: int) -> None:
-        """All of them, so that they are those of this trainee."""
+        """All of them, so that they are those of this trainee.
+
+        NumPy and Python make normal numbers in pairs: the second of each waits in the state.
+        """
         torch.manual_seed(seed)
         np.random.seed(seed)
+        np.random.standard_normal()
         random.seed(seed)
+        random.gauss()
+
+    def halve_options(self) -> None:
+        """Change what the optimizer was made with, as a schedule or a second phase does."""
+        for group in self.optimizer.param_groups:
+            for key, value in group.items():
+                if isinstance(value, float):
+                    group[key] = value / 2
+                elif key == "betas":
+                    group[key] = tuple(beta / 2 for beta in value)
 
     def train(self, steps: int = 1) -> None:
         """Optimizer steps; the learning rate falls, so that it is worth saving."""
         for _ in range(steps):
-            batch = self.loader.next().to(self.ctx.device)
-            if self.wrapper is not None or self.ctx.world_size == 1:
-                batch = dropout(batch) * (1.0 + np.random.random() + random.random())
-            sum_of_squares(self.model(batch)).backward()
-            if self.wrapper in ("ddp", "ddp_bucketed"):
-                self.ctx.impl.finish_gradient_synchronization(self.model)
+            self.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
             for group in self.optimizer.param_groups:
                 group["lr"] *= 0.75
+
+    def backward(self) -> None:
+        """Gradients of the next batch."""
+        batch = self.loader.next().to(self.ctx.device)
+        if self.wrapper is not None or self.ctx.world_size == 1:
+            batch = dropout(batch) * (1.0 + np.random.random() + random.random())
+        sum_of_squares(self.model(batch)).backward()
+        if self.wrapper in ("ddp", "ddp_bucketed"):
+            self.ctx.impl.finish_gradient_synchronization(self.model)
 
     def save(self, directory: str, step: int) -> None:
         """With the implementation."""
@@ -166,17 +184,20 @@ class Trainee:
                 name = names[id(parameter)]
                 entries = {**group, **self.optimizer.state.get(parameter, {})}
                 for key, value in entries.items():
-                    if isinstance(value, int | float | torch.Tensor):
+                    if isinstance(value, int | float | tuple | torch.Tensor):
                         found[f"optimizer: {name}: {key}"] = _copy(value)
         return found
 
     def generators(self) -> State:
         """The states of torch's, NumPy's and Python's generators; nothing is drawn."""
-        _, keys, position, *_ = np.random.get_state()
+        _, keys, position, has_second, second = np.random.get_state(legacy=True)
+        _, words, python_second = random.getstate()
         return {
             "random: torch": torch.get_rng_state(),
             "random: numpy": torch.from_numpy(np.append(keys, position).astype(np.int64)),
-            "random: python": torch.tensor(random.getstate()[1]),
+            "random: numpy, second normal": torch.tensor(second if has_second else 0.0),
+            "random: python": torch.tensor(words),
+            "random: python, second normal": torch.tensor(python_second or 0.0),
         }
 
 

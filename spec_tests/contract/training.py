@@ -77,7 +77,8 @@ def train(
     from before the call do not count. The process group says how many ranks there are. A global
     batch that does not divide is a ValueError before any update. A step for which the data do not
     suffice is left out, or taken with the mean over what it has, or the call raises. What is not
-    finite is dealt with alike on all ranks: they go on, skip the update, or raise.
+    finite is dealt with alike on all ranks: they go on, skip the update, or raise. Level
+    `production`: a model in PyTorch's DistributedDataParallel is trained alike.
     """
 
 
@@ -100,7 +101,8 @@ def save_checkpoint(
 
     When the call returns, the checkpoint is there. A failure on any rank is an error on all. It
     leaves what was saved before, as a kill at any moment does, and is not in the way of the next
-    save. Saving a step again replaces it, at once or not at all.
+    save. Saving a step again replaces it, at once or not at all. Level `production`: a model that
+    `fully_shard` sharded, and the optimizer of its shards, too, or they are refused.
     """
 
 

@@ -92,6 +92,9 @@ def footprints(ctx, subject, depth, reshard_after_forward=True, steps=2, discard
                 layer.unshard(async_op=True)
                 layer.reshard()
             see(f"after step {step}", footprint.settled(recorder))
+        with torch.no_grad():
+            model(torch.ones(2, WIDTH, device=ctx.device))
+        see("after evaluation", footprint.settled(recorder))
     return {**seen, "history": history}
 
 
@@ -131,7 +134,8 @@ def test_between_steps_a_rank_holds_its_shards_and_no_more(world, subject):
 def test_full_weights_are_freed_after_forward_and_backward(world, subject):
     """Full weights MUST be freed after forward and after backward, unless they are to be kept.
 
-    Autograd holds views of them: dropping the wrapper's references frees nothing.
+    A forward without gradients frees them, too. Autograd holds views of them: dropping the
+    wrapper's references frees nothing.
     """
     ranks = world.run(footprints, subject, 6)
 
@@ -140,6 +144,7 @@ def test_full_weights_are_freed_after_forward_and_backward(world, subject):
     for moment, terms in (
         ("after forward", {**state, "activations": 6 * ACTIVATIONS}),
         ("after backward", {**state, "gradients": shards}),
+        ("after evaluation", state),
     ):
         footprint.at_most(
             [rank[moment] for rank in ranks],

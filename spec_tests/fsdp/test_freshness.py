@@ -82,10 +82,10 @@ def _judge_fresh(ranks, toy, steps, given):
     )
 
 
-def _old(toy, size, weights=None):
+def _old(toy, size, ones=()):
     plain = TOYS[toy].build(7)
-    for parameter in plain.parameters() if weights else ():
-        nn.init.constant_(parameter, weights)
+    for name in ones:
+        nn.init.ones_(plain.get_parameter(name))
     return [{"output": plain(TOYS[toy].batch(7, rank=r, micro=9)).detach()} for r in range(size)]
 
 
@@ -255,6 +255,7 @@ def _judge_ladder(ranks):
 
 
 UNSHARDED = "load-while-unsharded"
+SECOND = "up.bias"  # of the two parameters of its unit
 LOADS = ("load-state-dict", "load-state-dict-assign", "assign-in-parts", UNSHARDED)
 
 
@@ -279,11 +280,11 @@ def after_writing(ctx, subject, toy, seed, how, setting):
             if how == "assign-in-parts":
                 sharded.wrapped.state_dict()  # shows the shards: those that were loaded
         else:
-            for parameter in sharded.held:
-                if how == "parameter":
-                    parameter.fill_(1.0)
-                else:
+            for name, parameter in zip(sharded.names, sharded.held, strict=True):
+                if how == "local-tensor":
                     parameter.to_local().fill_(1.0)
+                elif how == "parameter" or name == SECOND:
+                    parameter.fill_(1.0)
     return _output(sharded)
 
 
@@ -294,10 +295,10 @@ def after_writing(ctx, subject, toy, seed, how, setting):
 )
 @pytest.mark.parametrize(
     "how",
-    [*LOADS, "parameter", "local-tensor"],
+    [*LOADS, "parameter", "local-tensor", SECOND],
     ids=[
         *("loaded", "assigned", "assigned-in-parts", "loaded-while-unsharded"),
-        *("written-parameter", "written-local-tensor"),
+        *("written-parameter", "written-local-tensor", "written-second-of-a-unit"),
     ],
 )
 @pytest.mark.parametrize("setting", [*SETTINGS, KEPT])
@@ -305,7 +306,8 @@ def test_a_forward_after_a_load_uses_the_loaded_weights(world, subject, setting,
     """The forward after weights were loaded or written in place MUST use them."""
     ranks = world.run(after_writing, subject, "even", 7, how, setting)
 
-    _judge_ones(ranks, f"weights {setting}, written by {how}")
+    written = [SECOND] if how == SECOND else None
+    _judge_ones(ranks, f"weights {setting}, written by {how}", written)
 
 
 def whole_after_writing(ctx, subject, toy, seed, moment):
@@ -330,12 +332,14 @@ def test_a_forward_of_a_whole_model_uses_weights_that_were_written(world, subjec
     _judge_ones(world.run(whole_after_writing, subject, "even", 7, moment), moment)
 
 
-def _judge_ones(ranks, given):
+def _judge_ones(ranks, given, written=None):
+    """The output is that of a model of which the parameters `written`, or all, are ones."""
+    names = [name for name, _ in TOYS["even"].build(7).named_parameters()]
     old = _old("even", len(ranks))
     judge.tensors(
         ranks,
-        _old("even", len(ranks), weights=1.0),
-        quantity="output of weights that are all one",
+        _old("even", len(ranks), ones=names if written is None else written),
+        quantity="output of weights that are one",
         hints=[Hint("the output of the weights before: a copy was kept", old)],
         given=given,
     )

@@ -56,6 +56,9 @@ class Layer(nn.Module):
         return self.linear(noted)
 
 
+ROOT = "root"
+
+
 class Chain(nn.Sequential):
     """Layers in the order in which a step uses them."""
 
@@ -68,14 +71,18 @@ class Chain(nn.Sequential):
 
 
 def chain(ctx, subject, hints):
-    """Layers as units, with the hints given: index to the indices to be gathered ahead."""
+    """Layers as units, with the hints given: index to the indices to be gathered ahead.
+
+    The index of the whole model is `ROOT`.
+    """
     torch.manual_seed(7)
     model: Any = Chain(*[Layer(i) for i in range(DEPTH)]).to(ctx.device)
     shard(ctx, subject, model, "children", reshard_after_forward=True)
     for kind, table in hints.items():
         for index, ahead in table.items():
             modules = [model[i] for i in ahead]
-            getattr(model[index], f"set_modules_to_{kind}_prefetch")(modules)
+            unit = model if index == ROOT else model[index]
+            getattr(unit, f"set_modules_to_{kind}_prefetch")(modules)
     return model
 
 
@@ -164,7 +171,7 @@ def test_a_backward_hint_takes_the_place_of_the_next_unit(world, subject):
 
     Who names the units has counted the memory for these.
     """
-    logs = world.run(events, subject, {"backward": {3: [1]}})
+    logs = world.run(events, subject, {"backward": {ROOT: [3], 3: [1]}})
 
     for rank, log in enumerate(logs):
         begun = traffic.gathered(_before(log, "backward 3", "between"), world.size) // UNIT

@@ -137,7 +137,7 @@ class PlainCheckpoint:
         return state["step"]
 
     def newest(self, root: Path) -> Path | None:
-        found = list(root.glob("step-*.pt"))
+        found = [p for p in root.glob("step-*.pt") if p.stem.partition("-")[2].isdigit()]
         return max(found, key=self.order, default=None)
 
     def order(self, path: Path) -> Any:

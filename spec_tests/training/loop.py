@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from spec_tests.rig.judge.tolerance import Tolerance, rounding
 from spec_tests.rig.ranks.rank import Context
@@ -161,7 +162,7 @@ class Trainee:
 
     @classmethod
     def of(cls, ctx: Context, wrapper: str, seed: int) -> Trainee:
-        """Build it; `wrapper` is "plain" or the contract function that wraps."""
+        """Build it; `wrapper` is "plain", "torch" or the contract function that wraps."""
         model = ToyLanguageModel(seed).to(ctx.device)
         first, *rest = model.parameters()
         optimizer = torch.optim.SGD([{"params": [first]}, {"params": rest}], lr=1.0)
@@ -169,6 +170,8 @@ class Trainee:
             wrapped = ctx.impl.ddp_bucketed(model, bucket_size_mb=100 * 4 / 2**20)
         elif wrapper == "ddp":
             wrapped = ctx.impl.ddp(model)
+        elif wrapper == "torch":
+            wrapped = DistributedDataParallel(model)
         else:
             wrapped = model
         rates: list[Any] = []

@@ -18,7 +18,9 @@ from spec_tests.training.loop import (
     CONTRACT,
     TRAIN,
     WRAPPERS,
+    Counted,
     Job,
+    Trainee,
     alone,
     as_series,
     at,
@@ -143,6 +145,34 @@ def test_each_update_uses_the_rate_of_its_step(world, subject, accumulate):
         quantity="rates that the updates used",
         given=str(job),
     )
+
+
+def rates_of_two_calls(ctx, wrapper, job):
+    """Rates that the updates of two calls with one optimizer used; its groups have rates apart."""
+    trainee = Trainee.of(ctx, wrapper, job.seed)
+    trainee.optimizer.param_groups[1]["lr"] = OWN_RATES[1]
+    batches = Counted(job.micro_batches(ctx.rank))
+    for _ in range(2):
+        trainee.train(ctx, job, batches)
+    return trainee.rates
+
+
+OWN_RATES = (1.0, 0.25)
+CALLS = {"with-lr": 0.5, "without-lr": None}
+
+
+@clause("training.rate.of-each-call", source=f"{CONTRACT}: the update after k ones of this call")
+@pytest.mark.parametrize("rate", CALLS)
+def test_each_call_begins_its_schedule_anew(world, subject, rate):
+    """A second call MUST use lr(0) for its first update; without `lr` groups MUST keep their rates.
+
+    A call is a phase of training, and who gives no schedule has set the rates.
+    """
+    job = Job(1, 1, world.size, steps=2, rate=CALLS[rate])
+    ranks = world.run(rates_of_two_calls, "ddp" if world.size > 1 else "plain", job)
+
+    once = [job.schedule(step) if job.rate else [*OWN_RATES] for step in range(job.steps)]
+    judge.equal(ranks, once * 2, quantity="rates that the updates used", given=str(job))
 
 
 @clause(

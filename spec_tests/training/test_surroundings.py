@@ -27,6 +27,7 @@ from spec_tests.training.loop import (
     Job,
     ToyLanguageModel,
     Trainee,
+    trained,
 )
 from spec_tests.training.test_gradient import judged
 
@@ -57,6 +58,20 @@ def test_the_process_group_says_how_many_ranks_there_are(world, subject, wrapper
     ranks = world.run(in_a_lying_environment, wrapper, job)
 
     judged(ranks, job, given="WORLD_SIZE=5 in the environment")
+
+
+@clause(
+    "training.gradient.in-pytorchs-wrapper",
+    level="production",
+    source=f"{CONTRACT}; torch.nn.parallel.DistributedDataParallel: no finish, no_sync in a window",
+    worlds=(2, 3),
+)
+def test_pytorchs_wrapper_is_one_as_well(world, subject):
+    """A model in DistributedDataParallel MUST be trained like one in the loop's own wrapper."""
+    job = Job(2, 2, world.size, steps=2, targets="ragged")
+    ranks = world.run(trained, "torch", job)
+
+    judged(ranks, job, given="torch.nn.parallel.DistributedDataParallel")
 
 
 def on_slices(ctx, wrapper, job):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from spec_tests.impostors.card import near_miss
+from spec_tests.impostors.card import Patched, near_miss
 from spec_tests.plain.checkpoint import PlainCheckpoint, bare, rank
 
 
@@ -41,6 +42,20 @@ class ForgetsGenerators(PlainCheckpoint):
         state = torch.get_rng_state()
         super().restore_rank(everyone, loader)
         torch.set_rng_state(state)
+
+
+@near_miss("checkpoint.half-of-a-generator", rejected_by="checkpoint.content.random-state")
+class HalfOfAGenerator(PlainCheckpoint):
+    """Brings back NumPy's words and position, and not the normal number that waits.
+
+    From: `np.random.set_state(state[:3])`; the last two entries look like options
+    Unseen: Uniform numbers come out as they should.
+    """
+
+    def restore_rank(self, everyone, loader):
+        super().restore_rank(everyone, loader)
+        state = np.random.get_state(legacy=False)
+        np.random.set_state({**state, "has_gauss": 0, "gauss": 0.0})
 
 
 @near_miss(
@@ -101,6 +116,35 @@ class FirstRanksMoments(PlainCheckpoint):
 
     def joined(self, parts):
         return parts[0]
+
+
+@near_miss("checkpoint.moments-of-shards-are-lost", rejected_by="checkpoint.sharded-model.goes-on")
+class MomentsOfShardsAreLost(Patched):
+    """Loads the moments of plain parameters, and not those of DTensors.
+
+    From: a check for plain tensors, from before the model was sharded
+    Unseen: Weights come back; the loss rises for some steps after each restart.
+    """
+
+    module = "solution.checkpoint.named"
+    find = "            if not owns(parameter):\n"
+    replace = "            if not owns(parameter) or hasattr(parameter, 'placements'):\n"
+
+
+@near_miss("checkpoint.rate-alone", rejected_by="checkpoint.content.optimizer")
+class RateAlone(PlainCheckpoint):
+    """Of the optimizer's options brings back the learning rate alone.
+
+    From: a scheduler's state, saved in place of the groups
+    Unseen: The other options are those of the script, until a phase of training changes one.
+    """
+
+    def of_optimizer(self, model, optimizer):
+        found = super().of_optimizer(model, optimizer)
+        return {
+            name: {**entry, "options": {"lr": entry["options"]["lr"]}}
+            for name, entry in found.items()
+        }
 
 
 @near_miss("checkpoint.no-options", rejected_by="checkpoint.content.optimizer")
@@ -207,6 +251,19 @@ class WritesLater(PlainCheckpoint):
         while self.waiting:
             super().put(*self.waiting.pop())
         return super().load(directory, model=model, optimizer=optimizer, loader=loader)
+
+
+@near_miss("checkpoint.leaves-it-evaluating", rejected_by="checkpoint.save.changes-nothing")
+class LeavesItEvaluating(PlainCheckpoint):
+    """Switches the model to evaluation for the save, and leaves it so.
+
+    From: a trainer that validates and saves in one function
+    Unseen: Toys have neither dropout nor batch norms, and weights go on moving.
+    """
+
+    def of_model(self, model, everyone):
+        model.eval()
+        return super().of_model(model, everyone)
 
 
 @near_miss("checkpoint.steps-cold-optimizer", rejected_by="checkpoint.save.changes-nothing")

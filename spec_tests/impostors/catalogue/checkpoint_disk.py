@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from spec_tests.impostors.card import benign, near_miss
-from spec_tests.plain.checkpoint import PlainCheckpoint, bare, rank, size
+from spec_tests.impostors.card import Patched, benign, near_miss
+from spec_tests.plain.checkpoint import PlainCheckpoint, bare, rank, size, values
 
 
 @near_miss("checkpoint.points-by-path", rejected_by="checkpoint.place.any")
@@ -40,6 +40,30 @@ class NewestAsText(PlainCheckpoint):
 
     def order(self, path):
         return path.name
+
+
+@near_miss("checkpoint.newest-by-time", rejected_by="checkpoint.choice.highest-step")
+class NewestByTime(PlainCheckpoint):
+    """Takes the save that was written last.
+
+    From: sorted(..., key=os.path.getmtime)
+    Unseen: Later saves have higher steps, until a run is repeated from an earlier one.
+    """
+
+    def order(self, path):
+        return path.stat().st_mtime_ns
+
+
+@near_miss("checkpoint.any-word-for-a-number", rejected_by="checkpoint.choice.names-alike")
+class AnyWordForANumber(PlainCheckpoint):
+    """Takes whatever stands behind `step-` for a number.
+
+    From: `int(path.stem.split("-")[1])` over a glob
+    Unseen: Nobody copies a good checkpoint to a name of their own, in a test.
+    """
+
+    def newest(self, root):
+        return max(root.glob("step-*.pt"), key=self.order, default=None)
 
 
 @near_miss("checkpoint.newest-entry", rejected_by="checkpoint.choice.foreign-files")
@@ -182,7 +206,10 @@ class FailsAlone(PlainCheckpoint):
             raise RuntimeError(error)
 
 
-@near_miss("checkpoint.stumbles-over-leftovers", rejected_by="checkpoint.failure.next-save-works")
+@near_miss(
+    "checkpoint.stumbles-over-leftovers",
+    rejected_by=("checkpoint.failure.next-save-works", "checkpoint.crash.next-save-works"),
+)
 class StumblesOverLeftovers(PlainCheckpoint):
     """Refuses to save while a temporary file is there.
 
@@ -216,6 +243,54 @@ class TrustsTheDisk(PlainCheckpoint):
 
     What can be read is taken for what was written: torch.load looks at no check sum.
     """
+
+
+@near_miss("checkpoint.leaves-the-rest-in-the-file", rejected_by="checkpoint.mismatch.raises")
+class LeavesTheRestInTheFile(PlainCheckpoint):
+    """Loads into a model that lacks some of what was saved.
+
+    From: `{name: saved[name] for name in module.state_dict()}`
+    Unseen: The other way round, a name that is missing in the file, is a KeyError.
+    """
+
+    def check(self, module, saved):
+        super().check(module, {name: saved[name] for name in values(module) if name in saved})
+
+
+@near_miss(
+    "checkpoint.compares-on-its-own",
+    rejected_by="checkpoint.mismatch.on-one-rank",
+    outcomes=("hang",),
+)
+class ComparesOnItsOwn(Patched):
+    """Finds out on each rank alone whether the model fits.
+
+    From: `load_state_dict`, which asks nobody, between two collectives
+    Unseen: All ranks build the same model.
+    """
+
+    module = "solution.checkpoint.load"
+    find = """together(
+            f"load {self.path}", self._compare, self.group
+        )"""
+    replace = "self._compare()"
+
+
+@near_miss(
+    "checkpoint.captures-on-its-own",
+    rejected_by="checkpoint.failure.of-a-loader",
+    outcomes=("hang",),
+)
+class CapturesOnItsOwn(Patched):
+    """Agrees on what was written, and not on what was to be written.
+
+    From: a try around the writing alone
+    Unseen: Disks fail in tests, loaders do not.
+    """
+
+    module = "solution.checkpoint.save"
+    find = 'together(f"capture its state at step {step}", capture, group)'
+    replace = "capture()"
 
 
 @near_miss("checkpoint.not-strict", rejected_by="checkpoint.mismatch.raises")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from spec_tests.impostors.card import FreeStanding, near_miss
+from spec_tests.impostors.card import FreeStanding, Patched, near_miss
 from spec_tests.plain.fully_shard import MixedPrecisionPolicy, PlainFsdp
 
 # ----------------------------------------------------------------------------------------- memory
@@ -89,6 +89,19 @@ class FreesWithGradients(PlainFsdp):
     def reshard(self):
         if not self.in_backward or any(p.parameter.requires_grad for p in self.pieces):
             super().reshard()
+
+
+@near_miss("fsdp.keeps-in-evaluation", rejected_by="fsdp.footprint.freed-after-use")
+class KeepsInEvaluation(Patched):
+    """Frees after a forward that a backward follows, and not after another.
+
+    From: Freeing hangs on what autograd has saved, and without gradients it has saved nothing.
+    Unseen: Memory is measured in training, and the next step frees it.
+    """
+
+    module = "solution.parallel.fsdp.schedule"
+    find = "        if not (self._keeps(unit) and (has_backward or unit.was_kept)):\n"
+    replace = "        if has_backward and not self._keeps(unit):\n"
 
 
 @near_miss("fsdp.frees-nothing", rejected_by="fsdp.footprint.freed-after-use")

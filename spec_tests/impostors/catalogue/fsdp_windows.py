@@ -241,6 +241,19 @@ class WatchesParameters(PlainFsdp):
         return tuple((id(p.parameter), p.parameter._version) for p in self.pieces)
 
 
+@near_miss("fsdp.watches-one-of-a-unit", rejected_by="fsdp.lifecycle.fresh-after-load")
+class WatchesOneOfAUnit(PlainFsdp):
+    """Looks at the first parameter of a unit alone for writes.
+
+    From: A step writes all of them, so one tells for the rest.
+    Unseen: A load writes all of them, too; an initialisation or a clamp of one does not.
+    """
+
+    def version(self):
+        parameters, *updates = super().version()
+        return parameters[:1], *updates
+
+
 @near_miss("fsdp.never-forgets", rejected_by="fsdp.lifecycle.after-exception")
 class NeverForgets(PlainFsdp):
     """Keeps the state of a backward that was interrupted.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from spec_tests.impostors.card import benign, near_miss
 from spec_tests.plain.train import PlainTrain
@@ -351,3 +352,17 @@ class RateOfOneGroup(PlainTrain):
     def set_rate(self, number):
         if self.lr is not None:
             self.optimizer.param_groups[0]["lr"] = self.lr(number)
+
+
+@near_miss("training.knows-own-wrappers", rejected_by="training.gradient.in-pytorchs-wrapper")
+class KnowsOwnWrappers(PlainTrain):
+    """Takes a model for one process's where it is in no wrapper of its own.
+
+    From: `hasattr(model, "finish_gradient_synchronization")` to tell what is wrapped.
+    Unseen: A loop is tested with the wrapper that comes with it.
+    """
+
+    def __init__(self, model, optimizer, batches, **options):
+        super().__init__(model, optimizer, batches, **options)
+        if isinstance(model, DistributedDataParallel):
+            self.size = 1

@@ -378,6 +378,34 @@ class LastRecord(PlainTrain):
         return super().run()[-1:]
 
 
+@near_miss("training.goes-on-counting", rejected_by="training.rate.of-each-call")
+class GoesOnCounting(PlainTrain):
+    """Counts the steps of all calls with one optimizer.
+
+    From: A counter that is kept beside the optimizer, for a run that is resumed.
+    Unseen: A script calls the loop once.
+    """
+
+    def set_rate(self, number):
+        done = getattr(self.optimizer, "steps_done", 0)
+        super().set_rate(done)
+        self.optimizer.steps_done = done + 1
+
+
+@near_miss("training.one-rate-for-all", rejected_by="training.rate.of-each-call")
+class OneRateForAll(PlainTrain):
+    """Gives the first group's rate to all groups in each step.
+
+    From: A loop that sets the rate always, with the optimizer's own where there is no schedule.
+    Unseen: One group, or groups that differ in weight decay alone.
+    """
+
+    def set_rate(self, number):
+        super().set_rate(number)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate()
+
+
 @near_miss("training.rate-per-micro-batch", rejected_by="training.rate.pure-function-of-the-step")
 class StepsPerMicroBatch(PlainTrain):
     """The schedule counts micro-batches.
