@@ -241,7 +241,10 @@ def read_damaged(ctx, directory, hows):
         ways += [(f, how) for f in fresh for how in places_of(large, Path(directory, f))]
     readings = []
     for number, (file, how) in enumerate(ways):
-        copy = damaged(directory, file, how, into=f"{directory}-{number}")
+        copy = f"{directory}-{number}"
+        if ctx.rank == 0:
+            damaged(directory, file, how, into=copy)
+        ctx.barrier()
         readings.append(Trainee(ctx, seed=8).read(copy, f"{Path(file).name} {how}"))
     return {"older": older, "newer": newer, "readings": readings}
 
