@@ -107,7 +107,7 @@ def with_names_alike(ctx, directory):
     if ctx.rank == 0:
         for path in list(Path(directory).iterdir()):
             other = path.with_name(re.sub("[0-9]+", "good", path.name))
-            if other != path:
+            if not other.exists():
                 (shutil.copytree if path.is_dir() else shutil.copy)(path, other)
     ctx.barrier()
     return trainee.state(), Trainee(ctx, seed=8).read(directory, "with names alike beside it")

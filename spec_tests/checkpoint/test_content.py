@@ -178,7 +178,7 @@ def trained(ctx, directory, steps, saves):
     """State after training, with a save before each step and before one is finished, or none."""
     trainee = Trainee(ctx)
     parts = dict(trainee.module.named_modules())
-    list(parts.values())[1].eval()  # one layer, as those who fine-tune do
+    trainee.module.get_submodule("layers.0").eval()  # one layer, as those who fine-tune do
     for step in range(steps):
         if saves:
             trainee.save(directory, step=step)

@@ -183,8 +183,9 @@ class Trainee:
             for parameter in group["params"]:
                 name = names[id(parameter)]
                 entries = {**group, **self.optimizer.state.get(parameter, {})}
+                del entries["params"]
                 for key, value in entries.items():
-                    if isinstance(value, int | float | tuple | torch.Tensor):
+                    if isinstance(value, int | float | tuple | list | torch.Tensor):
                         found[f"optimizer: {name}: {key}"] = _copy(value)
         return found
 
@@ -195,9 +196,13 @@ class Trainee:
         return {
             "random: torch": torch.get_rng_state(),
             "random: numpy": torch.from_numpy(np.append(keys, position).astype(np.int64)),
-            "random: numpy, second normal": torch.tensor(second if has_second else 0.0),
+            "random: numpy, second normal": torch.tensor(
+                second if has_second else 0.0, dtype=torch.float64
+            ),
             "random: python": torch.tensor(words),
-            "random: python, second normal": torch.tensor(python_second or 0.0),
+            "random: python, second normal": torch.tensor(
+                python_second or 0.0, dtype=torch.float64
+            ),
         }
 
 

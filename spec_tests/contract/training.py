@@ -71,7 +71,7 @@ def train(
     update used; `grad_norm` of that step's gradient (before clipping: level `production`);
     `tokens`, the valid ones of the step on all ranks. With `max_norm` the gradient of a step is
     clipped once, as by `clip_grad_norm_`. The update after k finished ones of this call uses
-    `lr(k)` in every group of parameters; without `lr` the optimizer's own rate.
+    `lr(k)` in every group of parameters; without `lr` each group's own.
 
     Exactly the micro-batches of `steps` steps are taken; ids and targets may be slices. Gradients
     from before the call do not count. The process group says how many ranks there are. A global
@@ -99,10 +99,10 @@ def save_checkpoint(
     Python's generators. Where replicas' buffers differ, the first rank's count. `step` counts
     finished optimizer steps, from 0. Saving and training have no effect on each other.
 
-    When the call returns, the checkpoint is there. A failure on any rank is an error on all. It
-    leaves what was saved before, as a kill at any moment does, and is not in the way of the next
-    save. Saving a step again replaces it, at once or not at all. Level `production`: a model that
-    `fully_shard` sharded, and the optimizer of its shards, too, or they are refused.
+    When the call returns, the checkpoint is there. A failure on any rank is an error on all. A
+    failure, like a kill at any moment, leaves what was saved before and is not in the way of the
+    next save. Saving a step again replaces it, at once or not at all. Level `production`: a model
+    that `fully_shard` sharded, and the optimizer of its shards, too, or they are refused.
     """
 
 
@@ -114,6 +114,6 @@ def load_checkpoint(
     Newest is the highest step; other people's files and folders there do not count. Values replace
     those of the parameters and optimizer that are given, at any world size; generators at that of
     the save. They share no memory with anything else. Incomplete or damaged saves are passed over,
-    or are an error, as a model that does not fit is on all ranks. Without any save: an error, or 0
-    and nothing changed.
+    or are an error, as a model that does not fit is on all ranks (a flipped bit: advice). Without
+    any save: an error, or 0 and nothing changed.
     """

@@ -151,7 +151,7 @@ def test_full_weights_are_freed_after_forward_and_backward(world, subject):
             terms,
             quantity=f"live bytes {moment}",
             likely="full weights or full gradients are not freed; autograd holds views of them",
-            given=f"six layers of {UNIT} bytes, second step",
+            given=f"six layers of {UNIT} bytes, after two steps",
             history=[rank["history"] for rank in ranks],
             moment=moment,
         )

@@ -169,7 +169,8 @@ def test_hinted_units_are_gathered_ahead(world, subject):
 def test_a_backward_hint_takes_the_place_of_the_next_unit(world, subject):
     """A backward hint MUST take the default's place: what it leaves out is not gathered ahead.
 
-    Who names the units has counted the memory for these.
+    Who names the units has counted the memory for these. The whole model has a hint as well: by
+    default it may gather the last two units.
     """
     logs = world.run(events, subject, {"backward": {ROOT: [3], 3: [1]}})
 

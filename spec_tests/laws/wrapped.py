@@ -69,7 +69,7 @@ class WrappedToy(ABC):
         return self.toy.batch(self.seed, rank=self.ctx.rank, micro=micro).to(self.ctx.device)
 
     def loss(self, micro: int = 0, **flags: Any) -> torch.Tensor:
-        """Forward of this rank's micro-batch number `micro`, with flags by their place."""
+        """Forward of this rank's micro-batch number `micro`, flags by position."""
         model = self.wrapped if self.called is None else self.called
         return self.ctx.world_size * sum_of_squares(model(self.batch(micro), *flags.values()))
 
@@ -82,7 +82,8 @@ class WrappedToy(ABC):
 
     def by_keyword(self, micro: int = 0, **flags: Any) -> None:
         """As `backward`, with the inputs and flags as keyword arguments of the model."""
-        output = self.wrapped(x=self.batch(micro), **flags)
+        model = self.wrapped if self.called is None else self.called
+        output = model(x=self.batch(micro), **flags)
         (self.ctx.world_size * sum_of_squares(output)).backward()
         self.finish()
 

@@ -179,7 +179,10 @@ class Strided(nn.Module):
 
 
 class Gapped(nn.Module):
-    """A parameter that is a part of a larger tensor: between its rows lie foreign elements."""
+    """A parameter that is a part of a larger tensor: between its rows lie foreign elements.
+
+    On the CPU: a move to another device closes the gaps.
+    """
 
     def __init__(self) -> None:
         super().__init__()

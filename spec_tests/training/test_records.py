@@ -161,10 +161,13 @@ OWN_RATES = (1.0, 0.25)
 CALLS = {"with-lr": 0.5, "without-lr": None}
 
 
-@clause("training.rate.of-each-call", source=f"{CONTRACT}: the update after k ones of this call")
+@clause(
+    "training.rate.of-each-call",
+    source=f"{CONTRACT}: the update after k finished ones of this call",
+)
 @pytest.mark.parametrize("rate", CALLS)
 def test_each_call_begins_its_schedule_anew(world, subject, rate):
-    """A second call MUST use lr(0) for its first update; without `lr` groups MUST keep their rates.
+    """Each call MUST start its schedule at lr(0), and without `lr` leave each group its rate.
 
     A call is a phase of training, and who gives no schedule has set the rates.
     """

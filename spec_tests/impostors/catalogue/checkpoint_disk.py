@@ -54,7 +54,11 @@ class NewestByTime(PlainCheckpoint):
         return path.stat().st_mtime_ns
 
 
-@near_miss("checkpoint.any-word-for-a-number", rejected_by="checkpoint.choice.names-alike")
+@near_miss(
+    "checkpoint.any-word-for-a-number",
+    rejected_by="checkpoint.choice.names-alike",
+    outcomes=("failed", "hang"),  # where the first rank alone looks, the others wait for it
+)
 class AnyWordForANumber(PlainCheckpoint):
     """Takes whatever stands behind `step-` for a number.
 

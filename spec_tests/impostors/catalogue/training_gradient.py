@@ -362,7 +362,5 @@ class KnowsOwnWrappers(PlainTrain):
     Unseen: A loop is tested with the wrapper that comes with it.
     """
 
-    def __init__(self, model, optimizer, batches, **options):
-        super().__init__(model, optimizer, batches, **options)
-        if isinstance(model, DistributedDataParallel):
-            self.size = 1
+    def is_wrapped(self):
+        return super().is_wrapped() and not isinstance(self.model, DistributedDataParallel)
