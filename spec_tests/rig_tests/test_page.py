@@ -249,7 +249,7 @@ def test_the_page_of_one_file_is_small_and_names_what_is_not_offered_in_a_line()
             evidence = {kind: usual[kind], "source": EVIDENCE["source"]}
             found.append(result("failed", message=message, evidence=evidence, **about))
     page = render_page(log(*found))
-    assert len(page.encode()) < 80_000
+    assert len(page.encode()) < 85_000  # the more, the more clauses there are
     assert page.count('<details class="absent">') == 1
     assert '<li>fsdp: <span class="id">fsdp</span></li>' in page
     assert 'id="fsdp.' not in page
