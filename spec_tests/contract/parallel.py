@@ -122,13 +122,14 @@ def fully_shard(
     """FSDP in place, called bottom-up, with meaning and defaults of PyTorch's `fully_shard`.
 
     Forwards have the plain model's bits, gradients are the mean over the mesh, and equal runs give
-    equal bits. Any number of rows is sharded; mixed dtypes, tied and unused parameters, too, or
-    they are refused. Right or refused as well: an int as `reshard_after_forward`, the number of
-    ranks that then share the weights, of which all means True and 1 False; frozen integers, which
-    keep their values; methods `fsdp_pre_all_gather` and `fsdp_post_all_gather` of a parameter,
-    which are called; and `torch.func.jvp` of a forward, which gives what it gives of the plain
-    model. A parameter unused on all ranks keeps None, as a frozen one does, and may be frozen or
-    thawed between steps.
+    equal bits. A mesh of two dimensions replicates over the first and shards over the second, or it
+    is refused; so may hints to prefetch be. Any number of rows is sharded; mixed dtypes, tied and
+    unused parameters, too, or they are refused. Right or refused as well: an int as
+    `reshard_after_forward`, the number of ranks that then share the weights, of which all means
+    True and 1 False; frozen integers, which keep their values; methods `fsdp_pre_all_gather` and
+    `fsdp_post_all_gather` of a parameter, which are called; and `torch.func.jvp` of a forward,
+    which gives what it gives of the plain model. A parameter unused on all ranks keeps None, as a
+    frozen one does, and may be frozen or thawed between steps.
     `mp_policy` is built from the implementation's own `MixedPrecisionPolicy(param_dtype=,
     reduce_dtype=, output_dtype=, cast_forward_inputs=)`. Parameters become DTensors sharded on dim
     0. The module then has `unshard`, `reshard`, `set_requires_gradient_sync`,

@@ -134,7 +134,6 @@ def seen_in_a_method(ctx, subject):
 
 @clause(
     "fsdp.precision.registered-method",
-    level="production",
     needs=("MixedPrecisionPolicy", "register_fsdp_forward_method"),
     source="torch.distributed.fsdp.register_fsdp_forward_method; its test",
 )

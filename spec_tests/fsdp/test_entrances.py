@@ -109,7 +109,12 @@ def entered(ctx, subject, entrance, setting):
     return {"output": output.detach()}, gradients, kinds
 
 
-@clause("fsdp.lifecycle.registered-method", needs=("register_fsdp_forward_method",), source=METHODS)
+@clause(
+    "fsdp.lifecycle.registered-method",
+    level="correct",
+    needs=("register_fsdp_forward_method",),
+    source=METHODS,
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_registered_method_is_like_forward(world, subject, way):
     """Like `forward`, a registered method MUST compute with full weights and get mean gradients.
@@ -190,6 +195,7 @@ def entered_again(ctx, subject):
 
 @clause(
     "fsdp.lifecycle.registered-method-after-exception",
+    level="correct",
     needs=("register_fsdp_forward_method",),
     source=METHODS + "; contract: after a caught exception the next step is right, or an error",
 )

@@ -235,7 +235,6 @@ def test_full_weights_stay_where_that_was_asked_for(world, subject):
 
 @clause(
     "fsdp.footprint.kept-in-part",
-    level="production",
     judges=FULLY_SHARD,
     source="torch.distributed.fsdp.fully_shard, reshard_after_forward as an int",
     worlds=(4,),

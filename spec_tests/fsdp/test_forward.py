@@ -301,7 +301,6 @@ def test_what_is_kept_after_forward_changes_no_bit(world, subject, setting):
 
 @clause(
     "fsdp.forward.resharding-to-a-part",
-    level="production",
     judges=FULLY_SHARD,
     source="torch.distributed.fsdp.fully_shard: reshard_after_forward as an int",
     worlds=(4,),
@@ -372,7 +371,6 @@ def derived(ctx, subject, calls):
 
 @clause(
     "fsdp.forward.under-a-transform",
-    level="production",
     judges=FULLY_SHARD,
     source="torch.func.jvp; FSDP2 gathers outside of transforms",
     worlds=(2,),

@@ -224,7 +224,6 @@ def tied_across_units(ctx, subject, is_frozen, units):
 
 @clause(
     "fsdp.init.ties-across-units",
-    level="production",
     source="contract: tied parameters are sharded, or refused; pytorch issue 176225",
     worlds=(2,),
 )

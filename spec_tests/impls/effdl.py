@@ -122,6 +122,7 @@ class _Sharder:
         mesh = mesh or init_device_mesh(self.device, (dist.get_world_size(),))
         if mesh.ndim != 1:
             raise NotImplementedError(f"mesh: the exercise takes one axis, got {mesh}")
+        _require_untied(_outermost(module))
         policy = mp_policy or _Policy(self.file.MixedPrecisionPolicy(), False)
         context = self._context_of(module, mesh.device_type)
         units = [part for part in module.modules() if isinstance(part, self.file.FSDPModule)]
@@ -130,7 +131,6 @@ class _Sharder:
         with _out_of_sight(module, units):
             own = dict(module.named_parameters())
             _require_divisible(own, mesh)
-            _require_untied(module)
             if own:
                 if policy.input_dtype is not None:
                     cast = _casting_to(policy.input_dtype)
