@@ -162,7 +162,10 @@ class OptimizerTensors:
         return found
 
     def load(self, tensors: dict[str, dict[str, Any]], saved: dict[str, Any]) -> None:
-        """Give the optimizer its state, through its own `load_state_dict`."""
+        """Give the optimizer its state, through its own `load_state_dict`.
+
+        PyTorch's casts state to its parameter's dtype. It gets back the dtype that it had.
+        """
         groups, state, index = [], {}, 0
         for names, group in zip(self.names, self.optimizer.param_groups, strict=True):
             kept = {k: v for k, v in group.items() if k == "param_names"}
@@ -175,6 +178,11 @@ class OptimizerTensors:
                     state[number] = entries
             index += len(names)
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        for name, parameter in self.parameters():
+            for key, value in tensors.get(name, {}).items():
+                live = self.optimizer.state[parameter]
+                if live[key].dtype != value.dtype:
+                    live[key] = value.to(live[key].device)
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

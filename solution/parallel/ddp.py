@@ -87,16 +87,14 @@ class Replica(nn.Module):
         on_all_ranks(describe, [process_group], expected=f"{expected} and the same wrapper")
         self.module = module
         self.process_group = process_group
-        named = list(module.named_parameters())
-        self._trainable = [(name, p) for name, p in named if p.requires_grad]
-        self._frozen = [(name, p) for name, p in named if not p.requires_grad]
+        self._named = list(module.named_parameters())
         # Places, not tensors: a forward may put another tensor in a buffer's place.
         self._buffer_places = [
             (owner, name)
             for owner in module.modules()
             for name, _ in owner.named_buffers(recurse=False)
         ]
-        send_values([p for _, p in named] + self._present_buffers(), 0, process_group)
+        send_values([p for _, p in self._named] + self._present_buffers(), 0, process_group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; in training outside `no_sync`, on the first rank's buffers."""
@@ -105,10 +103,8 @@ class Replica(nn.Module):
 
     @torch._disable_dynamo  # so that a compiled forward is one graph: the module's
     def _before_forward(self) -> None:
-        if self._reducer.begin():
-            self._require_frozen()
-            if self._reducer.is_sending and self.module.training:
-                send_values(self._present_buffers(), 0, self.process_group)
+        if self._reducer.begin() and self._reducer.is_sending and self.module.training:
+            send_values(self._present_buffers(), 0, self.process_group)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context for forward and backward: `.grad` is a local sum, nothing is sent."""
@@ -142,14 +138,6 @@ class Replica(nn.Module):
             "state_dict"
         )
 
-    def _require_frozen(self) -> None:
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise RuntimeError(
-                    f"{name!r} was frozen when the module was wrapped and requires a gradient now, "
-                    "which nothing would reduce; wrap after choosing what is trained"
-                )
-
     def _present_buffers(self) -> list[torch.Tensor]:
         present = (owner._buffers[name] for owner, name in self._buffer_places)
         return [buffer for buffer in present if buffer is not None]
@@ -169,7 +157,7 @@ class DDPIndividualParameters(Replica):
 
     def __init__(self, module: nn.Module, *, process_group: comm.Group = None) -> None:
         super().__init__(module, options=(), process_group=process_group)
-        self._reducer = Reducer(self._trainable, process_group)
+        self._reducer = Reducer(self._named, process_group)
 
 
 class DDPBucketed(Replica):
@@ -192,7 +180,7 @@ class DDPBucketed(Replica):
             raise ValueError(f"expected bucket_size_mb of at least 0, got {bucket_size_mb}")
         super().__init__(module, options=(bucket_size_mb,), process_group=process_group)
         cap_bytes = bucket_size_mb * flat.MIB
-        self._reducer = _Slots(self._trainable, process_group, cap_bytes=cap_bytes)
+        self._reducer = _Slots(self._named, process_group, cap_bytes=cap_bytes)
 
 
 class _Slots(Reducer):

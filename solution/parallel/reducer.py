@@ -59,7 +59,7 @@ _ZERO = torch.zeros(())
 
 
 class Reducer:
-    """Averages the gradients of `named` parameters over `group`, a round at a time.
+    """Averages the gradients of those of `named` that are trained, over `group`, a round at a time.
 
     It sends each gradient by itself, from its own memory. A subclass that sends more of them in a
     bucket defines where a gradient is sent from (`place`) and a bucket's memory (`buffer`). With a
@@ -70,8 +70,9 @@ class Reducer:
         self, named: Sequence[tuple[str, nn.Parameter]], group: comm.Group, *, cap_bytes: float = 0
     ) -> None:
         self.group = group
-        self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
+        self._frozen = [(name, p) for name, p in named if not p.requires_grad]
+        self.names = [name for name, p in named if p.requires_grad]
+        self.parameters = [p for _, p in named if p.requires_grad]
         # Indices into `parameters`, in the order in which buckets are sent.
         self.buckets = flat.plan_buckets(self.parameters, cap_bytes=cap_bytes)
         self.is_sending = True  # False inside `no_sync`: gradients then stay local
@@ -113,11 +114,20 @@ class Reducer:
         """Called before every forward; return whether it begins a training pass.
 
         A forward that activation checkpointing repeats inside a backward does not.
+
+        Raises:
+            RuntimeError: a parameter was thawed, which no hook watches.
         """
         if not torch.is_grad_enabled() or is_inside_backward():
             return False
         if self.is_in_backward:
             self.abandon()
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name!r} was frozen when the module was wrapped and requires a gradient now, "
+                    "which nothing would reduce; wrap after choosing what is trained"
+                )
         # Even if this rank's loss turns out to use no parameter: its peers' may.
         self.has_news = self.is_armed = True
         return True

@@ -6,6 +6,7 @@ Nothing here knows how an implementation lays out its files.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import resource
@@ -16,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
+from unittest.mock import Mock
 
 import torch
 
@@ -135,11 +138,17 @@ def _on_event(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 @contextlib.contextmanager
-def full_disk(*, after_bytes: int) -> Iterator[None]:
+def full_disk(*, after_bytes: int | None) -> Iterator[None]:
     """Within the block no file of this process grows beyond that; writing more is an OSError.
 
-    The limit is the system's own, so whatever library writes meets it.
+    The limit is the system's own, so whatever library writes meets it. With None what was written
+    cannot be renamed: a save that ends with it fails at its end.
     """
+    if after_bytes is None:
+        full = OSError(errno.ENOSPC, "no space for another name")
+        with mock.patch.multiple(os, rename=Mock(side_effect=full), replace=Mock(side_effect=full)):
+            yield
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (after_bytes, hard))
     try:

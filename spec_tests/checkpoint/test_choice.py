@@ -32,7 +32,7 @@ def several(ctx, directory, steps):
 
 ORDERS = {
     "rising": ((8, 9, 10, 100), "steps are compared as text"),
-    "falling": ((20, 10), "the latest save is taken, not the highest step"),
+    "falling": ((20, 10, 10), "the latest save is taken, not the highest step"),
 }
 
 
@@ -124,6 +124,40 @@ def test_a_copy_that_is_named_in_words_is_no_checkpoint(world):
 
     for saved, reading in ranks:
         durability.one_of([reading], {"the save": (1, saved)})
+
+
+def with_a_backup(ctx, directory):
+    """Of two saves, what loads when somebody added a word to the newer one's name."""
+    trainee = Trainee.saved(ctx, directory)
+    older, before = trainee.state(), set(Path(directory).iterdir())
+    ctx.barrier()
+    trainee.train()
+    trainee.save(directory, step=2)
+    ctx.barrier()
+    renamed = set(Path(directory).iterdir()) - before
+    ctx.barrier()
+    for path in renamed if ctx.rank == 0 else ():
+        path.rename(path.with_name(f"{path.stem}-backup{path.suffix}"))
+    ctx.barrier()
+    reading = Trainee(ctx, seed=8).read(directory, "with the newer save as a backup")
+    return older, trainee.state(), bool(renamed), reading
+
+
+@clause(
+    "checkpoint.choice.backups",
+    level="production",
+    source="contract: other people's files do not count; mv step-900 step-900-backup",
+)
+def test_a_save_that_was_put_aside_is_no_checkpoint(world):
+    """A save to whose name a word was added MUST NOT be loaded; an error is right as well."""
+    for older, newer, is_renamed, reading in in_folder(world, with_a_backup):
+        saved = {"the older save": (1, older)} if is_renamed else {"the newer save": (2, newer)}
+        durability.one_of(
+            [reading],
+            saved,
+            may_refuse=True,
+            likely="a name counts that only begins like a checkpoint's",
+        )
 
 
 CHANGES = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from spec_tests.checkpoint.disk import in_folder
 from spec_tests.checkpoint.trainee import Trainee, part
@@ -20,15 +21,15 @@ clause = clauses(needs=("save_checkpoint", "load_checkpoint"), level="correct", 
 CONTRACT = "contract: everything from which training goes on as if it had not stopped"
 
 
-def round_trip(ctx, directory, toy, optimizer):
+def round_trip(ctx, directory, toy, optimizer, change=None):
     """The state when it was saved, one step later, before loading and after."""
-    trainee = Trainee(ctx, toy=toy, optimizer=optimizer)
+    trainee = Trainee(ctx, toy=toy, optimizer=optimizer, change=change)
     trainee.halve_options()
     trainee.train(2)
     trainee.save(directory, step=2)
     saved = trainee.state()
     trainee.train()
-    fresh = Trainee(ctx, toy=toy, optimizer=optimizer, seed=8)
+    fresh = Trainee(ctx, toy=toy, optimizer=optimizer, seed=8, change=change)
     before = fresh.state()
     step = fresh.load(directory)
     return {
@@ -70,11 +71,29 @@ def test_parameters_and_buffers_come_back(world, toy):
     compare(ranks, "model", quantity="saved parameter or buffer", given=f"toy {toy!r}")
 
 
+def with_a_child_called_module(model):
+    """Give the model a child of the name under which wrappers keep theirs."""
+    model.add_module("module", nn.Linear(3, 3))
+
+
+@clause(
+    "checkpoint.content.child-called-module",
+    level="production",
+    source="contract: parameters and buffers of the model; `getattr(model, 'module', model)`",
+    worlds=(1,),
+)
+def test_a_child_called_module_is_no_wrapped_model(world):
+    """Of a model that has a child called `module` a load MUST bring back the whole."""
+    ranks = in_folder(world, round_trip, "ragged", "adamw", with_a_child_called_module)
+
+    compare(ranks, "model", quantity="saved parameter or buffer")
+
+
 @clause(
     "checkpoint.content.optimizer",
     source="KempnerForge pull request 115 (moments lost); build-nanogpt keeps none at all",
 )
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "sgd", "python-count"])
 def test_optimizer_state_comes_back(world, optimizer):
     """A load MUST bring back moments, step counts and options of every parameter.
 
@@ -83,6 +102,18 @@ def test_optimizer_state_comes_back(world, optimizer):
     ranks = in_folder(world, round_trip, "tied", optimizer)
 
     compare(ranks, "optimizer", quantity="saved optimizer state", given=f"optimizer {optimizer!r}")
+
+
+@clause(
+    "checkpoint.content.optimizer-dtypes",
+    level="production",
+    source="torch.optim.Optimizer.load_state_dict casts state to the dtype of its parameter",
+)
+def test_optimizer_state_keeps_its_dtype(world):
+    """State of float32 beside a narrow parameter MUST come back as it was, not rounded."""
+    ranks = in_folder(world, round_trip, "mixed", "wide")
+
+    compare(ranks, "optimizer", quantity="saved optimizer state")
 
 
 @clause("checkpoint.content.loader", source="torchtitan issues 291 and 811; nanoGPT issue 467")
@@ -156,10 +187,10 @@ def loaded_twice(ctx, directory):
     one, two = Trainee(ctx, seed=8), Trainee(ctx, seed=9)
     one.load(directory)
     two.load(directory)
-    before = part(one.state(), "model", "optimizer")
+    before = part(one.state(), "model", "optimizer", "loader")
     first.train()
     two.train()
-    return before, part(one.state(), "model", "optimizer")
+    return before, part(one.state(), "model", "optimizer", "loader")
 
 
 @clause(
@@ -174,11 +205,13 @@ def test_loaded_values_are_nobody_elses(world):
     judge.tensors(after, before, quantity="value from before the others trained")
 
 
-def trained(ctx, directory, steps, saves):
+def trained(ctx, directory, toy, steps, saves):
     """State after training, with a save before each step and before one is finished, or none."""
-    trainee = Trainee(ctx)
+    trainee = Trainee(ctx, toy=toy)
     parts = dict(trainee.module.named_modules())
-    trainee.module.get_submodule("layers.0").eval()  # one layer, as those who fine-tune do
+    [*parts.values()][-1].eval()  # one layer, as those who fine-tune do
+    for buffer in trainee.module.buffers():
+        buffer.fill_(ctx.rank)  # replicas' may differ
     for step in range(steps):
         if saves:
             trainee.save(directory, step=step)
@@ -195,15 +228,16 @@ def trained(ctx, directory, steps, saves):
     "checkpoint.save.changes-nothing",
     source="torch issue 164929: a cold AdamW's first step becomes its second",
 )
-def test_saving_leaves_no_trace_in_training(world):
+@pytest.mark.parametrize("toy", ["ragged", "buffers"])
+def test_saving_leaves_no_trace_in_training(world, toy):
     """A run that saves, also before its first step, MUST end like one that does not.
 
-    Modes of layers and gradients of a step that is not finished are part of it.
+    Modes of layers, buffers and gradients of a step that is not finished are part of it.
 
     Asking PyTorch's `get_optimizer_state_dict` for the state of an optimizer that never stepped
     makes it step, and the count stays: the first real update is corrected like a second one.
     """
-    saving = in_folder(world, trained, 3, True, seed=5)
-    silent = world.run(trained, "", 3, False, seed=5)
+    saving = in_folder(world, trained, toy, 3, True, seed=5)
+    silent = world.run(trained, "", toy, 3, False, seed=5)
 
     judge.tensors(saving, silent, quantity="state of the run that never saved")

@@ -96,6 +96,11 @@ def test_after_a_killed_save_the_next_one_works(world):
     durability.one_of(readings, {"the save that was not killed": (2, newer)})
 
 
+def said(after_bytes):
+    """What `full_disk` does, for people."""
+    return f"files end after {after_bytes} bytes" if after_bytes is not None else "no rename works"
+
+
 def saved_on_full_disk(ctx, directory, after_bytes, full_ranks):
     """A second save while some ranks cannot write, and what loads after it and after a third."""
     trainee = Trainee.saved(ctx, directory)
@@ -107,7 +112,7 @@ def saved_on_full_disk(ctx, directory, after_bytes, full_ranks):
         with refusal.caught(BaseException) as caught:  # the library's own is no Exception
             trainee.save(directory, step=2)
     ctx.barrier()
-    reading = Trainee(ctx, seed=8).read(directory, f"files end after {after_bytes} bytes")
+    reading = Trainee(ctx, seed=8).read(directory, said(after_bytes))
     trainee.save(directory, step=3)
     third = trainee.state()
     after = Trainee(ctx, seed=8).read(directory, "saved once more, with space")
@@ -121,7 +126,7 @@ def saved_on_full_disk(ctx, directory, after_bytes, full_ranks):
     }
 
 
-FULL = pytest.mark.parametrize("after_bytes", [0, 5000])
+FULL = pytest.mark.parametrize("after_bytes", [0, 5000, None], ids=["0", "5000", "no-rename"])
 
 
 @clause(
@@ -139,7 +144,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(world, after_bytes, full):
     durability.all_or_none(
         [rank["error"] for rank in ranks],
         what="a save",
-        given=f"rank {ranks_full[0]} cannot write more than {after_bytes} bytes to a file",
+        given=f"on rank {ranks_full[0]} {said(after_bytes)}",
     )
 
 
@@ -291,6 +296,15 @@ def test_a_damaged_save_is_never_loaded_in_part(world):
 def test_with_a_damaged_newest_the_older_save_is_used(world):
     """With a file of the newest save cut, emptied or missing, a load SHOULD use the one before."""
     judge_damaged(world, INCOMPLETE)
+
+
+@clause("checkpoint.damage.under-its-step", source="contract: the newest; returns its step")
+def test_what_is_loaded_comes_with_its_own_step(world):
+    """With a bit flipped, a load that gives the older save MUST return the older save's step."""
+    for rank in in_folder(world, read_damaged, ["flipped at 0.5"]):
+        saved = {"the older save": (1, rank["older"]), "the newer save": (2, rank["newer"])}
+        for reading in rank["readings"]:
+            durability.under_its_step(reading, saved, given=reading["where"])
 
 
 @clause(

@@ -23,32 +23,66 @@ from spec_tests.rig.toys import TOYS, sum_of_squares
 
 State = dict[str, torch.Tensor]
 
+
+class Counting(torch.optim.SGD):
+    """Counts the updates of each parameter in a Python number, as many optimizers outside do."""
+
+    def step(self, closure: Any = None) -> Any:
+        """As SGD, counted."""
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[parameter]
+            state["updates"] = state.get("updates", 0) + 1
+        return super().step(closure)
+
+
+class Wide(Counting):
+    """Keeps numbers of float32 beside parameters of any dtype: a moment, or master weights."""
+
+    def step(self, closure: Any = None) -> Any:
+        """As SGD, with a sum of all gradients in float32."""
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                state["sum"] = state.get("sum", 1 / 3) + parameter.grad.float()
+        return super().step(closure)
+
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-3),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-5),
     "momentum": lambda groups: torch.optim.SGD(groups, lr=1e-5, momentum=0.9),
+    "wide": lambda groups: Wide(groups, lr=1e-5),
+    "python-count": lambda groups: Counting(groups, lr=1e-5, momentum=0.9),
 }
 
 
 class Stream:
-    """A loader: batches by number, and the number is its whole state."""
+    """A loader: batches by number, and the number is its whole state.
+
+    It counts on in the state that it is given, which it takes for its own.
+    """
 
     def __init__(self, toy: str, seed: int, rank: int) -> None:
         self.toy, self.seed, self.rank = TOYS[toy], seed, rank
-        self.position = 0
+        self.place = {"position": 0}
+
+    @property
+    def position(self) -> int:
+        """How many batches it has given."""
+        return self.place["position"]
 
     def next(self) -> torch.Tensor:
         """The next batch."""
-        self.position += 1
+        self.place["position"] += 1
         return self.toy.batch(self.seed, rank=self.rank, micro=self.position)
 
     def state_dict(self) -> dict[str, Any]:
         """How far it has come."""
-        return {"position": self.position}
+        return dict(self.place)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        self.position = state["position"]
+        self.place = state
 
 
 class Trainee:

@@ -193,7 +193,8 @@ def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.M
     twice, frozen weights, a backward after `zero_grad(set_to_none=False)`, and a second backward
     without `zero_grad`, whose gradients add up.
     Level `production`: a step gathers a sharded weight twice at most and reduces each gradient
-    once, in their own dtypes; subclasses of Linear and Embedding are sharded, too.
+    once, in their own dtypes; subclasses of Linear and Embedding are sharded, too; what belongs to
+    none may be thawed later, or that is refused.
     """
 
 

@@ -78,7 +78,8 @@ def train(
     batch that does not divide is a ValueError before any update. A step for which the data do not
     suffice is left out, or taken with the mean over what it has, or the call raises. What is not
     finite is dealt with alike on all ranks: they go on, skip the update, or raise. Level
-    `production`: a model in PyTorch's DistributedDataParallel is trained alike.
+    `production`: a model in PyTorch's DistributedDataParallel is trained alike, and one that
+    `fully_shard` sharded; batches are only read.
     """
 
 
@@ -102,7 +103,8 @@ def save_checkpoint(
     When the call returns, the checkpoint is there. A failure on any rank is an error on all. A
     failure, like a kill at any moment, leaves what was saved before and is not in the way of the
     next save. Saving a step again replaces it, at once or not at all. Level `production`: a model
-    that `fully_shard` sharded, and the optimizer of its shards, too, or they are refused.
+    that `fully_shard` sharded, and the optimizer of its shards, too, or they are refused; the
+    optimizer's state in the dtypes that it has.
     """
 
 

@@ -18,10 +18,9 @@ from spec_tests.fsdp.sharded import (
     divisible,
     mean_gradients,
 )
-from spec_tests.laws import equivalence
+from spec_tests.laws import equivalence, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.judge.symptoms import Hint
-from spec_tests.rig.ranks.recorder import Kind
 
 clause = clauses(judges=FULLY_SHARD, level="correct")
 
@@ -63,7 +62,7 @@ def silent_window(ctx, subject):
     sharded.follow("backward 5, zero_grad")
     with ctx.recording() as recorder:
         sharded.follow("accumulate 0, accumulate 1")
-    return len(recorder.log().collectives(Kind.REDUCTION))
+    return len(recorder.log().collectives(*traffic.REDUCTIONS))
 
 
 @clause("fsdp.accumulation.sends-no-gradient", source=PAGE)

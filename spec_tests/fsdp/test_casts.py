@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -141,6 +142,55 @@ def test_a_registered_method_gets_the_casts_of_its_unit(world, subject):
     """A registered method's inputs and outputs MUST be cast as those of `forward` are."""
     wanted = {"weight": str(HALF), "x": str(HALF), "ids": "torch.int64", "output": "torch.float64"}
     judge.equal(world.run(seen_in_a_method, subject), wanted, quantity="dtypes in the method")
+
+
+@dataclass
+class Box:
+    """An input with a name."""
+
+    x: torch.Tensor
+
+
+BOXES: dict[str, Any] = {"list": lambda x: [x], "dict": lambda x: {"x": x}, "dataclass": Box}
+
+
+def inside(box: Any) -> torch.Tensor:
+    """What a box holds."""
+    if isinstance(box, Box):
+        return box.x
+    found: torch.Tensor = box[0] if isinstance(box, list) else box["x"]
+    return found
+
+
+class Opens(nn.Linear):
+    """A layer that takes a box."""
+
+    def forward(self, box: Any) -> torch.Tensor:
+        return super().forward(inside(box))
+
+
+def boxed(ctx, subject, kind):
+    """What is in the caller's box after a forward."""
+    x = torch.ones(2, 4, device=ctx.device, requires_grad=True)
+    box = BOXES[kind](x)
+    in_half(ctx, subject, Opens(4, 4), "root")(box)
+    return inside(box) is x, str(inside(box).dtype)
+
+
+@clause(
+    "fsdp.precision.callers-inputs",
+    source="contract: inputs may sit in containers, which stay what they are",
+    worlds=(2,),
+)
+@pytest.mark.parametrize("kind", BOXES)
+def test_what_is_cast_on_the_way_in_stays_the_callers(world, subject, kind):
+    """A forward MUST leave what a container of inputs holds as it was, or refuse a dataclass."""
+    ordinary = (boxed, subject, "list")
+    ranks = refusal.answer_or_refusal(world, boxed, subject, kind, ordinary=ordinary)
+
+    judge.holds(ranks is not None or kind == "dataclass", f"expected a {kind} to be taken")
+    if ranks is not None:
+        judge.equal(ranks, (True, "torch.float32"), quantity="(same tensor, its dtype) in the box")
 
 
 class Quantised(nn.Module):

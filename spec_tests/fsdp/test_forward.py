@@ -310,6 +310,40 @@ def test_resharding_to_a_smaller_world_changes_no_bit(world, subject):
     judge_setting(world, subject, 2, may_refuse=True)
 
 
+class Scales(nn.Module):
+    """A factor of bfloat16 and one of float32, with bits that bfloat16 does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coarse = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        self.fine = nn.Parameter(torch.full((4,), 1 + 2.0**-12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.coarse * self.fine
+
+
+def output_of_two_dtypes(ctx, subject):
+    """The output of one unit of two dtypes, in which either dtype would do."""
+    model = shard(ctx, subject, Scales().to(ctx.device), "root")
+    return {"output": model(torch.ones(2, 4, device=ctx.device)).detach()}
+
+
+@clause(
+    "fsdp.forward.two-dtypes-of-a-unit",
+    judges=FULLY_SHARD,
+    source="contract: mixed dtypes are sharded, or refused; float32 norms in a bfloat16 block",
+    worlds=(2,),
+)
+def test_each_weight_of_a_unit_computes_in_its_own_dtype(world, subject):
+    """Of a unit of two dtypes each weight MUST be computed with in its own, or be refused."""
+    ordinary = (outputs, subject, "ragged", 7, "training")
+    ranks = refusal.answer_or_refusal(world, output_of_two_dtypes, subject, ordinary=ordinary)
+
+    if ranks is not None:
+        plain = {"output": Scales()(torch.ones(2, 4)).detach()}
+        judge.tensors(ranks, plain, quantity="output")
+
+
 def hooks_that_run(ctx, subject):
     """The hooks of the original that a forward of the sharded model runs, in order."""
     return Sharded(ctx, subject, "even").forward_hooks()

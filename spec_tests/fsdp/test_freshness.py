@@ -134,7 +134,8 @@ def test_a_gather_that_began_before_a_step_is_not_used_after_it(world, subject):
 
 def after_evaluation_and_step(ctx, subject, toy, seed, setting, records=False):
     """Output after a step that an evaluation came before, whose graph may be recorded."""
-    sharded = Sharded(ctx, subject, toy, seed, **SETTINGS[setting])
+    options = {"reshard_after_forward": 2} if setting == "kept-in-part" else SETTINGS[setting]
+    sharded = Sharded(ctx, subject, toy, seed, **options)
     sharded.backward(0)
     with torch.set_grad_enabled(records):
         _output(sharded)
@@ -149,6 +150,21 @@ def test_an_evaluation_before_a_step_leaves_nothing_stale(world, subject, settin
     ranks = world.run(after_evaluation_and_step, subject, "even", 7, setting)
 
     _judge_fresh(ranks, "even", 1, f"weights {setting}, evaluation before the step")
+
+
+@clause(
+    "fsdp.lifecycle.fresh-after-evaluation-in-part",
+    source=FRESH + "; fully_shard, reshard_after_forward as an int",
+    worlds=(4,),
+)
+def test_a_part_that_a_forward_alone_kept_is_not_stale_after_a_step(world, subject):
+    """What an int kept in a forward alone MUST NOT be used after a step, or it be refused."""
+    body, ordinary = after_evaluation_and_step, (subject, "even", 7, "default")
+    kept = (subject, "even", 7, "kept-in-part", True)
+    ranks = refusal.answer_or_refusal(world, body, *kept, ordinary=(body, *ordinary))
+
+    if ranks is not None:
+        _judge_fresh(ranks, "even", 1, "half kept in a forward without backward")
 
 
 @clause(

@@ -150,7 +150,7 @@ def test_a_unit_is_reduced_while_backward_still_runs(world, subject):
 def test_hinted_units_are_gathered_ahead(world, subject):
     """Units named in a hint MUST be gathered before the unit that has it, or it be refused."""
     hints = {"forward": {0: [1, 2]}, "backward": {3: [2, 1, 0]}}
-    ordinary = (events, subject, {})
+    ordinary: tuple[Any, ...] = (events, subject, {})
     logs = refusal.answer_or_refusal(world, events, subject, hints, ordinary=ordinary)
 
     for rank, log in enumerate(logs or ()):

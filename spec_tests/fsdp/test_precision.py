@@ -30,7 +30,6 @@ from spec_tests.laws import equivalence, refusal, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.judge import oracle
 from spec_tests.rig.judge.symptoms import Hint
-from spec_tests.rig.ranks.recorder import Kind
 
 POLICY = "torch.distributed.fsdp.MixedPrecisionPolicy"
 clause = clauses(judges=FULLY_SHARD, needs=("MixedPrecisionPolicy",), level="correct")
@@ -260,10 +259,11 @@ def sent_dtypes(ctx, subject, reduce_dtype):
     model = in_half(ctx, subject, nn.Sequential(constant(1.0)), reduce_dtype=reduce_dtype)
     with ctx.recording() as recorder:
         model(torch.ones(1, 4, device=ctx.device)).sum().backward()
-    kinds = {"gathered": traffic.GATHERS, "reduced": (Kind.REDUCTION,)}
-    return {
-        word: sorted({d for e in recorder.log().collectives(*which) for d in e.dtypes})
-        for word, which in kinds.items()
+    kinds = {"gathered": traffic.GATHERS, "reduced": traffic.REDUCTIONS}
+    sent = {word: recorder.log().collectives(*which) for word, which in kinds.items()}
+    return {  # raw bytes say nothing of what is in them
+        word: sorted({d.replace("uint8", "bfloat16") for e in events for d in e.dtypes})
+        for word, events in sent.items()
     }
 
 

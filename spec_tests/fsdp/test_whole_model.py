@@ -16,12 +16,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import SEED, Sharded, gradients_after, mean_gradients, numel
+from spec_tests.fsdp.sharded import (
+    SEED,
+    Sharded,
+    gradients_after,
+    mean_gradients,
+    numel,
+    of_integers,
+)
 from spec_tests.fsdp.test_precision import HALF, constant, embedding
 from spec_tests.laws import equivalence, footprint, refusal, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.judge import oracle
 from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.toys import sum_of_squares
 
 clause = clauses(judges=("fsdp",), level="correct", worlds=(2, 4))
 ROWS = 480
@@ -94,6 +102,108 @@ def test_what_is_no_layer_stays_whole_and_gets_the_mean_gradient(world, subject)
         quantity="mean gradient",
         hints=[Hint("the rank's own local gradient: it was never reduced", local)],
     )
+
+
+class Gain(nn.Module):
+    """A factor for each of four features, as a norm has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain
+
+
+class PositionEmbedding(nn.Module):
+    """Something to add to each of four features: no Embedding, but for its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.table
+
+
+def deep():
+    """A layer, a factor two modules below, and a table."""
+    return of_integers(nn.Sequential(nn.Linear(4, 4), nn.Sequential(Gain()), PositionEmbedding()))
+
+
+def batch_of(rank, step=0):
+    """Small integers of this rank."""
+    return torch.arange(8.0).reshape(2, 4) + rank - step
+
+
+def rest_below(ctx, subject, name, thaws=False):
+    """Kind and gradient of a parameter of no layer, at first frozen and thawed after a step."""
+    module = deep().to(ctx.device)
+    module.get_parameter(name).requires_grad_(not thaws)
+    model = ctx.impl.fsdp(module)
+    for step in range(1 + thaws):
+        named = {n.removeprefix("module."): p for n, p in model.named_parameters()}
+        if name not in named:
+            return f"none of that name, only {[*named]}", {}
+        named[name].requires_grad_(step > 0 or not thaws)
+        model.zero_grad()
+        output = model(batch_of(ctx.rank, step).to(ctx.device))
+        (ctx.world_size * sum_of_squares(output)).backward()
+        ctx.impl.finish_gradient_synchronization(model)
+    gradient = named[name].grad
+    is_whole = type(named[name]) is nn.Parameter and named[name].shape == (4,)
+    return "plain and whole" if is_whole else "sharded", {} if not is_whole else {name: gradient}
+
+
+def _judge_rest(ranks, name, step=0):
+    __tracebackhide__ = True
+    kinds, gradients = zip(*ranks, strict=True)
+    judge.equal(kinds, "plain and whole", quantity=f"kind of {name!r}")
+    own = []
+    for rank in range(len(ranks)):
+        plain = deep()
+        sum_of_squares(plain(batch_of(rank, step))).backward()
+        own.append({name: plain.get_parameter(name).grad})
+    mean = {name: sum(each[name] for each in own)}
+    local = [equivalence.scaled(each, len(ranks)) for each in own]
+    hint = Hint("the rank's own local gradient: it was never reduced", local)
+    judge.tensors(gradients, mean, quantity="mean gradient", hints=[hint])
+
+
+@clause(
+    "fsdp.backward.rest-of-any-depth",
+    source="contract: a parameter of no layer gets the mean; norms sit inside of blocks",
+    worlds=(2,),
+)
+def test_what_is_no_layer_gets_the_mean_gradient_at_any_depth(world, subject):
+    """A parameter of no layer MUST get the mean gradient however deep its module sits."""
+    _judge_rest(world.run(rest_below, subject, "1.0.gain"), "1.0.gain")
+
+
+@clause(
+    "fsdp.backward.rest-with-a-layers-name",
+    level="production",
+    source="contract: what belongs to no Linear or Embedding stays plain; PositionEmbedding",
+    worlds=(2,),
+)
+def test_a_class_that_is_only_named_like_a_layer_is_none(world, subject):
+    """A parameter of a class whose name ends in Embedding MUST stay plain, whole and averaged."""
+    _judge_rest(world.run(rest_below, subject, "2.table"), "2.table")
+
+
+@clause(
+    "fsdp.backward.thawed-rest",
+    level="production",
+    source="ours, once: what was frozen when it was wrapped was trained by each rank alone",
+    worlds=(2,),
+)
+def test_what_is_no_layer_is_averaged_when_it_is_thawed(world, subject):
+    """A parameter of no layer that is thawed MUST get the mean gradient, or be refused."""
+    ordinary = (rest_below, subject, "1.0.gain")
+    ranks = refusal.answer_or_refusal(world, *ordinary, thaws=True, ordinary=ordinary)
+
+    if ranks is not None:
+        _judge_rest(ranks, "1.0.gain", step=1)
 
 
 @clause(
@@ -291,14 +401,15 @@ def test_a_step_of_a_whole_model_sends_three_copies(world, subject):
     traffic.reduced_once(logs, numel=whole, num_bytes=4 * whole, bookkeeping=64)
 
 
-def gathered_dtypes(ctx, subject):
-    """Dtypes of the floating-point numbers that are gathered in forward."""
+def gathered_bytes(ctx, subject):
+    """Bytes per weight that are gathered in forward."""
     layers = nn.Sequential(embedding(), constant(1.0)).to(ctx.device)
+    num_weights = sum(p.numel() for p in layers.parameters())
     model = ctx.impl.fsdp(layers, compute_dtype=HALF)
     with ctx.recording() as recorder:
         model(torch.arange(4, device=ctx.device))
     sent = recorder.log().collectives(*traffic.GATHERS)
-    return sorted({dtype for event in sent for dtype in event.dtypes if "float" in dtype})
+    return sum(event.bytes for event in sent) / num_weights
 
 
 @clause(
@@ -313,6 +424,11 @@ def test_a_whole_model_gathers_its_weights_in_the_dtype_that_computes(world, sub
     Cast after the gather, they cost twice the traffic, and every number is right. The backward of
     an embedding needs no weights: what is gathered there is not looked at.
     """
-    ranks = world.run(gathered_dtypes, subject)
-
-    judge.equal(ranks, ["bfloat16"], quantity="dtypes of what is gathered")
+    for rank, size in enumerate(world.run(gathered_bytes, subject)):
+        judge.holds(
+            1 <= size < 4,  # a rank may receive the others' shares alone
+            f"rank {rank}: expected 2 bytes gathered for each weight, got {size:g}",
+            likely="weights are gathered in float32, and cast where they arrive"
+            if size
+            else "the weights are not sharded",
+        )

@@ -171,8 +171,11 @@ def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.M
             fully_shard(layer, mp_policy=policy)
     rest = {p for p in module.parameters() if not isinstance(p, DTensor)}
     for parameter in rest:
-        if parameter.requires_grad and dist.get_world_size() > 1:
+        if parameter.is_floating_point() and dist.get_world_size() > 1:
+            is_trained = parameter.requires_grad
+            parameter.requires_grad_()  # a frozen one, which takes no hook, may be thawed
             parameter.register_post_accumulate_grad_hook(_average)
+            parameter.requires_grad_(is_trained)
     return module if isinstance(module, FSDPModule) else fully_shard(module, ignored_params=rest)
 
 

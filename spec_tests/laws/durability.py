@@ -46,7 +46,7 @@ def one_of(
                 given=where,
             )
             continue
-        matches = [name for name, (_, state) in saved.items() if not differing(reading, state)]
+        matches = _matches(reading, saved)
         judge.holds(
             bool(matches),
             f"expected {_names(saved)}, whole, got step {reading['step']!r} and "
@@ -55,12 +55,26 @@ def one_of(
             or "a save goes over an older one in place, or a load takes what it finds",
             given=where,
         )
-        steps = [saved[name][0] for name in matches]
-        judge.holds(
-            reading["step"] in steps,
-            f"expected the step of {' or '.join(matches)}, {steps[0]}, got {reading['step']!r}",
-            given=where,
-        )
+        under_its_step(reading, saved, given=where)
+
+
+def under_its_step(
+    reading: Reading, saved: Mapping[str, tuple[int, State]], *, given: str = ""
+) -> None:
+    """A reading that is one of the saved states must come with the step of that state."""
+    __tracebackhide__ = True
+    matches = _matches(reading, saved)
+    steps = [saved[name][0] for name in matches]
+    judge.holds(
+        not matches or bool(reading["error"]) or reading["step"] in steps,
+        f"expected the step of {' or '.join(matches)}, {steps[:1]}, got {reading['step']!r}",
+        likely="the step is that of the newest save, also where an older one was loaded",
+        given=given,
+    )
+
+
+def _matches(reading: Reading, saved: Mapping[str, tuple[int, State]]) -> list[str]:
+    return [name for name, (_, state) in saved.items() if not differing(reading, state)]
 
 
 def untouched(readings: Sequence[Reading], *, likely: str = "", given: str = "") -> None:
@@ -86,7 +100,7 @@ def all_or_none(errors: Sequence[str], *, what: str, given: str = "") -> None:
         len(failed) in (0, len(errors)),
         f"expected {what} to raise on all ranks or on none, got errors on ranks {failed} of "
         f"{len(errors)}: {next(filter(None, errors), '')[:300]}",
-        likely="the rank that failed told nobody; the others go on with a save that is not there",
+        likely="the rank that failed told nobody; the others go on as if it had not failed",
         given=given,
     )
 

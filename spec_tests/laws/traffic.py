@@ -15,15 +15,23 @@ from spec_tests.rig.ranks.recorder import Event, Kind, Log
 GATHERS = (Kind.GATHER, Kind.BROADCAST, Kind.RECEIVE)
 """A gather is one all-gather, or a broadcast or a point-to-point message from each rank."""
 
+REDUCTIONS = (Kind.REDUCTION, Kind.EXCHANGE)
+"""A reduce-scatter may be an all-to-all, of which each rank adds up what it receives."""
+
 
 def volume(log: Log, *kinds: Kind) -> int:
-    """Return the number of floating-point elements sent; other dtypes are bookkeeping."""
-    return sum(e.numel for e in log.collectives(*kinds) if e.dtypes[0].startswith("float"))
+    """Return the number of floating-point elements sent; other dtypes are bookkeeping.
+
+    A message of weights as raw bytes counts as float32, which toys have; fewer bytes are flags.
+    """
+    events = log.collectives(*kinds)
+    raw = sum(e.bytes // 4 for e in events if e.dtypes == ("uint8",) and e.bytes >= 64)
+    return raw + sum(e.numel for e in events if e.dtypes[0].startswith("float"))
 
 
 def reduced(log: Log) -> int:
     """Return the number of floating-point elements that were reduced."""
-    return volume(log, Kind.REDUCTION)
+    return volume(log, *REDUCTIONS)
 
 
 def gathered(log: Log, num_ranks: int) -> int:
@@ -34,6 +42,14 @@ def gathered(log: Log, num_ranks: int) -> int:
     received = volume(log, Kind.RECEIVE)
     share = received // (num_ranks - 1) if received else 0
     return volume(log, Kind.GATHER, Kind.BROADCAST) + received + share
+
+
+def messages(log: Log, num_ranks: int, *kinds: Kind) -> float:
+    """Return the number of collectives; of those with a root, one for each rank count as one."""
+    rooted = (Kind.BROADCAST, Kind.RECEIVE)
+    events = log.collectives(*kinds)
+    own = sum(e.kind in rooted or e.label.strip("_").endswith(".reduce") for e in events)
+    return len(events) - own + own / num_ranks
 
 
 def silent(logs: Sequence[Log], *, when: str, likely: str = "", given: str = "") -> None:
@@ -74,7 +90,7 @@ def reduced_once(
     """
     __tracebackhide__ = True
     for rank, log in enumerate(logs):
-        sent = log.collectives(Kind.REDUCTION)
+        sent = log.collectives(*REDUCTIONS)
         total = sum(event.numel for event in sent)
         judge.holds(
             times * numel <= total <= times * numel + bookkeeping,

@@ -22,6 +22,8 @@ WITHOUT = {
     "attention.shapes.empty": "torch 2.13 has mended it",
     "fsdp.footprint.part-of-a-list": "torch 2.13 has mended it",
     "fsdp.lifecycle.fresh-after-exception-in-a-whole-model": "as fresh-after-exception",
+    "fsdp.lifecycle.fresh-after-evaluation-in-part": "as fsdp.lifecycle.fresh-after-evaluation",
+    "fsdp.traffic.wait-after-reshard": "a choice: the documentation does not say",
     "fsdp.order.runs-ahead-of-a-straggler": "a choice: FSDP2 overlaps by CUDA streams",
     "fsdp.programs.any-sequence-with-kept-weights": "as fsdp.lifecycle.fresh-after-evaluation",
     "fsdp.programs.pairs-of-settings": "as fsdp.lifecycle.fresh-after-step",

@@ -32,7 +32,10 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class ToyLanguageModel(nn.Module):
-    """Embedding, tanh, Linear, in float32; the id POISON makes every logit of its place NaN."""
+    """Embedding, tanh, Linear, in float32; the id POISON makes every logit of its place NaN.
+
+    Alone in its row, it makes a target of 0 impossible: the loss is infinite, its gradient not.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -46,8 +49,12 @@ class ToyLanguageModel(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Logits [batch, seq, vocabulary]."""
         logits = self.head(torch.tanh(self.embedding(ids)))
+        poisoned = ids == POISON
+        is_nan = poisoned.all(dim=-1, keepdim=True)
+        impossible = (poisoned & ~is_nan).unsqueeze(-1) & (torch.arange(VOCABULARY) == 0)
         # A factor, not a choice: its gradient is NaN as well.
-        return logits * torch.where(ids == POISON, torch.nan, 1.0).unsqueeze(-1)
+        logits = logits * torch.where(is_nan, torch.nan, 1.0).unsqueeze(-1)
+        return logits.masked_fill(impossible, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,8 @@ class Job:
         targets: "all" count; "ragged": between none and all of a row; "none-on-last-rank";
             "none-in-first-micro-batch".
         max_norm, rate: as `train` takes them; with a rate, the one of step k is `rate / (k + 1)`.
-        poisoned_step: the step in which the last rank's data hold POISON.
+        poisoned_step, poison: the step in which the last rank's loss is "nan", or "inf" with a
+            finite gradient.
     """
 
     micro_batch: int = 2
@@ -72,6 +80,7 @@ class Job:
     max_norm: float | None = None
     rate: float | None = None
     poisoned_step: int | None = None
+    poison: str = "nan"
 
     @property
     def global_batch(self) -> int:
@@ -90,7 +99,9 @@ class Job:
         targets = torch.randint(0, POISON, shape, generator=generator)
         self._mask(targets, generator)
         if step == self.poisoned_step:
-            ids[self.rows(self.world_size - 1, self.accumulate - 1).start] = POISON
+            row = self.rows(self.world_size - 1, self.accumulate - 1).start
+            ids[row, 0 if self.poison == "inf" else slice(None)] = POISON
+            targets[row] = 0
         return ids, targets
 
     def _mask(self, targets: torch.Tensor, generator: torch.Generator) -> None:
@@ -162,10 +173,14 @@ class Trainee:
 
     @classmethod
     def of(cls, ctx: Context, wrapper: str, seed: int) -> Trainee:
-        """Build it; `wrapper` is "plain", "torch" or the contract function that wraps."""
+        """Build it; `wrapper` is "plain", "torch" or a contract function."""
         model = ToyLanguageModel(seed).to(ctx.device)
+        if wrapper == "fully_shard":
+            ctx.impl.fully_shard(model)
         first, *rest = model.parameters()
-        optimizer = torch.optim.SGD([{"params": [first]}, {"params": rest}], lr=1.0)
+        optimizer = torch.optim.SGD([{"params": [first]}, {"params": rest}], lr=0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = 1.0  # no longer that of `optimizer.defaults`
         if wrapper == "ddp_bucketed":
             wrapped = ctx.impl.ddp_bucketed(model, bucket_size_mb=100 * 4 / 2**20)
         elif wrapper == "ddp":
@@ -199,7 +214,9 @@ class Trainee:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Values of the original Parameter objects, by name."""
-        return {name: p.detach().clone().cpu() for name, p in self.model.named_parameters()}
+        named: dict[str, Any] = dict(self.model.named_parameters())
+        whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in named.items()}
+        return {name: p.detach().clone().cpu() for name, p in whole.items()}
 
 
 def plain(record: Any) -> dict[str, float]:
@@ -249,20 +266,21 @@ class Alone:
         return self.weights[-1]
 
 
-def alone(job: Job, *, weighting: str = "tokens", first_only: int | None = None) -> Alone:
+def alone(job: Job, *, weighting: str = "tokens", last_has: int | None = None) -> Alone:
     """The oracle; `weighting` is how targets are weighed, "tokens" the right way.
 
     Args:
         weighting: "means" of micro-batches' means and the "last" micro-batch of every rank only
             are wrong values that have names.
-        first_only: the step that has the first micro-batch of every rank only.
+        last_has: how many micro-batches of every rank the last step has; None for all.
     """
     model = ToyLanguageModel(job.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     found = Alone([_values(model)], [], [])
     for step in range(job.steps):
         optimizer.zero_grad()
-        loss = _loss(model, job, step, "first" if step == first_only else weighting)
+        micros = last_has if step == job.steps - 1 and last_has else job.accumulate
+        loss = _loss(model, job, step, weighting, range(micros))
         loss.backward()
         limit = math.inf if job.max_norm is None else job.max_norm
         found.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), limit)))
@@ -274,20 +292,20 @@ def alone(job: Job, *, weighting: str = "tokens", first_only: int | None = None)
     return found
 
 
-def _loss(model: nn.Module, job: Job, step: int, weighting: str) -> torch.Tensor:
+def _loss(
+    model: nn.Module, job: Job, step: int, weighting: str, micros: Sequence[int]
+) -> torch.Tensor:
     ids, targets = job.step_data(step)
     losses = F.cross_entropy(
         model(ids).flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none"
     ).view_as(targets)
     counts = (targets != IGNORED).float()
-    if weighting == "tokens":
-        return losses.sum() / counts.sum()
     if weighting == "means":
         parts = [job.rows(rank, m) for rank in range(job.world_size) for m in range(job.accumulate)]
         means = [losses[rows].sum() / counts[rows].sum().clamp(min=1) for rows in parts]
         return torch.stack(means).mean()
-    micro = 0 if weighting == "first" else job.accumulate - 1
-    parts = [job.rows(rank, micro) for rank in range(job.world_size)]
+    micros = micros[-1:] if weighting == "last" else micros
+    parts = [job.rows(rank, micro) for rank in range(job.world_size) for micro in micros]
     total = torch.stack([counts[rows].sum() for rows in parts]).sum()
     return torch.stack([losses[rows].sum() for rows in parts]).sum() / total.clamp(min=1)
 

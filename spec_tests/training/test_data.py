@@ -8,6 +8,7 @@ peers in a collective.
 from __future__ import annotations
 
 import pytest
+import torch
 
 from spec_tests.clause import clauses
 from spec_tests.laws import refusal
@@ -105,26 +106,27 @@ def cut_short(ctx, wrapper, job, ends):
     "training.data.no-partial-step-in-silence",
     source=CONTRACT + "; Lightning issue 19987, NeMo pull request 2257",
 )
-def test_a_step_without_all_its_data_is_not_taken_as_if_it_had_them(world, subject):
+@pytest.mark.parametrize("left", [1, 2])
+def test_a_step_without_all_its_data_is_not_taken_as_if_it_had_them(world, subject, left):
     """When data end within a step, that step MUST NOT be scaled as if it had been whole.
 
     It may be left out, or be taken with the mean over what it has, or the call may raise, before
     that step or, having looked at what there is, before the first.
     """
     job = Job(1, 3, world.size, steps=3)
-    ends = [2 * job.accumulate + 1] * world.size
+    ends = [2 * job.accumulate + left] * world.size
     ranks = world.run(cut_short, "ddp", job, ends)
 
     start, _, whole = alone(at(job, steps=2)).weights
-    partial = alone(job, first_only=2).last
+    partial = alone(job, last_has=left).last
     for rank, found in enumerate(ranks):
         allowed = (whole, partial, *([start] if found["error"] else []))
         judge.holds(
             any(_is_close(found["weights"], right, job) for right in allowed),
             f"rank {rank}: expected the weights of 2 whole steps, or of these and a third with the "
-            f"mean over its one micro-batch, got neither (error: {found['error']})",
-            likely="the partial step was scaled by the full number of micro-batches",
-            given=f"{job}, data for 2 steps and a third",
+            f"mean over the {left} it has, got neither (error: {found['error']})",
+            likely="the partial step was scaled by the full number of micro-batches, or filled up",
+            given=f"{job}, data for 2 steps and {left} micro-batches",
         )
 
 
@@ -162,16 +164,20 @@ def test_no_rank_is_left_waiting_when_ones_data_end(world, subject):
     worlds=(2, 3),
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_ranks_agree_on_what_a_nan_on_one_of_them_means(world, subject, wrapper):
-    """A NaN on one rank MUST have one effect on all: raise, skip or continue, and never hang."""
-    job = Job(2, 2, world.size, steps=3, poisoned_step=1)
+@pytest.mark.parametrize("poison", ["nan", "inf"])
+def test_ranks_agree_on_what_a_nan_on_one_of_them_means(world, subject, wrapper, poison):
+    """A NaN on one rank MUST have one effect on all: raise, skip or continue, and never hang.
+
+    So must a loss that is infinite where its gradient is not.
+    """
+    job = Job(2, 2, world.size, steps=3, poisoned_step=1, poison=poison)
     ranks = world.run(cut_short, wrapper, job, [job.steps * job.accumulate] * world.size)
 
     judge.equal(
         [(rank["error"] is None, rank["records"]) for rank in ranks],
         (ranks[0]["error"] is None, ranks[0]["records"]),
         quantity="went on without an error, number of records:",
-        given=f"the last rank's loss is NaN in step 1, {job}",
+        given=f"the last rank's loss is {poison} in step 1, {job}",
     )
     judge.same_on_all_ranks(
         [{n: w.nan_to_num(nan=12345.0) for n, w in rank["weights"].items()} for rank in ranks],
@@ -194,3 +200,30 @@ def test_a_nan_never_reaches_the_weights(world, subject, max_norm):
     for rank, found in enumerate(ranks):
         bad = [name for name, weight in found["weights"].items() if not weight.isfinite().all()]
         judge.holds(not bad, f"rank {rank}: {bad} are not finite any more", given=str(job))
+
+
+def batches_afterwards(ctx, wrapper, job):
+    """Whether each batch that the loop was given is what it was."""
+    trainee = Trainee.of(ctx, wrapper, job.seed)
+    given = list(job.micro_batches(ctx.rank, end=job.steps))
+    trainee.train(ctx, job, Counted(iter(given)))
+    was = job.micro_batches(ctx.rank, end=job.steps)
+    return [
+        torch.equal(x, a) and torch.equal(y, b) for (x, y), (a, b) in zip(given, was, strict=True)
+    ]
+
+
+@clause(
+    "training.data.stays-the-callers",
+    level="production",
+    source="contract: batches are only read; the next epoch may bring the same tensors",
+    worlds=(1, 2),
+)
+def test_what_a_batch_holds_stays_as_it_was(world, subject):
+    """Ids and targets MUST be as they were after a step, those that do not count as well."""
+    job = Job(2, 2, world.size, steps=2, targets="ragged")
+    ranks = world.run(batches_afterwards, "ddp" if world.size > 1 else "plain", job)
+
+    judge.equal(
+        ranks, [True] * (job.steps * job.accumulate), quantity="whether each batch stayed as it was"
+    )

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import nn
 
 from spec_tests.clause import clauses
 from spec_tests.rig import judge, strategies
@@ -174,6 +175,29 @@ def test_gradients_from_before_do_not_count(world, subject, wrapper):
     judged(ranks, job, given="gradients left full before the call")
 
 
+def outside_of_the_model(ctx, wrapper, job):
+    """A parameter that only the optimizer holds, with a gradient from before, after a step."""
+    trainee = Trainee.of(ctx, wrapper, job.seed)
+    extra = nn.Parameter(torch.ones(3, device=ctx.device))
+    extra.grad = torch.full_like(extra, 3.0)
+    trainee.optimizer.add_param_group({"params": [extra]})
+    trainee.train(ctx, job, Counted(job.micro_batches(ctx.rank)))
+    return {"extra": extra.detach().clone()}
+
+
+@clause(
+    "training.gradient.leftovers-outside-the-model",
+    level="production",
+    source=CONTRACT + "; model.zero_grad() does not reach what the optimizer alone holds",
+    worlds=(1,),
+)
+def test_gradients_that_only_the_optimizer_sees_do_not_count(world, subject):
+    """A gradient from before MUST NOT update a parameter that only the optimizer holds."""
+    ranks = world.run(outside_of_the_model, "plain", Job(2, 1, world.size))
+
+    judge.tensors(ranks, {"extra": torch.ones(3)}, quantity="value from before")
+
+
 def in_two_calls(ctx, wrapper, job, first):
     """The same steps in two calls over one iterator."""
     trainee = Trainee.of(ctx, wrapper, job.seed)
@@ -229,3 +253,16 @@ def test_a_gradient_below_the_bound_is_left_alone(world, subject, wrapper):
     job = Job(2, 2, world.size, steps=2)
     bound = 1.05 * max(alone(job).norms)
     judge_clipped(world.run(trained, wrapper, at(job, max_norm=bound)), at(job, max_norm=bound))
+
+
+@clause(
+    "training.clip.of-shards",
+    level="production",
+    needs=("train", "fully_shard"),
+    source=CONTRACT + "; torch.nn.utils.clip_grad_norm_ on DTensors: its norm is this rank's part",
+    worlds=(2,),
+)
+def test_the_gradient_of_shards_is_clipped_by_the_norm_of_the_whole(world, subject):
+    """With max_norm, a model that `fully_shard` sharded MUST be clipped by the whole norm."""
+    job = Job(2, 1, world.size, steps=2, max_norm=0.1)
+    judge_clipped(world.run(trained, "fully_shard", job), job)

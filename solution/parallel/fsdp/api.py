@@ -223,7 +223,7 @@ class FullySharded(nn.Module):
         self.module = module
         self.process_group = process_group
         replicated = [p for p in module.named_parameters() if not isinstance(p[1], DTensor)]
-        self._reducer = Reducer([p for p in replicated if p[1].requires_grad], process_group)
+        self._reducer = Reducer(replicated, process_group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs."""

@@ -1,4 +1,4 @@
-"""Near-misses of saving and loading: something is missing, another's, or has another name."""
+"""Near-misses of what is saved and loaded: missing, another's, or by another name."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from spec_tests.impostors.card import Patched, near_miss
-from spec_tests.plain.checkpoint import PlainCheckpoint, bare, rank
+from spec_tests.plain.checkpoint import PlainCheckpoint, bare, rank, size
 
 
 @near_miss(
@@ -104,6 +105,37 @@ class ForgetsMoments(PlainCheckpoint):
         return {name: {**entry, "state": {}} for name, entry in found.items()}
 
 
+@near_miss("checkpoint.tensors-of-the-state-alone", rejected_by="checkpoint.content.optimizer")
+class TensorsAlone(PlainCheckpoint):
+    """Of the optimizer's state saves what is a tensor.
+
+    From: a loop that moves the state to the CPU, and skips what has no `.to`
+    Unseen: AdamW's and SGD's state is all tensors, since the step count is one.
+    """
+
+    def of_optimizer(self, model, optimizer):
+        found = super().of_optimizer(model, optimizer)
+        for entry in found.values():
+            state = entry["state"].items()
+            entry["state"] = {key: value for key, value in state if torch.is_tensor(value)}
+        return found
+
+
+@near_miss(
+    "checkpoint.state-in-the-weights-dtype", rejected_by="checkpoint.content.optimizer-dtypes"
+)
+class StateInTheWeightsDtype(PlainCheckpoint):
+    """Hands state to the optimizer's own `load_state_dict`, which casts it.
+
+    From: torch.optim.Optimizer.load_state_dict, which knows `step` alone by name
+    Unseen: Moments of AdamW have the dtype of their parameters.
+    """
+
+    def restore_optimizer(self, model, optimizer, saved):
+        super().restore_optimizer(model, optimizer, saved)
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
 @near_miss(
     "checkpoint.first-ranks-moments", rejected_by="checkpoint.sharded-optimizer.any-world-size"
 )
@@ -158,6 +190,21 @@ class ForgetsOptions(PlainCheckpoint):
     def of_optimizer(self, model, optimizer):
         found = super().of_optimizer(model, optimizer)
         return {name: {**entry, "options": {}} for name, entry in found.items()}
+
+
+@near_miss("checkpoint.child-for-a-wrapped", rejected_by="checkpoint.content.child-called-module")
+class ChildForAWrapped(Patched):
+    """Takes a model that has a child called `module` for a wrapper.
+
+    From: `getattr(model, "module", model)`
+    Unseen: Few models have such a child; of one that has, all the rest is left out.
+    """
+
+    module = "solution.checkpoint.named"
+    find = """            hasattr(model, "no_sync")
+            and not isinstance(model, FSDPModule)
+            and isinstance"""
+    replace = "            isinstance"
 
 
 @near_miss("checkpoint.no-buffers", rejected_by="checkpoint.content.model")
@@ -264,6 +311,20 @@ class LeavesItEvaluating(PlainCheckpoint):
     def of_model(self, model, everyone):
         model.eval()
         return super().of_model(model, everyone)
+
+
+@near_miss("checkpoint.sends-buffers", rejected_by="checkpoint.save.changes-nothing")
+class SendsBuffers(PlainCheckpoint):
+    """Gives all ranks the first one's buffers, so that all of them save the same.
+
+    From: "the first rank's count", done where they are and not where they are written
+    Unseen: DistributedDataParallel does so itself before the next forward.
+    """
+
+    def of_rank(self, model, loader):
+        for buffer in bare(model).buffers() if size() > 1 else ():
+            dist.broadcast(buffer, src=0)
+        return super().of_rank(model, loader)
 
 
 @near_miss("checkpoint.steps-cold-optimizer", rejected_by="checkpoint.save.changes-nothing")

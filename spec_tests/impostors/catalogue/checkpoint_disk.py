@@ -1,98 +1,16 @@
-"""Near-misses of files: crashes, full disks, the wrong one, what does not fit; and right ones."""
+"""Near-misses of files: crashes, full disks, damage; and right ones."""
 
 import os
 import shutil
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from spec_tests.impostors.card import Patched, benign, near_miss
-from spec_tests.plain.checkpoint import PlainCheckpoint, bare, rank, size, values
-
-
-@near_miss("checkpoint.points-by-path", rejected_by="checkpoint.place.any")
-class PointsByPath(PlainCheckpoint):
-    """Points to the newest by its absolute path.
-
-    From: a `latest` file or link made with the path of the day
-    Unseen: Until the run is moved to another disk.
-    """
-
-    def put(self, root, step, state):
-        super().put(root, step, state)
-        (root / "latest").write_text(str(root / f"step-{step}.pt"))
-
-    def newest(self, root):
-        pointer = root / "latest"
-        return Path(pointer.read_text()) if pointer.exists() else None
-
-
-@near_miss("checkpoint.newest-as-text", rejected_by="checkpoint.choice.highest-step")
-class NewestAsText(PlainCheckpoint):
-    """Sorts names: step-9 comes after step-100.
-
-    From: max(glob(...)) in many training scripts
-    Unseen: Until the step has one digit more.
-    """
-
-    def order(self, path):
-        return path.name
-
-
-@near_miss("checkpoint.newest-by-time", rejected_by="checkpoint.choice.highest-step")
-class NewestByTime(PlainCheckpoint):
-    """Takes the save that was written last.
-
-    From: sorted(..., key=os.path.getmtime)
-    Unseen: Later saves have higher steps, until a run is repeated from an earlier one.
-    """
-
-    def order(self, path):
-        return path.stat().st_mtime_ns
-
-
-@near_miss(
-    "checkpoint.any-word-for-a-number",
-    rejected_by="checkpoint.choice.names-alike",
-    outcomes=("failed", "hang"),  # where the first rank alone looks, the others wait for it
-)
-class AnyWordForANumber(PlainCheckpoint):
-    """Takes whatever stands behind `step-` for a number.
-
-    From: `int(path.stem.split("-")[1])` over a glob
-    Unseen: Nobody copies a good checkpoint to a name of their own, in a test.
-    """
-
-    def newest(self, root):
-        return max(root.glob("step-*.pt"), key=self.order, default=None)
-
-
-@near_miss("checkpoint.newest-entry", rejected_by="checkpoint.choice.foreign-files")
-class NewestEntry(PlainCheckpoint):
-    """Takes whatever was changed last.
-
-    From: max(mtime) over the folder
-    Unseen: Until somebody leaves a note.
-    """
-
-    def newest(self, root):
-        entries = list(root.iterdir()) if root.exists() else []
-        return max(entries, key=lambda path: path.stat().st_mtime_ns, default=None)
-
-
-@near_miss("checkpoint.none-is-minus-one", rejected_by="checkpoint.choice.none")
-class NoneIsMinusOne(PlainCheckpoint):
-    """Returns -1 where there is nothing to load.
-
-    From: a `last_step` that callers add one to
-    Unseen: The first run counts from -1 and nobody looks.
-    """
-
-    def none(self, directory):
-        return -1
+from spec_tests.plain.checkpoint import PlainCheckpoint, bare, rank, size
 
 
 @near_miss(
@@ -210,6 +128,25 @@ class FailsAlone(PlainCheckpoint):
             raise RuntimeError(error)
 
 
+@near_miss("checkpoint.renames-alone", rejected_by="checkpoint.failure.on-all-ranks")
+class RenamesAlone(PlainCheckpoint):
+    """The first rank tells that all is written, and then gives the file its name.
+
+    From: an agreement of all ranks before the marker, so that the marker is the last thing
+    Unseen: Between the two lies one system call.
+    """
+
+    def put(self, root, step, state):
+        root.mkdir(parents=True, exist_ok=True)
+        torch.save(state, self.temporary(root))
+        self.place = root / f"step-{step}.pt"
+
+    def tell(self, error):
+        super().tell(error)
+        if rank() == 0:
+            self.temporary(self.place.parent).replace(self.place)
+
+
 @near_miss(
     "checkpoint.stumbles-over-leftovers",
     rejected_by=("checkpoint.failure.next-save-works", "checkpoint.crash.next-save-works"),
@@ -238,6 +175,31 @@ class NewestOrNothing(PlainCheckpoint):
     """
 
 
+@near_miss("checkpoint.step-of-the-damaged", rejected_by="checkpoint.damage.under-its-step")
+class StepOfTheDamaged(PlainCheckpoint):
+    """Where the newest save is damaged loads the one before, and returns the newest's step.
+
+    From: the step that the file's name gives, found before the file was read
+    Unseen: The data of the steps between are never seen; the loss shows nothing.
+    """
+
+    def put(self, root, step, state):
+        super().put(root, step, state)
+        path = root / f"step-{step}.pt"
+        path.with_suffix(".sum").write_text(str(zlib.crc32(path.read_bytes())))
+
+    def load(self, directory, **parts):
+        super().load(directory, **parts)
+        newest = self.newest(self.root(directory))
+        assert newest is not None
+        return self.order(newest)
+
+    def read(self, path):
+        if path.with_suffix(".sum").read_text() != str(zlib.crc32(path.read_bytes())):
+            path = path.with_name(f"step-{self.order(path) - 1}.pt")
+        return super().read(path)
+
+
 @near_miss("checkpoint.trusts-the-disk", rejected_by="checkpoint.damage.flipped-bit-is-noticed")
 class TrustsTheDisk(PlainCheckpoint):
     """Loads values in which a bit has been flipped.
@@ -247,37 +209,6 @@ class TrustsTheDisk(PlainCheckpoint):
 
     What can be read is taken for what was written: torch.load looks at no check sum.
     """
-
-
-@near_miss("checkpoint.leaves-the-rest-in-the-file", rejected_by="checkpoint.mismatch.raises")
-class LeavesTheRestInTheFile(PlainCheckpoint):
-    """Loads into a model that lacks some of what was saved.
-
-    From: `{name: saved[name] for name in module.state_dict()}`
-    Unseen: The other way round, a name that is missing in the file, is a KeyError.
-    """
-
-    def check(self, module, saved):
-        super().check(module, {name: saved[name] for name in values(module) if name in saved})
-
-
-@near_miss(
-    "checkpoint.compares-on-its-own",
-    rejected_by="checkpoint.mismatch.on-one-rank",
-    outcomes=("hang",),
-)
-class ComparesOnItsOwn(Patched):
-    """Finds out on each rank alone whether the model fits.
-
-    From: `load_state_dict`, which asks nobody, between two collectives
-    Unseen: All ranks build the same model.
-    """
-
-    module = "solution.checkpoint.load"
-    find = """together(
-            f"load {self.path}", self._compare, self.group
-        )"""
-    replace = "self._compare()"
 
 
 @near_miss(
@@ -295,55 +226,6 @@ class CapturesOnItsOwn(Patched):
     module = "solution.checkpoint.save"
     find = 'together(f"capture its state at step {step}", capture, group)'
     replace = "capture()"
-
-
-@near_miss("checkpoint.not-strict", rejected_by="checkpoint.mismatch.raises")
-class NotStrict(PlainCheckpoint):
-    """Loads what fits and keeps the rest as it was built.
-
-    From: strict=False
-    Unseen: The loss starts higher than it was.
-    """
-
-    def check(self, module, saved):
-        pass
-
-    def restore_model(self, model, saved):
-        own = bare(model).state_dict()
-        fitting = {n: t for n, t in saved.items() if n in own and own[n].shape == t.shape}
-        bare(model).load_state_dict(fitting, strict=False)
-
-    def restore_optimizer(self, model, optimizer, saved):
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for parameter, entry in zip(parameters, saved.values(), strict=False):
-            optimizer.state[parameter] = dict(entry["state"])
-
-
-@near_miss("checkpoint.copies-before-checking", rejected_by="checkpoint.mismatch.changes-nothing")
-class CopiesBeforeChecking(PlainCheckpoint):
-    """Copies values into the model and then finds that some do not fit.
-
-    From: Module.load_state_dict raises after it has copied what fits
-    Unseen: Who catches the error trains a mixture.
-    """
-
-    def check(self, module, saved):
-        pass
-
-
-@near_miss("checkpoint.says-not-what", rejected_by="checkpoint.mismatch.names-the-culprit")
-class SaysNotWhat(PlainCheckpoint):
-    """Says that something does not fit, not what.
-
-    From: a blanket except around loading
-    Unseen: It is an error, as it should be.
-    """
-
-    def check(self, module, saved):
-        try:
-            super().check(module, saved)
-        except ValueError:
-            raise ValueError("the checkpoint does not fit the model") from None
 
 
 @near_miss("checkpoint.runs-pickles", rejected_by="checkpoint.safety.runs-no-code")

@@ -58,10 +58,16 @@ class Piecemeal(PlainFsdp):
 
 @benign("benign.fsdp-refuses-after-failure")
 class RefusesAfterFailure(PlainFsdp):
-    """An error after an interrupted backward.
+    """An error after an interrupted backward, and reductions by all-to-all.
 
-    After a backward that did not end, the model says so and does no more.
+    After a backward that did not end, the model says so and does no more. A rank gets its piece of
+    everyone's gradients and adds them up.
     """
+
+    def send_reduction(self, flat):
+        pieces = torch.empty_like(flat.reshape(-1))
+        dist.all_to_all_single(pieces, flat.reshape(-1), group=self.group)
+        return pieces.view(self.size(), -1).sum(dim=0)
 
     def recover(self):
         if self.is_root and self.run.is_callback_queued:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from spec_tests.impostors.card import near_miss
+from spec_tests.impostors.card import Patched, near_miss
 from spec_tests.plain.fully_shard import PlainFsdp
 
 
@@ -315,3 +315,48 @@ class CutsRowsAnyway(PlainFsdp):
     From: An option that is taken and not read.
     Unseen: Outputs are the same.
     """
+
+
+@near_miss("fsdp.averages-children-alone", rejected_by="fsdp.backward.rest-of-any-depth")
+class AveragesChildrenAlone(Patched):
+    """Averages what is replicated in the model and its children, and no deeper.
+
+    From: named_children for named_modules
+    Unseen: Toys have their norms at the top.
+    """
+
+    module = "solution.parallel.fsdp.api"
+    find = "replicated = [p for p in module.named_parameters() if not isinstance(p[1], DTensor)]"
+    replace = (
+        "found = [p for m in (module, *module.children()) for p in m.named_parameters('', False)]; "
+        "replicated = [p for p in found if not isinstance(p[1], DTensor)]"
+    )
+
+
+@near_miss("fsdp.shards-by-the-names-end", rejected_by="fsdp.backward.rest-with-a-layers-name")
+class ShardsByTheNamesEnd(Patched):
+    """Takes any class whose name ends like a layer's for one.
+
+    From: `endswith`, for the exercise's own classes
+    Unseen: Its values are right; a loop that reads its gradient meets a shard.
+    """
+
+    module = "solution.parallel.fsdp.api"
+    find = 'base.__name__ in ("Linear", "Embedding")'
+    replace = 'base.__name__.endswith(("Linear", "Embedding"))'
+
+
+@near_miss(
+    "fsdp.thawed-trains-alone",
+    rejected_by="fsdp.backward.thawed-rest",
+)
+class ThawedTrainsAlone(Patched):
+    """Hooks what requires a gradient when it is wrapped, and does not look again.
+
+    From: the reference itself, until somebody read it
+    Unseen: Who thaws a norm sees the loss fall on every rank, and the ranks drift apart.
+    """
+
+    module = "solution.parallel.reducer"
+    find = "        for name, parameter in self._frozen:"
+    replace = "        for name, parameter in ():"

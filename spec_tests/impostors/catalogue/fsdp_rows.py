@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from spec_tests.impostors.card import near_miss
+from spec_tests.impostors.card import Patched, near_miss
 from spec_tests.plain.fully_shard import PlainFsdp
 
 # ------------------------------------------------------------------------------------------- rows
@@ -373,3 +373,57 @@ class ReducesIgnored(PlainFsdp):
             if id(parameter) in self.ignored and parameter.grad is not None:
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= dist.get_world_size()
+
+
+@near_miss("fsdp.writes-into-a-dataclass", rejected_by="fsdp.precision.callers-inputs")
+class WritesIntoADataclass(Patched):
+    """Puts the cast inputs into the caller's own dataclass.
+
+    From: setattr where dataclasses.replace makes a copy
+    Unseen: Few callers look at a batch again; the next epoch's is narrow already.
+    """
+
+    module = "solution.parallel.fsdp.schedule"
+    find = "        return values if is_same else dataclasses.replace(values, **changes)\n"
+    replace = "        values.__dict__.update(changes)\n        return values\n"
+
+
+@near_miss("fsdp.forgets-what-flew", rejected_by="fsdp.footprint.interrupted-backwards")
+class ForgetsWhatFlew(Patched):
+    """After an interrupted backward forgets its reductions, without giving back their memory.
+
+    From: a list of what is under way, which is cleared where it should be waited for
+    Unseen: A run that meets one exception loses one buffer.
+    """
+
+    module = "solution.parallel.fsdp.schedule"
+    find = "            reduction.drop()\n        self._reductions.clear()"
+    replace = "            pass\n        self._reductions.clear()"
+
+
+@near_miss("fsdp.leaves-the-next-on-its-way", rejected_by="fsdp.footprint.shorter-evaluation")
+class LeavesTheNextOnItsWay(Patched):
+    """Discards what was gathered ahead and not used after training forwards alone.
+
+    From: the end of a pass, which hangs on its backward
+    Unseen: Evaluations use all layers, nearly always.
+    """
+
+    module = "solution.parallel.fsdp.schedule"
+    find = "        self._drop_unused()\n\n    def _keeps"
+    replace = (
+        "        if torch.is_grad_enabled():\n            self._drop_unused()\n\n    def _keeps"
+    )
+
+
+@near_miss("fsdp.frees-what-it-reaches", rejected_by="fsdp.footprint.kept-for-nothing")
+class FreesWhatItReaches(Patched):
+    """At the end of a backward frees only what the backward has been through.
+
+    From: a hook behind each unit's gradients, and nothing for those that have none
+    Unseen: The next forward frees it, if there is one before memory ends.
+    """
+
+    module = "solution.parallel.fsdp.schedule"
+    find = "or unit.state is not UnitState.SHARDED or unit.has_gradients:"
+    replace = "or unit.has_gradients:"

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from spec_tests.impostors.card import near_miss
+from spec_tests.impostors.card import Patched, near_miss
 from spec_tests.plain.fsdp import Piece
 from spec_tests.plain.fully_shard import PlainFsdp
 
@@ -363,3 +363,32 @@ class HooksInGraphs(PlainFsdp):
     """
 
     untraced = staticmethod(lambda hook: hook)
+
+
+@near_miss("fsdp.stale-in-part", rejected_by="fsdp.lifecycle.fresh-after-evaluation-in-part")
+class StaleInPart(Patched):
+    """Compares versions of whole unsharded weights, not of the part that an int keeps.
+
+    From: a test for the state "unsharded" that is older than the state "in part"
+    Unseen: After a backward nothing is kept; it takes an evaluation just before the step.
+    """
+
+    module = "solution.parallel.fsdp.unit"
+    find = "        if self.state is not UnitState.SHARDED and self._gathered_versions"
+    replace = (
+        "        if self.state in (UnitState.GATHERING, UnitState.UNSHARDED) and "
+        "self._gathered_versions"
+    )
+
+
+@near_miss("fsdp.dtype-of-the-first", rejected_by="fsdp.forward.two-dtypes-of-a-unit")
+class DtypeOfTheFirst(Patched):
+    """Gathers and computes with all parameters of a unit in the dtype of its first.
+
+    From: `next(module.parameters()).dtype`, kept for the unit
+    Unseen: Layers of two dtypes fail at once; factors do not.
+    """
+
+    module = "solution.parallel.fsdp.unit"
+    find = "        dtype = parameter.local.dtype\n"
+    replace = "        dtype = self.parameters[0].local.dtype\n"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from spec_tests.impostors.card import benign, near_miss
+from spec_tests.impostors.card import Patched, benign, near_miss
 from spec_tests.plain.train import PlainTrain
 
 
@@ -364,3 +364,50 @@ class KnowsOwnWrappers(PlainTrain):
 
     def is_wrapped(self):
         return super().is_wrapped() and not isinstance(self.model, DistributedDataParallel)
+
+
+@near_miss("training.shards-own-norm", rejected_by="training.clip.of-shards")
+class ShardsOwnNorm(Patched):
+    """Clips shards by the norm of this rank's part.
+
+    From: `p.grad.to_local()` in a loop over parameters
+    Unseen: All ranks clip, each by a little less than it should.
+    """
+
+    module = "solution.trainer"
+    find = "norm = clip.total_norm(self.model.parameters())"
+    replace = (
+        "norm = torch.nn.utils.get_total_norm([g.to_local() if hasattr(g, 'to_local') else g "
+        "for p in self.model.parameters() if (g := p.grad) is not None])"
+    )
+
+
+@near_miss(
+    "training.own-loss-decides",
+    rejected_by="training.finite.decided-together",
+    outcomes=("hang",),
+)
+class OwnLossDecides(Patched):
+    """Looks at this rank's part of the loss, where a gradient that is not finite shows on all.
+
+    From: The NaN is in the gradient as well, and the gradient is reduced.
+    Unseen: It takes an infinite loss whose gradient is finite: a target that is masked out.
+    """
+
+    module = "solution.trainer"
+    find = "if not math.isfinite(loss) or num_bad:"
+    replace = "if not math.isfinite(loss_sum.item()) or num_bad:"
+
+
+@near_miss(
+    "training.clears-the-model-alone", rejected_by="training.gradient.leftovers-outside-the-model"
+)
+class ClearsTheModelAlone(PlainTrain):
+    """Clears the gradients of the model's parameters.
+
+    From: model.zero_grad() for optimizer.zero_grad()
+    Unseen: The two hold the same parameters, nearly always.
+    """
+
+    def clear(self):
+        self.model.zero_grad()

@@ -170,7 +170,8 @@ class Context:
 
     def finish(self) -> None:
         """The body has returned: destroy the groups that `split` and `mesh` made."""
-        if self._groups:
+        if self._groups and _is_initialized():
+            self.barrier()  # gloo: a peer may not have connected yet, and would be refused
             _forget_meshes()
         while self._groups:
             with contextlib.suppress(ValueError, AssertionError):  # the body did it already
