@@ -144,7 +144,6 @@ def test_a_unit_is_reduced_while_backward_still_runs(world, subject):
 
 @clause(
     "fsdp.order.hints-are-followed",
-    level="correct",
     source="FSDPModule.set_modules_to_forward_prefetch, set_modules_to_backward_prefetch",
 )
 def test_hinted_units_are_gathered_ahead(world, subject):

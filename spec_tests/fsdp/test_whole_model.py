@@ -142,17 +142,17 @@ def rest_below(ctx, subject, name, thaws=False):
     module.get_parameter(name).requires_grad_(not thaws)
     model = ctx.impl.fsdp(module)
     for step in range(1 + thaws):
-        named = {n.removeprefix("module."): p for n, p in model.named_parameters()}
-        if name not in named:
+        named = dict(model.named_parameters())
+        found = [p for n, p in named.items() if f".{n}".endswith(f".{name}")]
+        if not found:
             return f"none of that name, only {[*named]}", {}
-        named[name].requires_grad_(step > 0 or not thaws)
+        found[0].requires_grad_(step > 0 or not thaws)
         model.zero_grad()
         output = model(batch_of(ctx.rank, step).to(ctx.device))
         (ctx.world_size * sum_of_squares(output)).backward()
         ctx.impl.finish_gradient_synchronization(model)
-    gradient = named[name].grad
-    is_whole = type(named[name]) is nn.Parameter and named[name].shape == (4,)
-    return "plain and whole" if is_whole else "sharded", {} if not is_whole else {name: gradient}
+    is_whole = type(found[0]) is nn.Parameter and found[0].shape == (4,)
+    return "plain and whole" if is_whole else "sharded", {name: found[0].grad} if is_whole else {}
 
 
 def _judge_rest(ranks, name, step=0):
