@@ -67,7 +67,8 @@ def matches(clause: Clause, patterns: Iterable[str]) -> bool:
 
 def first_of_each_task(subject: str, text: str) -> list[Clause]:
     """The easiest clause of each task that a course or the contract asks for."""
-    chapter = clauses_of(subject, "correct")
+    named = {function.name for function in functions_of(text)}
+    chapter = [c for c in clauses_of(subject, "correct") if named.issuperset(c.needs)]
     found = (next((c for c in chapter if matches(c, each)), None) for each in skeletons.tasks(text))
     return [clause for clause in found if clause is not None]
 
