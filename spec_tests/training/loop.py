@@ -51,7 +51,8 @@ class ToyLanguageModel(nn.Module):
         logits = self.head(torch.tanh(self.embedding(ids)))
         poisoned = ids == POISON
         is_nan = poisoned.all(dim=-1, keepdim=True)
-        impossible = (poisoned & ~is_nan).unsqueeze(-1) & (torch.arange(VOCABULARY) == 0)
+        is_first = torch.arange(VOCABULARY, device=ids.device) == 0
+        impossible = (poisoned & ~is_nan).unsqueeze(-1) & is_first
         # A factor, not a choice: its gradient is NaN as well.
         logits = logits * torch.where(is_nan, torch.nan, 1.0).unsqueeze(-1)
         return logits.masked_fill(impossible, -torch.inf)
