@@ -37,6 +37,7 @@ from typing import NotRequired, TypedDict
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from solution import comm, parallel
 from solution.config import divisors, require_positive
@@ -166,8 +167,8 @@ class Trainer:
         lr: Callable[[int], float] | None = None,
         precision: str | Precision = "fp32",
     ) -> None:
-        if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"expected max_norm > 0 or None, got {max_norm}")
+        if max_norm is not None and not max_norm >= 0:
+            raise ValueError(f"expected max_norm >= 0 or None, got {max_norm}")
         self.model, self.optimizer, self.batches = model, optimizer, iter(batches)
         self.max_norm, self.lr, self.precision = max_norm, lr, Precision.of(precision)
         self.ranks = Ranks.of(model)
@@ -293,8 +294,9 @@ class Trainer:
     def _set_learning_rate(self, finished: int) -> float:
         """Set the learning rate of this step; return the first group's."""
         if self.lr is not None:
+            rate = self.lr(finished)  # once: whoever counts its calls counts steps
             for group in self.optimizer.param_groups:
-                group["lr"] = self.lr(finished)
+                group["lr"] = rate
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _drop_gradients(self) -> None:
@@ -312,10 +314,30 @@ class Ranks:
 
     @classmethod
     def of(cls, model: nn.Module) -> Ranks:
-        """Return those of the wrapper's group; this one alone if nothing wraps the model."""
+        """Return those of the wrapper's group; this one alone if nothing wraps the model.
+
+        Raises:
+            ValueError: parts of the model are sharded, and the model itself is in no wrapper: whose
+                gradients are averaged over whom, nobody could say of the whole.
+        """
+        sharded = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
         if not (hasattr(model, "no_sync") or hasattr(model, "finish_gradient_synchronization")):
+            if sharded is not None:
+                raise ValueError(
+                    f"expected a model that `fully_shard` took as a whole, got one ({type(model)}) "
+                    "of which parts are sharded; call solution's fully_shard on the model itself, "
+                    "too, after its parts"
+                )
             return cls(None, 1, 0)
         group = getattr(model, "process_group", None)
+        mesh = sharded.device_mesh if sharded is not None else None
+        if mesh is not None and mesh.size() < comm.size(None):
+            if mesh.ndim > 1:
+                raise ValueError(
+                    f"expected a mesh of one dimension, or of all ranks of {comm.size(None)}, got "
+                    f"{mesh}"
+                )
+            group = mesh.get_group()
         return cls(group, comm.size(group), comm.rank(group))
 
     def sum(self, *numbers: float | torch.Tensor, device: torch.device) -> list[float]:

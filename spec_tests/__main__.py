@@ -204,6 +204,8 @@ _PYTEST = [
     *(f"-p{entry}" for entry, package in _PLUGINS.items() if find_spec(package)),
     "-p",
     "no:cacheprovider",
+    "-p",
+    "no:logging",  # of this process, in which nothing of the implementation runs
     "-q",
     "--live",
     "--tb=no",  # the plugin prints each clause's own message, once

@@ -30,7 +30,7 @@ from spec_tests.rig.judge import (
     unreadable_is_a_finding,
 )
 from spec_tests.rig.outcomes import Outcome
-from spec_tests.rig.ranks.errors import RankDied, RankHung
+from spec_tests.rig.ranks.errors import NotOffered, RankDied, RankHung
 from spec_tests.rig.ranks.world import World, Worlds
 from spec_tests.rig.report.eventlog import EventLog
 from spec_tests.rig.report.source import source_of
@@ -102,18 +102,40 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     clause = clause_of_item(item)
     if clause is None:
         return (yield)
-    params = item.callspec.params  # type: ignore[attr-defined]  # a clause is parametrised
-    case = {k: v for k, v in params.items() if k != "target"}
-    item.stash[_CASE] = clause.label(case)
-    run = item.config.stash[RUN]
-    label = item.stash[_CASE]
-    here = runner.situation(clause, params["target"], case, label, transport=run.transport)
-    run.running = f"{clause.id} ({label}) on {params['target'].name}"
-    item.stash[_SITUATION] = here
-    with judging(here):
+    target, run = _begin(item, clause), item.config.stash[RUN]
+    run.running = f"{clause.id} ({item.stash[_CASE]}) on {target.name}"
+    with judging(item.stash[_SITUATION]):
         found = yield
     run.running = ""  # not after an interrupt
     return found
+
+
+def _begin(item: pytest.Item, clause: Clause) -> Target:
+    """Stash the case and its situation; returns the implementation that is judged."""
+    params = item.callspec.params  # type: ignore[attr-defined]  # a clause is parametrised
+    case = {k: v for k, v in params.items() if k != "target"}
+    target: Target = params["target"]
+    label, transport = clause.label(case), item.config.stash[RUN].transport
+    item.stash[_CASE] = label
+    item.stash[_SITUATION] = runner.situation(clause, target, case, label, transport=transport)
+    return target
+
+
+def is_left_out(item: pytest.Item, run: Run) -> bool:
+    """Log a case of a function that is not offered; it needs no test, and there are thousands."""
+    clause = clause_of_item(item)
+    if clause is None or run.transport not in clause.transports:
+        return False
+    target, params = _begin(item, clause), item.callspec.params  # type: ignore[attr-defined]  # a clause is parametrised
+    smallest = run.worlds.world(1, target, transport=run.transport)
+    try:
+        runner.require_offered(smallest, clause, params.get("subject"))
+    except NotOffered as error:
+        _keep(_result(item, clause, 0.0, error, run), run)
+        return True
+    except Exception:  # the test itself says what is wrong, each in its own words
+        return False
+    return False
 
 
 @pytest.hookimpl(wrapper=True)
@@ -158,7 +180,7 @@ def pytest_runtest_makereport(
     if clause is None or (call.when != "call" and error is None):
         return found
     run = item.config.stash[RUN]
-    result = _result(item, clause, call, error, run)
+    result = _result(item, clause, call.duration, error, run)
     found.trainspec = result  # type: ignore[attr-defined]  # reports carry what they are given
     item.user_properties += [(key, result[key]) for key in _PROPERTIES]
     _show(found, clause, result)
@@ -168,7 +190,7 @@ def pytest_runtest_makereport(
 def _result(
     item: pytest.Item,
     clause: Clause,
-    call: pytest.CallInfo[None],
+    duration_s: float,
     error: BaseException | None,
     run: Run,
 ) -> dict[str, Any]:
@@ -186,7 +208,7 @@ def _result(
         "strength": str(clause.strength),
         "level": clause.level,
         "outcome": str(outcome),
-        "duration_s": call.duration,
+        "duration_s": duration_s,
         "message": runner.message_of(error),
         "margins": [max(situation.margins, key=lambda m: m["ratio"])] if situation.margins else [],
         "rerun": situation.rerun,
@@ -235,13 +257,17 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if ACTIVE.run is None:
         return
     if value := result_of(report):
-        ACTIVE.run.results.setdefault(value["implementation"], []).append(value)
-        if ACTIVE.run.log is not None:
-            if told := ACTIVE.run.told.get(value["clause"]):
-                ACTIVE.run.log.tell(value["clause"], **told)
-            ACTIVE.run.log.result(**value)
+        _keep(value, ACTIVE.run)
     elif report.failed and ACTIVE.run.log is not None:
         ACTIVE.run.log.problem(f"{report.nodeid} failed outside of any clause")
+
+
+def _keep(value: dict[str, Any], run: Run) -> None:
+    run.results.setdefault(value["implementation"], []).append(value)
+    if run.log is not None:
+        if told := run.told.get(value["clause"]):
+            run.log.tell(value["clause"], **told)
+        run.log.result(**value)
 
 
 @pytest.hookimpl(trylast=True)

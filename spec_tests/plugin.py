@@ -182,6 +182,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
     if config.getoption("--live"):
+        # Nobody but the verdict reads of them. Not in a worker of xdist, which has no log.
+        if config.getoption("--report-is-scratch") and run.log is not None:
+            kept = [item for item in kept if not outcome_hooks.is_left_out(item, run)] or kept
         chapters = list(dict.fromkeys(item.path.parent for item in kept))
         kept.sort(key=lambda item: (chapters.index(item.path.parent), _level(item), _gain(item)))
     items[:] = kept

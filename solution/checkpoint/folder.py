@@ -83,6 +83,8 @@ def begin(root: Path, step: int) -> Path:
     taken = []
     for path in root.iterdir():
         if _TEMPORARY.fullmatch(path.name):
+            if path.is_file():
+                path.unlink()
             shutil.rmtree(path, ignore_errors=True)
         name = _FINAL.fullmatch(path.name)
         if name is not None and int(name[1]) == step:
@@ -110,7 +112,11 @@ def retain(root: Path, just_saved: Path, keep: int | None) -> None:
     The one just saved always stays. What cannot be removed stays too, with a warning: the new
     checkpoint is safe, and training need not end for it.
     """
-    found, _ = complete_folders(root)
+    try:
+        found, _ = complete_folders(root)
+    except OSError as error:
+        warnings.warn(f"{root}: cannot look for old checkpoints: {error}", stacklevel=2)
+        return
     newest: dict[int, Folder] = {}  # of each step, the newest step first
     for folder in found:
         newest.setdefault(folder.step, folder)

@@ -108,6 +108,18 @@ class OptimizerTensors:
         """The live state tensors by name and key; and what else there is, plain."""
         tensors: dict[str, dict[str, torch.Tensor]] = {}
         others: dict[str, dict[str, Any]] = {}
+        kind_of_optimizer = type(self.optimizer).__name__
+        if hasattr(self.optimizer, "consolidate_state_dict"):  # PyTorch's ZeroRedundancyOptimizer
+            raise ValueError(
+                "expected an optimizer with all its state, or solution's sharded_optimizer, got a "
+                f"{kind_of_optimizer}, which keeps its state in another optimizer, in parts"
+            )
+        unknown = self.optimizer.state.keys() - {parameter for _, parameter in self.parameters()}
+        if unknown:
+            raise ValueError(
+                f"expected a {kind_of_optimizer} with state of its parameters alone, got state of "
+                f"{[*map(type, unknown)][:3]}, which has no name to be saved under"
+            )
         for name, parameter in self.parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 kind = tensors if isinstance(value, torch.Tensor) else others

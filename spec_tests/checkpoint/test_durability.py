@@ -149,23 +149,32 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(world, after_bytes, full):
 
 
 class Gone:
-    """A loader that has lost its place."""
+    """A loader that has lost its place, and says so with an error."""
+
+    def __init__(self, error):
+        self.error = error
 
     def state_dict(self):
         """Raise."""
-        raise ConnectionError("the server of the stream does not answer")
+        raise self.error
 
     def load_state_dict(self, state):
         """Raise."""
         raise ConnectionError("the server of the stream does not answer")
 
 
-def saved_with_a_broken_loader(ctx, directory):
+ERRORS = {
+    "said": ConnectionError("the server of the stream does not answer"),
+    "without-words": AssertionError(),
+}
+
+
+def saved_with_a_broken_loader(ctx, directory, error):
     """The error of a save for which the first rank's loader has no state, and what loads then."""
     trainee: Any = Trainee.saved(ctx, directory)
     older = trainee.state()
     if ctx.rank == 0:  # whose loader counts, if one is enough
-        trainee.loader = Gone()
+        trainee.loader = Gone(ERRORS[error])
     with refusal.caught(BaseException) as caught:  # the library's own is no Exception
         trainee.save(directory, step=2)
     ctx.barrier()
@@ -178,9 +187,10 @@ def saved_with_a_broken_loader(ctx, directory):
     source="contract: a failure on any rank is an error on all; a stream that lost its server",
     worlds=(2,),
 )
-def test_a_loader_that_fails_on_one_rank_fails_the_save_on_all(world):
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_loader_that_fails_on_one_rank_fails_the_save_on_all(world, error):
     """A save MUST raise on all ranks, without a hang, where one rank's loader has no state."""
-    ranks = in_folder(world, saved_with_a_broken_loader)
+    ranks = in_folder(world, saved_with_a_broken_loader, error)
 
     refusal.on_all_ranks([error for error, *_ in ranks], given="the first rank's loader raises")
     for _, older, reading in ranks:

@@ -53,6 +53,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "momentum": lambda groups: torch.optim.SGD(groups, lr=1e-5, momentum=0.9),
     "wide": lambda groups: Wide(groups, lr=1e-5),
     "python-count": lambda groups: Counting(groups, lr=1e-5, momentum=0.9),
+    "count-alone": lambda groups: Counting(groups, lr=1e-5),
 }
 
 
@@ -151,11 +152,14 @@ class Trainee:
         random.gauss()
 
     def halve_options(self) -> None:
-        """Change what the optimizer was made with, as a schedule or a second phase does."""
-        for group in self.optimizer.param_groups:
+        """Change what the optimizer was made with, as a schedule or a second phase does.
+
+        A second group's options become other ones than those of the first.
+        """
+        for number, group in enumerate(self.optimizer.param_groups):
             for key, value in group.items():
                 if isinstance(value, float):
-                    group[key] = value / 2
+                    group[key] = value / 2 ** (number + 1)
                 elif key == "betas":
                     group[key] = tuple(beta / 2 for beta in value)
 

@@ -78,8 +78,9 @@ def train(
     batch that does not divide is a ValueError before any update. A step for which the data do not
     suffice is left out, or taken with the mean over what it has, or the call raises. What is not
     finite is dealt with alike on all ranks: they go on, skip the update, or raise. Level
-    `production`: a model in PyTorch's DistributedDataParallel is trained alike, and one that
-    `fully_shard` sharded; batches are only read.
+    `production`: a model in PyTorch's DistributedDataParallel is trained alike, one that
+    `fully_shard` sharded, and one in a wrapper with a process group of its own, by its ranks;
+    batches are only read.
     """
 
 
@@ -104,7 +105,7 @@ def save_checkpoint(
     failure, like a kill at any moment, leaves what was saved before and is not in the way of the
     next save. Saving a step again replaces it, at once or not at all. Level `production`: a model
     that `fully_shard` sharded, and the optimizer of its shards, too, or they are refused; the
-    optimizer's state in the dtypes that it has.
+    optimizer's state in the dtypes that it has; and the state of a loader of length 0.
     """
 
 

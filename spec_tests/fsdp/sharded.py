@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from spec_tests.laws import wrapped
+from spec_tests.laws.traffic import REDUCTIONS
 from spec_tests.laws.wrapped import SEED as SEED  # the chapter takes it from here
 from spec_tests.rig import judge
 from spec_tests.rig.judge.oracle import Gradients, Named
@@ -260,6 +261,13 @@ class Sharded(wrapped.WrappedToy):
             name: None if p.grad is None else p.grad.full_tensor().clone()
             for name, p in self.shards().items()
         }
+
+
+def gradients_sent(log: Log, toy: str) -> int:
+    """Elements in reductions that could hold a gradient of the toy; smaller ones are flags."""
+    least = min(parameter.numel() for parameter in TOYS[toy].build(SEED).parameters())
+    events = log.collectives(*REDUCTIONS)
+    return sum(event.numel for event in events if event.numel >= least)
 
 
 def gradients_after(ctx, subject, toy, seed, calls, **options):

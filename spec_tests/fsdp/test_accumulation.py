@@ -16,9 +16,10 @@ from spec_tests.fsdp.sharded import (
     SEED,
     Sharded,
     divisible,
+    gradients_sent,
     mean_gradients,
 )
-from spec_tests.laws import equivalence, traffic
+from spec_tests.laws import equivalence
 from spec_tests.rig import judge
 from spec_tests.rig.judge.symptoms import Hint
 
@@ -57,12 +58,12 @@ def test_any_schedule_of_reductions_gives_the_same_gradient(world, subject, wind
 
 
 def silent_window(ctx, subject):
-    """How often two micro-batches that are not to be reduced reduce something."""
+    """How many elements two micro-batches that are not to be reduced reduce."""
     sharded = Sharded(ctx, subject, "even")
     sharded.follow("backward 5, zero_grad")
     with ctx.recording() as recorder:
         sharded.follow("accumulate 0, accumulate 1")
-    return len(recorder.log().collectives(*traffic.REDUCTIONS))
+    return gradients_sent(recorder.log(), "even")
 
 
 @clause("fsdp.accumulation.sends-no-gradient", source=PAGE)
@@ -73,7 +74,29 @@ def test_a_micro_batch_that_is_not_reduced_sends_no_gradient(world, subject):
     """
     ranks = world.run(silent_window, subject)
 
-    judge.equal(ranks, 0, quantity="number of reductions in two micro-batches")
+    judge.equal(ranks, 0, quantity="elements reduced in two micro-batches")
+
+
+def cleared_before_backward(ctx, subject):
+    """Gradients of a backward before which the model's were cleared, after its forward."""
+    sharded = Sharded(ctx, subject, "stack", units="nested")
+    sharded.follow("backward 5")
+    loss = sharded.loss(0)
+    sharded.wrapped.zero_grad()
+    loss.backward()
+    return sharded.gradients()
+
+
+@clause(
+    "fsdp.accumulation.cleared-before-backward",
+    level="production",
+    source="loss = model(x); model.zero_grad(); loss.backward(): between, a unit may be unsharded",
+)
+def test_zero_grad_between_forward_and_backward_clears(world, subject):
+    """`zero_grad` of the model between forward and backward MUST clear the gradients of shards."""
+    ranks = world.run(cleared_before_backward, subject)
+
+    equivalence.mean_gradients(ranks, "stack", SEED, micros=(0,))
 
 
 DISCARDED = {

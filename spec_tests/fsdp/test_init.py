@@ -164,6 +164,43 @@ def gathered_rows(ctx, subject, rows):
     return full_parameters(ctx, shard(ctx, subject, module, "root"), names)
 
 
+class Outer(nn.Module):
+    """A child whose name ends as a wrapper's prefix does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.submodule = of_integers(nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.submodule(x)
+        return found
+
+
+def named_like_a_prefix(ctx, subject):
+    """Full parameters by the names under which they are given."""
+    model = shard(ctx, subject, Outer().to(ctx.device), "root")
+    return {n: t.detach().clone() for n, t in ctx.impl.full_parameters(model).items()}
+
+
+@clause(
+    "fsdp.init.names-like-a-prefix",
+    level="production",
+    judges=BOTH,
+    needs=("full_parameters",),
+    source="contract: by the plain model's names; `name.replace('module.', '')`",
+    worlds=(2,),
+)
+def test_a_name_that_holds_a_wrappers_prefix_stays_whole(world, subject):
+    """`full_parameters` MUST give the plain names, also those in which `module.` occurs."""
+    whole = {name: p.detach() for name, p in Outer().named_parameters()}
+    ranks = [
+        {name.removeprefix("module."): value for name, value in rank.items()}
+        for rank in world.run(named_like_a_prefix, subject)
+    ]
+    judge.equal([sorted(rank) for rank in ranks], sorted(whole), quantity="names")
+    judge.tensors(ranks, whole, quantity="parameter as built")
+
+
 def described(ctx, subject, toy):
     """What the parameters of a sharded model say about themselves, in order."""
     return {name: about(p) for name, p in Sharded(ctx, subject, toy).shards().items()}

@@ -87,6 +87,29 @@ def test_a_forward_computes_with_rounded_weights(world, subject):
     )
 
 
+def looked_up(ctx, subject):
+    """A row of a table whose values bfloat16 rounds to 1."""
+    table = embedding()
+    nn.init.constant_(table.weight, 1 + FINE)
+    model = in_half(ctx, subject, nn.Sequential(table))
+    return {"row": model(torch.zeros(1, dtype=torch.long, device=ctx.device)).detach().double()}
+
+
+@clause(
+    "fsdp.precision.of-a-table",
+    level="production",
+    judges=BOTH,
+    needs=(),
+    source="contract: the sharded layers compute in it; a lookup multiplies nothing",
+    worlds=(2,),
+)
+def test_a_table_is_looked_up_in_the_dtype_that_computes(world, subject):
+    """An Embedding's rows MUST come in the dtype that was asked for, rounded to it."""
+    ones = {"row": torch.ones(1, 4, dtype=torch.float64)}
+    fine = Hint("the row in float32: a table is left out", {"row": ones["row"] * (1 + FINE)})
+    judge.tensors(world.run(looked_up, subject), ones, quantity="row of a table", hints=[fine])
+
+
 def small_updates(ctx, subject):
     """Full weights after sixteen updates, each of which bfloat16 would round away."""
     model = in_half(ctx, subject, nn.Sequential(embedding()))

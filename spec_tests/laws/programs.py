@@ -23,13 +23,13 @@ observation differ only in what is judged.
 from __future__ import annotations
 
 import contextlib
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from spec_tests.laws.wrapped import WrappedToy
 from spec_tests.rig import judge
@@ -52,6 +52,11 @@ smaller rates would not show what a call does, and from 2**-13 on some programs 
 
 class PlantedError(Exception):
     """What `interrupt` raises."""
+
+
+def copies(state: Any) -> Any:
+    """The same with tensors of its own. `copy.deepcopy` cannot copy a DTensor of a view's rows."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), state)
 
 
 class Trainee(ABC):
@@ -94,11 +99,11 @@ class Trainee(ABC):
 
     def save(self) -> None:
         """Keep weights and optimizer."""
-        self.saved = copy.deepcopy((self.module.state_dict(), self.optimizer_state()))
+        self.saved = copies((self.module.state_dict(), self.optimizer_state()))
 
     def load(self) -> Named:
         """Put back what `save` kept."""
-        weights, optimizer = copy.deepcopy(self.saved)
+        weights, optimizer = copies(self.saved)
         self.module.load_state_dict(weights)
         self.optimizer.load_state_dict(optimizer)
         return self.weights()

@@ -171,7 +171,7 @@ class Unit:
         return torch.inference_mode(False)
 
     def version(self) -> Any:
-        return tuple((id(p.parameter), written(p.parameter)) for p in self.pieces)
+        return [(id(s), written(s), s.requires_grad) for s in (p.parameter for p in self.pieces)]
 
     def is_fresh(self) -> bool:
         return bool(self.gathered == self.version())

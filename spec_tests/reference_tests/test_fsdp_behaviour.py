@@ -184,6 +184,8 @@ def different(api: Any) -> Programs:
     yield "a tied weight in two calls", lambda: api.fully_shard(tied[0]) and api.fully_shard(tied)
     waves = layers(dtype=torch.complex64)
     yield "complex parameters", lambda: api.fully_shard(waves)
+    table = nn.Embedding(4, 4, max_norm=1.0)
+    yield "`Embedding(max_norm=1.0)`, which writes to its weight", lambda: api.fully_shard(table)
     eights = torch.ones(4, 4).to(torch.float8_e4m3fn)
     frozen = nn.Embedding(4, 4, _weight=eights, _freeze=True)
     yield "float8 alone in a unit, on gloo", lambda: api.fully_shard(frozen).unshard()

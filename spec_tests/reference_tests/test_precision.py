@@ -1,4 +1,4 @@
-"""Half precision and evaluation in the reference's loop: scales, overflows, nothing disturbed."""
+"""The reference's loop: half precision, evaluation, whose ranks count; nothing is disturbed."""
 
 import copy
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from spec_tests.reference_tests.launch import solution
 from spec_tests.target import parse
@@ -176,3 +177,26 @@ def test_ranks_drop_an_update_together_and_evaluate_together(worlds):
 
     assert (skipped, scale) == ([4, 0], 4096.0)
     assert other == (skipped, scale, loss)
+
+
+def in_meshes(ctx):
+    """Weights and tokens of a mesh per rank, of a plain model, and what parts alone raise."""
+    fully_shard = solution("parallel.fsdp").fully_shard
+    meshes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("apart", "mine"))
+    own, parts = model(), model()
+    fully_shard(own, mesh=meshes["mine"])
+    found = [trained("fp32", module, max_norm=0.5) for module in (own, model())]
+    weights = [[getattr(w, "full_tensor", lambda w=w: w)() for w in ws] for ws, _ in found]
+    for part in parts:
+        fully_shard(part)
+    with pytest.raises(ValueError, match="of which parts are sharded"):
+        trained("fp32", parts)
+    still, _ = trained("fp32", max_norm=0.0)
+    return weights, [[r["tokens"] for r in records] for _, records in found], still
+
+
+def test_the_ranks_of_a_step_are_those_of_the_mesh(worlds):
+    for (own, plain), (tokens, alone), still in worlds.world(2, parse("solution")).run(in_meshes):
+        assert all(map(torch.equal, own, plain))
+        assert tokens == alone
+        assert all(map(torch.equal, still, (p.detach() for p in model().parameters())))

@@ -9,7 +9,7 @@ whole batch is the oracle.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,8 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class ToyLanguageModel(nn.Module):
     """Embedding, tanh, Linear, in float32; the id POISON makes every logit of its place NaN.
 
-    Alone in its row, it makes a target of 0 impossible: the loss is infinite, its gradient not.
+    First in its row, it makes a target of 0 impossible: the loss is infinite, its gradient not.
+    Last in its row, it makes the gradient NaN, and changes no logit.
     """
 
     def __init__(self, seed: int) -> None:
@@ -51,8 +52,12 @@ class ToyLanguageModel(nn.Module):
         logits = self.head(torch.tanh(self.embedding(ids)))
         poisoned = ids == POISON
         is_nan = poisoned.all(dim=-1, keepdim=True)
+        place = torch.arange(ids.shape[-1], device=ids.device)
         is_first = torch.arange(VOCABULARY, device=ids.device) == 0
-        impossible = (poisoned & ~is_nan).unsqueeze(-1) & is_first
+        impossible = (poisoned & ~is_nan & (place == 0)).unsqueeze(-1) & is_first
+        is_steep = (poisoned & ~is_nan & (place == len(place) - 1)).unsqueeze(-1)
+        # The root of zero, whose slope is infinite, times zero.
+        logits = logits + 0.0 * torch.where(is_steep, logits - logits.detach(), 1.0).abs().sqrt()
         # A factor, not a choice: its gradient is NaN as well.
         logits = logits * torch.where(is_nan, torch.nan, 1.0).unsqueeze(-1)
         return logits.masked_fill(impossible, -torch.inf)
@@ -67,9 +72,10 @@ class Job:
             step, ranks.
         targets: "all" count; "ragged": between none and all of a row; "none-on-last-rank";
             "none-in-first-micro-batch".
-        max_norm, rate: as `train` takes them; with a rate, the one of step k is `rate / (k + 1)`.
+        max_norm, rate: as `train` takes them; with a rate, the one of step k is `rate / (k + 1)`,
+            but 0 for `idle_step`.
         poisoned_step, poison: the step in which the last rank's loss is "nan", or "inf" with a
-            finite gradient.
+            finite gradient, or its gradient alone is not finite ("gradient").
     """
 
     micro_batch: int = 2
@@ -80,6 +86,7 @@ class Job:
     targets: str = "all"
     max_norm: float | None = None
     rate: float | None = None
+    idle_step: int | None = None
     poisoned_step: int | None = None
     poison: str = "nan"
 
@@ -90,7 +97,7 @@ class Job:
 
     def schedule(self, step: int) -> float:
         """The learning rate of the update after `step` finished ones."""
-        return (self.rate or 0.0) / (step + 1)
+        return 0.0 if step == self.idle_step else (self.rate or 0.0) / (step + 1)
 
     def step_data(self, step: int) -> Batch:
         """The whole batch of a step: ids and targets [global_batch, LENGTH]."""
@@ -101,7 +108,8 @@ class Job:
         self._mask(targets, generator)
         if step == self.poisoned_step:
             row = self.rows(self.world_size - 1, self.accumulate - 1).start
-            ids[row, 0 if self.poison == "inf" else slice(None)] = POISON
+            places: dict[str, Any] = {"nan": slice(None), "inf": 0, "gradient": -1}
+            ids[row, places[self.poison]] = POISON
             targets[row] = 0
         return ids, targets
 
@@ -173,19 +181,28 @@ class Trainee:
     rates: list[Any]
 
     @classmethod
-    def of(cls, ctx: Context, wrapper: str, seed: int) -> Trainee:
+    def of(
+        cls,
+        ctx: Context,
+        wrapper: str,
+        seed: int,
+        *,
+        kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+        process_group: Any = None,
+    ) -> Trainee:
         """Build it; `wrapper` is "plain", "torch" or a contract function."""
+        given = {} if process_group is None else {"process_group": process_group}
         model = ToyLanguageModel(seed).to(ctx.device)
         if wrapper == "fully_shard":
             ctx.impl.fully_shard(model)
         first, *rest = model.parameters()
-        optimizer = torch.optim.SGD([{"params": [first]}, {"params": rest}], lr=0.5)
+        optimizer = kind([{"params": [first]}, {"params": rest}], lr=0.5)
         for group in optimizer.param_groups:
             group["lr"] = 1.0  # no longer that of `optimizer.defaults`
         if wrapper == "ddp_bucketed":
             wrapped = ctx.impl.ddp_bucketed(model, bucket_size_mb=100 * 4 / 2**20)
         elif wrapper == "ddp":
-            wrapped = ctx.impl.ddp(model)
+            wrapped = ctx.impl.ddp(model, **given)
         elif wrapper == "torch":
             wrapped = DistributedDataParallel(model)
         else:

@@ -164,11 +164,11 @@ def test_no_rank_is_left_waiting_when_ones_data_end(world, subject):
     worlds=(2, 3),
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("poison", ["nan", "inf"])
+@pytest.mark.parametrize("poison", ["nan", "inf", "gradient"])
 def test_ranks_agree_on_what_a_nan_on_one_of_them_means(world, subject, wrapper, poison):
     """A NaN on one rank MUST have one effect on all: raise, skip or continue, and never hang.
 
-    So must a loss that is infinite where its gradient is not.
+    So must a loss that is infinite where its gradient is not, and the other way round.
     """
     job = Job(2, 2, world.size, steps=3, poisoned_step=1, poison=poison)
     ranks = world.run(cut_short, wrapper, job, [job.steps * job.accumulate] * world.size)
@@ -177,7 +177,7 @@ def test_ranks_agree_on_what_a_nan_on_one_of_them_means(world, subject, wrapper,
         [(rank["error"] is None, rank["records"]) for rank in ranks],
         (ranks[0]["error"] is None, ranks[0]["records"]),
         quantity="went on without an error, number of records:",
-        given=f"the last rank's loss is {poison} in step 1, {job}",
+        given=f"{poison} on the last rank in step 1, {job}",
     )
     judge.same_on_all_ranks(
         [{n: w.nan_to_num(nan=12345.0) for n, w in rank["weights"].items()} for rank in ranks],

@@ -198,6 +198,29 @@ def test_gradients_that_only_the_optimizer_sees_do_not_count(world, subject):
     judge.tensors(ranks, {"extra": torch.ones(3)}, quantity="value from before")
 
 
+def in_a_group(ctx, job):
+    """Weights of the ranks that train together; the last one takes no part."""
+    group = ctx.split([range(job.world_size), range(job.world_size, ctx.world_size)])
+    if ctx.rank >= job.world_size:
+        return {}
+    trainee = Trainee.of(ctx, "ddp", job.seed, process_group=group)
+    trainee.train(ctx, job, Counted(job.micro_batches(ctx.rank)))
+    return {"weights": trainee.weights()}
+
+
+@clause(
+    "training.gradient.in-a-group",
+    level="production",
+    needs=("train", "ddp"),
+    source=CONTRACT + "; the process group says how many ranks there are",
+    worlds=(3,),
+)
+def test_the_ranks_of_a_step_are_those_of_the_wrappers_group(world, subject):
+    """A model whose wrapper got a process group MUST be trained by the ranks of that group."""
+    job = Job(2, 2, world.size - 1, targets="ragged")
+    judged(world.run(in_a_group, job)[: job.world_size], job, given="the last rank takes no part")
+
+
 def in_two_calls(ctx, wrapper, job, first):
     """The same steps in two calls over one iterator."""
     trainee = Trainee.of(ctx, wrapper, job.seed)

@@ -134,9 +134,9 @@ def test_each_update_uses_the_rate_of_its_step(world, subject, accumulate):
     """The update after k finished ones MUST use lr(k) in all groups, for any W and accumulation.
 
     Schedulers that are stepped per micro-batch, or once per rank, run through the schedule N or W
-    times too fast.
+    times too fast. A warm-up begins at a rate of 0, which is a rate.
     """
-    job = Job(1, accumulate, world.size, steps=4, rate=0.5)
+    job = Job(1, accumulate, world.size, steps=4, rate=0.5, idle_step=0)
     ranks = world.run(trained, "ddp" if world.size > 1 else "plain", job)
 
     judge.equal(
@@ -148,8 +148,11 @@ def test_each_update_uses_the_rate_of_its_step(world, subject, accumulate):
 
 
 def rates_of_two_calls(ctx, wrapper, job):
-    """Rates that the updates of two calls with one optimizer used; its groups have rates apart."""
-    trainee = Trainee.of(ctx, wrapper, job.seed)
+    """Rates that the updates of two calls with one optimizer used; its groups have rates apart.
+
+    The optimizer counts its own steps.
+    """
+    trainee = Trainee.of(ctx, wrapper, job.seed, kind=torch.optim.Adam)
     trainee.optimizer.param_groups[1]["lr"] = OWN_RATES[1]
     batches = Counted(job.micro_batches(ctx.rank))
     for _ in range(2):

@@ -119,7 +119,8 @@ def fully_shard(
             sharding.resharding(reshard_after_forward)
         yield f"parameters for {sharding.mesh.device_type}"
         yield f"reshard_after_forward={reshard_after_forward}, {policy}"
-        for where, parameter, _ in found:
+        for where, parameter, places in found:
+            options.require_dense(places)
             described = options.described_rows(name, where, parameter, shard_placement_fn)
             yield f"{described}, requires_grad={parameter.requires_grad}"
 

@@ -63,7 +63,9 @@ class Layout:
         """Return views of all ranks' pieces of each tensor, `[W, ...]`."""
         return matrix.split(self._sizes, dim=1)
 
-    def pairs(self, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> Pairs:
+    def pairs(
+        self, tensors: Sequence[torch.Tensor | None], places: Sequence[torch.Tensor]
+    ) -> Pairs:
         """Return pairs of views with the same elements: of a contiguous tensor, and of its place.
 
         >>> tensor, matrix = torch.arange(5), torch.zeros(2, 3, dtype=torch.int64)
@@ -75,6 +77,8 @@ class Layout:
         """
         found: Pairs = []
         for tensor, place, size in zip(tensors, places, self._sizes, strict=True):
+            if tensor is None:
+                continue
             if tensor.numel() == place.numel():  # W divides the rows: one view is enough
                 found.append((tensor.view(place.shape), place))
                 continue
@@ -104,6 +108,15 @@ class _Memory:
         self.is_taken = False
 
 
+# A gradient that is not there. Added to another value it is nothing; a sum of it alone is it again.
+ABSENT = -0.0
+
+
+def is_absent(rows: torch.Tensor) -> bool:
+    """Whether all ranks sent `ABSENT`. Waits for the device."""
+    return bool(((rows == 0) & torch.signbit(rows)).all())
+
+
 class Message:
     """The buffer of one collective for parameters of one dtype: a `matrix` `[W, m]` in `memory`."""
 
@@ -128,8 +141,11 @@ class Message:
         """Copy this rank's pieces to its row."""
         copy(list(zip(self._own, pieces, strict=True)))
 
-    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy unsharded tensors, which are new every time, to all rows."""
+    def fill(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Copy unsharded tensors, which are new every time, to all rows; None as `ABSENT`."""
+        for tensor, place in zip(tensors, self._places, strict=True):
+            if tensor is None:
+                place.fill_(ABSENT)
         pairs = self.layout.pairs(tensors, self._places)
         copy([(places, rows) for rows, places in pairs])
 

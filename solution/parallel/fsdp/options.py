@@ -14,7 +14,7 @@ PyTorch counterpart: the classes of the same names, `FSDPMeshInfo` and `HSDPMesh
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -207,6 +207,19 @@ def require_shardable(
     if len(types) > 1:
         names = ", ".join(type(module).__name__ for module in modules)
         raise ValueError(f"expected {names} on one device, got {types}; move it first")
+
+
+def require_dense(places: Iterable[tuple[nn.Module, str]]) -> None:
+    """Raise for an embedding that writes to its weight, or whose gradient is sparse."""
+    for module, name in places:
+        for option in ("max_norm", "sparse"):
+            value = getattr(module, option, None)
+            if value and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                raise NotImplementedError(
+                    f"expected dense gradients, and forwards that only read {name!r}, got {module} "
+                    f"with {option}={value}: the shards would not see what it does; leave it out "
+                    "with ignored_params, or call torch.renorm on the weight after each step"
+                )
 
 
 def described_rows(

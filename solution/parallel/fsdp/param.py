@@ -17,7 +17,8 @@ A gradient is on its way from `unsharded.grad` to `sharded.grad`, the mean, in o
     pre-backward    resume       autograd adds to an unreduced sum of earlier micro-batches
     post-backward   accumulate   the local gradient is taken from autograd
                     send         a reduce-scatter is started (`unit.py`)
-    its end         keep         HSDP, replicas not averaged yet: this rank's rows of the sum stay
+    its end         forget       no rank had a gradient
+                    keep         HSDP, replicas not averaged yet: this rank's rows of the sum stay
                     add          this rank's rows of the mean are added to `sharded.grad`
     zero_grad       drop         also after an interrupted backward
 
@@ -73,10 +74,8 @@ _TRANSITIONS = {
         GradientState.UNREDUCED: GradientState.NONE,
         GradientState.UNREDUCED_AND_PARTIAL: GradientState.PARTIAL,
     },
-    "send": {
-        GradientState.UNREDUCED: GradientState.IN_FLIGHT,
-        GradientState.UNREDUCED_AND_PARTIAL: GradientState.IN_FLIGHT,
-    },
+    "send": dict.fromkeys(GradientState, GradientState.IN_FLIGHT),
+    "forget": {GradientState.IN_FLIGHT: GradientState.NONE},
     "keep": {GradientState.IN_FLIGHT: GradientState.PARTIAL},
     "add": {GradientState.IN_FLIGHT: GradientState.NONE},
     "drop": dict.fromkeys(GradientState, GradientState.NONE),
@@ -135,10 +134,10 @@ class ShardedParameter:
         self._adopt()
         return self.sharded._local_tensor  # type: ignore[attr-defined]  # a DTensor
 
-    def versions(self) -> tuple[int, int, int]:
-        """Return a value that changes with every in-place change of the shard."""
+    def versions(self) -> tuple[int, int, int, bool]:
+        """Return a value that changes with every in-place change of the shard, and if it thaws."""
         local = self.local
-        return id(local), self.sharded._version, local._version
+        return id(local), self.sharded._version, local._version, self.sharded.requires_grad
 
     def allocate(self, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised memory `[shape]` for the unsharded values, to be written to."""
@@ -200,6 +199,11 @@ class ShardedParameter:
         return self.unsharded is not None and self.unsharded.grad is not None
 
     @property
+    def is_trained(self) -> bool:
+        """Whether a backward of the last forward could reach it."""
+        return self.unsharded is not None and self.unsharded.requires_grad
+
+    @property
     def is_in_flight(self) -> bool:
         """Whether a reduction has started and not ended."""
         return self.gradient_state is GradientState.IN_FLIGHT
@@ -234,6 +238,10 @@ class ShardedParameter:
         self._move("send")
         self.unreduced = None
         self.remove_placeholder()
+
+    def forget(self) -> None:
+        """Stay without a gradient: no rank has sent one."""
+        self._move("forget")
 
     def keep(self, rows: torch.Tensor) -> None:
         """Keep this rank's rows of a sum that later reductions average over replicas."""

@@ -41,8 +41,10 @@ sections 3.2 and 3.3; Rajbhandari et al. 2020, "ZeRO", section 5. PyTorch counte
 whose forward prefetch is left to CUDA streams, so that on a CPU nothing overlaps.
 """
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable, Iterable, MutableMapping, MutableSequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -309,17 +311,36 @@ def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], values: Any) ->
         return found if any(a is not b for a, b in zip(found, values, strict=True)) else values
     if type(values) is dict and not values:
         return values
-    if dataclasses.is_dataclass(values) and not isinstance(values, type):
-        names = [field.name for field in dataclasses.fields(values) if field.init]
-        changes = {name: _map_tensors(change, getattr(values, name)) for name in names}
-        is_same = all(changes[name] is getattr(values, name) for name in names)
-        return values if is_same else dataclasses.replace(values, **changes)
     leaves, structure = tree_flatten(values)
     if structure.is_leaf():
-        return values
+        return _map_unknown(change, values)
     changed = [_map_tensors(change, leaf) for leaf in leaves]
     is_same = all(a is b for a, b in zip(changed, leaves, strict=True))
     return values if is_same else tree_unflatten(changed, structure)
+
+
+def _map_unknown(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+    """As `_map_tensors`, of dataclasses and of dicts and lists of a class that PyTorch has not met.
+
+    Changed is a copy: to make one anew would call the class's own code a second time.
+    """
+    parts: list[tuple[Callable[[Any, Any, Any], None], list[tuple[Any, Any]]]] = []
+    if dataclasses.is_dataclass(values) and not isinstance(values, type):
+        names = [field.name for field in dataclasses.fields(values) if hasattr(values, field.name)]
+        own = {name: getattr(values, name) for name in names} | getattr(values, "__dict__", {})
+        parts.append((object.__setattr__, list(own.items())))
+    if isinstance(values, MutableMapping):
+        parts.append((operator.setitem, list(values.items())))
+    elif isinstance(values, MutableSequence):
+        parts.append((operator.setitem, list(enumerate(values))))
+    changed = values
+    for put, items in parts:
+        for key, value in items:
+            new = _map_tensors(change, value)
+            if new is not value:
+                changed = copy.copy(values) if changed is values else changed
+                put(changed, key, new)
+    return changed
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

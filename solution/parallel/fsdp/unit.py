@@ -4,7 +4,8 @@ A unit is what FSDP2 calls a parameter group. In an all-gather the rank's own ro
 parameter are copied into its row of a message (`message.py`), cast to `param_dtype` on the way; the
 other rows arrive; all are copied to the unsharded tensors. A reduction is the way back: unsharded
 gradients are copied into a message, in the dtype of the reduction; each rank receives the mean of
-its own row, cast to the parameter's dtype.
+its own row, cast to the parameter's dtype. For a gradient that this rank does not have it sends
+zeros of a kind that tells whether any rank has one.
 
       all-gather       shard    -> | row 0 | row 1 | -> unsharded               W * m elements
       reduce-scatter   gradient -> | row 0 | row 1 | -> own row, mean -> shard's gradient
@@ -39,7 +40,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from solution import comm
-from solution.parallel.fsdp.message import BufferPool, Message, copy, layout_of, outside_of_autograd
+from solution.parallel.fsdp.message import (
+    BufferPool,
+    Message,
+    copy,
+    is_absent,
+    layout_of,
+    outside_of_autograd,
+)
 from solution.parallel.fsdp.options import (
     MixedPrecisionPolicy,
     ShardingMesh,
@@ -226,18 +234,22 @@ class Unit:
                 parameter.accumulate(dtype, sends_partial=not self.leaves_replicas)
 
     def start_reduction(self) -> list[Reduction]:
-        """Start reducing what is unreduced: one per pair of dtypes, to be ended by the caller."""
-        unreduced = [p for p in self.parameters if p.unreduced is not None]
+        """Start reducing what is unreduced: one per pair of dtypes, to be ended by the caller.
+
+        All that train go along, so that messages are alike, whichever of them each rank has used.
+        """
+        sent = [p for p in self.parameters if p.unreduced is not None or p.is_trained]
         with outside_of_autograd():
             return [
                 Reduction(self, parameters, dtype)
-                for (dtype, _), parameters in _grouped(unreduced, self._reduced_dtypes)
+                for (dtype, _), parameters in _grouped(sent, self._reduced_dtypes)
             ]
 
     def _reduced_dtypes(self, parameter: ShardedParameter) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes of the reduction, and of the gradient that the optimizer sees."""
-        assert parameter.unreduced is not None
-        return self.policy.reduce_dtype or parameter.unreduced.dtype, parameter.local.dtype
+        unreduced = parameter.unreduced
+        own = self._param_dtype(parameter) if unreduced is None else unreduced.dtype
+        return self.policy.reduce_dtype or own, parameter.local.dtype
 
 
 class Reduction:
@@ -248,7 +260,8 @@ class Reduction:
         self._unit = unit
         self._is_partial = unit.leaves_replicas
         self._message = unit.buffers.take(parameters, dtype, mesh.shard_group)
-        self._message.fill([p.unreduced for p in parameters if p.unreduced is not None])
+        self._message.fill([p.unreduced for p in parameters])
+        self._absent = {id(p) for p in parameters if p.unreduced is None and p.partial is None}
         for parameter in parameters:
             parameter.send()
         # By what sums are divided before, between and after the two stages.
@@ -281,15 +294,18 @@ class Reduction:
                     mean.div_(self._divisors[2])
                 mean = mean.to(parameters[0].local.dtype)
             is_cleared = [parameter.remove_placeholder() for parameter in parameters]
-            for parameter, rows, cleared in zip(
-                parameters, self._rows(mean), is_cleared, strict=True
-            ):
-                if cleared:
-                    parameter.drop()
-                elif self._is_partial:
-                    parameter.keep(rows)
-                else:
-                    parameter.add(rows)
+            for each in zip(parameters, self._rows(mean), is_cleared, strict=True):
+                self._hand_over(*each)
+
+    def _hand_over(self, parameter: ShardedParameter, rows: torch.Tensor, cleared: bool) -> None:
+        if cleared:
+            parameter.drop()
+        elif id(parameter) in self._absent and is_absent(rows):
+            parameter.forget()
+        elif self._is_partial:
+            parameter.keep(rows)
+        else:
+            parameter.add(rows)
 
     def drop(self) -> None:
         """Wait, and discard the result."""

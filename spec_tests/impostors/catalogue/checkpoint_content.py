@@ -89,6 +89,20 @@ class ForgetsLoader(PlainCheckpoint):
         super().restore_rank(everyone, None)
 
 
+@near_miss("checkpoint.loader-after-generators", rejected_by="checkpoint.content.loader-that-draws")
+class LoaderLast(PlainCheckpoint):
+    """Restores the generators, and then the loader, which draws from them.
+
+    From: restoring in the order in which the save wrote
+    Unseen: Most loaders draw nothing while they take up a state.
+    """
+
+    def restore_rank(self, everyone, loader):
+        super().restore_rank(everyone, None)
+        if loader is not None:
+            loader.load_state_dict(everyone[self.whose(everyone)]["loader"])
+
+
 @near_miss(
     "checkpoint.no-moments",
     rejected_by=("checkpoint.content.optimizer", "checkpoint.resume.equals-uninterrupted"),

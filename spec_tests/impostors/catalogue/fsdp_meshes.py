@@ -349,8 +349,8 @@ class GradientsInTheFirstDtype(Patched):
     """
 
     module = "solution.parallel.fsdp.unit"
-    find = "return self.policy.reduce_dtype or parameter.unreduced.dtype, parameter.local.dtype"
-    replace = "return (self.policy.reduce_dtype or parameter.unreduced.dtype,) * 2"
+    find = "return self.policy.reduce_dtype or own, parameter.local.dtype"
+    replace = "return (self.policy.reduce_dtype or own,) * 2"
 
 
 @near_miss("fsdp.repeats-are-new-calls", rejected_by="fsdp.footprint.peak-when-recomputed")
@@ -401,11 +401,10 @@ class SeesFieldsAlone(Patched):
     """
 
     module = "solution.parallel.fsdp.schedule"
-    find = "_map_tensors(change, getattr(values, name)) for name in names}"
-    replace = """
-        (lambda v: change(v) if isinstance(v, torch.Tensor) else v)(getattr(values, name))
-        for name in names
-    }"""
+    find = "new = _map_tensors(change, value)"
+    replace = """new = value
+            if isinstance(value, torch.Tensor) or put is not object.__setattr__:
+                new = _map_tensors(change, value)"""
 
 
 @near_miss("fsdp.counts-below-zero", rejected_by="fsdp.lifecycle.shards-after-exception")

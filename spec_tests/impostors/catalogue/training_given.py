@@ -6,7 +6,7 @@ import itertools
 
 import torch.nn.functional as F
 
-from spec_tests.impostors.card import near_miss
+from spec_tests.impostors.card import Patched, near_miss
 from spec_tests.plain.train import PlainTrain
 
 
@@ -53,3 +53,43 @@ class WritesIntoTargets(PlainTrain):
             reduction="none",
         )
         return (losses * counts.flatten()).sum()
+
+
+@near_miss("training.zero-is-no-rate", rejected_by="training.rate.pure-function-of-the-step")
+class ZeroIsNoRate(Patched):
+    """Takes a rate of 0 for none.
+
+    From: `if rate:`
+    Unseen: A warm-up that begins at 0 has one step in which weights move that should not.
+    """
+
+    module = "solution.trainer"
+    find = """                group["lr"] = rate"""
+    replace = """                group["lr"] = rate or group["lr"]"""
+
+
+@near_miss("training.goes-on-where-the-optimizer-was", rejected_by="training.rate.of-each-call")
+class GoesOnWhereTheOptimizerWas(Patched):
+    """Takes the number of the step from the optimizer's state.
+
+    From: what a resumed run needs
+    Unseen: It is right in the first call, and for optimizers that do not count.
+    """
+
+    module = "solution.trainer"
+    find = "rate = self.lr(finished)  #"
+    replace = """steps = [int(s["step"]) for s in self.optimizer.state.values() if "step" in s]
+            rate = self.lr(max(steps, default=finished))  #"""
+
+
+@near_miss("training.world-for-group", rejected_by="training.gradient.in-a-group")
+class WorldForGroup(Patched):
+    """Counts the ranks of the world, whatever group the wrapper has.
+
+    From: `dist.get_world_size()`
+    Unseen: One group is all that most runs have.
+    """
+
+    module = "solution.trainer"
+    find = 'group = getattr(model, "process_group", None)'
+    replace = "group = None"

@@ -1,0 +1,71 @@
+"""In FSDP2 parameters of one unit that only some ranks use get the gradients of one another.
+
+Expected: the mean with zero for the absent: 0.5 for the first layer, 1 for the second
+Got: each rank has 1.5, the mean over both layers, under the name that it used, and None elsewhere
+Versions: torch 2.13.0, checked 2026-11-25
+Clause: fsdp.backward.unused-on-some-ranks
+Case: *-one-each
+See: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
+
+import sys
+import tempfile
+import traceback
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+RANKS = 2
+EXPECTED = [[0.5, 1.0]] * RANKS
+
+
+class Branches(nn.Module):
+    """One layer for each rank; both are in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1, 2, bias=False) for _ in range(RANKS))
+
+    def forward(self, x: torch.Tensor, used: int) -> torch.Tensor:
+        """Return the output of one layer."""
+        found: torch.Tensor = self.layers[used](x)
+        return found
+
+
+def observe(rank: int) -> list[float | None]:
+    """Return the gradients of this rank's part of both layers: inputs are 1, and 2."""
+    model = fully_shard(Branches())
+    model(torch.full((1, 1), rank + 1.0), rank).sum().backward()
+    gradients = [layer.weight.grad for layer in model.layers]
+    return [None if g is None else g.to_local().mean().item() for g in gradients]
+
+
+def on_rank(rank: int, folder: str) -> None:
+    """Join the process group and write what this rank got to a file."""
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+    torch.save(observe(rank), f"{folder}/{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Return 1 where the fault holds and 0 where it does not."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(on_rank, (folder,), nprocs=RANKS)
+        got = [torch.load(f"{folder}/{rank}") for rank in range(RANKS)]
+    print(f"expected: {EXPECTED}\ngot:      {got}")
+    return int(got != EXPECTED)
+
+
+if __name__ == "__main__":
+    try:
+        status = main()
+    except Exception:  # neither shown nor refuted
+        traceback.print_exc()
+        status = 2
+    sys.exit(status)
