@@ -71,16 +71,16 @@ def test_saving_a_step_again_never_tears(world):
     judge_crashes(world, is_same_step=True)
 
 
-def saved_after_a_kill(ctx, directory):
+def saved_after_a_kill(ctx, directory, step):
     """What loads where a save was killed and the same step is then saved to the end."""
     trainee = Trainee.saved(ctx, directory)
     trainee.train()
     crashes = CrashImages(directory, into=f"{directory}-images")
     with crashes:
-        trainee.save(directory, step=2)
+        trainee.save(directory, step=step)
     newer, readings = trainee.state(), []
     for where, image in crashes.images[:: max(1, len(crashes.images) // 4)]:
-        trainee.save(image, step=2)
+        trainee.save(image, step=step)
         readings.append(Trainee(ctx, seed=8).read(image, f"saved again after a kill {where}"))
     return newer, readings
 
@@ -89,11 +89,12 @@ def saved_after_a_kill(ctx, directory):
     "checkpoint.crash.next-save-works",
     source="speechturn issue 15: what a killed save left behind is in the way of the next one",
 )
-def test_after_a_killed_save_the_next_one_works(world):
+@pytest.mark.parametrize("step", [2, 1], ids=["new-step", "step-again"])
+def test_after_a_killed_save_the_next_one_works(world, step):
     """After a save that was killed, a save of the same step MUST work and load."""
-    ((newer, readings),) = in_folder(world, saved_after_a_kill)
+    ((newer, readings),) = in_folder(world, saved_after_a_kill, step)
 
-    durability.one_of(readings, {"the save that was not killed": (2, newer)})
+    durability.one_of(readings, {"the save that was not killed": (step, newer)})
 
 
 def said(after_bytes):
@@ -308,10 +309,18 @@ def test_with_a_damaged_newest_the_older_save_is_used(world):
     judge_damaged(world, INCOMPLETE)
 
 
-@clause("checkpoint.damage.under-its-step", source="contract: the newest; returns its step")
+@clause(
+    "checkpoint.damage.under-its-step",
+    source="contract: the newest; returns its step",
+    worlds=(1, 2),
+)
 def test_what_is_loaded_comes_with_its_own_step(world):
-    """With a bit flipped, a load that gives the older save MUST return the older save's step."""
-    for rank in in_folder(world, read_damaged, ["flipped at 0.5"]):
+    """With a bit flipped, a load of the older save MUST return its step, the same on all ranks."""
+    ranks = in_folder(world, read_damaged, ["flipped at 0.5"])
+    for readings in zip(*(rank["readings"] for rank in ranks), strict=True):
+        steps = [each["step"] for each in readings]
+        judge.equal(steps, steps[0], quantity="step that was loaded", given=readings[0]["where"])
+    for rank in ranks:
         saved = {"the older save": (1, rank["older"]), "the newer save": (2, rank["newer"])}
         for reading in rank["readings"]:
             durability.under_its_step(reading, saved, given=reading["where"])

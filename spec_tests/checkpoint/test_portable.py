@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from spec_tests.checkpoint.disk import folder, in_folder
 from spec_tests.checkpoint.trainee import Trainee, part
@@ -68,6 +69,44 @@ def test_wrapped_and_plain_models_load_each_others(world, subject, direction):
 def test_pytorchs_wrapper_and_plain_models_load_each_others(world, direction):
     """What is saved under DistributedDataParallel MUST load plain, and the other way round."""
     same_under_both(world, *(("torch", None) if direction == "to-plain" else (None, "torch")))
+
+
+def of_a_whole_model(ctx, directory):
+    """Full weights of a whole model that is sharded, and what a plain model loads of its save."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(ctx.device)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(ctx.device)
+    for rank_seed, each in enumerate((model, plain)):
+        generator = torch.Generator().manual_seed(rank_seed)
+        with torch.no_grad():
+            for parameter in each.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    saved = {f"model: {name}": p.detach().clone() for name, p in model.named_parameters()}
+    wrapped = ctx.impl.fsdp(model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
+    with refusal.caught(BaseException) as caught:  # the library's own is no Exception
+        ctx.impl.save_checkpoint(directory, step=1, model=wrapped, optimizer=optimizer)
+    if caught["error"]:
+        return caught["error"], {}, {}
+    other = torch.optim.SGD(plain.parameters(), lr=1.0)
+    ctx.impl.load_checkpoint(directory, model=plain, optimizer=other)
+    return "", saved, {f"model: {name}": p.detach() for name, p in plain.named_parameters()}
+
+
+@clause(
+    "checkpoint.names.of-a-whole-model",
+    level="production",
+    needs=("save_checkpoint", "load_checkpoint", "fsdp"),
+    source=CONTRACT + "; a wrapper that is known by its class, and another one that is not",
+    worlds=(2,),
+)
+def test_what_a_whole_model_saves_loads_plain(world):
+    """A save of a model that `fsdp` wrapped MUST load plain, or the save be refused."""
+    errors, saved, loaded = zip(*in_folder(world, of_a_whole_model), strict=True)
+
+    if any(errors):
+        refusal.on_all_ranks(errors, given="a model that fsdp wrapped")
+        return
+    judge.tensors(loaded, saved, quantity="saved value", given="saved under fsdp, loaded plain")
 
 
 def in_other_groups(ctx, directory):

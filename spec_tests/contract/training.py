@@ -104,8 +104,8 @@ def save_checkpoint(
     When the call returns, the checkpoint is there. A failure on any rank is an error on all. A
     failure, like a kill at any moment, leaves what was saved before and is not in the way of the
     next save. Saving a step again replaces it, at once or not at all. Level `production`: a model
-    that `fully_shard` sharded, and the optimizer of its shards, too, or they are refused; the
-    optimizer's state in the dtypes that it has; and the state of a loader of length 0.
+    that `fully_shard` or `fsdp` sharded, and the optimizer of its shards, too, or they are refused;
+    the optimizer's state in the dtypes that it has; and the state of a loader of length 0.
     """
 
 

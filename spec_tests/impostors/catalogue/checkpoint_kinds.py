@@ -83,3 +83,45 @@ class ErrorsByTheirWords(Patched):
     module = "solution.checkpoint.errors"
     find = 'return f"{type(error).__name__}: {error}"'
     replace = "return str(error)"
+
+
+@near_miss("checkpoint.wrappers-by-class", rejected_by="checkpoint.names.of-a-whole-model")
+class WrappersByClass(Patched):
+    """Knows wrappers by their class, of which one is forgotten.
+
+    From: `isinstance(model, DistributedDataParallel)`
+    Unseen: Until a sharded run is looked at without its wrapper.
+    """
+
+    module = "solution.checkpoint.named"
+    find = """            and not isinstance(model, FSDPModule)
+"""
+    replace = """            and type(model).__name__ != "FullySharded"
+            and not isinstance(model, FSDPModule)
+"""
+
+
+@near_miss("checkpoint.forgets-attempts", rejected_by="checkpoint.crash.next-save-works")
+class ForgetsAttempts(Patched):
+    """Clears away what killed saves left, but not those of a step that was saved again.
+
+    From: a pattern that is older than the names
+    Unseen: Until a run is killed in a save after it had gone back a step.
+    """
+
+    module = "solution.checkpoint.folder"
+    find = r"(\.\d+)?\.(tmp|old)"
+    replace = r"\.(tmp|old)"
+
+
+@near_miss("checkpoint.each-rank-skips", rejected_by="checkpoint.damage.under-its-step")
+class EachRankSkips(Patched):
+    """Each rank passes over what it found damaged itself, and tells nobody.
+
+    From: a check that was divided over the ranks to be quick
+    Unseen: Until a disk flips a bit: then ranks go on from different steps.
+    """
+
+    module = "solution.checkpoint.load"
+    find = "comm.gather_objects(_damage(candidate.path, group), group)"
+    replace = "[_damage(candidate.path, group)]"
