@@ -15,6 +15,7 @@ from spec_tests.clip import layouts
 from spec_tests.clip.layouts import EMPTY_SHARDS, PLAIN, SHARDED, clip
 from spec_tests.rig import judge
 from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.judge.tolerance import rounding
 
 clause = clauses(needs=("clip_grad_norm_",), level="correct", worlds=(2, 3))
 TORCH = "torch.nn.utils.clip_grad_norm_"
@@ -95,6 +96,36 @@ def test_a_limit_of_zero_leaves_zeros(world, scale):
 
     zeros = {name: torch.zeros(layouts.SHAPES[name]) for name in PLAIN}
     judge.tensors([rank["gradients"] for rank in ranks], zeros, quantity="gradient")
+
+
+TURNS = (torch.float32, torch.float64, torch.float32, torch.float64)
+
+
+def of_dtypes_in_turn(ctx):
+    """Gradients of 4, whose norm is 16, after they are clipped to 8; by number."""
+    parameters = [torch.nn.Parameter(torch.zeros(4, dtype=d, device=ctx.device)) for d in TURNS]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 4.0)
+    ctx.impl.clip_grad_norm_(parameters, 8.0)
+    return {str(n): p.grad.double() for n, p in enumerate(parameters) if p.grad is not None}
+
+
+@clause(
+    "clip.scaling.dtypes-in-turn",
+    level="production",
+    source="torch.utils._foreach_utils groups tensors by dtype; itertools.groupby, runs of one",
+    worlds=(1,),
+)
+def test_gradients_of_dtypes_in_turn_shrink_alike(world):
+    """Gradients whose dtypes come in turn MUST all shrink by the factor, once."""
+    halves = {str(n): torch.full((4,), 2.0, dtype=torch.float64) for n in range(len(TURNS))}
+    judge.tensors(
+        world.run(of_dtypes_in_turn),
+        halves,
+        quantity="gradient times 0.5",
+        within=rounding(torch.float32, terms=16),
+        hints=[Hint("not scaled", {name: half * 2 for name, half in halves.items()})],
+    )
 
 
 @clause("clip.nonfinite.agreed", source="Megatron-LM issue 5529; pytorch issue 73405")

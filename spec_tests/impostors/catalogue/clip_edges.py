@@ -82,3 +82,19 @@ class DividesByTheNorm(Changed):
 
     find = "(max_norm / (norm + 1e-6))"
     replace = "(max_norm / norm)"
+
+
+@near_miss("clip.scales-the-last-run", rejected_by="clip.scaling.dtypes-in-turn")
+class ScalesTheLastRun(Changed):
+    """Groups gradients by dtype, and keeps of each dtype those that came in a row last.
+
+    From: `dict(itertools.groupby(...))` of what is not sorted
+    Unseen: Gradients of most models have one dtype, or two in two rows.
+    """
+
+    find = "            gradients.setdefault((local.device, local.dtype), []).append(local)"
+    replace = """            kind = (local.device, local.dtype)
+            is_new = not gradients or next(reversed(gradients)) != kind
+            before = [] if is_new else gradients[kind]
+            gradients.pop(kind, None)
+            gradients[kind] = [*before, local]"""
