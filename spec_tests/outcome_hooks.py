@@ -121,21 +121,34 @@ def _begin(item: pytest.Item, clause: Clause) -> Target:
     return target
 
 
-def is_left_out(item: pytest.Item, run: Run) -> bool:
-    """Log a case of a function that is not offered; it needs no test, and there are thousands."""
+def left_out(items: list[pytest.Item], run: Run) -> list[pytest.Item]:
+    """What is left to run of `items` once cases of functions that are not offered are logged.
+
+    These need no test of their own, and there are thousands. Where nothing would be left, all stay.
+    """
+    missing = {item: why for item in items if (why := _not_offered(item, run)) is not None}
+    if len(missing) == len(items):
+        return items
+    for item, why in missing.items():
+        clause = clause_of_item(item)
+        assert clause is not None  # only clauses are not offered
+        _keep(_result(item, clause, 0.0, why, run), run)
+    return [item for item in items if item not in missing]
+
+
+def _not_offered(item: pytest.Item, run: Run) -> NotOffered | None:
     clause = clause_of_item(item)
     if clause is None or run.transport not in clause.transports:
-        return False
+        return None
     target, params = _begin(item, clause), item.callspec.params  # type: ignore[attr-defined]  # a clause is parametrised
     smallest = run.worlds.world(1, target, transport=run.transport)
     try:
         runner.require_offered(smallest, clause, params.get("subject"))
-    except NotOffered as error:
-        _keep(_result(item, clause, 0.0, error, run), run)
-        return True
+    except NotOffered as why:
+        return why
     except Exception:  # the test itself says what is wrong, each in its own words
-        return False
-    return False
+        return None
+    return None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -184,7 +184,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--live"):
         # Nobody but the verdict reads of them. Not in a worker of xdist, which has no log.
         if config.getoption("--report-is-scratch") and run.log is not None:
-            kept = [item for item in kept if not outcome_hooks.is_left_out(item, run)] or kept
+            kept = outcome_hooks.left_out(kept, run)
         chapters = list(dict.fromkeys(item.path.parent for item in kept))
         kept.sort(key=lambda item: (chapters.index(item.path.parent), _level(item), _gain(item)))
     items[:] = kept

@@ -20,8 +20,8 @@ FROZEN = ("blocks.1.up.weight", "head.bias")
 def frozen_while_kept(ctx, subject, how):
     """Gradients of three steps, in the second of which these parameters are frozen.
 
-    Full weights are there from before: of a backward that kept them, or of a forward alone, after
-    which the outermost unit waits for a backward. Nothing is updated, so that they stay current.
+    Full weights may be there from before: of a backward that kept them, or of an evaluation.
+    Nothing is updated, so that they stay current.
     """
     sharded = Sharded(ctx, subject, "stack", units="nested")
     if how == "backward":
@@ -29,8 +29,8 @@ def frozen_while_kept(ctx, subject, how):
     shards = dict(zip(sharded.names, sharded.held, strict=True))
     found = []
     for micro, trains in enumerate((True, False, True)):
-        if how == "forward":
-            sharded.loss(5)
+        if how == "evaluation":
+            sharded.follow("evaluate 5")
         for name in FROZEN:
             shards[name].requires_grad_(trains)
         sharded.follow(f"zero_grad, backward {micro}")
@@ -43,7 +43,7 @@ def frozen_while_kept(ctx, subject, how):
     "fsdp.backward.frozen-while-kept",
     source="contract: may be frozen or thawed between steps; full weights that outlive their pass",
 )
-@pytest.mark.parametrize("how", ["backward", "forward"])
+@pytest.mark.parametrize("how", ["backward", "evaluation"])
 def test_parameters_whose_full_weights_are_kept_may_be_frozen_and_thawed(world, subject, how):
     """Freezing and thawing MUST count at the next forward, also where full weights are kept."""
     ranks = world.run(frozen_while_kept, subject, how)
@@ -73,13 +73,15 @@ class Branches(nn.Module):
     def forward(self, x: torch.Tensor, used: tuple[str, ...]) -> torch.Tensor:
         for name in used:
             x = self.get_submodule(name)(x)
-        return x
+        return 1 * x
 
 
 def used_by(rank: int, case: str) -> tuple[str, ...]:
-    """What a rank uses: a layer that others do not, or one more than they."""
+    """What a rank uses: a layer that others do not, one more than they, or none of all."""
     if case == "one-each":
         return ("both", "second" if rank else "first")
+    if case == "none":
+        return () if rank else ("both", "first")
     return ("both",) if rank else ("both", "first")
 
 
@@ -93,7 +95,8 @@ def branched(ctx, subject, case):
     model = of_integers(Branches()).to(ctx.device)
     ctx.impl.fully_shard(model)
     used = used_by(ctx.rank, case) if case else ("both",)
-    (ctx.world_size * model(batch(ctx.rank).to(ctx.device), used).sum()).backward()
+    x = batch(ctx.rank).to(ctx.device).requires_grad_()
+    (ctx.world_size * model(x, used).sum()).backward()
     named = dict(model.named_parameters())
     has_gradient = {name: p.grad is not None for name, p in named.items()}
     before = {name: p.full_tensor().detach().clone() for name, p in named.items()}
@@ -107,7 +110,7 @@ def branched(ctx, subject, case):
     level="production",
     source="torch.distributed.fsdp, set_reduce_scatter_unused_params; a gate, an expert, a head",
 )
-@pytest.mark.parametrize("case", ["one-each", "one-more"])
+@pytest.mark.parametrize("case", ["one-each", "one-more", "none"])
 def test_what_some_ranks_do_not_use_is_averaged_with_zero(world, subject, case):
     """In a unit that all ranks call, a parameter that some use MUST get the mean, or an error.
 
@@ -121,7 +124,7 @@ def test_what_some_ranks_do_not_use_is_averaged_with_zero(world, subject, case):
         return
     plain = of_integers(Branches())
     for rank in range(world.size):
-        plain(batch(rank), used_by(rank, case)).sum().backward()
+        plain(batch(rank).requires_grad_(), used_by(rank, case)).sum().backward()
     wanted = {
         name: torch.zeros(p.shape) if p.grad is None else p.grad
         for name, p in plain.named_parameters()
@@ -129,6 +132,5 @@ def test_what_some_ranks_do_not_use_is_averaged_with_zero(world, subject, case):
     judge.tensors(
         [gradients for gradients, _ in ranks], wanted, quantity="mean gradient", given=case
     )
-    never = {name for name, p in plain.named_parameters() if p.grad is None}
-    found = sorted({name for _, present in ranks for name in never if present[name]})
-    judge.equal(found, [], quantity="parameters with a gradient that no rank used")
+    used = {name: p.grad is not None for name, p in plain.named_parameters()}
+    judge.equal([present for _, present in ranks], used, quantity="whether there is a gradient")

@@ -112,9 +112,13 @@ class _Memory:
 ABSENT = -0.0
 
 
-def is_absent(rows: torch.Tensor) -> bool:
-    """Whether all ranks sent `ABSENT`. Waits for the device."""
-    return bool(((rows == 0) & torch.signbit(rows)).all())
+def is_absent(place: torch.Tensor) -> bool:
+    """Whether all ranks sent `ABSENT` there, or nothing but -0.0. Waits for the device.
+
+    Args:
+        place: a rank's own piece of a sum of messages, its padding included.
+    """
+    return bool(((place == 0) & torch.signbit(place)).all())
 
 
 class Message:
@@ -146,6 +150,10 @@ class Message:
         for tensor, place in zip(tensors, self._places, strict=True):
             if tensor is None:
                 place.fill_(ABSENT)
+            elif tensor.numel() < place.numel():  # a rank without rows looks at its padding
+                whole, rest = divmod(tensor.numel(), place.shape[1])
+                place[whole, rest:].zero_()
+                place[whole + 1 :].zero_()
         pairs = self.layout.pairs(tensors, self._places)
         copy([(places, rows) for rows, places in pairs])
 

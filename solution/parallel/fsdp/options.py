@@ -212,14 +212,14 @@ def require_shardable(
 def require_dense(places: Iterable[tuple[nn.Module, str]]) -> None:
     """Raise for an embedding that writes to its weight, or whose gradient is sparse."""
     for module, name in places:
-        for option in ("max_norm", "sparse"):
-            value = getattr(module, option, None)
-            if value and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                raise NotImplementedError(
-                    f"expected dense gradients, and forwards that only read {name!r}, got {module} "
-                    f"with {option}={value}: the shards would not see what it does; leave it out "
-                    "with ignored_params, or call torch.renorm on the weight after each step"
-                )
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if module.max_norm or (module.sparse and module.weight.requires_grad):
+            option = "max_norm" if module.max_norm else "sparse"
+            raise NotImplementedError(
+                f"expected dense gradients, and forwards that only read {name!r}, got {module}, of "
+                f"whose {option} the shards would see nothing; make it without {option}"
+            )
 
 
 def described_rows(

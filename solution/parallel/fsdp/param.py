@@ -74,7 +74,12 @@ _TRANSITIONS = {
         GradientState.UNREDUCED: GradientState.NONE,
         GradientState.UNREDUCED_AND_PARTIAL: GradientState.PARTIAL,
     },
-    "send": dict.fromkeys(GradientState, GradientState.IN_FLIGHT),
+    "send": {
+        GradientState.NONE: GradientState.IN_FLIGHT,
+        GradientState.UNREDUCED: GradientState.IN_FLIGHT,
+        GradientState.PARTIAL: GradientState.IN_FLIGHT,
+        GradientState.UNREDUCED_AND_PARTIAL: GradientState.IN_FLIGHT,
+    },
     "forget": {GradientState.IN_FLIGHT: GradientState.NONE},
     "keep": {GradientState.IN_FLIGHT: GradientState.PARTIAL},
     "add": {GradientState.IN_FLIGHT: GradientState.NONE},
@@ -135,7 +140,7 @@ class ShardedParameter:
         return self.sharded._local_tensor  # type: ignore[attr-defined]  # a DTensor
 
     def versions(self) -> tuple[int, int, int, bool]:
-        """Return a value that changes with every in-place change of the shard, and if it thaws."""
+        """Return a value that changes with the shard, in place too, and with `requires_grad`."""
         local = self.local
         return id(local), self.sharded._version, local._version, self.sharded.requires_grad
 

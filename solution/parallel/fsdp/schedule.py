@@ -44,7 +44,8 @@ whose forward prefetch is left to CUDA streams, so that on a CPU nothing overlap
 import copy
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, MutableMapping, MutableSequence
+from collections import UserDict, UserList
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -215,14 +216,15 @@ class Schedule:
                 self._prefetch(other)
 
     def _post_backward(self, unit: Unit, *_: torch.Tensor) -> None:
-        unit.is_in_backward = False
+        is_called, unit.is_in_backward = unit.is_in_backward, False
         unit.register_sharded()
         if unit.reshard_after_backward:
             unit.reshard()
-        if any(p.has_local_gradient and p.is_in_flight for p in unit.parameters):
+        if any(p.is_in_flight and (is_called or p.has_local_gradient) for p in unit.parameters):
             self._finish_reductions()  # its modules ran twice: the first reduction goes before this
         unit.take_gradients()
-        if unit.sends and any(parameter.unreduced is not None for parameter in unit.parameters):
+        # What was called is reduced, whether or not this rank has used any of its parameters.
+        if unit.sends and unit.has_something_to_send(is_called=is_called):
             # Parameters kept for this backward and freed in it leave room for a second message.
             makes_room = self._keeps(unit) and unit.reshard_after_backward
             self._finish_reductions(but=1 if makes_room else 0)
@@ -302,45 +304,61 @@ def _watched(hook: Callable[..., None], values: Any, chosen: list[torch.Tensor])
 # --------------------------------------------------------------------- tensors in containers
 
 
-def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
-    """Replace tensors in containers and dataclasses; what holds none stays the same object."""
+def _map_tensors(
+    change: Callable[[torch.Tensor], torch.Tensor], values: Any, around: tuple[int, ...] = ()
+) -> Any:
+    """Replace tensors in containers and dataclasses; what holds none stays the same object.
+
+    Args:
+        around: ids of what `values` is in, so that what holds itself comes to an end.
+    """
     if isinstance(values, torch.Tensor):
         return change(values)
     if type(values) is tuple:  # the usual case; PyTorch's walk takes longer than a small layer
-        found = tuple(_map_tensors(change, value) for value in values)
+        found = tuple(_map_tensors(change, value, around) for value in values)
         return found if any(a is not b for a, b in zip(found, values, strict=True)) else values
     if type(values) is dict and not values:
         return values
     leaves, structure = tree_flatten(values)
     if structure.is_leaf():
-        return _map_unknown(change, values)
-    changed = [_map_tensors(change, leaf) for leaf in leaves]
+        return _map_unknown(change, values, around)
+    changed = [_map_tensors(change, leaf, around) for leaf in leaves]
     is_same = all(a is b for a, b in zip(changed, leaves, strict=True))
     return values if is_same else tree_unflatten(changed, structure)
 
 
-def _map_unknown(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+def _map_unknown(
+    change: Callable[[torch.Tensor], torch.Tensor], values: Any, around: tuple[int, ...]
+) -> Any:
     """As `_map_tensors`, of dataclasses and of dicts and lists of a class that PyTorch has not met.
 
     Changed is a copy: to make one anew would call the class's own code a second time.
     """
+    if isinstance(values, type | nn.Module) or id(values) in around:
+        return values
     parts: list[tuple[Callable[[Any, Any, Any], None], list[tuple[Any, Any]]]] = []
-    if dataclasses.is_dataclass(values) and not isinstance(values, type):
+    if dataclasses.is_dataclass(values):
         names = [field.name for field in dataclasses.fields(values) if hasattr(values, field.name)]
-        own = {name: getattr(values, name) for name in names} | getattr(values, "__dict__", {})
-        parts.append((object.__setattr__, list(own.items())))
-    if isinstance(values, MutableMapping):
+        parts.append((object.__setattr__, [(name, getattr(values, name)) for name in names]))
+    if isinstance(values, dict | UserDict):
         parts.append((operator.setitem, list(values.items())))
-    elif isinstance(values, MutableSequence):
+    elif isinstance(values, list | UserList):
         parts.append((operator.setitem, list(enumerate(values))))
     changed = values
     for put, items in parts:
         for key, value in items:
-            new = _map_tensors(change, value)
+            new = _map_tensors(change, value, (*around, id(values)))
             if new is not value:
-                changed = copy.copy(values) if changed is values else changed
+                changed = _copied(values) if changed is values else changed
                 put(changed, key, new)
     return changed
+
+
+def _copied(values: Any) -> Any:
+    copied = copy.copy(values)
+    if getattr(values, "__dict__", None) is values:  # a dict whose keys are its attributes
+        copied.__dict__ = copied
+    return copied
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -233,6 +233,11 @@ class Unit:
             for parameter in self.parameters:
                 parameter.accumulate(dtype, sends_partial=not self.leaves_replicas)
 
+    def has_something_to_send(self, *, is_called: bool) -> bool:
+        """Whether a reduction is due: of gradients, or of a unit whose backward was called."""
+        parameters = self.parameters
+        return any(p.unreduced is not None or (is_called and p.is_trained) for p in parameters)
+
     def start_reduction(self) -> list[Reduction]:
         """Start reducing what is unreduced: one per pair of dtypes, to be ended by the caller.
 
@@ -294,13 +299,20 @@ class Reduction:
                     mean.div_(self._divisors[2])
                 mean = mean.to(parameters[0].local.dtype)
             is_cleared = [parameter.remove_placeholder() for parameter in parameters]
-            for each in zip(parameters, self._rows(mean), is_cleared, strict=True):
+            places = self._message.layout.places(mean[None])
+            absent = [
+                id(parameter) in self._absent and is_absent(place)
+                for parameter, place in zip(parameters, places, strict=True)
+            ]
+            for each in zip(parameters, self._rows(mean), is_cleared, absent, strict=True):
                 self._hand_over(*each)
 
-    def _hand_over(self, parameter: ShardedParameter, rows: torch.Tensor, cleared: bool) -> None:
-        if cleared:
+    def _hand_over(
+        self, parameter: ShardedParameter, rows: torch.Tensor, is_cleared: bool, is_absent: bool
+    ) -> None:
+        if is_cleared:
             parameter.drop()
-        elif id(parameter) in self._absent and is_absent(rows):
+        elif is_absent:
             parameter.forget()
         elif self._is_partial:
             parameter.keep(rows)

@@ -401,10 +401,10 @@ class SeesFieldsAlone(Patched):
     """
 
     module = "solution.parallel.fsdp.schedule"
-    find = "new = _map_tensors(change, value)"
+    find = "new = _map_tensors(change, value, (*around, id(values)))"
     replace = """new = value
             if isinstance(value, torch.Tensor) or put is not object.__setattr__:
-                new = _map_tensors(change, value)"""
+                new = _map_tensors(change, value, around)"""
 
 
 @near_miss("fsdp.counts-below-zero", rejected_by="fsdp.lifecycle.shards-after-exception")

@@ -384,7 +384,7 @@ class WritesIntoADataclass(Patched):
     """
 
     module = "solution.parallel.fsdp.schedule"
-    find = "changed = copy.copy(values) if changed is values else changed"
+    find = "changed = _copied(values) if changed is values else changed"
     replace = "changed = values"
 
 

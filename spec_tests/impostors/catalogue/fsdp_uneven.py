@@ -31,6 +31,23 @@ class SendsWhatItUsed(Patched):
     replace = "if p.unreduced is not None]"
 
 
+@near_miss(
+    "fsdp.reduces-what-has-gradients",
+    rejected_by="fsdp.backward.unused-on-some-ranks",
+    outcomes=("hang",),
+)
+class ReducesWhatHasGradients(Patched):
+    """Starts no reduction of a unit of which this rank has used no parameter.
+
+    From: ours, once, and FSDP2.
+    Unseen: Until a rank skips a layer whose module it calls.
+    """
+
+    module = "solution.parallel.fsdp.schedule"
+    find = "unit.has_something_to_send(is_called=is_called)"
+    replace = "unit.has_something_to_send(is_called=False)"
+
+
 @near_miss("fsdp.makes-dataclasses-anew", rejected_by="fsdp.forward.containers-of-ones-own")
 class MakesDataclassesAnew(Patched):
     """Makes a dataclass whose tensors change with its constructor.
