@@ -127,7 +127,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"reshard_after_forward": "yes"},
         "reshard_after_forward",
     ),
-    "integers": (lambda ctx: Table(), {}, "table"),
+    "integers": (lambda ctx: Table(), {}, "table|int64"),
 }
 
 
