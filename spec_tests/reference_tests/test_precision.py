@@ -200,3 +200,23 @@ def test_the_ranks_of_a_step_are_those_of_the_mesh(worlds):
         assert all(map(torch.equal, own, plain))
         assert tokens == alone
         assert all(map(torch.equal, still, (p.detach() for p in model().parameters())))
+
+
+def asked_for(ctx):
+    """The steps for which a schedule was asked, by an optimizer of two groups."""
+    module = model()
+    asked: list[int] = []
+
+    def rate(finished: int) -> float:
+        asked.append(finished)
+        return 0.1
+
+    groups = [{"params": [p]} for p in module.parameters()]
+    optimizer = torch.optim.SGD(groups, lr=0.5)
+    sizes = {"steps": 3, "global_batch_size": 4, "micro_batch_size": 4}
+    solution("trainer").train(module, optimizer, DATA, lr=rate, **sizes)
+    return asked
+
+
+def test_a_schedule_is_asked_once_for_each_step(in_rank):
+    assert in_rank(asked_for) == [0, 1, 2]

@@ -9,8 +9,10 @@ import re
 import shlex
 import signal
 import subprocess
+from typing import Any
 
 import pytest
+import torch
 from torch.distributed.run import get_args_parser
 
 from spec_tests.reference_tests import kills
@@ -21,6 +23,7 @@ from spec_tests.reference_tests.launch import (
     free_port,
     run,
     run_ranks,
+    solution,
     start,
     torchrun,
 )
@@ -257,3 +260,31 @@ def test_the_command_knows_a_torn_checkpoint(tmp_path, files, said):
     assert "torn checkpoint step-00000003" in problem
     assert said in problem
     assert len(kills.torn(tmp_path, is_over=True)) == 2
+
+
+def saved_among_oddities(ctx, folder):
+    """What saves of optimizers raise whose state has no name, and what saves beside a leftover."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns, which pytest forbids here
+
+    save, load = solution("checkpoint").save_checkpoint, solution("checkpoint").load_checkpoint
+    model = torch.nn.Linear(2, 2)
+    shared: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    shared.state["shared"] = {"k": 3}
+    divided = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
+    said = []
+    for optimizer in (shared, divided):
+        with pytest.raises(solution("checkpoint").CheckpointError) as caught:
+            save(folder, step=1, model=model, optimizer=optimizer)
+        said.append(str(caught.value))
+    (folder / ".step-00000002.tmp").write_text("no folder")
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    save(folder, step=2, model=model, optimizer=plain)
+    return said, load(folder, model=model, optimizer=plain)
+
+
+def test_state_without_a_name_is_refused_and_a_file_is_not_in_the_way(in_rank, tmp_path):
+    (shared, divided), step = in_rank(saved_among_oddities, tmp_path)
+
+    assert "no name to be saved under" in shared
+    assert "in another optimizer, in parts" in divided
+    assert step == 2

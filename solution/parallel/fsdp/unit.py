@@ -308,11 +308,15 @@ class Reduction:
                 self._hand_over(*each)
 
     def _hand_over(
-        self, parameter: ShardedParameter, rows: torch.Tensor, is_cleared: bool, is_absent: bool
+        self,
+        parameter: ShardedParameter,
+        rows: torch.Tensor,
+        is_cleared: bool,
+        nobody_has_one: bool,
     ) -> None:
         if is_cleared:
             parameter.drop()
-        elif is_absent:
+        elif nobody_has_one:
             parameter.forget()
         elif self._is_partial:
             parameter.keep(rows)
