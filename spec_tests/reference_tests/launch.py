@@ -14,6 +14,7 @@ import importlib
 import os
 import re
 import runpy
+import secrets
 import signal
 import socket
 import sys
@@ -209,10 +210,16 @@ def solution(name: str) -> Any:
 
 
 def free_port() -> int:
-    """Return a port of the loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port of the loopback that nobody listens on, nor is given one day.
+
+    What listens on a port that the kernel chose (gloo, for every group) gets it from 32768 on, the
+    lowest such port of Linux; a port from there may be gone before a run comes to use it.
+    """
+    while True:
+        port = secrets.randbelow(32768 - 20000) + 20000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _run(

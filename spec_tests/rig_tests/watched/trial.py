@@ -10,7 +10,6 @@ import atexit
 import os
 import re
 import runpy
-import socket
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from spec_tests.reference_tests.launch import free_port
 from spec_tests.watch import command
 from spec_tests.watch.verdict import Verdict
 
@@ -74,9 +74,7 @@ class Forks(command.Agent):
     def start(self, words: Sequence[str], environment: dict[str, str]) -> Any:
         """Start the ranks; returns what the agent waits for."""
         told = {name: environment[name] for name in ("TRAINSPEC_WATCH", "TORCH_FR_BUFFER_SIZE")}
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         context = get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         processes = []
