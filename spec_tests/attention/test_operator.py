@@ -13,7 +13,6 @@ import unittest
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from spec_tests.attention import interpreter, rules
 from spec_tests.attention.bodies import ATTENTION, KERNELS, arguments, call, observe, refusal_of
@@ -138,6 +137,8 @@ def test_operators_of_its_own_are_what_they_say(world, subject, layout):
 
 def counted(ctx, subject, problem):
     """Operations of the forward and of the backward, as FlopCounterMode counts them."""
+    from torch.utils.flop_counter import FlopCounterMode  # a sixth of a second
+
     x = inputs(problem).to(ctx.device)
     with FlopCounterMode(display=False) as forward:
         out = call(ctx, subject, x.q, x.k, x.v, **arguments(problem))

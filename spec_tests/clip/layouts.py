@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from spec_tests.laws import refusal
 from spec_tests.rig.judge.oracle import Named
@@ -69,11 +68,13 @@ def parameters(ctx: Context, layout: Layout, scale: float = 1.0) -> dict[str, nn
 
 
 def _laid_out(tensor: torch.Tensor, how: str, mesh: DeviceMesh | None) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
     if mesh is None or how in ("plain", "none"):
         return tensor
     if how == "both":
         return distribute_tensor(tensor, mesh, [Shard(0), Shard(1)], src_data_rank=None)
-    divided: Placement = Replicate() if how == "replicate" else Shard(0)
+    divided: Replicate | Shard = Replicate() if how == "replicate" else Shard(0)
     placements = [*[Replicate()] * (mesh.ndim - 1), divided]
     local = tensor
     if how != "replicate":
@@ -127,13 +128,14 @@ def clip(
 def local_part(parameter: nn.Parameter) -> torch.Tensor:
     """This rank's part of a gradient, to be written to."""
     assert parameter.grad is not None
-    return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+    gradient: Any = parameter.grad
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 
 def gathered(parameter: nn.Parameter) -> torch.Tensor | None:
     """The whole gradient, put together again."""
-    gradient = parameter.grad
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    gradient: Any = parameter.grad
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
 def local_norms(layout: Layout, size: int, order: float = 2.0) -> list[Named]:

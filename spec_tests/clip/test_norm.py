@@ -13,7 +13,6 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from spec_tests.clause import clauses
 from spec_tests.clip import layouts
@@ -163,6 +162,8 @@ def test_the_norm_is_as_wide_as_float32_or_the_widest_gradient(world, case):
 
 def unreduced(ctx):
     """The norm of a gradient whose parts on the ranks are still to be added up."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
     mesh = ctx.mesh((ctx.world_size,))
     parameter = nn.Parameter(
         distribute_tensor(torch.zeros(7, 3), mesh, [Replicate()], src_data_rank=None)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from spec_tests.laws import wrapped
 from spec_tests.laws.traffic import REDUCTIONS
@@ -110,6 +109,8 @@ def of_integers(module: nn.Module) -> Any:
 
 def about(tensor: torch.Tensor | None) -> dict[str, Any]:
     """What a parameter or gradient says about itself, as plain data."""
+    from torch.distributed.tensor import DTensor  # half a second, which only ranks need
+
     if tensor is None:
         return {}
     found: dict[str, Any] = {

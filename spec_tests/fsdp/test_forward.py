@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import (
@@ -363,6 +362,8 @@ def test_a_forward_runs_the_hooks_of_the_module(world, subject):
 
 def weights_that_hooks_see(ctx, subject):
     """The weight of a layer as its own hooks see it, which were there before it was sharded."""
+    from torch.distributed.tensor import DTensor
+
     module = TOYS["mlp"].build(SEED).to(ctx.device)
     layer, seen = module.get_submodule("first"), {}
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import (
@@ -316,6 +315,8 @@ def test_two_classes_of_one_name_stay_two(world, subject):
 
 def surroundings(ctx, subject, toy):
     """Buffers, those that are DTensors, state-dict keys, and modules of another class."""
+    from torch.distributed.tensor import DTensor
+
     sharded = Sharded(ctx, subject, toy)
     plain = TOYS[toy].build(SEED)
     buffers = {n: b.detach().clone() for n, b in sharded.module.named_buffers()}

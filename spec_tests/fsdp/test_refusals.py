@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from spec_tests.clause import clauses
@@ -106,6 +105,8 @@ class Table(nn.Module):
 
 
 def _distributed(ctx):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
     layer = nn.Linear(4, 4)
     mesh = ctx.mesh((ctx.world_size,))
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(1)]))

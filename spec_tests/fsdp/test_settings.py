@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
 
 from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import FULLY_SHARD, SEED, Sharded, mean_gradients, numel
@@ -239,6 +238,8 @@ def _judge_switched(ranks, setter, *changed):
 
 def along_columns(ctx, subject):
     """The error, or the local shape, of a weight to be sharded along dim 1."""
+    from torch.distributed.tensor import Shard
+
     layer: Any = nn.Linear(4, 6, bias=False, device=ctx.device)
     ctx.impl.fully_shard(nn.Linear(4, 6))  # who cannot do this refuses nothing
     try:

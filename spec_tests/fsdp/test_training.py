@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, RATE, SEED, Sharded
@@ -153,6 +152,8 @@ PAGE = "test_fully_shard_state_dict; pytorch issues 131965 and 154655"
 
 def at_a_moment(ctx, subject, calls):
     """Keys of the state dict, entries that are not sharded, and its values put together."""
+    from torch.distributed.tensor import DTensor
+
     sharded = Sharded(ctx, subject, "stack")
     sharded.follow(calls)
     state: dict[str, Any] = sharded.wrapped.state_dict()

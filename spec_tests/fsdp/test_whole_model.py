@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import (
@@ -69,6 +68,8 @@ def test_frozen_weights_of_a_whole_model_stay_frozen(world, subject, frozen):
 
 def rest_of_a_whole_model(ctx, subject):
     """Kind and value of the parameter that belongs to no layer, and its gradient."""
+    from torch.distributed.tensor import DTensor
+
     sharded = Sharded(ctx, subject, "even")
     sharded.backward()
     named: dict[str, Any] = dict(sharded.wrapped.named_parameters())
