@@ -121,7 +121,9 @@ def train(
     )
     records: list[StepRecord] = []
     try:
-        records.extend(map(trainer.step, range(steps)))
+        # Not `map`, which takes a StopIteration of `lr` for its own end.
+        for finished in range(steps):
+            records += [trainer.step(finished)]
     except DataExhaustedError as error:
         error.records = records
         raise

@@ -7,6 +7,7 @@ the parameter that they belong to, so that neither order nor grouping matters.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from solution.parallel.fsdp.module import FSDPModule
 
@@ -122,6 +124,8 @@ class OptimizerTensors:
             )
         for name, parameter in self.parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(parameter, DTensor):
+                    _require_alike(f"{name}.{key}", value, parameter)
                 kind = tensors if isinstance(value, torch.Tensor) else others
                 kind.setdefault(name, {})[key] = value
         options = {
@@ -176,7 +180,7 @@ class OptimizerTensors:
     def load(self, tensors: dict[str, dict[str, Any]], saved: dict[str, Any]) -> None:
         """Give the optimizer its state, through its own `load_state_dict`.
 
-        PyTorch's casts state to its parameter's dtype. It gets back the dtype that it had.
+        PyTorch's casts state to its parameter's dtype, in lists too. It gets back what it had.
         """
         groups, state, index = [], {}, 0
         for names, group in zip(self.names, self.optimizer.param_groups, strict=True):
@@ -195,6 +199,31 @@ class OptimizerTensors:
                 live = self.optimizer.state[parameter]
                 if live[key].dtype != value.dtype:
                     live[key] = value.to(live[key].device)
+            for key, value in saved["others"].get(name, {}).items():
+                if key in (live := self.optimizer.state.get(parameter, {})) and _tensors_in(value):
+                    to_device = operator.methodcaller("to", parameter.device)
+                    live[key] = tree_map_only(torch.Tensor, to_device, value)
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _require_alike(name: str, value: Any, parameter: DTensor) -> None:
+    """Refuse state of a shard that cannot be told from state that all ranks share.
+
+    Raises:
+        ValueError: it holds tensors, and is neither one number nor sharded as the parameter.
+    """
+    is_sharded = isinstance(value, DTensor) and value.size() == parameter.size()
+    is_number = isinstance(value, torch.Tensor) and value.numel() == 1
+    if not is_sharded and not is_number and _tensors_in(value):
+        raise ValueError(
+            f"expected optimizer state of {name!r}, whose parameter is sharded, to be one number "
+            f"or a DTensor of the parameter's size {tuple(parameter.size())}, got a "
+            f"{type(value).__name__} of sizes {[tuple(t.size()) for t in _tensors_in(value)][:3]}; "
+            "it is different on each rank, and only such state can be saved"
+        )
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -16,9 +16,11 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.utils._pytree import tree_map_only
 
 from solution import comm
 
@@ -93,13 +95,13 @@ def damage(folder: Path, *, part: int, of: int) -> str:
 
 
 def encode(state: dict[str, Any]) -> bytes:
-    """A plain state as bytes that `decode` accepts.
+    """A plain state as bytes that `decode` accepts; NumPy's numbers become Python's.
 
     Raises:
         TypeError: it holds something that only an unsafe load could read.
     """
     buffer = io.BytesIO()
-    torch.save(state, buffer)
+    torch.save(tree_map_only(np.generic, np.generic.item, state), buffer)
     try:
         decode(buffer.getvalue())
     except pickle.UnpicklingError as error:

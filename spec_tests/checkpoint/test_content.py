@@ -89,6 +89,7 @@ def test_parameters_and_buffers_come_back(world, toy):
 def with_a_child_called_module(model):
     """Give the model a child of the name under which wrappers keep theirs."""
     model.add_module("module", nn.Linear(3, 3))
+    model.register_parameter("weight", nn.Parameter(torch.arange(2.0)))  # and `module.weight`
 
 
 @clause(
@@ -100,6 +101,25 @@ def with_a_child_called_module(model):
 def test_a_child_called_module_is_no_wrapped_model(world):
     """Of a model that has a child called `module` a load MUST bring back the whole."""
     ranks = in_folder(world, round_trip, "ragged", "adamw", with_a_child_called_module)
+
+    compare(ranks, "model", quantity="saved parameter or buffer")
+
+
+def with_a_view(model):
+    """Give the model a buffer in the memory of another one."""
+    model.register_buffer("table", torch.arange(6.0) + next(model.parameters()).detach().sum())
+    model.register_buffer("head", model.table[1:3])
+
+
+@clause(
+    "checkpoint.content.views",
+    level="production",
+    source="contract: parameters and buffers of the model; ties that are known by their memory",
+    worlds=(1,),
+)
+def test_a_view_of_another_buffer_comes_back(world):
+    """A load MUST bring back a buffer that is a part of another one, and that other one."""
+    ranks = in_folder(world, round_trip, "ragged", "adamw", with_a_view)
 
     compare(ranks, "model", quantity="saved parameter or buffer")
 
@@ -203,11 +223,23 @@ class AtItsEnd(Stream):
 
 def of_a_loader_at_its_end(ctx, directory):
     """Its place when it was saved, and after a load."""
+    return between(ctx, directory, AtItsEnd("ragged", 7, 0), AtItsEnd("ragged", 7, 0), steps=3)
+
+
+def of_a_loader_of_its_own(ctx, directory):
+    """The place of each rank's loader when it was saved, and after a load."""
+    one, other = Stream("ragged", 7, 0), Stream("ragged", 7, 0)
+    one.place["position"] = 10 * ctx.rank
+    return between(ctx, directory, one, other, steps=1)
+
+
+def between(ctx, directory, one, other, *, steps):
+    """The state when it was saved with one loader, and before and after a load with another."""
     saved, fresh = Trainee(ctx), Trainee(ctx, seed=8)
-    for trainee in (saved, fresh):
-        trainee.loader = AtItsEnd("ragged", 7, 0)
-    saved.train(3)
-    saved.save(directory, step=3)
+    saved.loader, fresh.loader = one, other
+    for _ in range(steps):
+        one.next()
+    saved.save(directory, step=steps)
     before = fresh.state()
     fresh.load(directory)
     return {"saved": saved.state(), "before": before, "loaded": fresh.state()}
@@ -221,6 +253,19 @@ def of_a_loader_at_its_end(ctx, directory):
 def test_a_loader_without_a_batch_left_is_saved_as_any_other(world):
     """The state of a loader whose length is 0 MUST be saved and loaded."""
     ranks = in_folder(world, of_a_loader_at_its_end)
+
+    compare(ranks, "loader", quantity="saved loader position")
+
+
+@clause(
+    "checkpoint.content.loader-of-each-rank",
+    level="production",
+    source="a loader whose workers ran ahead on one rank; a stream of each rank's own",
+    worlds=(2, 3),
+)
+def test_each_ranks_loader_gets_its_own_place(world):
+    """At equal world size a load MUST give each rank's loader the state that it had."""
+    ranks = in_folder(world, of_a_loader_of_its_own)
 
     compare(ranks, "loader", quantity="saved loader position")
 
@@ -338,12 +383,14 @@ def test_saving_leaves_no_trace_in_training(world, toy):
 
 
 def saved_again(ctx, directory):
-    """What loads after each of four saves of one step, and what it was."""
+    """What loads after the last of twelve saves of one step and some before, and what it was."""
     trainee = Trainee(ctx)
     found = []
-    for number in range(4):
+    for number in range(12):
         trainee.train()
         trainee.save(directory, step=1)
+        if 3 < number < 11:
+            continue
         reading = Trainee(ctx, seed=8).read(directory, f"after save {number + 1} of one step")
         found.append((trainee.state(), reading))
     return found
@@ -354,7 +401,7 @@ def saved_again(ctx, directory):
     source="contract: saving a step again replaces it; a run that is restarted from an older step",
 )
 def test_a_step_may_be_saved_any_number_of_times(world):
-    """Each save of a step MUST replace the one before, the third and fourth as well."""
+    """Each save of a step MUST replace the one before, the third and the twelfth as well."""
     for found in in_folder(world, saved_again):
         for state, reading in found:
             durability.one_of([reading], {"the latest save": (1, state)})

@@ -102,7 +102,7 @@ def said(after_bytes):
     return f"files end after {after_bytes} bytes" if after_bytes is not None else "no rename works"
 
 
-def saved_on_full_disk(ctx, directory, after_bytes, full_ranks):
+def saved_on_full_disk(ctx, directory, after_bytes, full_ranks, step=2):
     """A second save while some ranks cannot write, and what loads after it and after a third."""
     trainee = Trainee.saved(ctx, directory)
     older = trainee.state()
@@ -111,7 +111,7 @@ def saved_on_full_disk(ctx, directory, after_bytes, full_ranks):
     is_full = ctx.rank in full_ranks
     with full_disk(after_bytes=after_bytes) if is_full else contextlib.nullcontext():
         with refusal.caught(BaseException) as caught:  # the library's own is no Exception
-            trainee.save(directory, step=2)
+            trainee.save(directory, step=step)
     ctx.barrier()
     reading = Trainee(ctx, seed=8).read(directory, said(after_bytes))
     trainee.save(directory, step=3)
@@ -210,13 +210,14 @@ def test_a_save_that_nobody_could_write_raises(world):
 
 @clause("checkpoint.failure.keeps-older", source=CRASH, worlds=(1, 2))
 @FULL
-def test_after_a_failed_save_the_older_one_loads(world, after_bytes):
+@pytest.mark.parametrize("step", [2, 1], ids=["next-step", "same-step"])
+def test_after_a_failed_save_the_older_one_loads(world, after_bytes, step):
     """After a save that raised, the older one MUST load; after one that did not, the new one."""
-    ranks = in_folder(world, saved_on_full_disk, after_bytes, [world.size - 1])
+    ranks = in_folder(world, saved_on_full_disk, after_bytes, [world.size - 1], step)
 
     for rank in ranks:
         failed = {"the older save": (1, rank["older"])}
-        worked = {"the newer save": (2, rank["newer"])}
+        worked = {"the newer save": (step, rank["newer"])}
         durability.one_of(
             [rank["reading"]],
             failed if rank["error"] else worked,

@@ -287,16 +287,55 @@ def test_it_goes_on_with_any_number_of_ranks_or_unsharded(world, then):
         )
 
 
-def of_shards(ctx, seed):
-    """A toy whose layers are sharded, an AdamW of its shards, and a function that takes a step."""
-    module: Any = TOYS[TOY].build(seed).to(ctx.device)
-    for unit in (*module.layers.children(), module):
+class Remembering(torch.optim.Optimizer):
+    """Keeps one thing for each parameter, `remembered(old, gradient)`, and goes along it."""
+
+    def __init__(self, params, remembered, direction):
+        super().__init__(params, {"lr": 0.01})
+        self.remembered, self.direction = remembered, direction
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Of gradients that are there."""
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["kept"] = self.remembered(state.get("kept"), parameter.grad)
+            change = self.direction(state["kept"]).to(parameter.dtype)
+            parameter.add_(change, alpha=-self.param_groups[0]["lr"])
+
+
+OPTIMIZERS = {
+    "adamw": lambda shards: torch.optim.AdamW(shards, lr=0.01),
+    # Large, so that float32 would round the gradients that are added to it.
+    "wide": lambda shards: Remembering(
+        shards,
+        lambda old, gradient: (1e4 / 3 if old is None else old) + gradient.double(),
+        lambda kept: kept - 1e4 / 3,
+    ),
+    "list": lambda shards: Remembering(
+        shards, lambda old, gradient: [*(old or []), gradient.clone()], sum
+    ),
+    "rows": lambda shards: Remembering(
+        [shard for shard in shards if shard.dim() > 1],
+        lambda old, gradient: (0 if old is None else old) + gradient.sum(1, keepdim=True),
+        lambda kept: kept,
+    ),
+}
+
+
+def of_shards(ctx, seed, kind="adamw"):
+    """A toy whose layers are sharded, an optimizer of its shards, and a function for a step."""
+    toy = TOYS[
+        TOY if kind == "adamw" else "even"
+    ]  # shards of one shape fit where they do not belong
+    module: Any = toy.build(seed).to(ctx.device)
+    for unit in (*getattr(module, "layers", module).children(), module):
         ctx.impl.fully_shard(unit)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    optimizer = OPTIMIZERS[kind](module.parameters())
 
     def step(number):
         optimizer.zero_grad()
-        batch = TOYS[TOY].batch(7, rank=ctx.rank, micro=number).to(ctx.device)
+        batch = toy.batch(7, rank=ctx.rank, micro=number).to(ctx.device)
         sum_of_squares(module(batch)).backward()
         optimizer.step()
 
@@ -308,11 +347,11 @@ def sharded_step(ctx):
     of_shards(ctx, 7)[-1](1)
 
 
-def sharded_went_on(ctx, directory):
+def sharded_went_on(ctx, directory, kind):
     """Full weights of a sharded run that goes on, and of a fresh one that loads its save."""
     found = []
     for seed, number in ((7, 1), (8, 9)):
-        module, optimizer, step = of_shards(ctx, seed)
+        module, optimizer, step = of_shards(ctx, seed, kind)
         step(number)
         if seed == 7:
             ctx.impl.save_checkpoint(directory, step=1, model=module, optimizer=optimizer)
@@ -331,11 +370,15 @@ def sharded_went_on(ctx, directory):
     source="torch.distributed.checkpoint.state_dict: get_state_dict of FSDP2 models and optimizers",
     worlds=(2,),
 )
-def test_a_sharded_model_goes_on_as_if_it_had_not_stopped(world):
-    """A save of a sharded model and its optimizer MUST go on to the same bits, or be refused."""
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_sharded_model_goes_on_as_if_it_had_not_stopped(world, kind):
+    """A save of a sharded model and its optimizer MUST go on to the same bits, or be refused.
+
+    Whatever the optimizer keeps: lists of shards, a number for each row, more digits.
+    """
     with folder() as directory:
         ranks = refusal.answer_or_refusal(
-            world, sharded_went_on, directory, ordinary=(sharded_step,)
+            world, sharded_went_on, directory, kind, ordinary=(sharded_step,)
         )
     if ranks is not None:
         first, second = zip(*ranks, strict=True)

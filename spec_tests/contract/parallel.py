@@ -150,13 +150,14 @@ def fully_shard(
     alive above the shards does not grow with the number of units. A unit is gathered and reduced by
     one collective each (or by one for each rank), which carries its parameters, or the gradients of
     its trained ones, padded to equal shards and no more. A parameter that some ranks alone use, of
-    a unit that all call, holds the mean with zero for the absent, or is an error. The model's
-    `zero_grad` clears gradients between forward and backward, too. Dicts, lists and dataclasses of
-    classes of one's own are taken, or are an error. With a reduce_dtype each gradient keeps its
-    parameter's dtype, or the forward refuses a unit of two. Of the two methods of the all-gather
-    one alone is refused. A forward that activation checkpointing repeats is cast as the first, and
-    its unit is reduced and freed as ever. `torch.compile` of units, before or after they are
-    sharded, or of the sharded model changes no value.
+    a unit that the backwards of all reach, holds the mean with zero for the absent, or is an error.
+    The model's `zero_grad` clears gradients between forward and backward, and after a caught
+    exception, too; then the backward of a forward that had come before is right, or an error.
+    Dicts, lists and dataclasses of classes of one's own are taken, or are an error. With a
+    reduce_dtype each gradient keeps its parameter's dtype, or the forward refuses a unit of two. Of
+    the two methods of the all-gather one alone is refused. A forward that activation checkpointing
+    repeats is cast as the first, and its unit is reduced and freed as ever. `torch.compile` of
+    units, before or after they are sharded, or of the sharded model changes no value.
     """
 
 

@@ -80,7 +80,8 @@ def train(
     finite is dealt with alike on all ranks: they go on, skip the update, or raise. Level
     `production`: a model in PyTorch's DistributedDataParallel is trained alike, one that
     `fully_shard` sharded, and one in a wrapper with a process group of its own, by its ranks;
-    batches are only read.
+    batches are only read; a `max_norm` of 0 leaves the weights, or is refused; a StopIteration of
+    `lr` is an error of the call.
     """
 
 
@@ -105,7 +106,8 @@ def save_checkpoint(
     failure, like a kill at any moment, leaves what was saved before and is not in the way of the
     next save. Saving a step again replaces it, at once or not at all. Level `production`: a model
     that `fully_shard` or `fsdp` sharded, and the optimizer of its shards, too, or they are refused;
-    the optimizer's state in the dtypes that it has; and the state of a loader of length 0.
+    the optimizer's state in the dtypes that it has; each rank's state of its loader, also of one of
+    length 0; and a buffer that is a part of another one.
     """
 
 

@@ -19,7 +19,7 @@ from spec_tests.fsdp.sharded import (
     gradients_sent,
     mean_gradients,
 )
-from spec_tests.laws import equivalence
+from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import judge
 from spec_tests.rig.judge.symptoms import Hint
 
@@ -97,6 +97,43 @@ def test_zero_grad_between_forward_and_backward_clears(world, subject):
     ranks = world.run(cleared_before_backward, subject)
 
     equivalence.mean_gradients(ranks, "stack", SEED, micros=(0,))
+
+
+def after_an_interrupted_backward(ctx, subject, then):
+    """Gradients of what follows a backward that raised on all ranks, the model's being cleared."""
+    sharded = Sharded(ctx, subject, "stack", units="nested")
+    sharded.follow("backward 5")
+    seen = []
+    handle = sharded.module.get_submodule("blocks.0.down").register_forward_hook(
+        lambda module, args, output: seen.append(output)
+    )
+    failing = sharded.loss(3)
+    handle.remove()
+    seen[0].register_hook(lambda gradient: gradient.nothing)
+    pending = sharded.loss(0) if then == "pending" else None
+    with pytest.raises(AttributeError):
+        failing.backward()
+    sharded.wrapped.zero_grad()
+    loss = sharded.loss(0) if pending is None else pending
+    loss.backward()
+    return sharded.gradients()
+
+
+@clause(
+    "fsdp.accumulation.after-an-interrupted-backward",
+    level="production",
+    source="a caught exception leaves units unsharded: zero_grad of the model misses their shards",
+)
+@pytest.mark.parametrize("then", ["step", "pending"])
+def test_a_backward_that_was_interrupted_leaves_no_gradient(world, subject, then):
+    """After a backward that raised and the model's `zero_grad`, gradients MUST be the next one's.
+
+    Also where its forward had come before the exception.
+    """
+    ranks = refusal.answer_or_refusal(world, after_an_interrupted_backward, subject, then)
+
+    if ranks is not None:
+        equivalence.mean_gradients(ranks, "stack", SEED, micros=(0,), absent_is_zero=True)
 
 
 DISCARDED = {

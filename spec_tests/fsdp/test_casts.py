@@ -14,6 +14,7 @@ from spec_tests.fsdp.sharded import FULLY_SHARD
 from spec_tests.fsdp.test_precision import HALF, POLICY, in_half, output_of_fine_weights
 from spec_tests.laws import refusal
 from spec_tests.rig import judge
+from spec_tests.rig.judge.symptoms import Hint
 
 clause = clauses(judges=FULLY_SHARD, needs=("MixedPrecisionPolicy",), level="correct")
 
@@ -191,6 +192,43 @@ def test_what_is_cast_on_the_way_in_stays_the_callers(world, subject, kind):
     judge.holds(ranks is not None or kind == "dataclass", f"expected a {kind} to be taken")
     if ranks is not None:
         judge.equal(ranks, (True, "torch.float32"), quantity="(same tensor, its dtype) in the box")
+
+
+class Factor(nn.Module):
+    """Numbers whose gradients are what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+def half_over_replicas(ctx, subject, shape):
+    """The gradient of 1 on the first rank, 2 on the next and so on, reduced in float16."""
+    module: Any = Factor().to(ctx.device)
+    policy = ctx.impl.MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    names = ("replicate", "shard")[-len(shape) :]
+    ctx.impl.fully_shard(module, mesh=ctx.mesh(shape, names), mp_policy=policy)
+    module(torch.tensor(ctx.rank + 1.0, device=ctx.device)).backward()
+    return {"gradient": module.weight.grad.full_tensor()}
+
+
+@clause(
+    "fsdp.precision.float16-over-replicas",
+    source=f"{POLICY}, reduce_dtype; FSDP2 divides before and after it adds up in float16",
+    worlds=(4,),
+)
+def test_the_mean_in_float16_is_over_replicas_too(world, subject):
+    """On a mesh replicate x shard a reduction in float16 MUST be the mean, or the mesh refused."""
+    ordinary = (half_over_replicas, subject, (world.size,))
+    ranks = refusal.answer_or_refusal(world, half_over_replicas, subject, (2, 2), ordinary=ordinary)
+
+    if ranks is not None:
+        right, half = {"gradient": torch.full((4,), 2.5)}, {"gradient": torch.full((4,), 5.0)}
+        hints = [Hint("divided by the ranks that shard, and not by the replicas", half)]
+        judge.tensors(ranks, right, quantity="mean of 1, 2, 3 and 4", hints=hints)
 
 
 class Quantised(nn.Module):

@@ -51,6 +51,26 @@ FLAVOURS: dict[str, Any] = {
 """Optimizers that move no version counter; the first parameter is in a group of its own."""
 
 
+class Two:
+    """Two optimizers, of weights and of biases, between whose steps something is done."""
+
+    def __init__(self, params, between):
+        foreach = partial(torch.optim.SGD, lr=RATE, foreach=True)
+        self.both = [foreach([p for p in params if (p.dim() > 1) is of]) for of in (True, False)]
+        self.between = between
+
+    def zero_grad(self):
+        """Of both."""
+        for each in self.both:
+            each.zero_grad()
+
+    def step(self):
+        """One, what is between, the other."""
+        self.both[0].step()
+        self.between()
+        self.both[1].step()
+
+
 def _output(sharded):
     return {"output": sharded.wrapped(sharded.batch(9)).detach()}
 
@@ -96,19 +116,23 @@ def after_steps(ctx, subject, toy, seed, setting):
     if setting in FLAVOURS:
         groups = [{"params": part} for part in (sharded.held[:1], sharded.held[1:])]
         sharded.optimizer = FLAVOURS[setting](groups)
+    optimizer: Any = sharded.optimizer
+    if setting == "two-optimizers":
+        sharded.keep(True)
+        optimizer = Two(sharded.held, sharded.unshard_all)
     for step in range(2):
-        sharded.optimizer.zero_grad()
+        optimizer.zero_grad()
         sharded.backward(step)
         if setting == "by-hand":
             sharded.unshard_all()
         if setting == "in-flight":
             sharded.unshard_all(async_op=True)
-        sharded.optimizer.step()
+        optimizer.step()
     return _output(sharded)
 
 
 @clause("fsdp.lifecycle.fresh-after-step", source=FRESH)
-@pytest.mark.parametrize("setting", [*SETTINGS, KEPT, *FLAVOURS, "by-hand"])
+@pytest.mark.parametrize("setting", [*SETTINGS, KEPT, *FLAVOURS, "by-hand", "two-optimizers"])
 def test_a_forward_after_a_step_uses_the_new_weights(world, subject, setting):
     """The forward after a step MUST use the new weights, whatever was kept unsharded before it.
 
@@ -117,6 +141,30 @@ def test_a_forward_after_a_step_uses_the_new_weights(world, subject, setting):
     ranks = world.run(after_steps, subject, "even", 7, setting)
 
     _judge_fresh(ranks, "even", 2, f"weights {setting}")
+
+
+def after_anothers_step(ctx, subject):
+    """Output of kept weights after one rank alone has updated a model of its own."""
+    sharded = Sharded(ctx, subject, "even", reshard_after_forward=False)
+    sharded.keep(True)
+    sharded.backward(0)
+    if ctx.rank == 0:
+        probe = nn.Linear(2, 2)
+        probe(torch.ones(1, 2)).sum().backward()
+        torch.optim.SGD(probe.parameters(), lr=RATE).step()
+    return _output(sharded)
+
+
+@clause(
+    "fsdp.lifecycle.anothers-step",
+    source="contract: another model disturbs nothing; a probe that one rank trains for its log",
+    worlds=(2,),
+)
+def test_a_step_of_another_model_makes_nothing_stale(world, subject):
+    """An update of another model on one rank MUST change nothing, and leave no rank waiting."""
+    ranks = world.run(after_anothers_step, subject)
+
+    judge.tensors(ranks, _old("even", world.size), quantity="output")
 
 
 @clause(

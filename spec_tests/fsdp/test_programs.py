@@ -9,14 +9,16 @@ where completion is an input (`laws.schedules`).
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded, mean_gradients
-from spec_tests.laws import program_machine, programs, schedules
+from spec_tests.laws import program_machine, programs, refusal, schedules
 from spec_tests.rig import judge
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.judge.tolerance import rounding
+from spec_tests.rig.toys import TOYS
 
 clause = clauses(judges=FULLY_SHARD, level="correct")
 
@@ -110,6 +112,45 @@ def test_a_step_after_an_interrupted_forward_is_seen(world, subject):
         hints=[Hint("the output of the weights before the step: a stale gathered copy", before)],
         given="backward, a forward that raises in its last layer, step, forward",
     )
+
+
+def after_an_interrupted_backward(ctx, subject):
+    """Output after a backward that raised, a forward for nothing, and then a change in place."""
+    sharded = Sharded(ctx, subject, "even", reshard_after_forward=False)
+    layer, seen = sharded.module.get_submodule("up"), []
+    handle = layer.register_forward_hook(lambda module, args, output: seen.append(output))
+    loss = sharded.loss(0)
+    handle.remove()
+    seen[0].register_hook(lambda gradient: gradient.nothing)
+    with pytest.raises(AttributeError):
+        loss.backward()
+    sharded.loss(1)
+    with torch.no_grad():
+        for shard in sharded.held:
+            shard.mul_(2.0)
+    return {"output": sharded.wrapped(sharded.batch(9)).detach()}
+
+
+@clause(
+    "fsdp.lifecycle.fresh-after-interrupted-backward",
+    source="contract: after an update the next forward uses current weights",
+    worlds=(2,),
+)
+def test_a_change_after_an_interrupted_backward_is_seen(world, subject):
+    """After an exception in backward, and a forward, a forward MUST see weights that changed.
+
+    A unit that counts as being in its backward for ever is never looked at again.
+    """
+    ranks = refusal.answer_or_refusal(world, after_an_interrupted_backward, subject)
+
+    if ranks is not None:
+        plain = TOYS["even"].build(SEED)
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.mul_(2.0)
+            batches = [TOYS["even"].batch(SEED, rank=rank, micro=9) for rank in range(world.size)]
+            expected = [{"output": plain(batch)} for batch in batches]
+        judge.tensors(ranks, expected, quantity="output of the doubled weights")
 
 
 SCHEDULED_TOY = "stack"

@@ -25,7 +25,7 @@ def volume(log: Log, *kinds: Kind) -> int:
     A message of weights as raw bytes counts as float32, which toys have; fewer bytes are flags.
     """
     events = log.collectives(*kinds)
-    raw = sum(e.bytes // 4 for e in events if e.dtypes == ("uint8",) and e.bytes >= 64)
+    raw = sum(e.bytes // 4 for e in events if e.dtypes == ("uint8",) and e.bytes >= 16)
     return raw + sum(e.numel for e in events if e.dtypes[0].startswith("float"))
 
 

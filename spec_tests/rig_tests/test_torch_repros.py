@@ -23,6 +23,7 @@ WITHOUT = {
     "fsdp.backward.unused-on-some-ranks": "two of its three cases have one; the third hangs",
     "fsdp.footprint.part-of-a-list": "torch 2.13 has mended it",
     "fsdp.lifecycle.fresh-after-exception-in-a-whole-model": "as fresh-after-exception",
+    "fsdp.lifecycle.fresh-after-interrupted-backward": "as fsdp.lifecycle.fresh-after-load",
     "fsdp.lifecycle.fresh-after-evaluation-in-part": "as fsdp.lifecycle.fresh-after-evaluation",
     "fsdp.traffic.wait-after-reshard": "a choice: the documentation does not say",
     "fsdp.order.runs-ahead-of-a-straggler": "a choice: FSDP2 overlaps by CUDA streams",

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from spec_tests.clause import clauses
+from spec_tests.laws import refusal
 from spec_tests.rig import judge, strategies
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.training.loop import (
@@ -175,14 +176,18 @@ def test_gradients_from_before_do_not_count(world, subject, wrapper):
     judged(ranks, job, given="gradients left full before the call")
 
 
-def outside_of_the_model(ctx, wrapper, job):
-    """A parameter that only the optimizer holds, with a gradient from before, after a step."""
-    trainee = Trainee.of(ctx, wrapper, job.seed)
+def held_by_one(ctx, holder, job):
+    """The norm, and a parameter of model or optimizer alone with a gradient from before."""
+    trainee = Trainee.of(ctx, "plain", job.seed)
     extra = nn.Parameter(torch.ones(3, device=ctx.device))
     extra.grad = torch.full_like(extra, 3.0)
-    trainee.optimizer.add_param_group({"params": [extra]})
-    trainee.train(ctx, job, Counted(job.micro_batches(ctx.rank)))
-    return {"extra": extra.detach().clone()}
+    if holder == "optimizer":
+        trainee.optimizer.add_param_group({"params": [extra]})
+    else:
+        trainee.model.register_parameter("extra", extra)
+    [record] = trainee.train(ctx, job, Counted(job.micro_batches(ctx.rank)))
+    norm = torch.tensor(record["grad_norm"], dtype=torch.float64)
+    return {"extra": extra.detach().clone(), "norm": norm}
 
 
 @clause(
@@ -191,11 +196,19 @@ def outside_of_the_model(ctx, wrapper, job):
     source=CONTRACT + "; model.zero_grad() does not reach what the optimizer alone holds",
     worlds=(1,),
 )
-def test_gradients_that_only_the_optimizer_sees_do_not_count(world, subject):
-    """A gradient from before MUST NOT update a parameter that only the optimizer holds."""
-    ranks = world.run(outside_of_the_model, "plain", Job(2, 1, world.size))
+@pytest.mark.parametrize("holder", ["optimizer", "model"])
+def test_gradients_of_what_only_one_of_them_holds_do_not_count(world, subject, holder):
+    """What only the optimizer, or only the model holds MUST NOT bring a gradient from before."""
+    job = Job(2, 1, world.size, max_norm=1e3)
+    ranks = world.run(held_by_one, holder, job)
 
-    judge.tensors(ranks, {"extra": torch.ones(3)}, quantity="value from before")
+    judge.tensors(
+        ranks,
+        {"extra": torch.ones(3), "norm": torch.tensor(alone(job).norms[0], dtype=torch.float64)},
+        quantity="value from before, and norm of the gradient",
+        within=job.tolerance(),
+        given=f"a parameter that only the {holder} holds",
+    )
 
 
 def in_a_group(ctx, job):
@@ -276,6 +289,22 @@ def test_a_gradient_below_the_bound_is_left_alone(world, subject, wrapper):
     job = Job(2, 2, world.size, steps=2)
     bound = 1.05 * max(alone(job).norms)
     judge_clipped(world.run(trained, wrapper, at(job, max_norm=bound)), at(job, max_norm=bound))
+
+
+@clause("training.clip.to-nothing", level="production", source=TORCH, worlds=(1, 2))
+def test_a_bound_of_zero_leaves_the_weights(world, subject):
+    """With a max_norm of 0 the weights MUST stay what they are, or the call raise.
+
+    `if max_norm:` takes it for no bound at all.
+    """
+    job = Job(2, 1, world.size, max_norm=0.0)
+    wrapper = wrapper_at(world, "ddp")
+    ordinary = (trained, wrapper, at(job, max_norm=1.0))
+    ranks = refusal.answer_or_refusal(world, trained, wrapper, job, ordinary=ordinary)
+
+    if ranks is not None:
+        start = alone(job).weights[0]
+        judge.tensors([rank["weights"] for rank in ranks], start, quantity="weight from before")
 
 
 @clause(

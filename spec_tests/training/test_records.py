@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from spec_tests.clause import clauses
+from spec_tests.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.judge.tolerance import rounding
@@ -158,6 +159,37 @@ def rates_of_two_calls(ctx, wrapper, job):
     for _ in range(2):
         trainee.train(ctx, job, batches)
     return trainee.rates
+
+
+def with_too_few_rates(ctx, wrapper, job):
+    """Whether the call raised that was given a schedule of one step less."""
+    trainee = Trainee.of(ctx, wrapper, job.seed)
+    rates = iter([0.5] * (job.steps - 1))
+    with refusal.caught(BaseException) as caught:
+        ctx.impl.train(
+            trainee.wrapped,
+            trainee.optimizer,
+            job.micro_batches(ctx.rank),
+            steps=job.steps,
+            global_batch_size=job.global_batch,
+            micro_batch_size=job.micro_batch,
+            lr=lambda step: next(rates),
+        )
+    return bool(caught["kinds"])
+
+
+@clause(
+    "training.rate.that-ends",
+    level="production",
+    source="lr=lambda step: next(rates): a StopIteration ends a map or a generator in silence",
+    worlds=(1, 2),
+)
+def test_a_schedule_that_ends_early_is_an_error(world, subject):
+    """Where `lr` raises StopIteration the call MUST raise, and not end as if all were done."""
+    job = Job(1, 1, world.size, steps=3)
+    ranks = world.run(with_too_few_rates, "ddp" if world.size > 1 else "plain", job)
+
+    judge.equal(ranks, True, quantity="whether it raised, the answer", given=str(job))
 
 
 OWN_RATES = (1.0, 0.25)

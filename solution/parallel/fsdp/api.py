@@ -33,6 +33,7 @@ is refused by name; `solution/README.md` lists all differences. `fsdp` has no co
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -54,7 +55,8 @@ from solution.parallel.fsdp.unit import Unit
 from solution.parallel.reducer import Reducer
 
 _Found = tuple[str, nn.Parameter, list[Place]]  # name, parameter, all its places
-_CLASSES: dict[type, type] = {}  # a module's class to its subclass with FSDPModule
+# A module's class to its subclass with FSDPModule.
+_CLASSES: WeakValueDictionary[type, type] = WeakValueDictionary()
 _NO_CASTS, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
 
 
@@ -144,9 +146,10 @@ def fully_shard(
 
 def _make_fsdp_module(module: nn.Module, unit: Unit) -> None:
     original = type(module)
-    if original not in _CLASSES:
-        _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
-    module.__class__ = _CLASSES[original]
+    sharded = _CLASSES.get(original)
+    if sharded is None:
+        sharded = _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
+    module.__class__ = sharded
     # The module's entry among PyTorch's composable APIs: `replicate` around it leaves it alone.
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
     # Not through nn.Module: a unit is not a submodule.

@@ -24,14 +24,17 @@ A gradient is on its way from `unsharded.grad` to `sharded.grad`, the mean, in o
 
 `zero_grad` must discard what is not in `sharded.grad` yet. So between backwards `sharded.grad` is a
 *placeholder* for it: zeros in the memory of one element, or the gradient that was there before. If
-the user replaced or zeroed the placeholder, the gradient counts as cleared and is dropped.
+the user replaced or zeroed the placeholder, the gradient counts as cleared and is dropped. (By its
+version: what `torch._foreach_zero_` writes shows in none, so an optimizer with `foreach` or `fused`
+clears what waits only by `zero_grad(set_to_none=True)`, the default.)
 
 PyTorch counterpart: `FSDPParam`. There the unsharded tensor stays registered after a forward that
 keeps it, so an optimizer built then trains nothing; and `zero_grad` does not discard what is
 unreduced.
 """
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 import torch
@@ -123,6 +126,8 @@ class ShardedParameter:
         self.unreduced: torch.Tensor | None = None  # sum of local gradients, `[shape]`
         self.partial: torch.Tensor | None = None  # own rows, not summed over replicas yet
         self._memory = torch.empty(0)
+        self._seen: Callable[[], torch.Tensor | None] = lambda: None  # the latest `local`
+        self._num_locals = 0
         self._placeholder: tuple[torch.Tensor, tuple[int, int]] | None = None
         self._is_placeholder_zeros = False
         self._register(self.sharded)
@@ -142,7 +147,9 @@ class ShardedParameter:
     def versions(self) -> tuple[int, int, int, bool]:
         """Return a value that changes with the shard, in place too, and with `requires_grad`."""
         local = self.local
-        return id(local), self.sharded._version, local._version, self.sharded.requires_grad
+        if self._seen() is not local:  # an id may come again, on one rank and not on another
+            self._seen, self._num_locals = weakref.ref(local), self._num_locals + 1
+        return self._num_locals, self.sharded._version, local._version, self.sharded.requires_grad
 
     def allocate(self, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised memory `[shape]` for the unsharded values, to be written to."""

@@ -32,9 +32,9 @@ gradients: small ones spend more time waiting than travelling.
 
 Invariants. Outside of forward and backward, `parameters()` are the shards, but between `unshard()`
 and `reshard()`. What was gathered before an update that shows (`unit.py`) is never used after it.
-An Exception in a forward leaves the model sharded; after one in a backward the next forward
-discards what that backward left behind, on whatever ranks it happened. (`recover` is for the rest:
-module hooks do not run after a KeyboardInterrupt.)
+An Exception leaves the model with its shards; after one in a backward the next pass, forward or
+backward, discards what that backward left behind, on whatever ranks it happened. (`recover` is for
+the rest: module hooks do not run after a KeyboardInterrupt.)
 
 Paper: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 sections 3.2 and 3.3; Rajbhandari et al. 2020, "ZeRO", section 5. PyTorch counterpart: `FSDPState`,
@@ -44,6 +44,7 @@ whose forward prefetch is left to CUDA streams, so that on a CPU nothing overlap
 import copy
 import dataclasses
 import operator
+import weakref
 from collections import UserDict, UserList
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -73,7 +74,8 @@ class Schedule:
         self._order: list[Unit] = []  # in which forwards began, in this pass
         self._previous_order: list[Unit] = []  # in the pass before
         self._prefetched: list[Unit] = []
-        self._is_end_queued = False  # from a backward's first unit to its end
+        # From a backward's first unit to its end. Dead: the backward was interrupted.
+        self._queued_end: weakref.ref[Any] | None = None
         for unit in units:
             self._take_over(unit)
 
@@ -128,8 +130,11 @@ class Schedule:
         """Free; also called after an exception, with None for the output."""
         is_new = not is_inside_backward()
         unit.depth = max(0, unit.depth - 1)  # a hook of the user's may have raised before ours
-        outputs = _differentiable(output)
         hook = partial(self._pre_backward, unit, self._latest if is_new else None)
+        outputs = _differentiable(output)
+        if any(tensor.is_leaf for tensor in outputs):  # a Parameter: a hook would stay with it
+            output = _map_tensors(lambda t: t.view_as(t), output)
+            outputs = _differentiable(output)
         for tensor in outputs:
             tensor.register_hook(hook)
         if torch.is_grad_enabled() and torch._C._are_functorch_transforms_active():
@@ -156,7 +161,7 @@ class Schedule:
             unit.reshard(keep_part=has_backward and kind is int)
 
     def _begin_pass(self, unit: Unit) -> None:
-        if self._is_end_queued:
+        if self._queued_end is not None:
             self.recover()
         self._outermost, self._latest = unit, None
         self._previous_order, self._order = self._order, []
@@ -181,7 +186,7 @@ class Schedule:
         return ()
 
     def _prefetch(self, unit: Unit) -> None:
-        if unit.state is UnitState.SHARDED:
+        if unit.state in (UnitState.SHARDED, UnitState.PARTLY_SHARDED):
             unit.unshard()
             self._prefetched.append(unit)
 
@@ -197,11 +202,11 @@ class Schedule:
 
     @torch._disable_dynamo
     def _pre_backward(self, unit: Unit, previous: Unit | None, *_: torch.Tensor) -> None:
-        if not self._is_end_queued:
-            self._is_end_queued = True
+        if self._queued_end is not None and self._queued_end() is None:
+            self.recover()
+        if self._queued_end is None:
             self._finish_reductions()  # of a backward that was not the last
-            # Runs when this backward has succeeded; an interrupted one leaves the flag up.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+            self._queue_end()
         is_new, unit.is_in_backward = not unit.is_in_backward, True
         if unit.unshards_in_backward:
             unit.unshard()
@@ -236,6 +241,17 @@ class Schedule:
             for reduction in self._reductions.pop(0):
                 reduction.finish()
 
+    def _queue_end(self) -> None:
+        # Runs when this backward has succeeded, and lives as long as this backward does.
+        end = partial(self._end_of_backward)
+        self._queued_end = weakref.ref(end, self._backward_is_over)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _backward_is_over(self, end: object) -> None:
+        if self._queued_end is end:  # it was interrupted
+            for unit in self.units:
+                unit.register_sharded()
+
     @torch._disable_dynamo
     def _end_of_backward(self) -> None:
         for unit in self.units:
@@ -249,11 +265,11 @@ class Schedule:
         for parameter in chain.from_iterable(unit.parameters for unit in self.units):
             parameter.leave_placeholder()
         self._drop_unused()
-        self._is_end_queued = False
+        self._queued_end = None
 
     def recover(self) -> None:
         """After an interrupted pass: wait for all messages, and discard what arrived."""
-        self._is_end_queued = False
+        self._queued_end = None
         self._outermost = None
         for reduction in chain(*self._reductions):
             reduction.drop()

@@ -125,3 +125,82 @@ class EachRankSkips(Patched):
     module = "solution.checkpoint.load"
     find = "comm.gather_objects(_damage(candidate.path, group), group)"
     replace = "[_damage(candidate.path, group)]"
+
+
+@near_miss("checkpoint.first-ranks-loader", rejected_by="checkpoint.content.loader-of-each-rank")
+class FirstRanksLoader(Patched):
+    """Gives every rank's loader the place of the first one's.
+
+    From: state that is the same on all ranks, as a token loader's is
+    Unseen: Until a loader prefetches, or draws, on each rank for itself.
+    """
+
+    module = "solution.checkpoint.load"
+    find = "own = dict(ranks[rank] if is_same_size else ranks[0])"
+    replace = "own = dict(ranks[0])"
+
+
+@near_miss("checkpoint.ties-by-memory", rejected_by="checkpoint.content.views")
+class TiesByMemory(Patched):
+    """Takes tensors that begin in the same memory for one.
+
+    From: `data_ptr()`, which tells tied weights
+    Unseen: A buffer that is a part of another one is rare.
+    """
+
+    module = "solution.checkpoint.named"
+    find = "first.setdefault(id(value)"
+    replace = "first.setdefault(value.untyped_storage().data_ptr()"
+
+
+@near_miss("checkpoint.shards-in-their-dtype", rejected_by="checkpoint.sharded-model.goes-on")
+class ShardsInTheirDtype(Patched):
+    """Reads state of shards into tensors of the parameter's dtype.
+
+    From: `torch.empty_like(parameter)`
+    Unseen: Moments have the parameter's dtype in torch.optim.
+    """
+
+    module = "solution.checkpoint.named"
+    find = "torch.empty_like(parameter, dtype=dtype, requires_grad=False)"
+    replace = "torch.empty_like(parameter, requires_grad=False)"
+
+
+@near_miss("checkpoint.lists-of-one-rank", rejected_by="checkpoint.sharded-model.goes-on")
+class ListsOfOneRank(Patched):
+    """Saves what an optimizer keeps in lists as the first rank has it, shards too.
+
+    From: ours, once: what is no tensor is the same on all ranks
+    Unseen: torch.optim keeps tensors, but for LBFGS.
+    """
+
+    module = "solution.checkpoint.named"
+    find = "and _tensors_in(value):\n        raise"
+    replace = "and isinstance(value, torch.Tensor):\n        raise"
+
+
+@near_miss("checkpoint.sweeps-its-step", rejected_by="checkpoint.failure.keeps-older")
+class SweepsItsStep(Patched):
+    """Clears away everything of a step whose save failed.
+
+    From: `glob("*step-00000001*")`
+    Unseen: Until a step that was saved before is saved again, and fails.
+    """
+
+    module = "solution.checkpoint.save"
+    find = "                shutil.rmtree(temporary, ignore_errors=True)"
+    replace = """                for path in root.glob(f"*{self.step}*"):
+                    shutil.rmtree(path, ignore_errors=True)"""
+
+
+@near_miss("checkpoint.attempts-as-words", rejected_by="checkpoint.save.again-and-again")
+class AttemptsAsWords(Patched):
+    """Takes the ninth attempt for later than the tenth.
+
+    From: folders in the order of their names
+    Unseen: Nobody saves a step ten times by hand.
+    """
+
+    module = "solution.checkpoint.folder"
+    find = "sorted(found, reverse=True)"
+    replace = "sorted(found, key=lambda each: (each.step, each.path.name), reverse=True)"

@@ -116,3 +116,91 @@ class StripsEverywhere(Patched):
     module = "solution.parallel.fsdp.api"
     find = "        name: (p.full_tensor() if"
     replace = "        name.replace('module.', ''): (p.full_tensor() if"
+
+
+@near_miss(
+    "fsdp.full-after-an-exception",
+    rejected_by="fsdp.accumulation.after-an-interrupted-backward",
+)
+class FullAfterAnException(Patched):
+    """Goes on with the next backward as if the one that raised were still running.
+
+    From: ours, once: a flag that goes down at the end of a backward
+    Unseen: A forward comes first in most loops, and clears what was left.
+    """
+
+    module = "solution.parallel.fsdp.schedule"
+    find = "if self._queued_end is not None and self._queued_end() is None:"
+    replace = "if False:"
+
+
+@near_miss(
+    "fsdp.shows-what-was-open",
+    rejected_by="fsdp.accumulation.after-an-interrupted-backward",
+)
+class ShowsWhatWasOpen(Patched):
+    """After a backward that raised shows the full parameters of the units that it was in.
+
+    From: ours, once, and FSDP2.
+    Unseen: An optimizer holds the shards; a model's zero_grad clears what the model shows.
+    """
+
+    module = "solution.parallel.fsdp.schedule"
+    find = "if self._queued_end is end:"
+    replace = "if False:"
+
+
+@near_miss("fsdp.one-optimizer-counts", rejected_by="fsdp.lifecycle.fresh-after-step")
+class OneOptimizerCounts(Patched):
+    """Asks of one parameter of a unit whether an optimizer has stepped.
+
+    From: `unit.parameters[0]`
+    Unseen: One optimizer holds all parameters of a unit, unless weights and biases are apart.
+    """
+
+    module = "solution.parallel.fsdp.unit"
+    find = "any(id(p.sharded) in stepped for p in unit.parameters)"
+    replace = "id(unit.parameters[0].sharded) in stepped"
+
+
+@near_miss("fsdp.half-mean-of-shards", rejected_by="fsdp.precision.float16-over-replicas")
+class HalfMeanOfShards(Patched):
+    """Divides by the ranks that shard, where a sum of float16 is divided early.
+
+    From: a second formula for one dtype, tried on one mesh
+    Unseen: Without replicas it is the mean, and in float32 too.
+    """
+
+    module = "solution.parallel.fsdp.unit"
+    find = "(factor or first * second) / power"
+    replace = "(factor or first) / power"
+
+
+@near_miss(
+    "fsdp.any-step-counts", rejected_by="fsdp.lifecycle.anothers-step", outcomes=("hang", "died")
+)
+class AnyStepCounts(Patched):
+    """Takes the step of any optimizer for an update of every unit.
+
+    From: it is safe to gather once more
+    Unseen: All ranks train the same models, until one trains another, and gathers alone.
+    """
+
+    module = "solution.parallel.fsdp.unit"
+    find = "any(id(p.sharded) in stepped for p in unit.parameters)"
+    replace = "bool(stepped)"
+
+
+@near_miss(
+    "fsdp.in-backward-for-ever", rejected_by="fsdp.lifecycle.fresh-after-interrupted-backward"
+)
+class InBackwardForEver(Patched):
+    """After a backward that raised takes the units that it was in for being in it still.
+
+    From: a flag that goes down in post-backward, and nowhere else
+    Unseen: What follows is gathered anew; what that keeps is not looked at again.
+    """
+
+    module = "solution.parallel.fsdp.schedule"
+    find = "            unit.is_in_backward = False\n            unit.depth = 0"
+    replace = "            unit.depth = 0"

@@ -93,3 +93,47 @@ class WorldForGroup(Patched):
     module = "solution.trainer"
     find = 'group = getattr(model, "process_group", None)'
     replace = "group = None"
+
+
+@near_miss(
+    "training.clears-what-it-updates", rejected_by="training.gradient.leftovers-outside-the-model"
+)
+class ClearsWhatItUpdates(Patched):
+    """Clears the gradients of the optimizer's parameters alone, and takes the norm of the model's.
+
+    From: `optimizer.zero_grad()`
+    Unseen: An optimizer holds all parameters that train, as a rule.
+    """
+
+    module = "solution.trainer"
+    find = "        self.model.zero_grad(set_to_none=True)"
+    replace = "        return"
+
+
+@near_miss("training.zero-is-no-bound", rejected_by="training.clip.to-nothing")
+class ZeroIsNoBound(Patched):
+    """Takes a bound of 0 for none.
+
+    From: `if max_norm:`
+    Unseen: Nobody clips to nothing but to see what else moves the weights.
+    """
+
+    module = "solution.trainer"
+    find = "if self.max_norm is not None:"
+    replace = "if self.max_norm:"
+
+
+@near_miss("training.ends-with-its-rates", rejected_by="training.rate.that-ends")
+class EndsWithItsRates(Patched):
+    """Ends in silence when its schedule does.
+
+    From: ours, once: `records.extend(map(step, range(steps)))`
+    Unseen: A schedule is a function of the step in most runs.
+    """
+
+    module = "solution.trainer"
+    find = """        for finished in range(steps):
+            records += [trainer.step(finished)]
+"""
+    replace = """        records.extend(map(trainer.step, range(steps)))
+"""
