@@ -117,7 +117,7 @@ def after_steps(ctx, subject, toy, seed, setting):
         groups = [{"params": part} for part in (sharded.held[:1], sharded.held[1:])]
         sharded.optimizer = FLAVOURS[setting](groups)
     optimizer: Any = sharded.optimizer
-    if setting == "two-optimizers":
+    if setting == "by-hand-between-two":
         sharded.keep(True)
         optimizer = Two(sharded.held, sharded.unshard_all)
     for step in range(2):
@@ -132,7 +132,7 @@ def after_steps(ctx, subject, toy, seed, setting):
 
 
 @clause("fsdp.lifecycle.fresh-after-step", source=FRESH)
-@pytest.mark.parametrize("setting", [*SETTINGS, KEPT, *FLAVOURS, "by-hand", "two-optimizers"])
+@pytest.mark.parametrize("setting", [*SETTINGS, KEPT, *FLAVOURS, "by-hand", "by-hand-between-two"])
 def test_a_forward_after_a_step_uses_the_new_weights(world, subject, setting):
     """The forward after a step MUST use the new weights, whatever was kept unsharded before it.
 

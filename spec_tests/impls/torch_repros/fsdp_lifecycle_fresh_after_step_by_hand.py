@@ -4,7 +4,7 @@ Expected: the output of the weights after the step, [0, 0]
 Got: the output of the weights before the step, [1, 1]
 Versions: torch 2.13.0, checked 2026-11-23
 Clause: fsdp.lifecycle.fresh-after-step
-Case: *-by-hand
+Case: *-by-hand*
 See: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
