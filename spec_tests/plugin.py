@@ -165,6 +165,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark GPU clauses, drop what is above the level or not asked for."""
     run = config.stash[RUN]
+    is_judge = ACTIVE.run is run and getattr(config.option, "dist", "no") == "no"
+    if is_judge and not config.option.collectonly:
+        _begin(config, run)
     kept: list[pytest.Item] = []
     dropped: list[pytest.Item] = []
     patterns = _patterns(config)
@@ -327,7 +330,7 @@ def _require_machine(clause: Clause, transport: str) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Open the log, and see that every implementation loads before anything is judged."""
+    """Note what is judged; begin, but where clauses are to be collected first."""
     config, run = session.config, session.config.stash[RUN]
     if config.getoption("--quick"):
         run.quick = _quick(config, run)
@@ -340,6 +343,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if patterns and getattr(config.option, "dist", "no") != "no" and not _matching(patterns):
         raise pytest.UsageError(_nothing_to_run(patterns, run))  # xdist's workers cannot say it
     live.register(config)
+    if getattr(config.option, "dist", "no") != "no":  # nothing is collected here
+        _begin(config, run)
+
+
+def _begin(config: pytest.Config, run: Run) -> None:
+    """See that every implementation loads, and open the log; ranks have started meanwhile."""
     if config.getoption("--impl"):
         for which in run.targets:
             _require_loads(which, run)
