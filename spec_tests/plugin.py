@@ -165,7 +165,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark GPU clauses, drop what is above the level or not asked for."""
     run = config.stash[RUN]
-    is_judge = ACTIVE.run is run and getattr(config.option, "dist", "no") == "no"
+    is_judge = ACTIVE.run is run and not _has_workers(config)
     if is_judge and not config.option.collectonly:
         _begin(config, run)
     kept: list[pytest.Item] = []
@@ -340,11 +340,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if config.option.collectonly:
         return
     patterns = _patterns(config)
-    if patterns and getattr(config.option, "dist", "no") != "no" and not _matching(patterns):
+    if patterns and _has_workers(config) and not _matching(patterns):
         raise pytest.UsageError(_nothing_to_run(patterns, run))  # xdist's workers cannot say it
     live.register(config)
-    if getattr(config.option, "dist", "no") != "no":  # nothing is collected here
+    if _has_workers(config):  # they collect, and this process does not
         _begin(config, run)
+
+
+def _has_workers(config: pytest.Config) -> bool:
+    return bool(getattr(config.option, "dist", "no") != "no")
 
 
 def _begin(config: pytest.Config, run: Run) -> None:

@@ -199,10 +199,11 @@ class OptimizerTensors:
                 live = self.optimizer.state[parameter]
                 if live[key].dtype != value.dtype:
                     live[key] = value.to(live[key].device)
+            entries = self.optimizer.state.get(parameter, {})  # none where another rank owns it
+            to_device = operator.methodcaller("to", parameter.device)
             for key, value in saved["others"].get(name, {}).items():
-                if key in (live := self.optimizer.state.get(parameter, {})) and _tensors_in(value):
-                    to_device = operator.methodcaller("to", parameter.device)
-                    live[key] = tree_map_only(torch.Tensor, to_device, value)
+                if key in entries and _tensors_in(value):
+                    entries[key] = tree_map_only(torch.Tensor, to_device, value)
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
@@ -222,7 +223,7 @@ def _require_alike(name: str, value: Any, parameter: DTensor) -> None:
             f"expected optimizer state of {name!r}, whose parameter is sharded, to be one number "
             f"or a DTensor of the parameter's size {tuple(parameter.size())}, got a "
             f"{type(value).__name__} of sizes {[tuple(t.size()) for t in _tensors_in(value)][:3]}; "
-            "it is different on each rank, and only such state can be saved"
+            "other state may differ from rank to rank, and one rank's would be saved for all"
         )
 
 

@@ -325,9 +325,8 @@ OPTIMIZERS = {
 
 def of_shards(ctx, seed, kind="adamw"):
     """A toy whose layers are sharded, an optimizer of its shards, and a function for a step."""
-    toy = TOYS[
-        TOY if kind == "adamw" else "even"
-    ]  # shards of one shape fit where they do not belong
+    # Shards of one shape fit where they do not belong.
+    toy = TOYS[TOY if kind == "adamw" else "even"]
     module: Any = toy.build(seed).to(ctx.device)
     for unit in (*getattr(module, "layers", module).children(), module):
         ctx.impl.fully_shard(unit)

@@ -214,6 +214,17 @@ class Sharded(wrapped.WrappedToy):
             if hasattr(part, "unshard"):
                 part.unshard(**options)
 
+    def interrupted(self, layer: str, micro: int) -> torch.Tensor:
+        """The loss of a micro-batch whose backward raises AttributeError at that layer's output."""
+        outputs: list[Any] = []
+        handle = self.module.get_submodule(layer).register_forward_hook(
+            lambda module, args, output: outputs.append(output)
+        )
+        loss = self.loss(micro)
+        handle.remove()
+        outputs[0].register_hook(lambda gradient: gradient.nothing)
+        return loss
+
     def infer(self, micro: int) -> None:
         """A forward in inference mode, whose tensors take no part in autograd."""
         with torch.inference_mode():

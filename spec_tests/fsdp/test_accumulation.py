@@ -103,13 +103,7 @@ def after_an_interrupted_backward(ctx, subject, then):
     """Gradients of what follows a backward that raised on all ranks, the model's being cleared."""
     sharded = Sharded(ctx, subject, "stack", units="nested")
     sharded.follow("backward 5")
-    seen = []
-    handle = sharded.module.get_submodule("blocks.0.down").register_forward_hook(
-        lambda module, args, output: seen.append(output)
-    )
-    failing = sharded.loss(3)
-    handle.remove()
-    seen[0].register_hook(lambda gradient: gradient.nothing)
+    failing = sharded.interrupted("blocks.0.down", 3)
     pending = sharded.loss(0) if then == "pending" else None
     with pytest.raises(AttributeError):
         failing.backward()

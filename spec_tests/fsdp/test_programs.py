@@ -117,11 +117,7 @@ def test_a_step_after_an_interrupted_forward_is_seen(world, subject):
 def after_an_interrupted_backward(ctx, subject):
     """Output after a backward that raised, a forward for nothing, and then a change in place."""
     sharded = Sharded(ctx, subject, "even", reshard_after_forward=False)
-    layer, seen = sharded.module.get_submodule("up"), []
-    handle = layer.register_forward_hook(lambda module, args, output: seen.append(output))
-    loss = sharded.loss(0)
-    handle.remove()
-    seen[0].register_hook(lambda gradient: gradient.nothing)
+    loss = sharded.interrupted("up", 0)
     with pytest.raises(AttributeError):
         loss.backward()
     sharded.loss(1)

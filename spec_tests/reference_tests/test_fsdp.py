@@ -1,6 +1,8 @@
 """`python -m solution.train_fsdp`; and what docstrings of the sharding alone promise."""
 
+import gc
 import importlib
+import weakref
 from typing import Any
 
 import pytest
@@ -116,6 +118,33 @@ def linear_left_sharded(ctx):
 
 def test_a_unit_with_a_linear_is_gathered_in_backward(worlds):
     worlds.world(2, parse("solution")).run(linear_left_sharded)
+
+
+class Table(nn.Module):
+    """Returns its own Parameter, as a head asks for that is tied by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 2))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
+def left_behind(ctx):
+    """Hooks on a Parameter that its module has returned three times, and classes afterwards."""
+    model: Any = ctx.impl.fully_shard(Table(), reshard_after_forward=False)
+    for _ in range(3):
+        model().sum().backward()
+    full = model._fsdp_unit.parameters[0].unsharded
+    num_hooks, sharded_class = len(full._backward_hooks or {}), weakref.ref(type(model))
+    del model, full
+    gc.collect()
+    return num_hooks, sharded_class() is None
+
+
+def test_a_returned_parameter_gets_no_hooks_and_classes_go_with_their_models(worlds):
+    assert worlds.world(2, parse("solution")).run(left_behind) == [(0, True)] * 2
 
 
 def loaded_after_a_wrong_load(ctx):

@@ -11,6 +11,7 @@ import signal
 import subprocess
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.run import get_args_parser
@@ -288,3 +289,24 @@ def test_state_without_a_name_is_refused_and_a_file_is_not_in_the_way(in_rank, t
     assert "no name to be saved under" in shared
     assert "in another optimizer, in parts" in divided
     assert step == 2
+
+
+def saved_and_loaded(ctx, folder):
+    """A rate that NumPy computed and a list of float32 beside bfloat16, saved and loaded."""
+    save, load = solution("checkpoint").save_checkpoint, solution("checkpoint").load_checkpoint
+    model = torch.nn.Linear(2, 2).to(torch.bfloat16)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.param_groups[0]["lr"] = np.float64(0.25)
+    optimizer.state[model.bias]["history"] = [torch.full((2,), 1.001)]
+    save(folder, step=1, model=model, optimizer=optimizer)
+    fresh: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    load(folder, model=model, optimizer=fresh)
+    [kept] = fresh.state[model.bias]["history"]
+    return type(fresh.param_groups[0]["lr"]).__name__, fresh.param_groups[0]["lr"], kept
+
+
+def test_rates_of_numpy_are_saved_and_lists_of_tensors_keep_their_dtype(in_rank, tmp_path):
+    kind, rate, kept = in_rank(saved_and_loaded, tmp_path)
+
+    assert (kind, rate) == ("float", 0.25)
+    assert torch.equal(kept, torch.full((2,), 1.001))
