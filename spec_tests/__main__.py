@@ -9,6 +9,7 @@
     python -m spec_tests signatures [...]       see what each near-miss fails: known faults
     python -m spec_tests new ddp DIR            a file to begin with, the algorithm in steps
     python -m spec_tests repro [...] DIR        a script that shows one finding, with torch alone
+    python -m spec_tests explore [...]          draw situations until one fails, and shrink it
     python -m spec_tests league [...]           the table of the libraries that were judged
     python -m spec_tests bench NAME [...]       time and memory, beside PyTorch's own
     python -m spec_tests reality [...]          see how many real bugs it rejects
@@ -43,6 +44,7 @@ from typing import NoReturn
 COMMANDS = {
     "bench": "spec_tests.benchmarks.__main__",
     "compare": "spec_tests.rig.report.compare",
+    "explore": "spec_tests.programs.explore",
     "kills": "spec_tests.reference_tests.kills",
     "league": "spec_tests.impls.league",
     "new": "spec_tests.skeletons.__main__",

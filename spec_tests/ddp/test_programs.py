@@ -8,11 +8,13 @@ rank to rank and from step to step. The order is an input here (`laws.schedules`
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from spec_tests.clause import clauses
 from spec_tests.ddp.replica import DDP, SEED, Replica, mean_gradients
 from spec_tests.laws import program_machine, programs, schedules
+from spec_tests.programs import draw
 from spec_tests.rig.judge.tolerance import rounding
 
 clause = clauses(judges=DDP, level="correct", worlds=(2, 3))
@@ -46,6 +48,37 @@ def test_any_sequence_of_calls_does_what_one_process_does(world, subject):
         ),
         given=f"toy {TOY!r}, seed {SEED}",
     )
+
+
+SITUATIONS = "contract, Ddp and NoSync; Cohen et al. 1997, The AETG system"
+
+
+@clause("ddp.programs.any-situation", needs=("no_sync",), source=SITUATIONS)
+@pytest.mark.parametrize("part", range(draw.PARTS))
+def test_any_situation_does_what_one_process_does(world, subject, part):
+    """In any scene any legal program MUST do on the ranks what it does in one process.
+
+    Scenes in which every two words meet, in each a program of up to 24 calls, and the situations of
+    `spec_tests/programs/seeds.toml`, which once told a fault.
+    """
+    draw.judge_part(world, subject, "correct", part)
+
+
+@clause(
+    "ddp.programs.any-production-situation",
+    needs=("no_sync",),
+    level="production",
+    source=SITUATIONS,
+    worlds=(2, 4),
+)
+@pytest.mark.parametrize("part", range(draw.PARTS))
+def test_any_situation_of_production_does_what_one_process_does(world, subject, part):
+    """With all that PyTorch offers, any legal program MUST do what it does in one process.
+
+    An ordinary step then sends what it sent before the program, and parameters and gradients are what
+    they were.
+    """
+    draw.judge_part(world, subject, "production", part, looks=True)
 
 
 SCHEDULED_TOY = "stack"  # several buckets, of equal and of unequal size

@@ -10,7 +10,6 @@ integers: nothing is rounded.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import nn
 from spec_tests.laws import wrapped
 from spec_tests.laws.traffic import REDUCTIONS
 from spec_tests.laws.wrapped import SEED as SEED  # the chapter takes it from here
+from spec_tests.programs.on_ranks import units_of as units_of
 from spec_tests.rig import judge
 from spec_tests.rig.judge.oracle import Gradients, Named
 from spec_tests.rig.ranks.rank import Context
@@ -45,31 +45,6 @@ def numel(toy: str, *names: str) -> int:
     below = tuple(f"{name}." for name in names)
     chosen = [n for n in named if not names or n in names or n.startswith(below)]
     return sum(named[name].numel() for name in chosen)
-
-
-def units_of(module: nn.Module, granularity: str = "children") -> list[str]:
-    """Names of the modules to shard before the whole, innermost first.
-
-    Args:
-        granularity: "children" (the outermost modules that can be called), "layers" (those without
-            children), "nested" (both), "root" (none).
-    """
-    names = [name for name, part in module.named_modules() if name and _can_be_unit(module, part)]
-    if granularity == "root":
-        return []
-    if granularity == "layers":
-        names = [n for n in names if not any(True for _ in module.get_submodule(n).children())]
-    if granularity == "children":
-        names = [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
-    return names[::-1]
-
-
-def _can_be_unit(module: nn.Module, part: nn.Module) -> bool:
-    """Has parameters, can be called, and shares none with the rest: a tie stays within one unit."""
-    uses = Counter(id(p) for m in module.modules() for p in m._parameters.values())
-    own = Counter(id(p) for m in part.modules() for p in m._parameters.values() if p is not None)
-    is_container = isinstance(part, nn.ModuleList | nn.ModuleDict)
-    return bool(own) and not is_container and all(uses[key] == n for key, n in own.items())
 
 
 def shard(

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import FULLY_SHARD, Sharded, mean_gradients
+from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, Sharded, mean_gradients
 from spec_tests.laws import program_machine, programs, refusal, schedules
+from spec_tests.programs import draw
 from spec_tests.rig import judge
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.judge.tolerance import rounding
@@ -78,6 +79,36 @@ def test_any_sequence_with_weights_kept_after_forward(world, subject):
     Full weights outlive their pass, so every call that changes shards can make them stale.
     """
     judge_programs(world, subject, False)
+
+
+SITUATIONS = "contract, FullyShard; Cohen et al. 1997, The AETG system"
+
+
+@clause("fsdp.programs.any-situation", judges=BOTH, source=SITUATIONS, worlds=(2, 3))
+@pytest.mark.parametrize("part", range(draw.PARTS))
+def test_any_situation_does_what_one_process_does(world, subject, part):
+    """In any scene any legal program MUST do on the shards what it does in one process.
+
+    Scenes in which every two words meet, in each a program of up to 24 calls, and the situations of
+    `spec_tests/programs/seeds.toml`, which once told a fault.
+    """
+    draw.judge_part(world, subject, "correct", part)
+
+
+@clause(
+    "fsdp.programs.any-production-situation",
+    level="production",
+    source=SITUATIONS,
+    worlds=(2, 4),
+)
+@pytest.mark.parametrize("part", range(draw.PARTS))
+def test_any_situation_of_production_does_what_one_process_does(world, subject, part):
+    """With all that PyTorch offers, any legal program MUST do what it does in one process.
+
+    An ordinary step then sends what it sent before the program, and parameters and gradients are what
+    they were.
+    """
+    draw.judge_part(world, subject, "production", part, looks=True)
 
 
 def after_interruption(ctx, subject):

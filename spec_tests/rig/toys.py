@@ -299,6 +299,26 @@ class Reordered(nn.Module):
         return self.head(x).remainder(6.0)
 
 
+class Narrow(nn.Module):
+    """Layers in a row and one beside them, whose gradients float16 and bfloat16 hold exactly.
+
+    They are integers of at most 32 times what all of them are multiples of, and remainders of three
+    change where a weight turns its sign.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 4)
+        self.second = nn.Linear(4, 2)
+        self.beside = nn.Linear(6, 3, bias=False)
+        self.shift = nn.Parameter(torch.empty(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).remainder(3.0)
+        y = (self.second(h) + self.shift).remainder(3.0)
+        return torch.cat([y, self.beside(x).remainder(3.0)], dim=-1)
+
+
 @dataclass(frozen=True)
 class Toy:
     """A toy by name: how to build it and how far its values reach.
@@ -372,5 +392,6 @@ TOYS = {
         Toy("even", Even, reach=4 * 4 * 2),
         Toy("stack", Stack, reach=4 * 4 * 2),
         Toy("reordered", Reordered, reach=3 * 3),
+        Toy("narrow", Narrow),
     )
 }

@@ -140,6 +140,7 @@ def _inherited(base: Any, heir: Path) -> list[Deviation]:
 
 
 def _entries(document: dict[str, Any], file: Path) -> list[Deviation]:
+    document.pop("situation", None)  # of drawn programs, see spec_tests/programs/declared.py
     entries = document.pop("deviation", [])
     if document or not isinstance(entries, list):
         raise ValueError(

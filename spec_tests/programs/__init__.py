@@ -1,0 +1,11 @@
+"""The world model: situations as lines of text, one oracle with its faults, a generator.
+
+scene.py      what exists before the first call: words, one for each axis
+calls.py      what a trainer calls, one call after another; which calls are legal
+alone.py      one process that does what all ranks should: the oracle, and each way to be wrong
+on_ranks.py   the same calls on a rank, for each function that divides training
+law.py        the law: a situation does on the ranks what it does in one process
+draw.py       situations drawn at random, in scenes in which every two words meet
+explore.py    the command: draw, judge, shrink, until the time is over
+seeds.toml    situations that once told a fault; they are tried first
+"""

@@ -1,0 +1,266 @@
+"""Programs: what a trainer calls, one call after another, as text.
+
+    backward 0, accumulate 1, backward 2, step, evaluate 9
+
+    backward N          forward, reduced backward of micro-batch N, and its finish
+    both N M            two forwards, one backward of the sum of their losses
+    several N M         two backwards before one finish
+    twice N             two backwards of one forward
+    accumulate N        forward and backward whose gradients stay on this rank
+    partly N            the same, reduced over the ranks that share one copy of the weights
+    forward N, pending  a forward, and later its backward
+    finish              the finish once more
+    step, step_one      every optimizer, or the first one, turns the sign of its weights
+    zero_grad HOW       of the optimizers, to None or to zero, or of the model
+    evaluate N, infer N a forward under no_grad, in inference mode
+    fails N LAYER       an exception in the forward of the first or last layer, which is caught
+    fails_backward ...  the same in the backward
+    keep FLAG           weights stay unsharded after a backward
+    unshard HOW         every unit, by hand, at once or in flight; `reshard` again
+    write WHERE         an update in place turns the sign of parameters, or of one
+    freeze, thaw N      parameter number N
+    save, load HOW      of weights, in memory; a load copies or assigns
+    another_steps RANK  one rank alone trains a model of its own
+    another_lives       another model is wrapped, trained for a step and dropped
+
+`VERBS` is the whole language: which words a call takes, when a right trainer may make it, and which
+state it leaves. `Alone` and `OnRank` have a method for each verb; what a method returns is compared.
+A call whose effect the contract leaves open (a step of gradients that are not reduced) is never
+legal, so nothing is drawn that a right implementation could fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from spec_tests.programs.scene import REPLICAS, SHARDS, WHOLE, Scene, num_parameters
+
+Call = tuple[str, ...]
+Program = tuple[Call, ...]
+
+
+@dataclass(frozen=True)
+class State:
+    """What a trainer knows between two calls.
+
+    Attributes:
+        shares: micro-batches in the gradients; the arithmetic of a toy is exact for so many.
+        is_open: gradients of single ranks wait for their reduction.
+        waits: a loss exists whose backward is still to come.
+        is_broken: a backward was interrupted, and nothing was cleared since.
+        is_saved: there has been a save.
+        is_zeroed: gradients were cleared to zero, and not to None, since the last step.
+        frozen: numbers of the parameters that are frozen now.
+        may_refuse: a call was made that may be refused, or an exception was caught: from then on an
+            error is right as well.
+    """
+
+    shares: int = 0
+    is_open: bool = False
+    waits: bool = False
+    is_broken: bool = False
+    is_saved: bool = False
+    is_zeroed: bool = False
+    frozen: frozenset[int] = frozenset()
+    may_refuse: bool = False
+
+
+When = Callable[[State], bool]
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A call.
+
+    Attributes:
+        takes: kinds of its words, see `WORDS`; "micro" is the number of a micro-batch.
+        when: whether the contract says what follows, in this state.
+        then: the state that it leaves.
+        of: functions of the contract that have it.
+        level: the level of the contract that promises it.
+        often: how often it is drawn, beside the others.
+        refusable: functions that may refuse it with an error.
+        mesh: whether it needs a mesh of two dimensions.
+    """
+
+    takes: str = ""
+    when: When = lambda s: True
+    then: Callable[[State], State] = lambda s: s
+    of: tuple[str, ...] = REPLICAS + SHARDS + WHOLE
+    level: str = "correct"
+    often: int = 1
+    refusable: tuple[str, ...] = ()
+    mesh: bool = False
+
+
+def _is_whole(s: State) -> bool:
+    """No backward was interrupted since gradients were last cleared."""
+    return not s.is_broken
+
+
+def _rests(s: State) -> bool:
+    """Nothing waits: an optimizer may step, a state may be saved."""
+    return not (s.is_open or s.waits or s.is_broken)
+
+
+def _adds(number: int, **changes: Any) -> Callable[[State], State]:
+    return lambda s: replace(s, **{"shares": s.shares + number, "is_open": False, **changes})
+
+
+def _becomes(**changes: Any) -> Callable[[State], State]:
+    return lambda s: replace(s, **changes)
+
+
+def _cleared(s: State) -> State:
+    return replace(s, shares=0, is_open=False, is_broken=False)
+
+
+VERBS: dict[str, Verb] = {
+    "backward": Verb("micro", _is_whole, _adds(1), often=4),
+    "both": Verb("micro micro", _is_whole, _adds(2)),
+    "twice": Verb("micro", _is_whole, _adds(2), refusable=REPLICAS + SHARDS + WHOLE),
+    "several": Verb("micro micro", _is_whole, _adds(2), of=REPLICAS, refusable=REPLICAS),
+    "accumulate": Verb("micro", _is_whole, _adds(1, is_open=True), of=REPLICAS + SHARDS, often=2),
+    "partly": Verb(
+        "micro", _is_whole, _adds(1, is_open=True), of=SHARDS, level="production", mesh=True
+    ),
+    "forward": Verb("micro", lambda s: _is_whole(s) and not s.waits, _becomes(waits=True)),
+    "pending": Verb("", lambda s: s.waits and _is_whole(s), _adds(1, waits=False), often=4),
+    "finish": Verb("", _rests, of=REPLICAS),
+    "step": Verb("", _rests, lambda s: replace(_cleared(s), is_zeroed=False), often=4),
+    "step_one": Verb("", _rests, lambda s: replace(_cleared(s), is_zeroed=False)),
+    "zero_grad": Verb("how", then=_cleared),
+    "evaluate": Verb("micro"),
+    "infer": Verb("micro"),
+    "fails": Verb("micro layer", then=_becomes(may_refuse=True)),
+    "fails_backward": Verb("micro layer", _is_whole, _becomes(is_broken=True, may_refuse=True)),
+    "keep": Verb("flag", _rests, of=SHARDS),
+    "unshard": Verb("at_once", _rests, of=SHARDS),
+    "reshard": Verb("", _rests, of=SHARDS),
+    "write": Verb("where", _rests),
+    "freeze": Verb("number", _rests, of=SHARDS),
+    "thaw": Verb("number", _rests, of=SHARDS),
+    "save": Verb("", _rests, _becomes(is_saved=True), of=REPLICAS + SHARDS),
+    "load": Verb("assigns", lambda s: _rests(s) and s.is_saved, _cleared, of=REPLICAS + SHARDS),
+    "another_steps": Verb("rank"),
+    "another_lives": Verb(),
+}
+"""Every call."""
+
+WORDS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
+    # word: the functions that have it, its level
+    "how": {
+        "none": (REPLICAS + SHARDS + WHOLE, "correct"),
+        "zero": (REPLICAS + SHARDS + WHOLE, "correct"),
+        "of-the-model": (REPLICAS + SHARDS, "production"),
+    },
+    "layer": dict.fromkeys(("first", "last"), (REPLICAS + SHARDS + WHOLE, "correct")),
+    "flag": dict.fromkeys(("True", "False"), (SHARDS, "correct")),
+    "at_once": {"now": (SHARDS, "correct"), "in-flight": (SHARDS, "production")},
+    "where": {
+        "parameters": (REPLICAS + SHARDS + WHOLE, "correct"),
+        "local-tensors": (SHARDS, "correct"),
+        "one-parameter": (REPLICAS + SHARDS + WHOLE, "correct"),
+    },
+    "number": dict.fromkeys(("1", "2"), (SHARDS, "correct")),
+    "assigns": {
+        "copied": (REPLICAS + SHARDS, "correct"),
+        "assigned": (SHARDS, "correct"),
+    },
+    "rank": dict.fromkeys(("0", "1"), (REPLICAS + SHARDS + WHOLE, "correct")),
+}
+"""The words that a call may take, by kind."""
+
+
+FORWARDS = (
+    "backward",
+    "both",
+    "twice",
+    "several",
+    "accumulate",
+    "partly",
+    "fails",
+    "fails_backward",
+)
+"""Calls with a forward that records a graph."""
+
+
+def parsed(text: str) -> Program:
+    """Return the calls of a text.
+
+    Raises:
+        ValueError: A call is no verb, or has other words than its verb takes.
+    """
+    program = tuple(tuple(call.split()) for call in text.split(",") if call.strip())
+    for name, *words in program:
+        if name not in VERBS:
+            raise ValueError(f"program {text!r}: {name!r} is no call; known: {', '.join(VERBS)}")
+        kinds = VERBS[name].takes.split()
+        if len(words) != len(kinds) or not all(map(_fits, kinds, words)):
+            raise ValueError(
+                f"program {text!r}: expected {name!r} with {' '.join(kinds) or 'no words'}, got "
+                f"{' '.join(words) or 'none'}; known: { ({k: [*WORDS[k]] for k in kinds if k in WORDS}) }"
+            )
+    return program
+
+
+def _fits(kind: str, word: str) -> bool:
+    return word.isdecimal() if kind == "micro" else word in WORDS[kind]
+
+
+def spelled(program: Program) -> str:
+    """Return the text of a program: what `parsed` reads."""
+    return ", ".join(" ".join(call) for call in program)
+
+
+def after(program: Program, scene: Scene, subject: str, size: int) -> State | None:
+    """Return the state that a program leaves; None where one of its calls is not legal."""
+    state: State | None = State(frozen=scene.frozen() or frozenset())
+    for call in program:
+        state = state and next_state(state, call, scene, subject, size)
+    return state
+
+
+def next_state(state: State, call: Call, scene: Scene, subject: str, size: int) -> State | None:
+    """Return the state that a call leaves; None where it is not legal."""
+    name, *words = call
+    verb = VERBS[name]
+    is_there = subject in verb.of and (not verb.mesh or scene.word("mesh") in ("2x2", "replicas"))
+    # Ranks that use other branches are interrupted after other reductions.
+    is_there = is_there and not (scene["toy"][2] and name == "fails_backward")
+    # The contract of replicas is silent about a forward between a forward and its backward.
+    is_there = is_there and not (state.waits and subject in REPLICAS and name in FORWARDS)
+    if not is_there or not verb.when(state):
+        return None
+    if any(
+        subject not in WORDS[k][w][0]
+        for k, w in zip(verb.takes.split(), words, strict=True)
+        if k in WORDS
+    ):
+        return None
+    found = verb.then(state)
+    if name == "zero_grad" and words == ["zero"]:
+        found = replace(found, is_zeroed=True)
+    if name in ("freeze", "thaw"):
+        frozen = _frozen(state.frozen, name, int(words[0]), scene)
+        if frozen is None:
+            return None
+        found = replace(found, frozen=frozen)
+    if subject in verb.refusable or _adds_up_in_whole(state, found, subject):
+        found = replace(found, may_refuse=True)
+    return found if found.shares <= scene.most(size) else None
+
+
+def _frozen(frozen: frozenset[int], name: str, number: int, scene: Scene) -> frozenset[int] | None:
+    """Return which parameters are frozen then; None where the call changes or leaves nothing."""
+    count = num_parameters(scene["toy"][0])
+    found = frozen | {number} if name == "freeze" else frozen - {number}
+    return found if found != frozen and len(found) < count and number < count else None
+
+
+def _adds_up_in_whole(state: State, found: State, subject: str) -> bool:
+    """`fsdp` may refuse a second backward without `zero_grad`, and one after a clear to zero."""
+    adds = found.shares > state.shares
+    return subject == "fsdp" and adds and (state.shares > 0 or state.is_zeroed)

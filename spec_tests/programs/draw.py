@@ -1,0 +1,222 @@
+"""The generator: scenes in which every two words meet, and a program of legal calls in each.
+
+Faults that single clauses miss are crossings: float16 and replicas, two optimizers and a unit, an
+interrupted backward and a window. They are too many to write and few enough to cover. Rows of a
+covering array are scenes in which any two words of any two axes meet (Cohen et al. 1997, "The AETG
+system"). In programs of 24 calls about half of all ordered pairs of calls meet.
+
+A drawn situation is a function of its seed: a run of the suite is a function of the tree.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+
+from spec_tests.programs import declared, law, seeds
+from spec_tests.programs.calls import (
+    VERBS,
+    WORDS,
+    Call,
+    Program,
+    State,
+    after,
+    next_state,
+)
+from spec_tests.programs.scene import AXES, AXES_OF, AXIS_OF, Scene, pairs
+from spec_tests.rig.outcomes import LEVELS
+from spec_tests.rig.ranks.world import World
+
+LONGEST = 24
+"""Calls in a drawn program: three that must meet in order rarely do so in a short one."""
+
+CLOSING: Program = (
+    ("zero_grad", "none"),
+    ("backward", "90"),
+    ("step",),
+    ("evaluate", "91"),
+    ("backward", "92"),
+)
+"""What shows in the end what a program has left behind."""
+
+PARTS = 8
+"""Cases of a clause, which share the rows of a covering array."""
+
+Avoided = Callable[[str], bool]
+
+
+@cache
+def covering(subject: str, size: int, level: str, seed: int | None = None) -> tuple[Scene, ...]:
+    """Return scenes in which every two words of a function's axes meet, chosen greedily.
+
+    Args:
+        seed: which array; None is the same as ever, in which open axes have the words that cover
+            most.
+    """
+    chance = random.Random(seed)
+    missing = pairs(subject, size, level)
+    order = [*missing]
+    if seed is not None:
+        chance.shuffle(order)
+    rows = []
+    for first in order:
+        if first in missing:
+            row = _completed([*first], subject, size, level, missing, chance if seed else None)
+            for pair in itertools.combinations(row, 2):
+                missing.pop(frozenset(pair), None)
+            rows.append(Scene.of(" ".join(row)))
+    return tuple(rows)
+
+
+def _completed(
+    words: list[str],
+    subject: str,
+    size: int,
+    level: str,
+    missing: dict[frozenset[str], None],
+    chance: random.Random | None,
+) -> list[str]:
+    """Return the words, and one for each axis that they leave open: the one that covers most."""
+    row = sorted(words, key=lambda word: [*AXES].index(AXIS_OF[word]))
+    for axis in AXES_OF[subject]:
+        if any(AXIS_OF[word] == axis for word in row):
+            continue
+        open_toy = axis != "toy" and not any(AXIS_OF[word] == "toy" for word in row)
+        known = [
+            word
+            for word, meant in AXES[axis].items()
+            if LEVELS.index(meant.level) <= LEVELS.index(level)
+            and (open_toy or Scene.of(" ".join([*row, word])).exists(subject, size))
+        ]
+        if chance is not None:
+            chance.shuffle(known)
+        row.append(max(known, key=lambda w: sum(frozenset((w, o)) in missing for o in row)))
+    return row
+
+
+def programs(
+    scene: Scene,
+    subject: str,
+    size: int,
+    level: str,
+    chance: random.Random,
+    is_avoided: Avoided = lambda line: False,
+) -> Program:
+    """Return legal calls, once or twice over, and an ordinary step that shows what they did.
+
+    What is right the first time may leave something behind for the second.
+
+    Args:
+        is_avoided: whether a line is one that a declared deviation speaks of.
+    """
+    times = chance.choice((1, 1, 2))
+    may_refuse = chance.random() < 0.5
+    calls: list[Call] = []
+    state = State(frozen=scene.frozen() or frozenset())
+    for number in range(chance.randint(4, LONGEST // times)):
+        found = []
+        for call in _calls(subject, level, number, chance):
+            then = next_state(state, call, scene, subject, size)
+            if then is None or (then.may_refuse and not may_refuse):
+                continue
+            if not is_avoided(law.written(scene, (*calls, call))):
+                found += [(call, then)] * VERBS[call[0]].often
+        if found:
+            call, state = chance.choice(found)
+            calls.append(call)
+    whole = (*calls * times, *CLOSING)
+    if state.waits and not state.is_broken:
+        whole = (*calls, ("pending",), *CLOSING)
+    for program in (whole, (*calls, ("pending",), *CLOSING), (*calls, *CLOSING), CLOSING):
+        if after(program, scene, subject, size) and not is_avoided(law.written(scene, program)):
+            return program
+    return CLOSING[:2]
+
+
+def _calls(subject: str, level: str, number: int, chance: random.Random) -> Iterator[Call]:
+    """Yield a call of each verb of a level, with words that are drawn."""
+    for name, verb in VERBS.items():
+        if subject not in verb.of or LEVELS.index(verb.level) > LEVELS.index(level):
+            continue
+        words = []
+        for kind in verb.takes.split():
+            if kind == "micro":
+                words.append(str(number + 40 * len(words)))
+            else:
+                words.append(chance.choice(_words(kind, subject, level)))
+        yield (name, *words)
+
+
+@cache
+def _words(kind: str, subject: str, level: str) -> Sequence[str]:
+    return [
+        word
+        for word, (subjects, of) in WORDS[kind].items()
+        if subject in subjects and LEVELS.index(of) <= LEVELS.index(level)
+    ]
+
+
+def judge_part(world: World, subject: str, level: str, part: int, *, looks: bool = False) -> None:
+    """Every seed and every drawn situation of a part must do on the ranks what one process does.
+
+    Args:
+        part: which of `PARTS` parts of the seeds, and of the rows of the covering array.
+        looks: let observers judge the drawn ones as well.
+    """
+    __tracebackhide__ = True
+    entries = declared.of(world.target)
+    is_avoided = declared.avoided(entries, subject)
+    known = [
+        seed.line
+        for seed in seeds.load()
+        if (seed.judges, seed.size, seed.level) == (subject, world.size, level)
+    ]
+    for line in known[part::PARTS]:
+        if not is_avoided(line):
+            law.same_as_alone(world, subject, line)
+    for number, row in enumerate(covering(subject, world.size, level)[part::PARTS]):
+        chance = random.Random(f"{subject} {world.size} {level} {part} {number}")
+        program = programs(row, subject, world.size, level, chance, is_avoided)
+        line = law.written(row, program)
+        if not is_avoided(line):
+            law.same_as_alone(world, subject, line, looks=looks)
+
+
+def smaller(scene: Scene, program: Program) -> Iterator[tuple[Scene, Program]]:
+    """Yield what a failure may be without: half of the calls, a quarter, one; a word of the scene."""
+    for length in dict.fromkeys((len(program) // 2, len(program) // 4, 2, 1)):
+        for begin in range(0, len(program), max(1, length)) if length else ():
+            shorter = program[:begin] + program[begin + length :]
+            if shorter:
+                yield scene, shorter
+    for word in str(scene).split():
+        yield scene.without(word), program
+
+
+def shrunk(
+    scene: Scene,
+    program: Program,
+    fails: Callable[[Scene, Program], bool],
+    *,
+    is_legal: Callable[[Scene, Program], bool],
+    tries: int = 120,
+) -> tuple[Scene, Program]:
+    """Return the smallest situation found that still fails.
+
+    Args:
+        tries: situations that are run at most.
+    """
+    while True:
+        for one in smaller(scene, program):
+            if not is_legal(*one):
+                continue
+            tries -= 1
+            if tries < 0:
+                return scene, program
+            if fails(*one):
+                scene, program = one
+                break
+        else:
+            return scene, program

@@ -1,0 +1,138 @@
+"""The law: in any scene, a program does on the ranks what it does in one process.
+
+    same_as_alone(world, subject, "held two: backward 0, step, evaluate 9")
+
+A situation is a scene and a program in one line: what a clause says, what a failure prints as
+`given:`, what `trainspec explore --only` takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from spec_tests.laws import refusal
+from spec_tests.programs import look
+from spec_tests.programs.alone import FAULTS, SEED, Alone
+from spec_tests.programs.calls import Program, after, parsed, spelled
+from spec_tests.programs.on_ranks import WAYS
+from spec_tests.programs.scene import Scene
+from spec_tests.rig import judge
+from spec_tests.rig.judge.oracle import Gradients, once, parameters, zeros_for_none
+from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.judge.tolerance import rounding
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import World
+
+ORDINARY = "even: backward 0, step, evaluate 1"
+"""What no implementation may refuse."""
+
+
+def read(situation: str) -> tuple[Scene, Program]:
+    """Return scene and program of a line; without a colon it is a program in the ordinary scene."""
+    scene, colon, program = situation.rpartition(":")
+    return Scene.of(scene if colon else ""), parsed(program)
+
+
+def written(scene: Scene, program: Program) -> str:
+    """Return the line that `read` reads."""
+    return f"{scene}: {spelled(program)}".removeprefix(": ")
+
+
+def follow(ctx: Context, subject: str, situation: str, looks: bool = False) -> Any:
+    """Return what each call shows, and what observers see (rank body)."""
+    scene, program = read(situation)
+    rank = WAYS[subject](ctx, subject, scene)
+    before = look.warmed_step(rank) if looks else None  # two steps: the signs are back
+    seen = rank.follow(program)
+    return {
+        "seen": seen,
+        "afterwards": (before, look.warmed_step(rank)) if looks else None,
+        "form": look.form_of(rank) if looks else None,
+    }
+
+
+def same_as_alone(world: World, subject: str, situation: str, *, looks: bool = False) -> None:
+    """Every rank must see what one process sees, call by call; or refuse what may be refused.
+
+    Args:
+        looks: let the observers of `look` judge as well.
+
+    Raises:
+        ValueError: The situation is not legal for this function and number of ranks.
+    """
+    __tracebackhide__ = True
+    scene, program = read(situation)
+    left = after(program, scene, subject, world.size)
+    if left is None or not scene.exists(subject, world.size):
+        raise ValueError(f"{situation!r} is no situation of {subject} on {world.size} ranks")
+    judge.SITUATION.get().given = situation
+    ranks: Sequence[Any] | None
+    if left.may_refuse or scene.may_be_refused_by(subject):
+        ordinary = (follow, subject, ORDINARY)
+        ranks = refusal.answer_or_refusal(
+            world, follow, subject, situation, looks, ordinary=ordinary
+        )
+    else:
+        ranks = world.run(follow, subject, situation, looks)
+    if ranks is None:
+        return
+    judge_values([rank["seen"] for rank in ranks], subject, situation)
+    if looks:
+        look.judge_afterwards([rank["afterwards"] for rank in ranks], situation)
+    if looks and subject != "fsdp":  # which says nothing about how parameters are represented
+        look.judge_form([rank["form"] for rank in ranks], subject, scene, situation)
+
+
+def judge_values(ranks: Sequence[Any], subject: str, situation: str) -> None:
+    """Every rank must have seen what one process sees, call by call.
+
+    Args:
+        ranks: what each call showed on each rank.
+    """
+    __tracebackhide__ = True
+    scene, program = read(situation)
+    size, like = len(ranks), parameters(scene["toy"][0], SEED)
+    # Of a whole model a gradient is read from an update, where its absence is zero.
+    absent_is_zero = subject == "fsdp" or ("zero_grad", "zero") in program
+
+    def world_of(fault: str = "") -> list[Any]:
+        def compute() -> list[Any]:
+            given = (FAULTS[fault],) if fault else ()
+            return [Alone(scene, size, rank, *given).follow(program) for rank in range(size)]
+
+        return once(("situation", situation, size, fault), compute)
+
+    def at(number: int, fault: str = "") -> list[Any]:
+        return [shown(rank[number][1]) for rank in world_of(fault)]
+
+    def shown(found: Gradients) -> Gradients:
+        return zeros_for_none(found, like) if absent_is_zero else found
+
+    within = None
+    if subject != "fully_shard" and size & (size - 1):
+        # A mean that is reduced again with what was added to it is divided by three once more.
+        within = rounding(scene["weights"], terms=4, depth=8)
+    for number, (call, _) in enumerate(world_of()[0]):
+        judge.tensors(
+            [shown(rank[number][1]) for rank in ranks],
+            at(number),
+            within=within,
+            quantity=f"value of one process at call {number + 1}, {call}",
+            hints=[Hint(fault.means, partial(at, number, name)) for name, fault in FAULTS.items()],
+            given=situation,
+        )
+
+
+def situations(lines: Iterable[str]) -> Any:
+    """Parametrise a clause by lines; the line is the case's name."""
+    kept = [*lines]
+    return pytest.mark.parametrize("situation", kept, ids=[case_of(line) for line in kept])
+
+
+def case_of(situation: str) -> str:
+    """Return a situation as the name of a case: without spaces and commas."""
+    return situation.replace(":", "").replace(", ", ",").replace(" ", "-")

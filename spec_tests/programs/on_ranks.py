@@ -1,0 +1,484 @@
+"""The same calls on a rank: a class for each way to divide training.
+
+A subclass says how a toy is wrapped, how a micro-batch stays on its rank, how a backward ends, and
+where gradients and weights are read. The calls are written once, in the base.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from spec_tests.programs.alone import SEED, flags_of, shape_of
+from spec_tests.programs.calls import Program
+from spec_tests.programs.scene import Scene
+from spec_tests.rig.judge.oracle import Gradients, Named
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.toys import TOYS, sum_of_squares
+
+
+class PlantedError(Exception):
+    """What an interrupted pass raises, and the trainer catches."""
+
+
+class Pair(NamedTuple):
+    """An output beside a note."""
+
+    y: torch.Tensor
+    note: str
+
+
+@dataclass
+class Found:
+    """An output in a dataclass."""
+
+    y: torch.Tensor
+
+
+OUTPUTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    # how the model gives it, and how the loss reads it
+    "tensor": (lambda y: y, lambda found: found),
+    "in-a-dict": (lambda y: {"y": y}, lambda found: found["y"]),
+    "second-of-two": (lambda y: (y.detach(), [y, None]), lambda found: found[1][0]),
+    "in-a-named-tuple": (lambda y: Pair(y, ""), lambda found: found.y),
+    "in-a-dataclass": (Found, lambda found: found.y),
+}
+
+
+class OnRank:
+    """One rank's toy in a scene, and what a program does to it.
+
+    The loss of each micro-batch is the number of ranks times `sum_of_squares`, so that the mean over
+    ranks is a sum of integers.
+
+    Attributes:
+        module: the toy; `wrapped` is what the function under test made of it.
+        held: the parameters that an optimizer is built over, in the order of `names`.
+    """
+
+    def __init__(self, ctx: Context, subject: str, scene: Scene) -> None:
+        self.ctx, self.subject, self.scene = ctx, subject, scene
+        self.toy = TOYS[scene["toy"][0]]
+        plain = self._built()
+        self.names = [name for name, _ in plain.named_parameters()]
+        parameters = list(plain.parameters())
+        for number in scene["trained"]:
+            parameters[number].requires_grad_(False)
+        self.peers = self._peers()
+        self.module = plain
+        self._prepare()
+        self.wrapped: Any = self.wrap()
+        self.hold()
+        self.wrapped.train(scene["mode"])
+        self.module.train(scene["mode"])
+        self.losses: Any = None
+        self.saved: Any = None
+
+    def _built(self) -> nn.Module:
+        return self.toy.build(SEED).to(self.ctx.device, self.scene["weights"])
+
+    def _peers(self) -> tuple[int, ...]:
+        groups = self.scene["group"]
+        self.group = self.ctx.split(groups) if groups else None
+        every = groups or [range(self.ctx.world_size)]
+        return next(tuple(group) for group in every if self.ctx.rank in group)
+
+    def _prepare(self) -> None:
+        """Let the toy's forward give the scene's output, recomputed if the scene says so."""
+        give = OUTPUTS[self.scene.word("output")][0]
+        inner = self.module.forward
+        self.module.forward = lambda *args, **kw: give(inner(*args, **kw))
+        if self.scene.word("entrance") == "recomputed":
+            for part in leaves(self.module):
+                part.forward = _recomputing(part.forward)  # type: ignore[method-assign]  # of one object
+
+    # --- what a way to divide decides
+
+    def wrap(self) -> Any:
+        """Return what the function under test makes of the toy."""
+        raise AssertionError("a subclass wraps")
+
+    def parameters(self) -> list[Any]:
+        """Return what an optimizer is built over."""
+        return list(self.wrapped.parameters())
+
+    @contextlib.contextmanager
+    def quietly(self) -> Iterator[None]:
+        """Within, a micro-batch stays on this rank."""
+        with self.ctx.impl.no_sync(self.wrapped):
+            yield
+
+    def finish_backward(self) -> None:
+        """End a backward."""
+        self.ctx.impl.finish_gradient_synchronization(self.wrapped)
+
+    def gradients(self) -> Gradients:
+        """Return the gradients, by the plain model's names."""
+        pairs = zip(self.names, self.held, strict=True)
+        return {n: None if p.grad is None else plain_of(p.grad) for n, p in pairs}
+
+    def full(self) -> Named:
+        """Return the full weights, by the plain model's names."""
+        return {n: plain_of(p) for n, p in zip(self.names, self.held, strict=True)}
+
+    # --- the optimizers
+
+    def hold(self) -> None:
+        """Build the optimizers over the parameters of now."""
+        self.held = self.parameters()
+        make, number = self.scene["optimizer"]
+        self.optimizers = [
+            make([{"params": part[:1]}, {"params": part[1:]}] if part[1:] else part)
+            for part in (self.held[n::number] for n in range(number))
+        ]
+
+    def step(self) -> Named:
+        """Turn the sign of every trained weight, through the optimizers."""
+        return self._step(self.held, self.optimizers)
+
+    def step_one(self) -> Named:
+        """The same with the first optimizer and its parameters alone."""
+        return self._step(self.held[:: len(self.optimizers)], self.optimizers[:1])
+
+    def _step(self, held: list[Any], optimizers: list[torch.optim.Optimizer]) -> Named:
+        for parameter in self.held:
+            parameter.grad = None
+        for parameter in held:
+            if parameter.requires_grad:
+                parameter.grad = 2 * parameter.detach()
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        return self.full()
+
+    # --- the calls
+
+    def follow(self, program: Program) -> list[tuple[str, Any]]:
+        """Return what each call shows."""
+        seen = []
+        for name, *words in program:
+            found = getattr(self, name)(*words)
+            if found is not None:
+                seen.append((" ".join((name, *words)), {n: exact(t) for n, t in found.items()}))
+        return seen
+
+    def output(self, micro: str) -> torch.Tensor:
+        """Return the model's output for a micro-batch."""
+        batch = self.toy.batch(SEED, rank=self.ctx.rank, micro=int(micro))
+        inputs = batch.to(self.ctx.device, self.scene["weights"])
+        flags = flags_of(self.scene, self.ctx.rank, micro)
+        model = self.wrapped
+        if self.scene.word("entrance") == "method":
+            model = self.wrapped.compute
+        if self.scene.word("entrance") == "keyword":
+            named = dict(zip(("use",), flags, strict=False))
+            return OUTPUTS[self.scene.word("output")][1](model(x=inputs, **named))  # type: ignore[no-any-return]  # a tensor
+        return OUTPUTS[self.scene.word("output")][1](model(inputs, *flags))  # type: ignore[no-any-return]  # a tensor
+
+    def loss(self, *micros: str) -> Any:
+        """Return the sum of the losses of these micro-batches."""
+        return len(self.peers) * sum(sum_of_squares(self.output(micro)) for micro in micros)
+
+    def backward(self, *micros: str) -> Gradients:
+        self.loss(*micros).backward()
+        self.finish_backward()
+        return self.gradients()
+
+    both = backward
+
+    def several(self, one: str, other: str) -> Gradients:
+        self.loss(one).backward()
+        self.loss(other).backward()
+        self.finish_backward()
+        return self.gradients()
+
+    def twice(self, micro: str) -> Gradients:
+        loss = self.loss(micro)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        self.finish_backward()
+        return self.gradients()
+
+    def accumulate(self, micro: str) -> None:
+        with self.quietly():
+            self.loss(micro).backward()
+
+    def forward(self, micro: str) -> None:
+        self.losses = self.loss(micro)
+
+    def pending(self) -> Gradients:
+        self.losses.backward()
+        self.losses = None
+        self.finish_backward()
+        return self.gradients()
+
+    def finish(self) -> Gradients:
+        self.finish_backward()
+        return self.gradients()
+
+    def zero_grad(self, how: str) -> None:
+        if how == "of-the-model":
+            self.wrapped.zero_grad()
+        else:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none=how == "none")
+
+    @torch.no_grad()
+    def evaluate(self, micro: str) -> Named:
+        return {"output": self.output(micro).detach()}
+
+    def infer(self, micro: str) -> Named:
+        with torch.inference_mode():
+            found = self.output(micro)
+        return {"output": found.clone()}
+
+    def fails(self, micro: str, layer: str) -> None:
+        def fail(*_: object) -> None:
+            raise PlantedError
+
+        called = [part for name, part in leaves_by_name(self.module) if "unused" not in name]
+        part = (called or [self.module])[0 if layer == "first" else -1]
+        handle = part.register_forward_pre_hook(fail)
+        with contextlib.suppress(PlantedError):
+            self.loss(micro)
+        handle.remove()
+
+    def fails_backward(self, micro: str, layer: str) -> None:
+        def fail(gradient: torch.Tensor) -> None:
+            raise PlantedError
+
+        outputs: list[torch.Tensor] = []
+        handles = [
+            part.register_forward_hook(lambda part, args, y: outputs.append(y))
+            for part in leaves(self.module)
+        ]
+        loss = self.loss(micro)
+        for handle in handles:
+            handle.remove()
+        reached = [y for y in (*outputs, loss) if y.requires_grad]
+        reached[0 if layer == "first" else -2 if len(reached) > 1 else -1].register_hook(fail)
+        with contextlib.suppress(PlantedError):
+            loss.backward()
+
+    @torch.no_grad()
+    def write(self, where: str) -> None:
+        for number, parameter in enumerate(self.held):
+            if where == "local-tensors":
+                parameter.to_local().neg_()
+            elif where == "parameters" or number == 1:
+                parameter.neg_()
+
+    def save(self) -> None:
+        state = self.module.state_dict()
+        self.saved = {name: value.detach().clone() for name, value in state.items()}
+
+    def load(self, assigns: str) -> Named:
+        state = {name: value.clone() for name, value in self.saved.items()}
+        self.module.load_state_dict(state, assign=assigns == "assigned")
+        if assigns == "assigned":
+            self.hold()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        return self.full()
+
+    def rest(self) -> None:
+        """Bring settings back to those of the scene, and gradients to None."""
+        self.zero_grad("none")
+
+    def another_steps(self, rank: str) -> None:
+        """A model of its own is trained by one rank alone."""
+        if self.ctx.rank == int(rank):
+            probe = nn.Linear(2, 2)
+            probe(torch.ones(1, 2)).sum().backward()
+            torch.optim.SGD(probe.parameters(), lr=0.5).step()
+
+    def another_lives(self) -> None:
+        """Another model is wrapped, trained for a step and dropped."""
+        usual = Scene.of("even" if self.subject == "fsdp" else "mlp")
+        other = type(self)(self.ctx, self.subject, usual)
+        other.backward("3")
+        other.step()
+
+
+class Replicas(OnRank):
+    """`ddp` and `ddp_bucketed`: gradients are read from the Parameters of before wrapping."""
+
+    def wrap(self) -> Any:
+        self.plain = list(self.module.parameters())
+        options = {} if self.group is None else {"process_group": self.group}
+        if self.subject == "ddp_bucketed":
+            options["bucket_size_mb"] = self.scene["bucket"]
+        return getattr(self.ctx.impl, self.subject)(self.module, **options)
+
+    def parameters(self) -> list[Any]:
+        return self.plain
+
+
+class Whole(OnRank):
+    """`fsdp`: how parameters are represented is open, so gradients are read from an update."""
+
+    def wrap(self) -> Any:
+        return self.ctx.impl.fsdp(self.module)
+
+    def full(self) -> Named:
+        found = self.ctx.impl.full_parameters(self.wrapped)
+        plain = {name.removeprefix("module."): value for name, value in found.items()}
+        return {n: plain_of(plain[n]) for n in self.names if n in plain}
+
+    def gradients(self) -> Gradients:
+        """Return what a step of SGD with a rate of one subtracts; the weights are put back."""
+        before, kept = self.full(), [p.detach().clone() for p in self.held]
+        torch.optim.SGD(self.held, lr=1.0, foreach=False).step()
+        after = self.full()
+        with torch.no_grad():
+            for parameter, value in zip(self.held, kept, strict=True):
+                parameter.copy_(value)
+        return {name: before[name] - after[name] for name in before}
+
+
+class Shards(OnRank):
+    """`fully_shard`, unit by unit and then the whole."""
+
+    def _built(self) -> nn.Module:
+        if self.scene.word("built") == "here":
+            return super()._built()
+        with torch.device("meta"):
+            return self.toy.model().to(self.scene["weights"])
+
+    def wrap(self) -> Any:
+        impl, scene = self.ctx.impl, self.scene
+        options: dict[str, Any] = {}
+        if scene["reshard"] is not None:
+            options["reshard_after_forward"] = scene["reshard"]
+        if scene["mesh"]:
+            options["mesh"] = self.ctx.mesh(
+                shape_of(scene, self.ctx.world_size), ("replicate", "shard")
+            )
+        if scene["precision"]:
+            options["mp_policy"] = impl.MixedPrecisionPolicy(**scene["precision"])
+        for name in units_of(self.module, scene.word("units")):
+            impl.fully_shard(self.module.get_submodule(name), **options)
+        impl.fully_shard(self.module, **options)
+        if scene.word("entrance") == "method":
+            self.module.compute = self.module.forward  # type: ignore[assignment]  # a function
+            impl.register_fsdp_forward_method(self.module, "compute")
+        if scene.word("built") == "on-meta":
+            self._fill()
+        return self.module
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        from torch.distributed.tensor import distribute_tensor  # half a second, for ranks alone
+
+        self.module.to_empty(device=self.ctx.device)
+        values = dict(super()._built().named_parameters())
+        for name, p in self.module.named_parameters():
+            shard: Any = p
+            shard.copy_(distribute_tensor(values[name], shard.device_mesh, shard.placements))
+
+    @contextlib.contextmanager
+    def quietly(self) -> Iterator[None]:
+        self.wrapped.set_requires_gradient_sync(False)
+        yield
+        self.wrapped.set_requires_gradient_sync(True)
+
+    def finish_backward(self) -> None:
+        """Do nothing: a backward ends by itself."""
+
+    def partly(self, micro: str) -> None:
+        self.wrapped.set_requires_all_reduce(False)
+        self.loss(micro).backward()
+        self.wrapped.set_requires_all_reduce(True)
+
+    def keep(self, flag: str) -> None:
+        self.wrapped.set_reshard_after_backward(flag == "False")
+
+    def unshard(self, at_once: str) -> None:
+        for part in self.module.modules():
+            if hasattr(part, "unshard"):
+                part.unshard(**({} if at_once == "now" else {"async_op": True}))  # type: ignore[operator]  # a method
+
+    def reshard(self) -> None:
+        for part in self.module.modules():
+            if hasattr(part, "reshard"):
+                part.reshard()  # type: ignore[operator]  # a method
+
+    def rest(self) -> None:
+        super().rest()
+        self.keep("False")
+        self.reshard()
+        frozen = self.scene.frozen() or frozenset()
+        for number, parameter in enumerate(self.held):
+            parameter.requires_grad_(number not in frozen)
+
+    def freeze(self, number: str) -> None:
+        self.held[int(number)].requires_grad_(False)
+
+    def thaw(self, number: str) -> None:
+        self.held[int(number)].requires_grad_(True)
+
+
+WAYS: dict[str, type[OnRank]] = {
+    "ddp": Replicas,
+    "ddp_bucketed": Replicas,
+    "fsdp": Whole,
+    "fully_shard": Shards,
+}
+
+
+def plain_of(tensor: Any) -> torch.Tensor:
+    """Return a copy of a parameter or gradient as the plain model has it."""
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().clone()  # type: ignore[no-any-return]  # a tensor
+
+
+def exact(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the values as float32, which holds them exactly."""
+    return None if tensor is None else tensor.float()
+
+
+def leaves_by_name(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules that have no children, below the module."""
+    return [(n, part) for n, part in module.named_modules() if n and not [*part.children()]]
+
+
+def leaves(module: nn.Module) -> list[nn.Module]:
+    """Return the same without their names."""
+    return [part for _, part in leaves_by_name(module)]
+
+
+def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+
+
+def units_of(module: nn.Module, granularity: str = "children") -> list[str]:
+    """Return the names of the modules to shard before the whole, innermost first.
+
+    Args:
+        granularity: "children" (the outermost modules that can be called), "layers" (those without
+            children), "nested" (both), "root" (none).
+    """
+    names = [name for name, part in module.named_modules() if name and _can_be_unit(module, part)]
+    if granularity == "root":
+        return []
+    if granularity == "layers":
+        names = [n for n in names if not any(True for _ in module.get_submodule(n).children())]
+    if granularity == "children":
+        names = [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
+    return names[::-1]
+
+
+def _can_be_unit(module: nn.Module, part: nn.Module) -> bool:
+    """Has parameters, can be called, and shares none with the rest: a tie stays within one unit."""
+    uses = Counter(id(p) for m in module.modules() for p in m._parameters.values())
+    own = Counter(id(p) for m in part.modules() for p in m._parameters.values() if p is not None)
+    is_container = isinstance(part, nn.ModuleList | nn.ModuleDict)
+    return bool(own) and not is_container and all(uses[key] == n for key, n in own.items())

@@ -1,0 +1,298 @@
+"""A scene: what exists before the first call of a program, as a set of words.
+
+    Scene.of("stack nested 2x2 half two held")
+
+A word belongs to one axis. An axis that is not named has its first word, the ordinary one. A scene
+is written in a clause, printed in a failure, given to `explore` and drawn, all in the same form. A
+fault that needs two settings to meet is a scene of two words.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from spec_tests.rig.outcomes import LEVELS
+from spec_tests.rig.toys import TOYS
+
+SGD = partial(torch.optim.SGD, lr=1.0)
+# The step of SGD: without moments, beside an eps that no gradient reaches. DTensors take no fused
+# SGD.
+FUSED = partial(torch.optim.Adam, lr=2.0**100, betas=(0.0, 0.0), eps=2.0**100, fused=True)
+HALF, BRAIN, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+@dataclass(frozen=True)
+class Word:
+    """A value of an axis.
+
+    Attributes:
+        value: what it stands for.
+        level: the level of the contract that promises it.
+        sizes: world sizes at which it exists; all if empty.
+        toys: toys with which it goes; all if empty.
+        refusable: functions that may refuse it with an error.
+    """
+
+    value: Any = None
+    level: str = "correct"
+    sizes: tuple[int, ...] = ()
+    toys: tuple[str, ...] = ()
+    refusable: tuple[str, ...] = ()
+
+
+def toy(name: str, use: Sequence[str] = (), *, by_rank: bool = False, **word: Any) -> Word:
+    """Return a toy's word: micro-batches use these branches in turn; `by_rank`: so do ranks."""
+    return Word((name, tuple(use), by_rank), **word)
+
+
+REPLICAS = ("ddp", "ddp_bucketed")
+SHARDS = ("fully_shard",)
+WHOLE = ("fsdp",)
+OPTIMIZER = ("sharded_optimizer",)
+NARROW = ("narrow",)
+REACH = {HALF: 64, BRAIN: 8}
+"""`Toy.reach` of the toy 'narrow' in dtypes of few bits."""
+
+# Rows that two, three and four ranks do not divide, ties, and layers called twice may be refused
+# by `fsdp`.
+AXES: Mapping[str, Mapping[str, Word]] = {
+    "toy": {
+        "stack": toy("stack", refusable=WHOLE),
+        "even": toy("even"),
+        "mlp": toy("mlp", refusable=WHOLE),
+        "ragged": toy("ragged", refusable=WHOLE),
+        "tied": toy("tied", refusable=WHOLE + SHARDS, sizes=(2, 3)),
+        "reused": toy("reused", refusable=WHOLE, sizes=(2, 3)),
+        "reordered": toy("reordered", refusable=WHOLE, sizes=(2, 3)),
+        "branches": toy("branches", refusable=WHOLE),
+        "branches-in-turn": toy("branches", ("abc", "ba"), refusable=REPLICAS + WHOLE + SHARDS),
+        "branches-by-rank": toy(
+            "branches",
+            ("abc", "ba"),
+            by_rank=True,
+            level="production",
+            refusable=REPLICAS + WHOLE + SHARDS,
+        ),
+        "unused": toy("unused", refusable=REPLICAS + WHOLE + SHARDS),
+        "conv": toy("conv", refusable=WHOLE + SHARDS),
+        "strided": toy("strided", refusable=WHOLE + SHARDS),
+        "narrow": toy("narrow", refusable=WHOLE),
+    },
+    "units": dict.fromkeys(("children", "layers", "nested", "root"), Word()),
+    "mesh": {
+        "line": Word(),
+        "2x2": Word((2, 2), sizes=(4,), refusable=SHARDS),
+        "replicas": Word((None, 1), refusable=SHARDS),
+        "shards": Word((1, None), refusable=SHARDS),
+    },
+    "group": {
+        "world": Word(),
+        # Ranks 0 and 2 are one group, rank 1 is a group of its own.
+        "apart": Word(([0, 2], [1]), sizes=(3,)),
+    },
+    "reshard": {
+        "usual": Word(),
+        "freed": Word(True),
+        "held": Word(False),
+        "in-part": Word(2, sizes=(2, 4), refusable=SHARDS),
+    },
+    # What is exact in float32 is so in float64; narrower dtypes need a toy of small numbers.
+    "precision": {
+        "plain": Word({}),
+        "wide": Word({"param_dtype": DOUBLE, "reduce_dtype": DOUBLE}),
+        "wide-reduced": Word({"reduce_dtype": DOUBLE}),
+        "half": Word({"param_dtype": HALF, "reduce_dtype": HALF}, toys=NARROW),
+        "half-reduced-wide": Word({"param_dtype": HALF, "reduce_dtype": FLOAT}, toys=NARROW),
+        "brain": Word({"param_dtype": BRAIN}, toys=NARROW),
+        "brain-reduced-wide": Word(
+            {"param_dtype": BRAIN, "reduce_dtype": FLOAT, "output_dtype": FLOAT}, toys=NARROW
+        ),
+        "reduced-half": Word({"reduce_dtype": HALF}, toys=NARROW),
+    },
+    "weights": {
+        "float32": Word(FLOAT),
+        "float64": Word(DOUBLE),
+        "bfloat16": Word(BRAIN, toys=NARROW),
+        "float16": Word(HALF, toys=NARROW),
+    },
+    # A step turns the sign of every weight: exact, and no forward is as it was before.
+    "optimizer": {
+        "loop": Word((partial(SGD, foreach=False), 1)),
+        "foreach": Word((partial(SGD, foreach=True), 1)),
+        "fused": Word((FUSED, 1)),
+        "two": Word((partial(SGD, foreach=False), 2)),  # each has every second parameter
+        "two-foreach": Word((partial(SGD, foreach=True), 2)),
+    },
+    "trained": {
+        "all": Word(()),
+        "not-the-ends": Word((0, -1), refusable=WHOLE),
+        "not-the-middle": Word((1, 2), refusable=WHOLE),
+    },
+    "output": dict.fromkeys(("tensor", "in-a-dict", "second-of-two"), Word())
+    | {"in-a-named-tuple": Word(), "in-a-dataclass": Word(refusable=SHARDS)},
+    "entrance": {
+        "forward": Word(),
+        "keyword": Word(),
+        "method": Word(),
+        "recomputed": Word(level="production", refusable=WHOLE),
+    },
+    "mode": {"training": Word(True), "evaluating": Word(False)},
+    "built": {"here": Word(), "on-meta": Word()},
+    "bucket": {
+        "small": Word(32 * 4 / 2**20),
+        "tiny": Word(4 / 2**20),
+        "one": Word(1.0),
+    },
+}
+"""The language of scenes: words by axis. The first word of an axis is the ordinary one."""
+
+AXIS_OF = {word: axis for axis, words in AXES.items() for word in words}
+if len(AXIS_OF) != sum(map(len, AXES.values())):
+    raise ValueError("a word belongs to two axes")
+
+_COMMON = ("toy", "trained", "output", "mode", "optimizer")
+AXES_OF: Mapping[str, tuple[str, ...]] = {
+    "ddp": (*_COMMON, "entrance", "weights", "group"),
+    "ddp_bucketed": (*_COMMON, "entrance", "weights", "group", "bucket"),
+    "fsdp": (*_COMMON, "entrance"),
+    "fully_shard": (
+        *("toy", "units", "mesh", "reshard", "precision", "optimizer", "trained", "output"),
+        *("entrance", "mode", "built", "weights"),
+    ),
+}
+"""The axes of each function of the contract."""
+
+_NOT_OF = {"ddp": ("method",), "ddp_bucketed": ("method",), "fsdp": ("method",)}
+_ORDINARY = tuple(next(iter(words)) for words in AXES.values())
+
+
+@cache
+def num_parameters(toy: str) -> int:
+    """Return the number of a toy's parameters."""
+    return len(list(TOYS[toy].build(0).parameters()))
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A word of every axis, in the order of `AXES`."""
+
+    words: tuple[str, ...] = _ORDINARY
+
+    @classmethod
+    def of(cls, text: str = "") -> Scene:
+        """Return the scene with these words, and the ordinary word on every other axis.
+
+        Raises:
+            ValueError: A word belongs to no axis, or two words belong to one axis.
+        """
+        said: dict[str, str] = {}
+        for word in text.split():
+            axis = AXIS_OF.get(word)
+            if axis is None:
+                raise ValueError(f"scene {text!r}: {word!r} is no word; known: {' '.join(AXIS_OF)}")
+            if axis in said:
+                raise ValueError(f"scene {text!r}: {word!r} and {said[axis]!r} are both of {axis}")
+            said[axis] = word
+        return cls(tuple(map(said.get, AXES, _ORDINARY)))  # type: ignore[arg-type]  # a default for each
+
+    def word(self, axis: str) -> str:
+        """Return the scene's word on an axis."""
+        return self.words[[*AXES].index(axis)]
+
+    def __getitem__(self, axis: str) -> Any:
+        """Return the value of the scene's word on an axis."""
+        return AXES[axis][self.word(axis)].value
+
+    def without(self, word: str) -> Scene:
+        """Return the smaller scene that has the ordinary word in this word's place."""
+        return Scene.of(" ".join(w for w in str(self).split() if w != word))
+
+    def said(self) -> Iterator[Word]:
+        """Yield the words, as their axes have them."""
+        for axis, word in zip(AXES, self.words, strict=True):
+            yield AXES[axis][word]
+
+    def may_be_refused_by(self, subject: str) -> bool:
+        """Return whether an error is as good as the right answer."""
+        return any(subject in word.refusable for word in self.said())
+
+    def level(self) -> str:
+        """Return the highest level of its words."""
+        return max((word.level for word in self.said()), key=LEVELS.index)
+
+    def exists(self, subject: str, size: int) -> bool:
+        """Return whether so many ranks can build it, and its words go together."""
+        axes = {AXIS_OF[word] for word in str(self).split()}
+        if not axes <= {*AXES_OF[subject]} or {*_NOT_OF.get(subject, ())} & {*self.words}:
+            return False
+        if not all(size in (word.sizes or (size,)) for word in self.said()):
+            return False
+        if not all(self.word("toy") in (word.toys or AXES["toy"]) for word in self.said()):
+            return False
+        if self["toy"][2] and not self._meets(subject):
+            return False
+        return self.most(size) >= 1 and self._goes_together()
+
+    def _meets(self, subject: str) -> bool:
+        """Whether ranks that use other branches gather and reduce the same."""
+        return subject in REPLICAS or (subject in SHARDS and self.word("units") == "root")
+
+    def frozen(self) -> frozenset[int] | None:
+        """Return the numbers of the frozen parameters; None where none exists or none is left."""
+        count = num_parameters(self["toy"][0])
+        numbers = self["trained"]
+        if any(not -count <= number < count for number in numbers):
+            return None
+        found = frozenset(number % count for number in numbers)
+        return found if len(found) < count else None
+
+    def _goes_together(self) -> bool:
+        if self.frozen() is None:
+            return False
+        is_narrow = self["weights"] in (HALF, BRAIN)
+        if self.word("weights") != "float32" and self["precision"]:
+            return False  # rounded twice
+        if self.word("toy") == "tied" and self.word("built") == "on-meta":
+            return False  # `to_empty` unties
+        if self.word("reshard") == "in-part" and self.word("mesh") == "replicas":
+            return False  # one rank shards: there is no part
+        return not (is_narrow and self.word("optimizer") == "fused")  # its numbers end at 2**16
+
+    def most(self, size: int) -> int:
+        """Return how many micro-batches stay exact in a gradient."""
+        dtypes = {self["weights"], *self["precision"].values()}
+        reach = min(TOYS[self["toy"][0]].reach, *(REACH.get(d, 2**24) for d in (*dtypes, FLOAT)))
+        return reach // size**2
+
+    def __str__(self) -> str:
+        return " ".join(w for w, usual in zip(self.words, _ORDINARY, strict=True) if w != usual)
+
+
+def pairs(subject: str, size: int, level: str) -> dict[frozenset[str], None]:
+    """Return every two words of two axes of a function that can meet, in a stable order."""
+    words = {
+        axis: [
+            w for w, word in AXES[axis].items() if LEVELS.index(word.level) <= LEVELS.index(level)
+        ]
+        for axis in AXES_OF[subject]
+    }
+    found: dict[frozenset[str], None] = {}
+    for one, other in itertools.combinations(words, 2):
+        for pair in itertools.product(words[one], words[other]):
+            if any(row.exists(subject, size) for row in _completions(pair)):
+                found[frozenset(pair)] = None
+    return found
+
+
+def _completions(words: Sequence[str]) -> Iterator[Scene]:
+    """Yield the scene of these words alone, and with each toy where they name none."""
+    text = " ".join(words)
+    yield Scene.of(text)
+    if not any(AXIS_OF[word] == "toy" for word in words):
+        yield from (Scene.of(f"{text} {name}") for name in AXES["toy"])

@@ -1,0 +1,68 @@
+"""Situations that once told a fault: `seeds.toml`, tried before anything is drawn.
+
+    [[seed]]
+    judges = "fully_shard"
+    line = "two: keep True, backward 0, step, evaluate 1"
+    source = "weights kept after a backward, of which one optimizer of two was noticed"
+    size = 2
+    level = "correct"
+
+A crossing of which no user would look for a sentence in the contract is a line here, and no clause.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from spec_tests.programs import law
+from spec_tests.programs.calls import after
+from spec_tests.rig.outcomes import LEVELS
+
+FILE = Path(__file__).parent / "seeds.toml"
+
+
+@dataclass(frozen=True)
+class Seed:
+    """A situation of a function, and what it once told."""
+
+    judges: str
+    line: str
+    source: str
+    size: int = 2
+    level: str = "correct"
+
+
+@cache
+def load(file: Path = FILE) -> tuple[Seed, ...]:
+    """Return the situations of a file.
+
+    Raises:
+        ValueError: An entry has an unknown key, or its line is not legal for its function and size.
+        OSError: The file cannot be read.
+    """
+    found = []
+    for number, entry in enumerate(tomllib.loads(file.read_text("utf-8")).get("seed", []), 1):
+        try:
+            seed = Seed(**entry)
+            scene, program = law.read(seed.line)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{file}, entry {number}: {error}") from error
+        is_there = scene.exists(seed.judges, seed.size) and seed.level in LEVELS
+        if not is_there or after(program, scene, seed.judges, seed.size) is None:
+            raise ValueError(
+                f"{file}, entry {number}: expected a situation that is legal for {seed.judges} on "
+                f"{seed.size} ranks, got {seed.line!r}"
+            )
+        found.append(seed)
+    return tuple(found)
+
+
+def append(file: Path, seed: Seed) -> None:
+    """Write a situation at the end of a file, which is made if there is none."""
+    lines = [f"{key} = {json.dumps(value)}" for key, value in asdict(seed).items()]
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write("\n".join(["", "[[seed]]", *lines, ""]))
