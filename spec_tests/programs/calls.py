@@ -23,6 +23,14 @@
     another_steps RANK  one rank alone trains a model of its own
     another_lives       another model is wrapped, trained for a step and dropped
 
+Of a sharded optimizer, whose gradients arrive averaged:
+
+    deal N WHOSE        gradients of step N are given to all parameters, to every second, or to none
+    update              the optimizer's step
+    closure N DOES      a step with a closure that deals, and sets a rate or raises
+    rate FACTOR         the learning rate of the first group is multiplied
+    add_group           two parameters more, in a group of their own
+
 `VERBS` is the whole language: which words a call takes, when a right trainer may make it, and which
 state it leaves. `Alone` and `OnRank` have a method for each verb; what a method returns is compared.
 A call whose effect the contract leaves open (a step of gradients that are not reduced) is never
@@ -35,8 +43,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spec_tests.programs.scene import REPLICAS, SHARDS, WHOLE, Scene, num_parameters
+from spec_tests.programs.scene import (
+    OPTIMIZER,
+    REPLICAS,
+    SHARDS,
+    WHOLE,
+    Scene,
+    num_parameters,
+)
 
+EVERY = REPLICAS + SHARDS + WHOLE + OPTIMIZER
 Call = tuple[str, ...]
 Program = tuple[Call, ...]
 
@@ -53,6 +69,7 @@ class State:
         is_saved: there has been a save.
         is_zeroed: gradients were cleared to zero, and not to None, since the last step.
         frozen: numbers of the parameters that are frozen now.
+        has_grown: the optimizer was given a further group.
         may_refuse: a call was made that may be refused, or an exception was caught: from then on an
             error is right as well.
     """
@@ -64,6 +81,7 @@ class State:
     is_saved: bool = False
     is_zeroed: bool = False
     frozen: frozenset[int] = frozenset()
+    has_grown: bool = False
     may_refuse: bool = False
 
 
@@ -131,7 +149,7 @@ VERBS: dict[str, Verb] = {
     "finish": Verb("", _rests, of=REPLICAS),
     "step": Verb("", _rests, lambda s: replace(_cleared(s), is_zeroed=False), often=4),
     "step_one": Verb("", _rests, lambda s: replace(_cleared(s), is_zeroed=False)),
-    "zero_grad": Verb("how", then=_cleared),
+    "zero_grad": Verb("how", then=_cleared, of=EVERY),
     "evaluate": Verb("micro"),
     "infer": Verb("micro"),
     "fails": Verb("micro layer", then=_becomes(may_refuse=True)),
@@ -139,37 +157,47 @@ VERBS: dict[str, Verb] = {
     "keep": Verb("flag", _rests, of=SHARDS),
     "unshard": Verb("at_once", _rests, of=SHARDS),
     "reshard": Verb("", _rests, of=SHARDS),
-    "write": Verb("where", _rests),
-    "freeze": Verb("number", _rests, of=SHARDS),
-    "thaw": Verb("number", _rests, of=SHARDS),
-    "save": Verb("", _rests, _becomes(is_saved=True), of=REPLICAS + SHARDS),
-    "load": Verb("assigns", lambda s: _rests(s) and s.is_saved, _cleared, of=REPLICAS + SHARDS),
-    "another_steps": Verb("rank"),
-    "another_lives": Verb(),
+    "write": Verb("where", _rests, of=EVERY),
+    "freeze": Verb("number", _rests, of=SHARDS + OPTIMIZER),
+    "thaw": Verb("number", _rests, of=SHARDS + OPTIMIZER),
+    "save": Verb("", _rests, _becomes(is_saved=True), of=REPLICAS + SHARDS + OPTIMIZER),
+    "load": Verb(
+        "assigns", lambda s: _rests(s) and s.is_saved, _cleared, of=REPLICAS + SHARDS + OPTIMIZER
+    ),
+    "another_steps": Verb("rank", of=EVERY),
+    "another_lives": Verb(of=EVERY),
+    "deal": Verb("micro whose", then=lambda s: replace(s, shares=1), of=OPTIMIZER, often=4),
+    "update": Verb(then=_cleared, of=OPTIMIZER, often=4),
+    "closure": Verb("micro does", then=_cleared, of=OPTIMIZER),
+    "rate": Verb("factor", of=OPTIMIZER),
+    "add_group": Verb("", lambda s: not s.has_grown, _becomes(has_grown=True), of=OPTIMIZER),
 }
 """Every call."""
 
 WORDS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
     # word: the functions that have it, its level
     "how": {
-        "none": (REPLICAS + SHARDS + WHOLE, "correct"),
-        "zero": (REPLICAS + SHARDS + WHOLE, "correct"),
+        "none": (REPLICAS + SHARDS + WHOLE + OPTIMIZER, "correct"),
+        "zero": (REPLICAS + SHARDS + WHOLE + OPTIMIZER, "correct"),
         "of-the-model": (REPLICAS + SHARDS, "production"),
     },
     "layer": dict.fromkeys(("first", "last"), (REPLICAS + SHARDS + WHOLE, "correct")),
     "flag": dict.fromkeys(("True", "False"), (SHARDS, "correct")),
     "at_once": {"now": (SHARDS, "correct"), "in-flight": (SHARDS, "production")},
     "where": {
-        "parameters": (REPLICAS + SHARDS + WHOLE, "correct"),
+        "parameters": (REPLICAS + SHARDS + WHOLE + OPTIMIZER, "correct"),
         "local-tensors": (SHARDS, "correct"),
-        "one-parameter": (REPLICAS + SHARDS + WHOLE, "correct"),
+        "one-parameter": (REPLICAS + SHARDS + WHOLE + OPTIMIZER, "correct"),
     },
-    "number": dict.fromkeys(("1", "2"), (SHARDS, "correct")),
+    "number": dict.fromkeys(("1", "2"), (SHARDS + OPTIMIZER, "correct")),
     "assigns": {
-        "copied": (REPLICAS + SHARDS, "correct"),
+        "copied": (REPLICAS + SHARDS + OPTIMIZER, "correct"),
         "assigned": (SHARDS, "correct"),
     },
-    "rank": dict.fromkeys(("0", "1"), (REPLICAS + SHARDS + WHOLE, "correct")),
+    "whose": dict.fromkeys(("all", "half", "none"), (OPTIMIZER, "correct")),
+    "does": dict.fromkeys(("deals", "sets-the-rate", "raises"), (OPTIMIZER, "correct")),
+    "factor": dict.fromkeys(("2", "0.5"), (OPTIMIZER, "correct")),
+    "rank": dict.fromkeys(("0", "1"), (EVERY, "correct")),
 }
 """The words that a call may take, by kind."""
 

@@ -25,7 +25,7 @@ from spec_tests.programs.calls import (
     after,
     next_state,
 )
-from spec_tests.programs.scene import AXES, AXES_OF, AXIS_OF, Scene, pairs
+from spec_tests.programs.scene import AXES, AXES_OF, AXIS_OF, OPTIMIZER, Scene, pairs
 from spec_tests.rig.outcomes import LEVELS
 from spec_tests.rig.ranks.world import World
 
@@ -40,6 +40,8 @@ CLOSING: Program = (
     ("backward", "92"),
 )
 """What shows in the end what a program has left behind."""
+CLOSING_STEPS: Program = (("deal", "90", "all"), ("update",), ("deal", "91", "all"), ("update",))
+"""The same of an optimizer."""
 
 PARTS = 8
 """Cases of a clause, which share the rows of a covering array."""
@@ -126,13 +128,12 @@ def programs(
         if found:
             call, state = chance.choice(found)
             calls.append(call)
-    whole = (*calls * times, *CLOSING)
-    if state.waits and not state.is_broken:
-        whole = (*calls, ("pending",), *CLOSING)
-    for program in (whole, (*calls, ("pending",), *CLOSING), (*calls, *CLOSING), CLOSING):
+    closing = CLOSING_STEPS if subject in OPTIMIZER else CLOSING
+    pending = (("pending",),) if state.waits else ()
+    for program in ((*calls * times, *pending, *closing), (*calls, *pending, *closing), closing):
         if after(program, scene, subject, size) and not is_avoided(law.written(scene, program)):
             return program
-    return CLOSING[:2]
+    return closing[:2]
 
 
 def _calls(subject: str, level: str, number: int, chance: random.Random) -> Iterator[Call]:

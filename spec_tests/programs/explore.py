@@ -24,8 +24,7 @@ from spec_tests import target
 from spec_tests.programs import declared, law, seeds
 from spec_tests.programs.calls import Program, after
 from spec_tests.programs.draw import covering, programs, shrunk
-from spec_tests.programs.on_ranks import WAYS
-from spec_tests.programs.scene import Scene
+from spec_tests.programs.scene import AXES_OF, Scene
 from spec_tests.rig import judge
 from spec_tests.rig.judge import Situation, Violation
 from spec_tests.rig.outcomes import LEVELS
@@ -189,9 +188,9 @@ def main(argv: Sequence[str]) -> int:
     worlds = Worlds()
     try:
         offered = worlds.world(sizes[0], impl).offered()
-        subjects = [s for s in arguments.functions.split(",") if s in offered and s in WAYS]
+        subjects = [s for s in arguments.functions.split(",") if s in offered and s in AXES_OF]
         if not subjects:
-            print(f"explore: {impl.name} offers none of {', '.join(WAYS)}", file=sys.stderr)
+            print(f"explore: {impl.name} offers none of {', '.join(AXES_OF)}", file=sys.stderr)
             return 2
         exploration = Exploration(impl, worlds, arguments.level)
         if arguments.line:
@@ -242,7 +241,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=10.0, help="how long (10)")
     parser.add_argument("--worlds", default="2,3", help="numbers of ranks, with commas (2,3)")
     parser.add_argument("--only", default="", help="words that every scene has: 'held two'")
-    parser.add_argument("--functions", default=",".join(WAYS), help="with commas; all if left out")
+    parser.add_argument(
+        "--functions", default=",".join(AXES_OF), help="with commas; all if left out"
+    )
     parser.add_argument("--level", choices=LEVELS, default="correct")
     parser.add_argument("--seed", type=int, default=0, help="another seed draws other situations")
     parser.add_argument("--seeds", type=Path, help="a file of situations: see seeds.toml")

@@ -19,7 +19,8 @@ from spec_tests.programs import look
 from spec_tests.programs.alone import FAULTS, SEED, Alone
 from spec_tests.programs.calls import Program, after, parsed, spelled
 from spec_tests.programs.on_ranks import WAYS
-from spec_tests.programs.scene import Scene
+from spec_tests.programs.scene import OPTIMIZER, Scene
+from spec_tests.programs.stepped import Divided, Stepped
 from spec_tests.rig import judge
 from spec_tests.rig.judge.oracle import Gradients, once, parameters, zeros_for_none
 from spec_tests.rig.judge.symptoms import Hint
@@ -27,8 +28,8 @@ from spec_tests.rig.judge.tolerance import rounding
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import World
 
-ORDINARY = "even: backward 0, step, evaluate 1"
-"""What no implementation may refuse."""
+ORDINARY = {"sharded_optimizer": "even: deal 0 all, update"}
+"""What no implementation may refuse, by function; a step of training for all others."""
 
 
 def read(situation: str) -> tuple[Scene, Program]:
@@ -45,6 +46,8 @@ def written(scene: Scene, program: Program) -> str:
 def follow(ctx: Context, subject: str, situation: str, looks: bool = False) -> Any:
     """Return what each call shows, and what observers see (rank body)."""
     scene, program = read(situation)
+    if subject in OPTIMIZER:
+        return {"seen": Divided(ctx, scene).follow(program)}
     rank = WAYS[subject](ctx, subject, scene)
     before = look.warmed_step(rank) if looks else None  # two steps: the signs are back
     seen = rank.follow(program)
@@ -72,13 +75,17 @@ def same_as_alone(world: World, subject: str, situation: str, *, looks: bool = F
     judge.SITUATION.get().given = situation
     ranks: Sequence[Any] | None
     if left.may_refuse or scene.may_be_refused_by(subject):
-        ordinary = (follow, subject, ORDINARY)
+        usual = ORDINARY.get(subject, "even: backward 0, step, evaluate 1")
+        ordinary = (follow, subject, usual)
         ranks = refusal.answer_or_refusal(
             world, follow, subject, situation, looks, ordinary=ordinary
         )
     else:
         ranks = world.run(follow, subject, situation, looks)
     if ranks is None:
+        return
+    if subject in OPTIMIZER:
+        judge_updates([rank["seen"] for rank in ranks], situation)
         return
     judge_values([rank["seen"] for rank in ranks], subject, situation)
     if looks:
@@ -125,6 +132,28 @@ def judge_values(ranks: Sequence[Any], subject: str, situation: str) -> None:
             hints=[Hint(fault.means, partial(at, number, name)) for name, fault in FAULTS.items()],
             given=situation,
         )
+
+
+def judge_updates(ranks: Sequence[Any], situation: str) -> None:
+    """After each call every rank must hold the weights that the plain optimizer gives."""
+    __tracebackhide__ = True
+    scene, program = read(situation)
+    alone = once(("stepped", situation), lambda: Stepped(scene).follow(program))
+    never = once(("never", situation), lambda: Stepped(scene).weights())
+    before = never
+    for number, (call, weights) in enumerate(alone):
+        judge.tensors(
+            [rank[number][1] for rank in ranks],
+            weights,
+            within=rounding(scene["weights"], terms=8, depth=len(program)),
+            quantity=f"weight of the plain optimizer at call {number + 1}, {call}",
+            hints=[
+                Hint("the weight before this call: nobody updated it, or it never arrived", before),
+                Hint("the initial weight: it was never updated", never),
+            ],
+            given=situation,
+        )
+        before = weights
 
 
 def situations(lines: Iterable[str]) -> Any:

@@ -56,6 +56,7 @@ SHARDS = ("fully_shard",)
 WHOLE = ("fsdp",)
 OPTIMIZER = ("sharded_optimizer",)
 NARROW = ("narrow",)
+STEPPED = ("stack", "even", "mlp", "ragged", "tied", "conv", "strided")
 REACH = {HALF: 64, BRAIN: 8}
 """`Toy.reach` of the toy 'narrow' in dtypes of few bits."""
 
@@ -144,6 +145,19 @@ AXES: Mapping[str, Mapping[str, Word]] = {
     },
     "mode": {"training": Word(True), "evaluating": Word(False)},
     "built": {"here": Word(), "on-meta": Word()},
+    # Powers of two: of integer gradients each step of SGD is exact, however it is divided.
+    "moments": {
+        "sgd": Word((torch.optim.SGD, {"lr": 2.0**-6})),
+        "momentum": Word((torch.optim.SGD, {"lr": 2.0**-6, "momentum": 0.5})),
+        "adam": Word((torch.optim.Adam, {"lr": 0.01})),
+        "adamw": Word((torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.5})),
+        "adagrad": Word((torch.optim.Adagrad, {"lr": 0.5})),
+    },
+    "groups": {
+        "one-group": Word(1),
+        "two-groups": Word(2),
+        "group-each": Word(64),
+    },
     "bucket": {
         "small": Word(32 * 4 / 2**20),
         "tiny": Word(4 / 2**20),
@@ -165,6 +179,7 @@ AXES_OF: Mapping[str, tuple[str, ...]] = {
         *("toy", "units", "mesh", "reshard", "precision", "optimizer", "trained", "output"),
         *("entrance", "mode", "built", "weights"),
     ),
+    "sharded_optimizer": ("toy", "moments", "groups", "trained", "weights", "group"),
 }
 """The axes of each function of the contract."""
 
@@ -229,6 +244,8 @@ class Scene:
     def exists(self, subject: str, size: int) -> bool:
         """Return whether so many ranks can build it, and its words go together."""
         axes = {AXIS_OF[word] for word in str(self).split()}
+        if subject in OPTIMIZER and not self._is_stepped():
+            return False
         if not axes <= {*AXES_OF[subject]} or {*_NOT_OF.get(subject, ())} & {*self.words}:
             return False
         if not all(size in (word.sizes or (size,)) for word in self.said()):
@@ -251,6 +268,10 @@ class Scene:
             return None
         found = frozenset(number % count for number in numbers)
         return found if len(found) < count else None
+
+    def _is_stepped(self) -> bool:
+        """Whether the gradients are dealt: no forward, so no branches and no narrow reduction."""
+        return self.word("toy") in STEPPED and self.word("weights") in ("float32", "float64")
 
     def _goes_together(self) -> bool:
         if self.frozen() is None:

@@ -1,0 +1,161 @@
+"""A sharded optimizer's way through a program: one class for the oracle and for a rank.
+
+Gradients "arrive already averaged", so they are not computed but dealt: integers that depend on the
+number of the step and the parameter. The plain optimizer of one process is the oracle, and what
+`sharded_optimizer` makes of the same class is judged. Both follow the same methods.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from spec_tests.programs.alone import SEED
+from spec_tests.programs.calls import Program
+from spec_tests.programs.scene import Scene
+from spec_tests.rig.judge.oracle import Named
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.toys import TOYS, integers
+
+
+class PlantedError(Exception):
+    """What a closure raises, and the trainer catches."""
+
+
+class Stepped:
+    """A toy's parameters with an optimizer over them; here the plain one, which is the oracle."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        module = TOYS[scene["toy"][0]].build(SEED).to(scene["weights"])
+        self.parameters = dict(module.named_parameters())
+        held = list(self.parameters.values())
+        for number in scene["trained"]:
+            held[number].requires_grad_(False)
+        number = min(scene["groups"], len(held))
+        groups = [{"params": held[n::number]} for n in range(number)]
+        kind, options = scene["moments"]
+        self.optimizer = self.made(groups if number > 1 else held, kind, **options)
+        self.saved: Any = None
+
+    def made(self, groups: Any, kind: type[torch.optim.Optimizer], **options: Any) -> Any:
+        """Return the optimizer."""
+        return kind(groups, **options)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state dict of the unsharded optimizer."""
+        return self.optimizer.state_dict()  # type: ignore[no-any-return]  # of a plain one
+
+    def follow(self, program: Program) -> list[tuple[str, Named]]:
+        """Return the weights after each call that may change them."""
+        seen = []
+        for name, *words in program:
+            getattr(self, name)(*words)
+            if name in ("update", "closure", "load", "write"):
+                seen.append((" ".join((name, *words)), self.weights()))
+        return seen
+
+    def weights(self) -> Named:
+        """Return the weights."""
+        return {name: p.detach().clone() for name, p in self.parameters.items()}
+
+    def deal(self, micro: str, whose: str) -> None:
+        for index, parameter in enumerate(self.parameters.values()):
+            parameter.grad = None
+            is_given = whose == "all" or (whose == "half" and index % 2 == 1)
+            if parameter.requires_grad and is_given:
+                generator = torch.Generator().manual_seed(1000 * int(micro) + index)
+                values = integers(parameter, 3, generator)
+                parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(values)
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def closure(self, micro: str, does: str) -> None:
+        def closure() -> torch.Tensor:
+            if does == "raises":
+                raise PlantedError
+            if does == "sets-the-rate":
+                self.rate("0.5")
+            self.deal(micro, "all")
+            return torch.zeros(())
+
+        with contextlib.suppress(PlantedError):
+            self.optimizer.step(closure)
+
+    def rate(self, factor: str) -> None:
+        self.optimizer.param_groups[0]["lr"] *= float(factor)
+
+    def add_group(self) -> None:
+        more = [nn.Parameter(torch.full((n, 3), 2.0, dtype=self.scene["weights"])) for n in (2, 5)]
+        self.parameters |= {f"more.{n}": parameter for n, parameter in enumerate(more)}
+        self.optimizer.add_param_group({"params": more, "lr": 2.0**-5})
+
+    def zero_grad(self, how: str) -> None:
+        self.optimizer.zero_grad(set_to_none=how == "none")
+
+    @torch.no_grad()
+    def write(self, where: str) -> None:
+        for number, parameter in enumerate(self.parameters.values()):
+            if where == "parameters" or number == 1:
+                parameter.neg_()
+
+    def freeze(self, number: str) -> None:
+        parameter = list(self.parameters.values())[int(number)]
+        parameter.requires_grad_(False)
+        parameter.grad = None
+
+    def thaw(self, number: str) -> None:
+        list(self.parameters.values())[int(number)].requires_grad_(True)
+
+    def save(self) -> None:
+        tensors = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), self.state())
+        self.saved = (self.weights(), tensors)
+
+    @torch.no_grad()
+    def load(self, how: str) -> None:
+        weights, state = self.saved
+        for name, value in weights.items():
+            self.parameters[name].copy_(value)
+        if len(state["param_groups"]) == len(self.optimizer.param_groups):  # none was added since
+            self.optimizer.load_state_dict(state)
+
+    def another_steps(self, rank: str) -> None:
+        """Of the oracle nothing is seen."""
+
+    def another_lives(self) -> None:
+        """Of the oracle nothing is seen."""
+
+
+class Divided(Stepped):
+    """The same with the implementation's sharded optimizer, on a rank."""
+
+    def __init__(self, ctx: Context, scene: Scene) -> None:
+        self.ctx = ctx
+        groups = scene["group"]
+        self.group = ctx.split(groups) if groups else None
+        super().__init__(scene)
+
+    def made(self, groups: Any, kind: type[torch.optim.Optimizer], **options: Any) -> Any:
+        apart = {} if self.group is None else {"process_group": self.group}
+        return self.ctx.impl.sharded_optimizer(groups, kind, **apart, **options)
+
+    def state(self) -> dict[str, Any]:
+        return self.ctx.impl.full_optimizer_state(self.optimizer)
+
+    def another_steps(self, rank: str) -> None:
+        """A model of its own is trained by one rank alone."""
+        if self.ctx.rank == int(rank):
+            probe = nn.Linear(2, 2)
+            probe(torch.ones(1, 2)).sum().backward()
+            torch.optim.SGD(probe.parameters(), lr=0.5).step()
+
+    def another_lives(self) -> None:
+        """Another model gets a sharded optimizer, is trained for a step and dropped."""
+        other = Divided(self.ctx, Scene.of("mlp adam"))
+        other.deal("3", "all")
+        other.update()
