@@ -75,8 +75,8 @@ def test_any_situation_does_what_one_process_does(world, subject, part):
 def test_any_situation_of_production_does_what_one_process_does(world, subject, part):
     """With all that PyTorch offers, any legal program MUST do what it does in one process.
 
-    An ordinary step then sends what it sent before the program, and parameters and gradients are what
-    they were.
+    An ordinary step then sends what it sent before the program. Parameters and gradients keep their
+    dtype, shape and placements.
     """
     draw.judge_part(world, subject, "production", part, looks=True)
 

@@ -7,7 +7,6 @@ loss still falls, only later and less: that is why nobody notices.
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from spec_tests.fsdp.sharded import (
     shard,
 )
 from spec_tests.laws import programs, refusal
+from spec_tests.programs.law import same_as_alone, situations
 from spec_tests.rig import judge
 from spec_tests.rig.judge.symptoms import Hint, gap
 from spec_tests.rig.judge.tolerance import rounding
@@ -40,35 +40,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "kept-after-forward": {"reshard_after_forward": False},
 }
 KEPT = "kept-after-backward"
-FLAVOURS: dict[str, Any] = {
-    f"{KEPT}-foreach": partial(torch.optim.SGD, lr=RATE, foreach=True),
-    # The step of SGD: without moments, beside an eps that no gradient reaches. (DTensors take no
-    # fused SGD.)
-    f"{KEPT}-fused": partial(
-        torch.optim.Adam, lr=RATE * 2.0**40, betas=(0.0, 0.0), eps=2.0**40, fused=True
-    ),
-}
-"""Optimizers that move no version counter; the first parameter is in a group of its own."""
-
-
-class Two:
-    """Two optimizers, of weights and of biases, between whose steps something is done."""
-
-    def __init__(self, params, between):
-        foreach = partial(torch.optim.SGD, lr=RATE, foreach=True)
-        self.both = [foreach([p for p in params if (p.dim() > 1) is of]) for of in (True, False)]
-        self.between = between
-
-    def zero_grad(self):
-        """Of both."""
-        for each in self.both:
-            each.zero_grad()
-
-    def step(self):
-        """One, what is between, the other."""
-        self.both[0].step()
-        self.between()
-        self.both[1].step()
 
 
 def _output(sharded):
@@ -109,50 +80,30 @@ def _old(toy, size, ones=()):
     return [{"output": plain(TOYS[toy].batch(7, rank=r, micro=9)).detach()} for r in range(size)]
 
 
-def after_steps(ctx, subject, toy, seed, setting):
-    """Output after two steps."""
-    sharded = Sharded(ctx, subject, toy, seed, **SETTINGS.get(setting, SETTINGS["default"]))
-    sharded.keep(setting.startswith(KEPT))
-    if setting in FLAVOURS:
-        groups = [{"params": part} for part in (sharded.held[:1], sharded.held[1:])]
-        sharded.optimizer = FLAVOURS[setting](groups)
-    optimizer: Any = sharded.optimizer
-    if setting == "by-hand-between-two":
-        sharded.keep(True)
-        optimizer = Two(sharded.held, sharded.unshard_all)
-    for step in range(2):
-        optimizer.zero_grad()
-        sharded.backward(step)
-        if setting == "by-hand":
-            sharded.unshard_all()
-        if setting == "in-flight":
-            sharded.unshard_all(async_op=True)
-        optimizer.step()
-    return _output(sharded)
+WORDS = {"freed": "freed", "default": "", "kept-after-forward": "held"}
+"""What a scene says of `reshard_after_forward`, by case."""
+STEPS = "backward 0, step, backward 1, step, evaluate 9"
+BY_HAND = "backward 0, unshard now, step, backward 1, unshard now, step, evaluate 9"
+BETWEEN = "backward 0, step_one first, unshard now, step_one second"
 
 
 @clause("fsdp.lifecycle.fresh-after-step", source=FRESH)
-@pytest.mark.parametrize("setting", [*SETTINGS, KEPT, *FLAVOURS, "by-hand", "by-hand-between-two"])
-def test_a_forward_after_a_step_uses_the_new_weights(world, subject, setting):
+@situations(
+    {case: f"even {word}: {STEPS}" for case, word in WORDS.items()}
+    | {
+        KEPT: f"even: keep True, {STEPS}",
+        f"{KEPT}-foreach": f"even foreach: keep True, {STEPS}",
+        f"{KEPT}-fused": f"even fused: keep True, {STEPS}",
+        "by-hand": f"even: {BY_HAND}",
+        "by-hand-between-two": f"even two-foreach: keep True, {BETWEEN}, evaluate 9",
+    }
+)
+def test_a_forward_after_a_step_uses_the_new_weights(world, subject, situation):
     """The forward after a step MUST use the new weights, whatever was kept unsharded before it.
 
     Whoever reads version counters misses the foreach and fused updates, which move none.
     """
-    ranks = world.run(after_steps, subject, "even", 7, setting)
-
-    _judge_fresh(ranks, "even", 2, f"weights {setting}")
-
-
-def after_anothers_step(ctx, subject):
-    """Output of kept weights after one rank alone has updated a model of its own."""
-    sharded = Sharded(ctx, subject, "even", reshard_after_forward=False)
-    sharded.keep(True)
-    sharded.backward(0)
-    if ctx.rank == 0:
-        probe = nn.Linear(2, 2)
-        probe(torch.ones(1, 2)).sum().backward()
-        torch.optim.SGD(probe.parameters(), lr=RATE).step()
-    return _output(sharded)
+    same_as_alone(world, subject, situation)
 
 
 @clause(
@@ -160,11 +111,10 @@ def after_anothers_step(ctx, subject):
     source="contract: another model disturbs nothing; a probe that one rank trains for its log",
     worlds=(2,),
 )
-def test_a_step_of_another_model_makes_nothing_stale(world, subject):
+@situations({"held": "even held: keep True, backward 0, another_steps 0, evaluate 9"})
+def test_a_step_of_another_model_makes_nothing_stale(world, subject, situation):
     """An update of another model on one rank MUST change nothing, and leave no rank waiting."""
-    ranks = world.run(after_anothers_step, subject)
-
-    judge.tensors(ranks, _old("even", world.size), quantity="output")
+    same_as_alone(world, subject, situation)
 
 
 @clause(
@@ -173,11 +123,10 @@ def test_a_step_of_another_model_makes_nothing_stale(world, subject):
     source=FRESH + "; FSDPModule.unshard(async_op=True)",
     worlds=(2,),
 )
-def test_a_gather_that_began_before_a_step_is_not_used_after_it(world, subject):
+@situations({"in-flight": f"even: {BY_HAND.replace('now', 'in-flight')}"})
+def test_a_gather_that_began_before_a_step_is_not_used_after_it(world, subject, situation):
     """What was gathered before a step MUST NOT be computed with after it, waited for or not."""
-    ranks = world.run(after_steps, subject, "even", 7, "in-flight")
-
-    _judge_fresh(ranks, "even", 2, "gathers in flight during the step")
+    same_as_alone(world, subject, situation)
 
 
 def after_evaluation_and_step(ctx, subject, toy, seed, setting, records=False):
@@ -192,12 +141,10 @@ def after_evaluation_and_step(ctx, subject, toy, seed, setting, records=False):
 
 
 @clause("fsdp.lifecycle.fresh-after-evaluation", source=FRESH, worlds=(2,))
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_an_evaluation_before_a_step_leaves_nothing_stale(world, subject, setting):
+@situations({c: f"even {w}: backward 0, evaluate 1, step, evaluate 9" for c, w in WORDS.items()})
+def test_an_evaluation_before_a_step_leaves_nothing_stale(world, subject, situation):
     """After backward, evaluation, step: the next forward MUST use the new weights."""
-    ranks = world.run(after_evaluation_and_step, subject, "even", 7, setting)
-
-    _judge_fresh(ranks, "even", 1, f"weights {setting}, evaluation before the step")
+    same_as_alone(world, subject, situation)
 
 
 @clause(
@@ -318,38 +265,19 @@ def _judge_ladder(ranks):
     )
 
 
-UNSHARDED = "load-while-unsharded"
-SECOND = "up.bias"  # of the two parameters of its unit
-LOADS = ("load-state-dict", "load-state-dict-assign", "assign-in-parts", UNSHARDED)
-
-
-def after_writing(ctx, subject, toy, seed, how, setting):
-    """Output with ones written over the weights while full ones may be alive."""
-    sharded = Sharded(ctx, subject, toy, seed, **SETTINGS.get(setting, {}))
-    with torch.no_grad():
-        if setting == KEPT:
-            sharded.keep(True)
-            with torch.enable_grad():
-                sharded.backward()
-        else:
-            _output(sharded)
-        if how in LOADS:
-            state = sharded.wrapped.state_dict()
-            ones = {name: torch.ones_like(value) for name, value in state.items()}
-            for module in sharded.wrapped.modules() if how == UNSHARDED else ():
-                if hasattr(module, "unshard"):
-                    module.unshard()
-            for part in [ones] if how != "assign-in-parts" else [{n: ones[n]} for n in ones]:
-                sharded.wrapped.load_state_dict(part, assign="assign" in how, strict=part is ones)
-            if how == "assign-in-parts":
-                sharded.wrapped.state_dict()  # shows the shards: those that were loaded
-        else:
-            for name, parameter in zip(sharded.names, sharded.held, strict=True):
-                if how == "local-tensor":
-                    parameter.to_local().fill_(1.0)
-                elif how == "parameter" or name == SECOND:
-                    parameter.fill_(1.0)
-    return _output(sharded)
+WRITES = {
+    # what happens before the full weights come to be, and how the shards change then
+    "loaded": ("save, step, ", "load copied"),
+    "assigned": ("save, step, ", "load assigned"),
+    "assigned-in-parts": ("save, step, ", "load in-parts"),
+    "loaded-while-unsharded": ("save, step, ", "unshard now, load copied"),
+    "written-parameter": ("", "write parameters"),
+    "written-local-tensor": ("", "write local-tensors"),
+    "written-second-of-a-unit": ("", "write one-parameter"),
+}
+FULL = {case: (word, "evaluate 0") for case, word in WORDS.items()} | {
+    KEPT: ("", "keep True, backward 0")
+}
 
 
 @clause(
@@ -357,31 +285,16 @@ def after_writing(ctx, subject, toy, seed, how, setting):
     source=f"{FRESH}; a load, or an operation under no_grad on the Parameter or its local tensor",
     worlds=(2,),
 )
-@pytest.mark.parametrize(
-    "how",
-    [*LOADS, "parameter", "local-tensor", SECOND],
-    ids=[
-        *("loaded", "assigned", "assigned-in-parts", "loaded-while-unsharded"),
-        *("written-parameter", "written-local-tensor", "written-second-of-a-unit"),
-    ],
+@situations(
+    {
+        f"{kept}-{how}": f"even {word}: {before}{full}, {change}, evaluate 9"
+        for kept, (word, full) in FULL.items()
+        for how, (before, change) in WRITES.items()
+    }
 )
-@pytest.mark.parametrize("setting", [*SETTINGS, KEPT])
-def test_a_forward_after_a_load_uses_the_loaded_weights(world, subject, setting, how):
+def test_a_forward_after_a_load_uses_the_loaded_weights(world, subject, situation):
     """The forward after weights were loaded or written in place MUST use them."""
-    ranks = world.run(after_writing, subject, "even", 7, how, setting)
-
-    written = [SECOND] if how == SECOND else None
-    _judge_ones(ranks, f"weights {setting}, written by {how}", written)
-
-
-def whole_after_writing(ctx, subject, toy, seed, moment):
-    """Output of a whole model with ones written over its parameters after a call."""
-    sharded = Sharded(ctx, subject, toy, seed)
-    sharded.follow(moment)
-    with torch.no_grad():
-        for parameter in sharded.held:
-            parameter.fill_(1.0)
-    return _output(sharded)
+    same_as_alone(world, subject, situation)
 
 
 @clause(
@@ -390,23 +303,15 @@ def whole_after_writing(ctx, subject, toy, seed, moment):
     source="contract: a forward computes with current weights; moving averages, initialisations",
     worlds=(2,),
 )
-@pytest.mark.parametrize("moment", ["evaluate 0", "backward 0"], ids=["evaluated", "trained"])
-def test_a_forward_of_a_whole_model_uses_weights_that_were_written(world, subject, moment):
+@situations(
+    {
+        "evaluated": "even: evaluate 0, write parameters, evaluate 9",
+        "trained": "even: backward 0, write parameters, evaluate 9",
+    }
+)
+def test_a_forward_of_a_whole_model_uses_weights_that_were_written(world, subject, situation):
     """After its `parameters()` were written in place, a whole model's forward MUST use them."""
-    _judge_ones(world.run(whole_after_writing, subject, "even", 7, moment), moment)
-
-
-def _judge_ones(ranks, given, written=None):
-    """The output is that of a model of which the parameters `written`, or all, are ones."""
-    names = [name for name, _ in TOYS["even"].build(7).named_parameters()]
-    old = _old("even", len(ranks))
-    judge.tensors(
-        ranks,
-        _old("even", len(ranks), ones=names if written is None else written),
-        quantity="output of weights that are one",
-        hints=[Hint("the output of the weights before: a copy was kept", old)],
-        given=given,
-    )
+    same_as_alone(world, subject, situation)
 
 
 def full_of_unsharded(ctx, subject, is_stepped):

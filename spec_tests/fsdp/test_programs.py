@@ -14,12 +14,10 @@ import torch
 
 from spec_tests.clause import clauses
 from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, Sharded, mean_gradients
-from spec_tests.laws import program_machine, programs, refusal, schedules
+from spec_tests.laws import program_machine, programs, schedules
 from spec_tests.programs import draw
-from spec_tests.rig import judge
-from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.programs.law import same_as_alone, situations
 from spec_tests.rig.judge.tolerance import rounding
-from spec_tests.rig.toys import TOYS
 
 clause = clauses(judges=FULLY_SHARD, level="correct")
 
@@ -81,6 +79,10 @@ def test_any_sequence_with_weights_kept_after_forward(world, subject):
     judge_programs(world, subject, False)
 
 
+TWO_STEPS_OF_PAIRS = (
+    "backward 0, step, accumulate 1, backward 2, step, backward 3",
+    "keep True, backward 0, step, accumulate 1, backward 2, step, backward 3",
+)
 SITUATIONS = "contract, FullyShard; Cohen et al. 1997, The AETG system"
 
 
@@ -105,57 +107,23 @@ def test_any_situation_does_what_one_process_does(world, subject, part):
 def test_any_situation_of_production_does_what_one_process_does(world, subject, part):
     """With all that PyTorch offers, any legal program MUST do what it does in one process.
 
-    An ordinary step then sends what it sent before the program, and parameters and gradients are what
-    they were.
+    An ordinary step then sends what it sent before the program. Parameters and gradients keep their
+    dtype, shape and placements.
     """
     draw.judge_part(world, subject, "production", part, looks=True)
 
 
-def after_interruption(ctx, subject):
-    """Outputs of an evaluation after an interrupted forward and then a step of the optimizer."""
-    run = divided(ctx, subject, True)
-    run.micro(0)
-    run.interrupt(1)
-    run.step()
-    return run.evaluate(2)
-
-
 @clause("fsdp.lifecycle.fresh-after-exception", source="found by fsdp.programs.any-sequence")
-def test_a_step_after_an_interrupted_forward_is_seen(world, subject):
+@situations({"last": "mlp freed: backward 0, fails 1 last, step, evaluate 2"})
+def test_a_step_after_an_interrupted_forward_is_seen(world, subject, situation):
     """After an exception in forward was caught and a step taken, a forward MUST see new weights.
 
     What the interrupted forward had gathered has no end of forward that would free it.
     """
-    ranks = world.run(after_interruption, subject)
-
-    expected, before = [], []
-    for rank in range(world.size):
-        alone = programs.OneProcess(TOY, SEED, size=world.size, rank=rank)
-        alone.micro(0)
-        before.append(alone.evaluate(2))
-        alone.step()
-        expected.append(alone.evaluate(2))
-    judge.tensors(
-        ranks,
-        expected,
-        quantity="output of the updated model",
-        within=rounding(torch.float32, terms=24 * world.size, depth=8),
-        hints=[Hint("the output of the weights before the step: a stale gathered copy", before)],
-        given="backward, a forward that raises in its last layer, step, forward",
-    )
+    same_as_alone(world, subject, situation)
 
 
-def after_an_interrupted_backward(ctx, subject):
-    """Output after a backward that raised, a forward for nothing, and then a change in place."""
-    sharded = Sharded(ctx, subject, "even", reshard_after_forward=False)
-    loss = sharded.interrupted("up", 0)
-    with pytest.raises(AttributeError):
-        loss.backward()
-    sharded.loss(1)
-    with torch.no_grad():
-        for shard in sharded.held:
-            shard.mul_(2.0)
-    return {"output": sharded.wrapped(sharded.batch(9)).detach()}
+AGAIN = "evaluate 1, zero_grad none, write parameters, evaluate 9"
 
 
 @clause(
@@ -163,21 +131,26 @@ def after_an_interrupted_backward(ctx, subject):
     source="contract: after an update the next forward uses current weights",
     worlds=(2,),
 )
-def test_a_change_after_an_interrupted_backward_is_seen(world, subject):
+@situations({"held": f"even held: fails_backward 0 first, {AGAIN}"})
+def test_a_change_after_an_interrupted_backward_is_seen(world, subject, situation):
     """After an exception in backward, and a forward, a forward MUST see weights that changed.
 
     A unit that counts as being in its backward for ever is never looked at again.
     """
-    ranks = refusal.answer_or_refusal(world, after_an_interrupted_backward, subject)
+    same_as_alone(world, subject, situation)
 
-    if ranks is not None:
-        plain = TOYS["even"].build(SEED)
-        with torch.no_grad():
-            for parameter in plain.parameters():
-                parameter.mul_(2.0)
-            batches = [TOYS["even"].batch(SEED, rank=rank, micro=9) for rank in range(world.size)]
-            expected = [{"output": plain(batch)} for batch in batches]
-        judge.tensors(ranks, expected, quantity="output of the doubled weights")
+
+@clause(
+    "fsdp.programs.pairs-of-settings",
+    needs=("MixedPrecisionPolicy",),
+    level="production",
+    source="Cohen et al. 1997, The AETG system: most faults need two values to meet, and no more",
+    worlds=(4,),
+)
+@pytest.mark.parametrize("part", range(draw.PARTS))
+def test_any_two_settings_work_together(world, subject, part):
+    """Whatever two settings meet, two steps MUST use mean gradients, the second at new weights."""
+    draw.judge_rows(world, subject, "production", part, TWO_STEPS_OF_PAIRS)
 
 
 SCHEDULED_TOY = "stack"

@@ -1,15 +1,15 @@
 """One process that does what all ranks should: the oracle, and with a fault each way to be wrong.
 
-A gradient is a sum of shares, one for each backward of each rank since `zero_grad`. The right world
-gives every share the factor one. A wrong reduction gives other factors, a wrong forward computes
-with older weights: so a wrong world is an entry of `FAULTS`, and needs no ranks. The same table gives
-the `likely:` line of a failure, and the test that a situation tells a fault from what is right
-(`exposed`).
+A gradient is a sum of shares, one for each backward of each rank since `zero_grad`. The right
+world gives every share the factor one. A wrong reduction gives other factors, a wrong forward
+computes with older weights: so a wrong world is an entry of `FAULTS`, and needs no ranks. The same
+table gives the `likely:` line of a failure, and the test that a situation tells a fault from what
+is right (`exposed`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -183,9 +183,9 @@ class Alone:
         first = self.rank - self.rank % shards
         return tuple(range(first, first + shards))
 
-    def follow(self, program: Program) -> list[tuple[str, Named | Gradients]]:
+    def follow(self, program: Program) -> list[tuple[str, Gradients]]:
         """Return what each call shows."""
-        seen = []
+        seen: list[tuple[str, Gradients]] = []
         for name, *words in program:
             found = getattr(self, name)(*words)
             if found is not None:
@@ -196,7 +196,7 @@ class Alone:
 
     def output(self, micro: str, rank: int) -> torch.Tensor:
         """Return the output for a rank's micro-batch, with the weights that the fault takes."""
-        weights = dict(self.named)
+        weights: dict[str, torch.Tensor] = dict(self.named)
         for number, (name, p) in enumerate(self.named):
             if name in self.older and self.fault.is_stale(number):
                 weights[name] = self.older[name].requires_grad_(p.requires_grad)
@@ -285,9 +285,9 @@ class Alone:
     def step(self) -> Named:
         return self._step(lambda number: True)
 
-    def step_one(self) -> Named:
+    def step_one(self, which: str) -> Named:
         _, optimizers = self.scene["optimizer"]
-        return self._step(lambda number: number % optimizers == 0)
+        return self._step(lambda number: (number % optimizers == 0) is (which == "first"))
 
     def _step(self, updates: Callable[[int], bool]) -> Named:
         self._turn(lambda n, p: p.requires_grad and updates(n) and self.fault.updates(n))
@@ -295,7 +295,8 @@ class Alone:
         return self.full()
 
     def write(self, where: str) -> None:
-        self._turn(lambda number, p: number == 1 or where != "one-parameter")
+        one = one_of(self.named)
+        self._turn(lambda number, p: number == one or where != "one-parameter")
 
     @torch.no_grad()
     def _turn(self, which: Callable[[int, torch.Tensor], bool]) -> None:
@@ -331,6 +332,11 @@ class Alone:
         """Show nothing, and change nothing."""
 
     fails = fails_backward = keep = unshard = reshard = another_steps = another_lives = nothing
+
+
+def one_of(parameters: Sequence[Any]) -> int:
+    """Return the number of the parameter that is written alone: the second of a unit, if any is."""
+    return min(2, len(parameters) - 1)
 
 
 def shape_of(scene: Scene, size: int) -> tuple[int, int]:

@@ -10,7 +10,8 @@
     partly N            the same, reduced over the ranks that share one copy of the weights
     forward N, pending  a forward, and later its backward
     finish              the finish once more
-    step, step_one      every optimizer, or the first one, turns the sign of its weights
+    step                every optimizer turns the sign of its trained weights
+    step_one WHICH      the first optimizer, or the others, do
     zero_grad HOW       of the optimizers, to None or to zero, or of the model
     evaluate N, infer N a forward under no_grad, in inference mode
     fails N LAYER       an exception in the forward of the first or last layer, which is caught
@@ -19,7 +20,7 @@
     unshard HOW         every unit, by hand, at once or in flight; `reshard` again
     write WHERE         an update in place turns the sign of parameters, or of one
     freeze, thaw N      parameter number N
-    save, load HOW      of weights, in memory; a load copies or assigns
+    save, load HOW      of weights, in memory; a load copies or assigns, all or one by one
     another_steps RANK  one rank alone trains a model of its own
     another_lives       another model is wrapped, trained for a step and dropped
 
@@ -31,10 +32,10 @@ Of a sharded optimizer, whose gradients arrive averaged:
     rate FACTOR         the learning rate of the first group is multiplied
     add_group           two parameters more, in a group of their own
 
-`VERBS` is the whole language: which words a call takes, when a right trainer may make it, and which
-state it leaves. `Alone` and `OnRank` have a method for each verb; what a method returns is compared.
-A call whose effect the contract leaves open (a step of gradients that are not reduced) is never
-legal, so nothing is drawn that a right implementation could fail.
+`VERBS` is the whole language: which words a call takes, when a right trainer may make it, and
+which state it leaves. `Alone` and `OnRank` have a method for each verb; what a method returns is
+compared. A call whose effect the contract leaves open (a step of gradients that are not reduced) is
+never legal, so nothing is drawn that a right implementation could fail.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ VERBS: dict[str, Verb] = {
     "pending": Verb("", lambda s: s.waits and _is_whole(s), _adds(1, waits=False), often=4),
     "finish": Verb("", _rests, of=REPLICAS),
     "step": Verb("", _rests, lambda s: replace(_cleared(s), is_zeroed=False), often=4),
-    "step_one": Verb("", _rests, lambda s: replace(_cleared(s), is_zeroed=False)),
+    "step_one": Verb("which", _rests, lambda s: replace(_cleared(s), is_zeroed=False)),
     "zero_grad": Verb("how", then=_cleared, of=EVERY),
     "evaluate": Verb("micro"),
     "infer": Verb("micro"),
@@ -181,6 +182,7 @@ WORDS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
         "zero": (REPLICAS + SHARDS + WHOLE + OPTIMIZER, "correct"),
         "of-the-model": (REPLICAS + SHARDS, "production"),
     },
+    "which": dict.fromkeys(("first", "second"), (REPLICAS + SHARDS + WHOLE, "correct")),
     "layer": dict.fromkeys(("first", "last"), (REPLICAS + SHARDS + WHOLE, "correct")),
     "flag": dict.fromkeys(("True", "False"), (SHARDS, "correct")),
     "at_once": {"now": (SHARDS, "correct"), "in-flight": (SHARDS, "production")},
@@ -193,6 +195,7 @@ WORDS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
     "assigns": {
         "copied": (REPLICAS + SHARDS + OPTIMIZER, "correct"),
         "assigned": (SHARDS, "correct"),
+        "in-parts": (SHARDS, "correct"),
     },
     "whose": dict.fromkeys(("all", "half", "none"), (OPTIMIZER, "correct")),
     "does": dict.fromkeys(("deals", "sets-the-rate", "raises"), (OPTIMIZER, "correct")),
@@ -227,9 +230,10 @@ def parsed(text: str) -> Program:
             raise ValueError(f"program {text!r}: {name!r} is no call; known: {', '.join(VERBS)}")
         kinds = VERBS[name].takes.split()
         if len(words) != len(kinds) or not all(map(_fits, kinds, words)):
+            known = {kind: [*WORDS[kind]] for kind in kinds if kind in WORDS}
             raise ValueError(
                 f"program {text!r}: expected {name!r} with {' '.join(kinds) or 'no words'}, got "
-                f"{' '.join(words) or 'none'}; known: { ({k: [*WORDS[k]] for k in kinds if k in WORDS}) }"
+                f"{' '.join(words) or 'none'}; known: {known}"
             )
     return program
 

@@ -2,11 +2,11 @@
 
     [[situation]]
     judges = "fully_shard"
-    pattern = '(evaluate|infer) \\d+, step'     # searched in the line; nothing drawn may match it
-    shows = "evaluate 0, step, evaluate 1"     # a line that matches and fails, for as long as it does
-    size = 2                                   # of the world in which it fails; 2 if left out
+    pattern = '(evaluate|infer) \\d+, step'   # searched in the line; nothing drawn may match it
+    shows = "evaluate 0, step, evaluate 1"   # a line that matches and fails
+    size = 2                                 # of the world in which it fails; 2 if left out
     reason = "an evaluation leaves the root unsharded, and a step does not reshard it"
-    link = "https://..."                       # optional
+    link = "https://..."                     # optional
 
 A deviation of one clause excuses one case. In drawn programs the same deviation meets everything
 else, so a generator that does not avoid it finds nothing but this deviation.
@@ -48,8 +48,8 @@ def load(file: Path) -> tuple[Declared, ...]:
     """Return the entries of a file of deviations, and of the file that it inherits.
 
     Raises:
-        ValueError: An entry has an unknown key or lacks one, its pattern is no regular expression, or
-            its `shows` does not match its pattern.
+        ValueError: An entry has an unknown key or lacks one, its pattern is no regular expression,
+            or its `shows` does not match its pattern.
     """
     document = tomllib.loads(file.read_text(encoding="utf-8"))
     found = [_parsed(entry, file) for entry in document.get("situation", [])]
@@ -67,8 +67,8 @@ def _parsed(entry: dict[str, Any], file: Path) -> Declared:
         raise ValueError(f"{file}, [[situation]]: {error}; keys: {sorted(_KEYS)}") from error
     if not fits:
         raise ValueError(
-            f"{file}, [[situation]]: expected `shows` to match its pattern {declared.pattern!r}, got "
-            f"{declared.shows!r}"
+            f"{file}, [[situation]]: expected `shows` to match its pattern {declared.pattern!r}, "
+            f"got {declared.shows!r}"
         )
     return declared
 

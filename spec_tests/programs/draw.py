@@ -24,6 +24,7 @@ from spec_tests.programs.calls import (
     State,
     after,
     next_state,
+    parsed,
 )
 from spec_tests.programs.scene import AXES, AXES_OF, AXIS_OF, OPTIMIZER, Scene, pairs
 from spec_tests.rig.outcomes import LEVELS
@@ -43,8 +44,8 @@ CLOSING: Program = (
 CLOSING_STEPS: Program = (("deal", "90", "all"), ("update",), ("deal", "91", "all"), ("update",))
 """The same of an optimizer."""
 
-PARTS = 8
-"""Cases of a clause, which share the rows of a covering array."""
+PARTS = 4
+"""Cases of a clause at a world size; they share every second row of a covering array."""
 
 Avoided = Callable[[str], bool]
 
@@ -141,7 +142,7 @@ def _calls(subject: str, level: str, number: int, chance: random.Random) -> Iter
     for name, verb in VERBS.items():
         if subject not in verb.of or LEVELS.index(verb.level) > LEVELS.index(level):
             continue
-        words = []
+        words: list[str] = []
         for kind in verb.takes.split():
             if kind == "micro":
                 words.append(str(number + 40 * len(words)))
@@ -177,7 +178,8 @@ def judge_part(world: World, subject: str, level: str, part: int, *, looks: bool
     for line in known[part::PARTS]:
         if not is_avoided(line):
             law.same_as_alone(world, subject, line)
-    for number, row in enumerate(covering(subject, world.size, level)[part::PARTS]):
+    rows = covering(subject, world.size, level)[2 * part + (world.size > 2) :: 2 * PARTS]
+    for number, row in enumerate(rows):
         chance = random.Random(f"{subject} {world.size} {level} {part} {number}")
         program = programs(row, subject, world.size, level, chance, is_avoided)
         line = law.written(row, program)
@@ -185,8 +187,24 @@ def judge_part(world: World, subject: str, level: str, part: int, *, looks: bool
             law.same_as_alone(world, subject, line, looks=looks)
 
 
+def judge_rows(world: World, subject: str, level: str, part: int, texts: Sequence[str]) -> None:
+    """Every row of a part must do on the ranks what one process does, in one of these programs.
+
+    Args:
+        texts: programs, which the rows take in turn.
+    """
+    __tracebackhide__ = True
+    is_avoided = declared.avoided(declared.of(world.target), subject)
+    rows = covering(subject, world.size, level)
+    for number in range(part, len(rows), PARTS):
+        program = parsed(texts[number // PARTS % len(texts)])
+        line = law.written(rows[number], program)
+        if after(program, rows[number], subject, world.size) and not is_avoided(line):
+            law.same_as_alone(world, subject, line)
+
+
 def smaller(scene: Scene, program: Program) -> Iterator[tuple[Scene, Program]]:
-    """Yield what a failure may be without: half of the calls, a quarter, one; a word of the scene."""
+    """Yield what is left without half of the calls, a quarter, one; without a word of the scene."""
     for length in dict.fromkeys((len(program) // 2, len(program) // 4, 2, 1)):
         for begin in range(0, len(program), max(1, length)) if length else ():
             shorter = program[:begin] + program[begin + length :]

@@ -3,8 +3,8 @@
     python -m spec_tests explore --impl mine.py --minutes 20 --worlds 2,3,4 --only 'held two'
 
 It prints one line of progress, and for each cause one finding: the smallest situation found, the
-message, and the command that shows it again. `--seeds FILE` tries the situations of a file first and
-appends the shrunk ones. The exit status is 1 if anything was found, and 2 for wrong usage.
+message, and the command that shows it again. `--seeds FILE` tries the situations of a file first
+and appends the shrunk ones. The exit status is 1 if anything was found, and 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from spec_tests import target
 from spec_tests.programs import declared, law, seeds
@@ -34,6 +34,9 @@ from spec_tests.rig.ranks.zygote import start_zygote
 
 _HANGING_TRIES = 4
 """Shrinking a hang costs some seconds for each try that hangs."""
+
+
+FAILURES: Any = (Violation, RankRaised, RankDied, RankHung)
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Exploration:
                 law.same_as_alone(world, drawn.subject, drawn.line, looks=self.level == LEVELS[-1])
         except NotOffered:
             return None
-        except (Violation, RankRaised, RankDied, RankHung) as failure:
+        except FAILURES as failure:
             return failure
         return None
 
@@ -215,12 +218,13 @@ def _run(
     exploration: Exploration, drawn: Iterator[Drawn], seconds: float, file: Path | None
 ) -> None:
     begun = time.monotonic()
-    show = partial(print, end="\r", file=sys.stderr) if sys.stderr.isatty() else lambda text: None
     for each in drawn:
         spent = time.monotonic() - begun
         if spent > seconds:
             break
-        show(f"{exploration.tried} situations, {len(exploration.found)} findings, {spent:.0f} s ")
+        if sys.stderr.isatty():
+            counts = f"{exploration.tried} situations, {len(exploration.found)} findings"
+            print(f"{counts}, {spent:.0f} s ", end="\r", file=sys.stderr)
         before = len(exploration.found)
         report = exploration.judge(each)
         if report:

@@ -8,7 +8,7 @@ A situation is a scene and a program in one line: what a clause says, what a fai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -117,7 +117,7 @@ def judge_values(ranks: Sequence[Any], subject: str, situation: str) -> None:
         return [shown(rank[number][1]) for rank in world_of(fault)]
 
     def shown(found: Gradients) -> Gradients:
-        return zeros_for_none(found, like) if absent_is_zero else found
+        return dict(zeros_for_none(found, like)) if absent_is_zero else found
 
     within = None
     if subject != "fully_shard" and size & (size - 1):
@@ -156,12 +156,6 @@ def judge_updates(ranks: Sequence[Any], situation: str) -> None:
         before = weights
 
 
-def situations(lines: Iterable[str]) -> Any:
-    """Parametrise a clause by lines; the line is the case's name."""
-    kept = [*lines]
-    return pytest.mark.parametrize("situation", kept, ids=[case_of(line) for line in kept])
-
-
-def case_of(situation: str) -> str:
-    """Return a situation as the name of a case: without spaces and commas."""
-    return situation.replace(":", "").replace(", ", ",").replace(" ", "-")
+def situations(lines: Mapping[str, str]) -> Any:
+    """Parametrise a clause by situations, each with the name of its case."""
+    return pytest.mark.parametrize("situation", [*lines.values()], ids=[*lines])

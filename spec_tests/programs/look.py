@@ -4,7 +4,7 @@
     afterwards   an ordinary step before and after the program sends the same
 
 `afterwards` needs no model of the traffic. Whatever the program was, the same step must be what it
-was: a flag that stays, a buffer that gathers, a hook that doubles, a unit that stays open changes it.
+was. A flag that stays, a hook that doubles, a unit that stays open changes it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from spec_tests.programs.alone import SEED, flags_of, shape_of
+from spec_tests.programs.alone import SEED, flags_of, one_of, shape_of
 from spec_tests.programs.calls import Program
 from spec_tests.programs.scene import Scene
 from spec_tests.rig.judge.oracle import Gradients, Named
@@ -55,8 +55,8 @@ OUTPUTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 class OnRank:
     """One rank's toy in a scene, and what a program does to it.
 
-    The loss of each micro-batch is the number of ranks times `sum_of_squares`, so that the mean over
-    ranks is a sum of integers.
+    The loss of each micro-batch is the number of ranks times `sum_of_squares`, so that the mean
+    over ranks is a sum of integers.
 
     Attributes:
         module: the toy; `wrapped` is what the function under test made of it.
@@ -143,9 +143,13 @@ class OnRank:
         """Turn the sign of every trained weight, through the optimizers."""
         return self._step(self.held, self.optimizers)
 
-    def step_one(self) -> Named:
-        """The same with the first optimizer and its parameters alone."""
-        return self._step(self.held[:: len(self.optimizers)], self.optimizers[:1])
+    def step_one(self, which: str) -> Named:
+        """The same with the first optimizer and its parameters alone, or with the others."""
+        number = len(self.optimizers)
+        if which == "first":
+            return self._step(self.held[::number], self.optimizers[:1])
+        others = [p for n, p in enumerate(self.held) if n % number]
+        return self._step(others, self.optimizers[1:])
 
     def _step(self, held: list[Any], optimizers: list[torch.optim.Optimizer]) -> Named:
         for parameter in self.held:
@@ -273,7 +277,7 @@ class OnRank:
         for number, parameter in enumerate(self.held):
             if where == "local-tensors":
                 parameter.to_local().neg_()
-            elif where == "parameters" or number == 1:
+            elif where == "parameters" or number == one_of(self.held):
                 parameter.neg_()
 
     def save(self) -> None:
@@ -282,8 +286,13 @@ class OnRank:
 
     def load(self, assigns: str) -> Named:
         state = {name: value.clone() for name, value in self.saved.items()}
-        self.module.load_state_dict(state, assign=assigns == "assigned")
-        if assigns == "assigned":
+        is_assigned = assigns != "copied"
+        parts = [{n: state[n]} for n in state] if assigns == "in-parts" else [state]
+        for part in parts:
+            self.module.load_state_dict(part, assign=is_assigned, strict=part is state)
+        if assigns == "in-parts":
+            self.module.state_dict()  # shows the shards: those that were loaded
+        if is_assigned:
             self.hold()
         for optimizer in self.optimizers:
             optimizer.zero_grad()

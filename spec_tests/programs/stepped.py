@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from spec_tests.programs.alone import SEED
+from spec_tests.programs.alone import SEED, one_of
 from spec_tests.programs.calls import Program
 from spec_tests.programs.scene import Scene
 from spec_tests.rig.judge.oracle import Named
@@ -101,7 +101,7 @@ class Stepped:
     @torch.no_grad()
     def write(self, where: str) -> None:
         for number, parameter in enumerate(self.parameters.values()):
-            if where == "parameters" or number == 1:
+            if where == "parameters" or number == one_of(list(self.parameters)):
                 parameter.neg_()
 
     def freeze(self, number: str) -> None:

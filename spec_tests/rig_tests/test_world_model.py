@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -64,16 +65,17 @@ def test_alone_adds_up_the_micro_batches_of_all_ranks():
         loss = sum_of_squares(plain(TOYS["mlp"].batch(SEED, rank=rank, micro=micro)))
         (times * loss).backward()
 
-    _, found = Alone(scene, 3, 1).follow(program)[-1]
+    found: Any = Alone(scene, 3, 1).follow(program)[-1][1]
 
     for name, parameter in plain.named_parameters():
+        assert parameter.grad is not None
         assert torch.equal(found[name], parameter.grad), name
 
 
 def test_alone_turns_the_sign_of_trained_weights():
     scene, program = law.read("mlp not-the-ends: backward 0, step")
     before = dict(TOYS["mlp"].build(SEED).named_parameters())
-    _, after_step = Alone(scene, 2, 0).follow(program)[-1]
+    after_step: Any = Alone(scene, 2, 0).follow(program)[-1][1]
     signs = {name: bool(torch.equal(after_step[name], -p)) for name, p in before.items()}
     assert [*signs.values()] == [False, True, True, False]
 
@@ -143,7 +145,8 @@ def test_the_narrow_toy_is_exact_in_few_bits(precision, size):
         for micro, rank in itertools.product(range(first, first + most), range(size)):
             module = TOYS["narrow"].build(SEED)
             sum_of_squares(module(TOYS["narrow"].batch(SEED, rank=rank, micro=micro))).backward()
-            for name, p in module.named_parameters():
+            parameters: Any = module.named_parameters()
+            for name, p in parameters:
                 total[name] = total.get(name, torch.zeros_like(p)) + size * p.grad.abs()
         for name, sizes in total.items():
             units = sizes / (2 * size)  # all shares are multiples of this

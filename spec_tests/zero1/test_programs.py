@@ -12,10 +12,12 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import pytest
 import torch
 
 from spec_tests.clause import clauses
 from spec_tests.laws import program_machine, programs, schedules
+from spec_tests.programs import draw
 from spec_tests.rig import judge
 from spec_tests.rig.judge.tolerance import rounding
 from spec_tests.rig.toys import TOYS
@@ -95,6 +97,22 @@ def test_any_sequence_of_calls_does_what_the_plain_optimizer_does(world):
         calls=CALLS,
         given=f"toy {toy!r}, two groups, momentum",
     )
+
+
+@clause(
+    "zero1.programs.any-situation",
+    judges=("sharded_optimizer",),
+    source="contract, ShardedOptimizer; Cohen et al. 1997, The AETG system",
+    worlds=(2, 3),
+)
+@pytest.mark.parametrize("part", range(draw.PARTS))
+def test_any_situation_does_what_the_plain_optimizer_does(world, subject, part):
+    """In any scene any legal program MUST give the weights of the plain optimizer.
+
+    Scenes in which every two words meet, in each a program of up to 24 calls, and the situations of
+    `spec_tests/programs/seeds.toml`, which once told a fault.
+    """
+    draw.judge_part(world, subject, "correct", part)
 
 
 def back_to_the_start(run):
