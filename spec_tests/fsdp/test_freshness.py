@@ -33,7 +33,6 @@ from spec_tests.rig.toys import TOYS, sum_of_squares
 
 clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
 
-FRESH = "contract: after an update, the next forward uses current weights"
 SETTINGS: dict[str, dict[str, Any]] = {
     "freed": {"reshard_after_forward": True},
     "default": {},
@@ -131,7 +130,7 @@ def after_steps(ctx, subject, toy, seed, setting):
     return _output(sharded)
 
 
-@clause("fsdp.lifecycle.fresh-after-step", source=FRESH)
+@clause("fsdp.lifecycle.fresh-after-step", source="contract: fresh-weights")
 @pytest.mark.parametrize("setting", [*SETTINGS, KEPT, *FLAVOURS, "by-hand", "by-hand-between-two"])
 def test_a_forward_after_a_step_uses_the_new_weights(world, subject, setting):
     """The forward after a step MUST use the new weights, whatever was kept unsharded before it.
@@ -157,7 +156,7 @@ def after_anothers_step(ctx, subject):
 
 @clause(
     "fsdp.lifecycle.anothers-step",
-    source="contract: another model disturbs nothing; a probe that one rank trains for its log",
+    source="contract: models-apart; a probe that one rank trains for its log",
     worlds=(2,),
 )
 def test_a_step_of_another_model_makes_nothing_stale(world, subject):
@@ -170,7 +169,7 @@ def test_a_step_of_another_model_makes_nothing_stale(world, subject):
 @clause(
     "fsdp.lifecycle.fresh-after-gather-in-flight",
     level="production",
-    source=FRESH + "; FSDPModule.unshard(async_op=True)",
+    source="contract: fresh-weights, async-unshard; FSDPModule.unshard(async_op=True)",
     worlds=(2,),
 )
 def test_a_gather_that_began_before_a_step_is_not_used_after_it(world, subject):
@@ -191,7 +190,7 @@ def after_evaluation_and_step(ctx, subject, toy, seed, setting, records=False):
     return _output(sharded)
 
 
-@clause("fsdp.lifecycle.fresh-after-evaluation", source=FRESH, worlds=(2,))
+@clause("fsdp.lifecycle.fresh-after-evaluation", source="contract: fresh-weights", worlds=(2,))
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_an_evaluation_before_a_step_leaves_nothing_stale(world, subject, setting):
     """After backward, evaluation, step: the next forward MUST use the new weights."""
@@ -202,7 +201,7 @@ def test_an_evaluation_before_a_step_leaves_nothing_stale(world, subject, settin
 
 @clause(
     "fsdp.lifecycle.fresh-after-evaluation-in-part",
-    source=FRESH + "; fully_shard, reshard_after_forward as an int",
+    source="contract: fresh-weights, partial-reshard; fully_shard, reshard_after_forward as an int",
     worlds=(4,),
 )
 def test_a_part_that_a_forward_alone_kept_is_not_stale_after_a_step(world, subject):
@@ -218,7 +217,7 @@ def test_a_part_that_a_forward_alone_kept_is_not_stale_after_a_step(world, subje
 @clause(
     "fsdp.lifecycle.fresh-after-evaluation-of-a-whole-model",
     judges=("fsdp",),
-    source=FRESH,
+    source="contract: fresh-weights",
     worlds=(2,),
 )
 @pytest.mark.parametrize("records", [False, True], ids=["no-grad", "without-backward"])
@@ -274,7 +273,11 @@ def after_leaving_out(ctx, subject, raises=""):
     return {"output": model(x).detach()}
 
 
-@clause("fsdp.lifecycle.fresh-after-layers-left-out", judges=BOTH, source=FRESH)
+@clause(
+    "fsdp.lifecycle.fresh-after-layers-left-out",
+    judges=BOTH,
+    source="contract: fresh-weights, unused",
+)
 def test_layers_that_a_forward_left_out_are_not_stale_after_a_step(world, subject):
     """After a forward that skipped layers, and a step, a forward MUST use all layers' new weights.
 
@@ -288,7 +291,11 @@ def test_layers_that_a_forward_left_out_are_not_stale_after_a_step(world, subjec
         _judge_ladder(ranks)
 
 
-@clause("fsdp.lifecycle.fresh-after-exception-in-a-whole-model", judges=("fsdp",), source=FRESH)
+@clause(
+    "fsdp.lifecycle.fresh-after-exception-in-a-whole-model",
+    judges=("fsdp",),
+    source="contract: fresh-weights",
+)
 @pytest.mark.parametrize("where", ["within a layer", "between layers"], ids=["within", "between"])
 def test_no_layer_of_a_whole_model_is_stale_after_an_exception(world, subject, where):
     """After an exception in forward and a step, a whole model's forward MUST use the new weights.
@@ -352,11 +359,7 @@ def after_writing(ctx, subject, toy, seed, how, setting):
     return _output(sharded)
 
 
-@clause(
-    "fsdp.lifecycle.fresh-after-load",
-    source=f"{FRESH}; a load, or an operation under no_grad on the Parameter or its local tensor",
-    worlds=(2,),
-)
+@clause("fsdp.lifecycle.fresh-after-load", source="contract: fresh-weights", worlds=(2,))
 @pytest.mark.parametrize(
     "how",
     [*LOADS, "parameter", "local-tensor", SECOND],
@@ -387,7 +390,7 @@ def whole_after_writing(ctx, subject, toy, seed, moment):
 @clause(
     "fsdp.lifecycle.fresh-after-writing-in-a-whole-model",
     judges=("fsdp",),
-    source="contract: a forward computes with current weights; moving averages, initialisations",
+    source="contract: fresh-weights; moving averages, initialisations",
     worlds=(2,),
 )
 @pytest.mark.parametrize("moment", ["evaluate 0", "backward 0"], ids=["evaluated", "trained"])
@@ -427,7 +430,8 @@ def full_of_unsharded(ctx, subject, is_stepped):
 @clause(
     "fsdp.lifecycle.full-parameters-of-what-is-unsharded",
     level="production",
-    source="contract: full_parameters; a copy that is registered is that of before the update",
+    source="contract: full_parameters/current; "
+    "a copy that is registered is that of before the update",
     worlds=(2,),
 )
 @pytest.mark.parametrize("is_stepped", [True, False], ids=["step", "write"])

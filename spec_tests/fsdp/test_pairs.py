@@ -134,7 +134,8 @@ def two_plain_steps(row, size):
 @clause(
     "fsdp.programs.pairs-of-settings",
     needs=("MixedPrecisionPolicy",),
-    source="Cohen et al. 1997, The AETG system: most faults need two values to meet, and no more",
+    source="contract: mean-gradient, fresh-weights; "
+    "Cohen et al. 1997, The AETG system: most faults need two values to meet, and no more",
 )
 @pytest.mark.parametrize("row", ROWS)
 def test_any_two_settings_work_together(world, subject, row):

@@ -55,7 +55,7 @@ def judge_programs(world, subject, reshard):
 
 @clause(
     "fsdp.programs.any-sequence",
-    source="contract, FullyShard; hypothesis, stateful testing",
+    source="contract: mean-gradient, fresh-weights, zero-grad; hypothesis, stateful testing",
     worlds=(2, 3),
 )
 def test_any_sequence_of_calls_does_what_one_process_does(world, subject):
@@ -70,7 +70,7 @@ def test_any_sequence_of_calls_does_what_one_process_does(world, subject):
 
 @clause(
     "fsdp.programs.any-sequence-with-kept-weights",
-    source="contract, FullyShard; hypothesis, stateful testing",
+    source="contract: mean-gradient, fresh-weights, zero-grad; hypothesis, stateful testing",
 )
 def test_any_sequence_with_weights_kept_after_forward(world, subject):
     """With `reshard_after_forward=False` any sequence of training calls MUST do the same.
@@ -89,7 +89,10 @@ def after_interruption(ctx, subject):
     return run.evaluate(2)
 
 
-@clause("fsdp.lifecycle.fresh-after-exception", source="found by fsdp.programs.any-sequence")
+@clause(
+    "fsdp.lifecycle.fresh-after-exception",
+    source="contract: fresh-weights, after-exception; found by fsdp.programs.any-sequence",
+)
 def test_a_step_after_an_interrupted_forward_is_seen(world, subject):
     """After an exception in forward was caught and a step taken, a forward MUST see new weights.
 
@@ -129,7 +132,7 @@ def after_an_interrupted_backward(ctx, subject):
 
 @clause(
     "fsdp.lifecycle.fresh-after-interrupted-backward",
-    source="contract: after an update the next forward uses current weights",
+    source="contract: fresh-weights, after-exception",
     worlds=(2,),
 )
 def test_a_change_after_an_interrupted_backward_is_seen(world, subject):
@@ -156,7 +159,7 @@ TWO_STEPS = "backward 0, zero_grad, backward 1, gather"
 
 @clause(
     "fsdp.schedule.same-gradients",
-    source=schedules.LAUNCH_ORDER,
+    source="contract: mean-gradient; " + schedules.LAUNCH_ORDER,
     worlds=(3,),
     transports=schedules.SIM,
 )
@@ -171,7 +174,7 @@ def test_no_order_of_events_changes_the_gradients(world, subject, schedule):
 
 @clause(
     "fsdp.schedule.waits-for-every-launch",
-    source=schedules.WAITED_FOR,
+    source="contract: waits; " + schedules.WAITED_FOR,
     worlds=(2, 3),
     transports=schedules.SIM,
 )
