@@ -2,7 +2,7 @@
 
     clause = clauses(judges=("ddp", "ddp_bucketed"), level="correct", worlds=(2, 3, 4))
 
-    @clause("ddp.gradients.mean", source="Li et al. 2020, section 3.2.1")
+    @clause("ddp.gradients.mean", source="contract: mean-gradient; Li et al. 2020, section 3.2.1")
     def test_every_rank_holds_the_mean_gradient(world, subject):
         \"\"\"Every rank MUST hold the mean over ranks of the local gradients.
 
@@ -13,6 +13,7 @@ The id is dotted lower-case words, `chapter.aspect.fact`; never a number, never 
 line of the docstring *is* the norm: one sentence with one normative verb, readable in the ledger
 without the code; the verb is the clause's strength. `judges` names contract functions that are each
 judged separately (the case's `subject`); `needs` names further functions that must be offered.
+`source` begins with the promises that the clause judges, see `spec_tests/contract/promises.py`.
 `clauses` sets the defaults of a file, once, at its head. Levels and outcomes are described in
 `spec_tests/rig/outcomes.py`.
 """

@@ -38,7 +38,7 @@ def memory_estimate(
         trainable: Only trainable parameters have gradients and moments.
         activations: `activation_bytes` is within 5 %.
         peak: `peak_bytes` is within 5 %; an update may copy the gradients.
-        own-answer: An answer does not depend on what was asked before.
+        own-answer: An answer does not depend on earlier calls.
         model-stays: Gradients, modes and ties of the model, and generators, are as before.
         memory-stays: Memory in use is as before.
         positive: Sizes that are not positive are a ValueError.
@@ -87,7 +87,7 @@ def measure_throughput(
         five-steps: `num_steps` is at least 5.
         bounded: There are at most 2000 calls, also where nothing is ever steady.
         unsteady: `is_steady` is false where steps get slower and slower.
-        errors: What `step` raises goes to the caller as it is.
+        errors: An error that `step` raises goes to the caller unchanged.
         positive: Tokens that are not positive are a ValueError.
     """
 
@@ -121,7 +121,7 @@ def sweep_batch_sizes(
         other-errors: Any other error goes to the caller.
 
     Level `production`:
-        cycles: What refers to itself is gone before the next is built, too.
+        cycles: A step in a reference cycle, too, is gone before the next is built.
     """
 
 
@@ -186,7 +186,7 @@ def summarize_trace(path: Path) -> dict[str, Any]:
         scatter, send, recv, barrier.
 
     Raises:
-        ValueError, OSError: for what is no such trace, is cut off, or holds no step.
+        ValueError, OSError: for another file, one that is cut off, or one without a step.
 
     Level `correct`:
         steps: A step is a host annotation (`user_annotation`) `ProfilerStep#N`.
@@ -206,11 +206,11 @@ def summarize_trace(path: Path) -> dict[str, Any]:
         rank: `rank` and `world_size` are those of `distributedInfo`, or 0 and 1 without it.
         collectives: Collectives are counted from kernels (`Collective name`) if there are any.
         fallbacks: Else collectives are counted from operators of c10d, else from annotations.
-        bytes: `bytes` is the larger of what goes in and what comes out on this rank.
+        bytes: `bytes` is the larger of the input and the output on this rank.
         kernel-bytes: Bytes of kernels are from `In msg nelems`, `Out msg nelems` and `dtype`.
         operator-bytes: Bytes of operators are from `Input Dims` and `Input type`.
         list-bytes: A `TensorList` has the type of an annotation of the same dims.
         no-bytes: `bytes` is None where the trace does not say.
         peak-memory: The largest `Total Allocated` of `[memory]` of that `Device Type`, else None.
-        refuses: What is no such trace, is cut off, or holds no step: ValueError, or OSError.
+        refuses: Another file, one that is cut off or one without a step is a ValueError or OSError.
     """

@@ -90,7 +90,7 @@ def language_model(
     Level `course`:
         shape: Logits are `[batch, seq, vocab]` for every `seq` up to `max_sequence_length`.
         causal: The logits at a place do not depend on later ids.
-        sees-past: The logits at a place depend on the ids up to and at it.
+        sees-past: The logits at a place depend on the id there and on the ids before it.
 
     Level `correct`:
         rows-apart: The logits do not depend on the other sequences of the batch.

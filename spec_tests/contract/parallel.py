@@ -22,6 +22,9 @@ def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.M
         module: the model of this rank. The gradients appear in its own Parameter objects.
         process_group: the ranks that take part; None means the default group.
 
+    Returns:
+        A wrapper, which is a module.
+
     Level `course`:
         called-alike: The wrapper takes the arguments of `module` and returns its values.
         first-weights: At construction every rank gets the first rank's parameters, frozen ones too.
@@ -45,8 +48,8 @@ def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.M
         equal-ranks: All ranks of the group get the same bits.
         equal-runs: Equal runs give equal bits.
         several-forwards: Several forwards may precede one backward.
-        evaluation: A forward without gradients changes no gradient.
-        models-apart: Another wrapped model changes nothing.
+        evaluation: A forward without gradients disturbs nothing.
+        models-apart: Another wrapped model disturbs nothing.
         waits: Every collective that is launched is waited for.
         no-growth: Memory does not grow from step to step.
         after-exception: After an exception that the caller caught, the next step is right.
@@ -91,7 +94,7 @@ def ddp_bucketed(
 
 
 def finish_gradient_synchronization(wrapped: nn.Module) -> None:
-    """Finish the reduction of gradients: called after a backward outside `no_sync`.
+    """Finish the reduction of gradients, after a backward outside `no_sync` and before an update.
 
     An implementation may leave it out: then nothing is left to do after a backward.
 
@@ -162,7 +165,7 @@ def sharded_optimizer(
         load: `load_state_dict` takes the unsharded optimizer's state dict.
         load-replaces: A load replaces all state that there was.
         state-dict: `state_dict` gives the unsharded optimizer's state dict.
-        optimizers-apart: Optimizers of other parameters change nothing.
+        optimizers-apart: Optimizers of other parameters do not disturb it.
         waits: Every collective that is launched is waited for before `step` returns.
 
     Level `production`:
@@ -171,7 +174,7 @@ def sharded_optimizer(
         same-order: All ranks send in the same order.
         few-messages: A step sends at most one message for each parameter.
         one-owner: Each element is updated by one rank, from that rank's gradient alone.
-        gradients-stay: A step leaves gradients as they are.
+        gradients-stay: A step does not change gradients.
         compile: `torch.compile(optimizer.step)` gives the same.
         larger-tensor: A parameter may be a part of a larger tensor, with gaps between its rows.
         sparse: A sparse parameter is updated.

@@ -21,9 +21,9 @@ def fully_shard(
 ) -> Any:
     """Shard the parameters of `module` in place, as one unit; inner units are sharded first.
 
-    The caller seeds all ranks alike: sharding does not synchronise weights. An "update" is
-    `Optimizer.step`, a load function, or an in-place operation under `no_grad` on the Parameter or
-    on its local tensor, between steps.
+    The caller seeds all ranks alike: sharding does not synchronise weights. "Full weights" are
+    unsharded parameters. An "update" is `Optimizer.step`, a load function, or an in-place operation
+    under `no_grad` on the Parameter or on its local tensor, between steps.
 
     Args:
         module: a module; at level `production` also a list of modules, which become one unit.
@@ -67,7 +67,7 @@ def fully_shard(
         hints: The prefetch setters change when a unit is gathered, and no value.
         integers: Frozen integers keep their values.
         jvp: `torch.func.jvp` of a forward gives what it gives of the plain model.
-        as-pytorch: What is not said here has the meaning and defaults of PyTorch's `fully_shard`.
+        as-pytorch: Everything else has the meaning and defaults of PyTorch's `fully_shard`.
 
     Level `production`:
         ignored: Parameters in `ignored_params` stay plain, whole and local, and are not sent.
@@ -78,18 +78,18 @@ def fully_shard(
         unequal-replicas: All ranks of a mesh of two dims raise, also where one row differs.
         earlier-hooks: Forward hooks and pre-hooks from before sharding see full weights.
         gathers-ahead: In backward the next unit is gathered before the current one has computed.
-        flat-peak: What is alive above the shards does not grow with the number of units.
+        flat-peak: Memory in addition to the shards does not grow with the number of units.
         one-collective: A unit is gathered by one collective, or one per rank, and reduced likewise.
         no-extra-bytes: A gather carries the unit's parameters, padded to equal shards, no more.
         trained-only: A reduction carries the gradients of trained parameters, padded likewise.
         unused-somewhere: Where the backwards of all ranks reach a unit, an absent gradient is zero.
         clears-between: `zero_grad` of the model clears gradients between forward and backward.
         clears-after-error: `zero_grad` of the model clears gradients after a caught exception.
-        backward-after-clear: After such a `zero_grad`, the backward of an earlier forward is right.
+        backward-after-clear: After `zero_grad` of the model a pending backward is right.
         own-containers: Dicts, lists and dataclasses of the user's own classes are taken.
         grad-dtype: With a `reduce_dtype` each gradient keeps the dtype of its parameter.
         gather-methods: `fsdp_pre_all_gather` and `fsdp_post_all_gather` of a parameter are called.
-        one-gather-method: A parameter with only one of these two methods is refused.
+        one-gather-method: A parameter that has only one of these two methods is refused.
         recomputed-casts: A forward that activation checkpointing repeats is cast like the first.
         recomputed-unit: With activation checkpointing a unit is reduced and freed as without it.
         compile: `torch.compile` of a unit changes no value, before and after it is sharded.
@@ -108,7 +108,7 @@ def fully_shard(
         after-exception: The next step after an exception that the caller caught.
         dataclasses: A dataclass among inputs or outputs, in the forward.
         unused-somewhere: A parameter that only some ranks use.
-        backward-after-clear: The backward of a forward that came before such a `zero_grad`.
+        backward-after-clear: A backward whose forward came before a `zero_grad` of the model.
         own-containers: A container of the user's own class among inputs or outputs.
         ignored: `ignored_params` of a module on the meta device.
         grad-dtype: A `reduce_dtype` for a unit of two dtypes, in the forward.
@@ -137,7 +137,7 @@ def MixedPrecisionPolicy(
     Level `correct`:
         others-keep-dtype: Gradients of shards and buffers keep their own dtype.
         reduces: Gradients are reduced in `reduce_dtype`, or else in `param_dtype`.
-        accumulates: Between reductions gradients are accumulated in that dtype.
+        accumulates: Between reductions gradients are accumulated in the reduction's dtype.
         casts: Floating-point inputs and outputs are cast as the arguments say.
 
     Level `production`:
@@ -169,13 +169,13 @@ def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.M
 
     Level `course`:
         plain-bits: A forward gives the bits of the plain model.
-        mean-gradient: After finish, an update uses the mean over ranks of the local gradients.
+        mean-gradient: An update uses the mean over ranks of the local gradients.
         shards-only: Between steps a rank holds its shard of Linear and Embedding weights.
         rest-whole: A parameter of no Linear or Embedding stays plain and whole on every rank.
-        rest-mean: The gradient of such a parameter is the mean over ranks.
+        rest-mean: The gradient of a parameter of no Linear or Embedding is the mean over ranks.
         gathers: With `compute_dtype` the sharded layers are gathered in it.
         computes: With `compute_dtype` the sharded layers compute in it.
-        optimizer-dtype: What an optimizer sees keeps its dtype or is float32.
+        optimizer-dtype: Tensors that an optimizer sees keep their dtype or are float32.
 
     Level `correct`:
         runs-hooks: A forward calls `module` itself, so that its forward hooks run.
@@ -220,7 +220,7 @@ def full_parameters(model: nn.Module) -> Mapping[str, torch.Tensor]:
         plain-names: Names are the plain model's, after a `module.` if there is one.
 
     Level `production`:
-        current: Values are the current ones, also of what is unsharded by hand.
+        current: Values are the current ones, also of a unit that is unsharded by hand.
     """
 
 
@@ -242,7 +242,7 @@ def clip_grad_norm_(
         The global norm, a plain tensor.
 
     Level `correct`:
-        as-pytorch: What is not said here is as in `torch.nn.utils.clip_grad_norm_`.
+        as-pytorch: Everything else is as in `torch.nn.utils.clip_grad_norm_`.
         counts-once: Each element of the whole gradient counts once in the norm.
         equal-ranks: The norm is a plain tensor with the same bits on all ranks.
         nan: A NaN on any rank makes the norm NaN on all ranks.

@@ -26,20 +26,18 @@ def token_loader(
     """Read batches of next-token pairs from kjj0 `.bin` shards.
 
     A shard is 256 little-endian int32 header words (20240520, 1, count) and `count` uint16 tokens,
-    or none; the file ends there. With T = `sequence_length`, sequence k of a shard has the tokens
-    `[kT, (k+1)T]`. Let B = `batch_size`, W = `world_size`.
+    zero or more; the file ends there. Let T = `sequence_length`, B = `batch_size`, W = `world_size`.
+    Sequence k of a shard has the tokens `[kT, (k+1)T]`.
 
     Args:
         paths: the shards.
-        rank, world_size: where neither is given, RANK and WORLD_SIZE say them; where neither
-            variable is set, there is one rank.
+        rank, world_size: this rank and the number of ranks; None means RANK and WORLD_SIZE.
 
     Returns:
         An iterable of (inputs, targets) with `state_dict()` and `load_state_dict(state)`.
 
     Raises:
-        ValueError: at construction, see `bad-arguments` to `bad-files`.
-        OSError: at construction, instead of ValueError, where a file is not there.
+        ValueError, OSError: at construction, see `bad-arguments` to `absent-files`.
 
     Level `course`:
         int64: Inputs and targets are int64 tensors of shape `[batch_size, sequence_length]`.
@@ -56,7 +54,7 @@ def token_loader(
         whole-batches: Sequences that do not fill W*B are dropped.
         one-pass: Each `iter` gives one pass, which ends.
         starts-anew: The next `iter` starts anew, also where the last pass was not finished.
-        environment: RANK and WORLD_SIZE count only where rank and world size are not given.
+        environment: Where rank and world size are not given, RANK and WORLD_SIZE say them.
         one-rank: Where neither RANK nor WORLD_SIZE is set there is one rank.
         state-counts: The state counts batches *yielded*, from the start of the data.
         state-at-end: At the end of a pass the state counts all batches of the pass.
@@ -127,7 +125,7 @@ def train(
         leftovers: Gradients from before the call do not count.
         world: The process group says how many ranks there are.
         remainder: A global batch that does not divide is a ValueError before any update.
-        no-partial-step: A step that lacks data is never scaled as if it had been whole.
+        short-step: A step that lacks data is left out, or uses the mean over the data it has.
         alike: All ranks treat values that are not finite alike: go on, skip the update, or raise.
         clips-once: With `max_norm` the gradient of a step is clipped once.
         records: Every rank gets one record per optimizer step.
@@ -148,7 +146,7 @@ def train(
         lr-ends: A StopIteration of `lr` is an error of the call.
 
     May be refused:
-        no-partial-step: A step for which the data do not suffice.
+        short-step: A step that lacks data.
         alike: A value that is not finite, on all ranks.
         max-norm-zero: A `max_norm` of 0.
     """
@@ -183,7 +181,7 @@ def save_checkpoint(
         independent: Saving and training have no effect on each other.
         on-return: When the call returns, the checkpoint is there.
         all-fail: A failure on any rank is an error on all.
-        keeps-older: A failure, or a kill at any moment, leaves what was saved before.
+        keeps-older: A failure, or a kill at any moment, leaves earlier checkpoints as they are.
         next-save: A failure, or a kill at any moment, is not in the way of the next save.
         replaces: Saving a step again replaces it, at once or not at all.
 
@@ -216,8 +214,8 @@ def load_checkpoint(
         live-objects: Values replace those of the parameters and optimizer that are given.
         any-world-size: A checkpoint loads at any world size.
         generators: Generators are restored at the world size of the save.
-        shares-nothing: What is loaded shares no memory with anything else.
-        damaged: An incomplete or damaged checkpoint is never loaded in part.
+        shares-nothing: Loaded values share no memory with anything else.
+        damaged: An incomplete or damaged checkpoint is passed over (a flipped bit: advice).
         no-fit: A model that does not fit is an error on all ranks.
         none: Where there is no checkpoint, 0 is returned and nothing changes.
 

@@ -103,7 +103,7 @@ def cut_short(ctx, wrapper, job, ends):
 
 @clause(
     "training.data.no-partial-step-in-silence",
-    source="contract: no-partial-step; Lightning issue 19987, NeMo pull request 2257",
+    source="contract: short-step; Lightning issue 19987, NeMo pull request 2257",
 )
 @pytest.mark.parametrize("left", [1, 2])
 def test_a_step_without_all_its_data_is_not_taken_as_if_it_had_them(world, subject, left):
@@ -139,7 +139,7 @@ def _is_close(weights, right, job):
 @clause(
     "training.data.ranks-end-together",
     level="production",
-    source="contract: no-partial-step; "
+    source="contract: short-step; "
     "torch.distributed.algorithms.Join; a loader that gives one rank a batch less",
     worlds=(2, 3),
 )
