@@ -8,10 +8,12 @@ A docstring lists promises by level, one per line, and then the conditions that 
     May be refused:
         tied: A parameter that has two names.
 
-A condition with the name of a promise excuses that promise alone. For any other condition all
-promises of the function hold, or the implementation refuses it. A clause names what it judges at
-the front of its source: `source="contract: fully_shard/fresh-weights, fully_shard/tied; ..."`, or
-without the function where the clause judges or needs it: `source="contract: fresh-weights, tied"`.
+Under such a condition an implementation keeps all promises of the function, or refuses it with an
+error. A condition has the name of the promise that concerns it, if there is one.
+
+A clause names what it judges at the front of its source, with the function, as in
+`source="contract: fully_shard/fresh-weights, fully_shard/tied; ..."`, or without it, as in
+`source="contract: fresh-weights, tied; ..."`, if it judges or needs that function.
 """
 
 from __future__ import annotations

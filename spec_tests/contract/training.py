@@ -26,8 +26,8 @@ def token_loader(
     """Read batches of next-token pairs from kjj0 `.bin` shards.
 
     A shard is 256 little-endian int32 header words (20240520, 1, count) and `count` uint16 tokens,
-    zero or more; the file ends there. Let T = `sequence_length`, B = `batch_size`, W = `world_size`.
-    Sequence k of a shard has the tokens `[kT, (k+1)T]`.
+    zero or more; the file ends there. Sequence k of a shard has the tokens `[kT, (k+1)T]`, with
+    T = `sequence_length`. Below, B = `batch_size` and W = `world_size`.
 
     Args:
         paths: the shards.
