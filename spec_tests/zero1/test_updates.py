@@ -54,8 +54,7 @@ def test_every_step_gives_the_unsharded_optimizers_weights(world, optimizer):
 @clause(
     "zero1.step.tied-parameter",
     level="course",
-    source="contract: same-values; "
-    "CS336 assignment 2, the tied toy model of its sharded optimizer tests",
+    source="contract: same-values; CS336 assignment 2, the tied toy model of its optimizer tests",
     worlds=(2,),
 )
 def test_a_tied_parameter_is_updated_once(world):
@@ -95,8 +94,7 @@ def test_a_part_of_a_larger_tensor_is_updated(world):
 
 @clause(
     "zero1.step.dtypes",
-    source="contract: unequal-dtypes; "
-    "the answer or a refusal; ZeroRedundancyOptimizer refuses unequal dtypes",
+    source="contract: unequal-dtypes; ZeroRedundancyOptimizer refuses unequal dtypes",
     worlds=(2,),
 )
 @pytest.mark.parametrize("toy", ["mixed", "double"])
@@ -150,8 +148,7 @@ def now_and_then(run):
 
 @clause(
     "zero1.step.skips-absent-gradients",
-    source="contract: absent-gradients; "
-    "Megatron-LM issues 5974 and 5976; torch.optim: None is skipped",
+    source="contract: absent-gradients; Megatron-LM issues 5974, 5976; torch.optim: None is skipped",
 )
 def test_a_parameter_without_a_gradient_is_skipped(world):
     """Where a gradient is None a step MUST NOT decay the weight, move its moments or count."""
@@ -177,8 +174,7 @@ def cleared_to_zero(run):
 
 @clause(
     "zero1.step.after-zero-grad",
-    source="contract: zero-grad-zeros, zero-grad; "
-    "torch.optim.Optimizer.zero_grad, set_to_none=True",
+    source="contract: zero-grad-zeros, zero-grad; torch.optim.Optimizer.zero_grad, set_to_none",
 )
 @pytest.mark.parametrize("script", [cleared, cleared_to_zero], ids=["to-none", "to-zero"])
 def test_zero_grad_leaves_none_unless_zeros_are_asked_for(world, script):
@@ -423,8 +419,7 @@ def late(ctx, number_of_steps, toy):
 
 @clause(
     "zero1.step.waits-for-late-owners",
-    source="contract: waits; "
-    "DeepSpeed issues 5545, 6351 and 8061: an exchange that overlaps too far",
+    source="contract: waits; DeepSpeed issues 5545, 6351, 8061: an exchange that overlaps too far",
 )
 def test_new_weights_are_there_when_step_returns(world):
     """When `step` returns, the weights MUST be the new ones, however late their owner was."""
