@@ -18,6 +18,7 @@ A clause names what it judges at the front of its source, with the function, as 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Iterable, Iterator
@@ -87,11 +88,12 @@ def read(function: Any) -> dict[str, Promise]:
     return found
 
 
-def promises_of(name: str) -> list[Promise]:
+@functools.cache
+def promises_of(name: str) -> tuple[Promise, ...]:
     """Return all that a function of the contract promises, with what it has "As" another one."""
     function = FUNCTIONS[name]
     base = _BASE.match(inspect.getdoc(function) or "")
-    return [*(promises_of(base[1]) if base else ()), *read(function).values()]
+    return (*(promises_of(base[1]) if base else ()), *read(function).values())
 
 
 _METHODS = [method for method in vars(Trainer).values() if inspect.isfunction(method)]
