@@ -53,18 +53,18 @@ def fully_shard(
         unused-none: A parameter that no rank uses in a step keeps `grad is None`.
         zero-grad: `zero_grad` also discards this rank's gradients that are not reduced yet.
         equal-runs: Equal runs give equal bits.
-        freed: Full weights are freed after forward and backward, unless they are to be kept.
+        freed: Full weights are freed after forward and backward, unless a setting keeps them.
         no-growth: Memory does not grow from step to step.
         dropped-models: Memory does not grow with models that are dropped.
         waits: Every collective that is launched is waited for.
-        models-apart: Another model changes nothing.
+        models-apart: Another model disturbs nothing.
         after-exception: After an exception that the caller caught, the next step is right.
         containers: Inputs and outputs may be in nested containers and named tuples.
         same-containers: Containers and named tuples stay what they are.
         dataclasses: Inputs and outputs may be in a dataclass.
         two-dims: A mesh of two dims replicates over the first and shards over the second.
         partial-reshard: An int as `reshard_after_forward` changes no value.
-        hints: The prefetch setters change when a unit is gathered, and no value.
+        hints: The prefetch setters change when a unit is gathered. They change no value.
         integers: Frozen integers keep their values.
         jvp: `torch.func.jvp` of a forward gives what it gives of the plain model.
         as-pytorch: Everything else has the meaning and defaults of PyTorch's `fully_shard`.
@@ -82,7 +82,7 @@ def fully_shard(
         one-collective: A unit is gathered by one collective, or one per rank, and reduced likewise.
         no-extra-bytes: A gather carries the unit's parameters, padded to equal shards, no more.
         trained-only: A reduction carries the gradients of trained parameters, padded likewise.
-        unused-somewhere: Where the backwards of all ranks reach a unit, an absent gradient is zero.
+        unused-somewhere: In a unit that all backwards reach, a rank without a gradient adds zero.
         clears-between: `zero_grad` of the model clears gradients between forward and backward.
         clears-after-error: `zero_grad` of the model clears gradients after a caught exception.
         backward-after-clear: After `zero_grad` of the model a pending backward is right.
@@ -103,10 +103,10 @@ def fully_shard(
         unused-none: A parameter that no rank uses in a backward.
         partial-reshard: An int as `reshard_after_forward`.
         integers: A frozen parameter of integers.
-        gather-methods: A parameter with `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
         jvp: A forward under `torch.func.jvp`.
         after-exception: The next step after an exception that the caller caught.
         dataclasses: A dataclass among inputs or outputs, in the forward.
+        gather-methods: A parameter with `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
         unused-somewhere: A parameter that only some ranks use.
         backward-after-clear: A backward whose forward came before a `zero_grad` of the model.
         own-containers: A container of the user's own class among inputs or outputs.
@@ -183,7 +183,7 @@ def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.M
         freed: Full weights are freed after use, in forward and in backward.
         fresh-weights: A forward computes with current weights.
         equal-runs: Equal runs give equal bits.
-        models-apart: Another model changes nothing.
+        models-apart: Another model disturbs nothing.
         dropped-models: Memory does not grow with models that are dropped.
         adds-up: Gradients of several backwards add up.
 

@@ -197,7 +197,7 @@ def build_fsdp_trainer(
 ) -> Trainer:
     """As `build_zero1_trainer`, with gradients and parameters divided as well.
 
-    All ranks call the same modules in the same order: what a rank leaves out, the others gather.
+    All ranks must call the same modules in the same order, since every call gathers on all ranks.
 
     Level `correct`:
         parameters-divided: A rank holds no more than its share of parameters and gradients.
