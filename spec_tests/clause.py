@@ -2,7 +2,7 @@
 
     clause = clauses(judges=("ddp", "ddp_bucketed"), level="correct", worlds=(2, 3, 4))
 
-    @clause("ddp.gradients.mean", source="Li et al. 2020, section 3.2.1")
+    @clause("ddp.gradients.mean", source="contract: mean-gradient; Li et al. 2020, section 3.2.1")
     def test_every_rank_holds_the_mean_gradient(world, subject):
         \"\"\"Every rank MUST hold the mean over ranks of the local gradients.
 
@@ -13,6 +13,7 @@ The id is dotted lower-case words, `chapter.aspect.fact`; never a number, never 
 line of the docstring *is* the norm: one sentence with one normative verb, readable in the ledger
 without the code; the verb is the clause's strength. `judges` names contract functions that are each
 judged separately (the case's `subject`); `needs` names further functions that must be offered.
+`source` begins with the promises that the clause judges, see `spec_tests/contract/promises.py`.
 `clauses` sets the defaults of a file, once, at its head. Levels and outcomes are described in
 `spec_tests/rig/outcomes.py`.
 """
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spec_tests.contract import FUNCTIONS
+from spec_tests.contract import FUNCTIONS, promises
 from spec_tests.rig.outcomes import LEVELS, Strength
 
 MUST, SHOULD, MAY = Strength.MUST, Strength.SHOULD, Strength.MAY
@@ -48,7 +49,7 @@ class Clause:
         strength, level: see the module docstring of `spec_tests.rig.outcomes`.
         judges: contract functions judged one at a time; empty if it needs none in particular.
         needs: contract functions that must be offered as well.
-        source: the page that says so.
+        source: the promises of the contract that it judges, then the page that says so.
         since: the edition in which the clause appeared.
         worlds: the world sizes at which it is judged.
         transports: where its observation is possible.
@@ -72,6 +73,11 @@ class Clause:
     def chapter(self) -> str:
         """First word of the id."""
         return self.id.partition(".")[0]
+
+    @property
+    def promises(self) -> list[str]:
+        """Ids of the promises of the contract that it judges."""
+        return promises.named_in(self.source)
 
     @property
     def where(self) -> str:
@@ -132,8 +138,8 @@ def clause(
     """Register a test as a clause; its strength is the verb of its sentence.
 
     Raises:
-        ValueError: for a malformed or repeated id, an unknown level or contract function, or a
-            docstring whose first line is not one sentence with one normative verb.
+        ValueError: for a malformed or repeated id, an unknown level, contract function or promise,
+            or a docstring whose first line is not one sentence with one normative verb.
     """
 
     def register(test: _Test) -> _Test:
@@ -142,10 +148,11 @@ def clause(
             if mark.name == "parametrize" and "," in mark.args[0]:
                 raise ValueError(f"clause {id}: one argument per parametrize, got {mark.args[0]!r}")
         strength = _validate(id, level, judges + needs, sentence)
+        named = _qualified(id, source, judges + needs)
         earlier = REGISTER.get(id)
         if earlier is not None and earlier.test.__module__ != test.__module__:
             raise ValueError(f"clause {id!r} exists twice: {earlier.where} and {test.__module__}")
-        fields = (sentence, strength, level, judges, needs, source, since, worlds, transports)
+        fields = (sentence, strength, level, judges, needs, named, since, worlds, transports)
         REGISTER[id] = Clause(id, *fields, no_impostor, test)
         setattr(test, _MARK, REGISTER[id])
         return test
@@ -162,6 +169,14 @@ def clause_of(test: object) -> Clause | None:
     """The clause that a test function was registered as, if any."""
     found = getattr(test, _MARK, None)
     return found if isinstance(found, Clause) else None
+
+
+def _qualified(id: str, source: str, functions: tuple[str, ...]) -> str:
+    """Return the source with the promises that it names by their ids, or raise ValueError."""
+    try:
+        return promises.qualified(source, functions)
+    except ValueError as error:
+        raise ValueError(f"clause {id}: {error}") from None
 
 
 def _validate(id: str, level: str, functions: tuple[str, ...], sentence: str) -> Strength:

@@ -25,7 +25,6 @@ from spec_tests.rig.ranks.world import World
 ATTENTION = ("flash_attention", "flash_attention_triton")
 KERNELS = ("flash_attention_triton",)
 TILED = ("flash_attention",)
-CONTRACT = "contract: flash_attention"
 # Interpreted kernels compute all the time, so nothing of this is a hang; a GPU may compile first.
 TIMEOUT_S = 100.0
 

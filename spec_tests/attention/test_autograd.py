@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from spec_tests.attention import rules
-from spec_tests.attention.bodies import ATTENTION, CONTRACT, arguments, call, observe, refusal_of
+from spec_tests.attention.bodies import ATTENTION, arguments, call, observe, refusal_of
 from spec_tests.attention.defined import ALL, fitting, is_tf32, require_right
 from spec_tests.attention.problem import Problem, inputs
 from spec_tests.attention.test_layout import answer
@@ -50,7 +50,7 @@ def _second_reference(problem: Problem, is_in_a_sum: bool) -> dict[str, torch.Te
 
 @clause(
     "attention.autograd.second-derivatives",
-    source=CONTRACT + ": first derivatives only; PyTorch issue 116348",
+    source="contract: second-derivative; PyTorch issue 116348",
 )
 def test_a_second_derivative_is_right_or_refused(world, subject):
     """A second derivative MUST be right or an error, never a number that looks like one.
@@ -64,7 +64,7 @@ def test_a_second_derivative_is_right_or_refused(world, subject):
 @clause(
     "attention.autograd.second-derivatives-in-a-sum",
     level="production",
-    source=CONTRACT + ": first derivatives only; `once_differentiable` lets a constant dO through",
+    source="contract: second-derivative; `once_differentiable` lets a constant dO through",
 )
 def test_a_second_derivative_beside_a_first_is_right_or_refused(world, subject):
     """A penalty of the gradient, added to a loss, MUST have its gradient or be an error.
@@ -121,7 +121,8 @@ def transformed(ctx, subject, problem, transform):
 
 @clause(
     "attention.autograd.transforms",
-    source="torch.func; of an operator without forward mode PyTorch drops the tangent silently",
+    source="contract: transforms; "
+    "torch.func; of an operator without forward mode PyTorch drops the tangent silently",
 )
 @pytest.mark.parametrize("transform", ["jvp", "vmap"])
 def test_a_transform_is_right_or_refused(world, subject, transform):
@@ -168,7 +169,7 @@ def side_by_side(ctx, subject, problem, way):
 
 @clause(
     "attention.autograd.calls-are-independent",
-    source="every model of two layers; torch.utils.checkpoint",
+    source="contract: own-results; every model of two layers; torch.utils.checkpoint",
 )
 @pytest.mark.parametrize("way", ["interleaved", "checkpointed"])
 def test_two_calls_do_not_disturb_each_other(world, subject, way):
@@ -201,7 +202,8 @@ def changed(ctx, subject, problem, name):
 
 @clause(
     "attention.autograd.changes-are-noticed",
-    source="torch.autograd.Function: save_for_backward, version counters",
+    source="contract: saved-for-backward; "
+    "torch.autograd.Function: save_for_backward, version counters",
 )
 @pytest.mark.parametrize("name", ["q", "k", "v", "O"])
 def test_a_tensor_changed_before_the_backward_is_noticed(world, subject, name):
@@ -229,7 +231,8 @@ def after_dirt(ctx, subject, problem):
 
 @clause(
     "attention.autograd.fills-its-buffers",
-    source="flash-attn issue 2324: empty_like, and rows that no program wrote",
+    source="contract: own-results; "
+    "flash-attn issue 2324: empty_like, and rows that no program wrote",
 )
 def test_no_element_is_left_as_the_allocator_gave_it(world, subject):
     """Every element MUST be written: memory that was full of NaN changes nothing.
@@ -276,7 +279,8 @@ def in_batch_and_alone(ctx, subject, problem, at):
 @clause(
     "attention.autograd.batch-invariant",
     level="production",
-    source="evaluation one by one and in batches must agree; tiles that depend on the batch",
+    source="contract: rows-apart; "
+    "evaluation one by one and in batches must agree; tiles that depend on the batch",
 )
 def test_a_sequence_does_not_feel_its_batch(world, subject):
     """A sequence MUST have the same bits in a batch of three as alone."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from spec_tests.attention import bodies, rules
-from spec_tests.attention.bodies import ATTENTION, CONTRACT, observe
+from spec_tests.attention.bodies import ATTENTION, observe
 from spec_tests.attention.defined import ALL, OUTPUT_AND_GRADIENTS, as_defined, fitting
 from spec_tests.attention.problem import Problem, inputs
 from spec_tests.attention.test_layout import answer
@@ -29,7 +29,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @clause(
     "attention.device.every-configuration",
-    source="flash-linear-attention issue 1262, TransformerEngine issue 3216: wrong code for a tile",
+    source="contract: values, any-size; "
+    "flash-linear-attention issue 1262, TransformerEngine issue 3216: wrong code for a tile",
     no_impostor=ELSEWHERE,
 )
 @pytest.mark.parametrize("data", ["normal", "outliers", "ones"])
@@ -59,7 +60,8 @@ def test_every_configuration_has_the_values(world, subject, head_dim, dtype, mas
 
 @clause(
     "attention.device.long-sequences",
-    source="accumulators in bfloat16 grow worse with length; the norm of the error shows it",
+    source="contract: one-rounding; "
+    "accumulators in bfloat16 grow worse with length; the norm of the error shows it",
     no_impostor=ELSEWHERE,
 )
 @pytest.mark.parametrize("mask", ["full", "causal"])
@@ -75,7 +77,8 @@ def test_long_sequences_are_as_exact_as_short_ones(world, subject, head_dim, mas
 @clause(
     "attention.device.float32-is-float32",
     level="production",
-    source=CONTRACT + "; products of float32 are TF32 on tensor cores unless one says otherwise",
+    source="contract: float32-products; "
+    "products of float32 are TF32 on tensor cores unless one says otherwise",
     no_impostor=ELSEWHERE,
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -89,7 +92,8 @@ def test_float32_has_24_bits(world, subject, head_dim):
 
 @clause(
     "attention.device.many-sequences",
-    source="CUDA: 65 535 blocks on the second and third axis; PyTorch issue 142228",
+    source="contract: any-size; "
+    "CUDA: 65 535 blocks on the second and third axis; PyTorch issue 142228",
     no_impostor=ELSEWHERE,
 )
 def test_more_sequences_than_a_grid_axis_holds(world, subject):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from spec_tests.attention import bodies, rules
-from spec_tests.attention.bodies import ATTENTION, CONTRACT, call, observe
+from spec_tests.attention.bodies import ATTENTION, call, observe
 from spec_tests.attention.defined import (
     ALL,
     OUTPUT_AND_LSE,
@@ -47,7 +47,7 @@ IN_HALF = {
 @clause(
     "attention.forward.values",
     level="course",
-    source="CS336 assignment 2, FlashAttention-2 forward; Dao 2023, section 3.1",
+    source="contract: values; CS336 assignment 2, FlashAttention-2 forward; Dao 2023, section 3.1",
 )
 def test_the_output_is_softmax_of_scaled_scores_times_values(world, subject):
     """The output MUST be softmax(q k^T scale) v, to float32 or TF32 rounding.
@@ -60,7 +60,7 @@ def test_the_output_is_softmax_of_scaled_scores_times_values(world, subject):
 @clause(
     "attention.forward.float32-products",
     transports=("gloo", "sim"),
-    source=CONTRACT + "; a kernel that casts to float16 before `tl.dot`",
+    source="contract: one-rounding; a kernel that casts to float16 before `tl.dot`",
 )
 def test_products_of_float32_keep_24_bits(world, subject):
     """Of float32 inputs O, L and the gradients MUST have float32's rounding, not float16's."""
@@ -71,7 +71,8 @@ def test_products_of_float32_keep_24_bits(world, subject):
 @clause(
     "attention.forward.lse-values",
     level="course",
-    source="CS336 assignment 2, equation 12: L is saved for the backward, one number per row",
+    source="contract: lse-values; "
+    "CS336 assignment 2, equation 12: L is saved for the backward, one number per row",
 )
 def test_the_log_sum_exp_of_each_row_is_there(world, subject):
     """L MUST be the natural log-sum-exp of each row's scores, one number per query."""
@@ -80,7 +81,8 @@ def test_the_log_sum_exp_of_each_row_is_there(world, subject):
 
 @clause(
     "attention.forward.half-precision",
-    source="flash-attn tests: errors relative to a plain attempt; norms in place of maxima",
+    source="contract: one-rounding; "
+    "flash-attn tests: errors relative to a plain attempt; norms in place of maxima",
 )
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("case", IN_HALF)
@@ -95,7 +97,10 @@ def test_half_precision_is_as_good_as_its_rounding(world, subject, dtype, case):
     as_defined(world, subject, problem, "O")
 
 
-@clause("attention.forward.lse", source=CONTRACT + "; PyTorch issue 181645, a base-2 logarithm")
+@clause(
+    "attention.forward.lse",
+    source="contract: lse-dtype, lse-values; PyTorch issue 181645, a base-2 logarithm",
+)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_log_sum_exp_is_natural_and_float32(world, subject, dtype, mask):
@@ -109,7 +114,8 @@ def test_the_log_sum_exp_is_natural_and_float32(world, subject, dtype, mask):
 
 
 @clause(
-    "attention.forward.large-logits", source="flash-attn tests, overflow; softmax without a maximum"
+    "attention.forward.large-logits",
+    source="contract: one-rounding; flash-attn tests, overflow; softmax without a maximum",
 )
 @pytest.mark.parametrize("data", ["large", "negative", "outliers"])
 @pytest.mark.parametrize("mask", MASKS)
@@ -125,7 +131,7 @@ def test_large_logits_of_either_sign_are_exact(world, subject, data, mask):
 
 @clause(
     "attention.forward.scale",
-    source=CONTRACT + ": scale; the Triton tutorial multiplies the maximum by it",
+    source="contract: scale; the Triton tutorial multiplies the maximum by it",
 )
 @pytest.mark.parametrize("scale", [0.0, 0.3, -0.3, 1.0])
 def test_any_scale_is_honoured(world, subject, scale):
@@ -135,7 +141,8 @@ def test_any_scale_is_honoured(world, subject, scale):
 
 @clause(
     "attention.forward.negative-scale-wide-logits",
-    source="Triton tutorial: max(q k) * scale is the smallest score where the scale is negative",
+    source="contract: scale; "
+    "Triton tutorial: max(q k) * scale is the smallest score where the scale is negative",
 )
 def test_a_negative_scale_takes_the_maximum_of_the_scores(world, subject):
     """With a negative scale and logits hundreds apart the output MUST stay finite and right."""
@@ -143,7 +150,10 @@ def test_a_negative_scale_takes_the_maximum_of_the_scores(world, subject):
     as_defined(world, subject, problem, *OUTPUT_AND_LSE)
 
 
-@clause("attention.forward.equal-keys", source="Triton issue 6242, an oracle without arithmetic")
+@clause(
+    "attention.forward.equal-keys",
+    source="contract: lse-values, values; Triton issue 6242, an oracle without arithmetic",
+)
 @pytest.mark.parametrize("data", ["ones", "equal-keys"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_equal_keys_give_the_mean_of_the_values_seen(world, subject, data, mask):
@@ -158,7 +168,7 @@ def test_equal_keys_give_the_mean_of_the_values_seen(world, subject, data, mask)
 @clause(
     "attention.forward.scores-far-below-zero",
     level="production",
-    source="flashinfer pull request 4401: a running maximum that began at -5e4",
+    source="contract: values; flashinfer pull request 4401: a running maximum that began at -5e4",
 )
 @pytest.mark.parametrize("mask", MASKS)
 def test_scores_far_below_zero_are_scores(world, subject, mask):
@@ -196,7 +206,8 @@ POISONED = 37
 
 @clause(
     "attention.forward.rows-are-apart",
-    source=CONTRACT + "; rows rescaled by a product with a diagonal matrix, where 0 * NaN is NaN",
+    source="contract: rows-apart; "
+    "rows rescaled by a product with a diagonal matrix, where 0 * NaN is NaN",
 )
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_row_of_nan_stays_in_its_row(world, subject, mask):
@@ -210,10 +221,7 @@ def test_a_row_of_nan_stays_in_its_row(world, subject, mask):
     rules.close(seen, problem, names=("O",), tf32=is_tf32(world, subject))
 
 
-@clause(
-    "attention.forward.float64",
-    source=CONTRACT + ": the LSE of float64 is float64; gradcheck needs one",
-)
+@clause("attention.forward.float64", source="contract: float64; gradcheck needs one")
 @pytest.mark.parametrize("mask", MASKS)
 def test_float64_is_float64_or_refused(world, subject, mask):
     """In float64 O, L and gradients MUST have its rounding, or be refused with an error."""

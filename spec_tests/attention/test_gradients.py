@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spec_tests.attention import bodies, rules
-from spec_tests.attention.bodies import ATTENTION, CONTRACT, call, observe
+from spec_tests.attention.bodies import ATTENTION, call, observe
 from spec_tests.attention.defined import (
     ALL,
     GRADIENTS,
@@ -32,7 +32,7 @@ clause = clauses(judges=ATTENTION, level="correct", worlds=(1,))
 @clause(
     "attention.gradients.values",
     level="course",
-    source="CS336 assignment 2, FlashAttention-2 backward; Dao 2023, section 3.2",
+    source="contract: values; CS336 assignment 2, FlashAttention-2 backward; Dao 2023, section 3.2",
 )
 def test_gradients_are_those_of_the_definition(world, subject):
     """dQ, dK and dV MUST be those of softmax(q k^T scale) v, to float32 or TF32 rounding.
@@ -44,7 +44,8 @@ def test_gradients_are_those_of_the_definition(world, subject):
 
 @clause(
     "attention.gradients.half-precision",
-    source="flash-attn tests; errors in norm see what the largest error does not",
+    source="contract: one-rounding; "
+    "flash-attn tests; errors in norm see what the largest error does not",
 )
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mask", MASKS)
@@ -58,7 +59,8 @@ def test_half_precision_gradients_are_as_good_as_their_rounding(world, subject, 
 @clause(
     "attention.gradients.long-sums",
     judges=("flash_attention",),
-    source="accumulators in bfloat16: three times the error, of which the largest shows nothing",
+    source="contract: one-rounding; "
+    "accumulators in bfloat16: three times the error, of which the largest shows nothing",
 )
 def test_sums_over_a_thousand_keys_are_wide(world, subject):
     """Over 1024 keys in bfloat16, O MUST stay within one rounding, its gradients within 1.25.
@@ -70,7 +72,7 @@ def test_sums_over_a_thousand_keys_are_wide(world, subject):
     as_defined(world, subject, problem, *OUTPUT_AND_GRADIENTS)
 
 
-@clause("attention.gradients.scale", source=CONTRACT + ": scale")
+@clause("attention.gradients.scale", source="contract: scale")
 @pytest.mark.parametrize("scale", [0.3, -0.3])
 def test_gradients_know_the_scale(world, subject, scale):
     """With a custom scale, dQ and dK MUST be multiplied by it once, and dV not at all."""
@@ -78,7 +80,7 @@ def test_gradients_know_the_scale(world, subject, scale):
     as_defined(world, subject, problem, *OUTPUT_AND_GRADIENTS)
 
 
-@clause("attention.gradients.scale-zero", source="`scale or default`")
+@clause("attention.gradients.scale-zero", source="contract: scale; `scale or default`")
 def test_a_scale_of_zero_leaves_only_the_values_to_learn(world, subject):
     """With a scale of zero, dQ and dK MUST be zero."""
     problem = fitting(world, subject, RAGGED.but(scale=0.0))
@@ -95,7 +97,8 @@ def test_a_scale_of_zero_leaves_only_the_values_to_learn(world, subject):
 
 @clause(
     "attention.gradients.large-logits",
-    source="flash-attn tests, overflow in the backward; TransformerEngine issue 3216",
+    source="contract: one-rounding; "
+    "flash-attn tests, overflow in the backward; TransformerEngine issue 3216",
 )
 @pytest.mark.parametrize("data", ["large", "negative", "outliers"])
 @pytest.mark.parametrize("mask", MASKS)
@@ -107,7 +110,8 @@ def test_gradients_survive_large_logits(world, subject, data, mask):
 
 @clause(
     "attention.gradients.wide-range",
-    source="Triton tutorial: P and dS are cast to float16, whatever the inputs are",
+    source="contract: one-rounding; "
+    "Triton tutorial: P and dS are cast to float16, whatever the inputs are",
 )
 @pytest.mark.parametrize("upstream", [1e6, 1e-6])
 def test_gradients_have_the_range_of_their_dtype(world, subject, upstream):
@@ -124,7 +128,8 @@ def test_gradients_have_the_range_of_their_dtype(world, subject, upstream):
 
 @clause(
     "attention.gradients.float32-range",
-    source="Triton tutorial: P and dS are cast to float16, whatever the inputs are",
+    source="contract: one-rounding; "
+    "Triton tutorial: P and dS are cast to float16, whatever the inputs are",
 )
 @pytest.mark.parametrize("upstream", [1e6, 1e-6])
 def test_float32_gradients_have_its_range(world, subject, upstream):
@@ -134,7 +139,8 @@ def test_float32_gradients_have_its_range(world, subject, upstream):
 
 @clause(
     "attention.gradients.of-the-lse",
-    source=CONTRACT + "; flash-attn issues 889 and 1137: returned, and its gradient silently zero",
+    source="contract: lse-gradient; "
+    "flash-attn issues 889 and 1137: returned, and its gradient silently zero",
 )
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_lse_is_differentiable_or_says_that_it_is_not(world, subject, mask):

@@ -48,7 +48,8 @@ def _launches(world, subject, problem):
 @clause(
     "attention.forward.launches-a-kernel",
     level="course",
-    source="CS336 assignment 2, flash_forward (b): the forward calls your Triton kernel",
+    source="contract: triton-kernel; "
+    "CS336 assignment 2, flash_forward (b): the forward calls your Triton kernel",
 )
 def test_a_kernel_is_launched(world, subject):
     """The forward MUST launch a Triton kernel."""
@@ -142,7 +143,8 @@ def on_tensor_cores(ctx, subject, problem, part):
 
 @clause(
     "attention.kernels.float32-is-float32",
-    source="Triton's documentation of `tl.dot`: TF32 is the default for float32 on tensor cores",
+    source="contract: float32-products; "
+    "Triton's documentation of `tl.dot`: TF32 is the default for float32 on tensor cores",
 )
 @pytest.mark.parametrize("part", ["forward", "backward"])
 def test_products_on_tensor_cores_keep_24_bits(world, subject, part):

@@ -39,7 +39,7 @@ def _allowed(is_rounded, problem):
 
 @clause(
     "attention.laws.masses",
-    source="weights of a row sum to one; a shift of its scores changes nothing",
+    source="contract: values; weights of a row sum to one; a shift of its scores changes nothing",
 )
 @pytest.mark.parametrize("dtype", OF_A_SUM)
 @pytest.mark.parametrize("mask", MASKS)
@@ -64,7 +64,7 @@ def test_gradients_of_keys_and_values_have_the_sums_they_must(world, subject, dt
 
 @clause(
     "attention.laws.products",
-    source="Euler: scores are linear in q and in k, the output is linear in v",
+    source="contract: values; Euler: scores are linear in q and in k, the output is linear in v",
 )
 @pytest.mark.parametrize("dtype", OF_A_SUM)
 @pytest.mark.parametrize("mask", MASKS)
@@ -118,7 +118,10 @@ def shifted_keys(ctx, subject, problem, change):
     return found
 
 
-@clause("attention.laws.changes-of-keys", source="softmax knows differences only, and no order")
+@clause(
+    "attention.laws.changes-of-keys",
+    source="contract: values; softmax knows differences only, and no order",
+)
 @pytest.mark.parametrize("change", ["shifted", "permuted"])
 def test_a_shift_or_an_order_of_keys_does_not_matter(world, subject, change):
     """A vector added to all keys MUST move L alone, and an order of keys nothing."""
@@ -132,7 +135,10 @@ def test_a_shift_or_an_order_of_keys_does_not_matter(world, subject, change):
     rules.near(after, before, given=f"{problem!r}, keys {change}", tf32=is_tf32(world, subject))
 
 
-@clause("attention.laws.between-extremes", source="weights are positive and sum to one")
+@clause(
+    "attention.laws.between-extremes",
+    source="contract: values; weights are positive and sum to one",
+)
 @pytest.mark.parametrize("data", ["normal", "large"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_output_lies_between_the_values_it_sees(world, subject, data, mask):
@@ -190,7 +196,8 @@ def split(ctx, subject, problem, at):
 
 @clause(
     "attention.laws.split-keys-merge",
-    source="Liu et al. 2023, ring attention; xformers, test_fmha_merge_attentions",
+    source="contract: lse-values, values; "
+    "Liu et al. 2023, ring attention; xformers, test_fmha_merge_attentions",
 )
 @pytest.mark.parametrize("at", [1, 37, 48])
 def test_parts_of_the_keys_merge_by_their_log_sum_exp(world, subject, at):
@@ -221,7 +228,8 @@ def doubled(ctx, subject, problem):
 
 @clause(
     "attention.laws.doubled-keys",
-    source="a key that is there twice has twice the weight, as all others",
+    source="contract: lse-values, values; "
+    "a key that is there twice has twice the weight, as all others",
 )
 def test_doubling_every_key_adds_ln_2_to_the_log_sum_exp(world, subject):
     """Doubling every key and value MUST leave O and the sum of dV, and add ln 2 to L."""
@@ -248,7 +256,7 @@ def scaled(ctx, subject, problem):
 
 @clause(
     "attention.laws.powers-of-two",
-    source="in binary floating point a power of two moves the exponent alone",
+    source="contract: values; in binary floating point a power of two moves the exponent alone",
 )
 @pytest.mark.parametrize("mask", MASKS)
 def test_powers_of_two_come_through_exactly(world, subject, mask):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from spec_tests.attention import rules
-from spec_tests.attention.bodies import ATTENTION, CONTRACT, arguments, call, observe
+from spec_tests.attention.bodies import ATTENTION, arguments, call, observe
 from spec_tests.attention.defined import (
     ALL,
     fitting,
@@ -97,7 +97,8 @@ def laid_out(ctx, subject, problem, layout):
 
 @clause(
     "attention.layout.strides",
-    source="flash-attn issues 355 and 2777; the Triton tutorial asserts that all strides are equal",
+    source="contract: any-strides; "
+    "flash-attn issues 355 and 2777; the Triton tutorial asserts that all strides are equal",
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_tensor_has_strides_of_its_own(world, subject, layout):
@@ -113,7 +114,7 @@ def test_each_tensor_has_strides_of_its_own(world, subject, layout):
 
 @clause(
     "attention.layout.strides-without-heads",
-    source="solutions of CS336 that pass one tensor's strides for another's",
+    source="contract: any-strides; solutions of CS336 that pass one tensor's strides for another's",
 )
 @pytest.mark.parametrize("layout", OF_ONE_HEAD)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -150,7 +151,8 @@ def expanded(ctx, subject, problem):
 
 @clause(
     "attention.layout.strides-of-zero",
-    source="flash-attn issue 91: out.sum().backward() hands over strides of zero",
+    source="contract: any-strides; "
+    "flash-attn issue 91: out.sum().backward() hands over strides of zero",
 )
 def test_an_expanded_upstream_gradient_is_read_as_one(world, subject):
     """The gradients of `out.sum()` MUST be right: dO has strides of zero there.
@@ -169,7 +171,8 @@ def test_an_expanded_upstream_gradient_is_read_as_one(world, subject):
 
 @clause(
     "attention.layout.expanded-keys",
-    source="one prompt for many continuations; a gradient buffer made like an expanded input",
+    source="contract: any-strides; "
+    "one prompt for many continuations; a gradient buffer made like an expanded input",
 )
 def test_keys_expanded_over_the_batch_are_keys(world, subject):
     """k and v expanded over the batch MUST give the values and gradients of copies."""
@@ -194,7 +197,8 @@ def amid(ctx, subject, problem, around):
 
 @clause(
     "attention.layout.what-lies-around",
-    source="xformers, test_nans_in_padding; flash-attn issue 443, overflow in padded rows",
+    source="contract: any-strides; "
+    "xformers, test_nans_in_padding; flash-attn issue 443, overflow in padded rows",
 )
 @pytest.mark.parametrize("around", [float("nan"), 1e4])
 def test_what_lies_around_the_tensors_does_not_matter(world, subject, around):
@@ -224,7 +228,10 @@ def kept(ctx, subject, problem):
     return {"q": x.q.detach(), "k": x.k.detach(), "v": x.v.detach(), "dO": x.do}
 
 
-@clause("attention.layout.inputs-are-kept", source="a scale that is multiplied into k in place")
+@clause(
+    "attention.layout.inputs-are-kept",
+    source="contract: inputs-stay; a scale that is multiplied into k in place",
+)
 def test_inputs_are_as_they_were(world, subject):
     """q, k, v and dO MUST hold the same bits after forward and backward."""
     problem = fitting(world, subject, Problem(seq_q=40, head_dim=24))
@@ -241,7 +248,10 @@ def thrice(ctx, subject, problem):
     return {"O": out, "dX": torch.autograd.grad(out, (x.q,), x.do)[0]}
 
 
-@clause("attention.layout.one-tensor-thrice", source="self-attention without projections")
+@clause(
+    "attention.layout.one-tensor-thrice",
+    source="contract: values; self-attention without projections",
+)
 def test_one_tensor_may_be_query_key_and_value(world, subject):
     """attention(x, x, x) MUST give x the sum of the three gradients."""
     problem = fitting(world, subject, Problem(seq_q=40))
@@ -286,7 +296,7 @@ def _strided(tensor: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
 @clause(
     "attention.layout.offsets-of-64-bits",
     level="production",
-    source=CONTRACT + ": any strides; PyTorch issue 190857, SageAttention issue 386",
+    source="contract: any-strides; PyTorch issue 190857, SageAttention issue 386",
 )
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_offsets_may_exceed_two_to_the_31(world, subject, dim):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from spec_tests.attention import bodies, rules
-from spec_tests.attention.bodies import ATTENTION, CONTRACT, KERNELS, TILED, call, observe
+from spec_tests.attention.bodies import ATTENTION, KERNELS, TILED, call, observe
 from spec_tests.attention.defined import (
     OUTPUT_AND_GRADIENTS,
     OUTPUT_AND_LSE,
@@ -46,7 +46,8 @@ PARTS = {"forward": OUTPUT_AND_LSE, "backward": OUTPUT_AND_GRADIENTS}
     "attention.causal.values",
     level="course",
     judges=KERNELS,
-    source="CS336 assignment 2, flash_forward (c): a flag for causal masking, in Triton",
+    source="contract: triton-causal; "
+    "CS336 assignment 2, flash_forward (c): a flag for causal masking, in Triton",
 )
 @pytest.mark.parametrize("part", PARTS)
 def test_a_kernel_with_a_causal_mask_has_the_values(world, subject, part):
@@ -57,7 +58,7 @@ def test_a_kernel_with_a_causal_mask_has_the_values(world, subject, part):
 @clause(
     "attention.causal.equal-lengths",
     judges=TILED,
-    source=CONTRACT + "; CS336 assignment 2 lets its version without Triton ignore the flag",
+    source="contract: causal; CS336 assignment 2 lets its version without Triton ignore the flag",
 )
 @pytest.mark.parametrize("part", PARTS)
 def test_a_causal_mask_is_not_ignored(world, subject, part):
@@ -73,7 +74,7 @@ def without_the_flag(ctx, subject, problem):
 
 @clause(
     "attention.causal.off-by-default",
-    source=CONTRACT + "; CS336 assignment 2: the flag is optional and defaults to False",
+    source="contract: not-causal; CS336 assignment 2: the flag is optional and defaults to False",
 )
 def test_no_mask_is_applied_unless_one_asks(world, subject):
     """Without `causal` the output MUST be that of a call with `causal=False`."""
@@ -84,7 +85,7 @@ def test_no_mask_is_applied_unless_one_asks(world, subject):
 
 @clause(
     "attention.causal.bottom-right",
-    source=CONTRACT + "; flash-attn 2.1 changed it; PyTorch issues 103082 and 108108",
+    source="contract: causal; flash-attn 2.1 changed it; PyTorch issues 103082 and 108108",
 )
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_causal_is_aligned_at_the_last_query(world, subject, lengths):
@@ -97,7 +98,7 @@ def test_causal_is_aligned_at_the_last_query(world, subject, lengths):
 
 @clause(
     "attention.causal.gradients-bottom-right",
-    source=CONTRACT + "; the Triton tutorial's backward was always causal, issue 5660",
+    source="contract: causal; the Triton tutorial's backward was always causal, issue 5660",
 )
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_gradients_follow_the_same_mask(world, subject, lengths):
@@ -118,7 +119,7 @@ def first_row(ctx, subject, problem):
     return bodies.forward(ctx, subject, problem)["O"][:, :, 0], x.v[:, :, 0]
 
 
-@clause("attention.causal.first-row", source="one key has weight one")
+@clause("attention.causal.first-row", source="contract: causal; one key has weight one")
 def test_the_first_query_of_a_square_sees_its_own_key_alone(world, subject):
     """With a causal mask and equal lengths, row 0 MUST be v[0], whatever its score is."""
     problem = fitting(world, subject, Problem(causal=True))
@@ -139,7 +140,7 @@ def test_the_first_query_of_a_square_sees_its_own_key_alone(world, subject):
 
 @clause(
     "attention.blind-rows.zeros",
-    source=CONTRACT + "; flash-attn README, 2.1; PyTorch issues 41508 and 103963",
+    source="contract: blind-rows; flash-attn README, 2.1; PyTorch issues 41508 and 103963",
 )
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_row_that_sees_nothing_is_zero(world, subject, dtype):
@@ -171,7 +172,7 @@ def blind_gradients(ctx, subject, problem, upstream):
 
 @clause(
     "attention.blind-rows.gradients",
-    source=CONTRACT + "; exp(s - L) with L = -inf is inf, and inf times zero is NaN",
+    source="contract: blind-rows; exp(s - L) with L = -inf is inf, and inf times zero is NaN",
 )
 def test_a_row_that_sees_nothing_has_no_gradient_and_gives_none(world, subject):
     """A row that sees no key MUST have a gradient of zero and add nothing to those of k and v."""
@@ -201,7 +202,8 @@ def with_garbage(ctx, subject, problem, first, garbage):
 
 @clause(
     "attention.causal.hidden-keys-do-not-matter",
-    source="PyTorch issue 101967; a mask that is added to the scores lets large ones through",
+    source="contract: rows-apart; "
+    "PyTorch issue 101967; a mask that is added to the scores lets large ones through",
 )
 @pytest.mark.parametrize("garbage", [100.0, -1e4])
 def test_what_is_hidden_does_not_matter(world, subject, garbage):
@@ -215,7 +217,8 @@ def test_what_is_hidden_does_not_matter(world, subject, garbage):
 @clause(
     "attention.causal.hidden-keys-of-any-size",
     level="production",
-    source="CS336 assignment 2 adds -1e6 to the scores, which larger ones survive",
+    source="contract: rows-apart; "
+    "CS336 assignment 2 adds -1e6 to the scores, which larger ones survive",
 )
 @pytest.mark.parametrize("garbage", [1e8, -1e8])
 def test_what_is_hidden_does_not_matter_however_large(world, subject, garbage):
@@ -245,7 +248,10 @@ def prefix(ctx, subject, problem, rows):
     return found
 
 
-@clause("attention.causal.prefix", source="a decoder that looks ahead in training cannot generate")
+@clause(
+    "attention.causal.prefix",
+    source="contract: rows-apart; a decoder that looks ahead in training cannot generate",
+)
 @pytest.mark.parametrize("rows", [1, 32, 45])
 def test_the_future_has_no_effect(world, subject, rows):
     """With a causal mask the first rows MUST be those of a call on the prefix alone."""

@@ -56,7 +56,7 @@ def _is_linear(world, subject, problem, part):
     )
 
 
-@clause("attention.memory.forward-is-linear", source=MEMORY)
+@clause("attention.memory.forward-is-linear", source="contract: forward-linear; " + MEMORY)
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_a_forward_over_twice_the_length_takes_twice_the_memory(world, subject, mask):
     """A forward over twice the length MUST NOT take more than 2.5 times the peak memory."""
@@ -64,7 +64,11 @@ def test_a_forward_over_twice_the_length_takes_twice_the_memory(world, subject, 
     _is_linear(world, subject, problem, "forward")
 
 
-@clause("attention.memory.peak-is-linear", level="production", source=MEMORY)
+@clause(
+    "attention.memory.peak-is-linear",
+    level="production",
+    source="contract: backward-linear; " + MEMORY,
+)
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_twice_the_length_takes_twice_the_memory(world, subject, mask):
     """Twice the length MUST NOT take more than 2.5 times the peak memory of a step.
@@ -85,7 +89,7 @@ def kept_bytes(ctx, subject, problem):
     ]
 
 
-@clause("attention.memory.keeps-no-scores", source=MEMORY)
+@clause("attention.memory.keeps-no-scores", source="contract: keeps-no-scores; " + MEMORY)
 def test_the_forward_keeps_rows_and_no_matrix(world, subject):
     """A forward MUST leave no more than copies of q, k, v and O, and a few numbers per row."""
     problem = Problem(seq_q=2 * _length(world, subject), heads=1)
@@ -124,7 +128,8 @@ def poisoned(ctx, subject, problem, first):
 @clause(
     "attention.causal.skips-hidden-tiles",
     level="production",
-    source="Dao 2023, section 3.1.1: blocks above the diagonal are skipped, half of the work",
+    source="contract: rows-apart; "
+    "Dao 2023, section 3.1.1: blocks above the diagonal are skipped, half of the work",
 )
 def test_tiles_that_nobody_sees_are_not_computed(world, subject):
     """Keys 256 or more beyond what a row sees MUST NOT be read for it: NaN there has no effect.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spec_tests.attention import bodies
-from spec_tests.attention.bodies import ATTENTION, CONTRACT, call, observe
+from spec_tests.attention.bodies import ATTENTION, call, observe
 from spec_tests.attention.problem import WHOLE_TILES, Problem
 from spec_tests.clause import clauses
 from spec_tests.rig import judge
@@ -71,7 +71,7 @@ def refused(ctx, subject, case):
 
 @clause(
     "attention.refusal.bad-input",
-    source="xformers, test_unsupported; a kernel reads whatever lies there",
+    source="contract: bad-inputs; xformers, test_unsupported; a kernel reads whatever lies there",
 )
 @pytest.mark.parametrize("case", BAD)
 def test_inputs_that_do_not_fit_are_refused(world, subject, case):
@@ -81,10 +81,7 @@ def test_inputs_that_do_not_fit_are_refused(world, subject, case):
     judge.holds(error is not None, f"expected an error, got a result for {case}")
 
 
-@clause(
-    "attention.refusal.names-the-argument",
-    source=CONTRACT + ": a ValueError that names the argument",
-)
+@clause("attention.refusal.names-the-argument", source="contract: bad-inputs")
 @pytest.mark.parametrize("case", BAD)
 def test_the_refusal_is_a_value_error_that_names_the_argument(world, subject, case):
     """The error for an input that does not fit MUST be a ValueError that names it."""
@@ -112,7 +109,7 @@ def mixed_devices(ctx, subject):
 
 @clause(
     "attention.refusal.devices",
-    source="a pointer of another device is a fault of the whole process",
+    source="contract: bad-inputs; a pointer of another device is a fault of the whole process",
 )
 def test_inputs_on_two_devices_are_refused(world, subject):
     """Inputs on two devices MUST be an error."""

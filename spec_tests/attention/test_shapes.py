@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spec_tests.attention import bodies, rules
-from spec_tests.attention.bodies import ATTENTION, CONTRACT, call, observe
+from spec_tests.attention.bodies import ATTENTION, call, observe
 from spec_tests.attention.defined import (
     ALL,
     OUTPUT_AND_GRADIENTS,
@@ -41,7 +41,7 @@ LENGTHS = {
 
 @clause(
     "attention.shapes.ragged-lengths",
-    source="flash-attn tests: lengths (113, 203), (1023, 1024), (1, 239)",
+    source="contract: any-size; flash-attn tests: lengths (113, 203), (1023, 1024), (1, 239)",
 )
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_lengths_need_no_tile_to_divide_them(world, subject, lengths):
@@ -62,7 +62,7 @@ FORWARD_LENGTHS = {
 
 @clause(
     "attention.shapes.lengths-of-the-forward",
-    source=CONTRACT + "; kernels that take the number of keys from q, or count padded keys",
+    source="contract: any-size; kernels that take the number of keys from q, or count padded keys",
 )
 @pytest.mark.parametrize("lengths", FORWARD_LENGTHS)
 def test_any_lengths_give_the_definitions_output(world, subject, lengths):
@@ -71,7 +71,8 @@ def test_any_lengths_give_the_definitions_output(world, subject, lengths):
 
 
 @clause(
-    "attention.shapes.head-dims", source="flash-attn tests: any head dim up to 256, padded inside"
+    "attention.shapes.head-dims",
+    source="contract: any-size; flash-attn tests: any head dim up to 256, padded inside",
 )
 @pytest.mark.parametrize("head_dim", [16, 24, 40, 80, 111, 128])
 def test_any_head_dim_is_right(world, subject, head_dim):
@@ -82,7 +83,7 @@ def test_any_head_dim_is_right(world, subject, head_dim):
 
 @clause(
     "attention.shapes.large-head-dims",
-    source=CONTRACT + "; kernels end at 128 or 256, and what lies beyond is another row",
+    source="contract: large-dims; kernels end at 128 or 256, and what lies beyond is another row",
 )
 def test_a_head_dim_beyond_256_is_right_or_refused(world, subject):
     """A head dim of 320 MUST give the definition's values, or be refused with an error."""
@@ -96,7 +97,7 @@ def test_a_head_dim_beyond_256_is_right_or_refused(world, subject):
 @clause(
     "attention.shapes.without-heads",
     level="course",
-    source=CONTRACT + "; CS336 assignment 2: [batch, seq, head_dim]",
+    source="contract: three-dims; CS336 assignment 2: [batch, seq, head_dim]",
 )
 def test_inputs_without_heads_are_taken(world, subject):
     """3-D inputs [batch, seq, head_dim] MUST be attention of one head, and give 3-D outputs.
@@ -124,7 +125,8 @@ def flat(ctx, subject, problem):
 
 
 @clause(
-    "attention.shapes.grouped-heads", source=CONTRACT + "; Ainslie et al. 2023; levanter issue 449"
+    "attention.shapes.grouped-heads",
+    source="contract: grouped; Ainslie et al. 2023; levanter issue 449",
 )
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_query_heads_share_keys_in_neighbouring_groups(world, subject, kv_heads):
@@ -140,7 +142,8 @@ def test_query_heads_share_keys_in_neighbouring_groups(world, subject, kv_heads)
 
 @clause(
     "attention.shapes.grouped-sums-are-wide",
-    source="levanter issue 449, ffpa issue 301: sums over the group in half precision",
+    source="contract: one-rounding, grouped; "
+    "levanter issue 449, ffpa issue 301: sums over the group in half precision",
 )
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gradients_of_a_group_are_summed_before_they_are_rounded(world, subject, dtype):
@@ -150,7 +153,7 @@ def test_gradients_of_a_group_are_summed_before_they_are_rounded(world, subject,
     as_defined(world, subject, problem, "dK", "dV")
 
 
-@clause("attention.shapes.one-of-each", source="flash-attn tests, length 1")
+@clause("attention.shapes.one-of-each", source="contract: any-size; flash-attn tests, length 1")
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_one_query_and_one_key_give_the_value_itself(world, subject, mask):
     """With one query and one key, O MUST be v and dV MUST be dO, and dQ and dK vanish."""
@@ -192,7 +195,7 @@ EMPTY = {
 @clause(
     "attention.shapes.empty",
     level="production",
-    source=CONTRACT + ": rows that see nothing; xformers, test_empty_tensors",
+    source="contract: empty; xformers, test_empty_tensors",
 )
 @pytest.mark.parametrize("size", EMPTY)
 def test_sizes_of_zero_give_empty_or_blind_answers(world, subject, size):
@@ -233,7 +236,7 @@ def permuted(ctx, subject, problem):
 
 @clause(
     "attention.shapes.batch-and-heads-are-independent",
-    source="Triton issues 6242 and 5816: the test had a batch of one",
+    source="contract: rows-apart; Triton issues 6242 and 5816: the test had a batch of one",
 )
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_the_order_of_batch_and_heads_does_not_matter(world, subject, mask):

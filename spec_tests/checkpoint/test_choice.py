@@ -38,7 +38,7 @@ ORDERS = {
 
 @clause(
     "checkpoint.choice.highest-step",
-    source="contract: newest is the highest step; a sort of names puts 9 behind 10 and 100",
+    source="contract: newest; a sort of names puts 9 behind 10 and 100",
 )
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_highest_step_is_loaded(world, order):
@@ -68,7 +68,7 @@ def with_strangers(ctx, directory):
 
 @clause(
     "checkpoint.choice.foreign-files",
-    source="a user's notes, plots and lost+found lie where the checkpoints do",
+    source="contract: foreign; a user's notes, plots and lost+found lie where the checkpoints do",
 )
 def test_foreign_files_are_no_checkpoints(world):
     """Foreign files and folders beside the saves MUST not keep the newest one from loading."""
@@ -86,7 +86,7 @@ def without_any(ctx, directory, exists):
     return Trainee(ctx).read(directory)
 
 
-@clause("checkpoint.choice.none", source="contract: an error, or 0 and nothing changed")
+@clause("checkpoint.choice.none", source="contract: none")
 @pytest.mark.parametrize("exists", [True, False], ids=["empty", "missing"])
 def test_without_a_checkpoint_nothing_is_loaded(world, exists):
     """Without a complete save a load MUST raise, or return 0, and change nothing."""
@@ -116,7 +116,7 @@ def with_names_alike(ctx, directory):
 @clause(
     "checkpoint.choice.names-alike",
     level="production",
-    source="contract: other people's files do not count; cp -r step-900 step-good",
+    source="contract: foreign; cp -r step-900 step-good",
 )
 def test_a_copy_that_is_named_in_words_is_no_checkpoint(world):
     """Names like those of the saves, with a word for the number, MUST NOT confuse a load."""
@@ -146,7 +146,7 @@ def with_a_backup(ctx, directory):
 @clause(
     "checkpoint.choice.backups",
     level="production",
-    source="contract: other people's files do not count; mv step-900 step-900-backup",
+    source="contract: foreign; mv step-900 step-900-backup",
 )
 def test_a_save_that_was_put_aside_is_no_checkpoint(world):
     """A save to whose name a word was added MUST NOT be loaded; an error is right as well."""
@@ -189,10 +189,7 @@ def frozen():
 
 
 @clause(
-    "checkpoint.mismatch.on-one-rank",
-    level="production",
-    source="contract: an error on all ranks",
-    worlds=(2,),
+    "checkpoint.mismatch.on-one-rank", level="production", source="contract: no-fit", worlds=(2,)
 )
 def test_a_model_that_fits_on_some_ranks_alone_is_an_error_on_all(world):
     """Where one rank's model does not fit, a load MUST raise on all ranks, without a hang."""
@@ -202,7 +199,7 @@ def test_a_model_that_fits_on_some_ranks_alone_is_an_error_on_all(world):
     refusal.on_all_ranks(errors, given="the last rank's model is wider")
 
 
-@clause("checkpoint.mismatch.raises", source="contract: a model that does not fit is an error")
+@clause("checkpoint.mismatch.raises", source="contract: no-fit")
 @pytest.mark.parametrize("change", list(CHANGES))
 def test_a_model_that_does_not_fit_is_an_error(world, change):
     """A load into a model with other names or shapes MUST raise on all ranks.

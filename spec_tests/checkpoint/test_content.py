@@ -23,7 +23,6 @@ from spec_tests.rig import judge
 from spec_tests.rig.judge.symptoms import Hint
 
 clause = clauses(needs=("save_checkpoint", "load_checkpoint"), level="correct", worlds=(1, 2))
-CONTRACT = "contract: everything from which training goes on as if it had not stopped"
 
 
 def round_trip(ctx, directory, toy, optimizer, change=None, groups=1, freezes=False):
@@ -75,7 +74,7 @@ def compare(ranks, *kinds, quantity, given=""):
     )
 
 
-@clause("checkpoint.content.model", source=CONTRACT)
+@clause("checkpoint.content.model", source="contract: model")
 @pytest.mark.parametrize(
     "toy", ["ragged", "tied", "frozen", "buffers", "mixed", "double", "strided"]
 )
@@ -95,7 +94,7 @@ def with_a_child_called_module(model):
 @clause(
     "checkpoint.content.child-called-module",
     level="production",
-    source="contract: parameters and buffers of the model; `getattr(model, 'module', model)`",
+    source="contract: model, plain-names; `getattr(model, 'module', model)`",
     worlds=(1,),
 )
 def test_a_child_called_module_is_no_wrapped_model(world):
@@ -114,7 +113,7 @@ def with_a_view(model):
 @clause(
     "checkpoint.content.views",
     level="production",
-    source="contract: parameters and buffers of the model; ties that are known by their memory",
+    source="contract: part-buffers; ties that are known by their memory",
     worlds=(1,),
 )
 def test_a_view_of_another_buffer_comes_back(world):
@@ -126,7 +125,8 @@ def test_a_view_of_another_buffer_comes_back(world):
 
 @clause(
     "checkpoint.content.optimizer",
-    source="KempnerForge pull request 115 (moments lost); build-nanogpt keeps none at all",
+    source="contract: optimizer; "
+    "KempnerForge pull request 115 (moments lost); build-nanogpt keeps none at all",
 )
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum", "sgd", "python-count", "count-alone"])
 def test_optimizer_state_comes_back(world, optimizer):
@@ -147,7 +147,8 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 
 @clause(
     "checkpoint.content.optimizer-as-it-stands",
-    source=f"{CONTRACT}; fine-tuning: a rate for each group, layers that are frozen in turn",
+    source="contract: optimizer; "
+    "fine-tuning: a rate for each group, layers that are frozen in turn",
 )
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_each_group_and_each_frozen_layer_gets_its_own_back(world, situation):
@@ -160,7 +161,8 @@ def test_each_group_and_each_frozen_layer_gets_its_own_back(world, situation):
 @clause(
     "checkpoint.content.optimizer-dtypes",
     level="production",
-    source="torch.optim.Optimizer.load_state_dict casts state to the dtype of its parameter",
+    source="contract: state-dtypes; "
+    "torch.optim.Optimizer.load_state_dict casts state to the dtype of its parameter",
 )
 def test_optimizer_state_keeps_its_dtype(world):
     """State of float32 beside a narrow parameter MUST come back as it was, not rounded."""
@@ -169,7 +171,10 @@ def test_optimizer_state_keeps_its_dtype(world):
     compare(ranks, "optimizer", quantity="saved optimizer state")
 
 
-@clause("checkpoint.content.loader", source="torchtitan issues 291 and 811; nanoGPT issue 467")
+@clause(
+    "checkpoint.content.loader",
+    source="contract: loader; torchtitan issues 291 and 811; nanoGPT issue 467",
+)
 def test_the_loaders_place_comes_back(world):
     """A load MUST give the loader the state that it had when it was saved.
 
@@ -182,7 +187,8 @@ def test_the_loaders_place_comes_back(world):
 
 @clause(
     "checkpoint.content.random-state",
-    source=CONTRACT + "; torchtitan pull request 409: one key for all ranks keeps one rank's",
+    source="contract: generators; "
+    "torchtitan pull request 409: one key for all ranks keeps one rank's",
     worlds=(1, 2, 3),
 )
 def test_every_ranks_generators_come_back(world):
@@ -248,7 +254,7 @@ def between(ctx, directory, one, other, *, steps):
 @clause(
     "checkpoint.content.loader-at-its-end",
     level="production",
-    source="`if loader:` where `if loader is not None:` is meant",
+    source="contract: each-loader; `if loader:` where `if loader is not None:` is meant",
 )
 def test_a_loader_without_a_batch_left_is_saved_as_any_other(world):
     """The state of a loader whose length is 0 MUST be saved and loaded."""
@@ -260,7 +266,8 @@ def test_a_loader_without_a_batch_left_is_saved_as_any_other(world):
 @clause(
     "checkpoint.content.loader-of-each-rank",
     level="production",
-    source="a loader whose workers ran ahead on one rank; a stream of each rank's own",
+    source="contract: each-loader; "
+    "a loader whose workers ran ahead on one rank; a stream of each rank's own",
     worlds=(2, 3),
 )
 def test_each_ranks_loader_gets_its_own_place(world):
@@ -272,7 +279,8 @@ def test_each_ranks_loader_gets_its_own_place(world):
 
 @clause(
     "checkpoint.content.loader-that-draws",
-    source="torch's DataLoader draws the seed of its workers for each iterator",
+    source="contract: save_checkpoint/generators; "
+    "torch's DataLoader draws the seed of its workers for each iterator",
 )
 def test_generators_are_those_of_the_save_whatever_the_loader_draws(world):
     """After a load generators MUST be those of the save, also if the loader used them in it."""
@@ -283,7 +291,7 @@ def test_generators_are_those_of_the_save_whatever_the_loader_draws(world):
 
 @clause(
     "checkpoint.content.step",
-    source="contract; a course's trainer saves the step before it counts it",
+    source="contract: step; a course's trainer saves the step before it counts it",
 )
 def test_the_step_is_that_of_the_save(world):
     """A load MUST return the step that was given to the save, on every rank."""
@@ -304,10 +312,7 @@ def trained_after_load(ctx, directory):
     return replaced, [n for n, t in fresh.weights().items() if torch.equal(loaded[n], t)]
 
 
-@clause(
-    "checkpoint.content.reaches-live-objects",
-    source="contract: values go into the parameters and optimizer that are given",
-)
+@clause("checkpoint.content.reaches-live-objects", source="contract: live-objects")
 def test_what_is_loaded_is_what_trains(world):
     """After a load the model's own Parameter objects MUST hold the values and go on training.
 
@@ -332,11 +337,7 @@ def loaded_twice(ctx, directory):
     return before, part(one.state(), "model", "optimizer", "loader")
 
 
-@clause(
-    "checkpoint.content.shares-no-memory",
-    source="contract: the training that goes on has no effect on a save",
-    worlds=(2,),
-)
+@clause("checkpoint.content.shares-no-memory", source="contract: shares-nothing", worlds=(2,))
 def test_loaded_values_are_nobody_elses(world):
     """What is loaded MUST share no memory with the run that saved or with another that loaded."""
     before, after = zip(*in_folder(world, loaded_twice), strict=True)
@@ -365,7 +366,8 @@ def trained(ctx, directory, toy, steps, saves):
 
 @clause(
     "checkpoint.save.changes-nothing",
-    source="torch issue 164929: a cold AdamW's first step becomes its second",
+    source="contract: independent; "
+    "torch issue 164929: a cold AdamW's first step becomes its second",
 )
 @pytest.mark.parametrize("toy", ["ragged", "buffers"])
 def test_saving_leaves_no_trace_in_training(world, toy):
@@ -398,7 +400,7 @@ def saved_again(ctx, directory):
 
 @clause(
     "checkpoint.save.again-and-again",
-    source="contract: saving a step again replaces it; a run that is restarted from an older step",
+    source="contract: replaces; a run that is restarted from an older step",
 )
 def test_a_step_may_be_saved_any_number_of_times(world):
     """Each save of a step MUST replace the one before, the third and the twelfth as well."""

@@ -52,7 +52,7 @@ def judge_crashes(world, is_same_step):
     durability.one_of([rank["final"]], newer)
 
 
-@clause("checkpoint.crash.old-or-new", source=CRASH)
+@clause("checkpoint.crash.old-or-new", source="contract: keeps-older; " + CRASH)
 def test_a_save_killed_at_any_moment_leaves_the_older_one(world):
     """A save killed at any moment MUST leave a folder that loads the older save or the new one."""
     judge_crashes(world, is_same_step=False)
@@ -60,7 +60,9 @@ def test_a_save_killed_at_any_moment_leaves_the_older_one(world):
 
 @clause(
     "checkpoint.crash.same-step-again",
-    source=CRASH + "; torch.distributed.checkpoint saves over what is there, tensor by tensor",
+    source="contract: replaces; "
+    + CRASH
+    + "; torch.distributed.checkpoint saves over what is there, tensor by tensor",
 )
 def test_saving_a_step_again_never_tears(world):
     """A step saved again and killed at any moment MUST load as it was or as it is, never mixed.
@@ -87,7 +89,8 @@ def saved_after_a_kill(ctx, directory, step):
 
 @clause(
     "checkpoint.crash.next-save-works",
-    source="speechturn issue 15: what a killed save left behind is in the way of the next one",
+    source="contract: next-save; "
+    "speechturn issue 15: what a killed save left behind is in the way of the next one",
 )
 @pytest.mark.parametrize("step", [2, 1], ids=["new-step", "step-again"])
 def test_after_a_killed_save_the_next_one_works(world, step):
@@ -131,9 +134,7 @@ FULL = pytest.mark.parametrize("after_bytes", [0, 5000, None], ids=["0", "5000",
 
 
 @clause(
-    "checkpoint.failure.on-all-ranks",
-    source="torch issue 143536; contract: a failure on any rank is an error on all",
-    worlds=(2,),
+    "checkpoint.failure.on-all-ranks", source="contract: all-fail; torch issue 143536", worlds=(2,)
 )
 @FULL
 @pytest.mark.parametrize("full", ["first", "last"])
@@ -185,7 +186,7 @@ def saved_with_a_broken_loader(ctx, directory, error):
 @clause(
     "checkpoint.failure.of-a-loader",
     level="production",
-    source="contract: a failure on any rank is an error on all; a stream that lost its server",
+    source="contract: all-fail; a stream that lost its server",
     worlds=(2,),
 )
 @pytest.mark.parametrize("error", ERRORS)
@@ -198,7 +199,7 @@ def test_a_loader_that_fails_on_one_rank_fails_the_save_on_all(world, error):
         durability.one_of([reading], {"the older save": (1, older)})
 
 
-@clause("checkpoint.failure.is-reported", source="contract: complete, or nothing", worlds=(1, 2))
+@clause("checkpoint.failure.is-reported", source="contract: on-return", worlds=(1, 2))
 def test_a_save_that_nobody_could_write_raises(world):
     """A save MUST raise where no rank can write."""
     ranks = in_folder(world, saved_on_full_disk, 0, range(world.size))
@@ -208,7 +209,11 @@ def test_a_save_that_nobody_could_write_raises(world):
     )
 
 
-@clause("checkpoint.failure.keeps-older", source=CRASH, worlds=(1, 2))
+@clause(
+    "checkpoint.failure.keeps-older",
+    source="contract: keeps-older, on-return; " + CRASH,
+    worlds=(1, 2),
+)
 @FULL
 @pytest.mark.parametrize("step", [2, 1], ids=["next-step", "same-step"])
 def test_after_a_failed_save_the_older_one_loads(world, after_bytes, step):
@@ -228,7 +233,8 @@ def test_after_a_failed_save_the_older_one_loads(world, after_bytes, step):
 
 @clause(
     "checkpoint.failure.next-save-works",
-    source="speechturn issue 15: what a killed save left behind is in the way of the next one",
+    source="contract: next-save; "
+    "speechturn issue 15: what a killed save left behind is in the way of the next one",
     worlds=(1, 2),
 )
 @FULL
@@ -294,7 +300,7 @@ INCOMPLETE = ["cut", "emptied", "removed"]
 OR_REFUSED = {"may_refuse": True, "likely": "what could not be read was left out without a word"}
 
 
-@clause("checkpoint.damage.never-in-part", source=CRASH)
+@clause("checkpoint.damage.never-in-part", source="contract: damaged; " + CRASH)
 def test_a_damaged_save_is_never_loaded_in_part(world):
     """With a file cut, emptied or missing, a load MUST find a whole save or raise."""
     judge_damaged(world, INCOMPLETE, **OR_REFUSED)
@@ -303,7 +309,7 @@ def test_a_damaged_save_is_never_loaded_in_part(world):
 @clause(
     "checkpoint.damage.older-is-used",
     level="production",
-    source="torchtitan looks for the newest folder that has its metadata",
+    source="contract: damaged; torchtitan looks for the newest folder that has its metadata",
 )
 def test_with_a_damaged_newest_the_older_save_is_used(world):
     """With a file of the newest save cut, emptied or missing, a load SHOULD use the one before."""
@@ -312,7 +318,7 @@ def test_with_a_damaged_newest_the_older_save_is_used(world):
 
 @clause(
     "checkpoint.damage.under-its-step",
-    source="contract: the newest; returns its step",
+    source="contract: newest, step; returns its step",
     worlds=(1, 2),
 )
 def test_what_is_loaded_comes_with_its_own_step(world):
@@ -330,7 +336,7 @@ def test_what_is_loaded_comes_with_its_own_step(world):
 @clause(
     "checkpoint.damage.flipped-bit-is-noticed",
     level="production",
-    source="torch.load does not look at the check sums that torch.save wrote",
+    source="contract: damaged; torch.load does not look at the check sums that torch.save wrote",
     worlds=(1, 2),
 )
 def test_a_flipped_bit_is_noticed(world):

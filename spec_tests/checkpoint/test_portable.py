@@ -31,7 +31,6 @@ from spec_tests.rig.judge.tolerance import rounding
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
 clause = clauses(needs=("save_checkpoint", "load_checkpoint"), level="correct")
-CONTRACT = "contract: by the plain model's names, at any world size"
 
 
 def saved_and_loaded(ctx, directory, toy, saver, loader):
@@ -53,7 +52,11 @@ def same_under_both(world, saver, loader):
     judge.tensors(loaded, saved, quantity="saved value", given=given)
 
 
-@clause("checkpoint.names.across-own-wrappers", judges=("ddp", "ddp_bucketed"), source=CONTRACT)
+@clause(
+    "checkpoint.names.across-own-wrappers",
+    judges=("ddp", "ddp_bucketed"),
+    source="contract: plain-names, model",
+)
 @pytest.mark.parametrize("direction", ["to-plain", "from-plain"])
 def test_wrapped_and_plain_models_load_each_others(world, subject, direction):
     """What is saved under the implementation's wrapper MUST load plain, and the other way round."""
@@ -63,7 +66,8 @@ def test_wrapped_and_plain_models_load_each_others(world, subject, direction):
 
 @clause(
     "checkpoint.names.across-torch-wrapper",
-    source=CONTRACT + "; the `module.` prefix of DistributedDataParallel's state_dict",
+    source="contract: plain-names, model; "
+    "the `module.` prefix of DistributedDataParallel's state_dict",
 )
 @pytest.mark.parametrize("direction", ["to-plain", "from-plain"])
 def test_pytorchs_wrapper_and_plain_models_load_each_others(world, direction):
@@ -96,7 +100,8 @@ def of_a_whole_model(ctx, directory):
     "checkpoint.names.of-a-whole-model",
     level="production",
     needs=("save_checkpoint", "load_checkpoint", "fsdp"),
-    source=CONTRACT + "; a wrapper that is known by its class, and another one that is not",
+    source="contract: whole-model; "
+    "a wrapper that is known by its class, and another one that is not",
     worlds=(2,),
 )
 def test_what_a_whole_model_saves_loads_plain(world):
@@ -120,7 +125,8 @@ def in_other_groups(ctx, directory):
 @clause(
     "checkpoint.names.optimizer-by-parameter",
     level="production",
-    source="torch.distributed.checkpoint.state_dict: state keyed by name; torch issue 126948",
+    source="contract: plain-names; "
+    "torch.distributed.checkpoint.state_dict: state keyed by name; torch issue 126948",
 )
 def test_optimizer_state_follows_the_parameters_name(world):
     """Optimizer state MUST find its parameter by name, whatever the order and grouping."""
@@ -151,7 +157,7 @@ def load_only(ctx, directory):
 
 @clause(
     "checkpoint.world-size.any",
-    source=CONTRACT + "; torchtitan issue 1136, Lightning issue 16815",
+    source="contract: any-world-size; torchtitan issue 1136, Lightning issue 16815",
     worlds=(1, 2, 3),
 )
 @pytest.mark.parametrize("other", [1, 2, 4])
@@ -260,7 +266,8 @@ def cold(ctx, directory):
     "checkpoint.sharded-optimizer.any-world-size",
     level="correct",
     needs=NEEDS,
-    source="ZeroRedundancyOptimizer.consolidate_state_dict; KempnerForge pull request 115",
+    source="contract: sharded-optimizer; "
+    "ZeroRedundancyOptimizer.consolidate_state_dict; KempnerForge pull request 115",
 )
 @pytest.mark.parametrize("then", ["on-2-ranks", "on-3-ranks", "unsharded"])
 def test_it_goes_on_with_any_number_of_ranks_or_unsharded(world, then):
@@ -366,7 +373,8 @@ def sharded_went_on(ctx, directory, kind):
     "checkpoint.sharded-model.goes-on",
     level="production",
     needs=("save_checkpoint", "load_checkpoint", "fully_shard"),
-    source="torch.distributed.checkpoint.state_dict: get_state_dict of FSDP2 models and optimizers",
+    source="contract: sharded-model; "
+    "torch.distributed.checkpoint.state_dict: get_state_dict of FSDP2 models and optimizers",
     worlds=(2,),
 )
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -53,7 +53,11 @@ def equal_to_the_whole(ranks, stops, given):
         )
 
 
-@clause("checkpoint.resume.equals-uninterrupted", source=TWIN, worlds=(1, 2))
+@clause(
+    "checkpoint.resume.equals-uninterrupted",
+    source="contract: optimizer, loader, save_checkpoint/generators; " + TWIN,
+    worlds=(1, 2),
+)
 def test_a_run_stopped_at_any_step_ends_like_one_that_was_not(world):
     """A run that is stopped, at any step, and loaded MUST end with the uninterrupted run's bits."""
     stops = range(STEPS + 1)
@@ -62,7 +66,9 @@ def test_a_run_stopped_at_any_step_ends_like_one_that_was_not(world):
     equal_to_the_whole(ranks, stops, "DistributedDataParallel")
 
 
-@clause("checkpoint.resume.wrapped", judges=("ddp", "ddp_bucketed"), source=TWIN)
+@clause(
+    "checkpoint.resume.wrapped", judges=("ddp", "ddp_bucketed"), source="contract: model; " + TWIN
+)
 def test_a_wrapped_run_goes_on_as_if_it_had_not_stopped(world, subject):
     """A run of the implementation's own wrapper MUST resume with the uninterrupted run's bits.
 
@@ -91,7 +97,8 @@ def buffers_after_load(ctx, directory):
 
 @clause(
     "checkpoint.resume.buffers-of-first-rank",
-    source="DistributedDataParallel takes the first rank's buffers before each forward; contract",
+    source="contract: first-buffers; "
+    "DistributedDataParallel takes the first rank's buffers before each forward",
 )
 def test_where_buffers_differ_the_first_ranks_are_loaded(world):
     """Where replicas' buffers differ, a load MUST bring back the first rank's, all of them.

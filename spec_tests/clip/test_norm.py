@@ -40,13 +40,16 @@ def is_global(ranks, layout, order=2.0, given=""):
     )
 
 
-@clause("clip.norm.global", source=ISSUES)
+@clause("clip.norm.global", source="contract: counts-once; " + ISSUES)
 def test_the_norm_is_that_of_the_whole_gradient(world):
     """With sharded gradients every rank MUST get the norm of the whole gradient."""
     is_global(world.run(clip, SHARDED), SHARDED)
 
 
-@clause("clip.norm.orders", source="torch.nn.utils.clip_grad_norm_, norm_type; torchrec issue 3199")
+@clause(
+    "clip.norm.orders",
+    source="contract: as-pytorch; torch.nn.utils.clip_grad_norm_, norm_type; torchrec issue 3199",
+)
 @pytest.mark.parametrize("order", [1.0, 3.0, math.inf])
 def test_every_order_is_combined_as_it_must_be(world, order):
     """For p = 1, 3 and infinity the ranks' parts MUST be combined by the formula of the p-norm."""
@@ -54,7 +57,8 @@ def test_every_order_is_combined_as_it_must_be(world, order):
 
 
 @clause(
-    "clip.norm.empty-shards", source="torchrec issues 3809 and 3891; pytorch pull request 173238"
+    "clip.norm.empty-shards",
+    source="contract: counts-once; torchrec issues 3809 and 3891; pytorch pull request 173238",
 )
 @pytest.mark.parametrize("order", [2.0, math.inf])
 def test_a_rank_with_an_empty_shard_takes_part(world, order):
@@ -64,7 +68,8 @@ def test_a_rank_with_an_empty_shard_takes_part(world, order):
 
 @clause(
     "clip.norm.replicated-once",
-    source="torch.nn.utils.clip_grad_norm_ after DistributedDataParallel; pytorch issue 88955",
+    source="contract: counts-once; "
+    "torch.nn.utils.clip_grad_norm_ after DistributedDataParallel; pytorch issue 88955",
 )
 def test_replicated_gradients_count_once(world):
     """Gradients that all ranks hold MUST count once, not once per rank."""
@@ -73,7 +78,7 @@ def test_replicated_gradients_count_once(world):
 
 @clause(
     "clip.norm.replicated-axes-once",
-    source="hyper-parallel issue 526, VeOmni issue 184: hybrid sharding",
+    source="contract: counts-once; hyper-parallel issue 526, VeOmni issue 184: hybrid sharding",
     worlds=(4,),
 )
 def test_an_axis_of_replicas_counts_once(world):
@@ -84,7 +89,8 @@ def test_an_axis_of_replicas_counts_once(world):
 @clause(
     "clip.norm.two-divided-axes",
     level="production",
-    source="tensors that are divided over both axes of a mesh: FSDP beside tensor parallelism",
+    source="contract: counts-once; "
+    "tensors that are divided over both axes of a mesh: FSDP beside tensor parallelism",
     worlds=(4,),
 )
 def test_each_of_two_axes_that_divide_is_summed_over(world):
@@ -104,7 +110,7 @@ def listed_twice(ctx):
 @clause(
     "clip.norm.tied-once",
     level="production",
-    source="contract: each element counted once; [*encoder.parameters(), *decoder.parameters()]",
+    source="contract: listed-twice; [*encoder.parameters(), *decoder.parameters()]",
     worlds=(2,),
 )
 def test_a_tensor_that_is_listed_twice_counts_and_shrinks_once(world):
@@ -144,7 +150,7 @@ def norm_of_dtypes(ctx, case):
 @clause(
     "clip.norm.dtypes",
     level="production",
-    source="contract: the norm has float32's range and rounding at least; float16 ends at 65504",
+    source="contract: norm-dtype; float16 ends at 65504",
     worlds=(1,),
 )
 @pytest.mark.parametrize("case", DTYPES)
@@ -176,7 +182,8 @@ def unreduced(ctx):
 @clause(
     "clip.norm.unreduced",
     level="production",
-    source="DTensor, Partial: ranks hold summands, whose norms say nothing about the sum's",
+    source="contract: unreduced; "
+    "DTensor, Partial: ranks hold summands, whose norms say nothing about the sum's",
     worlds=(2,),
 )
 def test_what_is_not_reduced_is_reduced_or_refused(world):
@@ -188,10 +195,7 @@ def test_what_is_not_reduced_is_reduced_or_refused(world):
         judge.tensors(ranks, wanted, quantity="norm", within=layouts.within())
 
 
-@clause(
-    "clip.norm.mixed",
-    source="contract: replicated, sharded and mixed; PyTorch refuses tensors beside DTensors",
-)
+@clause("clip.norm.mixed", source="contract: mixed; PyTorch refuses tensors beside DTensors")
 def test_plain_and_sharded_gradients_count_together_or_are_refused(world):
     """Plain gradients beside sharded ones MUST count once each, or be refused with an error."""
     ranks = refusal.answer_or_refusal(world, clip, MIXED, ordinary=(clip, SHARDED))
@@ -202,7 +206,7 @@ def test_plain_and_sharded_gradients_count_together_or_are_refused(world):
 
 @clause(
     "clip.norm.absent-gradients",
-    source="torch.nn.utils.clip_grad_norm_: None is left out",
+    source="contract: as-pytorch; torch.nn.utils.clip_grad_norm_: None is left out",
     worlds=(2,),
 )
 def test_a_parameter_without_a_gradient_counts_nothing(world):
@@ -228,7 +232,7 @@ LACKING = {"one": ("a",), "all": tuple(SHARDED)}
 @clause(
     "clip.norm.absent-on-one-rank",
     level="production",
-    source="a branch of the model that one rank takes; contract: a gradient absent on some ranks",
+    source="contract: absent-somewhere; a branch of the model that one rank takes",
     worlds=(2,),
 )
 @pytest.mark.parametrize("case", LACKING)
@@ -256,10 +260,7 @@ def at_scales(ctx):
     return {"kinds": sorted({found["kind"] for found in seen.values()}), "norms": norms}
 
 
-@clause(
-    "clip.norm.plain-and-equal",
-    source="contract: a plain tensor, equal on all ranks; miles_diffusion issue 35",
-)
+@clause("clip.norm.plain-and-equal", source="contract: equal-ranks; miles_diffusion issue 35")
 def test_all_ranks_get_the_same_bits_in_a_plain_tensor(world):
     """The norm MUST be a plain tensor with equal bits on all ranks.
 
@@ -284,7 +285,8 @@ def any_iterable(ctx):
 
 @clause(
     "clip.norm.any-iterable",
-    source="torch.nn.utils.clip_grad_norm_: an iterable of tensors or a single tensor",
+    source="contract: as-pytorch; "
+    "torch.nn.utils.clip_grad_norm_: an iterable of tensors or a single tensor",
     worlds=(2,),
 )
 def test_it_takes_a_tensor_or_any_iterable(world):
@@ -303,7 +305,7 @@ def test_it_takes_a_tensor_or_any_iterable(world):
 @clause(
     "clip.traffic.one-number",
     level="production",
-    source="measured: PyTorch sends one scalar for all parameters",
+    source="contract: one-collective; measured: PyTorch sends one scalar for all parameters",
 )
 def test_one_small_message_is_sent(world):
     """With sharded gradients one collective of a few numbers MUST be enough."""
@@ -322,7 +324,7 @@ def test_one_small_message_is_sent(world):
 @clause(
     "clip.traffic.replicated-sends-nothing",
     level="production",
-    source="after data parallelism every rank has the whole gradient",
+    source="contract: one-collective; after data parallelism every rank has the whole gradient",
     worlds=(2,),
 )
 def test_nothing_is_sent_for_replicated_gradients(world):
@@ -345,7 +347,8 @@ def of_many_elements(ctx):
 @clause(
     "clip.norm.of-many-elements",
     level="production",
-    source="torch.linalg.vector_norm on a CPU: 0.3 % are missing at 38 million elements",
+    source="contract: norm-dtype; "
+    "torch.linalg.vector_norm on a CPU: 0.3 % are missing at 38 million elements",
     worlds=(1,),
     transports=("gloo", "sim"),
 )

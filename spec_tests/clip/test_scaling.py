@@ -34,7 +34,7 @@ def gradients_are(ranks, layout, factor, within, hints=()):
     )
 
 
-@clause("clip.scaling.factor", source=TORCH)
+@clause("clip.scaling.factor", source="contract: as-pytorch; " + TORCH)
 @pytest.mark.parametrize("layout", [SHARDED, PLAIN], ids=["sharded", "replicated"])
 def test_all_gradients_shrink_by_the_same_factor(world, layout):
     """Gradients of a larger norm MUST be scaled by max_norm / norm, all by the same factor."""
@@ -56,7 +56,7 @@ def test_all_gradients_shrink_by_the_same_factor(world, layout):
     )
 
 
-@clause("clip.scaling.untouched-below", source=TORCH, worlds=(2,))
+@clause("clip.scaling.untouched-below", source="contract: as-pytorch; " + TORCH, worlds=(2,))
 @pytest.mark.parametrize("layout", [EMPTY_SHARDS, PLAIN], ids=["sharded", "replicated"])
 def test_small_gradients_stay_as_they_are(world, layout):
     """Gradients of a smaller norm MUST keep their bits: nothing is scaled up to `max_norm`."""
@@ -74,7 +74,9 @@ def replaced(ctx, layout):
 @clause(
     "clip.scaling.in-place",
     level="production",
-    source=TORCH + ": in place; gradients may be views of the buckets of a reducer",
+    source="contract: in-place; "
+    + TORCH
+    + ": in place; gradients may be views of the buckets of a reducer",
     worlds=(2,),
 )
 @pytest.mark.parametrize("layout", [SHARDED, PLAIN], ids=["sharded", "replicated"])
@@ -86,7 +88,7 @@ def test_gradients_are_scaled_in_place(world, layout):
 @clause(
     "clip.scaling.zeros",
     level="production",
-    source=TORCH + ": max_norm / (norm + 1e-6)",
+    source="contract: max-norm-zero; " + TORCH + ": max_norm / (norm + 1e-6)",
     worlds=(2,),
 )
 @pytest.mark.parametrize("scale", [0.0, 1.0])
@@ -113,7 +115,8 @@ def of_dtypes_in_turn(ctx):
 @clause(
     "clip.scaling.dtypes-in-turn",
     level="production",
-    source="torch.utils._foreach_utils groups tensors by dtype; itertools.groupby, runs of one",
+    source="contract: as-pytorch; "
+    "torch.utils._foreach_utils groups tensors by dtype; itertools.groupby, runs of one",
     worlds=(1,),
 )
 def test_gradients_of_dtypes_in_turn_shrink_alike(world):
@@ -128,7 +131,9 @@ def test_gradients_of_dtypes_in_turn_shrink_alike(world):
     )
 
 
-@clause("clip.nonfinite.agreed", source="Megatron-LM issue 5529; pytorch issue 73405")
+@clause(
+    "clip.nonfinite.agreed", source="contract: nan; Megatron-LM issue 5529; pytorch issue 73405"
+)
 @pytest.mark.parametrize("poison", [math.nan, math.inf], ids=["nan", "inf"])
 def test_a_norm_that_is_no_number_is_none_on_all_ranks(world, poison):
     """Where one rank's part is NaN or infinite, the norm MUST be so on all ranks.
@@ -146,7 +151,8 @@ def test_a_norm_that_is_no_number_is_none_on_all_ranks(world, poison):
 
 
 @clause(
-    "clip.nonfinite.largest-of-nan", source="a maximum over ranks may lose a NaN, a sum does not"
+    "clip.nonfinite.largest-of-nan",
+    source="contract: nan; a maximum over ranks may lose a NaN, a sum does not",
 )
 @pytest.mark.parametrize("poisoned", [0, 1])
 def test_the_largest_of_nan_is_nan(world, poisoned):
@@ -161,7 +167,10 @@ def test_the_largest_of_nan_is_nan(world, poisoned):
     )
 
 
-@clause("clip.nonfinite.error-on-all-ranks", source=TORCH + ", error_if_nonfinite")
+@clause(
+    "clip.nonfinite.error-on-all-ranks",
+    source="contract: as-pytorch; " + TORCH + ", error_if_nonfinite",
+)
 @pytest.mark.parametrize("poison", [math.nan, math.inf], ids=["nan", "inf"])
 def test_asked_to_raise_it_raises_on_all_ranks(world, poison):
     """With `error_if_nonfinite` all ranks MUST raise, whichever has the NaN or the infinity."""
@@ -178,7 +187,11 @@ def test_asked_to_raise_it_raises_on_all_ranks(world, poison):
     )
 
 
-@clause("clip.nonfinite.error-scales-nothing", source=TORCH + ", error_if_nonfinite", worlds=(2,))
+@clause(
+    "clip.nonfinite.error-scales-nothing",
+    source="contract: as-pytorch; " + TORCH + ", error_if_nonfinite",
+    worlds=(2,),
+)
 def test_where_it_raises_nothing_is_scaled(world):
     """Where clipping raises, gradients MUST be unchanged: a caller may inspect them, or skip."""
     ranks = world.run(clip, SHARDED, max_norm=1.0, poisoned=1, error_if_nonfinite=True)
@@ -191,7 +204,11 @@ def test_where_it_raises_nothing_is_scaled(world):
     )
 
 
-@clause("clip.nonfinite.finite-is-no-error", source=TORCH + ", error_if_nonfinite", worlds=(2,))
+@clause(
+    "clip.nonfinite.finite-is-no-error",
+    source="contract: as-pytorch; " + TORCH + ", error_if_nonfinite",
+    worlds=(2,),
+)
 def test_a_finite_norm_is_no_error(world):
     """With `error_if_nonfinite` and a finite norm, clipping MUST be the same as without it."""
     ranks = world.run(clip, PLAIN, max_norm=1e9, error_if_nonfinite=True)

@@ -18,15 +18,19 @@ when a function is called: keep a script's own `init_process_group` under `if __
 "__main__"`. Outside of the domain stated here a ValueError or NotImplementedError that names the
 argument is always right.
 
-This is the promise in words and types; read the part that has the function you write:
+Each docstring lists promises by level: `course` is what exercises ask, `correct` what the name
+promises, `production` what PyTorch offers beyond. A level includes those before it. Then it lists
+what may be refused. For such a condition an implementation is right, or raises an error: it does
+not hang, and it does not go on with wrong values. Read the part that has the function you write:
 
     training.py   the loader, the loop, checkpoints
     models.py     attention, a language model
-    parallel.py   replicas, sharded optimizers, fully_shard, clipping
+    parallel.py   replicas, a sharded optimizer
+    sharding.py   fully_shard, the whole-model wrapper, clipping
     trainer.py    what owns forward, backward and optimizer step
     measure.py    estimates, measurements, traces
 
-What must hold, clause by clause, is in CLAUSES.md.
+The clauses that judge each promise are in CLAUSES.md.
 """
 
 from __future__ import annotations
@@ -35,15 +39,15 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from spec_tests.contract import measure, models, parallel, trainer, training
+from spec_tests.contract import measure, models, parallel, sharding, trainer, training
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     name: value
-    for module in (parallel, trainer, training, models, measure)
+    for module in (parallel, sharding, trainer, training, models, measure)
     for name, value in vars(module).items()
     if isinstance(value, FunctionType)
 }
-"""Every function of the contract by name; its signature and docstring are the promise."""
+"""Every function of the contract by name; its docstring lists what it promises."""
 
 DEFAULTS: dict[str, Callable[..., Any]] = {
     "finish_gradient_synchronization": lambda wrapped: None,

@@ -17,28 +17,58 @@ def flash_attention(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention in O(N) memory. `flash_attention_triton` is the same in Triton kernels.
+    """Compute exact attention in O(N) memory. `flash_attention_triton` uses Triton kernels.
 
-    q `[batch, heads, seq_q, head_dim]`, k and v `[batch, kv_heads, seq_k, head_dim]`; 3-D is
-    `[batch, seq, head_dim]` without heads. All sizes from one on are taken, in any strides; head
-    dims above 256, and float64, may be refused with an error. `scale` is any number and defaults to
-    `head_dim ** -0.5`. Causal is aligned bottom-right: row i sees keys j <= i + seq_k - seq_q.
-    Query head h reads key head `h // (heads // kv_heads)`.
+    Args:
+        q: `[batch, heads, seq_q, head_dim]`, or without `heads`.
+        k, v: `[batch, kv_heads, seq_k, head_dim]`, or without `kv_heads`.
+        causal: whether row i sees only the keys `j <= i + seq_k - seq_q` (aligned bottom-right).
+        scale: any number; None means `head_dim ** -0.5`.
+        return_lse: whether the natural log-sum-exp of each row is returned, too.
 
-    A row of the output depends on its own query alone, and on the keys and values that it sees.
-    Output has q's dtype; the LSE is natural, float32 (float64 for float64), `[batch, heads,
-    seq_q]`, and either differentiable or marked non-differentiable. Sums are float32 in every
-    dtype, so that results are as good as one rounding; at level production products of float32
-    keep its 24 bits, on tensor cores as well. Rows that see nothing give zeros, -inf, and zero
-    gradients.
+    Returns:
+        The output in q's dtype, or (output, LSE). The LSE is `[batch, heads, seq_q]`.
 
-    The forward makes no matrix of scores and keeps none; at level production neither does the
-    backward. Inputs stay as they are. What the backward needs is saved as autograd asks, so that a
-    change of it in place is noticed. First derivatives only: a second one, and the transforms of
-    torch.func, are right or an error.
+    Level `course`:
+        values: Output and gradients are those of `softmax(scale * q @ k.T) @ v`.
+        lse-values: The LSE is the natural log-sum-exp of each row's scores.
+        three-dims: Inputs `[batch, seq, head_dim]` are attention of one head.
+        triton-causal: `flash_attention_triton` computes causal attention.
+        triton-kernel: `flash_attention_triton` launches a Triton kernel.
 
-    At level production inputs that do not fit (dtypes, devices, shapes) are a ValueError that names
-    the argument, and sizes of zero give empty results, or those of rows that see nothing.
+    Level `correct`:
+        causal: Causal attention is aligned bottom-right.
+        not-causal: Without `causal` every row sees every key.
+        scale: Any scale is taken, also zero and negative ones.
+        any-size: Sizes may be any number from one on, up to a head dim of 256.
+        any-strides: Inputs may have any strides.
+        large-dims: A head dim above 256 is taken.
+        float64: Inputs in float64 are taken.
+        grouped: Query head h reads key head `h // (heads // kv_heads)`.
+        rows-apart: A row depends on its own query and on the keys and values that it sees, no more.
+        own-results: A result depends on its own call alone.
+        lse-dtype: The LSE is float32, and float64 for float64.
+        lse-gradient: The LSE is differentiable, or marked non-differentiable.
+        one-rounding: Sums are float32 in every dtype; results are as good as one rounding.
+        blind-rows: A row that sees no key gives zeros, an LSE of -inf, and zero gradients.
+        forward-linear: The forward makes no matrix of scores.
+        keeps-no-scores: The forward keeps no matrix of scores.
+        inputs-stay: Inputs are not changed.
+        saved-for-backward: A change in place of what the backward needs is noticed.
+        second-derivative: A second derivative is right.
+        transforms: The transforms of torch.func are right.
+
+    Level `production`:
+        float32-products: Products of float32 keep its 24 bits, on tensor cores as well.
+        backward-linear: The backward makes no matrix of scores.
+        bad-inputs: Inputs that do not fit (dtypes, devices, shapes) are a ValueError naming one.
+        empty: Sizes of zero give empty results, or those of rows that see no key.
+
+    May be refused:
+        large-dims: A head dim above 256.
+        float64: Inputs in float64.
+        second-derivative: A second derivative.
+        transforms: A transform of torch.func.
     """
 
 
@@ -53,9 +83,16 @@ def language_model(
     embedding_dim: int,
     max_sequence_length: int,
 ) -> nn.Module:
-    """A decoder: ids `[batch, seq]` -> logits `[batch, seq, vocab]`, `seq` up to the longest.
+    """Build a decoder that maps ids `[batch, seq]` to logits `[batch, seq, vocab]`.
 
-    The logits at a place depend on the ids up to and at it, and on their order; not on later ones,
-    and not on the other sequences of the batch. The module takes `.double()` and `.eval()`; what
-    it computes in float32 all the same is no error.
+    The module takes `.double()` and `.eval()`. After `.double()` it may still compute in float32.
+
+    Level `course`:
+        shape: Logits are `[batch, seq, vocab]` for every `seq` up to `max_sequence_length`.
+        causal: The logits at a place do not depend on later ids.
+        sees-past: The logits at a place depend on the id there and on the ids before it.
+
+    Level `correct`:
+        rows-apart: The logits do not depend on the other sequences of the batch.
+        sees-order: The logits depend on the order of the earlier ids.
     """

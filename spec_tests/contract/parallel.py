@@ -1,48 +1,78 @@
-"""The contract of what many ranks do together: replicas, a divided optimizer, shards, norms."""
+"""The contract of replicas and of an optimizer whose state is divided over the ranks."""
 
 # mypy: disable-error-code="empty-body"
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 
 def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.Module:
-    """Replicate `module` over the group: each gradient becomes its own mean.
+    """Replicate `module` over the ranks of a group and average its gradients.
 
-    Returns a module that is called like the original, whose `parameters()` are the original's, and
-    whose `train()` and `eval()` reach it. A forward calls the original, hooks included. At
-    construction every rank takes the parameters (frozen ones too) and buffers of the group's first
-    rank, of any dtype and memory layout; later no weight is written. After a backward pass and
-    `finish_gradient_synchronization`, `.grad` of the *original* Parameter objects is the mean over
-    the group of the local gradients, in the parameter's dtype; a local gradient is everything
-    accumulated since `zero_grad`. Frozen parameters keep `grad is None`, all keep `requires_grad`.
-    A parameter unused on all ranks keeps None, or is an error no later than the next forward;
-    unused on some ranks only, it holds the mean with zero for the absent, or is an error. Never a
-    hang. Gradients may become ready in another order on each rank. The group decides who talks and
-    by how many one divides. All ranks get the same bits, and equal runs give equal bits. Several
-    forwards may feed one backward; a forward without gradients disturbs nothing, nor does another
-    wrapped model. What is launched is waited for, and memory does not grow from step to step. After
-    a caught exception the next step is right, or an error.
+    Below, "finish" is a call of `finish_gradient_synchronization` after a backward.
+
+    Args:
+        module: the model of this rank. The gradients appear in its own Parameter objects.
+        process_group: the ranks that take part; None means the default group.
+
+    Returns:
+        A wrapper, which is a module.
+
+    Level `course`:
+        called-alike: The wrapper takes the arguments of `module` and returns its values.
+        first-weights: At construction every rank gets the first rank's parameters, frozen ones too.
+        mean-gradient: After backward and finish, `.grad` is the mean of the ranks' local gradients.
+        frozen-none: A frozen parameter keeps `grad is None`.
+
+    Level `correct`:
+        is-a-module: `parameters()` are those of `module`; `train()` and `eval()` reach it.
+        runs-hooks: A forward calls `module` itself, so that its forward hooks run.
+        first-buffers: At construction every rank gets the first rank's buffers.
+        any-layout: Parameters and buffers of any dtype and memory layout are sent correctly.
+        weights-stay: After construction the wrapper writes no weight.
+        grad-dtype: `.grad` has the dtype of its parameter.
+        since-zero-grad: A local gradient is everything that was accumulated since `zero_grad`.
+        requires-grad: Every parameter keeps its `requires_grad`.
+        unused-everywhere: A parameter that no rank uses keeps `grad is None`.
+        unused-somewhere: A rank that does not use a parameter counts as zero in its mean.
+        no-hang: Parameters that ranks leave unused never lead to a hang.
+        any-order: Gradients may become ready in a different order on each rank.
+        own-group: Collectives run over `process_group`, and gradients are divided by its size.
+        equal-ranks: All ranks of the group get the same bits.
+        equal-runs: Equal runs give equal bits.
+        several-forwards: Several forwards may precede one backward.
+        evaluation: A forward without gradients disturbs nothing.
+        models-apart: Another wrapped model disturbs nothing.
+        waits: Every collective that is launched is waited for.
+        no-growth: Memory does not grow from step to step.
+        after-exception: After an exception that the caller caught, the next step is right.
 
     Level `production`:
-    - A training forward sees the first rank's buffers.
-    - A step sends one copy of the trained gradients, in one order on all ranks, in buckets of the
-      size that was asked for, launched during the backward by hooks that do not block. It holds no
-      more than one other copy of them.
-    - A sum in float16 does not overflow where the mean does not.
-    - Forward and backward of the original alone, after a finished step, send nothing, and their
-      gradients stay local.
-    - `torch.compile` of the module, before or after wrapping, or of the wrapper changes no value.
-    - A parameter may be a part of a larger tensor, with gaps between its rows.
+        buffers-follow: A training forward uses the first rank's buffers.
+        one-copy: A step sends one copy of the gradients of trained parameters.
+        same-order: All ranks send in the same order.
+        overlaps: Reductions are launched during the backward, by hooks that do not block.
+        footprint: A step holds at most one further copy of the gradients.
+        float16-sum: A sum in float16 does not overflow where the mean does not.
+        original-alone: After a finished step, `module` called directly sends nothing.
+        original-local: After a finished step, gradients of `module` called directly stay local.
+        compile: `torch.compile` of `module` changes no value, before and after wrapping.
+        compile-wrapper: `torch.compile` of the wrapper changes no value.
+        larger-tensor: A parameter may be a part of a larger tensor, with gaps between its rows.
+
+    May be refused:
+        unused-everywhere: A parameter that no rank uses, no later than in the next forward.
+        unused-somewhere: A parameter that some ranks do not use.
+        used-early: A parameter that is used only before the last micro-batch of a step.
+        two-finishes: A second backward and finish without a `zero_grad` between.
+        after-exception: The next step after an exception that the caller caught.
     """
 
 
@@ -52,24 +82,47 @@ def ddp_bucketed(
     bucket_size_mb: float,
     process_group: ProcessGroup | None = None,
 ) -> nn.Module:
-    """As `ddp`, with the gradients packed into flat buckets of about `bucket_size_mb` MiB."""
+    """As `ddp`, with the gradients packed into flat buckets.
+
+    Args:
+        module, process_group: as for `ddp`.
+        bucket_size_mb: about the size of a bucket, in MiB.
+
+    Level `production`:
+        bucket-size: Gradients travel in buckets of about `bucket_size_mb` MiB.
+    """
 
 
 def finish_gradient_synchronization(wrapped: nn.Module) -> None:
-    """Called after a backward that is outside `no_sync`, before the optimizer.
+    """Finish the reduction of gradients, after a backward outside `no_sync` and before an update.
 
-    Several backwards, also of one forward, may come before one call: then gradients are those of
-    all of them, or there is an error. Never called inside `no_sync`. Absent means that nothing is
-    left to do after backward. A second call changes nothing.
+    An implementation may leave it out: then nothing is left to do after a backward.
+
+    Level `correct`:
+        several-backwards: After several backwards, also of one forward, gradients are those of all.
+        called-again: A second call changes nothing.
+
+    May be refused:
+        several-backwards: Several backwards before one call.
     """
 
 
 def no_sync(wrapped: nn.Module) -> AbstractContextManager[Any]:
-    """A context manager around forward *and* backward of a micro-batch.
+    """Return a context manager around forward *and* backward of a micro-batch.
 
-    Inside, `.grad` holds plain local sums and nothing is sent. Other placements (only the forward,
-    only the backward) are unspecified. It nests, and it restores the previous state also when the
-    body raises. Level `production`: around a model that `fsdp` made as well, or it is refused.
+    Around a forward alone, or a backward alone, its effect is unspecified.
+
+    Level `correct`:
+        local-sums: Inside, `.grad` holds this rank's plain sums.
+        silent: Inside, nothing is sent.
+        nests: Leaving an inner `no_sync` restores the state of the outer one.
+        restores: The previous state is restored also when the body raises.
+
+    Level `production`:
+        whole-model: The promises above hold for a model that `fsdp` returned.
+
+    May be refused:
+        whole-model: A model that `fsdp` returned.
     """
 
 
@@ -80,153 +133,67 @@ def sharded_optimizer(
     process_group: ProcessGroup | None = None,
     **kwargs: Any,
 ) -> Optimizer:
-    """ZeRO-1: a `torch.optim.Optimizer` whose state is divided over the group.
+    """Build an optimizer whose state is divided over the ranks of a group (ZeRO-1).
 
-    Gradients arrive already averaged. `step` evaluates a closure that it is given once, first, and
-    returns its loss; it updates what this rank owns and leaves all ranks of the group with equal
-    bits, the values that `optimizer_cls` alone would give, whatever the sizes, the memory layout,
-    the number of ranks, and which parameters have no gradient. Right or refused, never wrong in
-    silence: parameters of unequal dtypes, and optimizers that look at whole tensors, keep counts in
-    their groups, or whose `step` takes further keywords. `.state` holds only owned state, also
-    after a load, and no rank's exceeds its share by more than that of the largest parameter.
-    Weights that others change are taken as they are. `param_groups` are the caller's, in order and
-    whole, with their rates or the default of `optimizer_cls`, also those that `add_param_group`
-    adds, and live, so a scheduler's change takes effect at the next step; `zero_grad` clears all
-    gradients, to None, or to zero as torch.optim's does, if it takes `set_to_none`.
-    `load_state_dict`, which all ranks call, takes the unsharded optimizer's state dict in place of
-    all that there was; `state_dict` gives that, or raises. Optimizers of other parameters do not
-    disturb it. What is launched is waited for before `step` returns.
+    Args:
+        params: parameters or groups, as for `torch.optim`. Their gradients are averaged already.
+        optimizer_cls: the optimizer of each rank's part.
+        process_group: the ranks that take part; None means the default group.
+        kwargs: options of `optimizer_cls`.
+
+    Returns:
+        A `torch.optim.Optimizer`. All ranks of the group call its `step` and `load_state_dict`.
+
+    Level `course`:
+        same-values: After `step` all ranks hold the values that `optimizer_cls` alone would give.
+        state-divided: `.state` holds only the state that this rank owns.
+        added-groups: A group that `add_param_group` adds is treated like the others.
+
+    Level `correct`:
+        any-parameters: Sizes, memory layouts and the number of ranks do not matter.
+        absent-gradients: A parameter without a gradient is treated as `optimizer_cls` alone does.
+        equal-ranks: After `step` all ranks of the group hold the same bits.
+        closure: `step` evaluates a closure once, before updating, and returns its loss.
+        divided-after-load: After a load, too, `.state` holds only the state that this rank owns.
+        balanced: A rank's state exceeds its share by at most the state of the largest parameter.
+        current-weights: A step begins with the weights as they are, also where others wrote them.
+        whole-groups: `param_groups` are the caller's, in order, with all parameters.
+        rates: `param_groups` show the caller's rates, or the default of `optimizer_cls`.
+        live-groups: A change of `param_groups` takes effect at the next step.
+        zero-grad: `zero_grad` clears all gradients, to None.
+        zero-grad-zeros: Where `zero_grad` takes `set_to_none`, False gives zeros.
+        load: `load_state_dict` takes the unsharded optimizer's state dict.
+        load-replaces: A load replaces all state that there was.
+        state-dict: `state_dict` gives the unsharded optimizer's state dict.
+        optimizers-apart: Optimizers of other parameters do not disturb it.
+        waits: Every collective that is launched is waited for before `step` returns.
 
     Level `production`:
-    - Sparse parameters are right, or refused as such; ranks that differ in parameters or options
-      all raise.
-    - A step sends one copy of the trained parameters, in one order on all ranks, and a message for
-      each at most. Each element is updated by one rank, from that rank's gradient alone, and
-      gradients are left as they are.
-    - `torch.compile(optimizer.step)` is the same.
-    - A parameter may be a part of a larger tensor, with gaps between its rows.
+        unequal-ranks: Where ranks differ in parameters or options, all raise.
+        one-copy: A step sends one copy of the trained parameters.
+        same-order: All ranks send in the same order.
+        few-messages: A step sends at most one message for each parameter.
+        one-owner: Each element is updated by one rank, from that rank's gradient alone.
+        gradients-stay: A step does not change gradients.
+        compile: `torch.compile(optimizer.step)` gives the same.
+        larger-tensor: A parameter may be a part of a larger tensor, with gaps between its rows.
+        sparse: A sparse parameter is updated.
+
+    May be refused:
+        unequal-dtypes: Parameters of unequal dtypes.
+        whole-tensors: An optimizer that looks at whole tensors.
+        counts-in-groups: An optimizer that keeps counts in its groups.
+        step-keywords: An optimizer whose `step` takes further keywords.
+        zero-grad-zeros: A call `zero_grad(set_to_none=False)`.
+        state-dict: A call of `state_dict`.
+        sparse: A sparse parameter, with an error that says "sparse".
     """
 
 
 def full_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """On every rank, the state dict that the unsharded optimizer would have; changes nothing."""
+    """Return, on every rank, the state dict that the unsharded optimizer would have.
 
-
-def fully_shard(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    mp_policy: Any = None,
-) -> Any:
-    """FSDP in place, called bottom-up, with meaning and defaults of PyTorch's `fully_shard`.
-
-    Forwards have the plain model's bits, gradients are the mean over the mesh, and equal runs give
-    equal bits. A mesh of two dimensions replicates over the first and shards over the second, or it
-    is refused; so may hints to prefetch be. Any number of rows is sharded; mixed dtypes, tied and
-    unused parameters, too, or they are refused. Right or refused as well: an int as
-    `reshard_after_forward`, the number of ranks that then share the weights, of which all means
-    True and 1 False; frozen integers, which keep their values; methods `fsdp_pre_all_gather` and
-    `fsdp_post_all_gather` of a parameter, which are called; and `torch.func.jvp` of a forward,
-    which gives what it gives of the plain model. A parameter unused on all ranks keeps None, as a
-    frozen one does, and may be frozen or thawed between steps.
-    `mp_policy` is built from the implementation's own `MixedPrecisionPolicy(param_dtype=,
-    reduce_dtype=, output_dtype=, cast_forward_inputs=)`. Parameters become DTensors sharded on dim
-    0. The module then has `unshard`, `reshard`, `set_requires_gradient_sync`,
-    `set_reshard_after_backward`, `set_modules_to_forward_prefetch` and
-    `set_modules_to_backward_prefetch`. Weights are not synchronised: the caller seeds all ranks
-    alike. After an update the next forward uses current weights; an update is `Optimizer.step`, a
-    load function, or an in-place operation under `no_grad` on the Parameter or its local tensor,
-    between steps. `zero_grad` clears what waits on this rank for its reduction, too. Memory does
-    not grow from step to step or with models that are dropped, what is launched is waited for, and
-    another model disturbs nothing. After a caught exception the next step is right, or an error.
-    Inputs and outputs may sit in nested containers and named tuples, which stay what they are. They
-    may sit in a dataclass, or the forward refuses a dataclass.
-    Level `production` asks for more of PyTorch's: `ignored_params`, a list of modules as one unit,
-    `unshard(async_op=True)`, whose gather `reshard` discards, and the setters that
-    `spec_tests/fsdp/test_settings.py` names. Ranks that differ in modules or policy all raise, on a
-    2-D mesh too. Forward hooks and pre-hooks that a module had before it was sharded see its full
-    weights. In backward the next unit is gathered before the current one has computed, and what is
-    alive above the shards does not grow with the number of units. A unit is gathered and reduced by
-    one collective each (or by one for each rank), which carries its parameters, or the gradients of
-    its trained ones, padded to equal shards and no more. A parameter that some ranks alone use, of
-    a unit that the backwards of all reach, holds the mean with zero for the absent, or is an error.
-    The model's `zero_grad` clears gradients between forward and backward, and after a caught
-    exception, too; then the backward of a forward that had come before is right, or an error.
-    Dicts, lists and dataclasses of classes of one's own are taken, or are an error. With a
-    reduce_dtype each gradient keeps its parameter's dtype, or the forward refuses a unit of two. Of
-    the two methods of the all-gather one alone is refused. A forward that activation checkpointing
-    repeats is cast as the first, and its unit is reduced and freed as ever. `torch.compile` of
-    units, before or after they are sharded, or of the sharded model changes no value.
-    """
-
-
-def MixedPrecisionPolicy(
-    *,
-    param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    output_dtype: torch.dtype | None = None,
-    cast_forward_inputs: bool = True,
-) -> Any:
-    """What `fully_shard` takes as `mp_policy`, with the meaning and defaults of PyTorch's.
-
-    Weights are gathered and computed with in `param_dtype`, gradients reduced in `reduce_dtype`
-    (else in `param_dtype`) and accumulated in it between reductions; floating-point inputs are cast
-    to `param_dtype` unless `cast_forward_inputs` is false, outputs to `output_dtype`. Shards,
-    gradients of shards and buffers keep their own dtype.
-    """
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Lets a method of a sharded module beside `forward` compute with full weights, too."""
-
-
-def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.Module:
-    """The whole-model wrapper of the CS336 exercise: shards Linear and Embedding weights.
-
-    Returns a module that is called like the original, with positional and keyword arguments, and
-    calls it, hooks included. DTensors are not asked for. The caller seeds all ranks alike. A
-    parameter that belongs to no Linear or Embedding keeps its name, stays plain and whole on every
-    rank, and its gradient is the mean over ranks. An optimizer is built over `parameters()`
-    afterwards. `finish_gradient_synchronization` is called as for `ddp`; an update then uses the
-    mean gradient. Full weights are freed after use, in forward and in backward, and a forward
-    computes with current weights. With `compute_dtype` the sharded layers are gathered in it and
-    compute in it, and the model casts its inputs; what an optimizer sees keeps its dtype or is
-    float32. Bits, models and runs are as with `fully_shard`. Right or refused, never wrong in
-    silence: rows that the ranks do not divide, weights that layers share, layers that are called
-    twice, frozen weights, a backward after `zero_grad(set_to_none=False)`, and a second backward
-    without `zero_grad`, whose gradients add up.
-    Level `production`: a step gathers a sharded weight twice at most and reduces each gradient
-    once, in their own dtypes; with `compute_dtype` tables as well; subclasses of Linear and
-    Embedding are sharded, too; what belongs to none may be thawed later, or that is refused.
-    """
-
-
-def full_parameters(model: nn.Module) -> Mapping[str, torch.Tensor]:
-    """`{name: full tensor}` on every rank, by the plain model's names (after a `module.`, if any).
-
-    Absent: `full_tensor()` where a parameter has it. Level `production`: the current values,
-    also of what is unsharded by hand.
-    """
-
-
-def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    *,
-    error_if_nonfinite: bool = False,
-) -> torch.Tensor:
-    """`torch.nn.utils.clip_grad_norm_` for replicated, sharded and mixed parameters.
-
-    Sharded gradients are DTensors (`.placements` says how); plain ones are replicas.
-
-    Returns the global norm as a plain tensor with the same bits on all ranks, each element counted
-    once; what is replicated is equal on all ranks already. A NaN anywhere makes it NaN. Plain
-    gradients beside DTensors may be refused with an error. Level `production`: so may be gradients
-    that are absent on some ranks, where what is there counts, and those that are not reduced yet,
-    where their sum does. A `max_norm` of zero leaves zeros. A tensor that is listed twice is
-    counted and scaled once, gradients are scaled in place, one collective of a few numbers is
-    enough for what is sharded over the same ranks, and the norm has the range and rounding of
-    float32, or of float64 where a gradient has it.
+    Level `correct`:
+        unsharded: The state dict is the unsharded optimizer's, on every rank.
+        inert: The call changes nothing.
     """

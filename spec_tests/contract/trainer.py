@@ -56,38 +56,59 @@ class Trainer(Protocol):
     def step(self, micro_batches: Sequence[Any]) -> Any:
         """Take one optimizer step on `accumulation` micro-batches of this rank.
 
-        The weights become those that one process gets from the micro-batches of all ranks. Returns
-        the mean of this rank's losses, or of all ranks', or None.
+        Returns:
+            The mean of this rank's losses, or of all ranks', or None.
+
+        Level `correct`:
+            one-process: Weights become those of one process with all ranks' micro-batches.
+            loss: A returned loss is the mean of this rank's micro-batches, or of all ranks'.
         """
 
     def evaluate(self, batch: Any) -> Any:
-        """Return the loss of `batch` on this rank with the current weights; change nothing.
+        """Return the loss of `batch` on this rank with the current weights.
 
-        The module is in evaluation mode meanwhile, no gradient is computed, and afterwards the
-        module is in the mode in which it was.
+        Level `correct`:
+            current: The loss is this rank's, with the current weights.
+            inert: An evaluation changes nothing.
+            mode: The module is in evaluation mode meanwhile, and no gradient is computed.
+            restores: Afterwards the module is in the mode in which it was.
         """
 
     def full_parameters(self) -> Mapping[str, torch.Tensor]:
         """Return the current weights, frozen ones too, whole and in float32.
 
-        Names are those of the plain model's `named_parameters()`; a tied weight may be there under
-        its other names as well. The suite copies what it gets; buffers are not looked at.
+        A tied weight may be there under its other names as well. The suite copies what it gets, and
+        does not look at buffers.
+
+        Level `correct`:
+            plain-names: Names are those of the plain model's `named_parameters()`.
+            inert: Reading weights changes nothing.
         """
 
     def set_lr(self, factor: float) -> None:
-        """From the next step on use `factor` times the initial rate of every parameter group.
+        """Set the rate of every parameter group to `factor` times its initial rate.
 
         The initial rate is that of `make_optimizer`, also after a `load`.
+
+        Level `correct`:
+            next-step: The rate counts from the next step on.
+            every-group: Every group has `factor` times its own initial rate.
         """
 
     def save(self, directory: str | PathLike[str]) -> None:
         """Write weights and optimizer state below `directory`, which is empty or absent.
 
-        When it returns on any rank, every rank can load.
+        Level `correct`:
+            inert: Saving changes nothing that is trained afterwards.
+            on-return: When it returns on any rank, every rank can load.
         """
 
     def load(self, directory: str | PathLike[str]) -> None:
-        """Replace weights and optimizer state by what `save` wrote, whatever was there before."""
+        """Replace weights and optimizer state by what `save` wrote, whatever was there before.
+
+        Level `correct`:
+            replaces: Training goes on from what was saved.
+        """
 
 
 def build_trainer(
@@ -100,29 +121,50 @@ def build_trainer(
     dtype: torch.dtype = torch.float32,
     process_group: ProcessGroup | None = None,
 ) -> Trainer:
-    """A trainer around `module`, whose parameters are float32, with this implementation's strategy.
+    """Build a trainer around `module` with this implementation's strategy.
 
-    `loss(model, micro_batch)` calls the model that it is given as the plain module would be called
-    and returns a scalar. The gradient of a step is the mean over the step's micro-batches and the
-    group's ranks. With `max_norm` it is clipped once per step, by the global norm of that mean; a
-    `max_norm` of None clips nothing. A forward computes in `dtype`, float32 or bfloat16; weights
-    and optimizer state that are updated stay float32.
+    Args:
+        module: its parameters are float32.
+        loss: `loss(model, micro_batch)` calls the model that it is given as the plain module would
+            be called, and returns a scalar.
+        accumulation: the number of micro-batches of a step.
+        max_norm: each step's gradient is clipped to this global norm; None clips nothing.
+        dtype: a forward computes in it: float32 or bfloat16.
+        process_group: the ranks that take part; None means the default group.
 
-    Tied, reused, frozen and unused parameters are right. In the following cases a trainer gives the
-    right result or raises; it does not hang, and it does not train something else without an error:
+    Level `correct`:
+        mean-gradient: A step's gradient is the mean over its micro-batches and the group's ranks.
+        first-weights: Ranks begin with the first rank's weights, unless "start" declares "own".
+        clips-once: With `max_norm` a step's gradient is clipped once, by its global norm.
+        no-clipping: With a `max_norm` of None nothing is clipped.
+        bfloat16: A forward in bfloat16 trains as one in float32, within its rounding.
+        float32-state: Weights and optimizer state that are updated stay float32.
+        own-group: A trainer trains on the micro-batches of its group alone.
+        options: Every parameter group is updated with its own options.
+        tied: A tied parameter is trained as one parameter.
+        reused: A module that a forward calls twice is trained right.
+        frozen: A frozen parameter stays as it is.
+        unused: An unused parameter is treated as `declares` says.
+        trainers-apart: Several trainers in one process do not disturb each other.
+        equal-ranks: All ranks hold the same bits after a step, also where gradients are not finite.
+        equal-runs: Equal runs give equal bits.
+        declares: `declares` names choices and values that `Trainer` lists.
 
-    - parameters that some ranks or micro-batches leave unused
-    - parameters that are not contiguous in memory
-    - parameters that are frozen or thawed after construction
-    - another number of micro-batches than `accumulation`, the same on all ranks
-    - the step after an exception that all ranks raised at the same point, and caught
-    - a checkpoint that another number of ranks loads
+    Level `production`:
+        one-reduction: Gradients are reduced once per step.
+        silent-evaluation: An evaluation reduces no gradient.
+        products: Products are computed in `dtype`.
 
-    Several trainers in one process do not disturb each other. All ranks hold the same bits after a
-    step, also where a gradient is not finite, and equal runs give equal bits.
-
-    Level `production`: gradients are reduced once per step, an evaluation reduces none, and
-    products are computed in `dtype`.
+    May be refused:
+        unused-somewhere: A parameter that some ranks leave unused.
+        unused-early: A parameter that some micro-batches leave unused.
+        layouts: A parameter that is not contiguous in memory.
+        frozen-later: A parameter that is frozen after construction.
+        thawed-later: A parameter that is thawed after construction.
+        other-number: A number of micro-batches other than `accumulation`, the same on all ranks.
+        after-exception: The step after an exception that all ranks raised at one point and caught.
+        other-world: A checkpoint that another number of ranks loads.
+        not-finite: A gradient that is not finite.
     """
 
 
@@ -136,7 +178,11 @@ def build_zero1_trainer(
     dtype: torch.dtype = torch.float32,
     process_group: ProcessGroup | None = None,
 ) -> Trainer:
-    """As `build_trainer`, with the optimizer's state divided over the ranks."""
+    """As `build_trainer`, with the optimizer's state divided over the ranks.
+
+    Level `correct`:
+        state-divided: A rank holds no more than its share of the optimizer's state.
+    """
 
 
 def build_fsdp_trainer(
@@ -149,7 +195,10 @@ def build_fsdp_trainer(
     dtype: torch.dtype = torch.float32,
     process_group: ProcessGroup | None = None,
 ) -> Trainer:
-    """As `build_trainer`, with state, gradients and parameters divided over the ranks.
+    """As `build_zero1_trainer`, with gradients and parameters divided as well.
 
-    All ranks call the same modules in the same order: what a rank leaves out, the others gather.
+    All ranks must call the same modules in the same order, since every call gathers on all ranks.
+
+    Level `correct`:
+        parameters-divided: A rank holds no more than its share of parameters and gradients.
     """

@@ -23,32 +23,68 @@ def token_loader(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches of next-token pairs over kjj0 `.bin` shards.
+    """Read batches of next-token pairs from kjj0 `.bin` shards.
 
     A shard is 256 little-endian int32 header words (20240520, 1, count) and `count` uint16 tokens,
-    or none; the file ends there. Files are only read, in the caller's order. Sequence k of a shard
-    is tokens `[kT, (k+1)T]` (T inputs, targets shifted by one); sequences never cross a shard;
-    shards index one after another. Batch i of rank r is global sequences
-    `[iWB + rB, iWB + rB + B)`; what does not fill W*B is dropped. One pass per `iter`, then it
-    ends; the next `iter` starts anew, also where the one before was not finished.
+    zero or more; the file ends there. Sequence k of a shard has the tokens `[kT, (k+1)T]`, with
+    T = `sequence_length`. Below, B = `batch_size` and W = `world_size`.
 
-    Yields int64 `[batch_size, sequence_length]` inputs and targets that own their memory.
-    `state_dict()` is a snapshot of the number of batches *yielded*, counted from the start of the
-    data, at the end of a pass all of them; after `load_state_dict`, until the next `iter`, the
-    state that was loaded; the next `iter` goes on there,
-    also at another world size with the same W*B. Where rank and world size are not given, RANK and
-    WORLD_SIZE say them; where neither is set there is one rank. ValueError at construction: sizes
-    that are not positive, a rank outside of the world, one of the two variables without the other,
-    no files, and files that are not as above (OSError, too, for one that is not there). Data
-    without a single batch may be refused in the same way. Level `production`: a state that lies
-    between two batches of another W*B is refused, and memory grows with batches, not with shards.
+    Args:
+        paths: the shards.
+        rank, world_size: this rank and the number of ranks; None means RANK and WORLD_SIZE.
+
+    Returns:
+        An iterable of (inputs, targets) with `state_dict()` and `load_state_dict(state)`.
+
+    Raises:
+        ValueError, OSError: at construction, see `bad-arguments` to `absent-files`.
+
+    Level `course`:
+        int64: Inputs and targets are int64 tensors of shape `[batch_size, sequence_length]`.
+        shifted: Targets are the inputs shifted by one token.
+        in-order: Sequences are numbered through a shard, and through one shard after another.
+        ranks-differ: No sequence is read twice in a pass, on one rank or on two.
+
+    Level `correct`:
+        own-memory: Inputs and targets own their memory.
+        read-only: Files are only read.
+        callers-order: Shards are read in the caller's order.
+        within-shard: A sequence never crosses the end of a shard.
+        global-order: Batch i of rank r is the global sequences `[iWB + rB, iWB + rB + B)`.
+        whole-batches: Sequences that do not fill W*B are dropped.
+        one-pass: Each `iter` gives one pass, which ends.
+        starts-anew: The next `iter` starts anew, also where the last pass was not finished.
+        environment: Where rank and world size are not given, RANK and WORLD_SIZE say them.
+        one-rank: Where neither RANK nor WORLD_SIZE is set there is one rank.
+        state-counts: The state counts batches *yielded*, from the start of the data.
+        state-at-end: At the end of a pass the state counts all batches of the pass.
+        state-snapshot: A state is a snapshot.
+        state-loaded: From `load_state_dict` to the next `iter` the state is the loaded one.
+        resumes: The `iter` after `load_state_dict` goes on from the loaded state.
+        any-world-size: A state goes on at any world size with the same W*B.
+        bad-arguments: Sizes that are not positive and ranks outside the world are a ValueError.
+        half-environment: RANK without WORLD_SIZE, or the reverse, is a ValueError.
+        no-files: No files are a ValueError.
+        bad-files: A file that is not as described above is a ValueError.
+        absent-files: A file that is not there is a ValueError or an OSError.
+
+    Level `production`:
+        off-grid: A state that lies between two batches of another W*B is refused.
+        memory: Memory grows with the batches, not with the shards.
+
+    May be refused:
+        no-batch: Data without a single batch, at construction.
     """
 
 
 def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Micro-batches per rank and optimizer step, an int.
+    """Return the number of micro-batches per rank and optimizer step.
 
-    `global_batch_size` over `micro_batch_size * world_size`; ValueError when it does not divide.
+    Level `course`:
+        fills: It is the int `global_batch_size / (micro_batch_size * world_size)`.
+
+    Level `correct`:
+        remainder: Sizes that do not divide are a ValueError.
     """
 
 
@@ -63,25 +99,56 @@ def train(
     max_norm: float | None = None,
     lr: Callable[[int], float] | None = None,
 ) -> Sequence[Any]:
-    """The loop of the training chapter, for plain and wrapped models.
+    """Train a plain or wrapped model for some optimizer steps.
 
-    `model(ids)` gives logits; the loss is their cross-entropy with the targets, of which those of
-    -100 do not count. Loss and gradient are means over all valid tokens of the step on all ranks.
-    One record per optimizer step, on every rank, by key or attribute: `loss`; `lr`, which its
-    update used; `grad_norm` of that step's gradient (before clipping: level `production`);
-    `tokens`, the valid ones of the step on all ranks. With `max_norm` the gradient of a step is
-    clipped once, as by `clip_grad_norm_`. The update after k finished ones of this call uses
-    `lr(k)` in every group of parameters; without `lr` each group's own.
+    The loss is the cross-entropy of `model(ids)` with the targets; targets of -100 do not count. A
+    target that counts is "valid".
 
-    Exactly the micro-batches of `steps` steps are taken; ids and targets may be slices. Gradients
-    from before the call do not count. The process group says how many ranks there are. A global
-    batch that does not divide is a ValueError before any update. A step for which the data do not
-    suffice is left out, or taken with the mean over what it has, or the call raises. What is not
-    finite is dealt with alike on all ranks: they go on, skip the update, or raise. Level
-    `production`: a model in PyTorch's DistributedDataParallel is trained alike, one that
-    `fully_shard` sharded, and one in a wrapper with a process group of its own, by its ranks;
-    batches are only read; a `max_norm` of 0 leaves the weights, or is refused; a StopIteration of
-    `lr` is an error of the call.
+    Args:
+        batches: micro-batches (ids, targets) of this rank.
+        max_norm: the gradient is clipped to it, as by `clip_grad_norm_`; None clips nothing.
+        lr: the rate by the number of finished updates; None leaves each group its own.
+
+    Returns:
+        One record per optimizer step, with `loss`, `lr`, `grad_norm`, `tokens` by key or attribute.
+
+    Raises:
+        ValueError: before any update, if the global batch does not divide.
+
+    Level `course`:
+        plain: A plain model is trained as on whole batches.
+        one-process: Loss and gradient are means over all valid tokens of the step on all ranks.
+
+    Level `correct`:
+        takes: Exactly the micro-batches of `steps` steps are taken.
+        slices: Ids and targets may be slices.
+        leftovers: Gradients from before the call do not count.
+        world: The process group says how many ranks there are.
+        remainder: A global batch that does not divide is a ValueError before any update.
+        short-step: A step that lacks data is left out, or uses the mean over the data it has.
+        alike: All ranks treat values that are not finite alike: go on, skip the update, or raise.
+        clips-once: With `max_norm` the gradient of a step is clipped once.
+        records: Every rank gets one record per optimizer step.
+        loss: `loss` is the mean over the valid tokens of the step on all ranks.
+        tokens: `tokens` is the number of valid tokens of the step on all ranks.
+        grad-norm: `grad_norm` is the norm of the step's gradient.
+        reported-lr: `lr` of a record is the rate that its update used.
+        schedule: The update after k finished ones of this call uses `lr(k)` in every group.
+        own-rates: Without `lr` each group of parameters keeps its own rate.
+
+    Level `production`:
+        norm-before: `grad_norm` is the norm before clipping.
+        ddp-model: A model in PyTorch's DistributedDataParallel is trained alike.
+        sharded-model: A model that `fully_shard` sharded is trained alike.
+        group-model: A wrapper's own process group says which ranks train its model.
+        batches-stay: Batches are only read.
+        max-norm-zero: A `max_norm` of 0 leaves the weights.
+        lr-ends: A StopIteration of `lr` is an error of the call.
+
+    May be refused:
+        short-step: A step that lacks data.
+        alike: A value that is not finite, on all ranks.
+        max-norm-zero: A `max_norm` of 0.
     """
 
 
@@ -95,30 +162,64 @@ def save_checkpoint(
 ) -> Any:
     """Write a complete checkpoint of `step` below `directory`, or nothing. All ranks call it.
 
-    Complete is everything from which training goes on as if it had not stopped: parameters and
-    buffers of the model, plain or in a wrapper (DistributedDataParallel, the implementation's own),
-    by the plain model's names; the optimizer's state and options, a sharded one's whole or refused
-    with an error; the loader's `state_dict()`; on each rank the state of torch's, NumPy's and
-    Python's generators. Where replicas' buffers differ, the first rank's count. `step` counts
-    finished optimizer steps, from 0. Saving and training have no effect on each other.
+    A checkpoint is complete if training goes on from it as if it had not stopped.
 
-    When the call returns, the checkpoint is there. A failure on any rank is an error on all. A
-    failure, like a kill at any moment, leaves what was saved before and is not in the way of the
-    next save. Saving a step again replaces it, at once or not at all. Level `production`: a model
-    that `fully_shard` or `fsdp` sharded, and the optimizer of its shards, too, or they are refused;
-    the optimizer's state in the dtypes that it has; each rank's state of its loader, also of one of
-    length 0; and a buffer that is a part of another one.
+    Args:
+        step: the number of finished optimizer steps, from 0.
+        model: plain or in a wrapper (DistributedDataParallel, or the implementation's own).
+        optimizer: plain, or sharded by `sharded_optimizer`.
+        loader: anything with `state_dict()` and `load_state_dict(state)`.
+
+    Level `correct`:
+        model: Parameters and buffers of the model are saved, also from inside a wrapper.
+        plain-names: They are saved by the plain model's names.
+        optimizer: The optimizer's state and options are saved.
+        sharded-optimizer: The state of a sharded optimizer is saved whole.
+        loader: The loader's `state_dict()` is saved.
+        generators: On each rank the states of torch's, NumPy's and Python's generators are saved.
+        first-buffers: Where replicas' buffers differ, the first rank's are saved.
+        independent: Saving and training have no effect on each other.
+        on-return: When the call returns, the checkpoint is there.
+        all-fail: A failure on any rank is an error on all.
+        keeps-older: A failure, or a kill at any moment, leaves earlier checkpoints as they are.
+        next-save: A failure, or a kill at any moment, is not in the way of the next save.
+        replaces: Saving a step again replaces it, at once or not at all.
+
+    Level `production`:
+        sharded-model: A model that `fully_shard` sharded is saved, and the optimizer of its shards.
+        whole-model: A model that `fsdp` sharded is saved, and the optimizer of its shards.
+        state-dtypes: The optimizer's state is saved in the dtypes that it has.
+        each-loader: Each rank's state of its loader is saved, also of a loader of length 0.
+        part-buffers: A buffer that is a part of another one is saved.
+
+    May be refused:
+        sharded-optimizer: A sharded optimizer.
+        sharded-model: A model that `fully_shard` sharded.
+        whole-model: A model that `fsdp` sharded.
     """
 
 
 def load_checkpoint(
     directory: Path, *, model: nn.Module, optimizer: Optimizer, loader: Any = None
 ) -> int:
-    """Load the newest complete checkpoint below `directory`; returns its step. All ranks call it.
+    """Load the newest complete checkpoint below `directory`. All ranks call it.
 
-    Newest is the highest step; other people's files and folders there do not count. Values replace
-    those of the parameters and optimizer that are given, at any world size; generators at that of
-    the save. They share no memory with anything else. Incomplete or damaged saves are passed over,
-    or are an error, as a model that does not fit is on all ranks (a flipped bit: advice). Without
-    any save: an error, or 0 and nothing changed.
+    Returns:
+        The step of that checkpoint, or 0 where there is none.
+
+    Level `correct`:
+        newest: The newest checkpoint is the one of the highest step.
+        step: The step that was given to the save is returned on every rank.
+        foreign: Files and folders of other people do not count.
+        live-objects: Values replace those of the parameters and optimizer that are given.
+        any-world-size: A checkpoint loads at any world size.
+        generators: Generators are restored at the world size of the save.
+        shares-nothing: Loaded values share no memory with anything else.
+        damaged: An incomplete or damaged checkpoint is passed over (a flipped bit: advice).
+        no-fit: A model that does not fit is an error on all ranks.
+        none: Where there is no checkpoint, 0 is returned and nothing changes.
+
+    May be refused:
+        damaged: A folder in which a checkpoint is incomplete or damaged.
+        none: A folder without a checkpoint.
     """

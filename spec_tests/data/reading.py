@@ -18,7 +18,6 @@ from spec_tests.rig import shards
 from spec_tests.rig.ranks.rank import Context
 
 LOADER = ("token_loader",)
-CONTRACT = "contract: token_loader"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ caller's hands. The format is Karpathy's (llm.c, dev/data/data_common.py).
 from __future__ import annotations
 
 from spec_tests.clause import clauses
-from spec_tests.data.reading import CONTRACT, LOADER, Layout, files_of, folder_of, open_loader
+from spec_tests.data.reading import LOADER, Layout, files_of, folder_of, open_loader
 from spec_tests.laws import stream
 from spec_tests.rig import judge, shards
 
@@ -24,7 +24,7 @@ def described(ctx, layout):
     return sorted({(str(t.dtype), tuple(t.shape)) for t in tensors})
 
 
-@clause("data.format.int64-of-batch-and-length", level="course", source=CONTRACT)
+@clause("data.format.int64-of-batch-and-length", level="course", source="contract: int64")
 def test_batches_are_int64_of_the_asked_shape(world, subject):
     """Inputs and targets MUST be int64 tensors of shape [batch_size, sequence_length].
 
@@ -49,7 +49,8 @@ def read_ids(ctx, ids):
 
 @clause(
     "data.format.every-id",
-    source="llm.c data_common.py: uint16 tokens; 65535 is used as a marker there",
+    source="contract: in-order; "
+    "llm.c data_common.py: uint16 tokens; 65535 is used as a marker there",
 )
 def test_every_id_of_the_format_arrives_as_written(world, subject):
     """Every id from 0 to 65535 MUST arrive as it was written.
@@ -86,7 +87,8 @@ def overwritten(ctx, layout):
 
 
 @clause(
-    "data.format.batches-own-their-memory", source=CONTRACT + "; torch.from_numpy over a memory map"
+    "data.format.batches-own-their-memory",
+    source="contract: own-memory; torch.from_numpy over a memory map",
 )
 def test_writing_into_a_batch_changes_nothing_else(world, subject):
     """Writing into a batch MUST change no other tensor, no later pass and no file.
@@ -131,7 +133,8 @@ def files_after(ctx, layout):
 
 @clause(
     "data.format.files-are-only-read",
-    source="torch.from_file(shared=True) makes a file as long as it is told to",
+    source="contract: read-only; "
+    "torch.from_file(shared=True) makes a file as long as it is told to",
 )
 def test_reading_leaves_the_files_as_they_were(world, subject):
     """A pass MUST leave every file as it was, to the byte and the date.
@@ -160,7 +163,7 @@ def far_away(ctx, count, ids):
 @clause(
     "data.format.beyond-two-gigabytes",
     level="production",
-    source="llm.c pull request 828: an offset cast to int; count * 2 in int32",
+    source="contract: in-order; llm.c pull request 828: an offset cast to int; count * 2 in int32",
 )
 def test_tokens_beyond_two_gigabytes_are_found(world, subject):
     """Tokens beyond 2 GiB of a file MUST be the right ones: counts and offsets do not wrap.

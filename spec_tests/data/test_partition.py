@@ -19,7 +19,6 @@ from hypothesis import example, given
 
 from spec_tests.clause import clauses
 from spec_tests.data.reading import (
-    CONTRACT,
     LOADER,
     Layout,
     all_ranks,
@@ -50,7 +49,7 @@ def some_on_every_rank(streams, layout):
     judge.holds(not empty, f"expected batches, got none on ranks {empty}", given=str(layout))
 
 
-@clause("data.partition.shifted-by-one", level="course", source=CONTRACT)
+@clause("data.partition.shifted-by-one", level="course", source="contract: shifted")
 @pytest.mark.parametrize("length", [1, 4, 7])
 def test_the_target_is_the_next_token(world, subject, length):
     """Every target MUST be the token after its input in the file, in the last column too.
@@ -70,7 +69,7 @@ def test_the_target_is_the_next_token(world, subject, length):
     judge.holds(bool(ranks[0][0]), "expected at least one batch, got none")
 
 
-@clause("data.partition.sequences-in-order", level="course", source=CONTRACT)
+@clause("data.partition.sequences-in-order", level="course", source="contract: in-order")
 def test_one_rank_reads_a_shard_from_front_to_back(world, subject):
     """Alone, a rank MUST read sequence after sequence, each beginning where the last one ended."""
     layout = Layout((50,), sequence_length=5, batch_size=2)
@@ -82,7 +81,8 @@ def test_one_rank_reads_a_shard_from_front_to_back(world, subject):
 @clause(
     "data.partition.ranks-differ",
     level="course",
-    source="the loss of W ranks with the same data falls as well; mlcommons/training issue 625",
+    source="contract: ranks-differ; "
+    "the loss of W ranks with the same data falls as well; mlcommons/training issue 625",
 )
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_no_sequence_is_read_by_two_ranks_or_twice(world, subject, size):
@@ -108,7 +108,7 @@ def test_no_sequence_is_read_by_two_ranks_or_twice(world, subject, size):
             )
 
 
-@clause("data.partition.sequences-stay-in-a-shard", source=CONTRACT)
+@clause("data.partition.sequences-stay-in-a-shard", source="contract: within-shard")
 @pytest.mark.parametrize("length", [4, 5])
 def test_no_sequence_crosses_from_one_shard_into_the_next(world, subject, length):
     """A sequence and its targets MUST lie in one shard; what is left of a shard is not used."""
@@ -118,7 +118,7 @@ def test_no_sequence_crosses_from_one_shard_into_the_next(world, subject, length
     judged(ranks[0], layout)
 
 
-@clause("data.partition.global-order", source=CONTRACT)
+@clause("data.partition.global-order", source="contract: global-order")
 @given(layout=layouts())
 @example(layout=Layout((100, 100), 8, 1, 2))
 @example(layout=Layout((129,), 64, 1, 2))
@@ -134,7 +134,7 @@ def test_batch_and_rank_say_which_sequences_are_read(world, subject, layout):
     judged(ranks[0], layout)
 
 
-@clause("data.partition.ranks-change-shard-together", source=NANOGPT)
+@clause("data.partition.ranks-change-shard-together", source="contract: global-order; " + NANOGPT)
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_are_in_the_same_window_of_the_order(world, subject, size):
     """At every step all ranks together MUST read the next W * B sequences, also at a shard's end.
@@ -160,7 +160,8 @@ def test_all_ranks_are_in_the_same_window_of_the_order(world, subject, size):
 
 @clause(
     "data.partition.equally-many-batches",
-    source="datasets split_dataset_by_node gives 6, 6, 5; torch join exists because of it",
+    source="contract: whole-batches; "
+    "datasets split_dataset_by_node gives 6, 6, 5; torch join exists because of it",
 )
 @given(layout=layouts())
 @example(layout=Layout((52,), 3, 1, 3))
@@ -199,7 +200,8 @@ def at_sizes(ctx, layout, batch_sizes):
 
 @clause(
     "data.partition.any-world-size",
-    source="torch streaming's elastic determinism; a course's baseline and distributed loader",
+    source="contract: global-order; "
+    "torch streaming's elastic determinism; a course's baseline and distributed loader",
 )
 @given(layout=layouts().map(lambda drawn: Layout(drawn.lengths, drawn.sequence_length, 12, 1)))
 @example(layout=Layout((21, 21, 37), 2, 12, 1))
@@ -226,7 +228,7 @@ def test_the_same_global_batches_at_every_world_size(world, subject, layout):
         )
 
 
-@clause("data.partition.short-shards", source=CONTRACT)
+@clause("data.partition.short-shards", source="contract: within-shard")
 @pytest.mark.parametrize("position", ["first", "between", "last"])
 def test_a_shard_too_short_for_a_sequence_contributes_nothing(world, subject, position):
     """A shard of at most sequence_length tokens MUST contribute nothing and end nothing."""
@@ -249,7 +251,8 @@ def in_given_order(ctx, layout, order):
 
 
 @clause(
-    "data.partition.callers-order", source=CONTRACT + "; sorted() over strings puts 10 before 9"
+    "data.partition.callers-order",
+    source="contract: callers-order; sorted() over strings puts 10 before 9",
 )
 def test_files_are_read_in_the_callers_order(world, subject):
     """Files MUST be read in the caller's order, whatever their names, dates or sizes."""
@@ -270,7 +273,7 @@ def three_passes(ctx, layout):
         return [first, take(loader, layout.limit)]
 
 
-@clause("data.partition.one-pass-per-iter", source=CONTRACT)
+@clause("data.partition.one-pass-per-iter", source="contract: one-pass, starts-anew")
 def test_every_iter_is_one_pass_from_the_start(world, subject):
     """Each `iter` MUST give one pass and end; the next starts anew, even if the last was left."""
     layout = Layout((31, 22), sequence_length=4, batch_size=2)
@@ -296,7 +299,7 @@ def own_stream(ctx, layout, *, explicit):
 
 @clause(
     "data.partition.rank-from-environment",
-    source=CONTRACT + "; torchrun sets RANK and WORLD_SIZE",
+    source="contract: environment; torchrun sets RANK and WORLD_SIZE",
     worlds=(1, 2, 3),
 )
 def test_live_ranks_read_their_own_part(world, subject):
@@ -307,7 +310,7 @@ def test_live_ranks_read_their_own_part(world, subject):
     stream.same(ranks, layout.expected(), given="RANK and WORLD_SIZE set, no arguments")
 
 
-@clause("data.partition.arguments-win", source=CONTRACT, worlds=(2,))
+@clause("data.partition.arguments-win", source="contract: environment", worlds=(2,))
 def test_arguments_win_over_the_environment(world, subject):
     """An explicit rank and world_size MUST win over RANK and WORLD_SIZE.
 

@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from spec_tests.clause import clauses
-from spec_tests.data.reading import CONTRACT, LOADER, files_of, folder_of
+from spec_tests.data.reading import LOADER, files_of, folder_of
 from spec_tests.laws import refusal
 from spec_tests.rig import judge, shards
 
@@ -69,7 +69,7 @@ def refused(ranks, given, *, kinds=("ValueError",)):
 
 @clause(
     "data.refusal.bad-arguments",
-    source=CONTRACT + "; a course's loader loops for ever when rank >= world_size",
+    source="contract: bad-arguments; a course's loader loops for ever when rank >= world_size",
 )
 @pytest.mark.parametrize("argument", BAD_ARGUMENTS)
 def test_bad_arguments_are_refused_at_construction(world, subject, argument):
@@ -84,7 +84,7 @@ def without_files(ctx):
     return opened(ctx, [])
 
 
-@clause("data.refusal.no-files", source=CONTRACT + "; a glob that matches nothing")
+@clause("data.refusal.no-files", source="contract: no-files; a glob that matches nothing")
 def test_an_empty_list_of_files_is_refused(world, subject):
     """An empty list of files MUST be a ValueError: a glob that matches nothing is no data set."""
     refused(world.run(without_files, timeout_s=TIMEOUT_S), "no files")
@@ -106,7 +106,7 @@ def in_environment(ctx, variables, *, is_early=False):
 
 @clause(
     "data.refusal.half-an-environment",
-    source=CONTRACT + "; a course's loader reads the two independently",
+    source="contract: half-environment; a course's loader reads the two independently",
 )
 @pytest.mark.parametrize("variables", ["RANK", "WORLD_SIZE"])
 @pytest.mark.parametrize("is_early", [False, True], ids=["with-group", "before-the-group"])
@@ -122,7 +122,7 @@ def test_rank_without_world_size_is_refused(world, subject, variables, is_early)
     refused(ranks, f"{variables}={value} alone in the environment")
 
 
-@clause("data.refusal.neither-is-one-rank", source=CONTRACT)
+@clause("data.refusal.neither-is-one-rank", source="contract: one-rank")
 def test_without_both_variables_there_is_one_rank(world, subject):
     """With neither RANK nor WORLD_SIZE set, a loader MUST be made: a baseline is one process."""
     ranks = world.run(in_environment, {}, timeout_s=TIMEOUT_S)
@@ -140,7 +140,7 @@ def with_damage(ctx, damage, *, first):
 
 @clause(
     "data.refusal.bad-files",
-    source=CONTRACT + "; llm.c checks magic, version and exact size when it opens a file",
+    source="contract: bad-files; llm.c checks magic, version and exact size when it opens a file",
 )
 @pytest.mark.parametrize("damage", list(shards.DAMAGES))
 def test_a_bad_file_is_refused_at_construction(world, subject, damage):
@@ -152,7 +152,7 @@ def test_a_bad_file_is_refused_at_construction(world, subject, damage):
     refused(world.run(with_damage, damage, first=False, timeout_s=TIMEOUT_S), f"damage {damage!r}")
 
 
-@clause("data.refusal.no-file-there", source=CONTRACT)
+@clause("data.refusal.no-file-there", source="contract: absent-files")
 @pytest.mark.parametrize("damage", shards.NO_FILES)
 def test_a_path_without_a_file_is_refused_at_construction(world, subject, damage):
     """A missing file or a directory MUST be an error at construction: ValueError, or OSError."""
@@ -170,7 +170,7 @@ def with_length(ctx, size):
         return opened(ctx, [path])
 
 
-@clause("data.refusal.any-other-size", source=CONTRACT + ": the file ends there")
+@clause("data.refusal.any-other-size", source="contract: bad-files")
 @given(size=st.integers(0, shards.HEADER_BYTES + 2 * LENGTH + 64))
 @example(size=shards.HEADER_BYTES + 2 * LENGTH - 1)
 @example(size=shards.HEADER_BYTES + 2 * LENGTH)

@@ -47,7 +47,8 @@ def growth(ctx, layout, count):
 
 @clause(
     "data.resources.resident-memory",
-    source="nanoGPT makes a new memory map per batch for this reason; Megatron's bin reader",
+    source="contract: memory; "
+    "nanoGPT makes a new memory map per batch for this reason; Megatron's bin reader",
 )
 def test_a_pass_does_not_grow_with_the_shard(world, subject):
     """A pass MUST NOT add more to resident memory than some batches and a little.

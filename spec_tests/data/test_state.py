@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from spec_tests.clause import clauses
 from spec_tests.data.reading import (
-    CONTRACT,
     LOADER,
     Layout,
     files_of,
@@ -72,7 +71,7 @@ def goes_on(found, layout, taken, after=None):
 
 @clause(
     "data.state.resumes-exactly",
-    source=CONTRACT + "; nanoGPT issue 467: resuming repeats the seed's batches",
+    source="contract: resumes; nanoGPT issue 467: resuming repeats the seed's batches",
 )
 @given(taken=st.integers(0, 8), size=st.integers(1, 3))
 def test_a_stopped_pass_goes_on_with_the_next_batch(world, subject, taken, size):
@@ -85,7 +84,8 @@ def test_a_stopped_pass_goes_on_with_the_next_batch(world, subject, taken, size)
 
 @clause(
     "data.state.at-any-place",
-    source=CONTRACT + "; restart at the shard's start, as loaders with a file index do",
+    source="contract: resumes, no-batch; "
+    "restart at the shard's start, as loaders with a file index do",
 )
 @given(layout=layouts(), share=st.integers(0, 100))
 def test_any_layout_can_be_stopped_anywhere(world, subject, layout, share):
@@ -99,7 +99,10 @@ def test_any_layout_can_be_stopped_anywhere(world, subject, layout, share):
     goes_on(ranks[0], layout, taken)
 
 
-@clause("data.state.another-world-size", source=CONTRACT + "; torchtitan issues 811 and 816")
+@clause(
+    "data.state.another-world-size",
+    source="contract: any-world-size; torchtitan issues 811 and 816",
+)
 @pytest.mark.parametrize("cut", ["2x2", "4x1", "1x4"])
 @given(taken=st.integers(0, 8), size=st.sampled_from([1, 2, 4]))
 def test_a_run_goes_on_at_another_world_size(world, subject, cut, taken, size):
@@ -118,7 +121,7 @@ def test_a_run_goes_on_at_another_world_size(world, subject, cut, taken, size):
 
 @clause(
     "data.state.counts-what-was-yielded",
-    source=CONTRACT + "; StatefulDataLoader's snapshots are made for this",
+    source="contract: state-counts; StatefulDataLoader's snapshots are made for this",
 )
 @pytest.mark.parametrize("taken", ["none", "one"])
 def test_what_was_only_prefetched_is_not_counted(world, subject, taken):
@@ -129,7 +132,7 @@ def test_what_was_only_prefetched_is_not_counted(world, subject, taken):
     goes_on(ranks[0], HERE, number)
 
 
-@clause("data.state.at-the-end", source=CONTRACT + "; accelerate issue 2016")
+@clause("data.state.at-the-end", source="contract: state-at-end; accelerate issue 2016")
 @pytest.mark.parametrize("how", ["last-batch-read", "pass-ended"])
 def test_a_state_from_the_end_has_nothing_left(world, subject, how):
     """From a state taken at the end the next pass MUST be empty, and the one after it whole."""
@@ -156,7 +159,8 @@ def twice_resumed(ctx, layout, first, second):
 
 @clause(
     "data.state.of-a-resumed-pass",
-    source="accelerate issue 2859: batches skipped on resuming are not counted again",
+    source="contract: state-counts; "
+    "accelerate issue 2859: batches skipped on resuming are not counted again",
 )
 @given(first=st.integers(0, 5), second=st.integers(0, 5))
 def test_a_resumed_pass_can_be_stopped_again(world, subject, first, second):
@@ -196,7 +200,8 @@ def _rest(ctx, paths, layout, state):
 
 @clause(
     "data.state.is-a-snapshot",
-    source="a state dict that holds the live counter is that of the end by the time it is written",
+    source="contract: state-snapshot; "
+    "a state dict that holds the live counter is that of the end by the time it is written",
 )
 def test_a_state_does_not_change_once_it_is_taken(world, subject):
     """A state MUST stay that of the moment at which it was taken, while the pass goes on."""
@@ -230,7 +235,9 @@ def loaded_late(ctx, layout, before):
         return _rest(ctx, paths, layout, used.state_dict())
 
 
-@clause("data.state.of-what-was-loaded", source=CONTRACT + "; a save right after a restore")
+@clause(
+    "data.state.of-what-was-loaded", source="contract: state-loaded; a save right after a restore"
+)
 @pytest.mark.parametrize("before", ["read", "state"])
 def test_the_state_after_a_load_is_what_was_loaded(world, subject, before):
     """Until the next `iter` a loader's state MUST be the one that it was given.
@@ -263,7 +270,7 @@ def off_the_grid(ctx, layout):
 @clause(
     "data.state.off-the-grid",
     level="production",
-    source="contract: another world size with the same W*B; a run that goes on with a larger batch",
+    source="contract: off-grid; a run that goes on with a larger batch",
 )
 def test_a_place_between_two_batches_is_refused(world, subject):
     """A state that lies between two batches of another W*B MUST be refused with an error."""
@@ -305,7 +312,7 @@ def place_of(ctx, layout, taken):
         return list(itertools.chain(take(iter(loader), 1)))
 
 
-@clause("data.state.load-moves-a-used-loader", source=CONTRACT)
+@clause("data.state.load-moves-a-used-loader", source="contract: resumes")
 def test_a_loader_that_was_used_takes_a_state_as_well(world, subject):
     """After `load_state_dict` the next `iter` MUST go on there, wherever the loader stood."""
     layout = Layout((61, 50), sequence_length=4, batch_size=2)

@@ -43,7 +43,7 @@ def silent_window(ctx, subject, toy, steps_before):
     return recorder.log()
 
 
-@clause("ddp.no-sync.sends-nothing", source=NO_SYNC)
+@clause("ddp.no-sync.sends-nothing", source="contract: silent; " + NO_SYNC)
 @pytest.mark.parametrize("toy", ["mlp", "buffers"])
 @pytest.mark.parametrize("steps_before", [0, 3])
 def test_nothing_is_sent_inside_no_sync(world, subject, toy, steps_before):
@@ -68,7 +68,7 @@ def local_window(ctx, subject, toy):
     return wrapped, replica.local_gradients((0, 1))
 
 
-@clause("ddp.no-sync.keeps-local-sums", source=NO_SYNC)
+@clause("ddp.no-sync.keeps-local-sums", source="contract: local-sums; " + NO_SYNC)
 @pytest.mark.parametrize("toy", ["ragged", "tied"])
 def test_gradients_inside_no_sync_are_plain_local_sums(world, subject, toy):
     """Inside `no_sync` `.grad` MUST hold the plain sum of this rank's gradients, not yet divided.
@@ -100,7 +100,8 @@ def original_alone(ctx, subject):
 @clause(
     "ddp.no-sync.original-alone",
     level="production",
-    source="DistributedDataParallel, prepare_for_backward: its forward arms the reducer",
+    source="contract: original-alone, original-local; "
+    "DistributedDataParallel, prepare_for_backward: its forward arms the reducer",
 )
 def test_a_backward_of_the_original_alone_stays_local(world, subject):
     """Backwards of the original module alone MUST send nothing and leave local sums."""
@@ -112,7 +113,11 @@ def test_a_backward_of_the_original_alone_stays_local(world, subject):
     equivalence.mean_gradients(after, "mlp", SEED, micros=(3,))
 
 
-@clause("ddp.accumulation.equals-big-batch", source=NO_SYNC, worlds=(2, 3, 4))
+@clause(
+    "ddp.accumulation.equals-big-batch",
+    source="contract: since-zero-grad; " + NO_SYNC,
+    worlds=(2, 3, 4),
+)
 @pytest.mark.parametrize("micros", [2, 4, 1], ids=["2", "4", "1-after-a-window-of-3"])
 def test_accumulated_micro_batches_equal_one_big_batch(world, subject, micros):
     """N micro-batches, the last synchronised, MUST give the mean gradient of them all."""
@@ -122,10 +127,7 @@ def test_accumulated_micro_batches_equal_one_big_batch(world, subject, micros):
     mean_gradients(world, subject, "ragged", f"{early}backward {micros - 1}")
 
 
-@clause(
-    "ddp.accumulation.any-schedule",
-    source="DeepSpeed issue 7985; contract: a local gradient is everything since zero_grad",
-)
+@clause("ddp.accumulation.any-schedule", source="contract: since-zero-grad; DeepSpeed issue 7985")
 @given(flags=strategies.schedules(), seed=strategies.seeds)
 @example(flags=(True, True, True), seed=7)
 @example(flags=(True, False, True), seed=7)
@@ -177,7 +179,8 @@ def tagged(ctx, subject, micros):
 
 @clause(
     "ddp.accumulation.nothing-lost",
-    source="open-instruct pull request 1498, InfiniTrain pull request 183",
+    source="contract: since-zero-grad; "
+    "open-instruct pull request 1498, InfiniTrain pull request 183",
 )
 def test_every_contribution_arrives_exactly_once(world, subject):
     """Every rank's every micro-batch MUST arrive exactly once, in every element, on every rank.
@@ -211,7 +214,7 @@ def after_exception(ctx, subject):
 
 @clause(
     "ddp.no-sync.restores-after-exception",
-    source=NO_SYNC + "; a context manager without try/finally, as in picotron",
+    source=f"contract: restores; {NO_SYNC}; a context manager without try/finally, as in picotron",
     worlds=(2,),
 )
 def test_an_exception_inside_no_sync_does_not_leave_it_on(world, subject):
@@ -235,7 +238,7 @@ def nested(ctx, subject):
 
 @clause(
     "ddp.no-sync.nests",
-    source=NO_SYNC + "; picotron restores a constant, not the previous value",
+    source=f"contract: nests; {NO_SYNC}; picotron restores a constant, not the previous value",
     worlds=(2,),
 )
 def test_an_inner_window_does_not_end_the_outer_one(world, subject):
@@ -252,7 +255,7 @@ def test_an_inner_window_does_not_end_the_outer_one(world, subject):
 
 @clause(
     "ddp.accumulation.zero-grad-discards",
-    source="contract: a local gradient is everything since zero_grad; LongCat-Image issue 46",
+    source="contract: since-zero-grad; LongCat-Image issue 46",
     worlds=(2,),
 )
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
@@ -280,7 +283,9 @@ def evaluated(ctx, subject):
     return replica.gradients_after("evaluate 7, finish, evaluate 7")
 
 
-@clause("ddp.accumulation.evaluation-in-between", source=NO_SYNC, worlds=(2,))
+@clause(
+    "ddp.accumulation.evaluation-in-between", source="contract: evaluation; " + NO_SYNC, worlds=(2,)
+)
 def test_an_evaluation_forward_disturbs_nothing(world, subject):
     """A forward without gradients, inside or outside a window, MUST change no gradient."""
     ranks = world.run(evaluated, subject)
@@ -289,7 +294,9 @@ def test_an_evaluation_forward_disturbs_nothing(world, subject):
 
 
 @clause(
-    "ddp.accumulation.unused-in-last", source="pytorch issues 69031 and 42793, pull request 124193"
+    "ddp.accumulation.unused-in-last",
+    source="contract: since-zero-grad, used-early; "
+    "pytorch issues 69031 and 42793, pull request 124193",
 )
 def test_a_parameter_used_only_in_an_early_micro_batch_is_reduced(world, subject):
     """A parameter used only before the last micro-batch MUST be reduced, or be an error.
@@ -302,11 +309,7 @@ def test_a_parameter_used_only_in_an_early_micro_batch_is_reduced(world, subject
     mean_gradients(world, subject, "branches", calls, may_refuse=True, ordinary=ordinary)
 
 
-@clause(
-    "ddp.accumulation.two-finishes",
-    needs=(),
-    source="contract: a local gradient is everything since zero_grad",
-)
+@clause("ddp.accumulation.two-finishes", needs=(), source="contract: since-zero-grad, two-finishes")
 def test_two_synchronised_micro_batches_add_up(world, subject):
     """Two synchronised micro-batches MUST add up to the mean of both, or be an error.
 
@@ -326,7 +329,7 @@ def test_two_synchronised_micro_batches_add_up(world, subject):
 @clause(
     "ddp.accumulation.one-finish",
     needs=(),
-    source="contract: a local gradient is everything since zero_grad; gradient accumulation",
+    source="contract: finish_gradient_synchronization/several-backwards; gradient accumulation",
 )
 @pytest.mark.parametrize(
     "bucket_size_mb", [SMALL_BUCKET_MB, 4 / 2**20], ids=["of-several", "of-one-tensor"]
@@ -369,7 +372,7 @@ def test_two_backwards_and_one_finish_add_up(world, subject, bucket_size_mb):
 @clause(
     "ddp.accumulation.backward-twice",
     needs=(),
-    source="contract: several backwards may come before one finish; two losses of one forward",
+    source="contract: finish_gradient_synchronization/several-backwards; two losses of one forward",
 )
 @pytest.mark.parametrize(
     "bucket_size_mb", [SMALL_BUCKET_MB, 4 / 2**20], ids=["of-several", "of-one-tensor"]
@@ -427,7 +430,8 @@ def counted(ctx, subject, toy, seed, flags):
 @clause(
     "ddp.accumulation.one-reduction-per-step",
     level="production",
-    source="accelerate issue 1726, sentence-transformers issue 4027, PiPPy issue 1133",
+    source="contract: one-copy, silent; "
+    "accelerate issue 1726, sentence-transformers issue 4027, PiPPy issue 1133",
     worlds=(2,),
 )
 @given(flags=strategies.schedules())

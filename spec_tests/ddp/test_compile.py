@@ -39,7 +39,10 @@ def gradients(ctx, subject, toy, how):
     return eager, seen, compiled.num_graphs()
 
 
-@clause("ddp.compile.like-eager")
+@clause(
+    "ddp.compile.like-eager",
+    source="contract: compile, compile-wrapper; DistributedDataParallel with torch.compile",
+)
 @pytest.mark.parametrize("toy", ["mlp", "frozen"])
 @pytest.mark.parametrize("how", compiled.HOW)
 def test_a_compiled_model_has_the_same_mean_gradients(world, subject, toy, how):

@@ -32,7 +32,10 @@ def construct(ctx, subject, toy, seed):
 
 
 @clause(
-    "ddp.construction.parameters-from-first-rank", level="course", source=PAPER, worlds=(2, 3, 4)
+    "ddp.construction.parameters-from-first-rank",
+    level="course",
+    source="contract: first-weights; " + PAPER,
+    worlds=(2, 3, 4),
 )
 @pytest.mark.parametrize("toy", ["mlp", "frozen", "tied"])
 def test_every_rank_starts_from_the_first_ranks_parameters(world, subject, toy):
@@ -43,7 +46,10 @@ def test_every_rank_starts_from_the_first_ranks_parameters(world, subject, toy):
     judged(world, subject, toy)
 
 
-@clause("ddp.construction.parameters-of-any-layout", source=PAPER)
+@clause(
+    "ddp.construction.parameters-of-any-layout",
+    source="contract: any-layout, first-weights; " + PAPER,
+)
 @pytest.mark.parametrize("toy", ["strided", "mixed"])
 def test_parameters_of_any_layout_start_from_the_first_ranks(world, subject, toy):
     """After construction parameters of any dtype and memory layout MUST be the first rank's.
@@ -56,7 +62,8 @@ def test_parameters_of_any_layout_start_from_the_first_ranks(world, subject, toy
 @clause(
     "ddp.construction.parts-of-larger-tensors",
     level="production",
-    source="ProcessGroupGloo sends as many elements as there are, from where the first one lies",
+    source="contract: larger-tensor; "
+    "ProcessGroupGloo sends as many elements as there are, from where the first one lies",
     worlds=(2,),
 )
 def test_parts_of_larger_tensors_start_from_the_first_ranks(world, subject):
@@ -87,7 +94,11 @@ def judged(world, subject, toy):
     )
 
 
-@clause("ddp.construction.buffers-from-first-rank", source=PAPER, worlds=(2, 3))
+@clause(
+    "ddp.construction.buffers-from-first-rank",
+    source="contract: first-buffers; " + PAPER,
+    worlds=(2, 3),
+)
 @pytest.mark.parametrize("toy", ["buffers", "transient"])
 def test_every_rank_starts_from_the_first_ranks_buffers(world, subject, toy):
     """After construction every rank MUST hold the first rank's buffers, integers and booleans too.
@@ -107,7 +118,7 @@ def test_every_rank_starts_from_the_first_ranks_buffers(world, subject, toy):
     )
 
 
-@clause("ddp.construction.keeps-requires-grad", source=PAPER)
+@clause("ddp.construction.keeps-requires-grad", source="contract: requires-grad; " + PAPER)
 def test_wrapping_does_not_freeze_or_thaw(world, subject):
     """Wrapping MUST leave requires_grad of every parameter as it was."""
     ranks = world.run(construct, subject, "frozen", 7)
@@ -126,7 +137,7 @@ def forward(ctx, subject, toy, seed):
 @clause(
     "ddp.construction.forward-is-unchanged",
     level="course",
-    source="DistributedDataParallel, forward",
+    source="contract: called-alike; DistributedDataParallel, forward",
 )
 @pytest.mark.parametrize("toy", ["mlp", "tied", "buffers"])
 def test_the_wrapped_module_computes_what_the_bare_one_does(world, subject, toy):
@@ -151,7 +162,8 @@ def hooks_that_run(ctx, subject):
 
 @clause(
     "ddp.construction.runs-the-modules-hooks",
-    source="torch.nn.Module: call the module, not its forward, which ignores hooks",
+    source="contract: runs-hooks; "
+    "torch.nn.Module: call the module, not its forward, which ignores hooks",
 )
 def test_a_forward_runs_the_hooks_of_the_module(world, subject):
     """A forward of the wrapper MUST run the forward hooks of the original module, each once.
@@ -178,7 +190,10 @@ def as_module(ctx, subject, seed):
     }
 
 
-@clause("ddp.construction.is-a-module", source="torch.nn.Module: parameters(), train(), eval()")
+@clause(
+    "ddp.construction.is-a-module",
+    source="contract: is-a-module; torch.nn.Module: parameters(), train(), eval()",
+)
 def test_the_wrapper_passes_on_parameters_and_modes(world, subject):
     """The wrapper's `parameters()` MUST be the original ones; `train` and `eval` MUST reach it.
 

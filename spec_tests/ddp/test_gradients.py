@@ -31,7 +31,12 @@ clause = clauses(judges=DDP, level="correct", worlds=(2, 3))
 PAPER = "Li et al. 2020, section 3.2.1"
 
 
-@clause("ddp.gradients.mean", level="course", source=PAPER, worlds=(2, 3, 4))
+@clause(
+    "ddp.gradients.mean",
+    level="course",
+    source="contract: mean-gradient; " + PAPER,
+    worlds=(2, 3, 4),
+)
 @pytest.mark.parametrize("toy", ["mlp", "ragged"])
 def test_every_rank_holds_the_mean_gradient(world, subject, toy):
     """Every rank MUST hold the mean over ranks of the local gradients.
@@ -42,7 +47,7 @@ def test_every_rank_holds_the_mean_gradient(world, subject, toy):
     mean_gradients(world, subject, toy, "backward 0")
 
 
-@clause("ddp.gradients.mean-at-any-seed", source=PAPER, worlds=(2,))
+@clause("ddp.gradients.mean-at-any-seed", source="contract: mean-gradient; " + PAPER, worlds=(2,))
 @given(seed=strategies.seeds, toy=st.sampled_from(["mlp", "ragged", "tied", "reused"]))
 def test_the_mean_does_not_depend_on_weights_or_data(world, subject, seed, toy):
     """For any weights and data every rank MUST hold the mean of the local gradients."""
@@ -52,7 +57,7 @@ def test_the_mean_does_not_depend_on_weights_or_data(world, subject, seed, toy):
 @clause(
     "ddp.gradients.tied-parameter",
     level="course",
-    source="CS336 assignment 2, the tied toy model of its DDP tests",
+    source="contract: mean-gradient; CS336 assignment 2, the tied toy model of its DDP tests",
 )
 def test_a_tied_parameter_is_reduced_once_with_its_whole_gradient(world, subject):
     """A parameter used under two names MUST hold the mean of its complete gradient.
@@ -62,7 +67,10 @@ def test_a_tied_parameter_is_reduced_once_with_its_whole_gradient(world, subject
     mean_gradients(world, subject, "tied", "backward 0")
 
 
-@clause("ddp.gradients.reused-module", source="torch reducer: hooks on AccumulateGrad, not on uses")
+@clause(
+    "ddp.gradients.reused-module",
+    source="contract: mean-gradient; torch reducer: hooks on AccumulateGrad, not on uses",
+)
 def test_a_module_applied_twice_is_reduced_with_its_whole_gradient(world, subject):
     """A module applied twice in one forward MUST hold the mean of its complete gradient."""
     mean_gradients(world, subject, "reused", "backward 0")
@@ -71,7 +79,8 @@ def test_a_module_applied_twice_is_reduced_with_its_whole_gradient(world, subjec
 @clause(
     "ddp.gradients.frozen-stay-none",
     level="course",
-    source="CS336 assignment 2, toy model with a frozen parameter; DistributedDataParallel",
+    source="contract: frozen-none; "
+    "CS336 assignment 2, toy model with a frozen parameter; DistributedDataParallel",
     worlds=(2,),
 )
 def test_frozen_parameters_keep_no_gradient(world, subject):
@@ -84,7 +93,8 @@ def test_frozen_parameters_keep_no_gradient(world, subject):
 
 @clause(
     "ddp.gradients.dtype-and-layout",
-    source="torch reducer: one bucket per dtype and device, stride contract of bucket views",
+    source="contract: grad-dtype, any-layout; "
+    "torch reducer: one bucket per dtype and device, stride contract of bucket views",
 )
 @pytest.mark.parametrize("toy", ["mixed", "double", "conv", "strided"])
 def test_every_dtype_and_layout_lands_in_its_place(world, subject, toy):
@@ -99,7 +109,8 @@ def test_every_dtype_and_layout_lands_in_its_place(world, subject, toy):
 @clause(
     "ddp.gradients.parts-of-larger-tensors",
     level="production",
-    source="torch.gradient_layout_contract of the reducer: row-major where a parameter has gaps",
+    source="contract: larger-tensor; "
+    "torch.gradient_layout_contract of the reducer: row-major where a parameter has gaps",
     worlds=(2,),
 )
 def test_a_part_of_a_larger_tensor_gets_its_own_gradient(world, subject):
@@ -112,7 +123,7 @@ def test_a_part_of_a_larger_tensor_gets_its_own_gradient(world, subject):
 
 @clause(
     "ddp.gradients.called-by-keyword",
-    source="contract: called like the original; DistributedDataParallel.forward(*inputs, **kwargs)",
+    source="contract: called-alike; DistributedDataParallel.forward(*inputs, **kwargs)",
     worlds=(2,),
 )
 def test_a_wrapped_module_is_called_by_keyword(world, subject):
@@ -121,8 +132,7 @@ def test_a_wrapped_module_is_called_by_keyword(world, subject):
 
 
 @clause(
-    "ddp.gradients.evaluation-between-steps",
-    source="contract: a forward without gradients disturbs nothing; validation after a step",
+    "ddp.gradients.evaluation-between-steps", source="contract: evaluation; validation after a step"
 )
 def test_an_evaluation_between_steps_disturbs_nothing(world, subject):
     """A forward without gradients between two steps MUST change no gradient, and be possible."""
@@ -132,7 +142,8 @@ def test_an_evaluation_between_steps_disturbs_nothing(world, subject):
 
 @clause(
     "ddp.gradients.in-evaluation-mode",
-    source="torch.nn.Module.eval: it changes dropout and batch norms; fine-tuning without them",
+    source="contract: mean-gradient; "
+    "torch.nn.Module.eval: it changes dropout and batch norms; fine-tuning without them",
 )
 def test_evaluation_mode_says_nothing_of_gradients(world, subject):
     """Of a module in evaluation mode gradients MUST be means as well."""
@@ -141,7 +152,8 @@ def test_evaluation_mode_says_nothing_of_gradients(world, subject):
 
 @clause(
     "ddp.gradients.shared-by-autograd",
-    source="torch.Tensor.register_hook: the hook should not modify its argument",
+    source="contract: mean-gradient; "
+    "torch.Tensor.register_hook: the hook should not modify its argument",
 )
 def test_a_gradient_that_is_also_anothers_is_left_alone(world, subject):
     """Where autograd gives two one gradient tensor, each MUST hold the mean of its own gradient.
@@ -169,7 +181,7 @@ def mean_of_large_gradients(ctx, subject):
 @clause(
     "ddp.gradients.float16-does-not-overflow",
     level="production",
-    source="DistributedDataParallel divides before it adds up",
+    source="contract: float16-sum; DistributedDataParallel divides before it adds up",
 )
 def test_a_mean_that_float16_holds_does_not_overflow_on_the_way(world, subject):
     """In float16 the mean of gradients of 60000 MUST be 60000, though their sum is beyond it."""
@@ -193,7 +205,8 @@ def weights_around_backward(ctx, subject):
 
 @clause(
     "ddp.gradients.weights-untouched",
-    source="picotron issue 39: a post-accumulate hook receives the parameter, not the gradient",
+    source="contract: weights-stay; "
+    "picotron issue 39: a post-accumulate hook receives the parameter, not the gradient",
     worlds=(2,),
 )
 def test_backward_changes_no_weight(world, subject):
@@ -214,7 +227,10 @@ def test_backward_changes_no_weight(world, subject):
     )
 
 
-@clause("ddp.gradients.finish-is-idempotent", source="contract: a second call changes nothing")
+@clause(
+    "ddp.gradients.finish-is-idempotent",
+    source="contract: finish_gradient_synchronization/called-again",
+)
 def test_a_second_finish_changes_nothing(world, subject):
     """A second `finish_gradient_synchronization` MUST change no gradient."""
     once = equivalence.full_batch_gradients("mlp", SEED, ranks=range(world.size))
@@ -234,7 +250,8 @@ def late_peer(ctx, subject):
 
 @clause(
     "ddp.gradients.final-after-finish",
-    source="c10d: asynchronous collectives complete in the background, wait() makes them final",
+    source="contract: mean-gradient; "
+    "c10d: asynchronous collectives complete in the background, wait() makes them final",
 )
 def test_gradients_are_final_when_finish_returns(world, subject):
     """When finish returns, gradients MUST be final, however late a peer is.
@@ -249,7 +266,8 @@ def test_gradients_are_final_when_finish_returns(world, subject):
 
 @clause(
     "ddp.gradients.zero-grad-modes",
-    source="torch.optim.Optimizer.zero_grad, set_to_none; fairscale issue 354",
+    source="contract: since-zero-grad; "
+    "torch.optim.Optimizer.zero_grad, set_to_none; fairscale issue 354",
 )
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
 def test_both_ways_of_zero_grad_give_the_same_next_gradient(world, subject, set_to_none):
@@ -270,7 +288,10 @@ def two_forwards(ctx, subject):
     return replica.gradients_after("finish")
 
 
-@clause("ddp.gradients.two-forwards-one-backward", source="pytorch issue 175024")
+@clause(
+    "ddp.gradients.two-forwards-one-backward",
+    source="contract: several-forwards; pytorch issue 175024",
+)
 def test_two_forwards_and_one_backward_give_the_whole_gradient(world, subject):
     """Two forwards followed by one backward MUST give the mean of the complete gradients."""
     equivalence.mean_gradients(world.run(two_forwards, subject), "mlp", SEED, micros=(0, 1))
@@ -278,7 +299,8 @@ def test_two_forwards_and_one_backward_give_the_whole_gradient(world, subject):
 
 @clause(
     "ddp.gradients.unused-everywhere",
-    source="DistributedDataParallel, find_unused_parameters; pytorch issue 128949",
+    source="contract: unused-everywhere; "
+    "DistributedDataParallel, find_unused_parameters; pytorch issue 128949",
 )
 @pytest.mark.parametrize("bucket_size_mb", [SMALL_BUCKET_MB, 1.0], ids=["apart", "together"])
 def test_a_parameter_that_nobody_uses_never_hangs_the_step(world, subject, bucket_size_mb):
@@ -292,7 +314,8 @@ def test_a_parameter_that_nobody_uses_never_hangs_the_step(world, subject, bucke
 
 
 @clause(
-    "ddp.gradients.unused-somewhere", source="DistributedDataParallel, find_unused_parameters=True"
+    "ddp.gradients.unused-somewhere",
+    source="contract: unused-somewhere; DistributedDataParallel, find_unused_parameters=True",
 )
 @pytest.mark.parametrize("uses", [("abc", "a", "ab"), ("b", "c", "a")], ids=["some", "disjoint"])
 def test_a_parameter_used_on_some_ranks_holds_the_mean_with_zeros(world, subject, uses):
@@ -321,7 +344,7 @@ def nothing_used(ctx, subject):
 
 @clause(
     "ddp.gradients.unused-on-a-whole-rank",
-    source="contract: unused on some ranks is the mean with zero, or an error; never a hang",
+    source="contract: no-hang, unused-somewhere",
     worlds=(2,),
 )
 def test_a_rank_whose_loss_touches_nothing_hangs_nobody(world, subject):
@@ -349,7 +372,9 @@ ANOTHER_ORDER_EACH = (
 
 
 @clause(
-    "ddp.gradients.rank-dependent-order", source="pytorch issues 72843 and 174862", worlds=(2, 3, 4)
+    "ddp.gradients.rank-dependent-order",
+    source="contract: any-order; pytorch issues 72843 and 174862",
+    worlds=(2, 3, 4),
 )
 @pytest.mark.parametrize("bucket_size_mb", [SMALL_BUCKET_MB, BRANCH_MB], ids=["mixed", "alike"])
 def test_the_order_in_which_gradients_become_ready_does_not_matter(world, subject, bucket_size_mb):
@@ -373,7 +398,7 @@ def scaled_loss(ctx, subject, seed, exponent):
 
 @clause(
     "ddp.gradients.loss-scale-invariance",
-    source="IEEE 754: scaling by a power of two commutes with rounding",
+    source="contract: mean-gradient; IEEE 754: scaling by a power of two commutes with rounding",
 )
 @given(seed=strategies.seeds, exponent=st.integers(-6, 6).filter(bool))
 def test_a_power_of_two_on_the_loss_scales_the_gradients_exactly(world, subject, seed, exponent):
@@ -394,7 +419,9 @@ def test_a_power_of_two_on_the_loss_scales_the_gradients_exactly(world, subject,
 
 
 @clause(
-    "ddp.gradients.single-rank", source="design: a world of one is the plain module", worlds=(1,)
+    "ddp.gradients.single-rank",
+    source="contract: mean-gradient; design: a world of one is the plain module",
+    worlds=(1,),
 )
 @pytest.mark.parametrize("toy", ["mlp", "tied", "frozen"])
 def test_a_world_of_one_is_the_plain_module(world, subject, toy):

@@ -38,7 +38,9 @@ def _buffers(replica):
     return {name: buffer.clone() for name, buffer in replica.module.named_buffers()}
 
 
-@clause("ddp.group.starts-from-its-first-rank", source=GROUPS)
+@clause(
+    "ddp.group.starts-from-its-first-rank", source="contract: own-group, first-weights; " + GROUPS
+)
 @pytest.mark.parametrize("toy", ["mlp", "buffers"])
 def test_each_group_starts_from_its_own_first_rank(world, subject, toy):
     """In a sub-group every rank MUST start from the state of that group's first rank."""
@@ -58,7 +60,7 @@ def test_each_group_starts_from_its_own_first_rank(world, subject, toy):
     )
 
 
-@clause("ddp.group.divides-by-its-size", source=GROUPS, worlds=(3, 4))
+@clause("ddp.group.divides-by-its-size", source="contract: own-group; " + GROUPS, worlds=(3, 4))
 def test_each_group_divides_by_its_own_size(world, subject):
     """In a sub-group gradients MUST be the mean over that group alone, divided by its size."""
     groups = GROUPS_OF[world.size]
@@ -86,7 +88,7 @@ def test_each_group_divides_by_its_own_size(world, subject):
     )
 
 
-@clause("ddp.group.keeps-to-itself", source=GROUPS)
+@clause("ddp.group.keeps-to-itself", source="contract: own-group, unused-everywhere; " + GROUPS)
 def test_what_another_group_uses_does_not_matter(world, subject):
     """A parameter that another group uses MUST keep None in a group that does not, or be an error.
 

@@ -37,7 +37,7 @@ def trained(ctx, subject, toy, seed, steps):
 @clause(
     "ddp.training.equals-full-batch",
     level="course",
-    source="Li et al. 2020, section 2.2; CS336 assignment 2",
+    source="contract: mean-gradient; Li et al. 2020, section 2.2; CS336 assignment 2",
     worlds=(2, 3, 4),
 )
 @given(seed=strategies.seeds, toy=st.sampled_from(["mlp", "tied", "frozen"]))
@@ -68,7 +68,8 @@ def history(ctx, subject, seed):
 
 @clause(
     "ddp.training.ranks-stay-equal",
-    source="Li et al. 2020, section 2.2: replicas start equal and see equal gradients",
+    source="contract: equal-ranks; "
+    "Li et al. 2020, section 2.2: replicas start equal and see equal gradients",
     worlds=(2, 3, 4),
 )
 def test_replicas_hold_the_same_bits_after_every_step(world, subject):
@@ -82,7 +83,10 @@ def test_replicas_hold_the_same_bits_after_every_step(world, subject):
     agreement.same_bits(ranks, quantity="gradient or weight", given="float32, AdamW")
 
 
-@clause("ddp.training.repeatable", source="the same inputs in the same order give the same bits")
+@clause(
+    "ddp.training.repeatable",
+    source="contract: equal-runs; the same inputs in the same order give the same bits",
+)
 def test_the_same_run_twice_gives_the_same_bits(world, subject):
     """Two equal runs MUST end with equal bits: no race decides a result."""
     first = world.run(history, subject, 7)
@@ -112,7 +116,8 @@ def interleaved(ctx, subject):
 
 @clause(
     "ddp.lifecycle.two-models",
-    source="adversarial training, teachers, moving averages: two wrapped models at once",
+    source="contract: models-apart; "
+    "adversarial training, teachers, moving averages: two wrapped models at once",
 )
 def test_two_wrapped_models_do_not_disturb_each_other(world, subject):
     """Two wrapped models whose passes interleave MUST each hold their own mean gradients."""
@@ -157,7 +162,8 @@ EXCEPTIONS = {
 
 @clause(
     "ddp.lifecycle.after-exception",
-    source="torch reducer: 'Expected to have finished reduction in the prior iteration'",
+    source="contract: after-exception; "
+    "torch reducer: 'Expected to have finished reduction in the prior iteration'",
     transports=("gloo", "cuda"),  # simulated reductions end with their wait alone, never by time
 )
 @pytest.mark.parametrize("how", EXCEPTIONS)
@@ -198,7 +204,7 @@ def buffers_at_forward(ctx, subject):
 @clause(
     "ddp.lifecycle.buffers-follow-first-rank",
     level="production",
-    source="DistributedDataParallel, broadcast_buffers",
+    source="contract: buffers-follow; DistributedDataParallel, broadcast_buffers",
 )
 def test_a_training_forward_sees_the_first_ranks_buffers(world, subject):
     """At the start of a training forward every rank MUST see the first rank's buffers.
@@ -241,7 +247,8 @@ def gradient_memory(ctx, subject):
 @clause(
     "ddp.footprint.gradients",
     level="production",
-    source="DistributedDataParallel, gradient_as_bucket_view: one copy, or two without views",
+    source="contract: footprint; "
+    "DistributedDataParallel, gradient_as_bucket_view: one copy, or two without views",
     worlds=(2,),
 )
 def test_gradients_cost_two_copies_at_most(world, subject):
@@ -286,7 +293,8 @@ def _after_a_moment(recorder):
 
 @clause(
     "ddp.footprint.no-growth",
-    source="a list of handles that is never cleared keeps the gradients of all steps alive",
+    source="contract: no-growth; "
+    "a list of handles that is never cleared keeps the gradients of all steps alive",
     worlds=(2,),
 )
 def test_memory_does_not_grow_from_step_to_step(world, subject):

@@ -41,7 +41,7 @@ def stream_of_events(ctx, subject):
     return recorder.log()
 
 
-@clause("ddp.overlap.starts-during-backward", source=OVERLAP)
+@clause("ddp.overlap.starts-during-backward", source="contract: overlaps; " + OVERLAP)
 def test_the_first_reduction_starts_before_the_last_gradient_is_ready(world, subject):
     """The first reduction MUST be launched before the last gradient is ready."""
     logs = world.run(stream_of_events, subject)
@@ -95,7 +95,11 @@ def run_ahead(ctx, subject):
     return seen
 
 
-@clause("ddp.overlap.hooks-do-not-block", source=OVERLAP, transports=("gloo", "cuda"))
+@clause(
+    "ddp.overlap.hooks-do-not-block",
+    source="contract: overlaps; " + OVERLAP,
+    transports=("gloo", "cuda"),
+)
 def test_a_rank_does_not_wait_inside_its_backward(world, subject):
     """A rank MUST be able to finish computing its backward while a peer has not begun to reduce.
 

@@ -30,7 +30,7 @@ def trained(ctx, subject, program):
 @clause(
     "ddp.programs.any-sequence",
     needs=("no_sync",),
-    source="contract, Ddp and NoSync; hypothesis, stateful testing",
+    source="contract: since-zero-grad, local-sums; hypothesis, stateful testing",
 )
 def test_any_sequence_of_calls_does_what_one_process_does(world, subject):
     """Any sequence of training calls MUST do on the ranks what it does in one process.
@@ -50,7 +50,9 @@ def test_any_sequence_of_calls_does_what_one_process_does(world, subject):
     )
 
 
-SITUATIONS = "contract, Ddp and NoSync; Cohen et al. 1997, The AETG system"
+SITUATIONS = (
+    "contract: mean-gradient, since-zero-grad, local-sums; Cohen et al. 1997, The AETG system"
+)
 
 
 @clause("ddp.programs.any-situation", needs=("no_sync",), source=SITUATIONS)
@@ -86,7 +88,11 @@ SCHEDULED_TOY = "stack"  # several buckets, of equal and of unequal size
 THREE_STEPS = "backward 0, zero_grad, backward 1, zero_grad, backward 2"
 
 
-@clause("ddp.schedule.same-gradients", source=schedules.LAUNCH_ORDER, transports=schedules.SIM)
+@clause(
+    "ddp.schedule.same-gradients",
+    source="contract: mean-gradient; " + schedules.LAUNCH_ORDER,
+    transports=schedules.SIM,
+)
 @schedules.drawn
 def test_no_order_of_events_changes_the_gradients(world, subject, schedule):
     """The gradients MUST be the mean, whatever rank runs when and whatever completes first.
@@ -100,7 +106,9 @@ def test_no_order_of_events_changes_the_gradients(world, subject, schedule):
 
 
 @clause(
-    "ddp.schedule.waits-for-every-launch", source=schedules.WAITED_FOR, transports=schedules.SIM
+    "ddp.schedule.waits-for-every-launch",
+    source="contract: waits; " + schedules.WAITED_FOR,
+    transports=schedules.SIM,
 )
 def test_every_reduction_is_waited_for(world, subject):
     """Every reduction that is launched MUST be waited for by the rank that launched it.

@@ -35,7 +35,7 @@ def third_step(ctx, subject, toy, seed, bucket_size_mb, uses=None):
     return {"log": recorder.log(), "gradients": replica.gradients()}
 
 
-@clause("ddp.traffic.one-copy-per-step", source=BUCKETS)
+@clause("ddp.traffic.one-copy-per-step", source="contract: one-copy; " + BUCKETS)
 @pytest.mark.parametrize("toy", ["ragged", "tied", "mixed"])
 def test_a_step_reduces_every_trainable_element_once(world, subject, toy):
     """A step MUST reduce every trainable element exactly once: no bucket lost, none sent twice."""
@@ -52,7 +52,8 @@ def test_a_step_reduces_every_trainable_element_once(world, subject, toy):
 
 @clause(
     "ddp.traffic.frozen-not-sent",
-    source="DistributedDataParallel: parameters that do not require gradients are left out",
+    source="contract: one-copy; "
+    "DistributedDataParallel: parameters that do not require gradients are left out",
     worlds=(2,),
 )
 def test_frozen_parameters_are_not_sent(world, subject):
@@ -68,7 +69,12 @@ def test_frozen_parameters_are_not_sent(world, subject):
     )
 
 
-@clause("ddp.traffic.bucket-count", judges=BUCKETED, source=BUCKETS, worlds=(2,))
+@clause(
+    "ddp.traffic.bucket-count",
+    judges=BUCKETED,
+    source="contract: bucket-size; " + BUCKETS,
+    worlds=(2,),
+)
 @pytest.mark.parametrize("extreme", ["all-in-one", "one-each"])
 def test_the_bucket_size_decides_how_many_reductions_there_are(world, subject, extreme):
     """A bucket that holds all MUST be one reduction; one that holds nothing, one per parameter.
@@ -87,7 +93,12 @@ def test_the_bucket_size_decides_how_many_reductions_there_are(world, subject, e
     )
 
 
-@clause("ddp.traffic.bucket-capacity", judges=BUCKETED, source=BUCKETS, worlds=(2,))
+@clause(
+    "ddp.traffic.bucket-capacity",
+    judges=BUCKETED,
+    source="contract: bucket-size; " + BUCKETS,
+    worlds=(2,),
+)
 @given(elements=st.sampled_from([8, 16, 24, 48]))
 def test_a_bucket_closes_near_its_size(world, subject, elements):
     """A bucket MUST NOT exceed its size by more than the one parameter that filled it."""
@@ -105,7 +116,10 @@ def test_a_bucket_closes_near_its_size(world, subject, elements):
 
 
 @clause(
-    "ddp.buckets.size-invariance", level="correct", judges=BUCKETED, source="pytorch issue 30509"
+    "ddp.buckets.size-invariance",
+    level="correct",
+    judges=BUCKETED,
+    source="contract: mean-gradient; pytorch issue 30509",
 )
 @given(
     toy=st.sampled_from(["mlp", "ragged", "tied", "mixed"]),
@@ -125,7 +139,10 @@ def test_the_bucket_size_changes_no_gradient(world, subject, toy, bucket_size_mb
     )
 
 
-@clause("ddp.traffic.same-order-on-all-ranks", source="pytorch issues 72843 and 174862")
+@clause(
+    "ddp.traffic.same-order-on-all-ranks",
+    source="contract: same-order; pytorch issues 72843 and 174862",
+)
 def test_all_ranks_issue_the_same_collectives(world, subject):
     """All ranks MUST issue the same sequence of collectives, whatever becomes ready first."""
     ranks = world.run(third_step, subject, "branches", 7, 0.0001, uses=("abc", "cba", "bca"))

@@ -41,7 +41,7 @@ def frozen_while_kept(ctx, subject, how):
 
 @clause(
     "fsdp.backward.frozen-while-kept",
-    source="contract: may be frozen or thawed between steps; full weights that outlive their pass",
+    source="contract: freezing; full weights that outlive their pass",
 )
 @pytest.mark.parametrize("how", ["backward", "evaluation"])
 def test_parameters_whose_full_weights_are_kept_may_be_frozen_and_thawed(world, subject, how):
@@ -108,7 +108,8 @@ def branched(ctx, subject, case):
 @clause(
     "fsdp.backward.unused-on-some-ranks",
     level="production",
-    source="torch.distributed.fsdp, set_reduce_scatter_unused_params; a gate, an expert, a head",
+    source="contract: unused-somewhere; "
+    "torch.distributed.fsdp, set_reduce_scatter_unused_params; a gate, an expert, a head",
 )
 @pytest.mark.parametrize("case", ["one-each", "one-more", "none"])
 def test_what_some_ranks_do_not_use_is_averaged_with_zero(world, subject, case):

@@ -45,7 +45,8 @@ ORDINARY = "backward 0, evaluate 7"
 
 @clause(
     "fsdp.accumulation.any-schedule",
-    source=f"{PAGE}; Efficient DL week 5, the two bonuses on accumulation",
+    source="contract: unreduced, resharding; "
+    f"{PAGE}; Efficient DL week 5, the two bonuses on accumulation",
     worlds=(2, 3),
 )
 @pytest.mark.parametrize("window", WINDOWS)
@@ -66,7 +67,7 @@ def silent_window(ctx, subject):
     return gradients_sent(recorder.log(), "even")
 
 
-@clause("fsdp.accumulation.sends-no-gradient", source=PAGE)
+@clause("fsdp.accumulation.sends-no-gradient", source="contract: unreduced; " + PAGE)
 def test_a_micro_batch_that_is_not_reduced_sends_no_gradient(world, subject):
     """With gradient synchronisation off, a backward MUST NOT reduce anything.
 
@@ -90,7 +91,8 @@ def cleared_before_backward(ctx, subject):
 @clause(
     "fsdp.accumulation.cleared-before-backward",
     level="production",
-    source="loss = model(x); model.zero_grad(); loss.backward(): between, a unit may be unsharded",
+    source="contract: clears-between; "
+    "loss = model(x); model.zero_grad(); loss.backward(): between, a unit may be unsharded",
 )
 def test_zero_grad_between_forward_and_backward_clears(world, subject):
     """`zero_grad` of the model between forward and backward MUST clear the gradients of shards."""
@@ -116,7 +118,8 @@ def after_an_interrupted_backward(ctx, subject, then):
 @clause(
     "fsdp.accumulation.after-an-interrupted-backward",
     level="production",
-    source="a caught exception leaves units unsharded: zero_grad of the model misses their shards",
+    source="contract: clears-after-error, backward-after-clear; "
+    "a caught exception leaves units unsharded: zero_grad of the model misses their shards",
 )
 @pytest.mark.parametrize("then", ["step", "pending"])
 def test_a_backward_that_was_interrupted_leaves_no_gradient(world, subject, then):
@@ -138,10 +141,7 @@ DISCARDED = {
 }
 
 
-@clause(
-    "fsdp.accumulation.zero-grad-discards",
-    source="contract: zero_grad clears what waits for its reduction too; as ddp does",
-)
+@clause("fsdp.accumulation.zero-grad-discards", source="contract: zero-grad; as ddp does")
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
 @pytest.mark.parametrize("case", DISCARDED)
 def test_zero_grad_inside_a_window_discards_what_was_pending(world, subject, case, set_to_none):
@@ -163,7 +163,8 @@ def test_zero_grad_inside_a_window_discards_what_was_pending(world, subject, cas
 @clause(
     "fsdp.accumulation.unused-in-last",
     judges=BOTH,
-    source="pytorch issue 69031, on DistributedDataParallel",
+    source="contract: unused-none, adds-up, unused; "
+    "pytorch issue 69031, on DistributedDataParallel",
     worlds=(2, 3),
 )
 def test_a_unit_used_only_in_an_early_micro_batch_is_reduced(world, subject):
@@ -174,7 +175,11 @@ def test_a_unit_used_only_in_an_early_micro_batch_is_reduced(world, subject):
     )
 
 
-@clause("fsdp.accumulation.evaluation-in-between", judges=BOTH, source=PAGE)
+@clause(
+    "fsdp.accumulation.evaluation-in-between",
+    judges=BOTH,
+    source="contract: as-pytorch, adds-up; " + PAGE,
+)
 def test_an_evaluation_in_mid_window_disturbs_nothing(world, subject):
     """A forward without gradients between micro-batches MUST change no gradient.
 

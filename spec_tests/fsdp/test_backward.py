@@ -44,7 +44,13 @@ PAPER = "Zhao et al. 2023, section 3.2"
 TRAINING = "test_fully_shard_training"
 
 
-@clause("fsdp.backward.mean-gradient", level="course", judges=BOTH, source=PAPER, worlds=(2, 3, 4))
+@clause(
+    "fsdp.backward.mean-gradient",
+    level="course",
+    judges=BOTH,
+    source="contract: mean-gradient; " + PAPER,
+    worlds=(2, 3, 4),
+)
 def test_a_step_uses_the_mean_gradient(world, subject):
     """A step MUST use the mean over ranks of the local gradients, in every row.
 
@@ -53,7 +59,11 @@ def test_a_step_uses_the_mean_gradient(world, subject):
     mean_gradients(world, subject, "even", "backward 0")
 
 
-@clause("fsdp.backward.zero-grad-modes", judges=BOTH, source="torch.optim.Optimizer.zero_grad")
+@clause(
+    "fsdp.backward.zero-grad-modes",
+    judges=BOTH,
+    source="contract: mean-gradient, zeroed; torch.optim.Optimizer.zero_grad",
+)
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
 def test_either_way_of_zero_grad_clears_what_was_reduced(world, subject, set_to_none):
     """After either way of `zero_grad` a step MUST use the mean gradient of the new batch alone.
@@ -67,7 +77,12 @@ def test_either_way_of_zero_grad_clears_what_was_reduced(world, subject, set_to_
     mean_gradients(world, subject, toy, calls, may_refuse=may_refuse, ordinary="backward 0")
 
 
-@clause("fsdp.backward.mean-gradient-of-any-model", judges=BOTH, source=PAPER, worlds=(1, 2, 3))
+@clause(
+    "fsdp.backward.mean-gradient-of-any-model",
+    judges=BOTH,
+    source="contract: mean-gradient, mixed-dtypes, tied, reused, frozen; " + PAPER,
+    worlds=(1, 2, 3),
+)
 @pytest.mark.parametrize(
     "toy", ["ragged", "stack", "tied", "reused", "reordered", "frozen", "mixed", "unused"]
 )
@@ -92,7 +107,8 @@ def test_a_step_uses_the_mean_gradient_of_any_model(world, subject, toy):
 
 @clause(
     "fsdp.backward.any-granularity",
-    source="torch.distributed.fsdp.fully_shard: called bottom-up on any modules",
+    source="contract: mean-gradient; "
+    "torch.distributed.fsdp.fully_shard: called bottom-up on any modules",
 )
 @pytest.mark.parametrize("units", ["root", "layers", "nested"])
 def test_what_is_gathered_together_changes_no_gradient(world, subject, units):
@@ -102,7 +118,7 @@ def test_what_is_gathered_together_changes_no_gradient(world, subject, units):
 
 @clause(
     "fsdp.backward.two-dtypes-in-a-unit",
-    source="contract: mixed dtypes are sharded, or refused; test_fully_shard_mixed_precision",
+    source="contract: mixed-dtypes; test_fully_shard_mixed_precision",
 )
 def test_a_unit_of_two_dtypes_has_mean_gradients_or_is_refused(world, subject):
     """A unit whose parameters have two dtypes MUST get mean gradients of each, or be refused.
@@ -126,7 +142,7 @@ def frozen_subset(ctx, subject, frozen):
 
 @clause(
     "fsdp.backward.frozen-subset",
-    source="test_fully_shard_frozen, which freezes whole modules only",
+    source="contract: frozen-none; test_fully_shard_frozen, which freezes whole modules only",
     worlds=(3,),
 )
 @pytest.mark.parametrize(
@@ -162,7 +178,8 @@ def frozen_for_a_step(ctx, subject, frozen):
 
 @clause(
     "fsdp.backward.frozen-for-a-step",
-    source="torch.Tensor.requires_grad_ on parameters: layers that are frozen or thawed in turn",
+    source="contract: freezing, frozen-none; "
+    "torch.Tensor.requires_grad_ on parameters: layers that are frozen or thawed in turn",
 )
 def test_parameters_may_be_frozen_and_thawed_between_steps(world, subject):
     """What is frozen after a step MUST keep `grad is None`, and get the mean again once thawed.
@@ -192,7 +209,8 @@ def gradient_of_input(ctx, subject, toy, seed):
 @clause(
     "fsdp.backward.inputs-keep-their-gradient",
     judges=BOTH,
-    source=f"{PAPER}: parameters are averaged, activations are this rank's own",
+    source="contract: mean-gradient; "
+    f"{PAPER}: parameters are averaged, activations are this rank's own",
 )
 def test_gradients_of_inputs_are_not_averaged(world, subject):
     """The gradient of a rank's inputs MUST be its own, neither averaged nor divided."""
@@ -217,7 +235,11 @@ def branches_in_turn(ctx, subject, uses, units):
     return found
 
 
-@clause("fsdp.backward.unused-unit", source=f"{TRAINING}: unused modules", worlds=(2,))
+@clause(
+    "fsdp.backward.unused-unit",
+    source=f"contract: unused-none; {TRAINING}: unused modules",
+    worlds=(2,),
+)
 @pytest.mark.parametrize("units", ["layers", "root"])
 @pytest.mark.parametrize("uses", [("ab", "abc", "c"), ("abc", "ba", "cba")], ids=["later", "less"])
 def test_a_unit_may_be_left_out_and_come_back(world, subject, uses, units):
@@ -260,7 +282,8 @@ def in_place() -> Any:
 @clause(
     "fsdp.backward.in-place-after-a-layer",
     judges=BOTH,
-    source="torch.nn.ReLU, inplace=True; what a custom autograd function gives back is a view",
+    source="contract: mean-gradient; "
+    "torch.nn.ReLU, inplace=True; what a custom autograd function gives back is a view",
     worlds=(2,),
 )
 def test_the_output_of_a_sharded_layer_may_be_changed_in_place(world, subject):
@@ -290,7 +313,7 @@ def entangled(ctx, subject, how):
 
 @clause(
     "fsdp.backward.forwards-and-backwards-entangled",
-    source=f"{TRAINING}: several forwards, 1F1B; retain_graph",
+    source=f"contract: as-pytorch; {TRAINING}: several forwards, 1F1B; retain_graph",
     worlds=(2,),
 )
 @pytest.mark.parametrize("how", ["one-backward", "in-order", "in-reverse", "retained"])
@@ -329,7 +352,7 @@ class _Recompute(nn.Module):
 
 @clause(
     "fsdp.backward.activation-checkpointing",
-    source=f"{TRAINING}: activation checkpointing",
+    source=f"contract: as-pytorch; {TRAINING}: activation checkpointing",
     worlds=(2,),
 )
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
@@ -361,7 +384,7 @@ def recomputed_layers(ctx, subject, reentrant):
 @clause(
     "fsdp.backward.activation-checkpointing-in-a-whole-model",
     judges=("fsdp",),
-    source="torch.utils.checkpoint; contract: a layer that is called twice is right, or refused",
+    source="contract: reused; torch.utils.checkpoint",
     worlds=(2,),
 )
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor-hooks", "reentrant"])
@@ -383,7 +406,8 @@ def described_gradients(ctx, subject, toy):
 
 @clause(
     "fsdp.backward.gradients-are-shards",
-    source="test_fully_shard_init, check_sharded_parity; an optimizer steps over shards",
+    source="contract: dtensors, MixedPrecisionPolicy/others-keep-dtype; "
+    "test_fully_shard_init, check_sharded_parity; an optimizer steps over shards",
     worlds=(2, 4),
 )
 @pytest.mark.parametrize("toy", ["ragged", "mixed"])

@@ -100,8 +100,7 @@ _POLICIES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 
 
 @clause(
-    "fsdp.precision.casts-are-selective",
-    source=f"{POLICY}; torchtitan issue 2881",
+    "fsdp.precision.casts-are-selective", source=f"contract: casts; {POLICY}; torchtitan issue 2881"
 )
 @pytest.mark.parametrize("policy", _POLICIES)
 def test_each_unit_casts_what_its_own_policy_names(world, subject, policy):
@@ -137,7 +136,8 @@ def seen_in_a_method(ctx, subject):
 @clause(
     "fsdp.precision.registered-method",
     needs=("MixedPrecisionPolicy", "register_fsdp_forward_method"),
-    source="torch.distributed.fsdp.register_fsdp_forward_method; its test",
+    source="contract: casts, full-weights; "
+    "torch.distributed.fsdp.register_fsdp_forward_method; its test",
 )
 def test_a_registered_method_gets_the_casts_of_its_unit(world, subject):
     """A registered method's inputs and outputs MUST be cast as those of `forward` are."""
@@ -179,9 +179,7 @@ def boxed(ctx, subject, kind):
 
 
 @clause(
-    "fsdp.precision.callers-inputs",
-    source="contract: inputs may sit in containers, which stay what they are",
-    worlds=(2,),
+    "fsdp.precision.callers-inputs", source="contract: same-containers, dataclasses", worlds=(2,)
 )
 @pytest.mark.parametrize("kind", BOXES)
 def test_what_is_cast_on_the_way_in_stays_the_callers(world, subject, kind):
@@ -217,7 +215,8 @@ def half_over_replicas(ctx, subject, shape):
 
 @clause(
     "fsdp.precision.float16-over-replicas",
-    source=f"{POLICY}, reduce_dtype; FSDP2 divides before and after it adds up in float16",
+    source="contract: two-dims, reduces; "
+    f"{POLICY}, reduce_dtype; FSDP2 divides before and after it adds up in float16",
     worlds=(4,),
 )
 def test_the_mean_in_float16_is_over_replicas_too(world, subject):
@@ -253,7 +252,7 @@ def quantised(ctx, subject, dtype):
 
 @clause(
     "fsdp.precision.integers-are-not-cast",
-    source=f"{POLICY}; Dettmers et al. 2023, QLoRA: frozen weights of few bits",
+    source=f"contract: integers; {POLICY}; Dettmers et al. 2023, QLoRA: frozen weights of few bits",
 )
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64])
 def test_frozen_integers_keep_their_values_beside_what_is_cast(world, subject, dtype):

@@ -59,7 +59,11 @@ def gradients(ctx, subject, how, option, fullgraph=False):
     return eager, seen, compiled.num_graphs()
 
 
-@clause("fsdp.compile.like-eager")
+@clause(
+    "fsdp.compile.like-eager",
+    source="contract: compile, compile-model; "
+    "torch.distributed.fsdp with torch.compile; torchtitan compiles each block, then shards",
+)
 @pytest.mark.parametrize("option", ["reshard", "keep", "precision", "checkpoint"])
 @pytest.mark.parametrize("how", compiled.HOW)
 def test_compiled_units_compute_what_they_do_without(world, subject, option, how):
@@ -73,7 +77,11 @@ def test_compiled_units_compute_what_they_do_without(world, subject, option, how
     compiled.like_eager(ranks, f"{how}, {option}")
 
 
-@clause("fsdp.compile.one-graph")
+@clause(
+    "fsdp.compile.one-graph",
+    source="contract: compile; "
+    "torch.distributed.fsdp with torch.compile; torchtitan compiles each block, then shards",
+)
 @pytest.mark.parametrize("how", compiled.HOW[:2])
 def test_hooks_stay_out_of_the_graphs_of_units(world, subject, how):
     """A block that compiles with fullgraph=True MUST do so as a unit as well."""

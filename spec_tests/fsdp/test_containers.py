@@ -108,7 +108,7 @@ def contained(ctx, subject, kind):
 
 @clause(
     "fsdp.forward.containers-of-ones-own",
-    source="contract: nested containers, which stay what they are; UserDict, ModelOutput, a batch",
+    source="contract: own-containers; UserDict, ModelOutput, a batch",
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_containers_of_ones_own_classes_are_taken_or_refused(world, subject, kind):

@@ -113,7 +113,7 @@ def entered(ctx, subject, entrance, setting):
     "fsdp.lifecycle.registered-method",
     level="correct",
     needs=("register_fsdp_forward_method",),
-    source=METHODS,
+    source="contract: full-weights; " + METHODS,
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_a_registered_method_is_like_forward(world, subject, way):
@@ -159,7 +159,7 @@ def unregistered(ctx, subject, case):
 @clause(
     "fsdp.refusals.unregistered-method",
     level="correct",
-    source=f"{METHODS}: a DTensor does not mix with plain tensors",
+    source=f"contract: as-pytorch; {METHODS}: a DTensor does not mix with plain tensors",
 )
 @pytest.mark.parametrize("case", CALLS)
 def test_a_method_that_is_not_registered_does_not_compute_on_a_shard(world, subject, case):
@@ -197,7 +197,7 @@ def entered_again(ctx, subject):
     "fsdp.lifecycle.registered-method-after-exception",
     level="correct",
     needs=("register_fsdp_forward_method",),
-    source=METHODS + "; contract: after a caught exception the next step is right, or an error",
+    source="contract: after-exception, full-weights; " + METHODS,
 )
 def test_a_step_after_a_registered_method_raised_is_right(world, subject):
     """After a caught exception in a registered method the next step MUST be right, or an error."""
@@ -229,7 +229,7 @@ def ignoring(ctx, subject, is_frozen=False):
     return seen, {"table": held.grad}, others, sent
 
 
-@clause("fsdp.init.ignored-parameters", source=IGNORED)
+@clause("fsdp.init.ignored-parameters", source="contract: ignored; " + IGNORED)
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
 def test_an_ignored_parameter_stays_what_it_is(world, subject, is_frozen):
     """An ignored parameter MUST stay the same object: plain, whole, with its values."""
@@ -248,7 +248,10 @@ def ignoring_on_meta(ctx, subject):
     return module.table is held, type(held).__name__, others
 
 
-@clause("fsdp.init.ignored-on-the-meta-device", source=IGNORED + "; deferred initialisation")
+@clause(
+    "fsdp.init.ignored-on-the-meta-device",
+    source="contract: ignored; " + IGNORED + "; deferred initialisation",
+)
 def test_what_is_ignored_on_the_meta_device_is_that_alone(world, subject):
     """On the meta device too, an ignored parameter alone MUST stay plain, or it is refused."""
     ranks = refusal.answer_or_refusal(
@@ -258,7 +261,7 @@ def test_what_is_ignored_on_the_meta_device_is_that_alone(world, subject):
         judge.equal(ranks, (True, "Parameter", ["DTensor"]), quantity="(same object, types)")
 
 
-@clause("fsdp.traffic.ignored-parameters", source=IGNORED)
+@clause("fsdp.traffic.ignored-parameters", source="contract: ignored; " + IGNORED)
 def test_an_ignored_parameter_is_neither_gathered_nor_reduced(world, subject):
     """An ignored parameter MUST NOT be sent: its gradient stays local, the others get the mean."""
     _, own, others, sent = zip(*world.run(ignoring, subject), strict=True)

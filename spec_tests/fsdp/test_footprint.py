@@ -123,7 +123,8 @@ def footprints(
 @clause(
     "fsdp.footprint.shards-alone-stay",
     level="course",
-    source="Zhao et al. 2023, section 4.1; the CS336 tests, which code that shards nothing passes",
+    source="contract: shards-only; "
+    "Zhao et al. 2023, section 4.1; the CS336 tests, which code that shards nothing passes",
     worlds=(2, 4),
 )
 def test_between_steps_a_rank_holds_its_shards_and_no_more(world, subject):
@@ -151,7 +152,8 @@ def test_between_steps_a_rank_holds_its_shards_and_no_more(world, subject):
 
 @clause(
     "fsdp.footprint.freed-after-use",
-    source=f"{MEMORY}; Efficient DL week 5, task 1; CS336: free the gathered weights after use",
+    source="contract: freed; "
+    f"{MEMORY}; Efficient DL week 5, task 1; CS336: free the gathered weights after use",
 )
 def test_full_weights_are_freed_after_forward_and_backward(world, subject):
     """Full weights MUST be freed after forward and after backward, unless they are to be kept.
@@ -203,7 +205,8 @@ def around_a_trained_layer(ctx, subject, depth, where):
 
 @clause(
     "fsdp.footprint.frozen-is-freed",
-    source="test_fully_shard_frozen; freeing hung on the gradient, which a frozen weight never has",
+    source="contract: freed, frozen; "
+    "test_fully_shard_frozen; freeing hung on the gradient, which a frozen weight never has",
 )
 @pytest.mark.parametrize("where", FROZEN)
 def test_frozen_weights_are_freed_after_backward(world, subject, where):
@@ -230,7 +233,7 @@ def test_frozen_weights_are_freed_after_backward(world, subject, where):
     "fsdp.footprint.kept-on-request",
     level="production",
     judges=FULLY_SHARD,
-    source="torch.distributed.fsdp.fully_shard, reshard_after_forward=False",
+    source="contract: as-pytorch; torch.distributed.fsdp.fully_shard, reshard_after_forward=False",
 )
 def test_full_weights_stay_where_that_was_asked_for(world, subject):
     """With reshard_after_forward=False, full weights MUST stay until their backward, not longer."""
@@ -258,7 +261,8 @@ def test_full_weights_stay_where_that_was_asked_for(world, subject):
 @clause(
     "fsdp.footprint.kept-in-part",
     judges=FULLY_SHARD,
-    source="torch.distributed.fsdp.fully_shard, reshard_after_forward as an int",
+    source="contract: partial-reshard; "
+    "torch.distributed.fsdp.fully_shard, reshard_after_forward as an int",
     worlds=(4,),
 )
 def test_an_int_keeps_that_part_of_the_weights_after_forward(world, subject):
@@ -298,7 +302,11 @@ def test_an_int_keeps_that_part_of_the_weights_after_forward(world, subject):
         )
 
 
-@clause("fsdp.footprint.peak-does-not-grow-with-depth", level="production", source=MEMORY)
+@clause(
+    "fsdp.footprint.peak-does-not-grow-with-depth",
+    level="production",
+    source="contract: flat-peak, fsdp/freed; " + MEMORY,
+)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_the_peak_above_the_shards_does_not_grow_with_depth(world, subject, phase):
     """Above shards, moments, gradients and activations, the peak MUST NOT grow with depth.
@@ -312,7 +320,8 @@ def test_the_peak_above_the_shards_does_not_grow_with_depth(world, subject, phas
     "fsdp.footprint.peak-of-calls-by-keyword",
     level="production",
     judges=FULLY_SHARD,
-    source=f"{MEMORY}; a hook that looks at positional inputs alone sees none of `layer(input=x)`",
+    source="contract: flat-peak; "
+    f"{MEMORY}; a hook that looks at positional inputs alone sees none of `layer(input=x)`",
 )
 def test_the_peak_of_units_that_are_called_by_keyword_does_not_grow(world, subject):
     """Units that are called with keyword arguments MUST be reduced and freed one by one, too."""
@@ -323,7 +332,8 @@ def test_the_peak_of_units_that_are_called_by_keyword_does_not_grow(world, subje
     "fsdp.footprint.peak-when-recomputed",
     level="production",
     judges=FULLY_SHARD,
-    source=f"{MEMORY}; a forward that a backward repeats ends no pass and begins none",
+    source="contract: recomputed-unit; "
+    f"{MEMORY}; a forward that a backward repeats ends no pass and begins none",
 )
 def test_the_peak_of_units_that_are_recomputed_does_not_grow(world, subject):
     """With activation checkpointing units MUST be reduced and freed one by one, too."""
@@ -369,7 +379,8 @@ def window(ctx, subject, depth):
     "fsdp.footprint.window-costs-one-copy",
     level="production",
     judges=FULLY_SHARD,
-    source=f"{MEMORY}: unsharded gradients are kept between micro-batches, and freed when reduced",
+    source="contract: unreduced; "
+    f"{MEMORY}: unsharded gradients are kept between micro-batches, and freed when reduced",
     worlds=(2, 4),
 )
 def test_a_window_costs_one_copy_of_the_gradients_and_gives_it_back(world, subject):

@@ -43,7 +43,7 @@ def outputs(ctx, subject, toy, seed, mode, number=2):
     return {name: output.detach() for name, output in found.items()}
 
 
-@clause("fsdp.forward.equals-plain", level="course", source=PAPER)
+@clause("fsdp.forward.equals-plain", level="course", source="contract: plain-bits; " + PAPER)
 def test_the_output_is_that_of_the_plain_model(world, subject):
     """A forward MUST give the bits that the plain model gives."""
     ranks = world.run(outputs, subject, "even", 7, "training", 1)
@@ -51,7 +51,10 @@ def test_the_output_is_that_of_the_plain_model(world, subject):
     judge.tensors(ranks, _plain_outputs("even", world.size, number=1), quantity="output")
 
 
-@clause("fsdp.forward.equals-any-plain-model", source=PAPER)
+@clause(
+    "fsdp.forward.equals-any-plain-model",
+    source="contract: plain-bits, any-rows, tied, mixed-dtypes, reused; " + PAPER,
+)
 @pytest.mark.parametrize("toy", ["ragged", "stack", "tied", "reused", "frozen", "mixed"])
 def test_the_output_is_that_of_any_plain_model(world, subject, toy):
     """Odd sizes, ties, reuse, mixed dtypes: a forward MUST give the plain bits, or be refused."""
@@ -70,7 +73,7 @@ def test_the_output_is_that_of_any_plain_model(world, subject, toy):
         judge.tensors(ranks, plain, quantity="output", given=f"toy {toy!r}")
 
 
-@clause("fsdp.forward.without-gradients", source="evaluation between steps")
+@clause("fsdp.forward.without-gradients", source="contract: plain-bits; evaluation between steps")
 def test_a_forward_without_gradients_gives_the_same_output(world, subject):
     """Under `no_grad`, a forward MUST give the bits that the plain model gives."""
     toy = divisible(subject, "stack")
@@ -92,7 +95,8 @@ def _plain_outputs(toy, size, number=2):
 
 @clause(
     "fsdp.forward.evaluation-leaves-no-trace",
-    source="test_fully_shard_training; torch.inference_mode: its tensors take no part in autograd",
+    source="contract: mean-gradient; "
+    "test_fully_shard_training; torch.inference_mode: its tensors take no part in autograd",
     worlds=(2,),
 )
 @pytest.mark.parametrize("how", ["no-grad", "inference", "inference-first"])
@@ -212,7 +216,8 @@ def structured(ctx, subject, seed, outputs):
 
 @clause(
     "fsdp.forward.nested-containers",
-    source="test_fully_shard_training: inputs and outputs in containers, keyword arguments",
+    source="contract: containers, same-containers; "
+    "test_fully_shard_training: inputs and outputs in containers, keyword arguments",
 )
 @pytest.mark.parametrize("outputs", OUTPUTS)
 def test_inputs_and_outputs_may_sit_in_containers(world, subject, outputs):
@@ -290,7 +295,8 @@ def judge_setting(world, subject, setting, *, may_refuse=False):
 @clause(
     "fsdp.forward.resharding-changes-no-bit",
     judges=FULLY_SHARD,
-    source="reshard_after_forward trades memory for traffic, and nothing else",
+    source="contract: plain-bits; "
+    "reshard_after_forward trades memory for traffic, and nothing else",
 )
 @pytest.mark.parametrize("setting", [False, None], ids=["False", "None"])
 def test_what_is_kept_after_forward_changes_no_bit(world, subject, setting):
@@ -301,7 +307,8 @@ def test_what_is_kept_after_forward_changes_no_bit(world, subject, setting):
 @clause(
     "fsdp.forward.resharding-to-a-part",
     judges=FULLY_SHARD,
-    source="torch.distributed.fsdp.fully_shard: reshard_after_forward as an int",
+    source="contract: partial-reshard; "
+    "torch.distributed.fsdp.fully_shard: reshard_after_forward as an int",
     worlds=(4,),
 )
 def test_resharding_to_a_smaller_world_changes_no_bit(world, subject):
@@ -330,7 +337,7 @@ def output_of_two_dtypes(ctx, subject):
 @clause(
     "fsdp.forward.two-dtypes-of-a-unit",
     judges=FULLY_SHARD,
-    source="contract: mixed dtypes are sharded, or refused; float32 norms in a bfloat16 block",
+    source="contract: mixed-dtypes; float32 norms in a bfloat16 block",
     worlds=(2,),
 )
 def test_each_weight_of_a_unit_computes_in_its_own_dtype(world, subject):
@@ -350,7 +357,8 @@ def hooks_that_run(ctx, subject):
 
 @clause(
     "fsdp.forward.runs-the-modules-hooks",
-    source="torch.nn.Module: call the module, not its forward, which ignores hooks",
+    source="contract: as-pytorch, runs-hooks; "
+    "torch.nn.Module: call the module, not its forward, which ignores hooks",
     worlds=(2,),
 )
 def test_a_forward_runs_the_hooks_of_the_module(world, subject):
@@ -381,7 +389,8 @@ def weights_that_hooks_see(ctx, subject):
     "fsdp.forward.hooks-see-full-weights",
     level="production",
     judges=FULLY_SHARD,
-    source="torch.nn.utils.spectral_norm: a forward pre-hook that computes with the weight",
+    source="contract: earlier-hooks; "
+    "torch.nn.utils.spectral_norm: a forward pre-hook that computes with the weight",
     worlds=(2,),
 )
 def test_hooks_that_were_there_see_the_full_weights(world, subject):
@@ -407,7 +416,7 @@ def derived(ctx, subject, calls):
 @clause(
     "fsdp.forward.under-a-transform",
     judges=FULLY_SHARD,
-    source="torch.func.jvp; FSDP2 gathers outside of transforms",
+    source="contract: jvp; torch.func.jvp; FSDP2 gathers outside of transforms",
     worlds=(2,),
 )
 @pytest.mark.parametrize("calls", ["", "backward 0"], ids=["first", "later"])

@@ -33,7 +33,6 @@ from spec_tests.rig.toys import TOYS, sum_of_squares
 
 clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
 
-FRESH = "contract: after an update, the next forward uses current weights"
 SETTINGS: dict[str, dict[str, Any]] = {
     "freed": {"reshard_after_forward": True},
     "default": {},
@@ -87,7 +86,7 @@ BY_HAND = "backward 0, unshard now, step, backward 1, unshard now, step, evaluat
 BETWEEN = "backward 0, step_one first, unshard now, step_one second"
 
 
-@clause("fsdp.lifecycle.fresh-after-step", source=FRESH)
+@clause("fsdp.lifecycle.fresh-after-step", source="contract: fresh-weights")
 @situations(
     {case: f"even {word}: {STEPS}" for case, word in WORDS.items()}
     | {
@@ -108,7 +107,7 @@ def test_a_forward_after_a_step_uses_the_new_weights(world, subject, situation):
 
 @clause(
     "fsdp.lifecycle.anothers-step",
-    source="contract: another model disturbs nothing; a probe that one rank trains for its log",
+    source="contract: models-apart; a probe that one rank trains for its log",
     worlds=(2,),
 )
 @situations({"held": "even held: keep True, backward 0, another_steps 0, evaluate 9"})
@@ -120,7 +119,7 @@ def test_a_step_of_another_model_makes_nothing_stale(world, subject, situation):
 @clause(
     "fsdp.lifecycle.fresh-after-gather-in-flight",
     level="production",
-    source=FRESH + "; FSDPModule.unshard(async_op=True)",
+    source="contract: fresh-weights, async-unshard; FSDPModule.unshard(async_op=True)",
     worlds=(2,),
 )
 @situations({"in-flight": f"even: {BY_HAND.replace('now', 'in-flight')}"})
@@ -140,7 +139,7 @@ def after_evaluation_and_step(ctx, subject, toy, seed, setting, records=False):
     return _output(sharded)
 
 
-@clause("fsdp.lifecycle.fresh-after-evaluation", source=FRESH, worlds=(2,))
+@clause("fsdp.lifecycle.fresh-after-evaluation", source="contract: fresh-weights", worlds=(2,))
 @situations({c: f"even {w}: backward 0, evaluate 1, step, evaluate 9" for c, w in WORDS.items()})
 def test_an_evaluation_before_a_step_leaves_nothing_stale(world, subject, situation):
     """After backward, evaluation, step: the next forward MUST use the new weights."""
@@ -149,7 +148,7 @@ def test_an_evaluation_before_a_step_leaves_nothing_stale(world, subject, situat
 
 @clause(
     "fsdp.lifecycle.fresh-after-evaluation-in-part",
-    source=FRESH + "; fully_shard, reshard_after_forward as an int",
+    source="contract: fresh-weights, partial-reshard; fully_shard, reshard_after_forward as an int",
     worlds=(4,),
 )
 def test_a_part_that_a_forward_alone_kept_is_not_stale_after_a_step(world, subject):
@@ -165,7 +164,7 @@ def test_a_part_that_a_forward_alone_kept_is_not_stale_after_a_step(world, subje
 @clause(
     "fsdp.lifecycle.fresh-after-evaluation-of-a-whole-model",
     judges=("fsdp",),
-    source=FRESH,
+    source="contract: fresh-weights",
     worlds=(2,),
 )
 @pytest.mark.parametrize("records", [False, True], ids=["no-grad", "without-backward"])
@@ -221,7 +220,11 @@ def after_leaving_out(ctx, subject, raises=""):
     return {"output": model(x).detach()}
 
 
-@clause("fsdp.lifecycle.fresh-after-layers-left-out", judges=BOTH, source=FRESH)
+@clause(
+    "fsdp.lifecycle.fresh-after-layers-left-out",
+    judges=BOTH,
+    source="contract: fresh-weights, unused",
+)
 def test_layers_that_a_forward_left_out_are_not_stale_after_a_step(world, subject):
     """After a forward that skipped layers, and a step, a forward MUST use all layers' new weights.
 
@@ -235,7 +238,11 @@ def test_layers_that_a_forward_left_out_are_not_stale_after_a_step(world, subjec
         _judge_ladder(ranks)
 
 
-@clause("fsdp.lifecycle.fresh-after-exception-in-a-whole-model", judges=("fsdp",), source=FRESH)
+@clause(
+    "fsdp.lifecycle.fresh-after-exception-in-a-whole-model",
+    judges=("fsdp",),
+    source="contract: fresh-weights",
+)
 @pytest.mark.parametrize("where", ["within a layer", "between layers"], ids=["within", "between"])
 def test_no_layer_of_a_whole_model_is_stale_after_an_exception(world, subject, where):
     """After an exception in forward and a step, a whole model's forward MUST use the new weights.
@@ -282,7 +289,7 @@ FULL = {case: (word, "evaluate 0") for case, word in WORDS.items()} | {
 
 @clause(
     "fsdp.lifecycle.fresh-after-load",
-    source=f"{FRESH}; a load, or an operation under no_grad on the Parameter or its local tensor",
+    source="contract: fresh-weights",
     worlds=(2,),
 )
 @situations(
@@ -300,7 +307,7 @@ def test_a_forward_after_a_load_uses_the_loaded_weights(world, subject, situatio
 @clause(
     "fsdp.lifecycle.fresh-after-writing-in-a-whole-model",
     judges=("fsdp",),
-    source="contract: a forward computes with current weights; moving averages, initialisations",
+    source="contract: fresh-weights; moving averages, initialisations",
     worlds=(2,),
 )
 @situations(
@@ -332,7 +339,8 @@ def full_of_unsharded(ctx, subject, is_stepped):
 @clause(
     "fsdp.lifecycle.full-parameters-of-what-is-unsharded",
     level="production",
-    source="contract: full_parameters; a copy that is registered is that of before the update",
+    source="contract: full_parameters/current; "
+    "a copy that is registered is that of before the update",
     worlds=(2,),
 )
 @pytest.mark.parametrize("is_stepped", [True, False], ids=["step", "write"])

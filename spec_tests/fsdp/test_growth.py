@@ -17,7 +17,7 @@ clause = clauses(judges=BOTH, level="correct")
 
 @clause(
     "fsdp.footprint.no-growth",
-    source="buffers, hooks and handles that gather over thousands of steps",
+    source="contract: no-growth; buffers, hooks and handles that gather over thousands of steps",
 )
 def test_memory_does_not_grow_from_step_to_step(world, subject):
     """Live bytes MUST be the same after every step but the first."""
@@ -30,7 +30,8 @@ def test_memory_does_not_grow_from_step_to_step(world, subject):
     "fsdp.footprint.discarded-gathers",
     level="production",
     judges=FULLY_SHARD,
-    source="a prefetched layer that is then skipped; FSDPModule.unshard(async_op=True), reshard",
+    source="contract: no-growth, async-unshard; "
+    "a prefetched layer that is then skipped; FSDPModule.unshard(async_op=True), reshard",
 )
 def test_a_gather_that_is_discarded_leaves_nothing_behind(world, subject):
     """Live bytes MUST NOT grow where a unit is gathered in every step and freed unused."""
@@ -43,7 +44,7 @@ def test_a_gather_that_is_discarded_leaves_nothing_behind(world, subject):
 @clause(
     "fsdp.footprint.interrupted-backwards",
     level="production",
-    source="contract: memory does not grow; after a caught exception the next step is right",
+    source="contract: no-growth, after-exception; after a caught exception the next step is right",
 )
 def test_a_backward_that_is_interrupted_leaves_nothing_behind(world, subject):
     """Live bytes MUST NOT grow where a backward is interrupted in every step, or it be an error."""
@@ -83,7 +84,7 @@ def shorter_evaluation(ctx, subject):
 @clause(
     "fsdp.footprint.shorter-evaluation",
     level="production",
-    source="contract: what is launched is waited for; early exits, layer drop",
+    source="contract: waits; early exits, layer drop",
 )
 def test_an_evaluation_that_ends_early_leaves_no_layer_behind(world, subject):
     """An evaluation that leaves out the last layer MUST NOT leave it gathered, or on its way."""
@@ -119,7 +120,8 @@ def kept_for_nothing(ctx, subject):
     "fsdp.footprint.kept-for-nothing",
     level="production",
     judges=FULLY_SHARD,
-    source="FSDP2 reshards all units at the end of a backward; auxiliary heads",
+    source="contract: as-pytorch; "
+    "FSDP2 reshards all units at the end of a backward; auxiliary heads",
 )
 def test_what_was_kept_for_a_backward_is_freed_if_it_does_not_come(world, subject):
     """With reshard_after_forward=False, a backward MUST also free the units it does not reach."""
@@ -148,7 +150,8 @@ def models_in_turn(ctx, subject):
 
 @clause(
     "fsdp.footprint.models-made-and-dropped",
-    source="searches of hyperparameters and notebooks: one process makes many models",
+    source="contract: dropped-models; "
+    "searches of hyperparameters and notebooks: one process makes many models",
 )
 def test_a_model_that_is_dropped_leaves_nothing_behind(world, subject):
     """Live bytes MUST NOT grow where models are made, trained and dropped in turn."""

@@ -52,7 +52,8 @@ def after_sharding(ctx, subject, toy):
     "fsdp.init.nothing-lost",
     level="course",
     judges=BOTH,
-    source="CS336 assignment 2, fsdp_gather_full_params; Zhao et al. 2023, section 4.1",
+    source="contract: full_parameters/whole; "
+    "CS336 assignment 2, fsdp_gather_full_params; Zhao et al. 2023, section 4.1",
     worlds=(2, 3, 4),
 )
 def test_sharding_loses_no_value(world, subject):
@@ -68,7 +69,8 @@ def test_sharding_loses_no_value(world, subject):
 @clause(
     "fsdp.init.nothing-lost-of-any-model",
     judges=BOTH,
-    source="Zhao et al. 2023, section 4.1; pytorch issue 176225 on tied parameters",
+    source="contract: full_parameters/whole, full_parameters/plain-names, any-rows, tied, frozen; "
+    "Zhao et al. 2023, section 4.1; pytorch issue 176225 on tied parameters",
     worlds=(3,),
 )
 @pytest.mark.parametrize("toy", ["ragged", "stack", "tied", "frozen"])
@@ -102,7 +104,7 @@ def local_rows(ctx, subject, rows):
 @clause(
     "fsdp.init.rows-as-torch-chunk",
     level="production",
-    source="torch.distributed.tensor.Shard: as torch.chunk deals the rows out",
+    source="contract: dtensors; torch.distributed.tensor.Shard: as torch.chunk deals the rows out",
     worlds=(3, 4),
 )
 @given(rows=st.integers(1, 9))
@@ -136,7 +138,7 @@ def test_each_rank_keeps_the_rows_that_chunk_would_give_it(world, subject, rows)
 @clause(
     "fsdp.init.any-number-of-rows",
     judges=BOTH,
-    source="torchtitan issue 1136; the contract asks for no divisibility",
+    source="contract: any-rows; torchtitan issue 1136",
 )
 @given(rows=st.integers(1, 7))
 @example(rows=1)
@@ -186,7 +188,7 @@ def named_like_a_prefix(ctx, subject):
     level="production",
     judges=BOTH,
     needs=("full_parameters",),
-    source="contract: by the plain model's names; `name.replace('module.', '')`",
+    source="contract: plain-names; `name.replace('module.', '')`",
     worlds=(2,),
 )
 def test_a_name_that_holds_a_wrappers_prefix_stays_whole(world, subject):
@@ -226,7 +228,7 @@ def judge_descriptions(world, subject, toy, keys):
             says_the_same(seen[name], right, keys, f"rank {rank}, {name!r}", f"toy {toy!r}")
 
 
-@clause("fsdp.init.parameters-are-dtensors", source=PAGE)
+@clause("fsdp.init.parameters-are-dtensors", source="contract: dtensors; " + PAGE)
 @pytest.mark.parametrize("toy", ["stack", "tied", "frozen"])
 def test_parameters_are_dtensors_sharded_on_dim_0(world, subject, toy):
     """Sharded parameters MUST be DTensor Parameters of the plain names, order and global shape."""
@@ -237,7 +239,7 @@ def test_parameters_are_dtensors_sharded_on_dim_0(world, subject, toy):
 @clause(
     "fsdp.init.dtensor-metadata",
     level="production",
-    source="flashoptim issue 6: DTensor.from_local without shape and stride",
+    source="contract: dtensors; flashoptim issue 6: DTensor.from_local without shape and stride",
 )
 @pytest.mark.parametrize("toy", ["ragged", "mixed"])
 def test_dtensors_carry_mesh_stride_and_dtype_of_the_whole(world, subject, toy):
@@ -258,11 +260,7 @@ def tied_across_units(ctx, subject, is_frozen, units):
     return [name for name, _ in module.named_parameters()]
 
 
-@clause(
-    "fsdp.init.ties-across-units",
-    source="contract: tied parameters are sharded, or refused; pytorch issue 176225",
-    worlds=(2,),
-)
+@clause("fsdp.init.ties-across-units", source="contract: tied; pytorch issue 176225", worlds=(2,))
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("units", [("encode",), ("encode", "decode")], ids=["one", "both"])
 def test_a_tie_across_units_is_kept_or_refused(world, subject, is_frozen, units):
@@ -303,7 +301,7 @@ def two_of_one_name(ctx, subject):
 
 @clause(
     "fsdp.init.classes-of-one-name",
-    source="contract: another model disturbs nothing; torchtitan's simple_fsdp, a cache by class",
+    source="contract: models-apart; torchtitan's simple_fsdp, a cache by class",
     worlds=(2,),
 )
 def test_two_classes_of_one_name_stay_two(world, subject):
@@ -329,7 +327,7 @@ def surroundings(ctx, subject, toy):
     return buffers, divided, list(sharded.module.state_dict()), foreign
 
 
-@clause("fsdp.init.the-rest-stays", source=PAGE, worlds=(2,))
+@clause("fsdp.init.the-rest-stays", source="contract: as-pytorch; " + PAGE, worlds=(2,))
 def test_buffers_modules_and_keys_stay_what_they_were(world, subject):
     """Buffers MUST stay plain and whole; modules and state-dict keys MUST stay as they were."""
     ranks = world.run(surroundings, subject, "buffers")
@@ -364,7 +362,9 @@ def materialised(ctx, subject, seed, how):
 
 
 @clause(
-    "fsdp.init.meta-device", level="production", source=f"{PAGE}, initialisation on the meta device"
+    "fsdp.init.meta-device",
+    level="production",
+    source=f"contract: as-pytorch; {PAGE}, initialisation on the meta device",
 )
 @pytest.mark.parametrize("how", ["in-place", "assigned"])
 def test_a_model_may_be_sharded_before_it_has_values(world, subject, how):
@@ -404,7 +404,7 @@ def in_default_groups(ctx, subject):
 @clause(
     "fsdp.init.new-default-group",
     judges=BOTH,
-    source="torch.distributed.destroy_process_group",
+    source="contract: models-apart; torch.distributed.destroy_process_group",
     worlds=(2,),
     transports=("gloo",),
 )

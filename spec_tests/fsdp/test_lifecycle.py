@@ -65,7 +65,7 @@ def after_failure(ctx, subject, seed, where):
 
 @clause(
     "fsdp.lifecycle.after-exception",
-    source="test_fully_shard_training: a caught exception, out of memory for instance",
+    source="contract: after-exception; test_fully_shard_training: a caught exception",
 )
 @pytest.mark.parametrize("where", ["forward", "backward", "forward-reset", "backward-reset"])
 def test_a_step_after_a_caught_exception_is_right(world, subject, where):
@@ -93,7 +93,7 @@ def kinds_after_failure(ctx, subject, where):
 
 @clause(
     "fsdp.lifecycle.shards-after-exception",
-    source="contract: after a caught exception the next step is right; a state dict takes shards",
+    source="contract: after-exception; a state dict takes shards",
 )
 @pytest.mark.parametrize("where", ["training", "evaluation", "hook"])
 def test_an_exception_leaves_no_full_parameter_behind(world, subject, where):
@@ -123,7 +123,8 @@ def interleaved(ctx, subject, toy):
 @clause(
     "fsdp.lifecycle.two-models",
     judges=BOTH,
-    source="adversarial training, teachers, moving averages: two sharded models at once",
+    source="contract: models-apart; "
+    "adversarial training, teachers, moving averages: two sharded models at once",
 )
 def test_two_models_do_not_disturb_each_other(world, subject):
     """Two sharded models whose passes interleave MUST each have their own mean gradients."""
@@ -153,7 +154,7 @@ def on_a_mesh(ctx, subject, seed, shape):
 
 @clause(
     "fsdp.lifecycle.part-of-the-world",
-    source="torch.distributed.fsdp.fully_shard, mesh; verl issue 7493",
+    source="contract: mean-gradient; torch.distributed.fsdp.fully_shard, mesh; verl issue 7493",
     worlds=(4,),
 )
 @pytest.mark.parametrize("part", PARTS)
@@ -176,7 +177,7 @@ def test_a_mesh_decides_who_talks_and_what_is_divided_by(world, subject, part):
 
 @clause(
     "fsdp.lifecycle.hybrid",
-    source="torch.distributed.fsdp.fully_shard, mesh of two dimensions; pytorch issue 125484",
+    source="contract: two-dims; fully_shard, mesh of two dimensions; pytorch issue 125484",
     worlds=(4,),
 )
 def test_a_hybrid_mesh_averages_over_replicas_and_shards(world, subject):
@@ -200,7 +201,7 @@ def on_a_flat_mesh(ctx, subject, shape):
 
 @clause(
     "fsdp.lifecycle.hybrid-of-one",
-    source="torch.distributed.fsdp.fully_shard, mesh of two dimensions: (replicate, shard)",
+    source="contract: two-dims; fully_shard, mesh of two dimensions: (replicate, shard)",
     worlds=(2, 4),
 )
 @pytest.mark.parametrize("shape", [(None, 1), (1, None)], ids=["replicas-alone", "shards-alone"])
@@ -241,7 +242,7 @@ def alone(ctx, subject):
 @clause(
     "fsdp.lifecycle.world-of-one",
     judges=BOTH,
-    source="a job that is tried on one device",
+    source="contract: mean-gradient; a job that is tried on one device",
     worlds=(1,),
 )
 def test_one_rank_alone_is_the_plain_model(world, subject):
@@ -288,7 +289,8 @@ def collected_in_a_step(ctx, subject, toy, seed):
 @clause(
     "fsdp.lifecycle.collected-in-a-step",
     judges=BOTH,
-    source="ours, once: OrderedDict mutated during iteration, when the collector came in a step",
+    source="contract: models-apart; "
+    "ours, once: OrderedDict mutated during iteration, when the collector came in a step",
 )
 def test_a_model_may_be_collected_in_the_middle_of_a_step(world, subject):
     """A sharded model that is garbage-collected during a step MUST NOT disturb that step.
@@ -318,7 +320,11 @@ def by_hand(ctx, subject):
     return whole, kinds, {"output": sharded.wrapped(sharded.batch()).detach()}
 
 
-@clause("fsdp.lifecycle.by-hand", source="FSDPModule.unshard, FSDPModule.reshard", worlds=(2, 3))
+@clause(
+    "fsdp.lifecycle.by-hand",
+    source="contract: by-hand; FSDPModule.unshard, FSDPModule.reshard",
+    worlds=(2, 3),
+)
 def test_a_unit_may_be_unsharded_and_resharded_by_hand(world, subject):
     """After `unshard` a module MUST have full plain parameters, after `reshard` its shards."""
     whole, kinds, outputs = zip(*world.run(by_hand, subject), strict=True)
@@ -360,7 +366,7 @@ def names_afterwards(ctx, subject, kind):
 
 @clause(
     "fsdp.init.names-of-the-model",
-    source="ours, once: a noise schedule called _schedule was overwritten",
+    source="contract: as-pytorch; ours, once: a noise schedule called _schedule was overwritten",
     level="production",
 )
 @pytest.mark.parametrize("kind", ["values", "modules"])
@@ -394,7 +400,7 @@ def told(ctx, subject, seed):
 
 @clause(
     "fsdp.backward.post-accumulate-hooks",
-    source="torch.Tensor.register_post_accumulate_grad_hook; test_fully_shard_autograd",
+    source="contract: as-pytorch; register_post_accumulate_grad_hook; test_fully_shard_autograd",
     level="production",
 )
 def test_a_hook_that_waits_for_a_gradient_is_called_with_it(world, subject):
@@ -434,7 +440,7 @@ def attended(ctx, subject):
 @clause(
     "fsdp.forward.layers-that-are-not-called",
     judges=("fsdp",),
-    source="torch.nn.MultiheadAttention reads the weight of out_proj, a Linear, without calling it",
+    source="contract: plain-bits; MultiheadAttention reads the weight of out_proj, a Linear",
     level="production",
 )
 def test_a_layer_whose_weight_is_read_from_outside_is_whole_then(world, subject):

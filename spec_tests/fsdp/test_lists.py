@@ -37,7 +37,8 @@ def in_one_call(ctx, subject, units):
 
 @clause(
     "fsdp.traffic.list-is-one-unit",
-    source="torch.distributed.fsdp.fully_shard: a list of modules, grouped for communication",
+    source="contract: lists; "
+    "torch.distributed.fsdp.fully_shard: a list of modules, grouped for communication",
 )
 @pytest.mark.parametrize("units", ["up+down", "down+up"])
 def test_modules_of_one_call_travel_together(world, subject, units):
@@ -95,7 +96,8 @@ def in_a_list(ctx, subject, how):
 
 @clause(
     "fsdp.backward.list-of-modules",
-    source="torch.distributed.fsdp.fully_shard: fully_shard([norm, head]), tied or in chunks",
+    source="contract: lists; "
+    "torch.distributed.fsdp.fully_shard: fully_shard([norm, head]), tied or in chunks",
 )
 @pytest.mark.parametrize("how", ["tied", "apart"])
 def test_modules_of_one_call_have_mean_gradients(world, subject, how):
@@ -123,7 +125,8 @@ def in_part(ctx, subject):
 
 @clause(
     "fsdp.footprint.part-of-a-list",
-    source="torch.distributed.fsdp.fully_shard: a forward may run only some of a list",
+    source="contract: lists; "
+    "torch.distributed.fsdp.fully_shard: a forward may run only some of a list",
 )
 def test_a_list_of_which_a_part_ran_is_freed(world, subject):
     """After a forward that ran part of a list, the full weights of the whole list MUST be freed."""

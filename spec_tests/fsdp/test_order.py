@@ -108,7 +108,7 @@ def _before(log, label, since=None):
     return Log(part, peak_bytes=0)
 
 
-@clause("fsdp.order.gathers-ahead-in-backward", source=OVERLAP)
+@clause("fsdp.order.gathers-ahead-in-backward", source="contract: gathers-ahead; " + OVERLAP)
 def test_backward_gathers_the_next_unit_before_it_computes(world, subject):
     """In backward, the next unit's gather MUST begin before the current unit has computed."""
     logs = world.run(events, subject, {})
@@ -125,7 +125,7 @@ def test_backward_gathers_the_next_unit_before_it_computes(world, subject):
             )
 
 
-@clause("fsdp.order.reduces-during-backward", source=OVERLAP)
+@clause("fsdp.order.reduces-during-backward", source="contract: flat-peak; " + OVERLAP)
 def test_a_unit_is_reduced_while_backward_still_runs(world, subject):
     """In backward, a unit's reduction MUST begin before the second unit after it has computed."""
     logs = world.run(events, subject, {})
@@ -144,7 +144,8 @@ def test_a_unit_is_reduced_while_backward_still_runs(world, subject):
 
 @clause(
     "fsdp.order.hints-are-followed",
-    source="FSDPModule.set_modules_to_forward_prefetch, set_modules_to_backward_prefetch",
+    source="contract: hints; "
+    "FSDPModule.set_modules_to_forward_prefetch, set_modules_to_backward_prefetch",
 )
 def test_hinted_units_are_gathered_ahead(world, subject):
     """Units named in a hint MUST be gathered before the unit that has it, or it be refused."""
@@ -165,7 +166,8 @@ def test_hinted_units_are_gathered_ahead(world, subject):
 
 @clause(
     "fsdp.order.hints-replace-the-default",
-    source="FSDPModule.set_modules_to_backward_prefetch: it overrides the default prefetching",
+    source="contract: hints; "
+    "FSDPModule.set_modules_to_backward_prefetch: it overrides the default prefetching",
 )
 def test_a_backward_hint_takes_the_place_of_the_next_unit(world, subject):
     """A backward hint MUST take the default's place: what it leaves out is not gathered ahead.
@@ -212,7 +214,9 @@ HINTS = {
 
 
 @clause(
-    "fsdp.order.hints-change-no-bit", level="correct", source="a hint says when to gather, not what"
+    "fsdp.order.hints-change-no-bit",
+    level="correct",
+    source="contract: hints; a hint says when to gather, not what",
 )
 @pytest.mark.parametrize("hints", HINTS)
 def test_no_hint_changes_a_bit(world, subject, hints):

@@ -33,6 +33,7 @@ from spec_tests.rig.judge.symptoms import Hint
 
 POLICY = "torch.distributed.fsdp.MixedPrecisionPolicy"
 clause = clauses(judges=FULLY_SHARD, needs=("MixedPrecisionPolicy",), level="correct")
+of_both = clauses(judges=BOTH, level="correct")
 HALF = torch.bfloat16
 FINE = 2.0**-12
 """Lost next to 1 in both half precisions, and not in float32."""
@@ -67,12 +68,11 @@ def output_of_fine_weights(ctx, subject):
     return {"output": model(torch.zeros(1, dtype=torch.long, device=ctx.device)).detach().double()}
 
 
-@clause(
+@of_both(
     "fsdp.precision.computes-in-its-dtype",
     level="course",
-    judges=BOTH,
-    needs=(),
-    source=f"CS336 assignment 2, compute_dtype; {POLICY}, param_dtype",
+    source="contract: MixedPrecisionPolicy/computes, fsdp/computes; "
+    f"CS336 assignment 2, compute_dtype; {POLICY}, param_dtype",
 )
 def test_a_forward_computes_with_rounded_weights(world, subject):
     """A forward MUST compute with weights that were rounded to the dtype that was asked for."""
@@ -95,12 +95,10 @@ def looked_up(ctx, subject):
     return {"row": model(torch.zeros(1, dtype=torch.long, device=ctx.device)).detach().double()}
 
 
-@clause(
+@of_both(
     "fsdp.precision.of-a-table",
     level="production",
-    judges=BOTH,
-    needs=(),
-    source="contract: the sharded layers compute in it; a lookup multiplies nothing",
+    source="contract: MixedPrecisionPolicy/gathers, tables; a lookup multiplies nothing",
     worlds=(2,),
 )
 def test_a_table_is_looked_up_in_the_dtype_that_computes(world, subject):
@@ -123,12 +121,11 @@ def small_updates(ctx, subject):
     return {"weight": next(iter(full.values())).detach().clone()}
 
 
-@clause(
+@of_both(
     "fsdp.precision.updates-are-not-lost",
     level="course",
-    judges=BOTH,
-    needs=(),
-    source="Micikevicius et al. 2018, section 3.1; pytorch issue 106395",
+    source="contract: MixedPrecisionPolicy/own-dtype, optimizer-dtype; "
+    "Micikevicius et al. 2018, section 3.1; pytorch issue 106395",
 )
 def test_small_updates_are_not_rounded_away(world, subject):
     """Updates MUST be made to weights of the original dtype, however small they are."""
@@ -178,7 +175,8 @@ def kept_dtypes(ctx, subject):
 
 
 @clause(
-    "fsdp.precision.shards-keep-their-dtype", source=f"{POLICY}; pytorch issue 146114 on buffers"
+    "fsdp.precision.shards-keep-their-dtype",
+    source=f"contract: others-keep-dtype, own-dtype; {POLICY}; pytorch issue 146114 on buffers",
 )
 def test_what_an_optimizer_sees_keeps_its_dtype(world, subject):
     """Shards, their gradients, optimizer state and buffers MUST keep the original dtype."""
@@ -197,11 +195,10 @@ def fine_weights(ctx, subject, moment):
     return full_parameters(ctx, model, ("1.weight",))
 
 
-@clause(
+@of_both(
     "fsdp.precision.shards-keep-their-values",
-    judges=BOTH,
-    needs=(),
-    source=f"Micikevicius et al. 2018, section 3.1: a master copy; {POLICY}",
+    source="contract: MixedPrecisionPolicy/own-dtype, optimizer-dtype; "
+    f"Micikevicius et al. 2018, section 3.1: a master copy; {POLICY}",
 )
 @pytest.mark.parametrize("moment", ["at-once", "after-forward"])
 def test_shards_are_not_rounded_to_the_computing_dtype(world, subject, moment):
@@ -242,7 +239,7 @@ def tagged(ctx, subject, tags, reduce_dtype, cells, param_dtype=HALF):
     return {"gradient": gradient.full_tensor().float()}
 
 
-@clause("fsdp.precision.reduces-in-its-dtype", source=f"{POLICY}, reduce_dtype")
+@clause("fsdp.precision.reduces-in-its-dtype", source=f"contract: reduces; {POLICY}, reduce_dtype")
 def test_gradients_are_added_in_the_reduction_dtype(world, subject):
     """With reduce_dtype float32, gradients MUST be added up over ranks in float32.
 
@@ -260,7 +257,7 @@ def test_gradients_are_added_in_the_reduction_dtype(world, subject):
 
 @clause(
     "fsdp.precision.accumulates-in-its-dtype",
-    source="test_fully_shard_pending_grad; DeepSpeed issues 2352 and 2768",
+    source="contract: accumulates; test_fully_shard_pending_grad; DeepSpeed issues 2352 and 2768",
 )
 @pytest.mark.parametrize("param_dtype", [HALF, None], ids=["policy", "model"])
 def test_gradients_wait_in_the_reduction_dtype(world, subject, param_dtype):
@@ -290,7 +287,11 @@ def sent_dtypes(ctx, subject, reduce_dtype):
     }
 
 
-@clause("fsdp.precision.sends-in-its-dtype", level="production", source=POLICY)
+@clause(
+    "fsdp.precision.sends-in-its-dtype",
+    level="production",
+    source="contract: gathers, reduces; " + POLICY,
+)
 @pytest.mark.parametrize("wide", [True, False], ids=["reduce-float32", "reduce-default"])
 def test_weights_and_gradients_travel_in_their_dtypes(world, subject, wide):
     """Weights MUST travel in param_dtype, gradients in reduce_dtype or else in param_dtype."""
@@ -318,7 +319,8 @@ def mean_of_large_gradients(ctx, subject):
 @clause(
     "fsdp.precision.float16-does-not-overflow",
     level="production",
-    source="FSDP2 divides by about the root of the number of ranks before it adds up in float16",
+    source="contract: mean-gradient; "
+    "FSDP2 divides by about the root of the number of ranks before it adds up in float16",
 )
 def test_a_mean_that_float16_holds_does_not_overflow_on_the_way(world, subject):
     """In float16, gradients of 60000 on all ranks MUST give 60000: their sum is beyond it."""
@@ -348,7 +350,7 @@ def of_two_dtypes(ctx, subject, toy):
     "fsdp.precision.two-dtypes-reduced-in-one",
     level="production",
     judges=FULLY_SHARD,
-    source="contract: mixed dtypes are sharded, or refused",
+    source="contract: grad-dtype",
     worlds=(2,),
 )
 def test_gradients_of_two_dtypes_are_reduced_in_one(world, subject):
@@ -384,7 +386,8 @@ def with_and_without_recomputation(ctx, subject):
 @clause(
     "fsdp.precision.casts-when-recomputed",
     level="production",
-    source="torch.utils.checkpoint around what calls a unit: it compares shapes and dtypes",
+    source="contract: recomputed-casts; "
+    "torch.utils.checkpoint around what calls a unit: it compares shapes and dtypes",
     worlds=(2,),
 )
 def test_what_is_recomputed_has_the_same_dtypes(world, subject):
@@ -416,11 +419,9 @@ def reused_in_half(ctx, subject):
     return full_parameters(ctx, model, ("embed.weight", "layer.weight"))
 
 
-@clause(
+@of_both(
     "fsdp.precision.layer-used-twice",
-    judges=BOTH,
-    needs=(),
-    source="contract: gradients are the mean; a layer that is called twice has two shares in one",
+    source="contract: mean-gradient, reused; a layer that is called twice has two shares in one",
 )
 def test_a_layer_used_twice_in_half_precision_gets_both_shares(world, subject):
     """In half precision, a layer called twice MUST get the sum of both gradients, or be refused.

@@ -54,7 +54,7 @@ def judge_programs(world, subject, reshard):
 
 @clause(
     "fsdp.programs.any-sequence",
-    source="contract, FullyShard; hypothesis, stateful testing",
+    source="contract: mean-gradient, fresh-weights, zero-grad; hypothesis, stateful testing",
     worlds=(2, 3),
 )
 def test_any_sequence_of_calls_does_what_one_process_does(world, subject):
@@ -69,7 +69,7 @@ def test_any_sequence_of_calls_does_what_one_process_does(world, subject):
 
 @clause(
     "fsdp.programs.any-sequence-with-kept-weights",
-    source="contract, FullyShard; hypothesis, stateful testing",
+    source="contract: mean-gradient, fresh-weights, zero-grad; hypothesis, stateful testing",
 )
 def test_any_sequence_with_weights_kept_after_forward(world, subject):
     """With `reshard_after_forward=False` any sequence of training calls MUST do the same.
@@ -83,7 +83,7 @@ TWO_STEPS_OF_PAIRS = (
     "backward 0, step, accumulate 1, backward 2, step, backward 3",
     "keep True, backward 0, step, accumulate 1, backward 2, step, backward 3",
 )
-SITUATIONS = "contract, FullyShard; Cohen et al. 1997, The AETG system"
+SITUATIONS = "contract: mean-gradient, fresh-weights; Cohen et al. 1997, The AETG system"
 
 
 @clause("fsdp.programs.any-situation", judges=BOTH, source=SITUATIONS, worlds=(2, 3))
@@ -113,7 +113,10 @@ def test_any_situation_of_production_does_what_one_process_does(world, subject, 
     draw.judge_part(world, subject, "production", part, looks=True)
 
 
-@clause("fsdp.lifecycle.fresh-after-exception", source="found by fsdp.programs.any-sequence")
+@clause(
+    "fsdp.lifecycle.fresh-after-exception",
+    source="contract: fresh-weights, after-exception; found by fsdp.programs.any-sequence",
+)
 @situations({"last": "mlp freed: backward 0, fails 1 last, step, evaluate 2"})
 def test_a_step_after_an_interrupted_forward_is_seen(world, subject, situation):
     """After an exception in forward was caught and a step taken, a forward MUST see new weights.
@@ -128,7 +131,7 @@ AGAIN = "evaluate 1, zero_grad none, write parameters, evaluate 9"
 
 @clause(
     "fsdp.lifecycle.fresh-after-interrupted-backward",
-    source="contract: after an update the next forward uses current weights",
+    source="contract: fresh-weights, after-exception",
     worlds=(2,),
 )
 @situations({"held": f"even held: fails_backward 0 first, {AGAIN}"})
@@ -144,7 +147,7 @@ def test_a_change_after_an_interrupted_backward_is_seen(world, subject, situatio
     "fsdp.programs.pairs-of-settings",
     needs=("MixedPrecisionPolicy",),
     level="production",
-    source="Cohen et al. 1997, The AETG system: most faults need two values to meet, and no more",
+    source="contract: mean-gradient, fresh-weights; Cohen et al. 1997, The AETG system",
     worlds=(4,),
 )
 @pytest.mark.parametrize("part", range(draw.PARTS))
@@ -160,7 +163,7 @@ TWO_STEPS = "backward 0, zero_grad, backward 1, gather"
 
 @clause(
     "fsdp.schedule.same-gradients",
-    source=schedules.LAUNCH_ORDER,
+    source="contract: mean-gradient; " + schedules.LAUNCH_ORDER,
     worlds=(3,),
     transports=schedules.SIM,
 )
@@ -175,7 +178,7 @@ def test_no_order_of_events_changes_the_gradients(world, subject, schedule):
 
 @clause(
     "fsdp.schedule.waits-for-every-launch",
-    source=schedules.WAITED_FOR,
+    source="contract: waits; " + schedules.WAITED_FOR,
     worlds=(2, 3),
     transports=schedules.SIM,
 )

@@ -81,7 +81,7 @@ def refused(ctx, subject, case):
     return error_of(lambda: ctx.impl.fully_shard(module, **options), kinds)
 
 
-@clause("fsdp.refusals.at-once-and-by-name", source=PAGE)
+@clause("fsdp.refusals.at-once-and-by-name", source="contract: as-pytorch; " + PAGE)
 @pytest.mark.parametrize("case", CASES)
 def test_what_cannot_be_sharded_is_refused_at_once(world, subject, case):
     """Scalars, strided parameters, containers and odd meshes MUST be refused when sharding."""
@@ -161,7 +161,8 @@ def tried(ctx, subject, case):
 
 @clause(
     "fsdp.refusals.by-the-first-step",
-    source=f"{PAGE}: called twice, parameters without values, an option of another type",
+    source="contract: as-pytorch, integers; "
+    f"{PAGE}: called twice, parameters without values, an option of another type",
 )
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_an_error_on_every_rank_by_the_first_step(world, subject, case):
@@ -245,7 +246,8 @@ def carried(ctx, subject, kind):
 
 @clause(
     "fsdp.refusals.gather-extensions",
-    source="test_fully_shard_extensions; torchao, which gathers in float8 so",
+    source="contract: gather-methods, one-gather-method; "
+    "test_fully_shard_extensions; torchao, which gathers in float8 so",
     transports=("gloo",),  # the class is of a CPU tensor
 )
 @pytest.mark.parametrize(
@@ -293,7 +295,8 @@ def unequal(ctx, subject, difference):
 
 @clause(
     "fsdp.refusals.unequal-ranks",
-    source="DistributedDataParallel verifies parameters across ranks at construction",
+    source="contract: unequal-ranks; "
+    "DistributedDataParallel verifies parameters across ranks at construction",
 )
 @pytest.mark.parametrize("difference", ["shape", "scalar", "policy", "policy-of-a-replica"])
 def test_ranks_with_unequal_modules_are_told(world, subject, difference):
@@ -304,7 +307,8 @@ def test_ranks_with_unequal_modules_are_told(world, subject, difference):
 @clause(
     "fsdp.refusals.unequal-ranks-of-a-mesh",
     level="production",
-    source="ranks that share a group with none that differs learn of it by those that do",
+    source="contract: unequal-replicas; "
+    "ranks that share a group with none that differs learn of it by those that do",
     worlds=(4,),
 )
 @pytest.mark.parametrize("difference", ["shape-of-a-mesh", "policy-of-a-mesh"])
@@ -337,7 +341,7 @@ def without_forward(ctx, subject, how):
 @clause(
     "fsdp.refusals.backward-without-forward",
     level="correct",
-    source="torch.Tensor.backward: a graph is freed by its backward",
+    source="contract: after-exception; torch.Tensor.backward: a graph is freed by its backward",
 )
 @pytest.mark.parametrize("how", ["twice", "no-grad"])
 def test_a_backward_without_its_forward_is_an_error_and_no_more(world, subject, how):

@@ -20,7 +20,9 @@ from spec_tests.rig import judge
 clause = clauses(judges=FULLY_SHARD, level="production")
 
 
-@clause("fsdp.accumulation.last-backward", source="FSDPModule.set_is_last_backward")
+@clause(
+    "fsdp.accumulation.last-backward", source="contract: setters; FSDPModule.set_is_last_backward"
+)
 def test_reductions_that_need_not_be_finished_are_by_the_last_backward(world, subject):
     """After the last backward of a window, gradients MUST be the mean over all of it."""
     calls = "last False, backward 0, backward 1, last True, backward 2"
@@ -29,7 +31,8 @@ def test_reductions_that_need_not_be_finished_are_by_the_last_backward(world, su
 
 @clause(
     "fsdp.accumulation.clears-what-is-under-way",
-    source="FSDPModule.set_is_last_backward; torch.optim.Optimizer.zero_grad",
+    source="contract: setters, zero-grad; "
+    "FSDPModule.set_is_last_backward; torch.optim.Optimizer.zero_grad",
 )
 def test_zero_grad_reaches_a_reduction_that_is_not_finished(world, subject):
     """Gradients from before `zero_grad` MUST NOT reappear, even with their reduction in flight."""
@@ -74,7 +77,8 @@ def over_replicas(ctx, subject, case):
 
 @clause(
     "fsdp.accumulation.all-reduce-at-the-last",
-    source="FSDPModule.set_requires_all_reduce; test_fully_shard_training, HSDP",
+    source="contract: setters, zero-grad; "
+    "FSDPModule.set_requires_all_reduce; test_fully_shard_training, HSDP",
     worlds=(4,),
 )
 @pytest.mark.parametrize("case", WINDOWS)
@@ -111,7 +115,8 @@ def without_all_reduce(ctx, subject):
 
 @clause(
     "fsdp.accumulation.nothing-to-all-reduce",
-    source="FSDPModule.set_requires_all_reduce: for HSDP; test_fully_shard_training",
+    source="contract: setters; "
+    "FSDPModule.set_requires_all_reduce: for HSDP; test_fully_shard_training",
     worlds=(2,),
 )
 def test_without_replicas_there_is_no_all_reduce_to_leave_out(world, subject):
@@ -138,7 +143,9 @@ def divided(ctx, subject, factor, mesh=None):
     return sharded.gradients_after("backward 0")
 
 
-@clause("fsdp.backward.divide-factor", source="FSDPModule.set_gradient_divide_factor")
+@clause(
+    "fsdp.backward.divide-factor", source="contract: setters; FSDPModule.set_gradient_divide_factor"
+)
 @pytest.mark.parametrize("factor", [1.0, 4.0, 0.5])
 def test_sums_are_divided_by_the_factor(world, subject, factor):
     """With a divide factor, gradients MUST be the sum over ranks divided by it alone."""
@@ -147,7 +154,7 @@ def test_sums_are_divided_by_the_factor(world, subject, factor):
 
 @clause(
     "fsdp.backward.divide-factor-over-replicas",
-    source="FSDPModule.set_gradient_divide_factor",
+    source="contract: setters; FSDPModule.set_gradient_divide_factor",
     worlds=(4,),
 )
 @pytest.mark.parametrize("mesh", [(2, 2), (4, 1)], ids=["2x2", "4x1"])
@@ -177,7 +184,10 @@ def without_weights(ctx, subject):
     return traffic.gathered(backward, ctx.world_size), sharded.gradients()
 
 
-@clause("fsdp.traffic.not-unsharded-in-backward", source="FSDPModule.set_unshard_in_backward")
+@clause(
+    "fsdp.traffic.not-unsharded-in-backward",
+    source="contract: setters; FSDPModule.set_unshard_in_backward",
+)
 def test_a_unit_that_needs_no_weights_in_backward_is_not_gathered_there(world, subject):
     """With unshard-in-backward off, a unit MUST NOT be gathered in backward; gradients stay right.
 
@@ -213,14 +223,19 @@ def switched_off(ctx, subject, setter, **recurse):
     return sent, sharded.gradients()
 
 
-@clause("fsdp.traffic.not-recursive", source="FSDPModule: setters that take `recurse`")
+@clause(
+    "fsdp.traffic.not-recursive",
+    source="contract: setters; FSDPModule: setters that take `recurse`",
+)
 @pytest.mark.parametrize("setter", LESS)
 def test_a_setting_without_recursion_leaves_inner_units_alone(world, subject, setter):
     """With `recurse=False`, a setter MUST change what the outermost unit sends alone."""
     _judge_switched(world.run(switched_off, subject, setter, recurse=False), setter, "gain")
 
 
-@clause("fsdp.traffic.recursive", source="FSDPModule: setters that take `recurse`")
+@clause(
+    "fsdp.traffic.recursive", source="contract: setters; FSDPModule: setters that take `recurse`"
+)
 @pytest.mark.parametrize("setter", LESS)
 def test_a_setting_reaches_inner_units(world, subject, setter):
     """Unless told otherwise, a setter MUST change what the inner units send, too."""
@@ -249,7 +264,10 @@ def along_columns(ctx, subject):
     return {"says": "", "rows": tuple(layer.weight.to_local().shape)}
 
 
-@clause("fsdp.refusals.other-dims", source="torch.distributed.fsdp.fully_shard, shard_placement_fn")
+@clause(
+    "fsdp.refusals.other-dims",
+    source="contract: as-pytorch; torch.distributed.fsdp.fully_shard, shard_placement_fn",
+)
 def test_another_dim_is_followed_or_refused(world, subject):
     """A request to shard along another dim MUST be honoured or refused, never sharded by rows."""
     ranks = world.run(along_columns, subject)

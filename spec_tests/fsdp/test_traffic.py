@@ -67,7 +67,11 @@ def _judge_volumes(ranks, wanted, given):
             )
 
 
-@clause("fsdp.traffic.copies-per-step", source=STAGES, worlds=(2, 3))
+@clause(
+    "fsdp.traffic.copies-per-step",
+    source="contract: no-extra-bytes, trained-only; " + STAGES,
+    worlds=(2, 3),
+)
 @pytest.mark.parametrize("setting", [True, False, None])
 def test_a_step_gathers_and_reduces_as_often_as_the_setting_says(world, subject, setting):
     """A step MUST gather one copy in forward, what was freed in backward, and reduce one copy."""
@@ -80,7 +84,8 @@ def test_a_step_gathers_and_reduces_as_often_as_the_setting_says(world, subject,
 
 @clause(
     "fsdp.traffic.ints-for-true-and-false",
-    source="torch.distributed.fsdp.fully_shard: reshard_after_forward as an int",
+    source="contract: partial-reshard; "
+    "torch.distributed.fsdp.fully_shard: reshard_after_forward as an int",
     worlds=(2, 3),
 )
 @pytest.mark.parametrize("kept", [False, True], ids=["all-ranks", "one"])
@@ -95,7 +100,10 @@ def test_the_ints_at_both_ends_mean_true_and_false(world, subject, kept):
         _judge_volumes(ranks, wanted, f"reshard_after_forward={setting}")
 
 
-@clause("fsdp.traffic.copies-per-window", source=f"{STAGES}; Efficient DL week 5, the bonuses")
+@clause(
+    "fsdp.traffic.copies-per-window",
+    source=f"contract: unreduced, resharding; {STAGES}; Efficient DL week 5, the bonuses",
+)
 @pytest.mark.parametrize("reduces", ["each", "last"])
 @pytest.mark.parametrize("keeps", [False, True], ids=["freed", "kept"])
 def test_a_window_sends_as_often_as_its_settings_say(world, subject, keeps, reduces):
@@ -126,7 +134,8 @@ def half_frozen(ctx, subject):
 
 @clause(
     "fsdp.traffic.frozen-not-reduced",
-    source="test_fully_shard_frozen: reduce-scatter of trainable elements only",
+    source="contract: trained-only; "
+    "test_fully_shard_frozen: reduce-scatter of trainable elements only",
 )
 def test_frozen_parameters_are_gathered_and_not_reduced(world, subject):
     """Frozen parameters MUST be gathered with the others, and MUST NOT be reduced."""
@@ -144,7 +153,8 @@ def test_frozen_parameters_are_gathered_and_not_reduced(world, subject):
 
 @clause(
     "fsdp.traffic.one-gather-per-unit",
-    source="test_fully_shard_comm: one collective per group of parameters",
+    source="contract: one-collective; "
+    "test_fully_shard_comm: one collective per group of parameters",
     worlds=(2, 3),
 )
 def test_the_parameters_of_a_unit_travel_together(world, subject):
@@ -166,7 +176,11 @@ def test_the_parameters_of_a_unit_travel_together(world, subject):
         )
 
 
-@clause("fsdp.traffic.same-on-all-ranks", source="pytorch issue 174862", worlds=(3,))
+@clause(
+    "fsdp.traffic.same-on-all-ranks",
+    source="contract: one-collective; pytorch issue 174862",
+    worlds=(3,),
+)
 def test_all_ranks_issue_the_same_collectives(world, subject):
     """All ranks MUST issue the same sequence of collectives, those without rows too."""
     ranks = world.run(passes, subject, "ragged", True)
@@ -177,7 +191,7 @@ def test_all_ranks_issue_the_same_collectives(world, subject):
 
 @clause(
     "fsdp.traffic.update-is-silent",
-    source="Rajbhandari et al. 2020: each rank updates its own rows",
+    source="contract: as-pytorch; Rajbhandari et al. 2020: each rank updates its own rows",
 )
 def test_an_update_sends_nothing(world, subject):
     """An optimizer step over shards and its zero_grad MUST send nothing."""
@@ -196,7 +210,7 @@ def gathered_by_hand(ctx, subject):
     return [traffic.gathered(recorder.log(), ctx.world_size) for recorder in (first, second)]
 
 
-@clause("fsdp.traffic.unsharded-once", source="FSDPModule.unshard")
+@clause("fsdp.traffic.unsharded-once", source="contract: by-hand; FSDPModule.unshard")
 def test_what_is_unsharded_is_not_gathered_again(world, subject):
     """What was unsharded by hand MUST NOT be gathered again, by hand or by the forward after it."""
     ranks = world.run(gathered_by_hand, subject)
@@ -223,7 +237,8 @@ def recomputing(ctx, subject):
 
 @clause(
     "fsdp.traffic.recomputation",
-    source="a course's scripts: checkpoint() around each unit, ten gathers where seven would do",
+    source="contract: recomputed-unit; "
+    "a course's scripts: checkpoint() around each unit, ten gathers where seven would do",
 )
 def test_a_unit_that_is_recomputed_is_gathered_once_in_backward(world, subject):
     """Where checkpoint surrounds a unit, it MUST be gathered once in forward, once in backward."""
@@ -265,7 +280,8 @@ def one_rank(ctx, subject, rank, num_ranks):
 
 @clause(
     "fsdp.traffic.any-world-size",
-    source="Rajbhandari et al. 2020, section 7: volume does not depend on the number of ranks",
+    source="contract: no-extra-bytes; "
+    "Rajbhandari et al. 2020, section 7: volume does not depend on the number of ranks",
     worlds=(1,),
 )
 @large_worlds.SIZES
@@ -303,10 +319,7 @@ def sent_by_a_late_wait(ctx, subject):
     return traffic.gathered(recorder.log(), ctx.world_size), kinds
 
 
-@clause(
-    "fsdp.traffic.wait-after-reshard",
-    source="contract: `unshard(async_op=True)`, whose gather `reshard` discards",
-)
+@clause("fsdp.traffic.wait-after-reshard", source="contract: async-unshard")
 def test_waiting_for_a_discarded_gather_sends_nothing(world, subject):
     """After `reshard`, waiting for a gather from before it MUST NOT gather or unshard again."""
     gathered, kinds = zip(*world.run(sent_by_a_late_wait, subject), strict=True)
@@ -316,7 +329,8 @@ def test_waiting_for_a_discarded_gather_sends_nothing(world, subject):
 
 @clause(
     "fsdp.footprint.any-world-size",
-    source="Rajbhandari et al. 2020, figure 1: memory falls with the number of ranks",
+    source="contract: shards-only; "
+    "Rajbhandari et al. 2020, figure 1: memory falls with the number of ranks",
     worlds=(1,),
 )
 @large_worlds.SIZES

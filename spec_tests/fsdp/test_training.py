@@ -54,7 +54,7 @@ def _judge_training(ranks, size, toy, seed, decay=0.0):
 @clause(
     "fsdp.training.equals-full-batch",
     level="course",
-    source="CS336 assignment 2, test_fsdp; Efficient DL week 5",
+    source="contract: mean-gradient; CS336 assignment 2, test_fsdp; Efficient DL week 5",
     worlds=(2, 3, 4),
 )
 def test_training_in_shards_equals_training_on_the_whole(world, subject):
@@ -64,7 +64,7 @@ def test_training_in_shards_equals_training_on_the_whole(world, subject):
 
 @clause(
     "fsdp.training.equals-full-batch-of-any-model",
-    source="Zhao et al. 2023, section 3.2",
+    source="contract: mean-gradient, any-rows, tied, frozen; Zhao et al. 2023, section 3.2",
     worlds=(3,),
 )
 @pytest.mark.parametrize("toy", ["mlp", "frozen", "tied", "reordered", "unused"])
@@ -101,7 +101,7 @@ def identities(ctx, subject, seed):
 @clause(
     "fsdp.training.same-parameter-objects",
     judges=FULLY_SHARD,
-    source="test_fully_shard_state; pytorch issue 149205",
+    source="contract: as-pytorch; test_fully_shard_state; pytorch issue 149205",
 )
 def test_the_optimizer_keeps_the_objects_that_it_was_given(world, subject):
     """Gradients MUST arrive at the Parameter objects that an optimizer took after sharding.
@@ -135,7 +135,7 @@ def history(ctx, subject, seed):
 
 @clause(
     "fsdp.training.repeatable",
-    source="the same inputs in the same order give the same bits",
+    source="contract: equal-runs; the same inputs in the same order give the same bits",
     worlds=(2, 3),
 )
 def test_the_same_run_twice_gives_the_same_bits(world, subject):
@@ -170,7 +170,12 @@ MOMENTS = {
 }
 
 
-@clause("fsdp.state-dict.sharded-at-any-moment", source=PAGE, worlds=(2, 3), judges=FULLY_SHARD)
+@clause(
+    "fsdp.state-dict.sharded-at-any-moment",
+    source="contract: as-pytorch, dtensors; " + PAGE,
+    worlds=(2, 3),
+    judges=FULLY_SHARD,
+)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_state_dict_is_sharded_whatever_came_before(world, subject, moment):
     """A state dict MUST hold shards under the plain model's keys, whatever is unsharded."""
@@ -198,7 +203,12 @@ def carried_over(ctx, subject, toy):
     return [*missing.missing_keys, *missing.unexpected_keys], weights, outputs
 
 
-@clause("fsdp.state-dict.round-trip", source=PAGE, worlds=(3,), judges=FULLY_SHARD)
+@clause(
+    "fsdp.state-dict.round-trip",
+    source="contract: as-pytorch; " + PAGE,
+    worlds=(3,),
+    judges=FULLY_SHARD,
+)
 @pytest.mark.parametrize("toy", ["ragged", "tied"])
 def test_what_one_model_gives_another_takes(world, subject, toy):
     """A state dict, loaded into another model, MUST give it the weights and the output."""

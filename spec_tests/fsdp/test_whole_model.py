@@ -38,7 +38,7 @@ ROWS = 480
 
 @clause(
     "fsdp.backward.frozen-in-a-whole-model",
-    source="contract: what is frozen stays frozen, or is refused; `nn.Parameter(shard)` trains",
+    source="contract: frozen; `nn.Parameter(shard)` trains",
     worlds=(2, 3),
 )
 @pytest.mark.parametrize(
@@ -82,7 +82,8 @@ def rest_of_a_whole_model(ctx, subject):
 @clause(
     "fsdp.backward.replicated-rest",
     level="course",
-    source="CS336 assignment 2, test_fsdp_gradient_sync: norms are not sharded",
+    source="contract: rest-whole, rest-mean; "
+    "CS336 assignment 2, test_fsdp_gradient_sync: norms are not sharded",
     worlds=(2, 3),
 )
 def test_what_is_no_layer_stays_whole_and_gets_the_mean_gradient(world, subject):
@@ -174,7 +175,7 @@ def _judge_rest(ranks, name, step=0):
 
 @clause(
     "fsdp.backward.rest-of-any-depth",
-    source="contract: a parameter of no layer gets the mean; norms sit inside of blocks",
+    source="contract: rest-mean, rest-names; norms sit inside of blocks",
     worlds=(2,),
 )
 def test_what_is_no_layer_gets_the_mean_gradient_at_any_depth(world, subject):
@@ -185,7 +186,7 @@ def test_what_is_no_layer_gets_the_mean_gradient_at_any_depth(world, subject):
 @clause(
     "fsdp.backward.rest-with-a-layers-name",
     level="production",
-    source="contract: what belongs to no Linear or Embedding stays plain; PositionEmbedding",
+    source="contract: rest-whole; PositionEmbedding",
     worlds=(2,),
 )
 def test_a_class_that_is_only_named_like_a_layer_is_none(world, subject):
@@ -196,7 +197,8 @@ def test_a_class_that_is_only_named_like_a_layer_is_none(world, subject):
 @clause(
     "fsdp.backward.thawed-rest",
     level="production",
-    source="ours, once: what was frozen when it was wrapped was trained by each rank alone",
+    source="contract: thawed-rest; "
+    "ours, once: what was frozen when it was wrapped was trained by each rank alone",
     worlds=(2,),
 )
 def test_what_is_no_layer_is_averaged_when_it_is_thawed(world, subject):
@@ -208,10 +210,7 @@ def test_what_is_no_layer_is_averaged_when_it_is_thawed(world, subject):
         _judge_rest(ranks, "1.0.gain", step=1)
 
 
-@clause(
-    "fsdp.accumulation.of-a-whole-model",
-    source="contract: gradients add up until zero_grad, or a second backward is an error",
-)
+@clause("fsdp.accumulation.of-a-whole-model", source="contract: adds-up")
 def test_gradients_of_a_whole_model_add_up_until_they_are_cleared(world, subject):
     """Without `zero_grad`, gradients of a whole model MUST accumulate, or be refused with an error.
 
@@ -222,7 +221,8 @@ def test_gradients_of_a_whole_model_add_up_until_they_are_cleared(world, subject
 
 @clause(
     "fsdp.accumulation.one-finish",
-    source="contract: several backwards may come before one finish; gradient accumulation",
+    source="contract: finish_gradient_synchronization/several-backwards, adds-up; "
+    "gradient accumulation",
 )
 def test_two_backwards_of_a_whole_model_and_one_finish_add_up(world, subject):
     """Two backwards of a whole model and one finish MUST give the mean of both, or be an error."""
@@ -255,7 +255,7 @@ def without_sending(ctx, subject):
     "fsdp.accumulation.no-sync-of-a-whole-model",
     level="production",
     needs=("no_sync",),
-    source="contract: inside `no_sync` nothing is sent; FullyShardedDataParallel.no_sync",
+    source="contract: whole-model; FullyShardedDataParallel.no_sync",
     worlds=(2,),
 )
 def test_a_whole_model_sends_no_gradient_inside_no_sync(world, subject):
@@ -276,7 +276,8 @@ def test_a_whole_model_sends_no_gradient_inside_no_sync(world, subject):
 
 @clause(
     "fsdp.backward.in-evaluation-mode",
-    source="torch.nn.Module.eval: it changes dropout and batch norms; fine-tuning without them",
+    source="contract: mean-gradient; "
+    "torch.nn.Module.eval: it changes dropout and batch norms; fine-tuning without them",
     worlds=(2,),
 )
 def test_a_whole_model_in_evaluation_mode_gets_mean_gradients(world, subject):
@@ -284,7 +285,10 @@ def test_a_whole_model_in_evaluation_mode_gets_mean_gradients(world, subject):
     mean_gradients(world, subject, "even", "evaluation_mode, backward 5, zero_grad, backward 0")
 
 
-@clause("fsdp.backward.finish-is-idempotent", source="contract: a second call changes nothing")
+@clause(
+    "fsdp.backward.finish-is-idempotent",
+    source="contract: finish_gradient_synchronization/called-again",
+)
 def test_a_second_finish_of_a_whole_model_changes_nothing(world, subject):
     """A second `finish_gradient_synchronization` MUST NOT change what the next update uses."""
     once = equivalence.full_batch_gradients("even", SEED, ranks=range(world.size))
@@ -314,7 +318,8 @@ def bytes_once_sharded(ctx, subject, kind):
 @clause(
     "fsdp.footprint.embedding-of-a-whole-model",
     level="course",
-    source="CS336 assignment 2: this leaves us with the embedding layer and every linear layer",
+    source="contract: shards-only; "
+    "CS336 assignment 2: this leaves us with the embedding layer and every linear layer",
 )
 def test_the_embedding_of_a_whole_model_is_divided(world, subject):
     """A rank MUST hold its rows of an embedding, and not those of others."""
@@ -332,7 +337,7 @@ def test_the_embedding_of_a_whole_model_is_divided(world, subject):
 
 @clause(
     "fsdp.footprint.layer-as-the-whole-model",
-    source="contract: shards Linear and Embedding weights; `named_children` of a layer is empty",
+    source="contract: root-layer, shards-only; `named_children` of a layer is empty",
     worlds=(2,),
 )
 @pytest.mark.parametrize("kind", ["Linear", "Embedding"])
@@ -349,7 +354,7 @@ def test_a_whole_model_that_is_one_layer_is_divided(world, subject, kind):
 @clause(
     "fsdp.footprint.subclass-in-a-whole-model",
     level="production",
-    source="contract: shards Linear and Embedding weights, their subclasses' among them",
+    source="contract: subclasses",
     worlds=(2,),
 )
 def test_a_subclass_of_linear_is_divided(world, subject):
@@ -384,7 +389,8 @@ def one_step(ctx, subject):
 @clause(
     "fsdp.traffic.step-of-a-whole-model",
     level="production",
-    source="Rajbhandari et al. 2020, section 7.2.2: three copies; CS336 assignment 2",
+    source="contract: step-gathers, step-reduces; "
+    "Rajbhandari et al. 2020, section 7.2.2: three copies; CS336 assignment 2",
     worlds=(2, 3),
 )
 def test_a_step_of_a_whole_model_sends_three_copies(world, subject):
@@ -417,7 +423,8 @@ def gathered_bytes(ctx, subject):
 @clause(
     "fsdp.precision.gathers-in-its-dtype",
     level="course",
-    source="CS336 assignment 2: cast the weights to that dtype before communicating",
+    source="contract: gathers; "
+    "CS336 assignment 2: cast the weights to that dtype before communicating",
     worlds=(2,),
 )
 def test_a_whole_model_gathers_its_weights_in_the_dtype_that_computes(world, subject):

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from spec_tests.laws import footprint
 
 ESTIMATE = ("memory_estimate",)
-CONTRACT = "contract: memory_estimate"
 TERMS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "peak_bytes")
 
 

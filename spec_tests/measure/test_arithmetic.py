@@ -55,7 +55,9 @@ def counted(ctx, kind, length):
 
 
 @clause(
-    "measure.flops.of-matrix-products", judges=FLOPS, source="contract: flops_per_token; " + PALM
+    "measure.flops.of-matrix-products",
+    judges=FLOPS,
+    source="contract: weights, attention, products-only; " + PALM,
 )
 @pytest.mark.parametrize("length", [8, 32])
 @pytest.mark.parametrize("kind", ["plain", "tied", "attention"])
@@ -94,7 +96,12 @@ def used(ctx, device_name, dtype, tokens_per_s=1000.0, flops=10**9):
     )
 
 
-@clause("measure.mfu.dense-peak", source=PALM + "; vendors' data sheets, columns without sparsity")
+@clause(
+    "measure.mfu.dense-peak",
+    source="contract: dense-peak, tensor-cores; "
+    + PALM
+    + "; vendors' data sheets, columns without sparsity",
+)
 @pytest.mark.parametrize("device", list(KNOWN))
 def test_the_part_of_a_known_device_is_of_its_dense_peak(world, subject, device):
     """Utilisation of a known device MUST be of its dense peak in that dtype; None is allowed."""
@@ -128,7 +135,7 @@ UNKNOWN = ("NVIDIA GeForce GTX 9999", "cpu", "NVIDIA A1000 Laptop GPU", "")
 
 @clause(
     "measure.mfu.unknown-is-none",
-    source="nanoGPT pull request 464: 104 % on an H100, of an A100's peak",
+    source="contract: unknown; nanoGPT pull request 464: 104 % on an H100, of an A100's peak",
 )
 @pytest.mark.parametrize("device", range(len(UNKNOWN)))
 def test_an_unknown_device_has_no_utilisation(world, subject, device):
@@ -140,7 +147,8 @@ def test_an_unknown_device_has_no_utilisation(world, subject, device):
 
 @clause(
     "measure.mfu.similar-names",
-    source="an H20 has a seventh of an H200's peak, and the beginning of its name",
+    source="contract: unknown; "
+    "an H20 has a seventh of an H200's peak, and the beginning of its name",
 )
 def test_a_device_is_not_taken_for_one_with_a_longer_name(world, subject):
     """An H20 MUST NOT be taken for an H200, nor an H200 for an H20."""
@@ -179,7 +187,7 @@ def extrapolated(ctx, keys):
     "measure.extrapolation.larger-model",
     level="course",
     judges=LARGER,
-    source="contract: extrapolate_training; a course prints 4.055 tokens/s and 78,208 years",
+    source="contract: rate, days; a course prints 4.055 tokens/s and 78,208 years",
 )
 def test_a_larger_model_takes_in_proportion(world, subject):
     """Rate, days and years MUST follow from the numbers that are given."""
@@ -198,7 +206,7 @@ def test_a_larger_model_takes_in_proportion(world, subject):
 @clause(
     "measure.extrapolation.operations-and-devices",
     judges=LARGER,
-    source="contract: extrapolate_training; Rajbhandari et al. 2020, section 3.1",
+    source="contract: flops, devices; Rajbhandari et al. 2020, section 3.1",
 )
 def test_a_larger_model_takes_operations_and_devices(world, subject):
     """Operations MUST be 6 per parameter and token; devices as many as hold 16 bytes for each."""

@@ -19,7 +19,6 @@ from spec_tests.clause import clauses
 from spec_tests.laws import footprint, refusal
 from spec_tests.measure.models import (
     CASES,
-    CONTRACT,
     ESTIMATE,
     beside_the_truth,
     estimated,
@@ -36,7 +35,7 @@ SMALL_CHANGE = 2**14
 
 @clause(
     "measure.memory.activations",
-    source=CONTRACT + "; Korthikanti et al. 2022, section 4",
+    source="contract: activations; Korthikanti et al. 2022, section 4",
     transports=("gloo",),
 )
 @pytest.mark.parametrize("model", ["wide", "deep", "checkpointed"])
@@ -49,7 +48,7 @@ def test_activations_are_what_the_loss_leaves(world, subject, model):
 
 @clause(
     "measure.memory.peak",
-    source=CONTRACT + "; CUDA semantics: max_memory_allocated",
+    source="contract: peak; CUDA semantics: max_memory_allocated",
     transports=("gloo",),
 )
 @pytest.mark.parametrize("model", ["wide", "deep", "heavy", "frozen"])
@@ -90,7 +89,7 @@ def _likely(found, said):
 
 @clause(
     "measure.memory.peak-covers-the-terms",
-    source=CONTRACT + "; a course's table gave current memory as the peak, a fifth of it",
+    source="contract: peak; a course's table gave current memory as the peak, a fifth of it",
 )
 @pytest.mark.parametrize("model", ["wide", "heavy"])
 def test_no_moment_is_below_what_is_alive_in_it(world, subject, model):
@@ -109,7 +108,7 @@ def test_no_moment_is_below_what_is_alive_in_it(world, subject, model):
             )
 
 
-@clause("measure.memory.grows-with-the-batch", source=CONTRACT)
+@clause("measure.memory.grows-with-the-batch", source="contract: activations, peak")
 @pytest.mark.parametrize("model", ["wide", "deep"])
 def test_twice_the_batch_takes_twice_the_activations(world, subject, model):
     """Twice the batch MUST take about twice the activations, a higher peak and the same state."""
@@ -137,7 +136,8 @@ def test_twice_the_batch_takes_twice_the_activations(world, subject, model):
 
 @clause(
     "measure.memory.each-answer-its-own",
-    source="a course's sweep never reset its peak: batches 1 and 4 show that of batch 8",
+    source="contract: own-answer; "
+    "a course's sweep never reset its peak: batches 1 and 4 show that of batch 8",
 )
 def test_an_answer_does_not_depend_on_what_was_asked_before(world, subject):
     """A small model's estimate MUST be the same before and after a large one's, and below it.
@@ -182,10 +182,7 @@ def undisturbed(ctx):
     }
 
 
-@clause(
-    "measure.memory.leaves-the-model-alone",
-    source=CONTRACT + ": model and generators are afterwards as before",
-)
+@clause("measure.memory.leaves-the-model-alone", source="contract: model-stays")
 def test_an_estimate_changes_nothing(world, subject):
     """An estimate MUST leave parameters, gradients, modes and generators as they were."""
     ranks = world.run(undisturbed)
@@ -211,9 +208,7 @@ def left_behind(ctx):
     return footprint.peak_bytes(ctx.device, estimate)[1]
 
 
-@clause(
-    "measure.memory.leaves-nothing-behind", source=CONTRACT + ": memory is afterwards as before"
-)
+@clause("measure.memory.leaves-nothing-behind", source="contract: memory-stays")
 def test_an_estimate_keeps_no_memory(world, subject):
     """After an estimate no memory MUST be in use that was not in use before."""
     left = world.run(left_behind)
@@ -267,7 +262,7 @@ def refused(ctx, batch_size, sequence_length):
     return error["kinds"]
 
 
-@clause("measure.memory.refuses-no-batch", source=CONTRACT)
+@clause("measure.memory.refuses-no-batch", source="contract: positive")
 @pytest.mark.parametrize("sizes", ["0x8", "-1x8", "2x0"])
 def test_sizes_that_are_not_positive_are_refused(world, subject, sizes):
     """A batch size or sequence length that is not positive MUST be a ValueError."""
@@ -277,18 +272,22 @@ def test_sizes_that_are_not_positive_are_refused(world, subject, sizes):
         judge.holds("ValueError" in kinds, f"rank {rank}: expected a ValueError, got {kinds}")
 
 
-SOURCE = CONTRACT + "; Rajbhandari et al. 2020, section 3.1"
+SOURCE = "Rajbhandari et al. 2020, section 3.1"
 COUNTER_BYTES = 8  # AdamW counts its steps, in a scalar per parameter; some count in one for all
 
 
-@clause("measure.memory.static-terms", level="course", source=SOURCE)
+@clause("measure.memory.static-terms", level="course", source="contract: static-terms; " + SOURCE)
 @pytest.mark.parametrize("model", ["deep", "tied"])
 def test_parameters_gradients_and_moments_are_those_of_the_tensors(world, subject, model):
     """Bytes of parameters, gradients and AdamW's moments MUST be those of the model's tensors."""
     judged(world, model, "a shared tensor counted twice, or 8 bytes for 4")
 
 
-@clause("measure.memory.static-terms-of-any-model", level="correct", source=SOURCE)
+@clause(
+    "measure.memory.static-terms-of-any-model",
+    level="correct",
+    source="contract: trainable; " + SOURCE,
+)
 @pytest.mark.parametrize("model", ["frozen", "bfloat16"])
 def test_terms_follow_from_what_trains_and_from_dtypes(world, subject, model):
     """Frozen parameters MUST have no gradients and moments, and tensors count in their dtype."""

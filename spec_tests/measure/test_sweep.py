@@ -16,7 +16,6 @@ from spec_tests.measure.machine import MODEL_BYTES, SAME, SEQUENCE_BYTES, Bench,
 from spec_tests.rig import judge
 
 clause = clauses(judges=("sweep_batch_sizes",), level="correct", worlds=(1,))
-CONTRACT = "contract: sweep_batch_sizes"
 CAPACITY = 20 * MODEL_BYTES
 TOO_LARGE = CAPACITY // SEQUENCE_BYTES + 1
 
@@ -51,7 +50,7 @@ def judge_rows(world, expected, *, likely, given, **bench):
     return live
 
 
-@clause("measure.sweep.rows", level="course", source=CONTRACT)
+@clause("measure.sweep.rows", level="course", source="contract: rows")
 def test_there_is_a_row_for_each_size(world, subject):
     """Each batch size MUST have a row, in the caller's order, with its own rate and peak."""
     judge_rows(
@@ -64,7 +63,7 @@ def test_there_is_a_row_for_each_size(world, subject):
 
 @clause(
     "measure.sweep.resets-peaks",
-    source="a course's table: the peaks of batches 1 and 4 are that of batch 8",
+    source="contract: own-peak; a course's table: the peaks of batches 1 and 4 are that of batch 8",
 )
 def test_a_small_size_after_a_large_one_has_its_own_peak(world, subject):
     """A row MUST be the same whatever sizes came before it."""
@@ -76,7 +75,7 @@ def test_a_small_size_after_a_large_one_has_its_own_peak(world, subject):
     )
 
 
-@clause("measure.sweep.peaks-of-steps", source=CONTRACT + ": a row's peak is of its own steps")
+@clause("measure.sweep.peaks-of-steps", source="contract: own-peak")
 def test_the_peak_is_that_of_the_steps(world, subject):
     """A row's peak MUST NOT include memory used only while a model was built."""
     judge_rows(
@@ -90,7 +89,7 @@ def test_the_peak_is_that_of_the_steps(world, subject):
 
 @clause(
     "measure.sweep.one-model-at-a-time",
-    source="a course's sweep: a second live model adds 475 MB to every row",
+    source="contract: one-model; a course's sweep: a second live model adds 475 MB to every row",
 )
 def test_a_model_is_gone_before_the_next_is_built(world, subject):
     """Each model MUST be gone before the next one is built."""
@@ -107,7 +106,8 @@ def test_a_model_is_gone_before_the_next_is_built(world, subject):
 @clause(
     "measure.sweep.frees-cycles",
     level="production",
-    source="modules and their hooks refer to each other: only the collector frees them",
+    source="contract: cycles; "
+    "modules and their hooks refer to each other: only the collector frees them",
 )
 def test_a_model_in_a_cycle_is_gone_as_well(world, subject):
     """A model that refers to itself MUST be gone, too, before the next one is built."""
@@ -118,7 +118,8 @@ def test_a_model_in_a_cycle_is_gone_as_well(world, subject):
 
 @clause(
     "measure.sweep.survives-out-of-memory",
-    source=CONTRACT + "; PyTorch FAQ: my out of memory exception handler can't allocate memory",
+    source="contract: out-of-memory, goes-on; "
+    "PyTorch FAQ: my out of memory exception handler can't allocate memory",
 )
 @pytest.mark.parametrize("where", ["step", "build"])
 def test_a_size_that_does_not_fit_is_a_row_and_smaller_ones_follow(world, subject, where):
@@ -158,7 +159,8 @@ def failing(ctx, kind):
 
 @clause(
     "measure.sweep.other-errors-reach-the-caller",
-    source=CONTRACT + "; `except RuntimeError: continue` makes a defect look like a large batch",
+    source="contract: other-errors; "
+    "`except RuntimeError: continue` makes a defect look like a large batch",
 )
 @pytest.mark.parametrize("kind", ["ValueError", "RuntimeError", "KeyError"])
 def test_an_error_that_is_not_of_memory_is_no_row(world, subject, kind):

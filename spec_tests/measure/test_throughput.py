@@ -16,7 +16,6 @@ from spec_tests.measure.machine import DURATIONS, LIMIT, SAME, Machine
 from spec_tests.rig import judge
 
 clause = clauses(judges=("measure_throughput",), level="correct", worlds=(1,))
-CONTRACT = "contract: measure_throughput"
 TOKENS = 4096
 
 
@@ -37,7 +36,7 @@ def _is(found, key, expected, *, likely, given):
     )
 
 
-@clause("measure.throughput.rate", level="course", source=CONTRACT)
+@clause("measure.throughput.rate", level="course", source="contract: rate")
 def test_the_rate_is_tokens_over_the_time_of_a_step(world, subject):
     """Of equal steps, tokens/s and steps/s MUST be those of one step by the clock that is given."""
     [found] = world.run(measured, "constant")
@@ -52,7 +51,7 @@ def test_the_rate_is_tokens_over_the_time_of_a_step(world, subject):
         )
 
 
-@clause("measure.throughput.without-warm-up", level="course", source=CONTRACT)
+@clause("measure.throughput.without-warm-up", level="course", source="contract: warm-up")
 def test_slow_first_steps_are_no_part_of_the_rate(world, subject):
     """Slow first steps MUST NOT change the rate."""
     [found] = world.run(measured, "slow-start")
@@ -68,7 +67,7 @@ def test_slow_first_steps_are_no_part_of_the_rate(world, subject):
 
 @clause(
     "measure.throughput.median",
-    source=CONTRACT + "; torch.utils.benchmark reports medians for the same reason",
+    source="contract: median; torch.utils.benchmark reports medians for the same reason",
 )
 def test_an_outlier_does_not_move_the_rate(world, subject):
     """The rate MUST be that of the median step: neither of the mean nor of the fastest."""
@@ -84,7 +83,7 @@ def test_an_outlier_does_not_move_the_rate(world, subject):
     _is(found, "tokens_per_s", float(TOKENS), likely="not of the median step", given="as above")
 
 
-@clause("measure.throughput.spread", source=CONTRACT)
+@clause("measure.throughput.spread", source="contract: spread, five-steps")
 def test_the_spread_is_reported_with_the_number_of_steps(world, subject):
     """Minimum, quartiles and numbers of steps MUST be those of steps that were taken."""
     [found] = world.run(measured, "uneven")
@@ -112,7 +111,8 @@ def test_the_spread_is_reported_with_the_number_of_steps(world, subject):
 @clause(
     "measure.throughput.warms-up-until-steady",
     level="production",
-    source="an allocator's growth and autotuning take more steps than any fixed number",
+    source="contract: warm-up; "
+    "an allocator's growth and autotuning take more steps than any fixed number",
 )
 def test_the_warm_up_lasts_until_steps_are_steady(world, subject):
     """Where steps keep getting faster for long, the rate MUST be within 10 % of the last ones'."""
@@ -127,10 +127,7 @@ def test_the_warm_up_lasts_until_steps_are_steady(world, subject):
     )
 
 
-@clause(
-    "measure.throughput.says-when-unsteady",
-    source=CONTRACT + ": calls are bounded, also where nothing is ever steady",
-)
+@clause("measure.throughput.says-when-unsteady", source="contract: unsteady, bounded")
 @pytest.mark.parametrize("steps", ["never-steady", "constant"])
 def test_a_run_that_never_settles_ends_and_is_called_unsteady(world, subject, steps):
     """Steps that get slower and slower MUST be called unsteady, equal ones steady; both end."""
@@ -160,10 +157,7 @@ def failing(ctx, kind, at):
     return error["kinds"][:1], error["text"]
 
 
-@clause(
-    "measure.throughput.errors-are-the-callers",
-    source=CONTRACT + ": what `step` raises goes to the caller",
-)
+@clause("measure.throughput.errors-are-the-callers", source="contract: errors")
 @pytest.mark.parametrize("at", [1, 3])
 @pytest.mark.parametrize("kind", ["ValueError", "OutOfMemoryError"])
 def test_what_a_step_raises_reaches_the_caller(world, subject, kind, at):
@@ -183,7 +177,7 @@ def with_tokens(ctx, tokens):
     return error["kinds"]
 
 
-@clause("measure.throughput.refuses-no-tokens", source=CONTRACT)
+@clause("measure.throughput.refuses-no-tokens", source="contract: positive")
 @pytest.mark.parametrize("tokens", [0, -8])
 def test_tokens_that_are_not_positive_are_refused(world, subject, tokens):
     """Tokens per step that are not positive MUST be a ValueError."""
@@ -215,7 +209,7 @@ def of_device_work(ctx):
 @clause(
     "measure.throughput.waits-for-the-device",
     level="course",
-    source="CUDA semantics: asynchronous execution",
+    source="contract: device; CUDA semantics: asynchronous execution",
     transports=("cuda",),
     no_impostor="seen on a GPU alone: a CPU step has done its work when it returns",
 )

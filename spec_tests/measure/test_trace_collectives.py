@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 
 from spec_tests.clause import clauses
-from spec_tests.measure.timeline import CONTRACT, DEVICES, TRACE, Timeline, observed
+from spec_tests.measure.timeline import DEVICES, TRACE, Timeline, observed
 from spec_tests.rig import judge
 
 clause = clauses(judges=TRACE, level="correct", worlds=(1,))
@@ -28,7 +28,10 @@ def judge_collectives(found, expected):
     judge.equal([found["collectives"]], expected, quantity="collectives")
 
 
-@clause("measure.trace.collectives", source=CONTRACT + "; FSDP: gathers and reductions per step")
+@clause(
+    "measure.trace.collectives",
+    source="contract: collectives, fallbacks; FSDP: gathers and reductions per step",
+)
 @pytest.mark.parametrize("device", DEVICES)
 def test_collectives_are_counted_by_kind(world, subject, device):
     """Collectives MUST be counted by what was asked for, each once."""
@@ -50,7 +53,7 @@ def test_collectives_are_counted_by_kind(world, subject, device):
     )
 
 
-@clause("measure.trace.collective-bytes", source=CONTRACT)
+@clause("measure.trace.collective-bytes", source="contract: bytes, kernel-bytes, operator-bytes")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype"), ["float", "c10::BFloat16", "long int"])
 def test_bytes_are_elements_times_their_size(world, subject, dtype, device):
@@ -73,7 +76,7 @@ def test_bytes_are_elements_times_their_size(world, subject, dtype, device):
 
 @clause(
     "measure.trace.lists-of-tensors",
-    source=CONTRACT + "; coalesced collectives; a list bears no dtype in a trace",
+    source="contract: list-bytes; coalesced collectives; a list bears no dtype in a trace",
 )
 def test_all_tensors_of_a_list_count(world, subject):
     """Bytes of a collective over a list of tensors MUST be those of all of them."""
@@ -90,7 +93,7 @@ def test_all_tensors_of_a_list_count(world, subject):
 
 @clause(
     "measure.trace.functional-collectives",
-    source="DTensor calls _c10d_functional, which calls c10d",
+    source="contract: collective-ops; DTensor calls _c10d_functional, which calls c10d",
 )
 def test_a_functional_collective_is_one(world, subject):
     """A collective that an operator of _c10d_functional has asked for MUST count once."""
@@ -104,7 +107,7 @@ def test_a_functional_collective_is_one(world, subject):
     judge_collectives(found, {"all_reduce": {"count": 1, "bytes": 32}})
 
 
-@clause("measure.trace.collectives-outside", source=CONTRACT)
+@clause("measure.trace.collectives-outside", source="contract: collectives")
 @pytest.mark.parametrize("device", DEVICES)
 def test_collectives_outside_of_steps_do_not_count(world, subject, device):
     """Collectives before the first step and after the last MUST NOT count."""
@@ -119,7 +122,7 @@ def test_collectives_outside_of_steps_do_not_count(world, subject, device):
     judge_collectives(found, {"all_reduce": {"count": 2, "bytes": 64}})
 
 
-@clause("measure.trace.unknown-bytes", source=CONTRACT + "; record_shapes=False")
+@clause("measure.trace.unknown-bytes", source="contract: no-bytes; record_shapes=False")
 def test_bytes_that_the_trace_does_not_say_are_unknown(world, subject):
     """Where a trace has no sizes, bytes MUST be None: zero would be a measurement."""
     line = step_of()
@@ -135,7 +138,7 @@ def test_bytes_that_the_trace_does_not_say_are_unknown(world, subject):
     )
 
 
-@clause("measure.trace.no-collectives", source=CONTRACT)
+@clause("measure.trace.no-collectives", source="contract: collectives")
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_run_of_one_rank_has_no_collectives(world, subject, device):
     """Without a collective there MUST be none: an empty dict."""
@@ -147,7 +150,8 @@ def test_a_run_of_one_rank_has_no_collectives(world, subject, device):
 
 @clause(
     "measure.trace.peak-memory",
-    source=CONTRACT + "; profile_memory=True; a course prints what is allocated at the end",
+    source="contract: peak-memory; "
+    "profile_memory=True; a course prints what is allocated at the end",
 )
 @pytest.mark.parametrize("device", DEVICES)
 def test_peak_memory_is_the_largest_total(world, subject, device):

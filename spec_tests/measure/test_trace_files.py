@@ -14,7 +14,7 @@ import pytest
 
 from spec_tests.clause import clauses
 from spec_tests.laws import refusal
-from spec_tests.measure.timeline import CONTRACT, DEVICES, TRACE, Timeline, observed
+from spec_tests.measure.timeline import DEVICES, TRACE, Timeline, observed
 from spec_tests.rig import judge
 
 clause = clauses(judges=TRACE, level="correct", worlds=(1,))
@@ -34,7 +34,8 @@ def example_of(device="cpu"):
 
 
 @clause(
-    "measure.trace.any-form", source=CONTRACT + "; another tool finds rank 0 in every compact file"
+    "measure.trace.any-form",
+    source="contract: steps; another tool finds rank 0 in every compact file",
 )
 @pytest.mark.parametrize("form", ["compact", "gzip"])
 def test_every_form_of_a_file_says_the_same(world, subject, form):
@@ -48,7 +49,8 @@ def test_every_form_of_a_file_says_the_same(world, subject, form):
 
 @clause(
     "measure.trace.any-order",
-    source="torch.profiler writes events thread by thread, steps after what is inside them",
+    source="contract: steps; "
+    "torch.profiler writes events thread by thread, steps after what is inside them",
 )
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_order_of_events_does_not_matter(world, subject, device):
@@ -96,7 +98,9 @@ BAD = {
 }
 
 
-@clause("measure.trace.refuses", source=CONTRACT + "; a run too short to record leaves no step")
+@clause(
+    "measure.trace.refuses", source="contract: refuses; a run too short to record leaves no step"
+)
 @pytest.mark.parametrize("bad", list(BAD))
 def test_what_is_no_whole_trace_is_refused(world, subject, bad):
     """A file without a whole trace and a step MUST be a ValueError or OSError, never zeros."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from spec_tests.clause import clauses
-from spec_tests.measure.timeline import CONTRACT, TRACE, Timeline, observed, times
+from spec_tests.measure.timeline import TRACE, Timeline, observed, times
 from spec_tests.rig import judge
 
 clause = clauses(judges=TRACE, level="correct", worlds=(1,))
@@ -24,7 +24,7 @@ def numbers(found):
 
 @clause(
     "measure.trace.every-step",
-    source=CONTRACT + "; Holistic Trace Analysis drops the last one by default",
+    source="contract: steps, begins; Holistic Trace Analysis drops the last one by default",
 )
 def test_every_recorded_step_counts_the_last_one_too(world, subject):
     """Every ProfilerStep MUST be a step with its number and its own times, the last one too."""
@@ -44,7 +44,7 @@ def test_every_recorded_step_counts_the_last_one_too(world, subject):
 
 @clause(
     "measure.trace.late-kernels",
-    source=CONTRACT + "; a host runs ahead of its device by whole steps",
+    source="contract: ends, launched; a host runs ahead of its device by whole steps",
 )
 def test_a_step_ends_with_the_last_kernel_launched_in_it(world, subject):
     """A step MUST last until the kernels that were launched in it are done.
@@ -71,7 +71,7 @@ def test_a_step_ends_with_the_last_kernel_launched_in_it(world, subject):
 
 @clause(
     "measure.trace.optimizer-steps",
-    source=CONTRACT + "; a course calls profiler.step() once per micro-batch",
+    source="contract: optimizer-steps; a course calls profiler.step() once per micro-batch",
 )
 def test_updates_are_counted_in_each_step(world, subject):
     """Each step MUST say how many updates of the optimizer begin in it.
@@ -93,7 +93,7 @@ def test_updates_are_counted_in_each_step(world, subject):
 
 @clause(
     "measure.trace.rank",
-    source=CONTRACT + "; without distributedInfo another tool overwrites the other ranks",
+    source="contract: rank; without distributedInfo another tool overwrites the other ranks",
 )
 def test_the_rank_is_what_the_trace_says(world, subject):
     """Rank and world size MUST be those of distributedInfo, or 0 and 1 where there is none."""
@@ -155,7 +155,7 @@ def judge_recorded(ranks, device):
 
 @clause(
     "measure.trace.of-a-run",
-    source="torch.profiler with gloo, as it is",
+    source="contract: steps, collectives; torch.profiler with gloo, as it is",
     worlds=(2,),
     transports=("gloo",),
 )
@@ -166,7 +166,7 @@ def test_a_real_trace_says_what_was_done(world, subject):
 
 @clause(
     "measure.trace.of-a-run-on-a-gpu",
-    source="torch.profiler with nccl, as it is",
+    source="contract: kernels, communication; torch.profiler with nccl, as it is",
     transports=("cuda",),
     no_impostor="seen on a GPU alone; what it judges is judged on synthetic traces, too",
 )

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from spec_tests.clause import clauses
-from spec_tests.measure.timeline import CONTRACT, DEVICES, TIMES, TRACE, Timeline, observed, times
+from spec_tests.measure.timeline import DEVICES, TIMES, TRACE, Timeline, observed, times
 from spec_tests.rig import judge
 
 clause = clauses(judges=TRACE, level="correct", worlds=(1,))
@@ -19,7 +19,7 @@ clause = clauses(judges=TRACE, level="correct", worlds=(1,))
 
 @clause(
     "measure.trace.computation-is-a-union",
-    source=CONTRACT + "; operators nest and streams run side by side",
+    source="contract: computation, operators, times; operators nest and streams run side by side",
 )
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_computes_at_once_counts_once(world, subject, device):
@@ -37,7 +37,7 @@ def test_what_computes_at_once_counts_once(world, subject, device):
 
 @clause(
     "measure.trace.communication-is-a-union",
-    source=CONTRACT + "; gloo has two workers, nccl a stream per group",
+    source="contract: communication, times; gloo has two workers, nccl a stream per group",
 )
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_sent_at_once_counts_once(world, subject, device):
@@ -54,7 +54,7 @@ def test_what_is_sent_at_once_counts_once(world, subject, device):
 
 @clause(
     "measure.trace.overlap",
-    source=CONTRACT + "; Holistic Trace Analysis finds 33.33 percent in the same trace",
+    source="contract: times; Holistic Trace Analysis finds 33.33 percent in the same trace",
 )
 @pytest.mark.parametrize("device", DEVICES)
 def test_overlap_is_communication_while_something_computes(world, subject, device):
@@ -71,7 +71,9 @@ def test_overlap_is_communication_while_something_computes(world, subject, devic
     times(observed(world, line)["total"], {**expected, "idle_us": 300, "overlap_fraction": 1 / 3})
 
 
-@clause("measure.trace.no-communication", source=CONTRACT + "; Holistic Trace Analysis gives NaN")
+@clause(
+    "measure.trace.no-communication", source="contract: fraction; Holistic Trace Analysis gives NaN"
+)
 @pytest.mark.parametrize("device", DEVICES)
 def test_without_communication_there_is_no_fraction(world, subject, device):
     """Without communication the fraction MUST be None: zero, or NaN, would be a measurement."""
@@ -88,7 +90,7 @@ def test_without_communication_there_is_no_fraction(world, subject, device):
 
 @clause(
     "measure.trace.only-inside-steps",
-    source=CONTRACT + "; a profiler records what runs before the first step, and evaluations",
+    source="contract: times; a profiler records what runs before the first step, and evaluations",
 )
 def test_what_lies_outside_of_steps_does_not_count(world, subject):
     """A time MUST hold what lies inside the step, of work across its border the part inside."""
@@ -112,7 +114,7 @@ def test_what_lies_outside_of_steps_does_not_count(world, subject):
 
 @clause(
     "measure.trace.wrappers-do-not-compute",
-    source=CONTRACT + "; a hook that waits lies inside its autograd node",
+    source="contract: wrappers; a hook that waits lies inside its autograd node",
 )
 def test_what_only_calls_others_does_not_compute(world, subject):
     """Nodes of autograd, annotations and what has no namespace MUST NOT count as computation.
@@ -133,7 +135,8 @@ def test_what_only_calls_others_does_not_compute(world, subject):
 
 
 @clause(
-    "measure.trace.inside-a-collective", source=CONTRACT + "; gloo's workers copy with operators"
+    "measure.trace.inside-a-collective",
+    source="contract: inside; gloo's workers copy with operators",
 )
 def test_operators_inside_a_collective_do_not_compute(world, subject):
     """What an operator does inside a collective on its thread MUST NOT count as computation."""
@@ -152,7 +155,8 @@ def test_operators_inside_a_collective_do_not_compute(world, subject):
 
 @clause(
     "measure.trace.device-annotations",
-    source="torch.profiler repeats annotations on the device's time line (gpu_user_annotation)",
+    source="contract: steps, kernels; "
+    "torch.profiler repeats annotations on the device's time line (gpu_user_annotation)",
 )
 def test_annotations_on_the_device_are_no_work(world, subject):
     """Annotations repeated on the device's time line MUST NOT count as kernels, nor as steps."""
@@ -176,7 +180,9 @@ def _spans(limit):
     return st.lists(pairs.map(lambda p: (p[0], min(limit, p[0] + p[1]))), max_size=6)
 
 
-@clause("measure.trace.any-intervals", source=CONTRACT + "; compute + exposed + idle is the step")
+@clause(
+    "measure.trace.any-intervals", source="contract: times; compute + exposed + idle is the step"
+)
 @given(work=_spans(40), sent=_spans(40), is_cuda=st.booleans())
 @example(work=[(0, 10), (0, 10), (10, 20)], sent=[(5, 10), (10, 15)], is_cuda=True)
 @example(work=[], sent=[(0, 40)], is_cuda=False)

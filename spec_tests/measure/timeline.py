@@ -18,7 +18,6 @@ from typing import Any
 from spec_tests.rig import judge
 
 TRACE = ("summarize_trace",)
-CONTRACT = "contract: summarize_trace"
 DEVICES = ("cpu", "cuda")
 TIMES = ("duration_us", "compute_us", "communication_us", "overlap_us", "exposed_us", "idle_us")
 CLOCK = 1_000_000  # where the clock of a trace stands at time 0

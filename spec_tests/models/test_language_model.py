@@ -16,7 +16,6 @@ from spec_tests.rig import judge
 from spec_tests.rig.judge.tolerance import rounding
 
 clause = clauses(judges=("language_model",), level="course", worlds=(1,))
-CONTRACT = "contract: language_model"
 VOCABULARY, LONGEST = 13, 8
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -56,7 +55,7 @@ def shapes(ctx):
     return found
 
 
-@clause("models.logits.shape", source=CONTRACT)
+@clause("models.logits.shape", source="contract: shape")
 def test_ids_become_logits_over_the_vocabulary(world, subject):
     """Ids [batch, seq] MUST become logits [batch, seq, vocab], up to max_sequence_length."""
     ranks = world.run(shapes)
@@ -81,7 +80,7 @@ def around_a_change(ctx, place):
         return [model(i.to(ctx.device)).cpu() for i in (ids, changed)]
 
 
-@clause("models.logits.causal", source=CONTRACT + ": a decoder; Vaswani et al. 2017, section 3.1")
+@clause("models.logits.causal", source="contract: causal; Vaswani et al. 2017, section 3.1")
 @pytest.mark.parametrize("place", [1, 4, 7])
 def test_a_token_alters_no_logit_before_it(world, subject, place):
     """Changing the token at a place MUST alter no logit before it."""
@@ -96,7 +95,7 @@ def test_a_token_alters_no_logit_before_it(world, subject, place):
     )
 
 
-@clause("models.logits.see-the-past", source=CONTRACT + ": a decoder")
+@clause("models.logits.see-the-past", source="contract: sees-past")
 @pytest.mark.parametrize("place", [0, 3])
 def test_a_token_alters_the_logits_from_there_on(world, subject, place):
     """Changing the token at a place MUST alter the logits there and at every later place."""
@@ -127,7 +126,8 @@ def alone_and_in_company(ctx):
 @clause(
     "models.logits.rows-are-independent",
     level="correct",
-    source="a batch is a convenience: accumulation and data parallelism rest on it",
+    source="contract: rows-apart; "
+    "a batch is a convenience: accumulation and data parallelism rest on it",
 )
 def test_a_row_does_not_see_its_neighbours(world, subject):
     """The logits of a sequence MUST NOT depend on the other sequences of its batch.
@@ -156,7 +156,8 @@ def in_other_orders(ctx):
 @clause(
     "models.logits.see-the-order",
     level="correct",
-    source="Vaswani et al. 2017, section 3.5: attention alone does not see it",
+    source="contract: sees-order; "
+    "Vaswani et al. 2017, section 3.5: attention alone does not see it",
 )
 def test_the_order_of_earlier_tokens_matters(world, subject):
     """The logits MUST depend on the order of earlier tokens, not only on which they are.

@@ -154,7 +154,12 @@ VERBS: dict[str, Verb] = {
     "evaluate": Verb("micro"),
     "infer": Verb("micro"),
     "fails": Verb("micro layer", then=_becomes(may_refuse=True)),
-    "fails_backward": Verb("micro layer", _is_whole, _becomes(is_broken=True, may_refuse=True)),
+    "fails_backward": Verb(
+        "micro layer",
+        _is_whole,
+        _becomes(is_broken=True, may_refuse=True),
+        of=REPLICAS + SHARDS,  # of a whole model nothing is promised then
+    ),
     "keep": Verb("flag", _rests, of=SHARDS),
     "unshard": Verb("at_once", _rests, of=SHARDS),
     "reshard": Verb("", _rests, of=SHARDS),

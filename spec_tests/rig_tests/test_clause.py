@@ -65,6 +65,7 @@ def test_a_malformed_id_is_refused(register, id: str):
         ({"level": "perfect"}, "level 'perfect' is none of"),
         ({"judges": ("dpd",)}, r"\['dpd'\] are no functions of the contract"),
         ({"needs": ("ddp", "sync")}, r"\['sync'\] are no functions of the contract"),
+        ({"source": "contract: any-world"}, "'any-world' is no promise of the contract"),
         ({"sentence": ""}, "the docstring must begin with one sentence"),
         ({"sentence": "This holds."}, "with one of MUST, SHOULD, MAY as its verb"),
         ({"sentence": "This MUST hold"}, "a full stop"),

@@ -29,7 +29,7 @@ from the inside out. Do one of them, or both; delete the other.
         python -m spec_tests --impl THIS_FILE --level production --clause 'fsdp.compile.*'
 
 All of it: `make check IMPL=THIS_FILE`; what a course asks: `ARGS="--level course"` besides.
-Names and arguments are those of spec_tests/contract/parallel.py. Rajbhandari et al. 2020, "ZeRO",
+Names and arguments are those of spec_tests/contract/sharding.py. Rajbhandari et al. 2020, "ZeRO",
 section 5.3; Zhao et al. 2023, "PyTorch FSDP".
 """
 

@@ -26,7 +26,6 @@ from spec_tests.rig.ranks.world import World
 from spec_tests.rig.toys import TOYS
 
 BUILDERS = ("build_trainer", "build_zero1_trainer", "build_fsdp_trainer")
-CONTRACT = "contract: build_trainer"
 SAMPLES = 4
 
 Named = dict[str, torch.Tensor]

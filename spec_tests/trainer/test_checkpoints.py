@@ -15,7 +15,6 @@ from spec_tests.rig import judge
 from spec_tests.rig.judge.tolerance import exact
 from spec_tests.trainer.task import (
     BUILDERS,
-    CONTRACT,
     Session,
     Setup,
     alone,
@@ -26,7 +25,7 @@ from spec_tests.trainer.task import (
     tolerance,
 )
 
-clause = clauses(judges=BUILDERS, level="correct", source=CONTRACT, worlds=(2,))
+clause = clauses(judges=BUILDERS, level="correct", worlds=(2,))
 
 
 def in_folder(world, body, *args):
@@ -57,7 +56,10 @@ def resumed(ctx, directory, subject, setup):
     return {"wanted": first.seen, "seen": second.seen}
 
 
-@clause("trainer.checkpoint.resumes", source="torchtitan issue 811; DeepSpeed load_checkpoint")
+@clause(
+    "trainer.checkpoint.resumes",
+    source="contract: Trainer.load/replaces; torchtitan issue 811; DeepSpeed load_checkpoint",
+)
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 @pytest.mark.parametrize("toy", ["mlp", "tied"])
 def test_a_loaded_run_goes_on_as_if_it_had_not_stopped(world, subject, optimizer, toy):
@@ -86,7 +88,7 @@ def saves_between(ctx, directory, subject, setup):
     return {"seen": run.seen, "declares": declared(run.trainer)}
 
 
-@clause("trainer.checkpoint.saving-changes-nothing")
+@clause("trainer.checkpoint.saving-changes-nothing", source="contract: Trainer.save/inert")
 def test_saving_changes_nothing(world, subject):
     """Saving MUST NOT change what is trained afterwards."""
     setup = Setup(optimizer="adamw", accumulation=2)
@@ -109,7 +111,8 @@ def evaluated(ctx, directory, subject, setup):
 
 @clause(
     "trainer.checkpoint.evaluates-what-was-loaded",
-    source="Megatron-Bridge issue 3397: loaded weights were active only after a step",
+    source="contract: Trainer.load/replaces; "
+    "Megatron-Bridge issue 3397: loaded weights were active only after a step",
 )
 def test_what_was_loaded_is_what_is_evaluated(world, subject):
     """The first evaluation after `load` MUST use the loaded weights."""
@@ -143,7 +146,11 @@ def then_in_group(run, group):
     run.steps(3, 4)
 
 
-@clause("trainer.checkpoint.another-size", source=CONTRACT + "; or an error", worlds=(3,))
+@clause(
+    "trainer.checkpoint.another-size",
+    source="contract: other-world, Trainer.save/on-return",
+    worlds=(3,),
+)
 def test_a_checkpoint_loads_at_another_size(world, subject):
     """A checkpoint MUST load on another number of ranks with the same values, or be an error."""
     setup, groups = Setup(optimizer="adamw"), ((0, 2), (1,))

@@ -16,7 +16,6 @@ from spec_tests.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.trainer.task import (
     BUILDERS,
-    CONTRACT,
     Session,
     Setup,
     alone,
@@ -28,12 +27,12 @@ from spec_tests.trainer.task import (
     start,
 )
 
-clause = clauses(judges=BUILDERS, level="correct", source=CONTRACT, worlds=(2,))
+clause = clauses(judges=BUILDERS, level="correct", worlds=(2,))
 THREE = (1, 2, 3)
 NORM = "torchtitan issue 2318; torch.nn.utils.clip_grad_norm_"
 
 
-@clause("trainer.clip.global-norm", source=NORM, worlds=(2, 3))
+@clause("trainer.clip.global-norm", source="contract: clips-once; " + NORM, worlds=(2, 3))
 @pytest.mark.parametrize("toy", ["mlp", "ragged"])
 def test_gradients_are_clipped_by_their_global_norm(world, subject, toy):
     """With `max_norm` a step MUST be that of the mean gradient, clipped by its global norm.
@@ -44,7 +43,7 @@ def test_gradients_are_clipped_by_their_global_norm(world, subject, toy):
     same_as_one_process(world, subject, Session.steps, setup, *THREE)
 
 
-@clause("trainer.clip.once-per-step", source=NORM)
+@clause("trainer.clip.once-per-step", source="contract: clips-once; " + NORM)
 def test_accumulated_gradients_are_clipped_once(world, subject):
     """With accumulation the sum MUST be clipped once, and not each micro-batch's part.
 
@@ -54,21 +53,24 @@ def test_accumulated_gradients_are_clipped_once(world, subject):
     same_as_one_process(world, subject, Session.steps, setup, *THREE)
 
 
-@clause("trainer.clip.leaves-small-gradients", source=NORM)
+@clause("trainer.clip.leaves-small-gradients", source="contract: clips-once; " + NORM)
 def test_gradients_below_the_limit_are_left(world, subject):
     """A gradient whose norm is below `max_norm` MUST be left as it is."""
     setup = Setup(max_norm=1e4, optimizer="momentum")
     same_as_one_process(world, subject, Session.steps, setup, *THREE)
 
 
-@clause("trainer.clip.none-is-none", source="DeepSpeed's gradient_clipping defaults to 1.0")
+@clause(
+    "trainer.clip.none-is-none",
+    source="contract: no-clipping; DeepSpeed's gradient_clipping defaults to 1.0",
+)
 def test_without_max_norm_nothing_is_clipped(world, subject):
     """Without `max_norm` nothing MUST be clipped, however large a gradient is."""
     setup = Setup(loss_factor=64.0, optimizer="slow")
     same_as_one_process(world, subject, Session.steps, setup, *THREE)
 
 
-@clause("trainer.clip.tied-counts-once", source=NORM)
+@clause("trainer.clip.tied-counts-once", source="contract: clips-once, tied; " + NORM)
 @pytest.mark.parametrize("toy", ["tied", "frozen"])
 def test_a_tied_gradient_counts_once_in_the_norm(world, subject, toy):
     """In the norm a tied parameter's gradient MUST count once, and a frozen one's not at all."""
@@ -89,7 +91,10 @@ def poisoned(ctx, subject, setup):
     return {"seen": found, "error": error["error"]}
 
 
-@clause("trainer.clip.not-finite-alike", source="torchtitan pull request 2318; GradScaler")
+@clause(
+    "trainer.clip.not-finite-alike",
+    source="contract: equal-ranks, not-finite; torchtitan pull request 2318; GradScaler",
+)
 @pytest.mark.parametrize("max_norm", [None, 1.0], ids=["off", "clipped"])
 def test_ranks_deal_alike_with_what_is_not_finite(world, subject, max_norm):
     """Where one rank's gradient is NaN, all ranks MUST end with equal bits, or all raise."""
@@ -112,21 +117,30 @@ def with_rates(run, factors):
         run.step(number)
 
 
-@clause("trainer.rate.takes-effect", source="torch.optim.lr_scheduler.LambdaLR")
+@clause(
+    "trainer.rate.takes-effect",
+    source="contract: Trainer.set_lr/next-step; torch.optim.lr_scheduler.LambdaLR",
+)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_new_rate_is_that_of_the_next_step(world, subject, optimizer):
     """After `set_lr` the next step MUST use the factor times the initial rate."""
     same_as_one_process(world, subject, with_rates, Setup(optimizer=optimizer), (0.5, 1.0, 0.125))
 
 
-@clause("trainer.rate.every-group", source="torch.optim.lr_scheduler.LambdaLR")
+@clause(
+    "trainer.rate.every-group",
+    source="contract: Trainer.set_lr/every-group; torch.optim.lr_scheduler.LambdaLR",
+)
 def test_every_group_gets_its_rate(world, subject):
     """`set_lr` MUST scale every group's own initial rate."""
     setup = Setup(optimizer="momentum", splits=True)
     same_as_one_process(world, subject, with_rates, setup, (0.5, 2.0, 0.25))
 
 
-@clause("trainer.rate.zero-keeps-weights", source="warm-up that begins at zero")
+@clause(
+    "trainer.rate.zero-keeps-weights",
+    source="contract: Trainer.set_lr/next-step; warm-up that begins at zero",
+)
 def test_a_rate_of_zero_keeps_weights(world, subject):
     """With a factor of zero a step MUST leave every weight as it was, and count its momentum."""
     setup = Setup(optimizer="momentum")
@@ -163,7 +177,10 @@ def movements(seen):
     return {k: t - begun[k.partition(" ")[0]] for k, t in seen.items() if "after" in k}
 
 
-@clause("trainer.precision.near-float32", source="DeepSpeed bf16, torch FSDP2 mp_policy")
+@clause(
+    "trainer.precision.near-float32",
+    source="contract: bfloat16; DeepSpeed bf16, torch FSDP2 mp_policy",
+)
 @pytest.mark.parametrize("how", ["plain", "accumulated", "clipped"])
 def test_bfloat16_trains_near_float32(world, subject, how):
     """With bfloat16 the weights MUST move as in float32, within a few of its roundings.
@@ -205,7 +222,11 @@ def loss_in_bfloat16(ctx, subject):
     return float(found)
 
 
-@clause("trainer.precision.computes-in-dtype", level="production", source="torch.autocast")
+@clause(
+    "trainer.precision.computes-in-dtype",
+    level="production",
+    source="contract: products; torch.autocast",
+)
 def test_a_forward_computes_in_the_dtype_that_was_asked_for(world, subject):
     """With bfloat16 a forward MUST compute products of bfloat16's rounding.
 
@@ -219,7 +240,10 @@ def test_a_forward_computes_in_the_dtype_that_was_asked_for(world, subject):
         )
 
 
-@clause("trainer.precision.small-updates", source="Micikevicius et al. 2018, section 3.1")
+@clause(
+    "trainer.precision.small-updates",
+    source="contract: float32-state; Micikevicius et al. 2018, section 3.1",
+)
 def test_small_updates_are_not_lost(world, subject):
     """With bfloat16 updates below its resolution MUST add up: weights are kept in float32.
 
@@ -273,7 +297,10 @@ def coasts(ctx, subject, steps):
     return {n: float((last[n] - before[n]).norm() / (first[n] - seen[0][n]).norm()) for n in last}
 
 
-@clause("trainer.precision.lasting-momentum", source="Micikevicius et al. 2018, section 3.1")
+@clause(
+    "trainer.precision.lasting-momentum",
+    source="contract: float32-state; Micikevicius et al. 2018, section 3.1",
+)
 def test_a_momentum_that_decays_slowly_is_not_rounded(world, subject):
     """With bfloat16 the optimizer's state MUST be kept in float32.
 

@@ -11,9 +11,9 @@ from torch import nn
 from spec_tests.clause import clauses
 from spec_tests.laws import footprint, traffic
 from spec_tests.rig import judge
-from spec_tests.trainer.task import BUILDERS, CONTRACT, Setup, method, session
+from spec_tests.trainer.task import BUILDERS, Setup, method, session
 
-clause = clauses(judges=BUILDERS, level="production", source=CONTRACT, worlds=(2,))
+clause = clauses(judges=BUILDERS, level="production", worlds=(2,))
 WIDTH, DEPTH = 96, 12
 BYTES = 4 * DEPTH * (WIDTH * 6 + 6 * WIDTH)
 
@@ -37,7 +37,10 @@ def log_of_evaluation(ctx, subject):
     return recorder.log()
 
 
-@clause("trainer.traffic.reduces-once-per-step", source="DistributedDataParallel, no_sync")
+@clause(
+    "trainer.traffic.reduces-once-per-step",
+    source="contract: one-reduction; DistributedDataParallel, no_sync",
+)
 def test_gradients_are_reduced_once_per_step(world, subject):
     """A step of several micro-batches MUST reduce no more elements than a step of one."""
     one = world.run(log_of_step, subject, 1)
@@ -53,7 +56,7 @@ def test_gradients_are_reduced_once_per_step(world, subject):
         )
 
 
-@clause("trainer.traffic.evaluation-reduces-nothing")
+@clause("trainer.traffic.evaluation-reduces-nothing", source="contract: silent-evaluation")
 def test_an_evaluation_reduces_nothing(world, subject):
     """An evaluation MUST NOT reduce gradients; a loss that is averaged over ranks may be sent."""
     for rank, log in enumerate(world.run(log_of_evaluation, subject)):
@@ -95,7 +98,7 @@ PADDING = 64 * 2 * DEPTH  # counters of steps, and what fills flat buffers up
     "trainer.footprint.state-is-divided",
     judges=("build_zero1_trainer", "build_fsdp_trainer"),
     level="correct",
-    source="Rajbhandari et al. 2020, section 5.1",
+    source="contract: state-divided; Rajbhandari et al. 2020, section 5.1",
 )
 def test_the_optimizers_state_is_divided(world, subject):
     """A trainer that divides the optimizer's state MUST hold no more than its share on each rank.
@@ -122,7 +125,8 @@ def test_the_optimizers_state_is_divided(world, subject):
     "trainer.footprint.parameters-are-divided",
     judges=("build_fsdp_trainer",),
     level="correct",
-    source="Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, section 4.1",
+    source="contract: parameters-divided; "
+    "Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, section 4.1",
     worlds=(4,),
 )
 def test_parameters_are_divided(world, subject):

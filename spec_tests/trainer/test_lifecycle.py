@@ -17,7 +17,6 @@ from spec_tests.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.trainer.task import (
     BUILDERS,
-    CONTRACT,
     Session,
     Setup,
     alone,
@@ -31,7 +30,7 @@ from spec_tests.trainer.task import (
     tolerance,
 )
 
-clause = clauses(judges=BUILDERS, level="correct", source=CONTRACT, worlds=(2,))
+clause = clauses(judges=BUILDERS, level="correct", worlds=(2,))
 EVALUATES = "FSDP2 of PyTorch 2.13 computes with stale weights after an evaluation"
 
 
@@ -44,7 +43,9 @@ def evaluates(run, numbers):
         evaluate(run.batch(run.ranks[0], 60 + number))
 
 
-@clause("trainer.evaluation.leaves-no-trace", source=EVALUATES)
+@clause(
+    "trainer.evaluation.leaves-no-trace", source="contract: Trainer.evaluate/inert; " + EVALUATES
+)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_evaluations_change_nothing(world, subject, accumulation):
     """An evaluation between steps MUST NOT change any later weight."""
@@ -64,7 +65,9 @@ def losses_of(ctx, subject, setup):
     return {"losses": losses, "declares": declared(run.trainer)}
 
 
-@clause("trainer.evaluation.current-weights", source=EVALUATES)
+@clause(
+    "trainer.evaluation.current-weights", source="contract: Trainer.evaluate/current; " + EVALUATES
+)
 def test_an_evaluation_uses_current_weights(world, subject):
     """`evaluate` MUST return this rank's loss of the batch with the current weights."""
     setup = Setup(optimizer="adamw")
@@ -118,7 +121,10 @@ def modes(ctx, subject):
     return found
 
 
-@clause("trainer.evaluation.mode", source="torch.nn.Module.eval; torch.no_grad")
+@clause(
+    "trainer.evaluation.mode",
+    source="contract: Trainer.evaluate/mode; torch.nn.Module.eval; torch.no_grad",
+)
 def test_evaluations_run_in_evaluation_mode(world, subject):
     """An evaluation MUST run in evaluation mode without gradients, and a step in training mode."""
     ranks = world.run(modes, subject)
@@ -145,7 +151,10 @@ def modes_kept(ctx, subject):
     return before, {name: part.training for name, part in module.named_modules()}
 
 
-@clause("trainer.evaluation.restores-modes", source="torch.nn.Module.train sets every submodule")
+@clause(
+    "trainer.evaluation.restores-modes",
+    source="contract: Trainer.evaluate/restores; torch.nn.Module.train sets every submodule",
+)
 def test_modes_are_afterwards_what_they_were(world, subject):
     """After an evaluation every module MUST be in the mode in which it was before.
 
@@ -174,7 +183,10 @@ def one_after_the_other(ctx, subject, setups):
     return found
 
 
-@clause("trainer.lifecycle.two-trainers", source="torchtitan: a cache by the module's class")
+@clause(
+    "trainer.lifecycle.two-trainers",
+    source="contract: trainers-apart; torchtitan: a cache by the module's class",
+)
 @pytest.mark.parametrize("body", [two_at_once, one_after_the_other], ids=["alternate", "in-turn"])
 @pytest.mark.parametrize("second", ["same-class", "other-class"])
 def test_two_trainers_do_not_disturb_each_other(world, subject, body, second):
@@ -238,7 +250,10 @@ def interrupted(ctx, subject, where):
     return {"seen": run.seen, "declares": declared(trainer), "raised": came}
 
 
-@clause("trainer.lifecycle.after-an-exception", source="out of memory, caught, and the next batch")
+@clause(
+    "trainer.lifecycle.after-an-exception",
+    source="contract: after-exception; out of memory, caught, and the next batch",
+)
 @pytest.mark.parametrize("where", ["forward", "backward", "evaluation"])
 def test_after_an_exception_the_next_step_is_right(world, subject, where):
     """After an exception that the caller caught the next steps MUST be right, or an error.
@@ -273,7 +288,10 @@ def with_too_few(run, number):
     run.step(3)
 
 
-@clause("trainer.lifecycle.other-number-of-micro-batches", source="the last step of an epoch")
+@clause(
+    "trainer.lifecycle.other-number-of-micro-batches",
+    source="contract: other-number; the last step of an epoch",
+)
 @pytest.mark.parametrize("number", [1, 3])
 def test_another_number_of_micro_batches_is_right_or_refused(world, subject, number):
     """A step with another number of micro-batches MUST be their mean's, or be an error."""
@@ -305,7 +323,7 @@ def in_groups(ctx, subject, setup, groups):
 
 @clause(
     "trainer.group.trains-by-itself",
-    source="fairscale ShardedDDP: a group rank for a global one",
+    source="contract: own-group; fairscale ShardedDDP: a group rank for a global one",
     worlds=(3,),
 )
 @pytest.mark.parametrize("max_norm", [None, 0.25], ids=["unclipped", "clipped"])

@@ -12,7 +12,6 @@ from spec_tests.clause import clauses
 from spec_tests.rig import judge
 from spec_tests.trainer.task import (
     BUILDERS,
-    CONTRACT,
     Session,
     Setup,
     one_process_or_refusal,
@@ -20,27 +19,36 @@ from spec_tests.trainer.task import (
     session,
 )
 
-clause = clauses(judges=BUILDERS, level="correct", source=CONTRACT, worlds=(2,))
+clause = clauses(judges=BUILDERS, level="correct", worlds=(2,))
 THREE = (1, 2, 3)
 REPLICAS = ("build_trainer", "build_zero1_trainer")
 BRANCHES = "DeepSpeed issue 2343; DistributedDataParallel, find_unused_parameters"
 
 
-@clause("trainer.parameters.tied", source="torchtitan issue 1524: tied weights were untied")
+@clause(
+    "trainer.parameters.tied",
+    source="contract: tied; torchtitan issue 1524: tied weights were untied",
+)
 def test_a_tied_parameter_stays_tied(world, subject):
     """A weight with two names MUST be one weight: trained once, by the sum of both gradients."""
     setup = Setup(toy="tied", optimizer="adamw", accumulation=2)
     same_as_one_process(world, subject, Session.steps, setup, *THREE)
 
 
-@clause("trainer.parameters.reused", source="DeepSpeed pull request 8224: a module used twice")
+@clause(
+    "trainer.parameters.reused",
+    source="contract: reused; DeepSpeed pull request 8224: a module used twice",
+)
 def test_a_module_that_is_used_twice_counts_twice(world, subject):
     """A module that one forward calls twice MUST be trained by the sum of both gradients."""
     setup = Setup(toy="reused", optimizer="momentum", accumulation=2)
     same_as_one_process(world, subject, Session.steps, setup, *THREE)
 
 
-@clause("trainer.parameters.frozen", source="torchtitan issue 3885: frozen parameters trained")
+@clause(
+    "trainer.parameters.frozen",
+    source="contract: frozen; torchtitan issue 3885: frozen parameters trained",
+)
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 def test_frozen_parameters_stay(world, subject, optimizer):
     """A trainer MUST leave frozen parameters as they are, whatever the weight decay."""
@@ -49,7 +57,8 @@ def test_frozen_parameters_stay(world, subject, optimizer):
 
 
 @clause(
-    "trainer.parameters.unused", source="torch.optim: a parameter without a gradient is skipped"
+    "trainer.parameters.unused",
+    source="contract: unused; torch.optim: a parameter without a gradient is skipped",
 )
 def test_unused_parameters_are_as_declared(world, subject):
     """An unused parameter MUST be skipped, or updated with zeros where that is declared."""
@@ -57,7 +66,11 @@ def test_unused_parameters_are_as_declared(world, subject):
     one_process_or_refusal(world, subject, Session.steps, setup, *THREE)
 
 
-@clause("trainer.parameters.unused-on-some-ranks", judges=REPLICAS, source=BRANCHES)
+@clause(
+    "trainer.parameters.unused-on-some-ranks",
+    judges=REPLICAS,
+    source="contract: unused-somewhere; " + BRANCHES,
+)
 @pytest.mark.parametrize("uses", ["one-each", "all-and-one"])
 def test_what_one_rank_uses_trains_on_all(world, subject, uses):
     """A parameter that some ranks leave unused MUST train on all, by the mean, or be an error."""
@@ -66,7 +79,10 @@ def test_what_one_rank_uses_trains_on_all(world, subject, uses):
     one_process_or_refusal(world, subject, Session.steps, setup, *THREE)
 
 
-@clause("trainer.parameters.unused-in-a-micro-batch", source=BRANCHES + "; fairscale, ShardedDDP")
+@clause(
+    "trainer.parameters.unused-in-a-micro-batch",
+    source="contract: unused-early; " + BRANCHES + "; fairscale, ShardedDDP",
+)
 @pytest.mark.parametrize("when", ["first", "last"])
 def test_what_one_micro_batch_uses_is_trained(world, subject, when):
     """A parameter that one micro-batch alone uses MUST be trained by its gradient, or be an error.
@@ -81,7 +97,8 @@ def test_what_one_micro_batch_uses_is_trained(world, subject, when):
 @clause(
     "trainer.parameters.order-differs",
     judges=REPLICAS,
-    source="DeepSpeed issue 2343; Li et al. 2020, section 3.2.3",
+    source="contract: Trainer.step/one-process; "
+    "DeepSpeed issue 2343; Li et al. 2020, section 3.2.3",
 )
 def test_ranks_may_compute_in_another_order(world, subject):
     """Gradients that become ready in another order on each rank MUST NOT be mixed up."""
@@ -101,21 +118,25 @@ def thaws(run, flag):
     run.steps(2, 3)
 
 
-@clause("trainer.parameters.thawed-later", source="fine-tuning by stages")
+@clause("trainer.parameters.thawed-later", source="contract: thawed-later; fine-tuning by stages")
 def test_what_is_thawed_later_trains(world, subject):
     """A parameter that is thawed between steps MUST train from then on, or be an error."""
     setup = Setup(toy="frozen", optimizer="momentum")
     one_process_or_refusal(world, subject, thaws, setup, True)
 
 
-@clause("trainer.parameters.frozen-later", source="fine-tuning by stages")
+@clause("trainer.parameters.frozen-later", source="contract: frozen-later; fine-tuning by stages")
 def test_what_is_frozen_later_stays(world, subject):
     """A parameter that is frozen between steps MUST stay as it is from then on, or be an error."""
     setup = Setup(toy="mlp", optimizer="adamw")
     one_process_or_refusal(world, subject, thaws, setup, False)
 
 
-@clause("trainer.parameters.fewer-elements-than-ranks", worlds=(3,))
+@clause(
+    "trainer.parameters.fewer-elements-than-ranks",
+    source="contract: Trainer.step/one-process",
+    worlds=(3,),
+)
 def test_small_parameters_are_trained(world, subject):
     """Parameters with fewer rows than there are ranks MUST be trained as in one process.
 
@@ -136,7 +157,10 @@ def described(ctx, subject, toy):
     return found
 
 
-@clause("trainer.parameters.whole-by-plain-names")
+@clause(
+    "trainer.parameters.whole-by-plain-names",
+    source="contract: Trainer.full_parameters/plain-names",
+)
 @pytest.mark.parametrize("toy", ["mlp", "ragged"])
 def test_full_parameters_have_the_plain_models_names(world, subject, toy):
     """Full parameters MUST have the plain model's names and shapes, and be float32."""
@@ -155,7 +179,9 @@ def reads_several_times(run):
     run.steps(2, 3)
 
 
-@clause("trainer.parameters.reading-changes-nothing")
+@clause(
+    "trainer.parameters.reading-changes-nothing", source="contract: Trainer.full_parameters/inert"
+)
 def test_reading_weights_changes_nothing(world, subject):
     """Reading full parameters between steps, several times, MUST NOT change what is trained."""
     setup = Setup(optimizer="momentum", accumulation=2)

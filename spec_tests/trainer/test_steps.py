@@ -15,7 +15,6 @@ from spec_tests.rig import judge
 from spec_tests.rig.ranks.errors import NotOffered
 from spec_tests.trainer.task import (
     BUILDERS,
-    CONTRACT,
     Session,
     Setup,
     alone,
@@ -27,18 +26,20 @@ from spec_tests.trainer.task import (
     tolerance,
 )
 
-clause = clauses(judges=BUILDERS, level="correct", source=CONTRACT, worlds=(2,))
+clause = clauses(judges=BUILDERS, level="correct", worlds=(2,))
 THREE = (1, 2, 3)
 
 
-@clause("trainer.step.equals-one-process", worlds=(2, 3))
+@clause(
+    "trainer.step.equals-one-process", source="contract: Trainer.step/one-process", worlds=(2, 3)
+)
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
 def test_steps_train_as_one_process_does(world, subject, optimizer):
     """After every step the weights MUST be those of one process that gets all ranks' batches."""
     same_as_one_process(world, subject, Session.steps, Setup(optimizer=optimizer), *THREE)
 
 
-@clause("trainer.step.accumulates", source=CONTRACT + "; DeepSpeed issue 7839")
+@clause("trainer.step.accumulates", source="contract: mean-gradient; DeepSpeed issue 7839")
 @pytest.mark.parametrize("accumulation", [2, 3])
 def test_micro_batches_are_averaged(world, subject, accumulation):
     """The gradient of a step MUST be the mean over all its micro-batches, on all ranks.
@@ -49,7 +50,9 @@ def test_micro_batches_are_averaged(world, subject, accumulation):
     same_as_one_process(world, subject, Session.steps, setup, *THREE)
 
 
-@clause("trainer.step.group-options", source="torch.optim, per-parameter options")
+@clause(
+    "trainer.step.group-options", source="contract: options; torch.optim, per-parameter options"
+)
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 def test_every_group_keeps_its_options(world, subject, optimizer):
     """Every parameter group MUST be updated with its own learning rate and weight decay.
@@ -60,7 +63,10 @@ def test_every_group_keeps_its_options(world, subject, optimizer):
     same_as_one_process(world, subject, Session.steps, setup, *THREE)
 
 
-@clause("trainer.step.layouts", source="FSDP2 refuses parameters that are not contiguous")
+@clause(
+    "trainer.step.layouts",
+    source="contract: layouts; FSDP2 refuses parameters that are not contiguous",
+)
 @pytest.mark.parametrize("toy", ["conv", "strided", "buffers"])
 def test_unusual_layouts_are_trained_or_refused(world, subject, toy):
     """Parameters of any memory layout MUST be trained as in one process, or be refused.
@@ -81,7 +87,7 @@ def ends(ctx, subject, setup, numbers):
     return found
 
 
-@clause("trainer.step.equal-runs-equal-bits")
+@clause("trainer.step.equal-runs-equal-bits", source="contract: equal-ranks, equal-runs")
 def test_equal_runs_give_equal_bits(world, subject):
     """All ranks MUST hold the same bits after every step, and a second equal run the same again."""
     ranks = world.run(ends, subject, Setup(optimizer="adamw", accumulation=2), THREE)
@@ -102,7 +108,10 @@ def from_unequal_starts(ctx, subject, setup):
     return {"seen": run.seen, "declares": declared(run.trainer)}
 
 
-@clause("trainer.step.starts-from-first-rank", source="DistributedDataParallel, broadcast")
+@clause(
+    "trainer.step.starts-from-first-rank",
+    source="contract: first-weights; DistributedDataParallel, broadcast",
+)
 def test_training_starts_from_the_first_ranks_weights(world, subject):
     """Ranks with unequal initial weights MUST train the first rank's, unless "start" is declared.
 
@@ -140,7 +149,10 @@ def means(run, found):
         run.trainer.step(run.micro_batches(number))
 
 
-@clause("trainer.step.reports-its-loss", source="a course's trainer logs the loss / accumulation")
+@clause(
+    "trainer.step.reports-its-loss",
+    source="contract: Trainer.step/loss; a course's trainer logs the loss / accumulation",
+)
 def test_the_loss_that_is_returned_is_a_mean(world, subject):
     """The loss that `step` returns MUST be the mean of this rank's micro-batches, or of all."""
     setup = Setup(accumulation=3)
@@ -173,7 +185,10 @@ def with_a_late_rank(run):
         run.step(number)
 
 
-@clause("trainer.step.waits-for-late-ranks", source="DeepSpeed issues 5545 and 6351")
+@clause(
+    "trainer.step.waits-for-late-ranks",
+    source="contract: Trainer.step/one-process; DeepSpeed issues 5545 and 6351",
+)
 def test_a_late_rank_changes_nothing(world, subject):
     """When `step` returns, the weights MUST be the new ones, however late another rank came."""
     setup = Setup(optimizer="momentum", accumulation=2)
@@ -185,7 +200,7 @@ def declarations(ctx, subject):
     return declared(session(ctx, subject, Setup()).trainer)
 
 
-@clause("trainer.step.declares-what-is-known")
+@clause("trainer.step.declares-what-is-known", source="contract: declares")
 def test_declarations_are_those_of_the_contract(world, subject):
     """What a trainer declares MUST be a choice that the contract names, equal on all ranks."""
     allowed = {

@@ -26,7 +26,6 @@ POISON = VOCABULARY - 1  # an id that occurs in no data but poisoned ones
 IGNORED = -100
 TRAIN = ("train",)
 WRAPPERS = ("ddp", "ddp_bucketed")
-CONTRACT = "contract: train"
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -15,7 +15,6 @@ from spec_tests.laws import refusal
 from spec_tests.rig import judge
 
 clause = clauses(judges=("accumulation_steps",), worlds=(1,))
-CONTRACT = "contract: accumulation_steps"
 
 
 def asked(ctx, global_batch, micro_batch, world_size):
@@ -28,7 +27,7 @@ def asked(ctx, global_batch, micro_batch, world_size):
     return error
 
 
-@clause("training.accumulation.fills-the-global-batch", level="course", source=CONTRACT)
+@clause("training.accumulation.fills-the-global-batch", level="course", source="contract: fills")
 @given(micro=st.integers(1, 64), world_size=st.integers(1, 64), number=st.integers(1, 64))
 def test_steps_times_micro_batch_times_ranks_is_the_global_batch(
     world, subject, micro, world_size, number
@@ -47,7 +46,8 @@ def test_steps_times_micro_batch_times_ranks_is_the_global_batch(
 @clause(
     "training.accumulation.refuses-a-remainder",
     level="correct",
-    source=CONTRACT + "; a course's trainer floors, and trains with another batch than asked for",
+    source="contract: remainder; "
+    "a course's trainer floors, and trains with another batch than asked for",
 )
 @pytest.mark.parametrize("sizes", ["6/2/2", "2/2/2", "7/1/2", "1/2/1", "10/4/1", "12/5/2"])
 def test_a_global_batch_that_does_not_divide_is_refused(world, subject, sizes):
@@ -65,7 +65,7 @@ def test_a_global_batch_that_does_not_divide_is_refused(world, subject, sizes):
 @clause(
     "training.accumulation.names-the-numbers",
     level="production",
-    source="a message says what was expected, what came, what to do",
+    source="contract: remainder; a message says what was expected, what came, what to do",
 )
 def test_the_refusal_names_the_numbers(world, subject):
     """The refusal SHOULD name the global batch, the micro-batch and the number of ranks."""

@@ -14,7 +14,6 @@ from spec_tests.clause import clauses
 from spec_tests.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.training.loop import (
-    CONTRACT,
     TRAIN,
     WRAPPERS,
     Counted,
@@ -30,7 +29,7 @@ clause = clauses(judges=TRAIN, level="correct", worlds=(1, 2))
 
 @clause(
     "training.data.takes-what-it-uses",
-    source=CONTRACT + "; a course's loop fetched 21 batches for 20",
+    source="contract: takes; a course's loop fetched 21 batches for 20",
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -68,7 +67,7 @@ def refused(ctx, wrapper, job, global_batch):
 
 @clause(
     "training.data.refuses-a-remainder",
-    source="contract: accumulation_steps; a course's loop floors and trains with less",
+    source="contract: remainder; a course's loop floors and trains with less",
     worlds=(1, 2, 3),
 )
 def test_a_global_batch_that_does_not_divide_is_refused(world, subject):
@@ -104,7 +103,7 @@ def cut_short(ctx, wrapper, job, ends):
 
 @clause(
     "training.data.no-partial-step-in-silence",
-    source=CONTRACT + "; Lightning issue 19987, NeMo pull request 2257",
+    source="contract: short-step; Lightning issue 19987, NeMo pull request 2257",
 )
 @pytest.mark.parametrize("left", [1, 2])
 def test_a_step_without_all_its_data_is_not_taken_as_if_it_had_them(world, subject, left):
@@ -140,7 +139,8 @@ def _is_close(weights, right, job):
 @clause(
     "training.data.ranks-end-together",
     level="production",
-    source="torch.distributed.algorithms.Join; a loader that gives one rank a batch less",
+    source="contract: short-step; "
+    "torch.distributed.algorithms.Join; a loader that gives one rank a batch less",
     worlds=(2, 3),
 )
 def test_no_rank_is_left_waiting_when_ones_data_end(world, subject):
@@ -160,7 +160,8 @@ def test_no_rank_is_left_waiting_when_ones_data_end(world, subject):
 
 @clause(
     "training.finite.decided-together",
-    source="torchtitan asserts on a reduced value; a check of rank 0's loss sees rank 0",
+    source="contract: alike; "
+    "torchtitan asserts on a reduced value; a check of rank 0's loss sees rank 0",
     worlds=(2, 3),
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -188,7 +189,8 @@ def test_ranks_agree_on_what_a_nan_on_one_of_them_means(world, subject, wrapper,
 @clause(
     "training.finite.spares-the-weights",
     level="production",
-    source="torch.nn.utils.clip_grad_norm_, error_if_nonfinite; a NaN norm spreads by clipping",
+    source="contract: alike; "
+    "torch.nn.utils.clip_grad_norm_, error_if_nonfinite; a NaN norm spreads by clipping",
     worlds=(2,),
 )
 @pytest.mark.parametrize("max_norm", [None, 1.0])
@@ -216,7 +218,7 @@ def batches_afterwards(ctx, wrapper, job):
 @clause(
     "training.data.stays-the-callers",
     level="production",
-    source="contract: batches are only read; the next epoch may bring the same tensors",
+    source="contract: batches-stay; the next epoch may bring the same tensors",
     worlds=(1, 2),
 )
 def test_what_a_batch_holds_stays_as_it_was(world, subject):

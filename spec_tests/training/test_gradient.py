@@ -24,7 +24,6 @@ from spec_tests.laws import refusal
 from spec_tests.rig import judge, strategies
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.training.loop import (
-    CONTRACT,
     TRAIN,
     WRAPPERS,
     Counted,
@@ -73,7 +72,7 @@ def _change(after, before):
     return {name: before[name] - after[name] for name in before}
 
 
-@clause("training.gradient.plain-model", level="course", source=CONTRACT, worlds=(1,))
+@clause("training.gradient.plain-model", level="course", source="contract: plain", worlds=(1,))
 @given(micro=st.integers(1, 3), accumulate=st.integers(1, 4), seed=strategies.seeds)
 @example(micro=1, accumulate=4, seed=7)
 def test_micro_batches_add_up_to_the_whole_batch(world, subject, micro, accumulate, seed):
@@ -88,7 +87,7 @@ def test_micro_batches_add_up_to_the_whole_batch(world, subject, micro, accumula
 @clause(
     "training.gradient.equals-one-process",
     level="course",
-    source=CONTRACT + "; Li et al. 2020, section 3: replicas equal to local training",
+    source="contract: one-process; Li et al. 2020, section 3: replicas equal to local training",
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @given(micro=st.integers(1, 3), accumulate=st.integers(1, 3), seed=strategies.seeds)
@@ -103,7 +102,7 @@ def test_ranks_train_as_one_process_does(world, subject, wrapper, micro, accumul
     judged(world.run(trained, wrapper, job), job)
 
 
-@clause("training.gradient.several-steps", level="course", source=CONTRACT, worlds=(1, 2))
+@clause("training.gradient.several-steps", level="course", source="contract: plain", worlds=(1, 2))
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_every_step_starts_without_old_gradients(world, subject, wrapper):
     """Several steps MUST end where one process ends: no gradient is carried into the next step.
@@ -114,7 +113,7 @@ def test_every_step_starts_without_old_gradients(world, subject, wrapper):
     judged(world.run(trained, wrapper_at(world, wrapper), job), job)
 
 
-@clause("training.gradient.token-weighted", source=CONTRACT + "; " + TOKENS)
+@clause("training.gradient.token-weighted", source="contract: one-process; " + TOKENS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @given(micro=st.integers(1, 2), accumulate=st.integers(1, 3), seed=strategies.seeds)
 @example(micro=1, accumulate=2, seed=7)
@@ -130,7 +129,7 @@ def test_every_target_weighs_the_same(world, subject, wrapper, micro, accumulate
 
 @clause(
     "training.gradient.nothing-to-learn-here",
-    source=CONTRACT + "; a local mean over no target is NaN",
+    source="contract: one-process; a local mean over no target is NaN",
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("where", ["none-on-last-rank", "none-in-first-micro-batch"])
@@ -164,7 +163,7 @@ def with_leftovers(ctx, wrapper, job):
 
 @clause(
     "training.gradient.leftovers-do-not-count",
-    source=CONTRACT + "; zero_grad only after the step",
+    source="contract: leftovers; zero_grad only after the step",
     worlds=(1, 2),
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -193,7 +192,7 @@ def held_by_one(ctx, holder, job):
 @clause(
     "training.gradient.leftovers-outside-the-model",
     level="production",
-    source=CONTRACT + "; model.zero_grad() does not reach what the optimizer alone holds",
+    source="contract: leftovers; model.zero_grad() does not reach what the optimizer alone holds",
     worlds=(1,),
 )
 @pytest.mark.parametrize("holder", ["optimizer", "model"])
@@ -225,7 +224,7 @@ def in_a_group(ctx, job):
     "training.gradient.in-a-group",
     level="production",
     needs=("train", "ddp"),
-    source=CONTRACT + "; the process group says how many ranks there are",
+    source="contract: group-model",
     worlds=(3,),
 )
 def test_the_ranks_of_a_step_are_those_of_the_wrappers_group(world, subject):
@@ -245,7 +244,8 @@ def in_two_calls(ctx, wrapper, job, first):
 
 @clause(
     "training.gradient.two-calls-are-one",
-    source=CONTRACT + "; a course's trainer leaves gradients behind for the next call",
+    source="contract: takes, leftovers; "
+    "a course's trainer leaves gradients behind for the next call",
     worlds=(1, 2),
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -274,7 +274,7 @@ def judge_clipped(ranks, job):
     )
 
 
-@clause("training.clip.once-per-step", source=CONTRACT + "; " + TORCH, worlds=(1, 2, 3))
+@clause("training.clip.once-per-step", source="contract: clips-once; " + TORCH, worlds=(1, 2, 3))
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_the_whole_mean_gradient_is_clipped_once(world, subject, wrapper):
     """With max_norm the whole, reduced gradient MUST be clipped once, after all micro-batches."""
@@ -282,7 +282,9 @@ def test_the_whole_mean_gradient_is_clipped_once(world, subject, wrapper):
     judge_clipped(world.run(trained, wrapper, job), job)
 
 
-@clause("training.clip.leaves-small-gradients", source=TORCH, worlds=(2,))
+@clause(
+    "training.clip.leaves-small-gradients", source="contract: clips-once; " + TORCH, worlds=(2,)
+)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_gradient_below_the_bound_is_left_alone(world, subject, wrapper):
     """A gradient whose norm is below max_norm MUST be left as it is, neither cut nor stretched."""
@@ -291,7 +293,12 @@ def test_a_gradient_below_the_bound_is_left_alone(world, subject, wrapper):
     judge_clipped(world.run(trained, wrapper, at(job, max_norm=bound)), at(job, max_norm=bound))
 
 
-@clause("training.clip.to-nothing", level="production", source=TORCH, worlds=(1, 2))
+@clause(
+    "training.clip.to-nothing",
+    level="production",
+    source="contract: max-norm-zero; " + TORCH,
+    worlds=(1, 2),
+)
 def test_a_bound_of_zero_leaves_the_weights(world, subject):
     """With a max_norm of 0 the weights MUST stay what they are, or the call raise.
 
@@ -311,7 +318,8 @@ def test_a_bound_of_zero_leaves_the_weights(world, subject):
     "training.clip.of-shards",
     level="production",
     needs=("train", "fully_shard"),
-    source=CONTRACT + "; torch.nn.utils.clip_grad_norm_ on DTensors: its norm is this rank's part",
+    source="contract: sharded-model, clips-once; "
+    "torch.nn.utils.clip_grad_norm_ on DTensors: its norm is this rank's part",
     worlds=(2,),
 )
 def test_the_gradient_of_shards_is_clipped_by_the_norm_of_the_whole(world, subject):

@@ -16,7 +16,6 @@ from spec_tests.rig import judge
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.judge.tolerance import rounding
 from spec_tests.training.loop import (
-    CONTRACT,
     TRAIN,
     WRAPPERS,
     Counted,
@@ -34,7 +33,7 @@ clause = clauses(judges=TRAIN, level="correct", worlds=(1, 2))
 
 @clause(
     "training.records.one-per-step",
-    source=CONTRACT + "; a course's loop returned the last step only, and a test compared it",
+    source="contract: records; a course's loop returned the last step only, and a test compared it",
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_there_is_one_record_and_one_update_per_step(world, subject, wrapper):
@@ -50,7 +49,7 @@ def test_there_is_one_record_and_one_update_per_step(world, subject, wrapper):
     )
 
 
-@clause("training.records.loss", source=CONTRACT + "; transformers issue 35438")
+@clause("training.records.loss", source="contract: loss; transformers issue 35438")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_the_reported_loss_is_the_mean_over_all_targets(world, subject, wrapper):
     """The loss MUST be the mean over all valid tokens of the step on all ranks, on every rank."""
@@ -71,7 +70,7 @@ def test_the_reported_loss_is_the_mean_over_all_targets(world, subject, wrapper)
     )
 
 
-@clause("training.records.tokens", source=CONTRACT)
+@clause("training.records.tokens", source="contract: tokens")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_the_reported_tokens_are_those_that_counted(world, subject, wrapper):
     """`tokens` MUST be the number of targets that counted in the step, on all ranks together."""
@@ -86,7 +85,7 @@ def test_the_reported_tokens_are_those_that_counted(world, subject, wrapper):
     )
 
 
-@clause("training.records.grad-norm", source=CONTRACT)
+@clause("training.records.grad-norm", source="contract: grad-norm")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_the_reported_norm_is_that_of_the_mean_gradient(world, subject, wrapper):
     """`grad_norm` MUST be the norm of the gradient that the update used, over all parameters."""
@@ -105,7 +104,7 @@ def test_the_reported_norm_is_that_of_the_mean_gradient(world, subject, wrapper)
 @clause(
     "training.records.norm-before-clipping",
     level="production",
-    source="torch.nn.utils.clip_grad_norm_ returns the norm from before",
+    source="contract: norm-before; torch.nn.utils.clip_grad_norm_ returns the norm from before",
     worlds=(2,),
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -126,10 +125,7 @@ def test_the_reported_norm_is_that_before_clipping(world, subject, wrapper):
     )
 
 
-@clause(
-    "training.rate.pure-function-of-the-step",
-    source="contract: lr(k) is the rate of the update after k finished ones",
-)
+@clause("training.rate.pure-function-of-the-step", source="contract: schedule")
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_each_update_uses_the_rate_of_its_step(world, subject, accumulate):
     """The update after k finished ones MUST use lr(k) in all groups, for any W and accumulation.
@@ -181,7 +177,8 @@ def with_too_few_rates(ctx, wrapper, job):
 @clause(
     "training.rate.that-ends",
     level="production",
-    source="lr=lambda step: next(rates): a StopIteration ends a map or a generator in silence",
+    source="contract: lr-ends; "
+    "lr=lambda step: next(rates): a StopIteration ends a map or a generator in silence",
     worlds=(1, 2),
 )
 def test_a_schedule_that_ends_early_is_an_error(world, subject):
@@ -196,10 +193,7 @@ OWN_RATES = (1.0, 0.25)
 CALLS = {"with-lr": 0.5, "without-lr": None}
 
 
-@clause(
-    "training.rate.of-each-call",
-    source=f"{CONTRACT}: the update after k finished ones of this call",
-)
+@clause("training.rate.of-each-call", source="contract: schedule, own-rates")
 @pytest.mark.parametrize("rate", CALLS)
 def test_each_call_begins_its_schedule_anew(world, subject, rate):
     """Each call MUST start its schedule at lr(0), and without `lr` leave each group its rate.
@@ -215,7 +209,7 @@ def test_each_call_begins_its_schedule_anew(world, subject, rate):
 
 @clause(
     "training.rate.reported-is-used",
-    source=CONTRACT + "; a course's loop reads it after the scheduler has moved on",
+    source="contract: reported-lr; a course's loop reads it after the scheduler has moved on",
 )
 @pytest.mark.parametrize("given_by", ["function", "optimizer"])
 def test_the_reported_rate_is_the_one_that_was_used(world, subject, given_by):

@@ -20,7 +20,6 @@ import pytest
 from spec_tests.clause import clauses
 from spec_tests.laws import traffic
 from spec_tests.training.loop import (
-    CONTRACT,
     TRAIN,
     WRAPPERS,
     Counted,
@@ -46,7 +45,7 @@ def in_a_lying_environment(ctx, wrapper, job):
 
 @clause(
     "training.gradient.world-of-the-group",
-    source=f"{CONTRACT}; a course's trainer divides by WORLD_SIZE",
+    source="contract: world; a course's trainer divides by WORLD_SIZE",
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_the_process_group_says_how_many_ranks_there_are(world, subject, wrapper):
@@ -63,7 +62,8 @@ def test_the_process_group_says_how_many_ranks_there_are(world, subject, wrapper
 @clause(
     "training.gradient.in-pytorchs-wrapper",
     level="production",
-    source=f"{CONTRACT}; torch.nn.parallel.DistributedDataParallel: no finish, no_sync in a window",
+    source="contract: ddp-model; "
+    "torch.nn.parallel.DistributedDataParallel: no finish, no_sync in a window",
     worlds=(2, 3),
 )
 def test_pytorchs_wrapper_is_one_as_well(world, subject):
@@ -90,7 +90,7 @@ def _sliced(rows):
 
 @clause(
     "training.gradient.slices",
-    source=f"{CONTRACT}; a course's trainer calls .view(-1) on tokens[:, 1:]",
+    source="contract: slices; a course's trainer calls .view(-1) on tokens[:, 1:]",
     worlds=(1, 2),
 )
 def test_batches_may_be_slices(world, subject):

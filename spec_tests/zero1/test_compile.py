@@ -34,7 +34,7 @@ def steps(run, backend):
 
 @clause(
     "zero1.compile.step",
-    source="torch.compile(optimizer.step), also of ZeroRedundancyOptimizer",
+    source="contract: compile; torch.compile(optimizer.step), also of ZeroRedundancyOptimizer",
     transports=("gloo", "cuda"),  # a compiler does not trace what simulates ranks
 )
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -53,7 +53,12 @@ def all_with_a_rate(parameters):
     return [{"params": list(parameters.values()), "lr": 0.5}]
 
 
-@clause("zero1.groups.own-options", level="course", source=GROUPS, worlds=(2, 3))
+@clause(
+    "zero1.groups.own-options",
+    level="course",
+    source="contract: same-values; " + GROUPS,
+    worlds=(2, 3),
+)
 @pytest.mark.parametrize("groups", [one_and_the_rest, all_with_a_rate], ids=["several", "one"])
 def test_every_group_is_updated_with_its_own_options(world, groups):
     """Every parameter group MUST be updated with its own options, also where a rank has none of it.
@@ -79,7 +84,7 @@ def options_that_change(run):
     return run.seen
 
 
-@clause("zero1.groups.live", source=GROUPS)
+@clause("zero1.groups.live", source="contract: live-groups; " + GROUPS)
 def test_what_is_written_into_a_group_acts_at_the_next_step(world):
     """A value written into `param_groups` MUST take effect at the next step, on all ranks."""
     same_as_unsharded(world, options_that_change, hints=[not_followed(world, three_steps)])
@@ -112,7 +117,8 @@ def scheduled(run):
 
 @clause(
     "zero1.groups.schedulers",
-    source="torch.optim.lr_scheduler; upstream's own test zeroes the gradients before its step",
+    source="contract: live-groups; "
+    "torch.optim.lr_scheduler; upstream's own test zeroes the gradients before its step",
 )
 def test_schedulers_drive_it(world):
     """A torch.optim scheduler MUST drive the sharded optimizer as it drives the unsharded one."""
@@ -148,7 +154,7 @@ def grows_with_a_rate(run, begun):
 @clause(
     "zero1.groups.added-later",
     level="course",
-    source="CS336 assignment 2: add_param_group during training",
+    source="contract: added-groups; CS336 assignment 2: add_param_group during training",
     worlds=(2, 3),
 )
 def test_a_group_that_is_added_later_trains_from_then_on(world):
@@ -204,7 +210,7 @@ def _described(run):
 
 @clause(
     "zero1.groups.complete",
-    source="contract: a torch.optim.Optimizer; schedulers and clipping read its groups",
+    source="contract: whole-groups; schedulers and clipping read its groups",
 )
 @pytest.mark.parametrize("groups", [halves, frozen_halves], ids=["trained", "some-frozen"])
 def test_groups_show_all_parameters_with_their_options(world, groups):
@@ -233,7 +239,8 @@ def rates(ctx, toy, added):
 
 @clause(
     "zero1.groups.rate-by-default",
-    source="torch.optim.Optimizer: a group has every option; schedulers begin with its rate",
+    source="contract: rates; "
+    "torch.optim.Optimizer: a group has every option; schedulers begin with its rate",
 )
 def test_groups_show_the_rate_that_nobody_gave(world):
     """Where the caller gives no rate, `param_groups` MUST show the default of `optimizer_cls`."""
@@ -245,10 +252,7 @@ def test_groups_show_the_rate_that_nobody_gave(world):
 DEFAULT_RATE = inspect.signature(torch.optim.AdamW).parameters["lr"].default
 
 
-@clause(
-    "zero1.groups.added-rate",
-    source="contract: groups that `add_param_group` adds, with their rates; schedulers read them",
-)
+@clause("zero1.groups.added-rate", source="contract: added-groups, rates; schedulers read them")
 def test_an_added_group_shows_its_rate(world):
     """`param_groups` MUST show the rate of a group that is added."""
     shown = world.run(rates, fitting(world), [0.5])
@@ -275,7 +279,8 @@ def in_form(ctx, form, toy):
 
 @clause(
     "zero1.groups.any-iterable",
-    source="torch.optim.Optimizer: an iterable of tensors or of dicts, whose params are iterables",
+    source="contract: whole-groups; "
+    "torch.optim.Optimizer: an iterable of tensors or of dicts, whose params are iterables",
 )
 @pytest.mark.parametrize("form", FORMS)
 def test_groups_are_taken_from_any_iterable(world, form):
@@ -307,7 +312,8 @@ def callers_groups(ctx, toy):
 
 
 @clause(
-    "zero1.groups.caller-keeps-theirs", source="torch.optim.Optimizer; the groups are used again"
+    "zero1.groups.caller-keeps-theirs",
+    source="contract: whole-groups; torch.optim.Optimizer; the groups are used again",
 )
 def test_the_callers_groups_stay_whole(world):
     """The caller's group dicts MUST still name all parameters after construction."""
@@ -325,7 +331,7 @@ def after_zero_grad(ctx, toy):
     return [name for name, p in run.parameters.items() if p.grad is not None and bool(p.grad.any())]
 
 
-@clause("zero1.groups.zero-grad", source="contract: `zero_grad` clears all gradients")
+@clause("zero1.groups.zero-grad", source="contract: zero-grad")
 def test_zero_grad_clears_what_others_own(world):
     """`zero_grad` MUST clear the gradients of all parameters, also of those that others own.
 
@@ -347,7 +353,9 @@ def in_two_groups(ctx, groups, toy):
 
 
 @clause(
-    "zero1.group.keeps-to-itself", source="ZeroRedundancyOptimizer, process_group", worlds=(3, 4)
+    "zero1.group.keeps-to-itself",
+    source="contract: equal-ranks; ZeroRedundancyOptimizer, process_group",
+    worlds=(3, 4),
 )
 def test_process_groups_train_apart(world):
     """In a sub-group the ranks MUST update and exchange among themselves alone."""

@@ -20,7 +20,7 @@ SQUARES = "reordered"
 
 @clause(
     "zero1.step.whole-tensors",
-    source="contract: the values of `optimizer_cls`; DeepSpeed, zero_allow_untested_optimizer",
+    source="contract: whole-tensors; DeepSpeed, zero_allow_untested_optimizer",
 )
 def test_what_looks_at_whole_tensors_gets_them(world):
     """Optimizers that look at whole tensors MUST see them, or be refused with an error.
@@ -32,7 +32,7 @@ def test_what_looks_at_whole_tensors_gets_them(world):
 
 @clause(
     "zero1.step.counts-in-groups",
-    source="contract: the values that `optimizer_cls` gives; Prodigy and schedule-free keep such",
+    source="contract: counts-in-groups; Prodigy and schedule-free keep such",
 )
 @pytest.mark.parametrize("optimizer", ["counting", "declared"])
 def test_what_an_optimizer_keeps_in_its_groups_stays(world, optimizer):
@@ -54,7 +54,8 @@ def with_factors(run):
 
 @clause(
     "zero1.step.keywords",
-    source="ZeroRedundancyOptimizer.step(closure, **kwargs); CS336 assignment 2, likewise",
+    source="contract: step-keywords; "
+    "ZeroRedundancyOptimizer.step(closure, **kwargs); CS336 assignment 2, likewise",
 )
 def test_keywords_of_a_step_reach_the_optimizer(world):
     """Keyword arguments of `step` MUST reach the optimizer's own, or be refused with an error."""
@@ -63,7 +64,8 @@ def test_keywords_of_a_step_reach_the_optimizer(world):
 
 @clause(
     "zero1.step.half-precision",
-    source="padding in float32 beside parameters in bfloat16, in a solution of CS336",
+    source="contract: any-parameters; "
+    "padding in float32 beside parameters in bfloat16, in a solution of CS336",
 )
 def test_parameters_in_bfloat16_are_updated(world):
     """Parameters that are all bfloat16 MUST get the weights that the unsharded optimizer gives."""

@@ -77,7 +77,7 @@ def trained(ctx, toy, program):
 
 @clause(
     "zero1.programs.any-sequence",
-    source="contract, ShardedOptimizer; hypothesis, stateful testing",
+    source="contract: same-values, unsharded; hypothesis, stateful testing",
     worlds=(2, 3),
 )
 def test_any_sequence_of_calls_does_what_the_plain_optimizer_does(world):
@@ -102,7 +102,7 @@ def test_any_sequence_of_calls_does_what_the_plain_optimizer_does(world):
 @clause(
     "zero1.programs.any-situation",
     judges=("sharded_optimizer",),
-    source="contract, ShardedOptimizer; Cohen et al. 1997, The AETG system",
+    source="contract: same-values; Cohen et al. 1997, The AETG system",
     worlds=(2, 3),
 )
 @pytest.mark.parametrize("part", range(draw.PARTS))
@@ -133,7 +133,8 @@ def rewound(ctx, toy):
 
 @clause(
     "zero1.state.load-replaces",
-    source="found by zero1.programs.any-sequence; torch.optim.Optimizer.load_state_dict",
+    source="contract: load-replaces; "
+    "found by zero1.programs.any-sequence; torch.optim.Optimizer.load_state_dict",
 )
 def test_a_loaded_state_replaces_the_one_before(world):
     """A load MUST replace the whole state: entries missing from the loaded state are gone."""
@@ -151,7 +152,7 @@ def test_a_loaded_state_replaces_the_one_before(world):
 
 @clause(
     "zero1.schedule.same-weights",
-    source=schedules.LAUNCH_ORDER,
+    source="contract: same-values; " + schedules.LAUNCH_ORDER,
     worlds=(3,),
     needs=("sharded_optimizer",),
     transports=schedules.SIM,
@@ -169,7 +170,7 @@ def test_no_order_of_events_changes_the_weights(world, schedule):
 
 @clause(
     "zero1.schedule.waits-for-every-launch",
-    source=schedules.WAITED_FOR,
+    source="contract: waits; " + schedules.WAITED_FOR,
     worlds=(2, 3),
     needs=("sharded_optimizer",),
     transports=schedules.SIM,

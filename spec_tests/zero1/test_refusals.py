@@ -39,7 +39,8 @@ def unequal(ctx, difference):
     "zero1.refusals.unequal-ranks",
     level="production",
     needs=ZERO,
-    source="DistributedDataParallel verifies parameters across ranks at construction",
+    source="contract: unequal-ranks; "
+    "DistributedDataParallel verifies parameters across ranks at construction",
 )
 @pytest.mark.parametrize("difference", ["shape", "rate"])
 def test_ranks_with_unequal_parameters_are_told(world, difference):
@@ -68,7 +69,7 @@ def of_a_sparse_parameter(ctx):
     "zero1.refusals.sparse",
     level="production",
     needs=ZERO,
-    source="ZeroRedundancyOptimizer: one dense type for all parameters",
+    source="contract: sparse; ZeroRedundancyOptimizer: one dense type for all parameters",
 )
 def test_a_sparse_parameter_is_updated_or_refused_as_such(world):
     """A sparse parameter MUST be updated, or be refused with an error that says "sparse"."""

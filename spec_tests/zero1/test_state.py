@@ -60,7 +60,7 @@ def divided(parts, given):
     )
 
 
-@clause("zero1.state.divided", level="course", source=PAPER)
+@clause("zero1.state.divided", level="course", source="contract: state-divided; " + PAPER)
 def test_the_parts_of_the_state_add_up_to_the_whole(world):
     """The ranks' state MUST add up to the unsharded optimizer's: every element on one rank."""
     divided(world.run(bytes_of_state, False), "adamw, after two steps")
@@ -68,7 +68,7 @@ def test_the_parts_of_the_state_add_up_to_the_whole(world):
 
 @clause(
     "zero1.state.balanced",
-    source="ZeroRedundancyOptimizer: greedy partition by size; Graham 1969",
+    source="contract: balanced; ZeroRedundancyOptimizer: greedy partition by size; Graham 1969",
 )
 def test_no_rank_keeps_much_more_than_its_share(world):
     """No rank's state MUST exceed its share by more than the state of the largest parameter.
@@ -120,7 +120,7 @@ def described(state):
     }
 
 
-@clause("zero1.state.full-equals-unsharded", needs=BOTH, source=PORTABLE)
+@clause("zero1.state.full-equals-unsharded", needs=BOTH, source="contract: unsharded; " + PORTABLE)
 def test_the_full_state_is_the_unsharded_optimizers(world):
     """On every rank `full_optimizer_state` MUST be the state dict of the unsharded optimizer.
 
@@ -155,7 +155,8 @@ def with_exports(ctx, toy):
 @clause(
     "zero1.state.export-is-inert",
     needs=BOTH,
-    source="pytorch issue 164929: an optimizer is stepped to learn what its state will be",
+    source="contract: inert; "
+    "pytorch issue 164929: an optimizer is stepped to learn what its state will be",
     worlds=(2,),
 )
 def test_taking_the_full_state_changes_nothing(world):
@@ -188,7 +189,7 @@ def saved(toy):
     return {"model": run.module.state_dict(), "optimizer": run.optimizer.state_dict()}
 
 
-@clause("zero1.state.resumes-at-any-size", source=PORTABLE, worlds=(1, 2, 3))
+@clause("zero1.state.resumes-at-any-size", source="contract: load; " + PORTABLE, worlds=(1, 2, 3))
 def test_it_goes_on_from_the_unsharded_optimizers_state(world):
     """Loaded from the unsharded state dict, training MUST go on as the unsharded optimizer does.
 
@@ -202,7 +203,7 @@ def test_it_goes_on_from_the_unsharded_optimizers_state(world):
     like_unsharded(ranks, continued, state, toy=toy, groups=matrices_and_the_rest)
 
 
-@clause("zero1.state.divided-after-load", source=PAPER)
+@clause("zero1.state.divided-after-load", source="contract: divided-after-load; " + PAPER)
 def test_a_loaded_state_is_divided_as_well(world):
     """After `load_state_dict` the ranks' state MUST still add up to the unsharded optimizer's.
 
@@ -223,7 +224,7 @@ def round_trip(ctx, toy):
     return second.steps(3, 4)
 
 
-@clause("zero1.state.round-trip", needs=BOTH, source=PORTABLE)
+@clause("zero1.state.round-trip", needs=BOTH, source="contract: load, unsharded; " + PORTABLE)
 def test_its_own_full_state_loads(world):
     """A run that goes on from its own full state MUST give the weights of an uninterrupted one."""
     toy = fitting(world)
@@ -244,7 +245,7 @@ def own_state_dict(ctx, toy):
 
 @clause(
     "zero1.state.no-partial-state-dict",
-    source="ZeroRedundancyOptimizer.state_dict raises before consolidation",
+    source="contract: state-dict; ZeroRedundancyOptimizer.state_dict raises before consolidation",
     worlds=(2,),
 )
 def test_a_state_dict_is_whole_or_an_error(world):

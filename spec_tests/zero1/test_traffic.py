@@ -67,7 +67,7 @@ def _deal(model):
             parameter.grad = torch.ones_like(parameter)
 
 
-@clause("zero1.traffic.one-copy-per-step", source=VOLUME)
+@clause("zero1.traffic.one-copy-per-step", source="contract: one-copy; " + VOLUME)
 def test_a_step_sends_one_copy_of_the_parameters(world):
     """A step MUST send every parameter once, and neither gradients nor state.
 
@@ -79,7 +79,8 @@ def test_a_step_sends_one_copy_of_the_parameters(world):
 
 @clause(
     "zero1.traffic.frozen-not-sent",
-    source="a frozen parameter does not change; ZeroRedundancyOptimizer sends it all the same",
+    source="contract: one-copy; "
+    "a frozen parameter does not change; ZeroRedundancyOptimizer sends it all the same",
     worlds=(2,),
 )
 def test_frozen_parameters_are_not_sent(world):
@@ -94,7 +95,11 @@ def test_frozen_parameters_are_not_sent(world):
     )
 
 
-@clause("zero1.traffic.at-most-one-message-each", source=VOLUME, worlds=(2,))
+@clause(
+    "zero1.traffic.at-most-one-message-each",
+    source="contract: few-messages; " + VOLUME,
+    worlds=(2,),
+)
 def test_a_step_sends_at_most_one_message_per_parameter(world):
     """A step MUST NOT need more collectives than there are parameters."""
     for rank, log in enumerate(world.run(wide_step, 0)):
@@ -109,7 +114,8 @@ def test_a_step_sends_at_most_one_message_per_parameter(world):
 
 @clause(
     "zero1.traffic.few-messages",
-    source="ZeroRedundancyOptimizer, parameters_as_bucket_view=True: one per rank",
+    source="contract: few-messages; "
+    "ZeroRedundancyOptimizer, parameters_as_bucket_view=True: one per rank",
 )
 def test_a_step_sends_a_few_messages(world):
     """A step SHOULD send one message per rank, not one per parameter: small ones are slow."""
@@ -122,7 +128,10 @@ def test_a_step_sends_a_few_messages(world):
         )
 
 
-@clause("zero1.traffic.same-order-on-all-ranks", source="collectives are paired by position")
+@clause(
+    "zero1.traffic.same-order-on-all-ranks",
+    source="contract: same-order; collectives are paired by position",
+)
 def test_all_ranks_issue_the_same_collectives(world):
     """All ranks MUST issue the same collectives in a step, whoever owns what."""
     agreement.same_collectives(world.run(third_step, fitting(world)), given="third step")
@@ -141,7 +150,7 @@ def bytes_that_stay(ctx):
 
 @clause(
     "zero1.footprint.state-is-a-share",
-    source="Rajbhandari et al. 2020, section 5.1 and figure 1",
+    source="contract: state-divided; Rajbhandari et al. 2020, section 5.1 and figure 1",
     worlds=(4,),
 )
 def test_a_rank_keeps_a_share_of_the_state(world):
@@ -194,7 +203,8 @@ def state_of_one_rank(ctx, rank, num_ranks):
 
 @clause(
     "zero1.traffic.any-world-size",
-    source="Rajbhandari et al. 2020, section 7: volume does not depend on the number of ranks",
+    source="contract: one-copy; "
+    "Rajbhandari et al. 2020, section 7: volume does not depend on the number of ranks",
     worlds=(1,),
 )
 @large_worlds.SIZES
@@ -214,7 +224,8 @@ def test_a_step_sends_one_copy_on_many_ranks(world, num_ranks):
 
 @clause(
     "zero1.footprint.any-world-size",
-    source="Rajbhandari et al. 2020, figure 1: memory falls with the number of ranks",
+    source="contract: balanced; "
+    "Rajbhandari et al. 2020, figure 1: memory falls with the number of ranks",
     worlds=(1,),
 )
 @large_worlds.SIZES

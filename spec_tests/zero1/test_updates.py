@@ -41,7 +41,7 @@ FOUR = (1, 2, 3, 4)
 PAPER = "Rajbhandari et al. 2020, section 5.1; CS336 assignment 2, sharded optimizer"
 
 
-@clause("zero1.step.equals-unsharded", level="course", source=PAPER)
+@clause("zero1.step.equals-unsharded", level="course", source="contract: same-values; " + PAPER)
 @pytest.mark.parametrize("optimizer", USUAL)
 def test_every_step_gives_the_unsharded_optimizers_weights(world, optimizer):
     """After every step all ranks MUST hold the weights that the unsharded optimizer gives.
@@ -54,7 +54,7 @@ def test_every_step_gives_the_unsharded_optimizers_weights(world, optimizer):
 @clause(
     "zero1.step.tied-parameter",
     level="course",
-    source="CS336 assignment 2, the tied toy model of its sharded optimizer tests",
+    source="contract: same-values; CS336 assignment 2, the tied toy model of its optimizer tests",
     worlds=(2,),
 )
 def test_a_tied_parameter_is_updated_once(world):
@@ -64,7 +64,8 @@ def test_a_tied_parameter_is_updated_once(world):
 
 @clause(
     "zero1.step.layouts",
-    source="ZeroRedundancyOptimizer broadcasts each parameter as it lies in memory",
+    source="contract: any-parameters; "
+    "ZeroRedundancyOptimizer broadcasts each parameter as it lies in memory",
     worlds=(2,),
 )
 @pytest.mark.parametrize("toy", ["conv", "strided"])
@@ -79,7 +80,8 @@ def test_every_memory_layout_arrives_in_its_place(world, toy):
 @clause(
     "zero1.step.parts-of-larger-tensors",
     level="production",
-    source="ProcessGroupGloo sends as many elements as there are, from where the first one lies",
+    source="contract: larger-tensor; "
+    "ProcessGroupGloo sends as many elements as there are, from where the first one lies",
     worlds=(2,),
 )
 def test_a_part_of_a_larger_tensor_is_updated(world):
@@ -92,7 +94,7 @@ def test_a_part_of_a_larger_tensor_is_updated(world):
 
 @clause(
     "zero1.step.dtypes",
-    source="the answer or a refusal; ZeroRedundancyOptimizer refuses unequal dtypes",
+    source="contract: unequal-dtypes; ZeroRedundancyOptimizer refuses unequal dtypes",
     worlds=(2,),
 )
 @pytest.mark.parametrize("toy", ["mixed", "double"])
@@ -102,7 +104,8 @@ def test_unequal_dtypes_are_updated_or_refused(world, toy):
 
 
 @clause(
-    "zero1.step.frozen-untouched", source="torch.optim: a parameter without a gradient is skipped"
+    "zero1.step.frozen-untouched",
+    source="contract: absent-gradients; torch.optim: a parameter without a gradient is skipped",
 )
 def test_frozen_parameters_stay(world):
     """Frozen parameters MUST keep their values, whatever the weight decay."""
@@ -125,10 +128,7 @@ def changed_by_others(run):
     return run.steps(2, 3)
 
 
-@clause(
-    "zero1.step.weights-of-others",
-    source="contract: weights that others change are taken as they are; model.load_state_dict",
-)
+@clause("zero1.step.weights-of-others", source="contract: current-weights; model.load_state_dict")
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_weights_that_were_written_between_steps_are_updated(world, optimizer):
     """A step MUST begin with the weights as they are, also where others have written them.
@@ -148,7 +148,7 @@ def now_and_then(run):
 
 @clause(
     "zero1.step.skips-absent-gradients",
-    source="Megatron-LM issues 5974 and 5976; torch.optim: None is skipped",
+    source="contract: absent-gradients; Megatron-LM issues 5974, 5976; torch.optim skips None",
 )
 def test_a_parameter_without_a_gradient_is_skipped(world):
     """Where a gradient is None a step MUST NOT decay the weight, move its moments or count."""
@@ -172,7 +172,10 @@ def cleared_to_zero(run):
     return cleared(run, set_to_none=False)
 
 
-@clause("zero1.step.after-zero-grad", source="torch.optim.Optimizer.zero_grad, set_to_none=True")
+@clause(
+    "zero1.step.after-zero-grad",
+    source="contract: zero-grad-zeros, zero-grad; torch.optim.Optimizer.zero_grad, set_to_none",
+)
 @pytest.mark.parametrize("script", [cleared, cleared_to_zero], ids=["to-none", "to-zero"])
 def test_zero_grad_leaves_none_unless_zeros_are_asked_for(world, script):
     """`zero_grad` MUST leave None, or zeros with `set_to_none=False` where it takes that.
@@ -198,7 +201,8 @@ def trains_two_and_one_more(run):
 
 @clause(
     "zero1.step.more-ranks-than-parameters",
-    source="ZeroRedundancyOptimizer's tests; an empty parameter list is an error in torch.optim",
+    source="contract: any-parameters; "
+    "ZeroRedundancyOptimizer's tests; an empty parameter list is an error in torch.optim",
     worlds=(3, 4),
 )
 @pytest.mark.parametrize("grows", [False, True], ids=["fixed", "grows"])
@@ -216,10 +220,7 @@ def thawed(run):
     return run.steps(2, 3)
 
 
-@clause(
-    "zero1.step.thawed-later",
-    source="fine-tuning by stages; contract: `param_groups` are the caller's, and whole",
-)
+@clause("zero1.step.thawed-later", source="contract: whole-groups; fine-tuning by stages")
 def test_what_was_frozen_at_first_is_updated_once_it_trains(world):
     """Parameters that were frozen at construction MUST be updated once they have gradients."""
     same_as_unsharded(world, thawed, groups=partly_frozen)
@@ -236,7 +237,8 @@ def two_at_once(ctx, toy):
 
 @clause(
     "zero1.step.two-optimizers",
-    source="adversarial training; a dict in the class, not the instance, in a solution of CS336",
+    source="contract: optimizers-apart; "
+    "adversarial training; a dict in the class, not the instance, in a solution of CS336",
     worlds=(2,),
 )
 def test_two_optimizers_do_not_disturb_each_other(world):
@@ -276,7 +278,7 @@ def closure_as_is(ctx, **options):
     return None if error["error"] else with_closure(run)
 
 
-@clause("zero1.step.closure", source="torch.optim.Optimizer.step(closure)")
+@clause("zero1.step.closure", source="contract: closure; torch.optim.Optimizer.step(closure)")
 @pytest.mark.parametrize("parameters", ["all", "two", "called-as-is"])
 def test_a_closure_is_evaluated_and_its_loss_returned(world, parameters):
     """`step(closure)` MUST evaluate the closure once, before updating, and return its loss.
@@ -326,7 +328,8 @@ def after_steps(run):
 @clause(
     "zero1.step.keeps-gradients",
     level="production",
-    source="torch.optim: `zero_grad` clears, `step` does not; what logs norms reads them after it",
+    source="contract: gradients-stay; "
+    "torch.optim: `zero_grad` clears, `step` does not; what logs norms reads them after it",
 )
 def test_a_step_leaves_gradients_as_they_are(world):
     """A step MUST leave every gradient as it was, those of parameters of other ranks as well."""
@@ -360,10 +363,7 @@ def own_weights(ctx, optimizer, toy):
     return {"end": run.steps(1, 2)}
 
 
-@clause(
-    "zero1.step.equal-on-all-ranks",
-    source="contract: `step` leaves all ranks with equal parameters",
-)
+@clause("zero1.step.equal-on-all-ranks", source="contract: equal-ranks")
 @pytest.mark.parametrize("body", [own_gradients, own_weights], ids=["gradients", "weights"])
 def test_all_ranks_end_with_equal_bits(world, body):
     """A step MUST leave all ranks with equal bits, even where gradients or weights differed.
@@ -379,7 +379,8 @@ def test_all_ranks_end_with_equal_bits(world, body):
 @clause(
     "zero1.step.one-owner-decides",
     level="production",
-    source="pytorch pull request 54736; ZeroRedundancyOptimizer broadcasts from the owner",
+    source="contract: one-owner; "
+    "pytorch pull request 54736; ZeroRedundancyOptimizer broadcasts from the owner",
 )
 def test_each_element_is_updated_by_one_rank(world):
     """Each element MUST be updated by one rank, from that rank's gradient alone.
@@ -418,7 +419,7 @@ def late(ctx, number_of_steps, toy):
 
 @clause(
     "zero1.step.waits-for-late-owners",
-    source="DeepSpeed issues 5545, 6351 and 8061: an exchange that overlaps too far",
+    source="contract: waits; DeepSpeed issues 5545, 6351, 8061: an exchange that overlaps too far",
 )
 def test_new_weights_are_there_when_step_returns(world):
     """When `step` returns, the weights MUST be the new ones, however late their owner was."""
