@@ -94,7 +94,8 @@ def sharded_optimizer(
     adds, and live, so a scheduler's change takes effect at the next step; `zero_grad` clears all
     gradients, to None, or to zero as torch.optim's does, if it takes `set_to_none`.
     `load_state_dict`, which all ranks call, takes the unsharded optimizer's state dict in place of
-    all that there was; `state_dict` gives that, or raises. Optimizers of other parameters do not
+    all that there was; `state_dict` gives that, or raises. `add_param_group`, `state_dict` and
+    `load_state_dict` may be absent: then they are not judged. Optimizers of other parameters do not
     disturb it. What is launched is waited for before `step` returns.
 
     Level `production`:
@@ -134,12 +135,13 @@ def fully_shard(
     reduce_dtype=, output_dtype=, cast_forward_inputs=)`. Parameters become DTensors sharded on dim
     0. The module then has `unshard`, `reshard`, `set_requires_gradient_sync`,
     `set_reshard_after_backward`, `set_modules_to_forward_prefetch` and
-    `set_modules_to_backward_prefetch`. Weights are not synchronised: the caller seeds all ranks
-    alike. After an update the next forward uses current weights; an update is `Optimizer.step`, a
-    load function, or an in-place operation under `no_grad` on the Parameter or its local tensor,
-    between steps. `zero_grad` clears what waits on this rank for its reduction, too. Memory does
-    not grow from step to step or with models that are dropped, what is launched is waited for, and
-    another model disturbs nothing. After a caught exception the next step is right, or an error.
+    `set_modules_to_backward_prefetch`. A method that is absent is not judged. Weights are not
+    synchronised: the caller seeds all ranks alike. After an update the next forward uses current
+    weights; an update is `Optimizer.step`, a load function, or an in-place operation under
+    `no_grad` on the Parameter or its local tensor, between steps. `zero_grad` clears what waits on
+    this rank for its reduction, too. Memory does not grow from step to step or with models that are
+    dropped, what is launched is waited for, and another model disturbs nothing. After a caught
+    exception the next step is right, or an error.
     Inputs and outputs may sit in nested containers and named tuples, which stay what they are. They
     may sit in a dataclass, or the forward refuses a dataclass.
     Level `production` asks for more of PyTorch's: `ignored_params`, a list of modules as one unit,

@@ -33,6 +33,7 @@ def token_loader(
     ends; the next `iter` starts anew, also where the one before was not finished.
 
     Yields int64 `[batch_size, sequence_length]` inputs and targets that own their memory.
+    `state_dict` and `load_state_dict` may be absent: then they are not judged.
     `state_dict()` is a snapshot of the number of batches *yielded*, counted from the start of the
     data, at the end of a pass all of them; after `load_state_dict`, until the next `iter`, the
     state that was loaded; the next `iter` goes on there,

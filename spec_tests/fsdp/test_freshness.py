@@ -336,9 +336,8 @@ def after_writing(ctx, subject, toy, seed, how, setting):
         if how in LOADS:
             state = sharded.wrapped.state_dict()
             ones = {name: torch.ones_like(value) for name, value in state.items()}
-            for module in sharded.wrapped.modules() if how == UNSHARDED else ():
-                if hasattr(module, "unshard"):
-                    module.unshard()
+            if how == UNSHARDED:
+                sharded.unshard_all()
             for part in [ones] if how != "assign-in-parts" else [{n: ones[n]} for n in ones]:
                 sharded.wrapped.load_state_dict(part, assign="assign" in how, strict=part is ones)
             if how == "assign-in-parts":

@@ -234,8 +234,9 @@ def own_state_dict(ctx, toy):
     """`state_dict()` without any consolidation: tensors by name, or the error."""
     run = Run(sharded(ctx), toy=toy)
     run.steps(1, 2, 3)
+    state_dict = run.optimizer.state_dict
     try:
-        state = run.optimizer.state_dict()
+        state = state_dict()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     entries = state.get("state", {}) if isinstance(state, dict) else {}
