@@ -88,15 +88,16 @@ def sharded_optimizer(
     the number of ranks, and which parameters have no gradient. Right or refused, never wrong in
     silence: parameters of unequal dtypes, and optimizers that look at whole tensors, keep counts in
     their groups, or whose `step` takes further keywords. `.state` holds only owned state, also
-    after a load, and no rank's exceeds its share by more than that of the largest parameter.
-    Weights that others change are taken as they are. `param_groups` are the caller's, in order and
-    whole, with their rates or the default of `optimizer_cls`, also those that `add_param_group`
-    adds, and live, so a scheduler's change takes effect at the next step; `zero_grad` clears all
-    gradients, to None, or to zero as torch.optim's does, if it takes `set_to_none`.
-    `load_state_dict`, which all ranks call, takes the unsharded optimizer's state dict in place of
-    all that there was; `state_dict` gives that, or raises. `add_param_group`, `state_dict` and
-    `load_state_dict` may be absent: then they are not judged. Optimizers of other parameters do not
-    disturb it. What is launched is waited for before `step` returns.
+    after a load. No rank's state exceeds twice the larger of its share and the largest parameter's
+    state; it should exceed its share by no more than the largest parameter's. Weights that others
+    change are taken as they are. `param_groups` are the caller's, in order and whole, with their
+    rates or the default of `optimizer_cls`, also those that `add_param_group` adds, and live, so a
+    scheduler's change takes effect at the next step; `zero_grad` clears all gradients, to None, or
+    to zero as torch.optim's does, if it takes `set_to_none`. `load_state_dict`, which all ranks
+    call, takes the unsharded optimizer's state dict in place of all that there was; `state_dict`
+    gives that, or raises. `add_param_group`, `state_dict` and `load_state_dict` may be absent: then
+    they are not judged. Optimizers of other parameters do not disturb it. What is launched is
+    waited for before `step` returns.
 
     Level `production`:
     - Sparse parameters are right, or refused as such; ranks that differ in parameters or options
