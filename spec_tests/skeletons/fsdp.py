@@ -9,12 +9,19 @@ model and is the exercise of CS336; `fully_shard` is PyTorch's function, called 
 from the inside out. Do one of them, or both; delete the other.
 
     1. Cut: each rank keeps its rows, and nothing is lost.
-        python -m spec_tests --impl THIS_FILE --clause 'fsdp.init.*' --clause 'fsdp.refusals.*'
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.init.[!cm]*'
     2. Gather before use: the forward computes what the plain model computes.
-        python -m spec_tests --impl THIS_FILE --clause 'fsdp.forward.*'
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.init.[cm]*'
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.forward.equals-*'
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.forward.[tw]*'
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.forward.runs-*'
     3. Reduce and scatter: the mean gradient of one's own rows; then train.
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.forward.[chlnu]*'
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.forward.evaluation-*'
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.forward.resharding-*'
         python -m spec_tests --impl THIS_FILE --clause 'fsdp.backward.*' --clause 'fsdp.training.*'
     4. Drop what was gathered, and gather anew whatever was updated.
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.refusals.*'
         python -m spec_tests --impl THIS_FILE --clause 'fsdp.footprint.*'
         python -m spec_tests --impl THIS_FILE --clause 'fsdp.lifecycle.*'
         python -m spec_tests --impl THIS_FILE --clause 'fsdp.state-dict.*'
