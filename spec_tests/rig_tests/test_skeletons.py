@@ -2,6 +2,7 @@
 
 import ast
 import fnmatch
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -160,6 +161,7 @@ def test_a_skeleton_fails_with_the_step_that_is_to_be_done(
     assert result.outcome is Outcome.FAILED, result.message
     assert "ToDo" in result.message
     assert "task 1: " in result.message
+    assert {*re.findall(r'File "([^"]+)"', result.message)} <= {str(place)}, "no other's lines"
 
 
 @pytest.mark.skipif(
