@@ -14,7 +14,7 @@ from spec_tests.contract import FUNCTIONS
 from spec_tests.rig.judge.runner import CaseResult
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig_tests.helpers import clauses, judged
+from spec_tests.rig_tests.helpers import clauses, judged, python
 from spec_tests.skeletons.__main__ import main
 from spec_tests.target import REPOSITORY_ROOT, Implementation, Target, import_target, parse
 
@@ -55,7 +55,8 @@ def filled(text: str) -> str:
         assert isinstance(last, ast.Raise), f"{function.name} has nothing to do"
         call = f"    return _reference.{function.name}({', '.join(words)})"
         lines[last.lineno - 1 : last.end_lineno] = [call]
-    return "\n".join(lines) + REFERENCE + (WRAPPERS if "own, with `no_sync`" in text else "")
+    whole, toy, play = "\n".join(lines).partition("\n# A toy of ")
+    return whole + REFERENCE + (WRAPPERS if "own, with `no_sync`" in text else "") + toy + play
 
 
 def clauses_of(subject: str, level: str) -> list[Clause]:
@@ -177,3 +178,26 @@ def test_a_skeleton_that_is_filled_from_the_reference_passes(
     results = [first_case(clause, which, own) for clause in first_of_each_task(subject, text)]
     assert len(results) >= 3
     assert [r.message for r in results if r.outcome is not Outcome.PASSED] == []
+
+
+@pytest.mark.skipif(
+    not (REPOSITORY_ROOT / "solution").is_dir(), reason="the reference is not beside the suite"
+)
+@pytest.mark.parametrize(
+    ("subject", "expected"),
+    [("ddp", "[[2., 1.]]"), ("zero1", "1 of the 2"), ("fsdp", "[[2.0, 1.0]]")],
+)
+def test_the_toy_prints_what_it_got_beside_what_is_right(
+    subject: str, expected: str, tmp_path: Path
+):
+    place = tmp_path / f"{subject}.py"
+    place.write_text(filled(skeletons.text_of(subject, place)))
+    ended = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(place))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count(f"expected {expected}") == 2
+    pairs = re.findall(
+        r"^rank \d: (?:weight|rows|output|gradient)? ?(.+), expected (\[.+)$", ended.stdout, re.M
+    )
+    assert len(pairs) >= 2
+    for got, wanted in pairs:
+        assert wanted in got.replace("tensor(", ""), ended.stdout

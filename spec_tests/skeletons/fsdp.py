@@ -46,6 +46,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 
@@ -126,3 +127,21 @@ def full_parameters(model: nn.Module) -> Mapping[str, torch.Tensor]:
       are DTensors, whose `full_tensor()` is found without it.
     """
     raise ToDo("task 1: the whole weights by the plain model's names, on every rank")
+
+
+# A toy of one Linear on two ranks, yours to change; or with `wrapped = fsdp(model)`:
+#     torchrun --standalone --nproc-per-node=2 THIS_FILE
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)  # equal weights on all ranks: nothing is sent when they are cut
+    model: Any = nn.Linear(2, 2, bias=False)
+    inputs = torch.tensor([[[1.0, 0.0]], [[3.0, 2.0]]])[rank]
+    rows, output = model.weight.tolist(), model(inputs).tolist()
+    wrapped = fully_shard(model)
+    print(f"rank {rank}: rows {model.weight.to_local().tolist()}, expected {rows[rank : rank + 1]}")
+    found = wrapped(inputs)
+    print(f"rank {rank}: output {found.tolist()}, expected {output}")
+    found.sum().backward()
+    print(f"rank {rank}: gradient {model.weight.grad.to_local().tolist()}, expected [[2.0, 1.0]]")
+    dist.destroy_process_group()
