@@ -201,3 +201,42 @@ def test_the_toy_prints_what_it_got_beside_what_is_right(
     assert len(pairs) >= 2
     for got, wanted in pairs:
         assert wanted in got.replace("tensor(", ""), ended.stdout
+
+
+# Right code that has built the tasks up to one, and raises in what a later task adds.
+BUILT = """
+from spec_tests import plain
+from spec_tests.plain.fully_shard import PlainFsdp
+
+class ToDo(Exception): ...
+
+def later(*args, **kwargs):
+    raise ToDo("a later task")
+
+finish_gradient_synchronization = no_sync = MixedPrecisionPolicy = later
+"""
+WHOLE = """
+functions = type("Part", (PlainFsdp,), {{"{0}": later}}).functions()
+fully_shard, fsdp = functions["fully_shard"], functions["fsdp"]
+full_parameters = functions["full_parameters"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("subject", "task", "text"),
+    [
+        ("ddp", 1, "ddp = plain.ddp"),
+        ("fsdp", 1, WHOLE.format("pre_forward")),
+        ("fsdp", 2, WHOLE.format("pre_backward")),
+    ],
+    ids=["ddp-1", "fsdp-1", "fsdp-2"],
+)
+def test_the_clauses_of_a_task_need_only_what_is_built(
+    own: Worlds, mine, subject: str, task: int, text: str
+):
+    which = mine(BUILT + text)
+    patterns = skeletons.tasks(skeletons.text_of(subject, Path("mine.py")))[task - 1]
+    chosen = [c for c in clauses_of(subject, "correct") if matches(c, patterns)]
+    found = [first_case(clause, which, own) for clause in chosen]
+    assert len(found) >= 6
+    assert [r.message for r in found if r.outcome is not Outcome.PASSED] == []
