@@ -27,6 +27,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
-from spec_tests.contract import DEFAULTS, FUNCTIONS
+from spec_tests.contract import DEFAULTS, FUNCTIONS, OPTIONAL_METHODS
 from spec_tests.rig.ranks import not_here
 
 PACKAGE_ROOT = Path(__file__).resolve().parent
@@ -290,6 +291,25 @@ def _stand_in(name: str, function: str) -> Callable[..., Any]:
         raise NotOfferedError(f"{name} does not offer {function}()")
 
     return not_offered
+
+
+def without_method(error: BaseException) -> BaseException:
+    """Return `error`, or the NotOfferedError that it amounts to.
+
+    The suite asked an object for a method that the contract lets it lack. What other code asks for
+    is that code's fault: the line that asked decides, before any `__getattr__` that answered.
+    """
+    if not isinstance(error, AttributeError) or error.name not in _OPTIONAL or error.obj is None:
+        return error
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.name not in _ANSWERS]
+    if not frames or not Path(frames[-1].filename).resolve().is_relative_to(PACKAGE_ROOT):
+        return error
+    lacks = f"not offered: {type(error.obj).__name__}.{error.name}()"
+    return NotOfferedError(lacks).with_traceback(error.__traceback__)
+
+
+_OPTIONAL = frozenset(name for names in OPTIONAL_METHODS.values() for name in names)
+_ANSWERS = ("__getattr__", "__getattribute__")
 
 
 class OffersNothingError(ValueError):

@@ -2,8 +2,9 @@
 
 An implementation is a module, a package or a file with any of these functions, by these
 names and with these arguments. What it leaves out is reported as "not offered", never as failed;
-the same holds for a function that raises NotImplementedError. `solution/__init__.py` satisfies the
-contract as it stands, and so does this file of five lines, as far as it goes:
+the same holds for a function that raises NotImplementedError, and for a method of
+`OPTIONAL_METHODS` that an object lacks. `solution/__init__.py` satisfies the contract as it stands,
+and so does this file of five lines, as far as it goes:
 
     from torch.nn.parallel import DistributedDataParallel
 
@@ -57,3 +58,29 @@ DEFAULTS: dict[str, Callable[..., Any]] = {
     },
 }
 """What a function means where an implementation leaves it out; all others are not offered."""
+
+OPTIONAL_METHODS: dict[str, tuple[str, ...]] = {
+    "token_loader": ("state_dict", "load_state_dict"),
+    "sharded_optimizer": ("add_param_group", "state_dict", "load_state_dict"),
+    "fully_shard": (
+        "unshard",
+        "reshard",
+        "set_requires_gradient_sync",
+        "set_reshard_after_forward",
+        "set_reshard_after_backward",
+        "set_modules_to_forward_prefetch",
+        "set_modules_to_backward_prefetch",
+        "set_requires_all_reduce",
+        "set_is_last_backward",
+        "set_gradient_divide_factor",
+        "set_unshard_in_backward",
+    ),
+    **dict.fromkeys(
+        ("build_trainer", "build_zero1_trainer", "build_fsdp_trainer"),
+        ("evaluate", "set_lr", "save", "load"),
+    ),
+}
+"""Methods that may be absent, by the function that returns or changes the object.
+
+A clause that calls an absent one is "not offered". All other methods of the contract must be there.
+"""

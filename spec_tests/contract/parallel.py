@@ -143,6 +143,7 @@ def sharded_optimizer(
 
     Returns:
         A `torch.optim.Optimizer`. All ranks of the group call its `step` and `load_state_dict`.
+        `add_param_group`, `state_dict` and `load_state_dict` may be absent: then they are not judged.
 
     Level `course`:
         same-values: After `step` all ranks hold the values that `optimizer_cls` alone would give.
@@ -155,7 +156,7 @@ def sharded_optimizer(
         equal-ranks: After `step` all ranks of the group hold the same bits.
         closure: `step` evaluates a closure once, before updating, and returns its loss.
         divided-after-load: After a load, too, `.state` holds only the state that this rank owns.
-        balanced: A rank's state exceeds its share by at most the state of the largest parameter.
+        balanced: A rank's state is at most twice its share, or twice the largest parameter's.
         current-weights: A step begins with the weights as they are, also where others wrote them.
         whole-groups: `param_groups` are the caller's, in order, with all parameters.
         rates: `param_groups` show the caller's rates, or the default of `optimizer_cls`.

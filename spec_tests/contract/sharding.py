@@ -34,7 +34,8 @@ def fully_shard(
 
     Returns:
         Anything. `module` gains `unshard`, `reshard`, `set_requires_gradient_sync`,
-        `set_reshard_after_backward` and `set_modules_to_{forward,backward}_prefetch`.
+        `set_reshard_after_backward` and `set_modules_to_{forward,backward}_prefetch`. A method that
+        is absent is not judged.
 
     Level `course`:
         plain-bits: A forward gives the bits of the plain model.

@@ -34,7 +34,8 @@ def token_loader(
         rank, world_size: this rank and the number of ranks; None means RANK and WORLD_SIZE.
 
     Returns:
-        An iterable of (inputs, targets) with `state_dict()` and `load_state_dict(state)`.
+        An iterable of (inputs, targets) with `state_dict()` and `load_state_dict(state)`. These two
+        may be absent: then they are not judged.
 
     Raises:
         ValueError, OSError: at construction, see `bad-arguments` to `absent-files`.

@@ -74,6 +74,11 @@ def open_loader(ctx: Context, paths: Sequence[Path], layout: Layout, rank: int =
     )
 
 
+def whole_pass(ctx: Context, paths: Sequence[Path], layout: Layout, rank: int = 0) -> Stream:
+    """One uninterrupted pass of a loader that is asked nothing else."""
+    return take(open_loader(ctx, paths, layout, rank), layout.limit)
+
+
 def take(batches: Iterable[Any], limit: int) -> Stream:
     """Up to `limit` batches as plain lists."""
     return [(x.tolist(), y.tolist()) for x, y in itertools.islice(batches, limit)]
@@ -95,6 +100,14 @@ def all_ranks(ctx: Context, layout: Layout) -> list[Stream] | None:
                 raise
             return None
         return [take(loader, layout.limit) for loader in loaders]
+
+
+def cut(streams: Sequence[Stream], layout: Layout) -> list[Stream]:
+    """The streams, without the further passes of a loader that does not end."""
+    return [
+        batches[: len(right)] if len(batches) >= layout.limit else batches
+        for batches, right in zip(streams, layout.expected(), strict=True)
+    ]
 
 
 @st.composite

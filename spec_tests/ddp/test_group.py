@@ -23,19 +23,21 @@ GROUPS = "DistributedDataParallel, process_group; verl issue 7493"
 GROUPS_OF = {3: ((0, 2), (1,)), 4: ((0, 2), (1, 3))}
 
 
-def in_groups(ctx, subject, toy, seed, groups, uses=None):
-    """State after wrapping, buffers in the next forward, and gradients, in a sub-group."""
+def state_in_groups(ctx, subject, toy, seed, groups):
+    """Parameters and buffers after wrapping in a sub-group; the weights differ between ranks."""
     replica = Replica(ctx, subject, toy, seed, weights_differ=True, process_group=ctx.split(groups))
-    state = {**replica.weights(), **_buffers(replica)}
+    buffers = {name: buffer.clone() for name, buffer in replica.module.named_buffers()}
+    return {**replica.weights(), **buffers}
+
+
+def gradients_in_groups(ctx, subject, toy, seed, groups, uses=None):
+    """Gradients of one backward in a sub-group; all ranks start from equal weights."""
+    replica = Replica(ctx, subject, toy, seed, process_group=ctx.split(groups))
     flags = {"use": uses[ctx.rank]} if uses else {}
     replica.backward(**flags)
     gradients = replica.gradients()
     replica.loss(1, **flags)  # the next forward: the latest moment for an error
-    return {"state": state, "gradients": gradients}
-
-
-def _buffers(replica):
-    return {name: buffer.clone() for name, buffer in replica.module.named_buffers()}
+    return gradients
 
 
 @clause(
@@ -45,11 +47,11 @@ def _buffers(replica):
 def test_each_group_starts_from_its_own_first_rank(world, subject, toy):
     """In a sub-group every rank MUST start from the state of that group's first rank."""
     groups = GROUPS_OF[world.size]
-    ranks = world.run(in_groups, subject, toy, 7, groups)
+    ranks = world.run(state_in_groups, subject, toy, 7, groups)
 
     own = [{**oracle.parameters(toy, 7 + r), **oracle.buffers(toy, 7 + r)} for r in range(4)]
     judge.tensors(
-        [rank["state"] for rank in ranks],
+        ranks,
         [own[_group_of(rank, groups)[0]] for rank in range(world.size)],
         quantity="state of the group's first rank",
         hints=[
@@ -64,7 +66,7 @@ def test_each_group_starts_from_its_own_first_rank(world, subject, toy):
 def test_each_group_divides_by_its_own_size(world, subject):
     """In a sub-group gradients MUST be the mean over that group alone, divided by its size."""
     groups = GROUPS_OF[world.size]
-    ranks = world.run(in_groups, subject, "mlp", 7, groups)
+    ranks = world.run(gradients_in_groups, subject, "mlp", 7, groups)
 
     expected, whole = [], []
     for rank in range(world.size):
@@ -76,7 +78,7 @@ def test_each_group_divides_by_its_own_size(world, subject):
     mean = {name: sum(_gradients(group)[name] for group in groups) for name in whole[0]}
     everyone = equivalence.scaled(mean, float(world.size))
     judge.tensors(
-        [rank["gradients"] for rank in ranks],
+        ranks,
         expected,
         quantity="mean gradient of its group",
         hints=[
@@ -97,20 +99,20 @@ def test_what_another_group_uses_does_not_matter(world, subject):
     groups, uses = GROUPS_OF[4], ("ab", "abc", "ab", "abc")
     ranks = refusal.answer_or_refusal(
         world,
-        in_groups,
+        gradients_in_groups,
         subject,
         "branches",
         7,
         groups,
         uses,
-        ordinary=(in_groups, subject, "mlp", 7, groups),
+        ordinary=(gradients_in_groups, subject, "mlp", 7, groups),
     )
 
     if ranks is not None:
         sums = [_gradients(_group_of(r, groups), "branches", uses[r]) for r in range(4)]
         expected = [equivalence.scaled(each, 2.0) for each in sums]
         judge.tensors(
-            [rank["gradients"] for rank in ranks],
+            ranks,
             expected,
             quantity="mean gradient of its group",
             hints=[Hint("divided by the size of the world in place of the group", sums)],
@@ -123,7 +125,7 @@ def _group_of(rank, groups):
 
 
 def _gradients(group, toy="mlp", use=None):
-    """Of the summed loss of a group, from the weights of its first rank."""
+    """Of the summed loss of a group."""
     batches = [TOYS[toy].batch(7, rank=rank) for rank in group]
     flags = [{"use": use} if use else {}] * len(group)
-    return oracle.gradients(toy, 7 + group[0], batches, flags)
+    return oracle.gradients(toy, 7, batches, flags)

@@ -184,10 +184,12 @@ class Sharded(wrapped.WrappedToy):
 
     def unshard_all(self, **options: Any) -> None:
         """Gather every unit by hand."""
-        parts: list[Any] = list(self.module.modules())
-        for part in parts:
-            if hasattr(part, "unshard"):
-                part.unshard(**options)
+        for part in self.units("unshard"):
+            part.unshard(**options)
+
+    def units(self, method: str) -> list[Any]:
+        """Every module that has `method`; the outermost, which then lacks it, if none has."""
+        return [part for part in self.module.modules() if hasattr(part, method)] or [self.module]
 
     def interrupted(self, layer: str, micro: int) -> torch.Tensor:
         """The loss of a micro-batch whose backward raises AttributeError at that layer's output."""

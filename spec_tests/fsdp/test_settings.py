@@ -132,10 +132,8 @@ def divided(ctx, subject, factor, mesh=None):
     if mesh is not None:
         options["mesh"] = ctx.mesh(mesh, names)
     sharded = Sharded(ctx, subject, "stack", **options)
-    for part in sharded.module.modules():
-        setter: Any = getattr(part, "set_gradient_divide_factor", None)
-        if setter is not None:
-            setter(factor)
+    for part in sharded.units("set_gradient_divide_factor"):
+        part.set_gradient_divide_factor(factor)
         # In float32 FSDP2 leaves the factor to the backend, and gloo knows none.
         sums: Any = getattr(part, "set_force_sum_reduction_for_comms", None)
         if sums is not None:

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from spec_tests.rig import judge
-from spec_tests.rig.ranks.errors import NotOffered, RankRaised, RigError
+from spec_tests.rig.ranks.errors import Absent, NotOffered, RankRaised, RigError
 from spec_tests.rig.ranks.world import Ranks, World
 from spec_tests.rig.sim.faults import SimError
+from spec_tests.target import without_method
 
 Kinds = type[BaseException] | tuple[type[BaseException], ...]
 
@@ -38,6 +39,8 @@ def caught(kinds: Kinds = Exception) -> Iterator[dict[str, Any]]:
     except NO_ANSWERS:
         raise
     except kinds as error:
+        if without_method(error) is not error:
+            raise
         found["kinds"] = [kind.__name__ for kind in type(error).__mro__]
         found["text"] = str(error)
         found["error"] = f"{type(error).__name__}: {error}"
@@ -71,14 +74,14 @@ def answer_or_refusal(
         Violation: a rank left the program in place of raising.
         RankRaised: the simulated world raised it: no refusal of the implementation's, a fault; or
             the ordinary was refused as well.
-        NotOffered: likewise.
+        NotOffered: likewise, or a function or method is absent.
         RankHung, RankDied: as in `World.run`.
     """
     __tracebackhide__ = True
     try:
         return world.run(body, *args, **kwargs)
     except (NotOffered, RankRaised) as failure:
-        if isinstance(failure, NotOffered) and not ordinary:
+        if isinstance(failure, Absent) or (isinstance(failure, NotOffered) and not ordinary):
             raise
         if isinstance(failure, RankRaised):
             if failure.error.is_a("SimError"):

@@ -50,6 +50,48 @@ def same(
 ) -> None:
     """Every rank must receive what is expected of it, no batch more and none less."""
     __tracebackhide__ = True
+    agree(observed, wanted, given=given, likely=likely)
+    for rank, (seen, right) in enumerate(zip(observed, wanted, strict=True)):
+        judge.holds(
+            len(seen) == len(right),
+            f"rank {rank}: expected {len(right)} batches, got {len(seen)}",
+            likely=likely or _count_cause(len(seen), len(right)),
+            given=given,
+        )
+
+
+def goes_on(
+    observed: Sequence[Stream],
+    wholes: Sequence[Stream],
+    taken: int = 0,
+    *,
+    limit: int,
+    given: str = "",
+    likely: str = "",
+) -> None:
+    """Every rank must receive what the loader's own uninterrupted pass holds after `taken` batches.
+
+    Whether that pass is the right one is for other clauses to say.
+
+    Args:
+        limit: how many batches were read at most; a pass as long as that may go on, and what the
+            other lacks at its end is not looked at.
+    """
+    __tracebackhide__ = True
+    rest = [whole[taken:] for whole in wholes]
+    seen = [
+        got[: len(right)] if len(whole) >= limit else got
+        for got, right, whole in zip(observed, rest, wholes, strict=True)
+    ]
+    judge.holds(all(wholes), "expected batches in an uninterrupted pass, got none", given=given)
+    same(seen, rest, given=given, likely=likely)
+
+
+def agree(
+    observed: Sequence[Stream], wanted: Sequence[Stream], *, given: str = "", likely: str = ""
+) -> None:
+    """Batches that are both received and expected must be equal."""
+    __tracebackhide__ = True
     judge.holds(
         len(observed) == len(wanted),
         f"expected the streams of {len(wanted)} ranks, got {len(observed)}",
@@ -63,12 +105,6 @@ def same(
                     likely=cause,
                     given=given,
                 )
-        judge.holds(
-            len(seen) == len(right),
-            f"rank {rank}: expected {len(right)} batches, got {len(seen)}",
-            likely=likely or _count_cause(len(seen), len(right)),
-            given=given,
-        )
 
 
 def _difference(got: Batch, want: Batch) -> str:

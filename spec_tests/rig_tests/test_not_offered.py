@@ -5,17 +5,19 @@ And right code that is unusual passes.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from spec_tests import target
-from spec_tests.contract import FUNCTIONS
+from spec_tests.contract import FUNCTIONS, OPTIONAL_METHODS
+from spec_tests.data import test_state
 from spec_tests.ddp import test_lifecycle
 from spec_tests.ledger import load_all
 from spec_tests.rig.outcomes import SILENT, Outcome
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig_tests.helpers import judged
+from spec_tests.rig_tests.helpers import clauses, judged
 
 # Its functions are not seen to be left open: they look like functions that do something.
 OPEN = """
@@ -96,6 +98,72 @@ def test_without_a_backward_no_clause_about_it_passes(worlds: Worlds, folder: Pa
     assert {*found.values()} == {Outcome.PASSED, Outcome.NOT_OFFERED}
     found = outcomes(worlds, file, FORWARD + backward, "attention.shapes.without-heads")
     assert {*found.values()} == {Outcome.NOT_OFFERED}
+
+
+# Right code whose object lacks every method that it may lack.
+WITHOUT_METHODS = """
+from spec_tests.plain import *
+
+class Lacking:
+    def __getattribute__(self, name):
+        if name in {methods}:
+            raise AttributeError(f"no {{name}}")
+        return super().__getattribute__(name)
+
+def lacking(*args, make={name}, **kwargs):
+    made = make(*args, **kwargs)
+    made.__class__ = type(type(made).__name__, (Lacking, type(made)), {{}})
+    return made
+
+{name} = lacking
+"""
+
+
+@pytest.mark.parametrize(
+    ("chapter", "name"),
+    [
+        ("data", "token_loader"),
+        ("zero1", "sharded_optimizer"),
+        ("fsdp", "fully_shard"),
+        ("trainer", "build_trainer"),
+    ],
+)
+def test_a_method_that_an_object_may_lack_is_not_offered(
+    worlds: Worlds, mine, chapter: str, name: str
+):
+    which = mine(WITHOUT_METHODS.format(name=name, methods=OPTIONAL_METHODS[name]))
+    found = {}
+    for clause in clauses(chapter, "correct"):
+        if name in (*clause.judges, *clause.needs):
+            case = next(c for c in clause.cases() if c.get("subject", name) == name)
+            found[clause.id] = judged(which, worlds, clause, case)
+    others = {i: r.message for i, r in found.items() if r.outcome not in SILENT | {Outcome.PASSED}}
+    assert others == {}
+    lacking = {i: r.message for i, r in found.items() if r.outcome is Outcome.NOT_OFFERED}
+    assert lacking
+    for message in lacking.values():
+        assert re.search(r"not offered: \w+\.\w+\(\)|no \w+\(\)", message)
+
+
+@pytest.mark.parametrize(
+    ("line", "outcome"),
+    [
+        ("return loader", Outcome.NOT_OFFERED),
+        ("return None", Outcome.FAILED),
+        ("return loader.state_dict()", Outcome.FAILED),
+    ],
+    ids=["lacks it", "returns nothing", "asks itself"],
+)
+def test_only_a_clause_that_asks_an_object_finds_a_method_absent(
+    worlds: Worlds, mine, line: str, outcome: Outcome
+):
+    which = mine(
+        WITHOUT_METHODS.format(name="token_loader", methods=OPTIONAL_METHODS["token_loader"])
+        + "\ndef token_loader(*args, **kwargs):\n    loader = lacking(*args, **kwargs)\n    "
+        + line
+    )
+    found = judged(which, worlds, test_state.test_a_stopped_pass_goes_on_with_the_next_batch)
+    assert found.outcome is outcome, found.message
 
 
 MOVED = """

@@ -2,6 +2,7 @@
 
 import ast
 import fnmatch
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from spec_tests.contract import FUNCTIONS
 from spec_tests.rig.judge.runner import CaseResult
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig_tests.helpers import clauses, judged
+from spec_tests.rig_tests.helpers import clauses, judged, python
 from spec_tests.skeletons.__main__ import main
 from spec_tests.target import REPOSITORY_ROOT, Implementation, Target, import_target, parse
 
@@ -54,7 +55,8 @@ def filled(text: str) -> str:
         assert isinstance(last, ast.Raise), f"{function.name} has nothing to do"
         call = f"    return _reference.{function.name}({', '.join(words)})"
         lines[last.lineno - 1 : last.end_lineno] = [call]
-    return "\n".join(lines) + REFERENCE + (WRAPPERS if "own, with `no_sync`" in text else "")
+    whole, toy, play = "\n".join(lines).partition("\n# A toy of ")
+    return whole + REFERENCE + (WRAPPERS if "own, with `no_sync`" in text else "") + toy + play
 
 
 def clauses_of(subject: str, level: str) -> list[Clause]:
@@ -160,6 +162,7 @@ def test_a_skeleton_fails_with_the_step_that_is_to_be_done(
     assert result.outcome is Outcome.FAILED, result.message
     assert "ToDo" in result.message
     assert "task 1: " in result.message
+    assert {*re.findall(r'File "([^"]+)"', result.message)} <= {str(place)}, "no other's lines"
 
 
 @pytest.mark.skipif(
@@ -175,3 +178,65 @@ def test_a_skeleton_that_is_filled_from_the_reference_passes(
     results = [first_case(clause, which, own) for clause in first_of_each_task(subject, text)]
     assert len(results) >= 3
     assert [r.message for r in results if r.outcome is not Outcome.PASSED] == []
+
+
+@pytest.mark.skipif(
+    not (REPOSITORY_ROOT / "solution").is_dir(), reason="the reference is not beside the suite"
+)
+@pytest.mark.parametrize(
+    ("subject", "expected"),
+    [("ddp", "[[2., 1.]]"), ("zero1", "1 of the 2"), ("fsdp", "[[2.0, 1.0]]")],
+)
+def test_the_toy_prints_what_it_got_beside_what_is_right(
+    subject: str, expected: str, tmp_path: Path
+):
+    place = tmp_path / f"{subject}.py"
+    place.write_text(filled(skeletons.text_of(subject, place)))
+    ended = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(place))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count(f"expected {expected}") == 2
+    pairs = re.findall(
+        r"^rank \d: (?:weight|rows|output|gradient)? ?(.+), expected (\[.+)$", ended.stdout, re.M
+    )
+    assert len(pairs) >= 2
+    for got, wanted in pairs:
+        assert wanted in got.replace("tensor(", ""), ended.stdout
+
+
+# Right code that has built the tasks up to one, and raises in what a later task adds.
+BUILT = """
+from spec_tests import plain
+from spec_tests.plain.fully_shard import PlainFsdp
+
+class ToDo(Exception): ...
+
+def later(*args, **kwargs):
+    raise ToDo("a later task")
+
+finish_gradient_synchronization = no_sync = MixedPrecisionPolicy = later
+"""
+WHOLE = """
+functions = type("Part", (PlainFsdp,), {{"{0}": later}}).functions()
+fully_shard, fsdp = functions["fully_shard"], functions["fsdp"]
+full_parameters = functions["full_parameters"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("subject", "task", "text"),
+    [
+        ("ddp", 1, "ddp = plain.ddp"),
+        ("fsdp", 1, WHOLE.format("pre_forward")),
+        ("fsdp", 2, WHOLE.format("pre_backward")),
+    ],
+    ids=["ddp-1", "fsdp-1", "fsdp-2"],
+)
+def test_the_clauses_of_a_task_need_only_what_is_built(
+    own: Worlds, mine, subject: str, task: int, text: str
+):
+    which = mine(BUILT + text)
+    patterns = skeletons.tasks(skeletons.text_of(subject, Path("mine.py")))[task - 1]
+    chosen = [c for c in clauses_of(subject, "correct") if matches(c, patterns)]
+    found = [first_case(clause, which, own) for clause in chosen]
+    assert len(found) >= 6
+    assert [r.message for r in found if r.outcome is not Outcome.PASSED] == []

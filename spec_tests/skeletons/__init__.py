@@ -25,6 +25,13 @@ def text_of(subject: str, place: Path) -> str:
     return (FOLDER / f"{subject}.py").read_text(encoding="utf-8").replace(_PLACE, str(place))
 
 
+def is_one(place: Path | None) -> bool:
+    """Whether the file at `place` began as a skeleton: it still has the error of what is to do."""
+    if place is None or not place.is_file():
+        return False
+    return "class ToDo(Exception):" in place.read_text(encoding="utf-8", errors="replace")
+
+
 def tasks(text: str) -> list[list[str]]:
     """The patterns of clauses of each task, in the order of a skeleton's docstring."""
     return [re.findall(r"--clause '([^']+)'", lines) for _, lines in _TASK.findall(text)]

@@ -36,6 +36,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 
@@ -101,3 +103,19 @@ def ddp_bucketed(
     raise NotImplementedError(
         "task 5: gradients travel in flat buckets, planned alike on all ranks"
     )
+
+
+# A toy of one Linear on two ranks, yours to change:
+#     torchrun --standalone --nproc-per-node=2 THIS_FILE
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(rank)  # the ranks' weights differ until `ddp` makes them equal
+    model = nn.Linear(2, 1)
+    wrapped = ddp(model)
+    print(f"rank {rank}: weight {model.weight.tolist()}, expected the same on both ranks")
+    wrapped(torch.tensor([[[1.0, 0.0]], [[3.0, 2.0]]])[rank]).sum().backward()
+    print(f"rank {rank}: gradient {model.weight.grad} after backward")
+    finish_gradient_synchronization(wrapped)
+    print(f"rank {rank}: gradient {model.weight.grad}, expected [[2., 1.]]")
+    dist.destroy_process_group()

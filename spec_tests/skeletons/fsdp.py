@@ -9,12 +9,19 @@ model and is the exercise of CS336; `fully_shard` is PyTorch's function, called 
 from the inside out. Do one of them, or both; delete the other.
 
     1. Cut: each rank keeps its rows, and nothing is lost.
-        python -m spec_tests --impl THIS_FILE --clause 'fsdp.init.*' --clause 'fsdp.refusals.*'
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.init.[!cm]*'
     2. Gather before use: the forward computes what the plain model computes.
-        python -m spec_tests --impl THIS_FILE --clause 'fsdp.forward.*'
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.init.[cm]*'
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.forward.equals-*'
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.forward.[tw]*'
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.forward.runs-*'
     3. Reduce and scatter: the mean gradient of one's own rows; then train.
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.forward.[chlnu]*'
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.forward.evaluation-*'
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.forward.resharding-*'
         python -m spec_tests --impl THIS_FILE --clause 'fsdp.backward.*' --clause 'fsdp.training.*'
     4. Drop what was gathered, and gather anew whatever was updated.
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.refusals.*'
         python -m spec_tests --impl THIS_FILE --clause 'fsdp.footprint.*'
         python -m spec_tests --impl THIS_FILE --clause 'fsdp.lifecycle.*'
         python -m spec_tests --impl THIS_FILE --clause 'fsdp.state-dict.*'
@@ -39,6 +46,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 
@@ -119,3 +127,21 @@ def full_parameters(model: nn.Module) -> Mapping[str, torch.Tensor]:
       are DTensors, whose `full_tensor()` is found without it.
     """
     raise ToDo("task 1: the whole weights by the plain model's names, on every rank")
+
+
+# A toy of one Linear on two ranks, yours to change; or with `wrapped = fsdp(model)`:
+#     torchrun --standalone --nproc-per-node=2 THIS_FILE
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)  # equal weights on all ranks: nothing is sent when they are cut
+    model: Any = nn.Linear(2, 2, bias=False)
+    inputs = torch.tensor([[[1.0, 0.0]], [[3.0, 2.0]]])[rank]
+    rows, output = model.weight.tolist(), model(inputs).tolist()
+    wrapped = fully_shard(model)
+    print(f"rank {rank}: rows {model.weight.to_local().tolist()}, expected {rows[rank : rank + 1]}")
+    found = wrapped(inputs)
+    print(f"rank {rank}: output {found.tolist()}, expected {output}")
+    found.sum().backward()
+    print(f"rank {rank}: gradient {model.weight.grad.to_local().tolist()}, expected [[2.0, 1.0]]")
+    dist.destroy_process_group()

@@ -29,6 +29,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 
@@ -76,3 +79,19 @@ def full_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
       c. Changes nothing: no step, no state that was not there.
     """
     raise ToDo("task 3: the parts of the state, put together and numbered as if never divided")
+
+
+# A toy of one Linear on two ranks, yours to change:
+#     torchrun --standalone --nproc-per-node=2 THIS_FILE
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    expected = [(p - 0.5).tolist() for p in model.parameters()]  # a rate of 0.5, gradients of 1
+    optimizer = sharded_optimizer(model.parameters(), torch.optim.SGD, lr=0.5, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()  # equal on all ranks, as after an average
+    optimizer.step()
+    print(f"rank {rank}: {[p.tolist() for p in model.parameters()]}, expected {expected}")
+    print(f"rank {rank}: state of {len(optimizer.state)} parameters, expected 1 of the 2")
+    dist.destroy_process_group()

@@ -193,8 +193,6 @@ def two_parameters(parameters):
 def trains_two_and_one_more(run):
     """Weights of a run to which a group of one parameter is added after the first step."""
     run.step(1)
-    if not hasattr(run.optimizer, "add_param_group"):
-        raise NotImplementedError("no add_param_group: see zero1.groups.added-later")
     run.optimizer.add_param_group({"params": list(run.parameters.values())[2:3], "lr": 0.5})
     return run.steps(2, 3)
 

@@ -75,7 +75,6 @@ class OneStream(PlainLoader):
     "data.same-on-all-ranks",
     rejected_by=(
         "data.partition.ranks-differ",
-        "data.partition.rank-from-environment",
         "data.partition.global-order",
     ),
 )
@@ -160,7 +159,7 @@ class QuantumPerShard(PlainLoader):
 
 @near_miss(
     "data.drops-an-exact-fit",
-    rejected_by=("data.partition.global-order", "data.partition.equally-many-batches"),
+    rejected_by="data.partition.global-order",
 )
 class DropsAnExactFit(PlainLoader):
     """Drops a last sequence that fits exactly.
@@ -190,7 +189,7 @@ class UnevenTail(PlainLoader):
 
 @near_miss(
     "data.repeats-the-first",
-    rejected_by=("data.partition.equally-many-batches", "data.partition.global-order"),
+    rejected_by=("data.partition.equally-many-batches", "data.partition.ranks-differ"),
 )
 class RepeatsTheFirst(PlainLoader):
     """Fills the last batch with the first sequences.
@@ -266,7 +265,7 @@ class OneShot(PlainLoader):
 
 @near_miss(
     "data.never-ends",
-    rejected_by=("data.partition.one-pass-per-iter", "data.partition.equally-many-batches"),
+    rejected_by="data.partition.one-pass-per-iter",
 )
 class NeverEnds(PlainLoader):
     """Begins again by itself.

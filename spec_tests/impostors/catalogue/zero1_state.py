@@ -69,7 +69,7 @@ class EightOwners(PlainZero1):
         super().deal(parameters)
 
 
-@near_miss("zero1.deals-in-turn", rejected_by="zero1.state.balanced")
+@near_miss("zero1.deals-in-turn", rejected_by="zero1.state.evenly-balanced")
 class DealsInTurn(PlainZero1):
     """Deals parameters in turn: all matrices to one rank, all biases to the other.
 

@@ -48,6 +48,7 @@ class Situation:
     source: str = ""
     where: str = ""
     subject: str = ""  # the functions that are judged
+    is_learning: bool = False  # the implementation is a skeleton of `new`, as far as it is filled
     given: str = ""  # in words, where a finding brings none of its own: what was raised
     margins: list[dict[str, float]] = field(default_factory=list)
     observed: Sequence[Any] | None = None  # what the ranks returned last, one entry per rank

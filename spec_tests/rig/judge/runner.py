@@ -7,6 +7,7 @@ verdicts.
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
 import traceback
@@ -18,8 +19,16 @@ from typing import Any
 import torch
 from hypothesis.errors import Flaky
 
+from spec_tests import skeletons
 from spec_tests.clause import Clause
-from spec_tests.rig.judge import Situation, Violation, judging, unreadable_is_a_finding, violated
+from spec_tests.rig.judge import (
+    SITUATION,
+    Situation,
+    Violation,
+    judging,
+    unreadable_is_a_finding,
+    violated,
+)
 from spec_tests.rig.outcomes import LEVELS, Outcome
 from spec_tests.rig.ranks.errors import (
     NOT_HERE,
@@ -33,7 +42,7 @@ from spec_tests.rig.ranks.errors import (
 )
 from spec_tests.rig.ranks.world import World, Worlds
 from spec_tests.rig.sim import Deadlock, hooks
-from spec_tests.target import Target
+from spec_tests.target import PACKAGE_ROOT, Target
 
 DEFAULT_TRANSPORT = "gloo"
 
@@ -79,6 +88,7 @@ def situation(
         source=clause.source,
         where=clause.where,
         subject=case.get("subject") or ", ".join(clause.needs),
+        is_learning=skeletons.is_one(target.path),
     )
 
 
@@ -130,7 +140,14 @@ def message_of(error: BaseException | None) -> str:
         likely = _parted(error.ranks)
     elif outcome_of(error) is Outcome.ERROR and not isinstance(error, RigError):
         text = "".join(traceback.format_exception(error))
+    if SITUATION.get().is_learning:
+        text = _OF_OTHERS.sub("", text)
     return "\n".join([str(violated(text, likely=likely)), *notes])
+
+
+# A line of a traceback or stack and what is shown below it, unless it is of the learner's own file.
+_FOREIGN = rf'(?:{re.escape(str(PACKAGE_ROOT))}/|<|[^"]*(?:site-packages|/lib/python3))[^"]*'
+_OF_OTHERS = re.compile(rf'^( *)File "{_FOREIGN}", line \d+, in .*\n(?:\1  .*\n?)*', re.MULTILINE)
 
 
 def _parted(ranks: Sequence[RankReport]) -> str:

@@ -59,6 +59,10 @@ class NotOffered(unittest.SkipTest):
     """
 
 
+class Absent(NotOffered):
+    """A function or method is not there at all: no refusal of one case."""
+
+
 class Blocked(Exception):
     """A function does not fit the contract, so no clause about it was tried."""
 

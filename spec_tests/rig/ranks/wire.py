@@ -36,6 +36,7 @@ import numpy as np
 import torch
 
 from spec_tests.rig.ranks import not_here
+from spec_tests.target import without_method
 
 # bfloat16 and the 8-bit floats have no NumPy twin: their bits travel as integers of equal width.
 _BITS_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -202,8 +203,8 @@ class RemoteError:
 
     @classmethod
     def of(cls, error: BaseException, raised_ns: int) -> RemoteError:
-        """Describe `error`, or what the machine lacks if that is why; without frames of the rig."""
-        error = not_here.translated(error)
+        """Describe `error`, or what machine or implementation lack; without frames of the rig."""
+        error = without_method(not_here.translated(error))
         entries = [
             Frame(f.filename, f.lineno or 1, f.name)
             for f in traceback.extract_tb(error.__traceback__)

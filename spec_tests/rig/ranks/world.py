@@ -29,6 +29,7 @@ import torch
 from spec_tests.rig.judge import SITUATION
 from spec_tests.rig.ranks.errors import (
     NOT_HERE,
+    Absent,
     NotOffered,
     RankDied,
     RankHung,
@@ -313,6 +314,8 @@ def _translated(target: Target | None, transport: str) -> Iterator[None]:
             is_pretended = target is not None and target.pretends_cuda
             advice = "" if is_pretended else "; --pretend-cuda stands in for one"
             raise unittest.SkipTest(f"{NOT_HERE}needs a CUDA device: {said}{advice}") from None
+        if failure.error.is_a("NotOfferedError"):
+            raise Absent(failure.error.message) from None
         if failure.error.is_a("NotImplementedError") and _is_own(failure.error):
             raise NotOffered(failure.error.message or "raised NotImplementedError") from None
         raise
