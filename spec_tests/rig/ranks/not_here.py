@@ -5,6 +5,7 @@ nothing about itself: its clause is "not here", with advice, and not failed. Eve
 it raises stays a failure, so an error is recognised by both what it says and where it was raised:
 
 - a limit of Triton, of its interpreter or of a compiler: one entry of `LIMITS`;
+- a form of a collective that gloo lacks: see `gloo_forms`;
 - a name of the standard library that another version of Python has: one entry of `OTHER_PYTHONS`;
 - an import that fails outside of the judged code: a package that is missing or of another version.
 
@@ -27,6 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
 from typing import Any
+
+import torch
+
+from spec_tests.rig.ranks import gloo_forms
 
 
 class NotHere(BaseException):
@@ -125,8 +130,12 @@ def translated(error: BaseException) -> BaseException:
     """`error`, or the NotHere that it amounts to."""
     chain = list(_causes(error))
     root = chain[-1]
+    if isinstance(error, NotHere):
+        return error
+    if said := gloo_forms.advice(root):
+        return NotHere(f"{said}{_place(root)}")
     advice = _import_advice(root) or _python_advice(root) or _limit_advice(chain)
-    if isinstance(error, NotHere) or not advice:
+    if not advice:
         return error
     words = words_of(root).strip().partition("\n")[0]
     return NotHere(f"{advice}; {type(root).__name__}: {words}{_place(root)}")
@@ -210,7 +219,8 @@ def _import_advice(root: BaseException) -> str:
 
 def _place(root: BaseException) -> str:
     """The innermost line of neither Python nor an installed package."""
-    foreign = ("<", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+    packages = str(Path(torch.__file__).parents[1])  # of another environment, maybe
+    foreign = ("<", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), packages)
     for entry in reversed(traceback.extract_tb(root.__traceback__)):
         if not entry.filename.startswith(foreign):
             return f" ({Path(entry.filename).name}:{entry.lineno})"

@@ -8,7 +8,7 @@ the CPU throughout. For the whole process, and so for every thread of it:
     devices      a CUDA device that is passed to torch means the CPU
     tensors      `is_cuda`, `device` and `get_device()` answer as on a GPU; `cpu()` copies, as there
     torch.cuda   streams, events, NVTX, memory statistics and the like exist and do nothing
-    "nccl"       means gloo
+    "nccl"       means gloo, which takes what NCCL does (`gloo_forms`)
     compilers    torch.compile and torch.jit.script return what they are given; `triton.autotune`
                  takes its first configuration instead of measuring them all
 
@@ -39,7 +39,7 @@ from torch.distributed import device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _device
 
-from spec_tests.rig.ranks import cuda_runtime
+from spec_tests.rig.ranks import cuda_runtime, gloo_forms
 from spec_tests.rig.ranks.cuda_runtime import device_index, nothing
 
 _TOLD_THE_TRUTH = ("torch", "triton", "spec_tests")
@@ -299,4 +299,5 @@ def install() -> None:
     _stand_in_for_tensors()
     _stand_in_for_devices()
     _stand_in_for_nccl()
+    gloo_forms.install()
     _stand_in_for_compilers()
