@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ KERNELS = ("flash_attention_triton",)
 TILED = ("flash_attention",)
 # Interpreted kernels compute all the time, so nothing of this is a hang; a GPU may compile first.
 TIMEOUT_S = 100.0
+CPU_SECONDS = 10.0
+"""What a clause that chooses its size takes on one rank, about."""
 
 
 def observe(world: World, subject: str, body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -119,6 +122,24 @@ def refusal_of(ctx: Context, subject: str, error: Exception) -> str:
     """The words of a refusal, which only an implementation that does the ordinary can utter."""
     everything(ctx, subject, Problem(seq_q=WHOLE_TILES))
     return str(error) or type(error).__name__
+
+
+def while_cheap(lengths: Sequence[int], work: Callable[[int], Any]) -> dict[int, Any]:
+    """Return `work(length)` by length: of the first two, and of longer ones while they are cheap.
+
+    Work over twice the length takes four times as long. A loop over small tiles in Python takes
+    minutes where a kernel takes milliseconds, and is as right. CPU seconds: what other processes
+    do does not count.
+    """
+    found: dict[int, Any] = {}
+    begun = last = time.process_time()
+    for length in lengths:
+        found[length] = work(length)
+        now = time.process_time()
+        took, last = now - last, now
+        if len(found) > 1 and now - begun + 4 * took > CPU_SECONDS:
+            break
+    return found
 
 
 def peak_bytes(ctx: Context, work: Callable[[], Any]) -> tuple[int, int]:

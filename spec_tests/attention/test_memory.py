@@ -4,7 +4,8 @@ That is what FlashAttention is for, and what no value shows. Exercises let a bac
 scores at once, so what it takes is level `production`; that of the forward is in the name.
 
 What is judged is how memory grows with the length, so tiles may be large: those of a fixed size do
-not grow. Of interpreted kernels the tensors around them are seen, and not their tiles.
+not grow. The length is doubled while a slow implementation ends in time. Of interpreted kernels
+the tensors around them are seen, and not their tiles.
 """
 
 from __future__ import annotations
@@ -26,33 +27,49 @@ SMALL_CHANGE = 2**16
 MEMORY = "Dao et al. 2022, theorem 1: O(N) memory beyond inputs and output"
 
 
-def _length(world, subject):
+def _lengths(world, subject):
     """Queries and keys: several tiles; interpreted kernels take milliseconds for each."""
-    return 128 if subject in KERNELS and world.transport != "cuda" else 1024
+    if world.transport == "cuda":
+        return (1024, 2048)
+    return (128, 256) if subject in KERNELS else (256, 512, 1024, 2048)
 
 
-def peaks(ctx, subject, problem, part):
-    """Peak bytes of a forward, or of that and the backward, after a small one that warmed up."""
-    x = inputs(problem).to(ctx.device)
+def _measured(world, subject, body, problem, *args):
+    """Return what the body saw, by length, and the problem of the longest as it was chosen."""
+    lengths = _lengths(world, subject)
+    found = observe(world, subject, body, problem, *args, lengths)
+    problem = problem.but(seq_q=max(found))
+    given = f"{problem!r}, of the lengths {lengths} the longest for {bodies.CPU_SECONDS:g} CPU s"
+    judge.SITUATION.get().given = given
+    return found, problem, given
 
-    def step(stop=None):
-        q, k, v, do = (t[:, :, :stop] for t in (x.q, x.k, x.v, x.do))
-        out = call(ctx, subject, q, k, v, **arguments(problem))
-        return out if part == "forward" else torch.autograd.grad(out, (x.q, x.k, x.v), do)
 
-    step(WHOLE_TILES)
-    return bodies.peak_bytes(ctx, step)[0]
+def peaks(ctx, subject, problem, part, lengths):
+    """By length, peak bytes of a forward, or of that and the backward, after one that warmed up."""
+
+    def peak(length):
+        x = inputs(problem.but(seq_q=length)).to(ctx.device)
+
+        def step(stop=None):
+            q, k, v, do = (t[:, :, :stop] for t in (x.q, x.k, x.v, x.do))
+            out = call(ctx, subject, q, k, v, **arguments(problem))
+            return out if part == "forward" else torch.autograd.grad(out, (x.q, x.k, x.v), do)
+
+        step(WHOLE_TILES)
+        return bodies.peak_bytes(ctx, step)[0]
+
+    return bodies.while_cheap(lengths, peak)
 
 
 def _is_linear(world, subject, problem, part):
-    once = observe(world, subject, peaks, problem, part)
-    twice = observe(world, subject, peaks, problem.but(seq_q=2 * problem.seq_q), part)
+    found, problem, given = _measured(world, subject, peaks, problem, part)
+    once, twice = [*found.values()][-2:]
     footprint.at_most(
         [twice],
         {"2.5 times that of half the length": int(2.5 * once), "small change": SMALL_CHANGE},
-        quantity=f"a peak at {2 * problem.seq_q} keys",
+        quantity=f"a peak at {problem.seq_q} keys",
         likely=f"scores, or a mask of their shape, are materialised somewhere in the {part}",
-        given=repr(problem),
+        given=given,
     )
 
 
@@ -60,8 +77,7 @@ def _is_linear(world, subject, problem, part):
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_a_forward_over_twice_the_length_takes_twice_the_memory(world, subject, mask):
     """A forward over twice the length MUST NOT take more than 2.5 times the peak memory."""
-    problem = Problem(seq_q=_length(world, subject), heads=1, causal=mask == "causal")
-    _is_linear(world, subject, problem, "forward")
+    _is_linear(world, subject, Problem(heads=1, causal=mask == "causal"), "forward")
 
 
 @clause(
@@ -76,29 +92,33 @@ def test_twice_the_length_takes_twice_the_memory(world, subject, mask):
     Scores take four times as much; what is linear twice, beside tiles of a fixed size. Below the
     small change an allocator's habits count for more than what is asked of it.
     """
-    problem = Problem(seq_q=_length(world, subject), heads=1, causal=mask == "causal")
-    _is_linear(world, subject, problem, "step")
+    _is_linear(world, subject, Problem(heads=1, causal=mask == "causal"), "step")
 
 
-def kept_bytes(ctx, subject, problem):
-    """Bytes that a forward leaves, output and what it keeps for the backward."""
-    x = inputs(problem).to(ctx.device)
-    call(ctx, subject, x.q, x.k, x.v, **arguments(problem))
-    return bodies.peak_bytes(ctx, lambda: call(ctx, subject, x.q, x.k, x.v, **arguments(problem)))[
-        1
-    ]
+def kept_bytes(ctx, subject, problem, lengths):
+    """By length, bytes that a forward leaves: output and what it keeps for the backward."""
+
+    def kept(length):
+        x = inputs(problem.but(seq_q=length)).to(ctx.device)
+
+        def forward():
+            return call(ctx, subject, x.q, x.k, x.v, **arguments(problem))
+
+        forward()
+        return bodies.peak_bytes(ctx, forward)[1]
+
+    return bodies.while_cheap(lengths, kept)
 
 
 @clause("attention.memory.keeps-no-scores", source="contract: keeps-no-scores; " + MEMORY)
 def test_the_forward_keeps_rows_and_no_matrix(world, subject):
     """A forward MUST leave no more than copies of q, k, v and O, and a few numbers per row."""
-    problem = Problem(seq_q=2 * _length(world, subject), heads=1)
-    kept = observe(world, subject, kept_bytes, problem)
+    found, problem, given = _measured(world, subject, kept_bytes, Problem(heads=1))
 
     x = inputs(problem)
     rows = problem.batch * problem.heads * problem.seq_q
     footprint.at_most(
-        [kept],
+        [found[problem.seq_q]],
         {
             "output": x.q.nbytes,
             "copies of q, k, v and output": x.q.nbytes + x.k.nbytes + x.v.nbytes + x.q.nbytes,
@@ -107,7 +127,7 @@ def test_the_forward_keeps_rows_and_no_matrix(world, subject):
         },
         quantity="what a forward leaves",
         likely="the probabilities are kept for the backward",
-        given=repr(problem),
+        given=given,
     )
 
 

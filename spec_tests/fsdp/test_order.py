@@ -96,16 +96,21 @@ def events(ctx, subject, hints):
     with ctx.recording() as recorder:
         for layer in model:
             layer.mark = recorder.mark
-        loss = model(inputs).sum()
-        recorder.mark("between")
-        loss.backward()
+        model(inputs).sum().backward()
     return recorder.log()
 
 
-def _before(log, label, since=None):
-    """What was begun between two marks, or from the start."""
-    part = log.events[log.position(since) + 1 if since else 0 : log.position(label)]
-    return Log(part, peak_bytes=0)
+def _before(log, label):
+    """What was begun before a mark."""
+    return Log(log.events[: log.position(label)], peak_bytes=0)
+
+
+def _for_backward(log, label, num_ranks):
+    """How many units were gathered before a mark, beyond once for the forward.
+
+    A backward's gathers may be launched in its forward.
+    """
+    return traffic.gathered(_before(log, label), num_ranks) // UNIT - DEPTH
 
 
 @clause("fsdp.order.gathers-ahead-in-backward", source="contract: gathers-ahead; " + OVERLAP)
@@ -115,8 +120,7 @@ def test_backward_gathers_the_next_unit_before_it_computes(world, subject):
 
     for rank, log in enumerate(logs):
         for index in range(DEPTH - 1, 0, -1):
-            before = _before(log, f"backward {index}", "between")
-            begun = traffic.gathered(before, world.size) // UNIT
+            begun = _for_backward(log, f"backward {index}", world.size)
             judge.holds(
                 begun >= DEPTH - index + 1,
                 f"rank {rank}: expected layer {index - 1} to be on its way before the backward of "
@@ -132,7 +136,7 @@ def test_a_unit_is_reduced_while_backward_still_runs(world, subject):
 
     for rank, log in enumerate(logs):
         for index in range(DEPTH - 2):
-            begun = traffic.reduced(_before(log, f"backward {index}", "between")) // UNIT
+            begun = traffic.reduced(_before(log, f"backward {index}")) // UNIT
             wanted = DEPTH - index - 2
             judge.holds(
                 begun >= wanted,
@@ -155,7 +159,7 @@ def test_hinted_units_are_gathered_ahead(world, subject):
 
     for rank, log in enumerate(logs or ()):
         ahead = traffic.gathered(_before(log, "forward 0"), world.size) // UNIT
-        behind = traffic.gathered(_before(log, "backward 3", "between"), world.size) // UNIT
+        behind = _for_backward(log, "backward 3", world.size)
         judge.holds(
             ahead >= 3 and behind >= 4,
             f"rank {rank}: expected 3 layers begun before layer 0 computes and 4 before the "
@@ -178,7 +182,7 @@ def test_a_backward_hint_takes_the_place_of_the_next_unit(world, subject):
     logs = world.run(events, subject, {"backward": {ROOT: [3], 3: [1]}})
 
     for rank, log in enumerate(logs):
-        begun = traffic.gathered(_before(log, "backward 3", "between"), world.size) // UNIT
+        begun = _for_backward(log, "backward 3", world.size)
         judge.holds(
             begun <= 2,
             f"rank {rank}: expected layers 3 and 1 begun before the backward of layer 3 is over, "

@@ -63,13 +63,13 @@ def over_replicas(ctx, subject, case):
     sharded = Sharded(ctx, subject, toy, units=units, mesh=mesh)
     for _ in range(1 + (case == "again")):
         sharded.zero_grad()
-        sent = []
+        sent = 0
         for micro, flags in enumerate(uses):
             if case == "by-the-other-setter" and micro == 1:  # which switches both on
                 sharded.synchronise(True)
             else:
                 sharded.wrapped.set_requires_all_reduce(micro == 1)
-            sent.append(traffic.reduced(sharded.recorded(micro, **flags)[1]))
+            sent += traffic.reduced(traffic.together(*sharded.recorded(micro, **flags)))
             if case == "cleared" and micro == 0:
                 sharded.zero_grad()
     return sent, sharded.gradients()
@@ -100,8 +100,8 @@ def test_replicas_are_averaged_once_per_window(world, subject, case):
     )
     whole = numel("even")
     if toy == "even":
-        each = [0, whole] if case == "one-shard" else [whole, whole + whole // 2]
-        judge.equal(sent, each, quantity="elements reduced in each backward")
+        window = whole if case == "one-shard" else 2 * whole + whole // 2
+        judge.equal(sent, window, quantity="elements reduced in both backwards")
 
 
 def without_all_reduce(ctx, subject):
@@ -173,13 +173,13 @@ def _judge_divided(ranks, factor):
 
 
 def without_weights(ctx, subject):
-    """What a backward gathers with unshard-in-backward off for an embedding, and gradients."""
+    """What a step gathers with unshard-in-backward off for an embedding, and gradients."""
     sharded = Sharded(ctx, subject, "even", reshard_after_forward=True)
     embed: Any = sharded.module.embed
     embed.set_unshard_in_backward(False)
     sharded.backward(1)
-    _, backward = sharded.recorded(0)
-    return traffic.gathered(backward, ctx.world_size), sharded.gradients()
+    sent = traffic.together(*sharded.recorded(0))
+    return traffic.gathered(sent, ctx.world_size), sharded.gradients()
 
 
 @clause(
@@ -193,17 +193,17 @@ def test_a_unit_that_needs_no_weights_in_backward_is_not_gathered_there(world, s
     """
     gathered, gradients = zip(*world.run(without_weights, subject), strict=True)
 
-    expected = numel("even") - numel("even", "embed")
-    judge.equal(gathered, expected, quantity="elements gathered in backward")
+    expected = 2 * numel("even") - numel("even", "embed")
+    judge.equal(gathered, expected, quantity="elements gathered in forward and backward")
     equivalence.mean_gradients(gradients, "even", SEED, micros=(0, 1))
 
 
 LESS = {
-    # elements gathered in forward, in backward, reduced, and gathered in the next forward: the
-    # whole model, less what the setting is told to where it is 1
-    "set_requires_gradient_sync": (0, 0, 1, 0),
-    "set_reshard_after_forward": (0, 1, 0, 0),
-    "set_reshard_after_backward": (0, 0, 0, 1),
+    # of the copies that are gathered in a pass, reduced in it, and gathered in the next one: 1
+    # where the setting saves one of what it is told to
+    "set_requires_gradient_sync": (0, 1, 0),
+    "set_reshard_after_forward": (1, 0, 0),
+    "set_reshard_after_backward": (0, 0, 1),
 }
 
 
@@ -213,12 +213,11 @@ def switched_off(ctx, subject, setter, **recurse):
     sharded.follow("backward 5, zero_grad")
     change: Any = getattr(sharded.wrapped, setter)
     change(False, **recurse)
-    forward, backward = sharded.recorded(0)
+    first = traffic.together(*sharded.recorded(0))
     change(True, **recurse)
-    again, _ = sharded.recorded(1)
-    gathered = [traffic.gathered(log, ctx.world_size) for log in (forward, backward, again)]
-    sent = [*gathered[:2], traffic.reduced(backward), gathered[2]]
-    return sent, sharded.gradients()
+    second = traffic.together(*sharded.recorded(1))
+    gathered = [traffic.gathered(log, ctx.world_size) for log in (first, second)]
+    return [gathered[0], traffic.reduced(first), gathered[1]], sharded.gradients()
 
 
 @clause(
@@ -243,8 +242,9 @@ def test_a_setting_reaches_inner_units(world, subject, setter):
 def _judge_switched(ranks, setter, *changed):
     sent, gradients = zip(*ranks, strict=True)
     whole, part = numel("even"), numel("even", *changed)
-    expected = [whole - part * is_changed for is_changed in LESS[setter]]
-    what = "elements gathered in forward, in backward, reduced, and gathered in the next forward"
+    copies = zip((2, 1, 2), LESS[setter], strict=True)
+    expected = [whole * number - part * less for number, less in copies]
+    what = "elements gathered in a pass, reduced in it, and gathered in the next pass"
     judge.equal(sent, expected, quantity=what)
     equivalence.mean_gradients(gradients, "even", SEED, micros=(0, 1))
 

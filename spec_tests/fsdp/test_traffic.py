@@ -3,7 +3,8 @@
 Sharding saves memory and sends one or two more copies of the weights per step than replication.
 The settings trade one for the other, and only the traffic shows a setting that is ignored. Traffic
 is counted by meaning: a gather may be one all-gather, or a broadcast or a point-to-point message
-from each rank.
+from each rank. It is counted over whole steps, the first one left out: the gathers of a backward
+may be launched in its forward, and those of a forward at the end of the step before.
 Level `production`. See Rajbhandari et al. 2020, section 7, and Zhao et al. 2023, section 3.2.
 
 Large worlds: a pass on many ranks gathers what it does on two, and shards are as many parts.
@@ -31,37 +32,34 @@ clause = clauses(judges=FULLY_SHARD, level="production")
 STAGES = "Rajbhandari et al. 2020, section 7; test_fully_shard_comm"
 
 
-def passes(ctx, subject, toy, reshard_after_forward, keeps=False, flags=(True,), steps=3):
-    """What forward and backward of every micro-batch send, step by step."""
+def steps_sent(ctx, subject, toy, reshard_after_forward, keeps=False, flags=(True,), steps=3):
+    """What the passes of every step send, and its update."""
     sharded = Sharded(ctx, subject, toy, reshard_after_forward=reshard_after_forward)
     found = []
     for _ in range(steps):
-        for micro, is_reduced in enumerate(flags):
-            sharded.synchronise(is_reduced)
-            sharded.keep(keeps and micro < len(flags) - 1)
-            forward, backward = sharded.recorded(micro)
-            found.append({"forward": forward, "backward": backward})
+        with ctx.recording() as passes:
+            for micro, is_reduced in enumerate(flags):
+                sharded.synchronise(is_reduced)
+                sharded.keep(keeps and micro < len(flags) - 1)
+                sharded.loss(micro).backward()
         with ctx.recording() as update:
             sharded.optimizer.step()
             sharded.optimizer.zero_grad()
-        found[-1]["update"] = update.log()
+        found.append({"passes": passes.log(), "update": update.log()})
     return found
 
 
 def _judge_volumes(ranks, wanted, given):
-    """`wanted`: per pass, elements gathered in forward, gathered in backward, and reduced."""
+    """`wanted`: elements gathered in a step, and reduced."""
+    __tracebackhide__ = True
     for rank, seen in enumerate(ranks):
-        for number, one in enumerate(seen):
-            right = wanted[number % len(wanted)]
-            got = (
-                traffic.gathered(one["forward"], len(ranks)),
-                traffic.gathered(one["backward"], len(ranks)),
-                traffic.reduced(one["backward"]),
-            )
+        for number, step in enumerate(seen[1:], start=2):
+            log = traffic.together(*step.values())
+            got = (traffic.gathered(log, len(ranks)), traffic.reduced(log))
             judge.holds(
-                got == right,
-                f"rank {rank}, pass {number}: expected (gathered in forward, gathered in backward, "
-                f"reduced) of {right} elements, got {got}",
+                got == wanted,
+                f"rank {rank}, step {number}: expected {wanted[0]} elements gathered and "
+                f"{wanted[1]} reduced in the whole step, got {got[0]} and {got[1]}",
                 likely="a setting is not read, or something is gathered or reduced twice",
                 given=given,
             )
@@ -74,12 +72,12 @@ def _judge_volumes(ranks, wanted, given):
 )
 @pytest.mark.parametrize("setting", [True, False, None])
 def test_a_step_gathers_and_reduces_as_often_as_the_setting_says(world, subject, setting):
-    """A step MUST gather one copy in forward, what was freed in backward, and reduce one copy."""
-    ranks = world.run(passes, subject, "even", setting)
+    """A step MUST gather one copy, what was freed after forward once more, and reduce one copy."""
+    ranks = world.run(steps_sent, subject, "even", setting)
 
     whole, root = numel("even"), numel("even", "gain")
     again = {True: whole, False: 0, None: whole - root}[setting]
-    _judge_volumes(ranks, [(whole, again, whole)], f"reshard_after_forward={setting}")
+    _judge_volumes(ranks, (whole + again, whole), f"reshard_after_forward={setting}")
 
 
 @clause(
@@ -91,12 +89,14 @@ def test_a_step_gathers_and_reduces_as_often_as_the_setting_says(world, subject,
 @pytest.mark.parametrize("kept", [False, True], ids=["all-ranks", "one"])
 def test_the_ints_at_both_ends_mean_true_and_false(world, subject, kept):
     """`reshard_after_forward` of all ranks MUST act as True and 1 as False, or be refused."""
-    setting, ordinary = 1 if kept else world.size, (passes, subject, "even", True)
-    ranks = refusal.answer_or_refusal(world, passes, subject, "even", setting, ordinary=ordinary)
+    setting, ordinary = 1 if kept else world.size, (steps_sent, subject, "even", True)
+    ranks = refusal.answer_or_refusal(
+        world, steps_sent, subject, "even", setting, ordinary=ordinary
+    )
 
     if ranks is not None:
         whole = numel("even")
-        wanted = [(whole, 0 if kept else whole, whole)]
+        wanted = (whole if kept else 2 * whole, whole)
         _judge_volumes(ranks, wanted, f"reshard_after_forward={setting}")
 
 
@@ -109,27 +109,21 @@ def test_the_ints_at_both_ends_mean_true_and_false(world, subject, kept):
 def test_a_window_sends_as_often_as_its_settings_say(world, subject, keeps, reduces):
     """In a window of micro-batches, kept weights MUST NOT be gathered again, nor sums reduced."""
     flags = (True, True, True) if reduces == "each" else (False, False, True)
-    ranks = world.run(passes, subject, "even", not keeps, keeps, flags, 2)
+    ranks = world.run(steps_sent, subject, "even", not keeps, keeps, flags, 2)
 
     whole = numel("even")
-    wanted = [
-        (
-            0 if keeps and micro else whole,
-            0 if keeps else whole,
-            whole if is_reduced else 0,
-        )
-        for micro, is_reduced in enumerate(flags)
-    ]
-    _judge_volumes(ranks, wanted, f"weights {'kept' if keeps else 'freed'}, reduced {reduces}")
+    wanted = (whole if keeps else 2 * len(flags) * whole, sum(flags) * whole)
+    given = f"{len(flags)} micro-batches, weights {'kept' if keeps else 'freed'}, reduced {reduces}"
+    _judge_volumes(ranks, wanted, given)
 
 
 def half_frozen(ctx, subject):
-    """What is gathered in forward and reduced in backward with some parameters frozen."""
+    """What a step gathers and reduces with some parameters frozen."""
     sharded = Sharded(ctx, subject, "even", units="root")
     for name, parameter in sharded.shards().items():
         parameter.requires_grad_(name not in ("up.bias", "down.weight"))
-    forward, backward = sharded.recorded()
-    return traffic.gathered(forward, ctx.world_size), traffic.reduced(backward)
+    sent = traffic.together(*sharded.recorded())
+    return traffic.gathered(sent, ctx.world_size), traffic.reduced(sent)
 
 
 @clause(
@@ -162,16 +156,18 @@ def test_the_parameters_of_a_unit_travel_together(world, subject):
 
     Small messages cost their latency: eleven parameters in eleven gathers wait eleven times.
     """
-    ranks = world.run(passes, subject, "ragged", True)
+    ranks = world.run(steps_sent, subject, "ragged", True)
 
     units = len(units_of(TOYS["ragged"].build(7))) + 1  # and the root
     for rank, seen in enumerate(ranks):
-        gathers = traffic.messages(seen[-1]["forward"], world.size, *traffic.GATHERS)
-        reductions = traffic.messages(seen[-1]["backward"], world.size, *traffic.REDUCTIONS)
+        step = traffic.together(*seen[-1].values())
+        gathers = traffic.messages(step, world.size, *traffic.GATHERS)
+        reductions = traffic.messages(step, world.size, *traffic.REDUCTIONS)
         judge.holds(
-            gathers <= units and reductions <= units,
-            f"rank {rank}: expected at most {units} gathers and {units} reductions for {units} "
-            f"units (a broadcast or reduce per rank is one), got {gathers:g} and {reductions:g}",
+            gathers <= 2 * units and reductions <= units,
+            f"rank {rank}: expected at most {2 * units} gathers and {units} reductions in a step "
+            f"for {units} units (a broadcast or reduce per rank is one), got {gathers:g} and "
+            f"{reductions:g}",
             likely="parameters are sent one by one",
         )
 
@@ -183,10 +179,10 @@ def test_the_parameters_of_a_unit_travel_together(world, subject):
 )
 def test_all_ranks_issue_the_same_collectives(world, subject):
     """All ranks MUST issue the same sequence of collectives, those without rows too."""
-    ranks = world.run(passes, subject, "ragged", True)
+    ranks = world.run(steps_sent, subject, "ragged", True)
 
-    for phase in ("forward", "backward", "update"):
-        agreement.same_collectives([rank[-1][phase] for rank in ranks], given=f"third {phase}")
+    steps = [traffic.together(*rank[-1].values()) for rank in ranks]
+    agreement.same_collectives(steps, given="third step")
 
 
 @clause(
@@ -194,15 +190,18 @@ def test_all_ranks_issue_the_same_collectives(world, subject):
     source="contract: as-pytorch; Rajbhandari et al. 2020: each rank updates its own rows",
 )
 def test_an_update_sends_nothing(world, subject):
-    """An optimizer step over shards and its zero_grad MUST send nothing."""
-    ranks = world.run(passes, subject, "even", True)
+    """An optimizer step MUST send nothing but gathers that the passes then send no more."""
+    ranks = world.run(steps_sent, subject, "even", True)
 
-    traffic.silent([rank[-1]["update"] for rank in ranks], when="in the optimizer step")
+    updates = [rank[-1]["update"] for rank in ranks]
+    traffic.silent([traffic.without_gathers(log) for log in updates], when="in the optimizer step")
+    if any(traffic.volume(log, *traffic.GATHERS) for log in updates):
+        _judge_volumes(ranks, (2 * numel("even"), numel("even")), "gathers in the optimizer step")
 
 
 def gathered_by_hand(ctx, subject):
     """What a second unshard sends, and a forward after it."""
-    sharded = Sharded(ctx, subject, "even")
+    sharded = Sharded(ctx, subject, "even", reshard_after_forward=False)
     with ctx.recording() as first:
         sharded.unshard_all()
     with ctx.recording() as second:
@@ -219,20 +218,19 @@ def test_what_is_unsharded_is_not_gathered_again(world, subject):
 
 
 def recomputing(ctx, subject):
-    """Elements gathered in forward and in backward where checkpoint() surrounds every unit."""
+    """Elements gathered in a step where checkpoint() surrounds every unit."""
     torch.manual_seed(7)
     layers: Any = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)).to(ctx.device)
     for layer in layers:
         ctx.impl.fully_shard(layer, reshard_after_forward=True)
     x = torch.ones(2, 4, device=ctx.device, requires_grad=True)
     for _ in range(2):
-        with ctx.recording() as forward:
+        with ctx.recording() as recorder:
             y = x
             for layer in layers:
                 y = checkpoint(layer, y, use_reentrant=False)
-        with ctx.recording() as backward:
             y.sum().backward()
-    return [traffic.gathered(recorder.log(), ctx.world_size) for recorder in (forward, backward)]
+    return traffic.gathered(recorder.log(), ctx.world_size)
 
 
 @clause(
@@ -241,11 +239,11 @@ def recomputing(ctx, subject):
     "a course's scripts: checkpoint() around each unit, ten gathers where seven would do",
 )
 def test_a_unit_that_is_recomputed_is_gathered_once_in_backward(world, subject):
-    """Where checkpoint surrounds a unit, it MUST be gathered once in forward, once in backward."""
+    """Where checkpoint surrounds a unit, a step MUST gather it twice: for forward and backward."""
     ranks = world.run(recomputing, subject)
 
     whole = 3 * (4 * 4 + 4)
-    judge.equal(ranks, [whole, whole], quantity="elements gathered in forward and in backward")
+    judge.equal(ranks, 2 * whole, quantity="elements gathered in forward and backward")
 
 
 WIDTH, DEPTH = 64, 4
@@ -254,7 +252,7 @@ UNIT = WIDTH * WIDTH
 
 
 def one_rank(ctx, subject, rank, num_ranks):
-    """What `rank` of `num_ranks` sends in its second step, pass by pass, and keeps after it."""
+    """What `rank` of `num_ranks` sends in its second step, and keeps after it."""
     seen: dict[str, Any] = {}
     with pretended(rank, num_ranks), ctx.recording() as life:
         layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)]
@@ -263,16 +261,10 @@ def one_rank(ctx, subject, rank, num_ranks):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
         for _ in range(2):
             with ctx.recording() as recorder:
-                loss = model(torch.ones(2, WIDTH)).sum()
-            seen["forward"] = recorder.log()
-            with ctx.recording() as recorder:
-                loss.backward()
-            seen["backward"] = recorder.log()
-            with ctx.recording() as recorder:
+                model(torch.ones(2, WIDTH)).sum().backward()
                 optimizer.step()
-            seen["update"] = recorder.log()
+            seen["sent"] = recorder.log()
             optimizer.zero_grad()
-        del loss
         gc.collect()
         seen["bytes"] = life.live_bytes
     return seen
@@ -286,26 +278,20 @@ def one_rank(ctx, subject, rank, num_ranks):
 )
 @large_worlds.SIZES
 def test_a_step_sends_no_more_on_many_ranks(world, subject, num_ranks):
-    """On 8 and 64 ranks a step MUST send what it sends on two: per pass one copy of the model."""
+    """On 8 and 64 ranks a step MUST send what it sends on two: three copies of the model."""
     ends = large_worlds.first_and_last(world, num_ranks, one_rank, subject)
 
     whole = DEPTH * UNIT
     for end, seen in ends.items():
-        got = (
-            traffic.gathered(seen["forward"], num_ranks),
-            traffic.gathered(seen["backward"], num_ranks),
-            traffic.reduced(seen["backward"]),
-            traffic.volume(seen["update"]),
-        )
+        got = (traffic.gathered(seen["sent"], num_ranks), traffic.reduced(seen["sent"]))
         judge.holds(
-            got == (whole, whole, whole, 0),
-            f"{end} rank of {num_ranks}: expected {whole} elements gathered in forward, as many "
-            f"gathered and reduced in backward, and none in the update, got {got}",
+            got == (2 * whole, whole),
+            f"{end} rank of {num_ranks}: expected {2 * whole} elements gathered and {whole} "
+            f"reduced in a step, got {got[0]} and {got[1]}",
             likely="rows are padded to a multiple, or something is sent by each rank",
         )
-    for phase in ("forward", "backward", "update"):
-        logs = [seen[phase] for seen in ends.values()]
-        agreement.same_collectives(logs, given=f"{phase}, {large_worlds.both(num_ranks)}")
+    logs = [seen["sent"] for seen in ends.values()]
+    agreement.same_collectives(logs, given=f"a step, {large_worlds.both(num_ranks)}")
 
 
 def sent_by_a_late_wait(ctx, subject):
@@ -335,13 +321,21 @@ def test_waiting_for_a_discarded_gather_sends_nothing(world, subject):
 )
 @large_worlds.SIZES
 def test_what_stays_is_one_part_in_so_many_ranks(world, subject, num_ranks):
-    """Between steps a rank of 8 or 64 MUST hold one part in 8 or 64 of weights and moments."""
+    """Between steps a rank of 8 or 64 MUST hold one part in 8 or 64 of weights and moments.
+
+    One layer may be on its way to the next forward.
+    """
     ends = large_worlds.first_and_last(world, num_ranks, one_rank, subject)
 
     shards = 4 * DEPTH * UNIT // num_ranks
     footprint.at_most(
         [seen["bytes"] for seen in ends.values()],
-        {"shards": shards, "moments": 2 * shards, "counters and inputs": 512 * DEPTH},
+        {
+            "shards": shards,
+            "moments": 2 * shards,
+            "a layer that is gathered ahead": 4 * UNIT,
+            "counters and inputs": 512 * DEPTH,
+        },
         quantity="bytes after a step",
         likely="rows are padded to a multiple, or ranks beyond a number share nothing",
         given=f"{large_worlds.both(num_ranks)}, {DEPTH} layers of {4 * UNIT} bytes",

@@ -45,6 +45,7 @@ class Impostor:
         rejected_by: ids of the clauses that must each reject it.
         outcomes: how a rejection may show; most are plain failures.
         code: the decorated class; None for the control that changes nothing.
+        also: of a benign variant, patterns of clauses of level `production` that it passes, too.
     """
 
     id: str
@@ -54,6 +55,7 @@ class Impostor:
     rejected_by: tuple[str, ...]
     outcomes: tuple[str, ...] = ("failed",)
     code: type | None = None
+    also: tuple[str, ...] = ()
 
     @property
     def functions(self) -> Callable[[], Functions] | None:
@@ -134,9 +136,14 @@ def near_miss(
     return register
 
 
-def benign(id: str) -> Callable[[Kind], Kind]:
-    """Register the decorated class as right but unusual code, which no clause may reject."""
-    return lambda code: _add(Impostor(id, _paragraphs(code)[0], "", "", (), code=code), code)
+def benign(id: str, *, also: tuple[str, ...] = ()) -> Callable[[Kind], Kind]:
+    """Register the decorated class as right but unusual code, which no clause may reject.
+
+    Of level `production` those whose ids match `also`: the bases do not promise all of it.
+    """
+    return lambda code: _add(
+        Impostor(id, _paragraphs(code)[0], "", "", (), code=code, also=also), code
+    )
 
 
 def _add(card: Impostor, code: Kind) -> Kind:

@@ -13,6 +13,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from typing import Any
 
 from spec_tests.clause import Clause
@@ -134,6 +135,8 @@ def _observable() -> list[Clause]:
 def owed_by_benign(impostor: Impostor) -> list[Clause]:
     """The clauses that right but unusual code must pass: those about the functions it brings.
 
+    Up to level `correct`, and of `production` those that its card names.
+
     What saves must know what it saves: a clause on both is owed by whoever brings both.
     """
     brought = brought_by(impostor)
@@ -141,7 +144,7 @@ def owed_by_benign(impostor: Impostor) -> list[Clause]:
     return [
         clause
         for clause in _observable()
-        if clause.level != "production"
+        if (clause.level != "production" or any(fnmatch(clause.id, each) for each in impostor.also))
         and brought & (used := {*clause.judges, *clause.needs})
         and (both <= brought or not both <= used)
     ]

@@ -1,8 +1,10 @@
 """Traffic: what is sent, counted by meaning and by size, as one rank sees it.
 
 An implementation is free in how it reduces (an all-reduce, a reduce-scatter and a gather, many
-small pieces). Where a clause of level `correct` looks at traffic it asks whether anything is sent
-at all. Counts, sizes and order belong to `production`.
+small pieces) and when: a gather may be launched a phase ahead of its use, and a reduction a phase
+after its gradient. So phases are counted together, see `together`. Where a clause of level
+`correct` looks at traffic it asks whether anything is sent at all. Counts, sizes and order belong
+to `production`.
 """
 
 from __future__ import annotations
@@ -19,14 +21,32 @@ REDUCTIONS = (Kind.REDUCTION, Kind.EXCHANGE)
 """A reduce-scatter may be an all-to-all, of which each rank adds up what it receives."""
 
 
+def together(*logs: Log) -> Log:
+    """Return what several phases sent, in order, as the log of one phase."""
+    events = tuple(event for log in logs for event in log.events)
+    peak = max(log.peak_bytes for log in logs)
+    return Log(events, peak, sum(log.issued for log in logs))
+
+
 def volume(log: Log, *kinds: Kind) -> int:
     """Return the number of floating-point elements sent; other dtypes are bookkeeping.
 
     A message of weights as raw bytes counts as float32, which toys have; fewer bytes are flags.
     """
-    events = log.collectives(*kinds)
-    raw = sum(e.bytes // 4 for e in events if e.dtypes == ("uint8",) and e.bytes >= 16)
-    return raw + sum(e.numel for e in events if e.dtypes[0].startswith("float"))
+    return sum(_elements(event) for event in log.collectives(*kinds))
+
+
+def _elements(event: Event) -> int:
+    if event.dtypes == ("uint8",) and event.bytes >= 16:
+        return event.bytes // 4
+    return event.numel if event.dtypes[0].startswith("float") else 0
+
+
+def without_gathers(log: Log) -> Log:
+    """Return the log without messages that gather weights."""
+    kinds = (*GATHERS, Kind.SEND)
+    rest = tuple(e for e in log.events if e.kind not in kinds or not _elements(e))
+    return log if len(rest) == len(log.events) else Log(rest, log.peak_bytes)
 
 
 def reduced(log: Log) -> int:

@@ -183,6 +183,30 @@ def test_what_cannot_be_stood_in_for_is_not_here_and_a_fault_is_one(module_world
     assert found.message.count("expected 2 buckets, got 3")
 
 
+UNCOMPILED = "double = torch.compile(lambda t: {}); double(weight)"
+
+
+@ON_CPU
+@pytest.mark.parametrize(
+    ("body", "outcome"),
+    [
+        ("t.view(-1, 7919)", Outcome.NOT_HERE),
+        ("t + t", Outcome.PASSED),
+        ("[][0]", Outcome.FAILED),
+        ("refuse(t)", Outcome.FAILED),
+    ],
+    ids=["an operator raises", "it is right", "a fault of Python", "it refuses"],
+)
+def test_an_operator_that_raises_in_what_was_to_be_compiled_is_not_here(
+    module_worlds: Worlds, named, body: str, outcome: Outcome
+):
+    refuse = "def refuse(t):\n        raise RuntimeError('expected a batch')\n    "
+    found = judged(named(refuse + UNCOMPILED.format(body)), module_worlds)
+    assert found.outcome is outcome, found.message
+    if outcome is Outcome.NOT_HERE:
+        assert "is handed to torch.compile, which compiles nothing here" in found.message
+
+
 @ON_CPU
 def test_a_clause_about_compiled_code_is_not_here(module_worlds: Worlds):
     test = test_operator.test_it_is_part_of_one_compiled_graph

@@ -75,6 +75,38 @@ class RefusesAfterFailure(PlainFsdp):
         super().recover()
 
 
+@benign(
+    "benign.fsdp-gathers-ahead",
+    also=(
+        *("fsdp.traffic.any-world-size", "fsdp.traffic.copies-per-*", "fsdp.traffic.frozen-*"),
+        *("fsdp.traffic.i*", "fsdp.traffic.one-gather-per-unit", "fsdp.traffic.*recursive"),
+        *("fsdp.traffic.s*", "fsdp.traffic.u*", "fsdp.traffic.wait-after-reshard"),
+        *("fsdp.order.gathers-*", "fsdp.order.reduces-*", "fsdp.order.hints-*"),
+        *("fsdp.precision.sends-in-its-dtype", "fsdp.footprint.any-world-size"),
+    ),
+)
+class GathersAhead(PlainFsdp):
+    """Launches gathers a phase ahead: the backward's first two in forward, the forward's in a step.
+
+    What an optimizer or a load writes after that is noticed, and gathered again.
+    """
+
+    def post_forward(self, module, args, output):
+        output = super().post_forward(module, args, output)
+        if self.is_root and torch.is_grad_enabled() and not self.in_backward:
+            for unit in self.run.order[:-3:-1]:
+                unit.prefetch()
+        return output
+
+    def after_step(self, groups):
+        super().after_step(groups)
+        if self.run is None or self is not self.run.units[-1]:
+            return
+        own = {id(piece.parameter) for unit in self.run.units for piece in unit.pieces}
+        if all(id(parameter) in own for group in groups for parameter in group["params"]):
+            self.prefetch()  # one launch for each step: in one order on all ranks
+
+
 class GatherRows(torch.autograd.Function):
     """Full weights out of flat shards; backward gives this rank's part of the mean gradient."""
 

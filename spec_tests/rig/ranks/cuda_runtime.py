@@ -130,9 +130,9 @@ FOR_EVERYBODY: dict[str, Any] = {
     "ExternalStream": Stream,
     "Event": Event,
     **dict.fromkeys(("stream", "StreamContext", "device", "device_of"), Within),
-    **dict.fromkeys(("current_stream", "default_stream"), _constant(_STREAM)),
-    **dict.fromkeys(_NOTHING, nothing),
-    **dict.fromkeys((*_ZERO, "initial_seed", "utilization", "memory_usage"), _constant(0)),
+    **{name: _constant(_STREAM) for name in ("current_stream", "default_stream")},
+    **{name: _constant(None) for name in _NOTHING},
+    **{name: _constant(0) for name in (*_ZERO, "initial_seed", "utilization", "memory_usage")},
     "memory_stats": lambda device=None: defaultdict(int),
     "memory_summary": _constant(_NAME),
     "mem_get_info": _constant((80 * _GIB, 80 * _GIB)),
@@ -145,7 +145,10 @@ FOR_EVERYBODY: dict[str, Any] = {
     "get_device_capability": _constant((8, 0)),
     **dict.fromkeys(("current_device", "current_device_index", "current_device_idx"), device_index),
 }
-"""What changes nothing for torch and the suite, by its name in torch.cuda or torch.accelerator."""
+"""What changes nothing for torch and the suite, by its name in torch.cuda or torch.accelerator.
+
+No function stands for two names: torch._dynamo has rules by function, and refuses to be imported.
+"""
 
 FOR_FOREIGN_CODE: dict[str, Any] = {
     **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), _constant(True)),

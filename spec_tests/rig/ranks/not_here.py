@@ -5,6 +5,8 @@ nothing about itself: its clause is "not here", with advice, and not failed. Eve
 it raises stays a failure, so an error is recognised by both what it says and where it was raised:
 
 - a limit of Triton, of its interpreter or of a compiler: one entry of `LIMITS`;
+- a form of a collective that gloo lacks: see `gloo_forms`;
+- an operator that raises in a function that is handed to torch.compile and not compiled;
 - a name of the standard library that another version of Python has: one entry of `OTHER_PYTHONS`;
 - an import that fails outside of the judged code: a package that is missing or of another version.
 
@@ -18,6 +20,7 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
+import linecache
 import re
 import sys
 import sysconfig
@@ -25,8 +28,12 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
+
+import torch
+
+from spec_tests.rig.ranks import gloo_forms
 
 
 class NotHere(BaseException):
@@ -117,6 +124,9 @@ OTHER_PYTHONS = {
 }
 """Names of the standard library that Python 3.11 or a later one lacks; others are misspelt."""
 
+UNCOMPILED: set[CodeType] = set()
+"""What the judged code handed to torch.compile where that compiles nothing (`pretended_cuda`)."""
+
 _MAX_WORDS, _MAX_CAUSES = 2000, 50  # foreign code may raise gigabytes, and in circles
 COURSE_PACKAGES = ("cs336_basics", "cs336_systems")
 
@@ -125,8 +135,12 @@ def translated(error: BaseException) -> BaseException:
     """`error`, or the NotHere that it amounts to."""
     chain = list(_causes(error))
     root = chain[-1]
+    if isinstance(error, NotHere):
+        return error
+    if said := gloo_forms.advice(root) or _uncompiled_advice(root):
+        return NotHere(f"{said}{_place(root)}")
     advice = _import_advice(root) or _python_advice(root) or _limit_advice(chain)
-    if isinstance(error, NotHere) or not advice:
+    if not advice:
         return error
     words = words_of(root).strip().partition("\n")[0]
     return NotHere(f"{advice}; {type(root).__name__}: {words}{_place(root)}")
@@ -179,6 +193,27 @@ def _limit_advice(chain: list[BaseException]) -> str:
     return ""
 
 
+def _uncompiled_advice(root: BaseException) -> str:
+    """Why nothing is known where an operator raised within what was to be compiled.
+
+    A compiler replaces operators, so these errors may be those of the uncompiled function alone. A
+    `raise` or an assertion of the code's own is raised by the compiled function, too.
+    """
+    entries = list(traceback.walk_tb(root.__traceback__))
+    names = [f.f_code.co_name for f, _ in entries if f.f_code in UNCOMPILED]
+    if not names or not isinstance(root, RuntimeError):
+        return ""
+    frame, line = entries[-1]
+    source = linecache.getline(frame.f_code.co_filename, line).strip()
+    words = words_of(root).strip().partition("\n")[0]
+    if source.startswith(("raise", "assert")) or "by peer" in words:
+        return ""
+    return (
+        f"{names[-1]} is handed to torch.compile, which compiles nothing here, and raised "
+        f"uncompiled: {type(root).__name__}: {words}; {_A_GPU}"
+    )
+
+
 def _python_advice(root: BaseException) -> str:
     if not isinstance(root, AttributeError):
         return ""
@@ -210,7 +245,8 @@ def _import_advice(root: BaseException) -> str:
 
 def _place(root: BaseException) -> str:
     """The innermost line of neither Python nor an installed package."""
-    foreign = ("<", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+    packages = str(Path(torch.__file__).parents[1])  # of another environment, maybe
+    foreign = ("<", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), packages)
     for entry in reversed(traceback.extract_tb(root.__traceback__)):
         if not entry.filename.startswith(foreign):
             return f" ({Path(entry.filename).name}:{entry.lineno})"

@@ -8,7 +8,7 @@ the CPU throughout. For the whole process, and so for every thread of it:
     devices      a CUDA device that is passed to torch means the CPU
     tensors      `is_cuda`, `device` and `get_device()` answer as on a GPU; `cpu()` copies, as there
     torch.cuda   streams, events, NVTX, memory statistics and the like exist and do nothing
-    "nccl"       means gloo
+    "nccl"       means gloo, which takes what NCCL does (`gloo_forms`)
     compilers    torch.compile and torch.jit.script return what they are given; `triton.autotune`
                  takes its first configuration instead of measuring them all
 
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
@@ -39,7 +40,7 @@ from torch.distributed import device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _device
 
-from spec_tests.rig.ranks import cuda_runtime
+from spec_tests.rig.ranks import cuda_runtime, gloo_forms, not_here
 from spec_tests.rig.ranks.cuda_runtime import device_index, nothing
 
 _TOLD_THE_TRUTH = ("torch", "triton", "spec_tests")
@@ -259,7 +260,13 @@ def _stand_in_for_compilers() -> None:
     def compile(model: Any = None, **kwargs: Any) -> Any:
         if sys._getframe(1).f_globals.get("__name__", "").startswith("spec_tests."):
             raise NeedsCUDA("torch.compile is not judged where CUDA is stood in for")
-        return model if model is not None else lambda function: function
+        if model is None:
+            return compile
+        function: Any = type(model).forward if isinstance(model, nn.Module) else model
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        if code is not None:
+            not_here.UNCOMPILED.add(code)
+        return model
 
     torch.compile = compile
     torch.jit.script = lambda obj, *args, **kwargs: obj
@@ -299,4 +306,5 @@ def install() -> None:
     _stand_in_for_tensors()
     _stand_in_for_devices()
     _stand_in_for_nccl()
+    gloo_forms.install()
     _stand_in_for_compilers()
