@@ -214,6 +214,7 @@ def _result(
         "clause": clause.id,
         "implementation": name,
         "case": item.stash[_CASE],
+        "subject": situation.subject,
         "node": item.nodeid,
         "line": item.location[1],
         "world_size": params["world"],
