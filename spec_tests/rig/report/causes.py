@@ -93,7 +93,8 @@ def causes(
     found.sort(key=lambda cause: (_level(cause.first), -len(cause.cells)))
     for function in dict.fromkeys(cause.function for cause in found):
         own = [cause for cause in found if cause.function == function]
-        passed = {c.clause for c in judged if _function(c) == function and not _is_failed(c)}
+        held = (cell for cell in judged if cell.outcome is Outcome.PASSED)
+        passed = {cell.clause for cell in held if _function(cell) == function}
         _name(own, passed, without)
     return found
 
