@@ -212,7 +212,7 @@ def after_exception(ctx, subject):
 @clause(
     "ddp.no-sync.restores-after-exception",
     source=NO_SYNC + "; a context manager without try/finally, as in picotron",
-    worlds=(2,),
+    worlds=(3,),
 )
 def test_an_exception_inside_no_sync_does_not_leave_it_on(world, subject):
     """After the body of `no_sync` has raised, the next backward MUST be reduced.
@@ -236,7 +236,7 @@ def nested(ctx, subject):
 @clause(
     "ddp.no-sync.nests",
     source=NO_SYNC + "; picotron restores a constant, not the previous value",
-    worlds=(2,),
+    worlds=(3,),
 )
 def test_an_inner_window_does_not_end_the_outer_one(world, subject):
     """Leaving a nested `no_sync` MUST restore the outer one, which still sends nothing."""
@@ -253,7 +253,7 @@ def test_an_inner_window_does_not_end_the_outer_one(world, subject):
 @clause(
     "ddp.accumulation.zero-grad-discards",
     source="contract: a local gradient is everything since zero_grad; LongCat-Image issue 46",
-    worlds=(2,),
+    worlds=(3,),
 )
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
 def test_zero_grad_inside_a_window_discards_what_was_pending(world, subject, set_to_none):

@@ -3,8 +3,8 @@
 A near-miss names the clauses that must reject it; its signature is all that it fails. So a judged
 implementation that fails the same clauses in the same way probably has the same fault, and the
 near-miss's story says what that is (`rig.report.diagnosis`). A signature is taken on a panel: of
-every clause of the chapter one case of each function that the near-miss brings, in a world of two
-live ranks where the clause has one (slow clauses aside); of the clauses that it names every case.
+every clause of the chapter one case of each function that the near-miss brings, in a world of three
+live ranks, or of fewer where the clause has none (slow ones aside); of the clauses that it names every case.
 
     python -m spec_tests signatures                    take all of them: two hours on two cores
     python -m spec_tests signatures --only 'ddp.*'     some; the others stay as they are
@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from spec_tests.clause import Clause
+from spec_tests.clause import TELLING_SIZE, Clause
 from spec_tests.impostors import CATALOGUE, FORCED_FAILURE, REFERENCE
 from spec_tests.impostors.alone import Alone
 from spec_tests.impostors.card import Impostor
@@ -58,8 +58,8 @@ from spec_tests.rig.report.diagnosis import (
 from spec_tests.rig.report.symptom import symptom
 from spec_tests.target import Target
 
-SIZE = 2
-"""Ranks of the panel's worlds; clauses that have none of this size are left out."""
+SIZE = TELLING_SIZE
+"""Most ranks of the panel's worlds; clauses that need more are left out."""
 
 SLOW_S = 1.5
 """A clause that takes plain code longer is asked only about the near-misses that name it."""
@@ -71,18 +71,14 @@ MOST_S = 60.0
 def panel(chapter: str, brought: set[str]) -> Iterator[tuple[Clause, dict[str, Any]]]:
     """Yield the cases of a chapter's clauses that a signature is taken on."""
     for clause in by_id().values():
-        has_world = SIZE in clause.worlds or max(clause.worlds) == 1
         if clause.chapter != chapter or "gloo" not in clause.transports:
             continue
         seen = set()
-        for case in clause.cases() if has_world else ():
+        size = max((size for size in clause.worlds if size <= SIZE), default=0)
+        for case in clause.cases():
             subject = case.get("subject")
             is_brought = not brought or not clause.judges or subject in brought
-            if (
-                is_brought
-                and subject not in seen
-                and case["world"] == min(SIZE, max(clause.worlds))
-            ):
+            if is_brought and subject not in seen and case["world"] == size:
                 seen.add(subject)
                 yield clause, case
 
