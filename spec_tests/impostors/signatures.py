@@ -3,8 +3,9 @@
 A near-miss names the clauses that must reject it; its signature is all that it fails. So a judged
 implementation that fails the same clauses in the same way probably has the same fault, and the
 near-miss's story says what that is (`rig.report.diagnosis`). A signature is taken on a panel: of
-every clause of the chapter one case of each function that the near-miss brings, in a world of three
-live ranks, or of fewer where the clause has none (slow ones aside); of the clauses that it names every case.
+every clause of the chapter one case of each function that the near-miss brings, in a world of
+three live ranks, or of fewer where the clause has none (slow clauses aside); of the clauses that it
+names every case.
 
     python -m spec_tests signatures                    take all of them: two hours on two cores
     python -m spec_tests signatures --only 'ddp.*'     some; the others stay as they are

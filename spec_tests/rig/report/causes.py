@@ -155,7 +155,7 @@ def _shown(cell: Cell) -> tuple[Any, ...]:
     """Return the cause in words, and what it has in common with others of the same cause."""
     message = cell.decisive_cases[0]["message"]
     headline = headline_of(message)
-    if headline == DIFFERS:
+    if headline.startswith(DIFFERS.partition(":")[0]):
         return headline, ("differs",)
     place = _place(message)
     raised = RAISED.match(headline)
