@@ -349,6 +349,13 @@ def test_a_near_miss_is_named_where_it_fails_all_of_it_and_is_of_the_family(monk
     )
 
 
+def test_of_a_clause_that_differs_in_one_case_no_other_case_speaks():
+    differing = failed("ddp.a.one", f"[{{id}}]  A sentence.\n{DIFFERS}\n") | {"case": "second"}
+    (cause,) = causes(log(failed("ddp.a.one", WRONG), differing), "solution")
+    assert (cause.text, cause.kind) == (DIFFERS, "differs")
+    assert cause.first.decisive_cases[0]["case"] == "second"
+
+
 @pytest.mark.usefixtures("known")
 def test_of_a_few_clauses_nothing_is_told():
     events = log(failed("ddp.a.one", WRONG), failed("ddp.a.two", WRONG))

@@ -105,9 +105,20 @@ def _by_function(events: Sequence[Event], implementation: str) -> list[Cell]:
     for event in results(events, implementation):
         grouped.setdefault((event["clause"], event.get("subject", "")), []).append(event)
     return [
-        Cell(clause, implementation, cases[0]["strength"], cases[0]["level"], tuple(cases))
+        Cell(
+            clause,
+            implementation,
+            cases[0]["strength"],
+            cases[0]["level"],
+            tuple(sorted(cases, key=lambda case: not _differs(case["message"]))),
+        )
         for (clause, _), cases in grouped.items()
     ]
+
+
+def _differs(message: str) -> bool:
+    """Whether the case differs from run to run: its other values say nothing."""
+    return headline_of(message).startswith(DIFFERS.partition(":")[0])
 
 
 def _function(cell: Cell) -> str:
@@ -155,7 +166,7 @@ def _shown(cell: Cell) -> tuple[Any, ...]:
     """Return the cause in words, and what it has in common with others of the same cause."""
     message = cell.decisive_cases[0]["message"]
     headline = headline_of(message)
-    if headline.startswith(DIFFERS.partition(":")[0]):
+    if _differs(message):
         return headline, ("differs",)
     place = _place(message)
     raised = RAISED.match(headline)
