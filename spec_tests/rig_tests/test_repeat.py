@@ -10,7 +10,7 @@ import pytest
 from spec_tests import target
 from spec_tests.clause import Clause
 from spec_tests.ledger import load_all
-from spec_tests.rig.judge import repeat
+from spec_tests.rig.judge import Violation, repeat
 from spec_tests.rig.ranks.errors import DIFFERS
 from spec_tests.rig.ranks.world import Worlds
 
@@ -122,8 +122,8 @@ def test_a_property_is_run_again_with_the_values_that_it_was_drawn(
 
 def test_one_case_of_a_clause_is_run_once_more():
     repeats, function = repeat.Repeats(), (target.parse("plain"), "ddp")
-    wrong = repeat.Violation("x", {"wrong": {"name": "a", "shape": [], "ranks": {}}})
+    wrong = Violation("x", {"wrong": {"name": "a", "shape": [], "ranks": {}}})
     assert [repeats._may_try(wrong, MEAN, function) for _ in range(2)] == [True, False]
-    assert not repeats._may_try(repeat.Violation("no tensor"), MEAN, function)
+    assert not repeats._may_try(Violation("no tensor"), MEAN, function)
     repeats.known[function] = DIFFERS
     assert repeats._may_try(wrong, MEAN, function)

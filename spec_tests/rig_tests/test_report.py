@@ -294,7 +294,7 @@ def test_two_functions_never_share_a_cause_and_each_line_names_its_own():
     assert "4 causes explain 3 failed clauses" in ending
 
 
-def enough(*events: object) -> list:
+def enough(*events: Event) -> list[Event]:
     """As many clauses as it takes for a kind of fault to be named; the others passed."""
     passed = [result("passed", clause=f"ddp.z.n{number}") for number in range(FEW_JUDGED)]
     return log(*events, *passed)

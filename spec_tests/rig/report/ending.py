@@ -139,7 +139,7 @@ def _render_cause(index: int, cause: Cause) -> list[str]:
     return [
         f"{index:2}  {cause.title}",
         *([clipped(f"    {finding}", 160)] if finding else []),
-        *([clipped(f"    {kind}", 160)] if (kind := kind_of(cause)) else []),
+        *([f"    {kind}"] if (kind := kind_of(cause)) else []),
         f"    {cause.first.level}: {_enumerated(cause.clauses, 3)}",
         f"    again: {first['rerun']}",
     ]
