@@ -34,6 +34,9 @@ from spec_tests.rig.outcomes import LEVELS, Strength
 
 MUST, SHOULD, MAY = Strength.MUST, Strength.SHOULD, Strength.MAY
 
+TELLING_SIZE = 3
+"""Two ranks cannot tell a sum from a doubling, nor their number from a 2 in the code."""
+
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*(\.[a-z0-9]+(-[a-z0-9]+)*){2,3}")
 _MARK = "__clause__"
 _Test = TypeVar("_Test", bound=Callable[..., Any])
@@ -80,6 +83,11 @@ class Clause:
         return promises.named_in(self.source)
 
     @property
+    def sizes(self) -> list[int]:
+        """The world sizes in the order in which they are judged: what tells most comes first."""
+        return sorted(self.worlds, key=lambda size: size != TELLING_SIZE)
+
+    @property
     def where(self) -> str:
         """File and line of the test, relative to the repository."""
         code = inspect.unwrap(self.test).__code__
@@ -111,7 +119,7 @@ class Clause:
 
         The same product that pytest runs, for those who run a clause without pytest.
         """
-        axes: dict[str, list[Any]] = {"world": list(self.worlds)}
+        axes: dict[str, list[Any]] = {"world": self.sizes}
         if self.judges:
             axes["subject"] = list(self.judges)
         axes |= {axis: values for axis, values, _ in self._parameters()}

@@ -25,6 +25,7 @@ from spec_tests.rig.judge import (
     evidence,
     expectations,
     judging,
+    repeat,
     replay,
     runner,
     unreadable_is_a_finding,
@@ -44,9 +45,9 @@ class Run:
 
     `points` is the profile of a course, if one was asked for; `told` is what a report says about
     each clause; `notices` is what differs from what was asked for; `running` is
-    the case that runs; `history` is what the live ranks have seen; `failed` has implementations
-    and clauses that they failed; `hung` the hung cases by implementation, clause and subject;
-    `quick` the clauses of a quick run.
+    the case that runs; `history` is what the live ranks have seen; `repeats` what was run once
+    more; `failed` has implementations and clauses that they failed; `hung` the hung cases by
+    implementation, clause and subject; `quick` the clauses of a quick run.
     """
 
     targets: list[Target]
@@ -61,6 +62,7 @@ class Run:
     notices: list[str] = field(default_factory=list)
     running: str = ""
     history: replay.History = field(default_factory=replay.History)
+    repeats: repeat.Repeats = field(default_factory=repeat.Repeats)
     failed: set[tuple[str, str]] = field(default_factory=set)
     quick: set[str] = field(default_factory=set)
     hung: dict[tuple[str, str, str | None], list[str]] = field(default_factory=dict)
@@ -155,7 +157,7 @@ def _not_offered(item: pytest.Item, run: Run) -> NotOffered | None:
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """What a clause finds on simulated ranks is replayed on live ones, unless it was expected.
 
-    What it finds on live ones is told apart from what it finds on fresh ones.
+    What it finds on live ones is run once more, and told apart from what it finds on fresh ones.
     """
     clause = clause_of_item(item)
     arguments = getattr(item, "funcargs", {})
@@ -175,6 +177,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         elif world.transport == "gloo":
             sized = {**case, "world": world.size}
             around.enter_context(run.history.telling(clause, sized, world))
+            around.enter_context(run.repeats.telling(clause, sized, world))
         around.enter_context(unreadable_is_a_finding())
         return (yield)
 
@@ -214,6 +217,7 @@ def _result(
         "clause": clause.id,
         "implementation": name,
         "case": item.stash[_CASE],
+        "subject": situation.subject,
         "node": item.nodeid,
         "line": item.location[1],
         "world_size": params["world"],

@@ -31,7 +31,7 @@ import torch
 from hypothesis import settings
 
 from spec_tests import ledger, live, outcome_hooks, target
-from spec_tests.clause import MUST, Clause, clause_of
+from spec_tests.clause import MUST, TELLING_SIZE, Clause, clause_of
 from spec_tests.outcome_hooks import ACTIVE, RUN, Run, clause_of_item, is_worker
 from spec_tests.rig.judge import expectations, runner
 from spec_tests.rig.outcomes import LEVELS, is_within
@@ -142,7 +142,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 MOST_HANGS = 2
 """Cases of one clause and subject that may hang before the others are not run any more."""
 
-QUICK_RANKS = 2
+QUICK_RANKS = TELLING_SIZE
 """`--quick` judges on no more ranks: to start them takes longer than most clauses."""
 
 # ------------------------------------------------------------------------------- what is run
@@ -158,8 +158,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("target", run.targets, ids=names, indirect=True, scope="session")
     if clause.judges:
         metafunc.parametrize("subject", clause.judges)
-    sizes = [f"w{size}" for size in clause.worlds]
-    metafunc.parametrize("world", clause.worlds, ids=sizes, indirect=True)
+    sizes = [f"w{size}" for size in clause.sizes]
+    metafunc.parametrize("world", clause.sizes, ids=sizes, indirect=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -274,8 +274,8 @@ _RATIOS = {
     1.4426950408889634: "a factor of 1/ln 2: a base-2 logarithm where the natural one is meant",
     0.6931471805599453: "a factor of ln 2: base 2 and base e are mixed",
     -1.0: "the sign is wrong",
-    2.0: "counted twice",
-    0.5: "half of it is missing",
+    2.0: "twice what it should be",
+    0.5: "half of what it should be",
 }
 
 
@@ -287,26 +287,26 @@ def _looks_like(name: str, seen: torch.Tensor, problem: Problem) -> str:
     for means, changes in _OTHERS.items():
         changed = {k: problem.factor**2 if v == "squared" else v for k, v in changes.items()}
         other = problem.but(**changed)
-        if other != problem and _same(seen, _answer(other, problem)[name]):
+        if other != problem and _same(seen, _answer(other, problem)[name], ref):
             return means
     top_left = problem.but(causal=False)
     if (
         problem.causal
         and problem.seq_q != problem.num_keys
-        and _same(seen, _top_left(problem, top_left)[name])
+        and _same(seen, _top_left(problem, top_left)[name], ref)
     ):
         return "causal is aligned top-left (row i sees keys j <= i), the contract's is bottom-right"
     if not bool(seen.any()) and bool(ref.any()):
-        return "zero in every element: it was never computed, or never written"
+        return "zero in every element"
     for ratio, means in _RATIOS.items():
-        if _same(seen, ratio * ref):
+        if _same(seen, ratio * ref, ref):
             return means
     scale = problem.factor
     ways = {"once too often": scale, "not": 1 / scale} if scale not in (0.0, 1.0) else {}
     for means, factor in ways.items():
-        if _same(seen, factor * ref):
+        if _same(seen, factor * ref, ref):
             return f"the scale of {scale:.3g} is {means} applied to {name}"
-    return _partly(name, seen, ref)
+    return _partly(name, seen, ref, baseline(problem)[name])
 
 
 def _answer(other: Problem, problem: Problem) -> Answer:
@@ -321,22 +321,47 @@ def _top_left(problem: Problem, shell: Problem) -> Answer:
     return _answer(TopLeft(**vars(shell)), problem)
 
 
-def _same(seen: torch.Tensor, other: torch.Tensor) -> bool:
+def _same(seen: torch.Tensor, other: torch.Tensor, ref: torch.Tensor) -> bool:
+    """Whether it is another value than the right one, and much nearer to that."""
     finite = seen.isfinite() & other.isfinite()
-    apart = _norm((seen.double() - other)[finite])
-    is_near = apart <= 1e-2 * _norm(other[finite])
+    apart, off = (_norm((seen.double() - each)[finite]) for each in (other, ref))
+    is_near = apart <= 1e-2 * _norm(other[finite]) and 4 * apart < off
     return is_near and torch.equal(seen.isfinite(), other.isfinite())
 
 
-def _partly(name: str, seen: torch.Tensor, ref: torch.Tensor) -> str:
-    """Which rows are wrong, where most are right."""
-    wrong = (seen.double() - ref).abs() > 1e-2 * max(1e-12, _largest(ref[ref.isfinite()]))
-    rows = wrong if name == "L" else wrong.any(dim=-1)
-    per_row = rows.flatten(0, -2).any(dim=0)
-    heads = rows.any(dim=-1)
-    if 0 < int(per_row.sum()) < per_row.numel():
-        listed = per_row.nonzero().flatten().tolist()
+APART = 8.0
+"""So many times smaller than in any wrong row are errors in the others, if these are right."""
+
+
+def _partly(name: str, seen: torch.Tensor, ref: torch.Tensor, base: torch.Tensor) -> str:
+    """Which rows are wrong, where the others are as near as a plain attempt is."""
+    scale = max(1e-12, _largest(ref[ref.isfinite()]))
+    errors, own = ((each.double() - ref).abs().nan_to_num(0.0) / scale for each in (seen, base))
+    rows = errors if name == "L" else errors.amax(dim=-1)
+    usual = 4.0 * max(_largest(own), UNIT[seen.dtype])
+    if (which := _apart(rows.flatten(0, -2).amax(dim=0), usual)).any():
+        listed = which.nonzero().flatten().tolist()
         return f"rows {listed[:6]}{' ...' if len(listed) > 6 else ''} are wrong, the others right"
-    if 0 < int(heads.sum()) < heads.numel():
-        return f"(batch, head) {heads.nonzero().tolist()[:4]} are wrong, the others right"
-    return ""
+    if (which := _apart(rows.amax(dim=-1), usual)).any():
+        return f"(batch, head) {which.nonzero().tolist()[:4]} are wrong, the others right"
+    own_factors = "each row is off by a factor of its own, as from a rounded log-sum-exp"
+    return own_factors if _by_factors(name, seen, ref) else ""
+
+
+def _apart(errors: torch.Tensor, usual: float) -> torch.Tensor:
+    """Which errors are large, where all others are usual and far smaller; else none."""
+    large = errors > usual
+    if not bool(large.any()) or bool(large.all()):
+        return torch.zeros_like(large)
+    is_apart = float(errors[large].min()) >= APART * float(errors[~large].max())
+    return large & is_apart
+
+
+def _by_factors(name: str, seen: torch.Tensor, ref: torch.Tensor) -> bool:
+    """Whether rows are right but for a factor each, as from rounded statistics of the softmax."""
+    if name == "L" or not bool(ref.isfinite().all()):
+        return False
+    wide = seen.double()
+    squares = (ref * ref).sum(dim=-1, keepdim=True).clamp_min(1e-30)
+    left = _norm(wide - (wide * ref).sum(dim=-1, keepdim=True) / squares * ref)
+    return left <= 1.25 * UNIT[seen.dtype] * _norm(ref) and 2 * left < _norm(wide - ref)

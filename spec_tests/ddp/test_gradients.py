@@ -47,7 +47,7 @@ def test_every_rank_holds_the_mean_gradient(world, subject, toy):
     mean_gradients(world, subject, toy, "backward 0")
 
 
-@clause("ddp.gradients.mean-at-any-seed", source="contract: mean-gradient; " + PAPER, worlds=(2,))
+@clause("ddp.gradients.mean-at-any-seed", source="contract: mean-gradient; " + PAPER, worlds=(3,))
 @given(seed=strategies.seeds, toy=st.sampled_from(["mlp", "ragged", "tied", "reused"]))
 def test_the_mean_does_not_depend_on_weights_or_data(world, subject, seed, toy):
     """For any weights and data every rank MUST hold the mean of the local gradients."""
@@ -81,7 +81,7 @@ def test_a_module_applied_twice_is_reduced_with_its_whole_gradient(world, subjec
     level="course",
     source="contract: frozen-none; "
     "CS336 assignment 2, toy model with a frozen parameter; DistributedDataParallel",
-    worlds=(2,),
+    worlds=(3,),
 )
 def test_frozen_parameters_keep_no_gradient(world, subject):
     """Frozen parameters MUST keep `grad is None`, and the others MUST hold the mean.
@@ -124,7 +124,7 @@ def test_a_part_of_a_larger_tensor_gets_its_own_gradient(world, subject):
 @clause(
     "ddp.gradients.called-by-keyword",
     source="contract: called-alike; DistributedDataParallel.forward(*inputs, **kwargs)",
-    worlds=(2,),
+    worlds=(3,),
 )
 def test_a_wrapped_module_is_called_by_keyword(world, subject):
     """A wrapped module MUST take the original's keyword arguments, and average as ever."""

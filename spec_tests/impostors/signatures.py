@@ -3,18 +3,21 @@
 A near-miss names the clauses that must reject it; its signature is all that it fails. So a judged
 implementation that fails the same clauses in the same way probably has the same fault, and the
 near-miss's story says what that is (`rig.report.diagnosis`). A signature is taken on a panel: of
-every clause of the chapter one case of each function that the near-miss brings, in a world of two
-live ranks where the clause has one (slow clauses aside); of the clauses that it names every case.
+every clause of the chapter one case of each function that the near-miss brings, in a world of
+three live ranks, or of fewer where the clause has none (slow clauses aside); of the clauses that it
+names every case.
 
     python -m spec_tests signatures                    take all of them: two hours on two cores
     python -m spec_tests signatures --only 'ddp.*'     some; the others stay as they are
     python -m spec_tests signatures --accuracy         how well they explain each other
 
 The last one asks what a report would say of each near-miss that it does not know: its signature is
-taken out of the dictionary, and the causes that the others explain are compared by family
-(`families.toml`): whether the first is right, or one of the first three, and how many there are.
-Last come pairs, two near-misses of different families with both signatures in the dictionary:
-whether both families are among the first three. What a pair fails is what either of them fails.
+taken out of the dictionary, and the family that the others speak of is compared with its own
+(`families.toml`). Precision: of those of which a family is named, or two, how many have it, or one
+of the two; in brackets where one is named. Coverage: of how many one is named. Where code raised
+none ever is; such near-misses are counted apart, in no coverage. Last come pairs, what either of
+two near-misses of different families fails, both unknown: how often what is named is of one of
+them. The lines below are what was named wrongly.
 
 The file says with which torch they were taken. Ids and symptoms are listed once, each finding is a
 pair of positions, so that the file stays small.
@@ -35,7 +38,7 @@ from typing import Any
 
 import torch
 
-from spec_tests.clause import Clause
+from spec_tests.clause import TELLING_SIZE, Clause
 from spec_tests.impostors import CATALOGUE, FORCED_FAILURE, REFERENCE
 from spec_tests.impostors.alone import Alone
 from spec_tests.impostors.card import Impostor
@@ -56,8 +59,8 @@ from spec_tests.rig.report.diagnosis import (
 from spec_tests.rig.report.symptom import symptom
 from spec_tests.target import Target
 
-SIZE = 2
-"""Ranks of the panel's worlds; clauses that have none of this size are left out."""
+SIZE = TELLING_SIZE
+"""Most ranks of the panel's worlds; clauses that need more are left out."""
 
 SLOW_S = 1.5
 """A clause that takes plain code longer is asked only about the near-misses that name it."""
@@ -69,18 +72,14 @@ MOST_S = 60.0
 def panel(chapter: str, brought: set[str]) -> Iterator[tuple[Clause, dict[str, Any]]]:
     """Yield the cases of a chapter's clauses that a signature is taken on."""
     for clause in by_id().values():
-        has_world = SIZE in clause.worlds or max(clause.worlds) == 1
         if clause.chapter != chapter or "gloo" not in clause.transports:
             continue
         seen = set()
-        for case in clause.cases() if has_world else ():
+        size = max((size for size in clause.worlds if size <= SIZE), default=0)
+        for case in clause.cases():
             subject = case.get("subject")
             is_brought = not brought or not clause.judges or subject in brought
-            if (
-                is_brought
-                and subject not in seen
-                and case["world"] == min(SIZE, max(clause.worlds))
-            ):
+            if is_brought and subject not in seen and case["world"] == size:
                 seen.add(subject)
                 yield clause, case
 
@@ -194,27 +193,36 @@ def _keep_least(seconds: dict[str, float], seen: Mapping[str, float]) -> None:
 
 
 def accuracy(kept: Signatures) -> list[str]:
-    """Say how well causes are named: see the head of this file; then what was named wrongly."""
+    """Say how well kinds of faults are named: see the head of this file; then the wrong ones."""
     rows: dict[str, Counter[str]] = {}
     wrong = []
     for name, found in kept.of.items():
         chapter, right = name.partition(".")[0], family_of()[name]
-        said = _said(kept, chapter, found, without=[name])
+        said, has_raised = _said(kept, chapter, found, without=[name])
         two = _partner(kept, name)
-        both = _said(kept, chapter, {**found, **kept.of[two]}) if two else []
+        both = _said(kept, chapter, {**found, **kept.of[two]}, without=[name, two])[0]
         for row in (rows.setdefault(each, Counter()) for each in (chapter, "all")):
-            row.update(["number", *["first"] * (said[:1] == [right])])
-            row.update({"three": right in said[:3], "causes": len(said), "pairs": bool(two)})
-            row["both"] += bool(two) and {right, family_of()[two]} <= {*both[:3]}
-        if said[:1] != [right]:
-            wrong.append(f"    {name} ({right}): {', '.join(said[:3])}")
-    lines = ["near-misses; without their own signature: first right, one of three, causes; pairs"]
+            row.update({"number": 1, "raised": has_raised, "named": bool(said)})
+            row.update({"right": right in said, "one": len(said) == 1, "sure": said == (right,)})
+            row.update({"pairs": bool(two), "pairs named": bool(both)})
+            row["pairs right"] += bool({right, family_of().get(two)} & {*both})
+        if said and right not in said:
+            wrong.append(f"    {name} ({right}): {', '.join(said)}")
+    lines = [
+        "near-misses, without their own signature: precision (of one), coverage; raised; pairs"
+    ]
     for chapter, row in sorted(rows.items()):
-        number, pairs = row["number"], max(1, row["pairs"])
-        shares = f"{row['first'] / number:4.0%} {row['three'] / number:4.0%}"
-        causes_each = f"{row['causes'] / number:5.2f}"
-        lines.append(f"{chapter:12} {number:4}: {shares} {causes_each}  {row['both'] / pairs:4.0%}")
+        lines.append(
+            f"{chapter:12} {row['number']:4}: {_share(row, 'right', 'named')} "
+            f"({_share(row, 'sure', 'one')}) {_share(row, 'named', 'number', 'raised')}  "
+            f"{row['raised']:3}  {_share(row, 'pairs right', 'pairs named')} "
+            f"{_share(row, 'pairs named', 'pairs')}"
+        )
     return [*lines, "another family:", *wrong]
+
+
+def _share(row: Mapping[str, int], part: str, of: str, but: str = "") -> str:
+    return f"{row[part] / max(1, row[of] - (row[but] if but else 0)):4.0%}"
 
 
 def _partner(kept: Signatures, name: str) -> str:
@@ -229,15 +237,14 @@ def _partner(kept: Signatures, name: str) -> str:
 
 
 def _said(
-    kept: Signatures, chapter: str, failed: Mapping[str, str], without: Sequence[str] = ()
-) -> list[str]:
-    """The families of the causes that a report names where these clauses fail in these ways."""
+    kept: Signatures, chapter: str, failed: Mapping[str, str], without: Sequence[str]
+) -> tuple[tuple[str, ...], bool]:
+    """The families that a report names where these clauses fail so, and whether all raised."""
     judged = {clause for name, own in kept.of.items() if name.startswith(chapter) for clause in own}
     events = [_event(clause, failed.get(clause)) for clause in sorted(judged & {*by_id()})]
-    return [
-        family_of()[cause.like] if cause.like else cause.family
-        for cause in causes(events, "it", without=without)
-    ]
+    found = causes(events, "it", without=without)
+    named = next((cause.families for cause in found if cause.families), ())
+    return named, all(cause.kind == "raised" for cause in found)
 
 
 def _event(clause: str, shown: str | None) -> Event:

@@ -34,15 +34,16 @@ def one_of(
     Args:
         saved: by what the message calls it, "the older save": step and state.
         may_refuse: an error is right as well.
+        likely: what it means to get the state of another step; an error says what it means.
     """
     __tracebackhide__ = True
+    asked = [step for step, _ in saved.values()]
     for reading in readings:
         where = ", ".join(filter(None, [given, reading["where"]]))
         if reading["error"]:
             judge.holds(
                 may_refuse,
                 f"expected {_names(saved)} to load, got {reading['error'][:400]}",
-                likely=likely or "a save that was not finished is taken for one that was",
                 given=where,
             )
             continue
@@ -51,8 +52,7 @@ def one_of(
             bool(matches),
             f"expected {_names(saved)}, whole, got step {reading['step']!r} and "
             f"{_mixture(reading, saved)}",
-            likely=likely
-            or "a save goes over an older one in place, or a load takes what it finds",
+            likely=likely if reading["step"] not in asked else "",
             given=where,
         )
         under_its_step(reading, saved, given=where)

@@ -129,9 +129,26 @@ def test_all_that_is_wrong_is_reported():
         "dK",
         "dV:",
     ]
-    assert "likely: counted twice" in lines
+    assert "likely: twice what it should be" in lines
     (of_dk,) = [line for line in lines if line.startswith("dK")]
     assert "the sign is wrong, largest error" in of_dk
+
+
+def test_rows_are_told_apart_only_where_the_others_are_right():
+    """Rows that exceed a bound by chance, of many that are off alike, are nothing in particular."""
+    problem = RAGGED.but(dtype="float16")
+    right = reference(problem)["dQ"]
+    generator = torch.Generator().manual_seed(7)
+    factors = 1 + 0.02 * torch.rand(right.shape[:-1], generator=generator).unsqueeze(-1)
+    for seen, said in (
+        (factors * right, "each row is off by a factor of its own"),
+        (right + 0.02 * torch.rand(right.shape, generator=generator), ""),
+        (right.index_fill(-2, torch.tensor([3]), 0.5), "rows [3] are wrong, the others right"),
+    ):
+        with pytest.raises(Violation) as caught:
+            rules.close({"dQ": seen.half()}, problem, names=("dQ",))
+        likely = [line for line in str(caught.value).splitlines() if line[:8] == "likely: "]
+        assert [line.startswith(f"likely: {said}") for line in likely] == [True] * bool(said)
 
 
 def test_gradients_of_pytorchs_own_kernel_are_within_the_rules():

@@ -54,68 +54,58 @@ KNOWN = Dictionary(
     {
         "ddp.sums": {"mean": "twice", "training": "twice", "window": "other"},
         "ddp.crashes": {"frozen": "raised"},
-        "ddp.drops-window": {"window": "lost"},
+        "ddp.drops-window": {"window": "lost", "mean": "lost"},
     }
 )
+SUMS = {"mean": "twice", "training": "twice", "window": "other"}
 
 
-def explained(failed: dict[str, str], passed: set[str], **options: object) -> list[tuple[str, ...]]:
-    return [(d.near_miss, *d.alike) for d in KNOWN.explain(failed, passed, **options)]  # type: ignore[arg-type]
+def test_a_near_miss_is_named_that_fails_the_same_in_the_same_way():
+    assert KNOWN.like(SUMS, {"frozen"}) == "ddp.sums"
+    assert KNOWN.like(SUMS, set(), without=["ddp.sums"]) == ""
 
 
-def test_the_fault_that_explains_most_comes_first_and_the_rest_is_asked_about_again():
-    failed = {"mean": "twice", "training": "twice", "window": "other", "frozen": "raised"}
-    assert explained(failed, set()) == [
-        ("ddp.sums", "mean", "training", "window"),
-        ("ddp.crashes", "frozen"),
-    ]
+def test_what_passed_or_failed_beside_it_or_in_another_way_speaks_against_a_near_miss():
+    assert KNOWN.like({"mean": "twice", "training": "twice"}, set()) == "ddp.sums"
+    assert KNOWN.like({"mean": "twice", "training": "twice"}, {"window"}) == ""
+    assert KNOWN.like({**SUMS, "frozen": "raised"}, set()) == ""
+    assert KNOWN.like({**SUMS, "window": "lost"}, set()) == ""
 
 
-def test_what_passed_speaks_against_a_fault():
-    assert explained({"window": "other"}, {"mean", "training"}) == []
-    assert explained({"mean": "twice", "training": "twice"}, {"window"}) != []
+def test_one_clause_names_no_near_miss_nor_do_two_that_fit_alike():
+    assert KNOWN.like({"frozen": "raised"}, {*SUMS}) == ""
+    twins = Dictionary({"ddp.one": SUMS, "ddp.other": SUMS})
+    assert twins.like(SUMS, set()) == ""
 
 
-def test_nothing_is_forced_on_another_symptom():
-    assert explained({"frozen": "hang"}, set()) == []
-    assert explained({"unheard-of": "raised"}, set()) == []
+def families(**clauses: str) -> diagnosis.Families:
+    """Of a chapter without near-misses, which have no say then."""
+    return diagnosis.Families({}, {f"no.{c}.x": f for c, f in clauses.items()}, {"hang": "mask"})
 
 
-def test_of_two_that_fit_alike_one_is_named_if_they_are_of_one_family():
-    twins = {"ddp.one": {"a": "x", "b": "y"}, "ddp.other": {"a": "x", "c": "z"}}
-    (known,) = Dictionary(twins).explain({"a": "x"}, set())
-    assert (known.near_miss, known.alike) == ("", ("a",))
-    (known,) = Dictionary(twins).explain({"a": "x", "c": "z"}, {"b"})
-    assert known.near_miss == "ddp.other"
-    (known,) = Dictionary(twins, dict.fromkeys(twins, "stale")).explain({"a": "x"}, set())
-    assert known.near_miss == "ddp.other"
+def test_the_odds_are_of_the_families_of_which_clauses_and_symptoms_speak():
+    known = families(one="stale memory", two="memory", any="mask")
+
+    def order(**failed: str) -> list[str]:
+        odds = known.odds({f"no.{c}.x": shown for c, shown in failed.items()})
+        assert sum(odds.values()) == pytest.approx(1.0)
+        return sorted(odds, key=lambda family: -odds[family])
+
+    assert order(one="raised", two="raised")[:2] == ["memory", "stale"]
+    assert order(one="raised") == ["stale", "memory"]
+    assert "mask" in order(one="hang")
 
 
-def test_a_near_miss_can_be_left_out():
-    assert explained({"window": "lost"}, set(), without=["ddp.drops-window"]) == []
-
-
-def test_one_clause_of_many_names_nobody_nor_does_a_symptom_without_a_name():
-    many = {"frozen": "raised", "a": "x", "b": "x", "c": "x"}
-    (known,) = KNOWN.explain(many, set())
-    assert not diagnosis.is_telling(known, many)
-    (known,) = KNOWN.explain({"frozen": "raised"}, set())
-    assert diagnosis.is_telling(known, {"frozen": "raised"})
-    _, second = KNOWN.explain({"mean": "twice", "training": "twice", **many}, set())
-    assert (second.near_miss, second.left) == ("ddp.crashes", 4)
-    bare = {"frozen": "other: error"}
-    (known,) = Dictionary({"ddp.crashes": bare}).explain(bare, set())
-    assert not diagnosis.is_telling(known, bare)
-
-
-def test_what_no_known_fault_explains_has_the_family_of_which_its_clauses_speak():
-    known = diagnosis.Families(
-        {}, {"ddp.one": "stale memory", "ddp.two": "memory", "ddp.any": "mask"}, {"hang": "mask"}
-    )
-    assert known.of({"ddp.one": "raised", "ddp.two": "raised"}) == ["memory", "stale"]
-    assert known.of({"ddp.one": "raised"}) == ["stale", "memory"]
-    assert known.of({"ddp.one": "hang"}) == ["mask", "stale", "memory"]
-    assert known.of({"ddp.unheard-of": "raised"}) == []
+def test_one_family_is_named_or_two_or_none_as_the_odds_are(monkeypatch):
+    known = families()
+    for odds, named in (
+        ({"stale": 0.95, "mask": 0.05}, ("stale",)),
+        ({"mask": 0.4, "stale": 0.5, "memory": 0.1}, ("stale", "mask")),
+        ({"mask": 0.3, "stale": 0.5, "memory": 0.2}, ()),
+        ({}, ()),
+    ):
+        monkeypatch.setattr(diagnosis.Families, "odds", lambda *_, odds=odds, **__: odds)
+        assert known.named({"no.one.x": "hang"}) == named
 
 
 def test_a_clause_that_many_faults_fail_says_little():
@@ -123,20 +113,30 @@ def test_a_clause_that_many_faults_fail_says_little():
     (common, often), *_ = Counter(c for each in found.values() for c in each).most_common()
     (rare,) = next(each for each in found.values() if len(each) == 1 and common not in each)
     assert often > 20
-    known = diagnosis.Families({}, {common: "mask", rare: "stale"}, {})
-    assert known.of({common: "raised", rare: "raised"}) == ["stale", "mask"]
+    odds = diagnosis.Families({}, {common: "first", rare: "second"}, {}).odds(
+        {common: "raised", rare: "raised"}
+    )
+    assert odds["second"] > odds["first"]
 
 
-def test_near_misses_that_fail_a_clause_in_the_same_way_speak_of_their_family():
+def test_a_near_miss_that_is_left_out_has_no_say():
     (name, own), *_ = (each for each in diagnosis.load().of.items() if len(each[1]) == 1)
     ((clause, shown),) = own.items()
-    nothing = diagnosis.Families({}, {}, {})
-    assert diagnosis.family_of()[name] in nothing.of({clause: shown})
-    assert nothing.of({clause: "another"}) == []
-    spoken = diagnosis.Families({}, {clause: f"first {diagnosis.family_of()[name]}"}, {})
-    assert spoken.of({clause: shown})[0] == diagnosis.family_of()[name]
+    family, nothing = diagnosis.family_of()[name], diagnosis.Families({}, {}, {})
     alike = [each for each, found in diagnosis.load().of.items() if found.get(clause) == shown]
-    assert nothing.of({clause: shown}, without=alike) == []
+    assert (
+        nothing.odds({clause: shown})[family] > nothing.odds({clause: shown}, without=alike)[family]
+    )
+
+
+def test_what_is_named_of_near_misses_that_are_left_out_is_mostly_right():
+    """Measured: 92 % right, and 61 % named. Each new near-miss moves it a little."""
+    left_out = {name: dict(own) for name, own in diagnosis.load().of.items() if own}
+    found = {name: diagnosis.families().named(left_out[name], without=[name]) for name in left_out}
+    named = [name for name, said in found.items() if said]
+    right = [name for name in named if diagnosis.family_of()[name] in found[name]]
+    assert len(right) >= 0.88 * len(named)
+    assert len(named) >= 0.55 * len(found)
 
 
 def test_every_clause_speaks_of_families_that_exist():

@@ -145,7 +145,7 @@ def test_a_value_that_went_through_fewer_bits_is_told_by_its_error(name: str, ow
     seen = seen if how == "rounded" else seen.sum(dim=0)
     text = message(partial(judged, seen, expected=wanted, within=rounding(own, terms=3)))
     assert f"it went through {name} on the way" in text or (
-        how == "added up" and f"likely: it may have been sent, added up or kept in {name}" in text
+        how == "added up" and f"got it with an error of the size of {name}'s rounding" in text
     )
 
 
@@ -164,13 +164,14 @@ def test_a_diagnosis_is_not_given_where_another_part_of_the_finding_speaks_again
     for second, is_said in ((wanted, True), (2 - wanted, False)):
         seen = [{"first": rounded, "second": second}]
         said = message(partial(judge.tensors, seen, names, quantity="mean gradient"))
-        assert ("kept in bfloat16" in said) == is_said, said
+        assert ("size of bfloat16's rounding" in said) == is_said, said
     few = wanted.flip(0) + 1
     few[0, :2] = wanted[0, :2]
     assert "likely" not in message(partial(judged, few, expected=wanted))
-    for rows, said in ((6, "divided twice"), (5, "cut off")):
+    # Of five rows the first of two ranks has three: that is a part, and four are all but the last.
+    for rows, kept, said in ((6, 3, "divided twice"), (5, 3, "divided twice"), (5, 4, "cut off")):
         whole = wanted[:rows]
-        assert said in message(partial(judged, whole[:3], whole[:3], expected=whole))
+        assert said in message(partial(judged, *[whole[:kept]] * 2, expected=whole))
 
 
 def test_positions_are_called_mixed_up_only_where_some_that_say_something_are_right():
@@ -178,10 +179,46 @@ def test_positions_are_called_mixed_up_only_where_some_that_say_something_are_ri
     wanted[1:3] = 0  # rows of an embedding that no batch touches
     untouched = torch.where(wanted == 0, wanted, wanted.flip(1) ** 2)
     assert "mixed up" not in message(partial(judged, untouched, expected=wanted))
-    (rows, one) = wanted.clone(), wanted.clone()
-    rows[0], one[0, 0] = 7.5 * wanted[3].flip(0), 9
-    for seen, said in ((rows, "got it in 3 of 4 rows"), (one, "some positions are mixed up")):
-        assert said in message(partial(judged, seen, expected=wanted))
+    wanted[1:3] = torch.tensor([[20.0], [30.0]], dtype=torch.float64)
+    swapped, stale, one = wanted.clone(), wanted.clone(), wanted.clone()
+    swapped[[0, 3]], stale[0], one[0, 0] = wanted[[3, 0]], 7.5 * wanted[3].flip(0), 9
+    for seen, got, is_mixed in (
+        (swapped, "got it in 2 of 4 rows", True),
+        (stale, "got it in 3 of 4 rows", False),
+        (one, "got it in 11 of 12 elements", False),
+    ):
+        said = message(partial(judged, seen, expected=wanted))
+        assert got in said
+        assert ("likely: rows are mixed up" in said) == is_mixed, said
+
+
+@pytest.mark.parametrize(
+    ("ranks", "factor", "words"),
+    [
+        (3, 3.0, "summed and not divided by the world size"),
+        (2, 2.0, "summed and not divided by the world size, or counted twice"),
+        (3, 1.5, "divided by 2, and the group has 3"),
+        (3, 0.75, "divided by 4, and the group has 3"),
+        (4, 2.0, "divided by 2, and the group has 4, or counted twice"),
+        (3, 2.0, "off by the constant factor 2"),
+        (3, 1 / 3, "divided by the world size twice"),
+        (2, 0.5, "divided by the world size twice, or halved"),
+        (3, 0.5, "off by the constant factor 0.5"),
+    ],
+)
+def test_what_a_factor_means_depends_on_the_number_of_ranks(ranks: int, factor: float, words: str):
+    wanted = torch.arange(1.0, 7.0, dtype=torch.float64)
+    said = message(partial(judged, *[factor * wanted] * ranks, expected=wanted))
+    assert f"likely: {words}\n" in said
+    weights = [{"w": factor * wanted}] * ranks
+    said = message(partial(judge.tensors, weights, {"w": wanted}, quantity="weight"))
+    assert "likely: off by the constant factor" in said, "no mean over ranks: a factor is a factor"
+
+
+def test_what_two_known_mistakes_give_either_may_have_given():
+    hints = [Hint(f"{each}: it was lost", {"first.weight": LOCAL}) for each in ("one", "another")]
+    said = message(partial(judged, LOCAL, hints=hints))
+    assert "got what this gives: one\nlikely: one: it was lost; or another: it was lost" in said
 
 
 def test_a_hint_that_is_hardly_told_from_what_is_right_is_not_given():

@@ -11,7 +11,7 @@ import pytest
 from spec_tests import impostors, ledger
 from spec_tests.rig.outcomes import Event, Outcome
 from spec_tests.rig.report import causes, render_page
-from spec_tests.rig.report.diagnosis import Dictionary
+from spec_tests.rig.report.diagnosis import FEW_JUDGED, Dictionary, Families
 from spec_tests.rig.report.symptom import symptom
 from spec_tests.rig_tests.browser import Visit, require_decent
 from spec_tests.rig_tests.logs import STORY, TOLD, log, profile, result
@@ -256,14 +256,32 @@ def test_the_page_of_one_file_is_small_and_names_what_is_not_offered_in_a_line()
 
 
 def test_a_card_tells_the_story_of_the_near_miss_that_it_is_like(monkeypatch):
-    events = log(TOLD, result("failed", message=MESSAGE))
+    passed = [result("passed", clause=f"ddp.z.n{number}") for number in range(FEW_JUDGED)]
+    other = result("failed", message=MESSAGE, clause="ddp.gradients.other")
+    events = log(TOLD, result("failed", message=MESSAGE), other, *passed)
+    shown = dict.fromkeys((TOLD["clause"], other["clause"]), symptom("failed", MESSAGE))
+    monkeypatch.setattr(causes, "dictionary", lambda: Dictionary({}))
     assert "like impostor:" not in render_page(events)
-    shown = symptom("failed", MESSAGE)
-    known = Dictionary({STORY["impostor"]: {TOLD["clause"]: shown}})
-    monkeypatch.setattr(causes, "dictionary", lambda: known)
+    monkeypatch.setattr(causes, "dictionary", lambda: Dictionary({STORY["impostor"]: shown}))
+    monkeypatch.setattr(causes, "family_of", lambda: {STORY["impostor"]: "stale"})
+    monkeypatch.setattr(Families, "named", lambda *_, **__: ("stale",))
     page = render_page(events)
     assert page.count(STORY["does"]) == 1
     assert f"like impostor:{STORY['impostor']}" in page
+
+
+def test_a_card_shows_the_case_of_its_own_function():
+    events = log(
+        TOLD,
+        *(
+            result("failed", message=f"[x]  It MUST.\nof {of}", subject=of, case=of, rerun=of)
+            for of in ("ddp", "ddp_bucketed")
+        ),
+    )
+    page = render_page(events)
+    for of in ("ddp", "ddp_bucketed"):
+        assert f"{of}: of {of}</strong>" in page
+        assert f"<pre>{of}</pre>" in page
 
 
 def test_markup_in_what_an_implementation_says_is_text():

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from spec_tests.rig.outcomes import Event, Outcome, compose, judge_run, verdict
+from spec_tests.rig.ranks.errors import DIFFERS
 from spec_tests.rig.report import (
     INCOMPLETE,
     WORDS,
@@ -25,7 +26,7 @@ from spec_tests.rig.report import (
     write_report,
 )
 from spec_tests.rig.report.causes import causes
-from spec_tests.rig.report.diagnosis import Dictionary, Families
+from spec_tests.rig.report.diagnosis import FEW_JUDGED, Dictionary, Families
 from spec_tests.rig.report.eventlog import EventLog
 from spec_tests.rig.report.text import clip
 from spec_tests.rig_tests import golden
@@ -257,60 +258,109 @@ def test_one_diagnosis_is_one_cause_and_none_is_a_cause_of_its_own():
     ]
 
 
-def test_a_kind_is_told_of_a_finding_and_not_of_an_error_of_the_rig(monkeypatch):
-    monkeypatch.setattr("spec_tests.rig.report.causes.dictionary", lambda: Dictionary({}))
-    shown = log(failed("ddp.gradients.mean", WRONG), result("error", clause="ddp.traffic.died"))
-    found = {cause.first.clause: cause.family for cause in causes(shown, "solution")}
-    assert found == {"ddp.gradients.mean": "wrong-divisor", "ddp.traffic.died": ""}
-    shown = log(result("error", clause="ddp.gradients.mean"))
-    assert [cause.family for cause in causes(shown, "solution")] == [""]
-
-
-def test_a_cause_without_a_diagnosis_joins_one_of_its_family(monkeypatch):
-    known = Families({}, {f"ddp.{each}.a": "stale" for each in "abcd"} | {"ddp.e.a": "mask"}, {})
-    monkeypatch.setattr("spec_tests.rig.report.causes.families", lambda: known)
-    monkeypatch.setattr("spec_tests.rig.report.causes.dictionary", lambda: Dictionary({}))
-    other = WRONG.replace("summed", "lost")
+def test_more_of_one_thing_is_one_cause_and_of_another_is_another():
+    more = "[{id}]  A sentence.\nrank 0: expected {what} of at most 5, got {got}\n"
     events = log(
-        failed("ddp.a.a", BARE),
-        failed("ddp.b.a", WRONG),
-        failed("ddp.c.a", other),
-        failed("ddp.d.a", TRACE, error=KIND, line=3),
-        failed("ddp.e.a", BARE),
+        failed("ddp.a.one", more, what="live bytes", got=7),
+        failed("ddp.a.two", more, what="live bytes", got=9),
+        failed("ddp.a.less", more, what="live bytes", got=3),
+        failed("ddp.a.messages", more, what="messages", got=7),
     )
-    found = {tuple(cause.clauses): cause.text for cause in causes(events, "solution")}
-    assert found == {
-        ("ddp.a.a", "ddp.b.a"): "summed and not divided by the world size",
-        ("ddp.c.a",): "lost and not divided by the world size",
-        ("ddp.d.a",): f"mine.py:3 raises {KIND}",
-        ("ddp.e.a",): "rank 0, 'w' (2,): expected the mean gradient, got something else",
-    }
+    found = [cause.clauses for cause in causes(events, "solution")]
+    assert found == [["ddp.a.one", "ddp.a.two"], ["ddp.a.less"], ["ddp.a.messages"]]
 
 
-def test_causes_that_one_known_fault_explains_are_one_cause_that_names_it(monkeypatch):
-    twice, other = "likely: summed and not divided by the world size", "other: the mean gradient"
-    known = {
-        "ddp.sums": {"ddp.a.one": twice, "ddp.a.two": twice, "ddp.b.bare": other},
-        "ddp.crashes": {"ddp.a.one": "raised TypeError", "ddp.a.four": "raised TypeError"},
-    }
-    monkeypatch.setattr("spec_tests.rig.report.causes.dictionary", lambda: Dictionary(known))
+def test_two_functions_never_share_a_cause_and_each_line_names_its_own():
     events = [
-        failed("ddp.a.one", WRONG),
-        failed("ddp.a.two", WRONG),
-        failed("ddp.b.bare", BARE),
-        failed("ddp.c.raises", TRACE, error=KIND, line=3),
+        failed(clause, text, line=3, error=KIND) | {"subject": subject, "case": subject}
+        for clause, text in (("ddp.a.one", WRONG), ("ddp.a.two", WRONG), ("ddp.a.crash", TRACE))
+        for subject in ("ddp", "ddp_bucketed")
     ]
-    named, raised = causes(log(*events), "solution")
-    assert (named.like, named.clauses) == ("ddp.sums", ["ddp.a.one", "ddp.a.two", "ddp.b.bare"])
-    assert (raised.like, raised.clauses) == ("", ["ddp.c.raises"])
-    # What fails in another way than in the signature is of the fault that explains the rest.
-    as_well = failed("ddp.b.bare", BARE.replace("expected", "wanted"))
-    (named,) = causes(log(*events[:2], as_well), "solution")
-    assert (named.like, named.clauses[-1]) == ("ddp.sums", "ddp.b.bare")
-    # What it predicts and what passed speak against it: nothing is named.
-    passed = [result("passed", clause=name) for name in ("ddp.a.one", "ddp.a.two")]
-    (bare,) = causes(log(*passed, failed("ddp.b.bare", BARE)), "solution")
-    assert bare.like == ""
+    found = causes(log(*events), "solution")
+    assert [(cause.title, cause.clauses) for cause in found] == [
+        (f"{subject}: {text}", clauses)
+        for text, clauses in (
+            ("summed and not divided by the world size", ["ddp.a.one", "ddp.a.two"]),
+            (f"mine.py:3 raises {KIND}", ["ddp.a.crash"]),
+        )
+        for subject in ("ddp", "ddp_bucketed")
+    ]
+    assert {case["case"] for c in found for cell in c.cells for case in cell.cases} == {
+        "ddp",
+        "ddp_bucketed",
+    }
+    assert [c.first.cases[0]["case"] for c in found] == ["ddp", "ddp_bucketed"] * 2
+    ending = render_ending(log(*events))
+    assert "4 causes explain 3 failed clauses" in ending
+
+
+def enough(*events: Event) -> list[Event]:
+    """As many clauses as it takes for a kind of fault to be named; the others passed."""
+    passed = [result("passed", clause=f"ddp.z.n{number}") for number in range(FEW_JUDGED)]
+    return log(*events, *passed)
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """All that fails is of one family, and one near-miss fails two clauses."""
+    twice = "likely: summed and not divided by the world size"
+    signatures = {"ddp.sum-for-mean": {"ddp.a.one": twice, "ddp.a.two": twice}}
+    monkeypatch.setattr("spec_tests.rig.report.causes.dictionary", lambda: Dictionary(signatures))
+    monkeypatch.setattr(Families, "named", lambda *_, **__: ("wrong-divisor",))
+
+
+@pytest.mark.usefixtures("known")
+def test_the_kind_of_a_function_s_fault_is_told_once_where_nothing_raised():
+    other = WRONG.replace("summed", "lost")
+    found = causes(
+        enough(
+            failed("ddp.a.raised", TRACE, error=KIND, line=3),
+            failed("ddp.a.one", WRONG),
+            failed("ddp.a.three", other),
+        ),
+        "solution",
+    )
+    assert {cause.text: cause.families for cause in found} == {
+        f"mine.py:3 raises {KIND}": (),
+        "summed and not divided by the world size": ("wrong-divisor",),
+        "lost and not divided by the world size": (),
+    }
+    assert {cause.like for cause in found} == {""}
+    raised = enough(failed("ddp.a.raised", TRACE, error=KIND, line=3))
+    differs = enough(failed("ddp.a.one", f"[{{id}}]  A sentence.\n{DIFFERS}\n"))
+    rig = enough(result("error", clause="ddp.a.one"))
+    for events in (raised, differs, rig):
+        (cause,) = causes(events, "solution")
+        assert (cause.families, cause.like) == ((), "")
+        assert "probably" not in render_ending(events)
+
+
+@pytest.mark.usefixtures("known")
+def test_a_near_miss_is_named_where_it_fails_all_of_it_and_is_of_the_family(monkeypatch):
+    events = enough(failed("ddp.a.one", WRONG), failed("ddp.a.two", WRONG))
+    (cause,) = causes(events, "solution")
+    assert cause.like == "ddp.sum-for-mean"
+    assert "like ddp.sum-for-mean: " in render_ending(events)
+    monkeypatch.setattr(Families, "named", lambda *_, **__: ("stale", "wrong-divisor"))
+    (cause,) = causes(events, "solution")
+    assert (cause.like, cause.families) == ("", ("stale", "wrong-divisor"))
+    assert "probably stale: an old value is used where a newer one exists; or" in render_ending(
+        events
+    )
+
+
+def test_of_a_clause_that_differs_in_one_case_no_other_case_speaks():
+    differing = failed("ddp.a.one", f"[{{id}}]  A sentence.\n{DIFFERS}\n") | {"case": "second"}
+    (cause,) = causes(log(failed("ddp.a.one", WRONG), differing), "solution")
+    assert (cause.text, cause.kind) == (DIFFERS, "differs")
+    assert cause.first.decisive_cases[0]["case"] == "second"
+
+
+@pytest.mark.usefixtures("known")
+def test_of_a_few_clauses_nothing_is_told():
+    events = log(failed("ddp.a.one", WRONG), failed("ddp.a.two", WRONG))
+    (cause,) = causes(events, "solution")
+    assert (cause.like, cause.families) == ("", ())
 
 
 def test_what_the_exercise_asks_comes_first():

@@ -237,7 +237,8 @@ def _describe(
     first = findings[0]
     ranks = sorted({finding.rank for finding in findings})
     names = sorted({finding.name for finding in findings})
-    cause = explain(first, hints, world_size=len(observed), all_of=findings)
+    is_mean = "mean" in quantity and "group" not in quantity
+    cause = explain(first, hints, world_size=len(observed), all_of=findings, is_mean=is_mean)
     scope = f"{len(names)} of {len(observed[0])} names wrong on rank{'s' * (len(ranks) > 1)} "
     scope += f"{', '.join(map(str, ranks))} of {len(observed)}"
     if len(ranks) == len(observed) and _ranks_agree(observed, first.name):

@@ -1,8 +1,9 @@
 """What a wrong tensor looks like: from a difference to its likely cause.
 
-A short table, tried from the most to the least specific. Each entry recognises one pattern and
-says what usually produces it. A clause adds its own candidates as hints: "this is what you would
-hold if the micro-batches under no_sync were lost".
+A short table, tried from the most to the least specific. Each entry recognises one pattern, and
+says no more of its cause than the pattern implies: where several causes give it, it names them all,
+or none. A clause adds its own candidates as hints: "this is what you would hold if the
+micro-batches under no_sync were lost".
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Hint:
 
 @dataclass(frozen=True)
 class Cause:
-    """A recognised pattern: what was got, in words, and what it is likely to mean."""
+    """A recognised pattern: what was got, in words, and what that means; "" where it may be any."""
 
     got: str
     text: str
@@ -115,11 +116,17 @@ class Finding:
 
 
 def explain(
-    finding: Finding, hints: Sequence[Hint], *, world_size: int, all_of: Sequence[Finding] = ()
+    finding: Finding,
+    hints: Sequence[Hint],
+    *,
+    world_size: int,
+    all_of: Sequence[Finding] = (),
+    is_mean: bool = True,
 ) -> Cause | None:
     """The most specific entry of the table that fits; None if nothing does.
 
     Args:
+        is_mean: whether it is the mean over all ranks that is expected.
         all_of: every finding of the comparison: a rounding leaves none with a larger error.
     """
     if finding.seen is None or finding.wanted is None:
@@ -135,7 +142,7 @@ def explain(
         _not_finite(seen, wanted)
         or _zero(seen, wanted)
         or _hinted(finding, hints, close)
-        or _ratio(seen, wanted, world_size)
+        or _ratio(seen, wanted, world_size, is_mean)
         or _transposed(seen, wanted, close)
         or _rounded(finding, all_of)
         or _partly_right(seen, wanted, close)
@@ -144,10 +151,13 @@ def explain(
 
 def _misshapen(seen: torch.Tensor, wanted: torch.Tensor, world_size: int) -> str:
     if seen.ndim and seen.shape[1:] == wanted.shape[1:] and len(seen) < len(wanted):
-        if len(wanted) % world_size == 0:
-            return "rows are missing: a part was not gathered, or it was divided twice"
-        return "the last rows are missing: those that the ranks do not divide were cut off"
-    return "it was flattened, padded or cast, and not brought back"
+        whole, share = len(wanted) // world_size * world_size, -(-len(wanted) // world_size)
+        if share != len(seen) == whole and torch.equal(seen, wanted[:whole]):
+            return "the last rows are missing: those that the ranks do not divide were cut off"
+        return "rows are missing: a part was not gathered, or it was divided twice"
+    if seen.shape == wanted.shape:
+        return "it was cast, and not brought back"
+    return "it was reshaped, and not brought back" if seen.numel() == wanted.numel() else ""
 
 
 def _not_finite(seen: torch.Tensor, wanted: torch.Tensor) -> Cause | None:
@@ -157,10 +167,7 @@ def _not_finite(seen: torch.Tensor, wanted: torch.Tensor) -> Cause | None:
     if bool(wanted.isfinite().all()) and not bool(seen.isnan().any()):
         text = "it overflowed on the way: a number beyond the largest of its dtype, or over zero"
         return Cause(f"{bad} values that are infinite", text)
-    return Cause(
-        f"{bad} values that are not finite",
-        "poison, padding or memory that nobody has written was read",
-    )
+    return Cause(f"{bad} values that are not finite", "")
 
 
 def _zero(seen: torch.Tensor, wanted: torch.Tensor) -> Cause | None:
@@ -170,10 +177,11 @@ def _zero(seen: torch.Tensor, wanted: torch.Tensor) -> Cause | None:
         if not bool(wanted.to(dtype).any()):
             name = str(dtype).removeprefix("torch.")
             return Cause("zero in every element", f"it is too small for {name}, or was cleared")
-    return Cause("zero in every element", "it was cleared, or never filled in")
+    return Cause("zero in every element", "")
 
 
 def _hinted(finding: Finding, hints: Sequence[Hint], close: float) -> Cause | None:
+    found = []
     for hint in hints:
         candidate = hint.value(finding.rank, finding.name)
         if candidate is None or finding.seen is None or candidate.shape != finding.seen.shape:
@@ -181,11 +189,14 @@ def _hinted(finding: Finding, hints: Sequence[Hint], close: float) -> Cause | No
         # Near it, and not as near to what is right, which a small value may be as well.
         apart = float(gap(finding.seen, candidate).max())
         if apart <= close and 4 * apart < finding.error:
-            return Cause("exactly what one known mistake gives", hint.means)
-    return None
+            found.append(hint.means)
+    means = "; or ".join(dict.fromkeys(found))  # what two mistakes give, either may have given
+    return Cause(f"what this gives: {means.partition(': ')[0]}", means) if means else None
 
 
-def _ratio(seen: torch.Tensor, wanted: torch.Tensor, world_size: int) -> Cause | None:
+def _ratio(
+    seen: torch.Tensor, wanted: torch.Tensor, world_size: int, is_mean: bool
+) -> Cause | None:
     where = wanted != 0
     if not bool(where.any()):
         return None
@@ -193,13 +204,8 @@ def _ratio(seen: torch.Tensor, wanted: torch.Tensor, world_size: int) -> Cause |
     ratio = float(ratios.median())
     if float((ratios - ratio).abs().max()) > 1e-6 * abs(ratio) or abs(ratio - 1) < 1e-6:
         return None
-    known = {
-        float(world_size): "summed and not divided by the world size",
-        1.0 / world_size: "divided by the world size twice, or not summed over the ranks",
-        float(world_size**2): "reduced twice, or multiplied where one divides",
-        -1.0: "the sign is wrong",
-    }
-    text = next((t for r, t in known.items() if abs(ratio - r) < 1e-6 * abs(r)), "")
+    text = _of_a_mean(ratio, world_size) if is_mean else ""
+    text = "the sign is wrong" if abs(ratio + 1) < 1e-6 else text
     if ratios.numel() == 1 and not text:
         return None  # one number is some multiple of any other
     if ratios.numel() == 1 and ratio == float(world_size):
@@ -207,6 +213,25 @@ def _ratio(seen: torch.Tensor, wanted: torch.Tensor, world_size: int) -> Cause |
     return Cause(
         f"{ratio:.3f} x it in every element", text or f"off by the constant factor {ratio:.3g}"
     )
+
+
+def _of_a_mean(ratio: float, world_size: int) -> str:
+    """What makes a mean over ranks so many times what it should be; two ranks show less."""
+    may_be = {2.0: ", or counted twice", 0.5: ", or halved"}.get(ratio, "")
+    known = {
+        float(world_size): "summed and not divided by the world size",
+        1.0 / world_size: "divided by the world size twice",
+        float(world_size**2): "reduced twice, or multiplied where one divides",
+    }
+    for factor, text in known.items():
+        if abs(ratio - factor) < 1e-6 * factor:
+            return text + may_be * (world_size == 2)
+    divisor = round(world_size / ratio) if ratio > 0 else 0
+    # Half of it, or a third, may have any cause.
+    is_whole = divisor > 1 and abs(divisor * ratio - world_size) < 1e-6 * world_size
+    if not is_whole or divisor % world_size == 0:
+        return ""
+    return f"divided by {divisor}, and the group has {world_size}{may_be}"
 
 
 def _transposed(seen: torch.Tensor, wanted: torch.Tensor, close: float) -> Cause | None:
@@ -236,10 +261,7 @@ def _rounded(finding: Finding, all_of: Sequence[Finding]) -> Cause | None:
         is_of_its_size = largest * eps / 8 < finding.error <= largest * eps
         are_no_larger = all(each.error <= eps * each.largest() for each in all_of)
         if finding.seen.numel() >= MANY and is_of_its_size and are_no_larger:
-            return Cause(
-                f"it with an error of the size of {name}'s rounding",
-                f"it may have been sent, added up or kept in {name}",
-            )
+            return Cause(f"it with an error of the size of {name}'s rounding", "")
     return None
 
 
@@ -254,17 +276,17 @@ def _partly_right(seen: torch.Tensor, wanted: torch.Tensor, close: float) -> Cau
         return None  # as many come right by chance, or where a tensor holds few numbers
     first_wrong = int((~right).int().argmax())
     if count == first_wrong:
-        return Cause(
-            f"it in the first {count} elements only",
-            "the rest is wrong by an offset or a length, was not sent, or changed while sent",
-        )
+        got = f"it in the first {count} elements only"
+        return Cause(got, _moved(seen.reshape(-1), wanted.reshape(-1), right, "positions"))
     rows = right.reshape(seen.shape[0], -1) if seen.dim() > 1 else right.new_zeros(1, 2)
     if rows.any() and torch.equal(rows.all(dim=1), rows.any(dim=1)):
-        return Cause(
-            f"it in {int(rows.all(dim=1).sum())} of {len(rows)} rows",
-            "rows are mixed up; or only those are right that no batch touched",
-        )
-    return Cause(
-        f"it in {count} of {right.numel()} elements",
-        "some positions are mixed up, or changed while sent",
-    )
+        got = f"it in {int(rows.all(dim=1).sum())} of {len(rows)} rows"
+        return Cause(got, _moved(seen, wanted, rows.all(dim=1), "rows"))
+    got = f"it in {count} of {right.numel()} elements"
+    return Cause(got, _moved(seen.reshape(-1), wanted.reshape(-1), right, "positions"))
+
+
+def _moved(seen: torch.Tensor, wanted: torch.Tensor, right: torch.Tensor, what: str) -> str:
+    """That they are mixed up, where those that are wrong are there in another order."""
+    there, missing = (sorted(each[~right].tolist()) for each in (seen, wanted))
+    return f"{what} are mixed up" if there == missing and len(there) > 1 else ""

@@ -21,6 +21,9 @@ from spec_tests.rig.ranks.wire import RemoteError
 NOT_HERE = "not here: "
 """How the reason of a skip begins when this machine lacks something."""
 
+DIFFERS = "differs from run to run: read or written before it was waited for"
+"""The finding where the same ranks give other wrong values when a case is run once more."""
+
 
 @dataclass(frozen=True)
 class RankReport:

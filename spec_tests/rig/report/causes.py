@@ -1,10 +1,14 @@
-"""Causes: what many failed clauses have in common, said once.
+"""Causes: what failed clauses have in common, said once.
 
 The cause of a failed clause is what the message of its first decisive case shows: the line of the
 judged code that raised, the diagnosis of a wrong value, or the line at which ranks were blocked.
-Clauses that show the same are one cause. A clause that shows nothing of this kind is a cause of its
-own: nothing is guessed. Causes that one known fault explains (see `diagnosis`) are one cause, too,
-which names that fault; and one without a diagnosis joins another of its family, unless that raised.
+What one function fails with the same symptom is one cause; nothing else is joined, and two
+functions never share a cause. A finding that only says that something else was expected is a
+cause of its own.
+
+Of which kind the fault of a function is, all that the function fails says together (`diagnosis`).
+The first of its causes says so, but for what raised or differs from run to run: there the error, or
+the difference, is all that is known.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spec_tests.rig.outcomes import BROKEN, LEVELS, REFUTED, Cell, Event, Outcome, cells
-from spec_tests.rig.report.diagnosis import Diagnosis, dictionary, families, is_telling
+from spec_tests.rig.outcomes import BROKEN, LEVELS, REFUTED, Cell, Event, Outcome, results
+from spec_tests.rig.ranks.errors import DIFFERS
+from spec_tests.rig.report.diagnosis import FEW_JUDGED, dictionary, families, family_of
 from spec_tests.rig.report.symptom import RAISED, headline_of, likely, symptom
 from spec_tests.target import PACKAGE_ROOT
 
@@ -26,26 +31,31 @@ _JUDGED = ("impostors", "plain", "rig_tests")  # folders of the suite that can b
 
 @dataclass
 class Cause:
-    """One cause of failed clauses of one implementation.
+    """One cause of failed clauses of one function of an implementation.
 
     Attributes:
         text: what it is, in a line.
-        cells: the failed clauses that show it, the lowest level first.
-        kind: what `text` is: "raised", "likely" (a diagnosis), "hang", "died", or "" (a finding).
-        known: the known fault that explains them, if one does.
-        family: where none has a name, the family that the clauses and symptoms speak of, or "".
+        function: what is judged; "" where the log does not say.
+        kind: what `text` is: "raised", "likely" (a diagnosis), "differs" (from run to run), "hang",
+            "died", "error" (of the rig), or "" (a finding).
+        cells: the failed clauses that show it, the lowest level first; of each this function's
+            cases alone.
+        families: of which kind the function's fault is, or of which two; none where that is not
+            certain, or where another of its causes says so.
+        like: the near-miss that fails the same clauses in the same way, or "".
     """
 
     text: str
+    function: str
+    kind: str
     cells: list[Cell] = field(default_factory=list)
-    kind: str = ""
-    known: Diagnosis | None = None
-    family: str = ""
+    families: tuple[str, ...] = ()
+    like: str = ""
 
     @property
-    def like(self) -> str:
-        """The near-miss that fails the same clauses in the same way, or ""."""
-        return self.known.near_miss if self.known else ""
+    def title(self) -> str:
+        """What it is, and of which function."""
+        return f"{self.function}: {self.text}" if self.function else self.text
 
     @property
     def clauses(self) -> list[str]:
@@ -66,74 +76,74 @@ def causes(
     Args:
         without: near-misses that are taken to be unknown.
     """
-    judged = cells(events, implementation)
-    failed = [
-        cell
-        for cell in judged
-        if cell.outcome in (REFUTED | BROKEN) - {Outcome.BLOCKED, Outcome.UNEXPECTED_PASS}
-    ]
+    judged = _by_function(events, implementation)
     found: list[Cause] = []
     known: dict[tuple[str, ...], Cause] = {}
-    for cell in sorted(failed, key=_place_in_book):
-        text, *signs = _shown(cell)
+    for cell in sorted(filter(_is_failed, judged), key=_place_in_book):
+        function, (text, *shown) = _function(cell), _shown(cell)
+        signs = [(function, *sign) for sign in shown]
         cause = next((known[sign] for sign in signs if sign in known), None)
         if cause is None:
-            stopped = cell.outcome in (Outcome.HANG, Outcome.DIED)
-            cause = Cause(clipped(text), kind=str(cell.outcome) if stopped else signs[0][0])
+            stopped = cell.outcome in (Outcome.HANG, Outcome.DIED, Outcome.ERROR)
+            kind = str(cell.outcome) if stopped else shown[0][0]
+            cause = Cause(clipped(text), function, kind)
             found.append(cause)
         cause.cells.append(cell)
         known |= dict.fromkeys(signs, cause)
-    passed = {cell.clause for cell in judged if cell.outcome is Outcome.PASSED}
-    found = sorted(_named(found, passed, without), key=lambda cause: -len(cause.cells))
-    return sorted(found, key=lambda cause: _level(cause.first))
+    found.sort(key=lambda cause: (_level(cause.first), -len(cause.cells)))
+    for function in dict.fromkeys(cause.function for cause in found):
+        own = [cause for cause in found if cause.function == function]
+        held = (cell for cell in judged if cell.outcome is Outcome.PASSED)
+        passed = {cell.clause for cell in held if _function(cell) == function}
+        _name(own, passed, without)
+    return found
 
 
-def _named(
-    found: Sequence[Cause], passed: Collection[str], without: Collection[str]
-) -> list[Cause]:
-    """Name causes by the near-misses that explain them; join those of one name or kind."""
-    shown = {cell.clause: _symptom(cell) for cause in found for cell in cause.cells}
-    explained = dictionary().explain(shown, passed, without=without) if shown else []
-    telling = [known for known in explained if is_telling(known, shown)]
-    for cause in found:
-        own = {*cause.clauses}
-        covering = [known for known in telling if 2 * len(own & known.signature) >= len(own)]
-        alike = [known for known in covering if own & {*known.alike}]
-        other = covering if cause.kind in ("", "likely") else []  # an error, a hang say more
-        cause.known = next(iter(alike + other), None)
-    kept: list[Cause] = []
-    for cause in sorted(found, key=lambda cause: (_level(cause.first), -len(cause.cells))):
-        same = next((each for each in kept if each.known is cause.known is not None), None)
-        _add(cause, kept, None if _is_of_the_rig(cause) else same)
-    joined: list[Cause] = []
-    for cause in kept:
-        if not cause.like and not _is_of_the_rig(cause):
-            own_shown = {clause: shown[clause] for clause in cause.clauses}
-            cause.family = next(iter(families().of(own_shown, without=without)), "")
-        _add(cause, joined, next((each for each in joined if _is_of_one_kind(each, cause)), None))
-    return joined
+def _by_function(events: Sequence[Event], implementation: str) -> list[Cell]:
+    """What each clause came to, apart for each function that it judges."""
+    grouped: dict[tuple[str, str], list[Event]] = {}
+    for event in results(events, implementation):
+        grouped.setdefault((event["clause"], event.get("subject", "")), []).append(event)
+    return [
+        Cell(
+            clause,
+            implementation,
+            cases[0]["strength"],
+            cases[0]["level"],
+            tuple(sorted(cases, key=lambda case: not _differs(case["message"]))),
+        )
+        for (clause, _), cases in grouped.items()
+    ]
 
 
-def _add(cause: Cause, to: list[Cause], same: Cause | None) -> None:
-    if same is None:
-        to.append(cause)
+def _differs(message: str) -> bool:
+    """Whether the case differs from run to run: its other values say nothing."""
+    return headline_of(message).startswith(DIFFERS.partition(":")[0])
+
+
+def _function(cell: Cell) -> str:
+    function: str = cell.cases[0].get("subject", "")
+    return function
+
+
+def _is_failed(cell: Cell) -> bool:
+    return cell.outcome in (REFUTED | BROKEN) - {Outcome.BLOCKED, Outcome.UNEXPECTED_PASS}
+
+
+_SAYS_ALL = ("raised", "differs", "error")
+"""Kinds of causes beside which nothing else is known."""
+
+
+def _name(own: Sequence[Cause], passed: Collection[str], without: Collection[str]) -> None:
+    """Say of which kind the fault of a function is, in the first cause that leaves it open."""
+    open_ones = [cause for cause in own if cause.kind not in _SAYS_ALL]
+    shown = {cell.clause: _symptom(cell) for cause in open_ones for cell in cause.cells}
+    if not shown or len(shown) + len(passed) < FEW_JUDGED:
         return
-    # The words are of the finding that is shown, but a diagnosis says more than what was found.
-    first = min(same, cause, key=lambda each: (not each.kind, _place_in_book(each.first)))
-    same.text, same.kind = first.text, first.kind
-    same.cells = sorted(same.cells + cause.cells, key=_place_in_book)
-
-
-def _is_of_the_rig(cause: Cause) -> bool:
-    return any(cell.outcome is Outcome.ERROR for cell in cause.cells)
-
-
-def _is_of_one_kind(one: Cause, other: Cause) -> bool:
-    """Whether causes of a chapter have one family, and one shows nothing that tells it apart."""
-    kinds = {one.kind, other.kind}
-    chapters = {clause.partition(".")[0] for clause in one.clauses + other.clauses}
-    is_one = one.family == other.family != "" and len(chapters) == 1
-    return is_one and "" in kinds and kinds <= {"", "likely"}
+    first = open_ones[0]
+    first.families = families().named(shown, without=without)
+    like = dictionary().like(shown, passed, without=without) if len(open_ones) == len(own) else ""
+    first.like = like if first.families == (family_of().get(like),) else ""
 
 
 def _symptom(cell: Cell) -> str:
@@ -156,6 +166,8 @@ def _shown(cell: Cell) -> tuple[Any, ...]:
     """Return the cause in words, and what it has in common with others of the same cause."""
     message = cell.decisive_cases[0]["message"]
     headline = headline_of(message)
+    if _differs(message):
+        return headline, ("differs",)
     place = _place(message)
     raised = RAISED.match(headline)
     if raised:  # the same words anywhere, or the same kind of error at one line
@@ -170,7 +182,9 @@ def _shown(cell: Cell) -> tuple[Any, ...]:
     if stopped:
         what = "ranks are blocked at" if cell.outcome is Outcome.HANG else "a rank ends at"
         return f"{what} {place}", *at
-    return headline or f"{cell.outcome}: {cell.clause}", ("", cell.clause)
+    seen = _symptom(cell)  # more or less of something is seen; something else is not
+    sign = seen if seen.startswith(("more: ", "less: ")) else cell.clause
+    return headline or f"{cell.outcome}: {cell.clause}", ("", sign)
 
 
 def _place(message: str) -> str:

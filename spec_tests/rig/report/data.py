@@ -14,9 +14,10 @@ without a new number after the slash in `schema`.
         "level": "correct",               what it is held to
         "levels": {"course": {"passed": 38, "judged": 40}, ...},   MUST clauses, see `outcomes`
         "outcomes": {"passed": 120, "failed": 2, ...},             clauses, of every strength
-        "causes": [{"text": "summed and not ...", "level": "course", "clauses": ["ddp...", ...],
+        "causes": [{"text": "ddp: summed and ...", "level": "course", "clauses": ["ddp...", ...],
+                    "function": "ddp", "case": "ddp-w3-mlp",   a case of the first clause
                     "like": "ddp.sum-for-mean",           the near-miss that it is like, or ""
-                    "family": ""}],                       else the kind of fault, as "stale"
+                    "family": "wrong-divisor or stale"}],    the kind of fault; "" if not certain
         "points": null                    or {"title", "note", "points", "of", "items": [{"name",
       }],                  "points", "of", "by_hand", "not_judged", "missing": {clause: outcome}}]}
       "clauses": [{                       in the order of the run; all implementations' together
@@ -152,9 +153,11 @@ def _column(events: Sequence[Event], name: str) -> dict[str, Any]:
         "outcomes": {str(outcome): counted[outcome] for outcome in Outcome if counted[outcome]},
         "causes": [
             {
-                "text": cause.text,
+                "text": cause.title,
                 "like": cause.like,
-                "family": cause.family,
+                "family": " or ".join(cause.families),
+                "function": cause.function,
+                "case": cause.first.decisive_cases[0]["case"],
                 "level": cause.first.level,
                 "clauses": cause.clauses,
             }

@@ -37,7 +37,7 @@ _LINES_OF_A_CAUSE = 5
 def render_ending(events: Sequence[Event], *, everything: bool = False) -> str:
     """What a run prints at its end; with `everything` each finding and clause, not each cause."""
     found = {name: causes(events, name) for name in implementations(events)}
-    number = sum(len(cause.cells) for named in found.values() for cause in named)
+    number = sum(_number(named) for named in found.values())
     in_full = everything or 0 < number <= FEW
     lines = [render_failures(events, all_of=everything), ""] if in_full else _without_cause(events)
     lines += [render_table(events) if everything else render_chapters(events), ""]
@@ -106,7 +106,7 @@ def _render_causes(implementation: str, found: Sequence[Cause]) -> list[str]:
     """What to mend first comes first: the lowest level, then the most frequent."""
     if not found:
         return []
-    number = sum(len(cause.cells) for cause in found)
+    number = _number(found)
     explain = "explains" if len(found) == 1 else "explain"
     lines = [
         "",
@@ -121,10 +121,15 @@ def _render_causes(implementation: str, found: Sequence[Cause]) -> list[str]:
     room = MAX_LINES - len(lines)
     shown = rest if len(rest) <= room else rest[: room - 1]
     for index, cause in enumerate(shown, in_full + 1):
-        lines.append(clipped(f"{index:2}  {cause.text} ({_enumerated(cause.clauses, 1)})", 160))
+        lines.append(clipped(f"{index:2}  {cause.title} ({_enumerated(cause.clauses, 1)})", 160))
     if len(shown) < len(rest):
         lines.append(f"and {_several(len(rest) - len(shown), 'more cause')}: --all, or the report")
     return lines
+
+
+def _number(found: Sequence[Cause]) -> int:
+    """How many clauses failed; what two functions fail is one clause."""
+    return len({clause for cause in found for clause in cause.clauses})
 
 
 def _render_cause(index: int, cause: Cause) -> list[str]:
@@ -132,20 +137,21 @@ def _render_cause(index: int, cause: Cause) -> list[str]:
     headline = (first["message"].splitlines() or [""])[1:2]
     finding = headline[0] if headline and headline[0] != cause.text else _difference(first)
     return [
-        f"{index:2}  {cause.text}",
+        f"{index:2}  {cause.title}",
         *([clipped(f"    {finding}", 160)] if finding else []),
-        *([clipped(f"    {kind}", 160)] if (kind := kind_of(cause)) else []),
+        *([f"    {kind}"] if (kind := kind_of(cause)) else []),
         f"    {cause.first.level}: {_enumerated(cause.clauses, 3)}",
         f"    again: {first['rerun']}",
     ]
 
 
 def kind_of(cause: Cause) -> str:
-    """The known fault that a cause is like, or else its family, in a line."""
+    """Of which kind the fault is, or which near-miss fails the same, in a line; "" if unknown."""
     if cause.like:
         return f"like {cause.like}: {diagnosis.does(cause.like)}"
     says = diagnosis.families().says
-    return f"probably {cause.family}: {says[cause.family]}" if cause.family else ""
+    kinds = [f"{family}: {says[family]}" for family in cause.families]
+    return f"probably {'; or '.join(kinds)}" if kinds else ""
 
 
 def _difference(first: Event) -> str:

@@ -118,7 +118,7 @@ def _cards(
     cards: list[dict[str, Any]] = []
     for cause in one["causes"]:
         first = by_id[cause["clauses"][0]]
-        shown = _cell(first["cells"][one["name"]])["shown"]
+        shown = _cell(first["cells"][one["name"]], cause["case"])["shown"]
         evidence = shown["evidence"]
         levels = Counter(by_id[id]["level"] for id in cause["clauses"])
         cards.append(
@@ -132,7 +132,9 @@ def _cards(
                 "source": evidence.get("source"),
                 "pictures": [draw(evidence[of]) for of, draw in _PICTURES if of in evidence],
                 "story": stories.get(cause["like"].removeprefix("impostor:")),
-                "kind": families().says.get(cause["family"], ""),
+                "kind": "; or ".join(
+                    families().says[each] for each in cause["family"].split(" or ") if each
+                ),
             }
         )
     return cards
@@ -188,9 +190,11 @@ def _row(row: Mapping[str, Any], cards: Mapping[str, Sequence[Any]]) -> dict[str
     }
 
 
-def _cell(cell: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a cell with its first decisive case in full, and the names of the others."""
-    first, *others = [case for case in cell["cases"] if case["outcome"] == cell["outcome"]]
+def _cell(cell: Mapping[str, Any], named: str = "") -> dict[str, Any]:
+    """Return a cell with a case in full, the first decisive one unless one is named."""
+    decisive = [case for case in cell["cases"] if case["outcome"] == cell["outcome"]]
+    first = next((case for case in cell["cases"] if case["case"] == named), decisive[0])
+    others = [case for case in decisive if case is not first]
     message = clip(first["message"].rstrip(), _MAX_MESSAGE_LINES)
     # What a row says of its clause anyway is left out of its message.
     brief = [line for line in message.splitlines() if not line.startswith(_SAID)]

@@ -156,7 +156,7 @@ def render_summary(events: Sequence[Event]) -> str:
         by_level = " · ".join(f"{level} {passed}/{of}" for level, (passed, of) in counted)
         lines += [f"  ({by_level})"] if by_level else []
     for name in implementations(events):
-        named = [f"- {c.text} ({', '.join(c.clauses)})" for c in causes(events, name)]
+        named = [f"- {c.title} ({', '.join(c.clauses)})" for c in causes(events, name)]
         lines += ["", f"## Causes in {name}", "", *named] if named else []
     lines += ["", render_table(events), ""]
     lines += _failure_cards(events)

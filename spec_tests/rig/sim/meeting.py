@@ -185,6 +185,15 @@ def is_poison(tensor: torch.Tensor) -> bool:
     return bool((data == value).all() if value == value else data.isnan().all())
 
 
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often it was written to in place, poison that stays poison included; None for a part.
+
+    The counter is that of all views of a memory: a write to another part counts as well.
+    """
+    is_whole = tensor._base is None and tensor.nbytes == tensor.untyped_storage().nbytes()
+    return tensor._version if is_whole and not tensor.is_inference() else None
+
+
 @functools.cache
 def _poison_of(dtype: torch.dtype) -> float | int | None:
     if dtype.is_floating_point or dtype.is_complex:
@@ -249,6 +258,7 @@ class SimWork(dist.Work):
         self._inputs: Tensors = ()
         self._sent: Tensors = ()
         self._extents: list[Extent] = []
+        self._versions: list[int | None] = []
 
     def watch(self, inputs: Tensors, extents: list[Extent]) -> None:
         """Keep an eye on the buffers until the wait; poison what will be overwritten.
@@ -260,6 +270,7 @@ class SimWork(dist.Work):
         self._extents = extents
         for tensor in self.post.outputs:
             poison(tensor)
+        self._versions = [version_of(tensor) for tensor in self.post.outputs]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the results are in place; others run meanwhile."""
@@ -327,8 +338,9 @@ class SimWork(dist.Work):
 
     def _require_untouched(self) -> None:
         outputs = self.post.outputs
-        for tensor in outputs:
-            if not is_poison(tensor):
+        versions = self._versions or [None] * len(outputs)
+        for tensor, version in zip(outputs, versions, strict=True):
+            if not is_poison(tensor) or (version is not None and version != version_of(tensor)):
                 raise self._touched("wrote to a buffer that will receive the result")
         for tensor, sent in zip(self._inputs, self._sent, strict=True):
             # What is reduced in place is its own output.
