@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
         return 0
     judged = _with_impl(rest) if command == "check" else arguments
     if {"-h", "--help"} & {*judged}:
-        print(f"python -m spec_tests [check] [options, also of pytest]\n\n{_options()}")
+        print(f"usage: python -m spec_tests [check] [options, also of pytest]\n\n{_options()}")
         return 0
     return _judge(judged)
 
