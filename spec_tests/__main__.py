@@ -4,6 +4,7 @@
     python -m spec_tests check mine.py          judge a file, at level `correct`: --impl mine.py
     python -m spec_tests --impl mine.py --clause 'ddp.gradients.*' --level course
     python -m spec_tests compare BEFORE AFTER   two reports: what got better, what broke
+    python -m spec_tests report DIR             the ending of a log, also of a run that was killed
     python -m spec_tests ledger [--check]       write (or compare) CLAUSES.md and the museum
     python -m spec_tests impostors [...]        see that the suite has teeth
     python -m spec_tests signatures [...]       see what each near-miss fails: known faults
@@ -32,6 +33,7 @@ import contextlib
 import io
 import itertools
 import os
+import signal
 import sys
 import tempfile
 from importlib import import_module
@@ -47,6 +49,7 @@ COMMANDS = {
     "league": "spec_tests.impls.league",
     "new": "spec_tests.skeletons.__main__",
     "reality": "spec_tests.reality.command",
+    "report": "spec_tests.rig.report.command",
     "repro": "spec_tests.repro.__main__",
     "signatures": "spec_tests.impostors.signatures",
     "watch": "spec_tests.watch.command",
@@ -151,9 +154,28 @@ def _text_of(path: Path) -> str:
 
 
 def _judge(arguments: list[str]) -> int:
+    from spec_tests import progress
     from spec_tests.rig.ranks.zygote import start_zygote
 
     start_zygote()  # first: it imports torch while this process does so
+    shown = progress.start()
+    # As Ctrl-C does: the ending is written, INCOMPLETE. Whoever cannot wait for it sends SIGKILL.
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        print("interrupted before the first clause: nothing was judged", file=sys.stderr)
+        return 2
+    finally:
+        shown.close()
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _run(arguments: list[str]) -> int:
     import pytest
 
     from spec_tests.ledger import chapter_folders

@@ -158,7 +158,7 @@ def test_a_row_opens_by_keyboard_and_tells_the_whole_story(file: Path, browser):
     if card.count():  # the first clause of a cause: its finding is there
         text += str(visit.page.locator(f"[id='{card.get_attribute('href')[1:]}']").text_content())
     for said in (
-        "mine.py: FAIL 1/2",
+        "mine.py: FAIL (1 of 2 cases)",
         "Likely summed and not divided by the world size",
         "<script>alert(1)</script>",
         f"python -m spec_tests --impl mine.py --clause {MEAN}",
