@@ -164,7 +164,7 @@ def _judge(arguments: list[str]) -> int:
     try:
         return _run(arguments)
     except KeyboardInterrupt:
-        print("interrupted before the first clause: nothing was judged", file=sys.stderr)
+        print("interrupted: no verdict", file=sys.stderr)
         return 2
     finally:
         shown.close()

@@ -8,6 +8,7 @@ With xdist chapters come mixed, so that their lines wait for the end.
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -165,6 +166,14 @@ def _test(node: str) -> str:
     return node.partition("[")[0]
 
 
+class _Ending:
+    """A plugin of pytest: once it has begun, the ending is written whole."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def register(config: pytest.Config) -> None:
     """Show a run of `trainspec check` as it goes on."""
     terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
@@ -184,6 +193,7 @@ def register(config: pytest.Config) -> None:
         everything=config.getoption("--all"),
     )
     config.pluginmanager.register(live, "trainspec-live")
+    config.pluginmanager.register(_Ending())
     # pytest's last lines: cases that passed and were deselected, and where Ctrl-C found the suite.
     terminal.summary_stats = terminal._report_keyboardinterrupt = lambda: None
     if xdist := config.pluginmanager.get_plugin("dsession"):  # and what xdist says of its workers
