@@ -180,7 +180,7 @@ def test_nothing_is_cut_and_no_card_fills_the_screen(tmp_path: Path, browser, wi
         "lines": ["        if a_name:", "            b = a.call(of=what)"] * 2,
     }
     story = {**STORY, "seen": "A course's solution. " * 9, "unseen": "Adam does not feel it. " * 9}
-    name = "cs336:/home/somebody/assignments/assignment2-systems"
+    name = "cs336:courses/of-somebody/assignments/assignment2-systems"
     events = [
         {**TOLD, "clause": f"ddp.a-clause.of-kind-{kind}", "stories": [story]} for kind in EVIDENCE
     ]

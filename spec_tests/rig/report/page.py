@@ -5,8 +5,8 @@ each cause: what to mend first, the line of code, pictures of the finding (`pict
 of the near-miss that it is like. Then clause by implementation, grouped by level and chapter, what
 fails first, and under each clause its messages, their likely cause, the stories of the bugs that it
 catches, its source and the line to run it again. What is not offered is one folded line. The
-script adds filters and folds away what holds and the details. Template, styles and script lie beside
-this file; this file decides what is red.
+script adds filters and folds away what holds and the details. Template, styles and script lie
+beside this file; this file decides what is red.
 """
 
 from __future__ import annotations
