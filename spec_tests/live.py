@@ -83,7 +83,7 @@ class Live:
     def _tell_progress(self, node: str) -> None:
         named = self._ids.get(_test(node))  # a worker's is known when its first case has ended
         if named and self._shown:
-            self._shown.say(f"{self.done}, now {named}")
+            self._shown.say(f"{self.done}, {'last' if self._is_mixed else 'now'} {named}")
 
     @property
     def done(self) -> str:

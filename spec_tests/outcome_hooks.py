@@ -354,9 +354,8 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
     live: Any = config.pluginmanager.get_plugin("trainspec-live")
     if exitstatus == pytest.ExitCode.INTERRUPTED and (run.running or live):
         during = f" during {run.running}" if run.running else ""
-        terminalreporter.write_line(
-            f"interrupted{during}" + (f", after {live.done}" if live else "")
-        )
+        judged = f", {live.done} were judged" if live else ""
+        terminalreporter.write_line(f"interrupted{during}{judged}")
     if run.log is None:
         terminalreporter.write_line("\n".join(f"notice: {notice}" for notice in run.notices))
     else:
