@@ -160,7 +160,7 @@ def _judge(arguments: list[str]) -> int:
     start_zygote()  # first: it imports torch while this process does so
     shown = progress.start()
     # As Ctrl-C does: the ending is written, INCOMPLETE. Whoever cannot wait for it sends SIGKILL.
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, shown.interrupt)
     try:
         return _run(arguments)
     except KeyboardInterrupt:
@@ -168,11 +168,6 @@ def _judge(arguments: list[str]) -> int:
         return 2
     finally:
         shown.close()
-
-
-def _interrupt(number: int, frame: object) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
 
 
 def _run(arguments: list[str]) -> int:

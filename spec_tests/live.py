@@ -74,11 +74,16 @@ class Live:
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Say which clause is judged."""
+        self._end_if_asked()
         self._tell_progress(nodeid)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         """Count a clause when its last case has ended."""
         self._left[_test(nodeid)] -= 1
+
+    def _end_if_asked(self) -> None:
+        if self._shown and self._shown.is_to_end:  # an import of torch swallowed the interrupt
+            raise KeyboardInterrupt
 
     def _tell_progress(self, node: str) -> None:
         named = self._ids.get(_test(node))  # a worker's is known when its first case has ended
@@ -97,6 +102,7 @@ class Live:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Say which file of clauses does not load."""
+        self._end_if_asked()
         if report.failed:
             why = (report.longreprtext.strip().splitlines() or [""])[-1]
             self._write(f"{report.nodeid} does not load: {why.removeprefix('E').strip()}")

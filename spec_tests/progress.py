@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 _ERASE = "\r\x1b[K"
 
@@ -30,7 +30,8 @@ class Progress:
         self._stream, self._is_terminal = stream, is_terminal
         self._what = "loading torch and the clauses"
         self._began_s = time.monotonic()
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._lock, self._ended = threading.RLock(), threading.Event()
+        self.is_to_end = False
 
     @classmethod
     def start(cls) -> Progress:
@@ -49,6 +50,11 @@ class Progress:
     def say(self, what: str) -> None:
         """Replace what is shown."""
         self._what = what
+
+    def interrupt(self, number: int, frame: object) -> NoReturn:
+        """Handle a signal that asks for the end; whoever swallows this looks at `is_to_end`."""
+        self.is_to_end = True
+        raise KeyboardInterrupt
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:

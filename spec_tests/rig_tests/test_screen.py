@@ -51,7 +51,7 @@ def test_chapters_of_several_implementations_are_told_apart():
 
 
 def test_progress_names_the_clause_and_counts_those_that_have_ended():
-    shown: Any = SimpleNamespace(say=lambda what: said.append(what), close=lambda: None)
+    shown: Any = SimpleNamespace(say=lambda what: said.append(what), is_to_end=False)
     said: list[str] = []
     live: Any = Live(said.append, is_mixed=False, shown=shown)
     first, second = ledger.load_all()[:2]
@@ -69,6 +69,9 @@ def test_progress_names_the_clause_and_counts_those_that_have_ended():
         *[f"1 of 2 clauses, now {second.id}"] * 2,
     ]
     assert live.done == "2 of 2 clauses"
+    shown.is_to_end = True
+    with pytest.raises(KeyboardInterrupt):  # a signal whose exception somebody has swallowed
+        live.pytest_runtest_logstart(items[0].nodeid)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
