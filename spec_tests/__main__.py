@@ -4,6 +4,7 @@
     python -m spec_tests check mine.py          judge a file, at level `correct`: --impl mine.py
     python -m spec_tests --impl mine.py --clause 'ddp.gradients.*' --level course
     python -m spec_tests compare BEFORE AFTER   two reports: what got better, what broke
+    python -m spec_tests report DIR             the ending of a log, also of a run that was killed
     python -m spec_tests ledger [--check]       write (or compare) CLAUSES.md and the museum
     python -m spec_tests impostors [...]        see that the suite has teeth
     python -m spec_tests signatures [...]       see what each near-miss fails: known faults
@@ -33,6 +34,7 @@ import contextlib
 import io
 import itertools
 import os
+import signal
 import sys
 import tempfile
 from importlib import import_module
@@ -49,6 +51,7 @@ COMMANDS = {
     "league": "spec_tests.impls.league",
     "new": "spec_tests.skeletons.__main__",
     "reality": "spec_tests.reality.command",
+    "report": "spec_tests.rig.report.command",
     "repro": "spec_tests.repro.__main__",
     "signatures": "spec_tests.impostors.signatures",
     "watch": "spec_tests.watch.command",
@@ -70,7 +73,7 @@ def main(arguments: list[str]) -> int:
         return 0
     judged = _with_impl(rest) if command == "check" else arguments
     if {"-h", "--help"} & {*judged}:
-        print(f"python -m spec_tests [check] [options, also of pytest]\n\n{_options()}")
+        print(f"usage: python -m spec_tests [check] [options, also of pytest]\n\n{_options()}")
         return 0
     return _judge(judged)
 
@@ -153,9 +156,23 @@ def _text_of(path: Path) -> str:
 
 
 def _judge(arguments: list[str]) -> int:
+    from spec_tests import progress
     from spec_tests.rig.ranks.zygote import start_zygote
 
     start_zygote()  # first: it imports torch while this process does so
+    shown = progress.start()
+    # As Ctrl-C does: the ending is written, INCOMPLETE. Whoever cannot wait for it sends SIGKILL.
+    signal.signal(signal.SIGTERM, shown.interrupt)
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        print("interrupted: no verdict", file=sys.stderr)
+        return 2
+    finally:
+        shown.close()
+
+
+def _run(arguments: list[str]) -> int:
     import pytest
 
     from spec_tests.ledger import chapter_folders

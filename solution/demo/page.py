@@ -7,9 +7,9 @@ into it; their colours become those of the page's style, in light and dark. Part
 there (no trace was recorded, no specification at hand) are left out.
 """
 
+import argparse
 import io
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,9 @@ def draw(results: Path, page: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        print("usage: python -m solution.demo.page RESULTS.json PAGE.html", file=sys.stderr)
-        sys.exit(2)
-    draw(*map(Path, sys.argv[1:]))
+    parser = argparse.ArgumentParser(
+        prog="python -m solution.demo.page", description="Draw the page of a demonstration."
+    )
+    parser.add_argument("results", type=Path, help="OUT/results.json")
+    parser.add_argument("page", type=Path, help="OUT/index.html")
+    draw(**vars(parser.parse_args()))

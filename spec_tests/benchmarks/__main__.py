@@ -1,6 +1,9 @@
-"""`python -m spec_tests.benchmarks NAME [options]`: side by side, tables to `results/`.
+"""usage: python -m spec_tests.benchmarks NAME [options]
 
-NAME: rig, answer, ddp, zero1, fsdp, checkpoint, attention, loader, trainer, trace, watch.
+Measure side by side with PyTorch's own, and write tables to `results/`.
+
+NAME: rig, answer, ddp, zero1, fsdp, checkpoint, attention, loader, trainer, trace, watch;
+`NAME --help` lists its options.
 """
 
 import sys
@@ -13,6 +16,9 @@ BENCHMARKS = (
 
 def main(argv: list[str]) -> int:
     """Run one benchmark; 0 when it holds, 1 when a bound is missed or void, 2 for usage."""
+    if argv[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     if not argv or argv[0] not in BENCHMARKS:
         given = repr(argv[0]) if argv else "nothing"
         print(

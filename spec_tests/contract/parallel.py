@@ -143,7 +143,8 @@ def sharded_optimizer(
 
     Returns:
         A `torch.optim.Optimizer`. All ranks of the group call its `step` and `load_state_dict`.
-        `add_param_group`, `state_dict` and `load_state_dict` may be absent, and are not judged then.
+        `add_param_group`, `state_dict` and `load_state_dict` may be absent; then they are not
+        judged.
 
     Level `course`:
         same-values: After `step` all ranks hold the values that `optimizer_cls` alone would give.

@@ -13,6 +13,7 @@ own: a module is patched as it is imported. `results/attention_kills.md` holds t
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -107,10 +108,16 @@ def row(card: Impostor, said: tuple[str, str]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the table, or what is said of one."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__spec__.name}", description=__doc__.partition("\n")[0]
+    )
+    names = [card.id for card in near_misses()]
+    parser.add_argument("id", nargs="?", metavar="ID", choices=names, help="of one near-miss")
+    asked = parser.parse_args(arguments).id
     os.environ["TRITON_INTERPRET"] = "1"  # read as Triton is imported, which is later
     torch.set_num_threads(1)
-    if arguments:
-        function = function_of(CATALOGUE[arguments[0]])
+    if asked:
+        function = function_of(CATALOGUE[asked])
         for test in (course_test, tutorial_test):
             print("accepts" if test(function) else "rejects")
         return 0

@@ -13,6 +13,7 @@ written differently both stay: clauses observe little, and it is the writing tha
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import inspect
 import io
@@ -117,6 +118,9 @@ def split(text: str) -> list[str]:
 
 def main() -> int:
     """Print the pairs, those that are seen alike as well as near-duplicates; 1 if there are any."""
+    argparse.ArgumentParser(
+        prog="python -m spec_tests.impostors.duplicates", description=__doc__.partition("\n")[0]
+    ).parse_args()
     found = written_alike()
     cards = {card for one, other, _ in found for card in (one, other)}
     with Crew(min(os.cpu_count() or 1, len(cards) or 1)) as crew:

@@ -9,22 +9,19 @@ import sys
 from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from spec_tests import __main__ as command
-from spec_tests import ledger
-from spec_tests.live import Live
 from spec_tests.outcome_hooks import Run
 from spec_tests.plugin import _nothing_to_run
 from spec_tests.reference_tests import launch
 from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.report import INCOMPLETE
 from spec_tests.rig.report.eventlog import read_log
 from spec_tests.rig_tests.helpers import RIGHT, ROOT, python, within
-from spec_tests.rig_tests.logs import result
 
 WRONG = """\
 import torch.distributed as dist
@@ -91,6 +88,8 @@ def test_wrong_code_is_told_what_is_wrong_and_how_to_run_it_again(tmp_path: Path
     ended = spec_tests("--impl", str(tmp_path / "mine.py"), *CLAUSES)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert ended.stdout.startswith("ddp         FAIL 1, pass 1 "), "no letters before it"
+    assert not re.search(r"\d (passed|deselected)", ended.stdout), "pytest's, in cases"
+    assert "next: " not in ended.stdout, "it does not conform"
     assert ended.stdout.count(f"[{FROZEN}]  Frozen parameters MUST keep") == 1
     assert "likely: summed and not divided by the world size" in ended.stdout
     assert "again: python -m spec_tests --impl " in ended.stdout
@@ -142,11 +141,24 @@ def take_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def test_a_run_that_conforms_says_what_the_next_level_adds(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(RIGHT)
+    asked = f"{FROZEN},ddp.gradients.reused-module,ddp.no-sync.sends-nothing,zero1.*"
+    ended = spec_tests("--impl", "mine.py", "--level", "course", "--clause", asked, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    added = "ddp.no-sync.sends-nothing, ddp.gradients.reused-module"
+    assert f"next: --level correct adds 2 clauses: {added}\n" in ended.stdout, "of what is offered"
+    command = f"python -m spec_tests --impl mine.py --clause '{asked}' --level correct\n"
+    assert command in ended.stdout
+
+
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="counts processes under /proc")
-def test_an_interrupted_run_leaves_no_process(tmp_path: Path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_interrupted_run_shows_its_ending_and_leaves_no_process(tmp_path: Path, number: int):
     (tmp_path / "mine.py").write_text(BUSY)
+    words = ["--impl", "mine.py", "--clause", FROZEN, "--report", "out"]
     with subprocess.Popen(
-        [sys.executable, "-m", "spec_tests", "--impl", "mine.py", "--clause", FROZEN],
+        [sys.executable, "-m", "spec_tests", *words],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -157,8 +169,8 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path):
     ) as command:
         try:
             assert within(60, lambda: len(list(tmp_path.glob("inside-*"))) == 2), "no ranks"
-            # A terminal tells every process of the command, and the ranks must leave it to one.
-            os.killpg(command.pid, signal.SIGINT)
+            # A terminal, and `timeout`, tell every process of the command: the first one decides.
+            os.killpg(command.pid, number)
             said, _ = command.communicate(timeout=100)
             is_gone = within(10, lambda: not processes_of(command.pid))
         finally:
@@ -168,7 +180,11 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path):
     assert is_gone, left
     assert command.returncode == 2, said
     assert "Traceback" not in said
-    assert f"interrupted during {FROZEN} (ddp-w2) on mine.py" in said
+    assert f"interrupted during {FROZEN} (ddp-w2) on mine.py, 0 of 1 clauses were judged" in said
+    assert said.count(INCOMPLETE) == 1, "no verdict, and no rank that was told to end is a finding"
+    assert "nothing fails" not in said
+    for page in ("index.html", "summary.md"):
+        assert INCOMPLETE in (tmp_path / "out" / page).read_text()
 
 
 MISSPELT = "no clause id matches; close to it: ddp.gradients.mean"
@@ -255,6 +271,13 @@ def test_an_installed_suite_serves_pytest_from_another_folder(tmp_path: Path):
     assert read_log(tmp_path / "out" / "events.jsonl")[-1]["counts"]["passed"] == 1
 
 
+def test_workers_count_in_clauses_as_well(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(WRONG)
+    ended = spec_tests("--impl", "mine.py", "-n", "2", *CLAUSES, cwd=tmp_path)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert ended.stdout.startswith("ddp         FAIL 1, pass 1 "), "nothing of xdist's before it"
+
+
 # --------------------------------------------------------------------------- without a process
 
 
@@ -274,23 +297,6 @@ def test_options_are_found_in_both_spellings():
     assert command._flags(["--impl", "a", "--report"]).report is None
     assert command._flags(["--report", "c", "--report=d"]).report == "d", "as pytest has it"
     assert command._flags([]).report is None
-
-
-def test_the_first_finding_is_told_at_once_and_chapters_as_they_end():
-    told: list[str] = []
-    live: Any = Live(told.append, is_mixed=False)
-    clauses = [SimpleNamespace(function=clause.test) for clause in ledger.load_all()[:9]]
-    live.pytest_collection_finish(SimpleNamespace(items=clauses))
-    for event in (result(), result("failed"), result("failed"), result(clause="zero1.a.b")):
-        live.pytest_runtest_logreport(SimpleNamespace(trainspec=event))
-    live.pytest_sessionfinish()
-    text = "\n".join(told)
-    assert text.startswith("first finding, after ")
-    assert text.count("first finding") == 1
-    assert re.findall(r"(?m)^(\w+) +(FAIL 2, pass 1|pass 1) ", text) == [
-        ("ddp", "FAIL 2, pass 1"),
-        ("zero1", "pass 1"),
-    ]
 
 
 def test_a_clause_that_hung_twice_is_not_run_again(tmp_path: Path):

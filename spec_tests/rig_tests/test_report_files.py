@@ -167,7 +167,7 @@ def test_one_more_failing_case_of_a_failing_clause_has_broken():
     [change] = compare.compare(data.as_report(before), data.as_report(after))
     assert (change.kind, change.cases) == ("broke", ("w3",))
     assert change.likely == "summed and not divided"
-    assert (change.before, change.after) == ("FAIL 1/2", "FAIL 2")
+    assert (change.before, change.after) == ("FAIL (1 of 2 cases)", "FAIL")
 
 
 def test_a_comparison_says_which_causes_are_gone_and_which_have_come():

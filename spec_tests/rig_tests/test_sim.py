@@ -29,6 +29,7 @@ from spec_tests.ddp.replica import SEED, gradients_after
 from spec_tests.ddp.test_programs import SCHEDULED_TOY, THREE_STEPS
 from spec_tests.laws import equivalence, refusal
 from spec_tests.rig import strategies
+from spec_tests.rig.judge import evidence
 from spec_tests.rig.ranks.errors import RankDied, RankHung, RankRaised
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import World, Worlds
@@ -112,6 +113,8 @@ def test_a_mismatch_names_both_ranks_and_what_differs(worlds: Worlds, what: str)
         sim(worlds).run(unlike, what)
     assert caught.value.error.kind == "CollectiveMismatch"
     assert "rank 0 posted first" in str(caught.value)
+    lanes = evidence.of(caught.value)["lanes"]
+    assert [len(lane["calls"]) for lane in lanes] == [1, 1], "a picture shows what each rank issued"
 
 
 def misuse(ctx: Context, how: str) -> torch.Tensor:

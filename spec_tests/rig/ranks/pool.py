@@ -156,7 +156,9 @@ class BasePool(ABC):
         shown = [
             report
             if report.rank == primary or report.rank not in same
-            else RankReport(report.rank, f"raised the same {error.kind}", output=report.output)
+            else dataclasses.replace(
+                report, state=f"raised the same {error.kind}", error=None, stack=""
+            )
             for report in reports
         ]
         raise RankRaised(headline, primary, shown).with_traceback(error.rebuild_traceback())

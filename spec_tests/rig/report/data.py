@@ -28,7 +28,7 @@ without a new number after the slash in `schema`.
         "cells": {                        implementation to what it came to; absent: not selected
           "mine.py": {
             "outcome": "failed",          the worst of its cases; words of `outcomes.Outcome`
-            "text": "FAIL 2/12",          the same for people
+            "text": "FAIL (2 of 12 cases)",   the same for people
             "cases": [{
               "case": "ddp-w2-mlp", "outcome": "failed", "world_size": 2, "duration_s": 0.03,
               "message": "...",           "" where it passed

@@ -8,6 +8,8 @@ report, and with `--all` on the terminal: each finding in full, the table clause
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 from spec_tests.rig.outcomes import SILENT, Cell, Event, Outcome, Strength, cells, header
@@ -35,19 +37,22 @@ _LINES_OF_A_CAUSE = 5
 
 
 def render_ending(events: Sequence[Event], *, everything: bool = False) -> str:
-    """What a run prints at its end; with `everything` each finding and clause, not each cause."""
+    """What a run prints at its end; with `everything` each finding and clause, uncut."""
     found = {name: causes(events, name) for name in implementations(events)}
     number = sum(_number(named) for named in found.values())
     in_full = everything or 0 < number <= FEW
     lines = [render_failures(events, all_of=everything), ""] if in_full else _without_cause(events)
     lines += [render_table(events) if everything else render_chapters(events), ""]
     for name in found:
-        lines += [f"{name}: {render_counts(events, name)}", *_render_levels(events, name)]
+        lines += [
+            f"{name}: {render_counts(events, name)}",
+            *_render_levels(events, name, None if everything else 3),
+        ]
     for why, clauses in absent_here(events):
         lines.append(f"not here, {_several(len(clauses), 'clause')}: {why}")
-    lines += ["", *_verdict(events, found)]
+    lines += ["", *_verdict(events, found), *_render_next(events)]
     for name, named in found.items():
-        lines += _render_causes(name, named)
+        lines += _render_causes(name, named, everything=everything)
     if any(cause.like for named in found.values() for cause in named):
         lines += diagnosis.of_another_torch(header(events).get("torch", ""))
     return "\n".join(lines)
@@ -76,7 +81,7 @@ def _of(judged: Sequence[Cell]) -> str:
     return f"pass {held}/{held}" + (f", {expected} of them expected to fail" * bool(expected))
 
 
-def _render_levels(events: Sequence[Event], implementation: str) -> list[str]:
+def _render_levels(events: Sequence[Event], implementation: str, at_most: int | None) -> list[str]:
     """How far an implementation has come, the lowest level first, and what it lacks there."""
     own, lines = cells(events, implementation), []
     for level, (passed, of) in count_levels(own).items():
@@ -86,7 +91,7 @@ def _render_levels(events: Sequence[Event], implementation: str) -> list[str]:
             if (cell.level, cell.strength) == (level, Strength.MUST)
             and cell.outcome not in (*SILENT, *_FINE)
         ]
-        named = f"; missing: {_enumerated(missing, 3)}" if missing else ""
+        named = f"; missing: {_enumerated(missing, at_most)}" if missing else ""
         lines.append(f"    {level} {passed}/{of}{named}")
     return lines
 
@@ -102,7 +107,21 @@ def _verdict(events: Sequence[Event], found: dict[str, list[Cause]]) -> list[str
     return [line for line in verdict_lines(events) if line not in listed]
 
 
-def _render_causes(implementation: str, found: Sequence[Cause]) -> list[str]:
+def _render_next(events: Sequence[Event]) -> list[str]:
+    """What a run that conforms may ask next, and how many clauses that adds."""
+    lines: list[str] = []
+    for each in events[-1].get("next", ()) if events else ():
+        ids, counted = each["clauses"], Counter(map(chapter, each["clauses"]))
+        named = ", ".join(f"{title} {number}" for title, number in counted.items())
+        named = _enumerated(ids, 3) if len(counted) == 1 else named
+        lines.append(f"next: --level {each['level']} adds {_several(len(ids), 'clause')}: {named}")
+        lines.append(f"    {each['command']}")
+    return lines
+
+
+def _render_causes(
+    implementation: str, found: Sequence[Cause], *, everything: bool = False
+) -> list[str]:
     """What to mend first comes first: the lowest level, then the most frequent."""
     if not found:
         return []
@@ -113,6 +132,9 @@ def _render_causes(implementation: str, found: Sequence[Cause]) -> list[str]:
         f"{_several(len(found), 'cause')} {explain} {_several(number, 'failed clause')} of "
         f"{implementation}; mend the first one first",
     ]
+    if everything:
+        whole = [_render_cause(index, cause, None) for index, cause in enumerate(found, 1)]
+        return [*lines, *itertools.chain.from_iterable(whole)]
     room = MAX_LINES - len(lines)
     in_full = len(found) if len(found) * _LINES_OF_A_CAUSE <= room else room // 5
     for index, cause in enumerate(found[:in_full], 1):
@@ -132,15 +154,15 @@ def _number(found: Sequence[Cause]) -> int:
     return len({clause for cause in found for clause in cause.clauses})
 
 
-def _render_cause(index: int, cause: Cause) -> list[str]:
+def _render_cause(index: int, cause: Cause, at_most: int | None = 3) -> list[str]:
     first = cause.first.decisive_cases[0]
     headline = (first["message"].splitlines() or [""])[1:2]
     finding = headline[0] if headline and headline[0] != cause.text else _difference(first)
     return [
         f"{index:2}  {cause.title}",
         *([clipped(f"    {finding}", 160)] if finding else []),
-        *([f"    {kind}"] if (kind := kind_of(cause)) else []),
-        f"    {cause.first.level}: {_enumerated(cause.clauses, 3)}",
+        *([clipped(f"    {kind}", 160)] if (kind := kind_of(cause)) else []),
+        f"    {cause.first.level}: {_enumerated(cause.clauses, at_most)}",
         f"    again: {first['rerun']}",
     ]
 
@@ -160,8 +182,8 @@ def _difference(first: Event) -> str:
     return next(lines, "")
 
 
-def _enumerated(names: Sequence[str], at_most: int) -> str:
-    more = len(names) - at_most
+def _enumerated(names: Sequence[str], at_most: int | None) -> str:
+    more = len(names) - at_most if at_most else 0
     return ", ".join(names[:at_most]) + (f" and {more} more" if more > 0 else "")
 
 
@@ -177,7 +199,8 @@ def render_failures(events: Sequence[Event], *, all_of: bool = False) -> str:
             first, *others = cell.decisive_cases
             text = f"{cell.outcome}: {first['message'].rstrip()}"
             if others:
-                text += f"\n({len(others)} more: {', '.join(case['case'] for case in others[:6])})"
+                named = _enumerated([case["case"] for case in others], None if all_of else 6)
+                text += f"\n({_several(len(others), 'more case')}: {named})"
             if len(cause.clauses) > 1 and not all_of:
                 text += f"\nthe same diagnosis in {', '.join(cause.clauses[1:])}"
             blocks.append(text)

@@ -22,6 +22,8 @@ document.addEventListener("DOMContentLoaded", () => {
     const { level, chapter, outcome, words } = form.elements;
     const limit = levels.indexOf(level.value);
     const wanted = words.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const isFiltered = limit >= 0 || chapter.value || outcome.value || wanted.length > 0;
+    document.querySelector(".clauses").classList.toggle("filtered", Boolean(isFiltered));
     let shown = 0;
     for (const { row, detail, text, outcomes } of rows) {
       const isShown =
@@ -43,10 +45,20 @@ document.addEventListener("DOMContentLoaded", () => {
     let folded = document.getElementById(id)?.closest("details");
     for (; folded; folded = folded.parentElement.closest("details")) folded.open = true;
     if (!entry) return;
+    unfold(entry.row.closest("tbody"), true);
     open(entry, true);
     entry.row.scrollIntoView();
   }
 
+  function unfold(body, isWhole) {
+    body.classList.toggle("whole", isWhole);
+    body.querySelector(".rest")?.setAttribute("aria-expanded", isWhole);
+  }
+
+  for (const button of document.querySelectorAll(".rest")) {
+    const body = button.closest("tbody");
+    button.addEventListener("click", () => unfold(body, !body.classList.contains("whole")));
+  }
   for (const entry of rows) {
     entry.button.setAttribute("aria-controls", entry.detail.id);
     open(entry, false);
@@ -56,7 +68,7 @@ document.addEventListener("DOMContentLoaded", () => {
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("reset", () => setTimeout(filter));
   document.querySelector("#expand").addEventListener("click", () => {
-    const shown = rows.filter(({ row }) => !row.hidden);
+    const shown = rows.filter(({ row }) => row.getClientRects().length > 0);
     const isOpen = !shown.every(({ detail }) => detail.classList.contains("open"));
     for (const entry of shown) open(entry, isOpen);
   });

@@ -2,16 +2,17 @@
 
 The page is written whole, so that it prints and works without its script. It opens with a card for
 each cause: what to mend first, the line of code, pictures of the finding (`pictures`) and the story
-of the near-miss that it is like. Then clause by implementation, grouped by level and chapter, and
-under each clause its messages, their likely cause, the stories of the bugs that it catches, its
-source and the line to run it again. What is not offered is one folded line. The script adds filters
-and folds the details away. Template, styles and script lie beside this file; this file decides what
-is red.
+of the near-miss that it is like. Then clause by implementation, grouped by level and chapter, what
+fails first, and under each clause its messages, their likely cause, the stories of the bugs that it
+catches, its source and the line to run it again. What is not offered is one folded line. The
+script adds filters and folds away what holds and the details. Template, styles and script lie
+beside this file; this file decides what is red.
 """
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -42,7 +43,7 @@ _MAX_MESSAGE_LINES = 30
 _MAX_STORIES = 2
 _MAX_CASES = 6
 _MAX_CARDS = 8  # beyond them a cause is a line
-_OPEN_CARDS = 3
+_OPEN_CARDS = 1  # one fills half a screen
 _SAID = ("[", "likely: ", "why: ")
 _FAILING = REFUTED | BROKEN | {Outcome.EXPECTED_FAILURE}
 
@@ -129,7 +130,7 @@ def _cards(
                 "shown": shown,
                 # The command stands above it.
                 "finding": shown["clipped"].replace(f"\nagain: {shown['rerun']}\n", "\n"),
-                "source": evidence.get("source"),
+                "source": _dedented(evidence.get("source")),
                 "pictures": [draw(evidence[of]) for of, draw in _PICTURES if of in evidence],
                 "story": stories.get(cause["like"].removeprefix("impostor:")),
                 "kind": "; or ".join(
@@ -138,6 +139,12 @@ def _cards(
             }
         )
     return cards
+
+
+def _dedented(source: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    if source is None:
+        return None
+    return {**source, "lines": textwrap.dedent("\n".join(source["lines"])).split("\n")}
 
 
 _PICTURES = (
@@ -203,9 +210,18 @@ def _cell(cell: Mapping[str, Any], named: str = "") -> dict[str, Any]:
 
 
 def _grouped(rows: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[str, str], list[Any]]]:
-    """Return the rows by level and chapter: levels from the lowest, chapters as they come."""
+    """Return the rows by level and chapter, what fails first, in groups as in each of them.
+
+    Then levels from the lowest, chapters as they come.
+    """
     order = {row["chapter"]: number for number, row in reversed(list(enumerate(rows)))}
-    ordered = sorted(rows, key=lambda r: (LEVELS.index(r["level"]), order[r["chapter"]]))
+    failing = {(row["level"], row["chapter"]) for row in rows if row["needs_attention"]}
+
+    def place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        own = row["level"], row["chapter"]
+        return own not in failing, LEVELS.index(row["level"]), order[row["chapter"]]
+
+    ordered = sorted(rows, key=lambda row: (*place(row), not row["needs_attention"]))
     by_place = groupby(ordered, key=lambda row: (row["level"], row["chapter"]))
     return [(place, list(of_place)) for place, of_place in by_place]
 

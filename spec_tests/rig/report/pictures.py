@@ -1,7 +1,7 @@
-"""Pictures of a finding, as inline SVG: what is seen sooner than read.
+"""Pictures of a finding, as inline SVG or a table: what is seen sooner than read.
 
     heat_maps   which elements of a tensor are wrong: a small grid for each rank
-    lanes       who waits for whom: the last collectives of each rank, a lane each, by number
+    lanes       who waits for whom: the last collectives of each rank, a column each, by number
     memory      bytes over time, and how many were allowed at the moment that is judged
 
 Each takes the part of a case's `evidence` of its name, as `data` documents it, and returns a figure
@@ -22,8 +22,6 @@ from typing import Any
 from markupsafe import Markup
 
 CELL = 10
-_LETTER = 6.7  # width of a letter in a lane
-_LANE, _BOX, _LEFT = 40, 26, 62
 _WORDS = 18
 _WIDE, _HIGH = 660, 150
 _MOST_LABELS = 12
@@ -45,12 +43,11 @@ PATTERNS = Markup(
 
 
 def heat_maps(wrong: Mapping[str, Any]) -> Markup:
-    """Return a grid of elements for each rank, in a row."""
-    parts, said, x, height = [], [], 0, 0
+    """Return a grid of elements for each rank, next to each other as far as there is room."""
+    title, parts = f"Which elements of {wrong['name']} are wrong", []
     for rank, (cells, rows, columns) in wrong["ranks"].items():
         count = len(cells) - cells.count("-")
         bad = cells.count("1") + cells.count("x")
-        said.append(f"rank {rank}: {bad} of {count} cells wrong")
         # What is right lies below all: a run for each row, not one between any two wrong cells.
         layers = (("right", "01x"), ("wrong", "1"), ("odd", "x"))
         grid = "".join(
@@ -58,21 +55,22 @@ def heat_maps(wrong: Mapping[str, Any]) -> Markup:
             for name, signs in layers
             if (runs := _runs(cells, columns, signs))
         )
-        parts.append(
-            f'<text x="{x}" y="12">rank {rank}: {bad}/{count}</text>'
-            f'<g class="grid" transform="translate({x} 20)">{grid}</g>'
+        inside = (
+            f'<text x="0" y="12">rank {rank}: {bad}/{count}</text>'
+            f'<g class="grid" transform="translate(0 20)">{grid}</g>'
         )
-        x += max(columns * CELL, 100) + 24
-        height = max(height, 20 + rows * CELL)
+        said = f"rank {rank}: {bad} of {count} cells wrong"
+        size = (max(columns * CELL, 100), 20 + rows * CELL)
+        parts.append(_svg(title, said, inside, size))
     signs = {cell for cells, _, _ in wrong["ranks"].values() for cell in cells}
-    size = [" by ".join(map(str, wrong["shape"]))]
+    size_of = [" by ".join(map(str, wrong["shape"]))]
     keys = {"0": "plain: right", "1": "crossed: wrong", "x": "ringed: not finite"}
-    size += [words for sign, words in keys.items() if sign in signs]
+    size_of += [words for sign, words in keys.items() if sign in signs]
     first = next(iter(wrong["ranks"].values()))
     if len(first[0]) < math.prod(wrong["shape"]):
-        size.append("a cell is the worst of several elements")
-    title = f"Which elements of {wrong['name']} are wrong"
-    return _figure(title, "; ".join(said), "".join(parts), (x, height), "; ".join(size))
+        size_of.append("a cell is the worst of several elements")
+    grids = f'<div class="grids">{"".join(parts)}</div>'
+    return Markup(f"<figure>{grids}{_caption(title, '; '.join(size_of))}</figure>")
 
 
 def _runs(cells: str, columns: int, signs: str) -> str:
@@ -90,68 +88,49 @@ _Key = tuple[str, int]  # a group, and the number of an operation on it
 
 
 def lanes(ranks: Sequence[Mapping[str, Any]]) -> Markup:
-    """Return a lane for each rank: its last collectives, under each other where they are one."""
-    columns = _columns(ranks)
-    several = len({group for group, _ in columns}) > 1
-    words = [_short(what) for lane in ranks for what, _, _ in lane["calls"]]
+    """Return a column for each rank: its last collectives, side by side where they are one.
+
+    A table, so that every rank's are seen on a narrow screen: its cells wrap.
+    """
+    rows = _numbers(ranks)
+    several = len({group for group, _ in rows}) > 1
     parted = _parted(ranks)
-    wide = max(76, int((max(map(len, words), default=0) + 2 * bool(parted)) * _LETTER) + 14)
-    parts = [
-        f'<text class="soft" x="{_LEFT + at * (wide + 6)}" y="12">#{number}'
-        + (f" of {escape(_short(group))}" if several else "")
-        + "</text>"
-        for at, (group, number) in enumerate(columns)
-    ]
-    for row, lane in enumerate(ranks):
-        parts.append(_lane(lane, row, columns, parted, wide))
-    ends = max((len(lane["state"]) + 10 for lane in ranks), default=0)
-    size = (_LEFT + len(columns) * (wide + 6) + int(ends * _LETTER), 20 + len(ranks) * _LANE)
-    keys = ["each rank's last collectives by number, oldest first"]
-    keys += ["thick: the last that a blocked rank issued"] * any(lane["waits"] for lane in ranks)
-    keys += ["≠: the ranks issued different ones"] * bool(parted)
-    said = "; ".join(
-        f"rank {lane['rank']} {_state(lane)}"
-        + (", last {} #{}".format(*lane["calls"][-1]) if lane["calls"] else "")
+    heads = "".join(
+        f'<th scope="col">rank {lane["rank"]} '
+        f'<span class="{"waits" if lane["waits"] else "state"}">{escape(_state(lane))}</span></th>'
         for lane in ranks
     )
-    title = "Who waits for whom" if any(lane["waits"] for lane in ranks) else "What was issued last"
-    return _figure(title, said, "".join(parts), size, "; ".join(keys))
-
-
-def _lane(
-    lane: Mapping[str, Any],
-    row: int,
-    columns: Sequence[_Key],
-    parted: set[_Key],
-    wide: int,
-) -> str:
-    y = 20 + row * _LANE
-    issued = {(group, number): what for what, number, group in lane["calls"]}
-    last = {group: number for _, number, group in lane["calls"]}
-    parts = [f'<text x="0" y="{y + 17}">rank {lane["rank"]}</text>']
-    for at, key in enumerate(columns):
-        x = _LEFT + at * (wide + 6)
-        what = issued.get(key)
-        if what is None:
-            if key[1] > last.get(key[0], key[1]):
-                parts.append(_box(x, y, wide, "absent", "not issued", ""))
-            continue
-        kind = "odd" if key in parted else "call"
-        if lane["waits"] and lane["calls"][-1] == [what, key[1], key[0]]:
-            kind += " waits"
-        parts.append(_box(x, y, wide, kind, "≠ " * (key in parted) + _short(what), what))
-    x = _LEFT + len(columns) * (wide + 6) + 4
-    state = "waits" if lane["waits"] else "state"
-    parts.append(f'<text class="{state}" x="{x}" y="{y + 17}">{escape(_state(lane))}</text>')
-    return "".join(parts)
-
-
-def _box(x: int, y: int, wide: int, kind: str, words: str, title: str) -> str:
-    said = f"<title>{escape(title)}</title>" if words.endswith("…") else ""
-    return (
-        f'<g class="{kind}">{said}<rect x="{x}" y="{y}" width="{wide}" height="{_BOX}" rx="4"/>'
-        f'<text x="{x + 6}" y="{y + 17}">{escape(words)}</text></g>'
+    body = "".join(
+        f'<tr><th scope="row">#{number}{f" of {escape(_short(group))}" if several else ""}</th>'
+        + "".join(_call(lane, (group, number), parted) for lane in ranks)
+        + "</tr>"
+        for group, number in rows
     )
+    keys = ["the last collectives by number, oldest first"]
+    keys += ["framed: the last that a blocked rank issued"] * any(lane["waits"] for lane in ranks)
+    keys += ["≠: the ranks issued different ones"] * bool(parted)
+    title = "Who waits for whom" if any(lane["waits"] for lane in ranks) else "What was issued last"
+    head = f'<thead><tr><th scope="col">#</th>{heads}</tr></thead>'
+    return Markup(
+        f'<figure><table class="lanes">{head}<tbody>{body}</tbody></table>'
+        f"{_caption(title, '; '.join(keys))}</figure>"
+    )
+
+
+def _call(lane: Mapping[str, Any], key: _Key, parted: set[_Key]) -> str:
+    """A cell: what a rank issued under a number."""
+    own = {(group, number): what for what, number, group in lane["calls"]}
+    what = own.get(key)
+    if what is None:
+        known = [number for group, number in own if group == key[0]]
+        words = "not issued" if known and key[1] > max(known) else "…" if own else "none known"
+        return f'<td class="absent">{words}</td>'
+    kind = "odd" if key in parted else "call"
+    if lane["waits"] and [*own][-1] == key:
+        kind += " waits"
+    short = _short(what)
+    said = f' title="{escape(what)}"' if short.endswith("…") else ""
+    return f'<td class="{kind}"{said}>{"≠ " * (key in parted)}{escape(short)}</td>'
 
 
 def _state(lane: Mapping[str, Any]) -> str:
@@ -170,20 +149,20 @@ def _short(what: str) -> str:
     return words if len(words) <= _WORDS else f"{words[: _WORDS - 1]}…"
 
 
-def _columns(ranks: Sequence[Mapping[str, Any]]) -> list[_Key]:
+def _numbers(ranks: Sequence[Mapping[str, Any]]) -> list[_Key]:
     """The operations of all ranks in one order that agrees with the order on each."""
-    columns: list[_Key] = []
+    rows: list[_Key] = []
     for lane in ranks:
         at = 0
         for _, number, group in lane["calls"]:
-            if (group, number) in columns:
-                at = columns.index((group, number)) + 1
+            if (group, number) in rows:
+                at = rows.index((group, number)) + 1
                 continue
-            while at < len(columns) and columns[at][0] == group and columns[at][1] < number:
+            while at < len(rows) and rows[at][0] == group and rows[at][1] < number:
                 at += 1
-            columns.insert(at, (group, number))
+            rows.insert(at, (group, number))
             at += 1
-    return columns
+    return rows
 
 
 def _parted(ranks: Sequence[Mapping[str, Any]]) -> set[_Key]:
@@ -234,7 +213,8 @@ def memory(found: Mapping[str, Any]) -> Markup:
     low = high + 32 * (len(points) > 1)
     few = 1 < len(points) <= _MOST_LABELS
     every = "; ".join(f"{words} {size}" for words, size in points) if few else ""
-    return _figure(title, "; ".join(filter(None, [said, every])), "".join(parts), (wide, low), said)
+    drawn = _svg(title, "; ".join(filter(None, [said, every])), "".join(parts), (wide, low))
+    return Markup(f"<figure>{drawn}{_caption(title, said)}</figure>")
 
 
 def _labels(points: Sequence[Sequence[Any]], judged: int, column: float) -> list[str]:
@@ -261,11 +241,14 @@ def _bytes(size: int) -> str:
 # ------------------------------------------------------------------------------------------ all
 
 
-def _figure(title: str, said: str, inside: str, size: tuple[int, int], caption: str) -> Markup:
+def _svg(title: str, said: str, inside: str, size: tuple[int, int]) -> str:
     width, height = size[0] + 2, size[1] + 2
-    return Markup(
-        f'<figure><div class="wide"><svg role="img" width="{width}" height="{height}" '
+    return (
+        f'<svg role="img" width="{width}" height="{height}" '
         f'viewBox="-1 -1 {width} {height}"><title>{escape(title)}</title>'
-        f"<desc>{escape(said)}</desc>{inside}</svg></div>"
-        f"<figcaption><strong>{escape(title)}</strong> {escape(caption)}</figcaption></figure>"
+        f"<desc>{escape(said)}</desc>{inside}</svg>"
     )
+
+
+def _caption(title: str, words: str) -> str:
+    return f"<figcaption><strong>{escape(title)}</strong> {escape(words)}</figcaption>"

@@ -29,7 +29,8 @@ def source_of(message: str) -> dict[str, Any]:
         return {}
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     first = max(1, line - _AROUND)
-    shown = [each.rstrip()[:_MAX_COLUMNS] for each in lines[first - 1 : line + _AROUND]]
+    near = [each.rstrip() for each in lines[first - 1 : line + _AROUND]]
+    shown = [s if len(s) <= _MAX_COLUMNS else f"{s[: _MAX_COLUMNS - 1]}…" for s in near]
     if line > len(lines):
         return {}
     return {"file": path.name, "line": line, "first": first, "lines": shown}

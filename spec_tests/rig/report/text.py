@@ -4,8 +4,7 @@ Every function here is pure: events in, text out.
 
 - `render_table` groups clauses by level and chapter, `course` first: that is what a student owes.
   One column per implementation. It is a Markdown table with aligned columns, so the terminal and a
-  pull request show the same text. Cells are words, never colours: "pass 12", "FAIL 2/12" (2 of 12
-  cases).
+  pull request show the same text. Cells are words, never colours: "pass", "FAIL (2 of 12 cases)".
 - `render_counts` is the line under a column: `MUST 38/40 · SHOULD 9/12 · not offered 3`. What is
   not offered or not here is in no denominator, and an expected failure is in no numerator.
 - `render_summary` is the whole page: verdict, machine, counts, table, every failure with its
@@ -82,16 +81,14 @@ def chapter(clause: str) -> str:
 
 
 def render_cell(cell: Cell | None) -> str:
-    """One cell in words, with the number of cases when it is not one."""
+    """One cell in words, with the number of cases where they differ."""
     if cell is None:
         return ""  # not selected for this implementation: nothing is claimed
     # What says nothing is left out of the count, unless there is nothing else.
     judged = [case for case in cell.cases if case["outcome"] not in SILENT] or list(cell.cases)
     same = len(cell.decisive_cases)
     word = WORDS[cell.outcome]
-    if len(judged) == 1:
-        return word
-    return f"{word} {same}" if same == len(judged) else f"{word} {same}/{len(judged)}"
+    return word if same == len(judged) else f"{word} ({same} of {len(judged)} cases)"
 
 
 def render_table(events: Sequence[Event]) -> str:
