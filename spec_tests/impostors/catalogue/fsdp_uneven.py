@@ -48,6 +48,19 @@ class ReducesWhatHasGradients(Patched):
     replace = "unit.has_something_to_send(is_called=False)"
 
 
+@near_miss("fsdp.takes-minus-zero-for-none", rejected_by="fsdp.backward.unused-on-some-ranks")
+class TakesMinusZeroForNone(Patched):
+    """Sends -0.0 for a gradient that is absent, and takes one that is -0.0 for absent.
+
+    From: ours, once.
+    Unseen: A gradient is never -0.0 in all elements, unless one branch is multiplied by zero.
+    """
+
+    module = "solution.parallel.fsdp.message"
+    find = "self.matrix.index_add_(1, columns, zeros)"
+    replace = ""
+
+
 @near_miss("fsdp.makes-dataclasses-anew", rejected_by="fsdp.forward.containers-of-ones-own")
 class MakesDataclassesAnew(Patched):
     """Makes a dataclass whose tensors change with its constructor.
