@@ -46,6 +46,7 @@ class Piece:
     full: Any = None
     pending: torch.Tensor | None = None
     token: tuple[Any, Any] = (None, None)  # the gradient that stands for what is pending
+    cleared: list[bool] = field(default_factory=list)  # has something in it if the token was
 
     @property
     def local(self) -> torch.Tensor:
@@ -353,6 +354,8 @@ class Unit:
                 zeros = torch.zeros_like(piece.local)
                 piece.parameter.grad = self.as_dtensor(zeros, piece.parameter)
             token: Any = piece.parameter.grad
+            # Every zero_grad calls it. What foreach zeroes of a DTensor counts as no write.
+            token.requires_grad_ = piece.cleared.append
             piece.token = (token, written(token))
 
     def forget_what_was_cleared(self) -> None:
@@ -360,8 +363,10 @@ class Unit:
             token, version = piece.token
             if token is None:
                 continue
-            if piece.parameter.grad is not token or written(token) != version:
+            is_token = piece.parameter.grad is token
+            if not is_token or piece.cleared or written(token) != version:
                 piece.pending, piece.token = None, (None, None)
+            piece.cleared.clear()
 
     def reduce(self, pieces: list[Piece]) -> None:
         for dtype in dict.fromkeys(p.pending.dtype for p in pieces if p.pending is not None):

@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer steps with the rate from before a closure that sets another, and reverts it.
+"""ZeroRedundancyOptimizer ignores a rate that the closure of a step sets, and reverts it.
 
 Expected: the weights after the step, -0.5, and the rate, 0.5, as torch.optim.SGD gives them
 Got: -1 and 1

@@ -61,6 +61,19 @@ class TakesMinusZeroForNone(Patched):
     replace = ""
 
 
+@near_miss("fsdp.asks-versions-alone", rejected_by="fsdp.accumulation.zero-grad-discards")
+class AsksVersionsAlone(Patched):
+    """Asks version counters whether a gradient was zeroed.
+
+    From: ours, once.
+    Unseen: zero_grad sets to None by default; what foreach zeroes of plain tensors is counted.
+    """
+
+    module = "solution.parallel.fsdp.param"
+    find = "return False in self._calls or _versions"
+    replace = "return _versions"
+
+
 @near_miss("fsdp.makes-dataclasses-anew", rejected_by="fsdp.forward.containers-of-ones-own")
 class MakesDataclassesAnew(Patched):
     """Makes a dataclass whose tensors change with its constructor.
