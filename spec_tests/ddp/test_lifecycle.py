@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from spec_tests.clause import clauses
 from spec_tests.ddp.replica import SEED, SMALL_BUCKET_MB, Replica, wrap
-from spec_tests.laws import agreement, equivalence, footprint, refusal
+from spec_tests.laws import additions, agreement, equivalence, footprint, refusal
 from spec_tests.rig import judge, strategies
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.judge.tolerance import rounding
@@ -178,6 +178,27 @@ def test_a_step_after_an_exception_is_right_or_refused(world, subject, how):
 
     if ranks is not None:
         equivalence.mean_gradients(ranks, "mlp", 7, micros=(2,), given=f"after an exception, {how}")
+
+
+def finish(ctx, subject, wrapped):
+    """End the synchronisation of a backward pass."""
+    ctx.impl.finish_gradient_synchronization(wrapped)
+
+
+def added_later(ctx, subject, addition):
+    """Gradients of what is added to a model that has trained for a step."""
+    return additions.trained(ctx, wrap, finish, subject, addition)
+
+
+@clause(
+    "ddp.lifecycle.parameters-added-later",
+    level="production",
+    source="contract: each gradient becomes its own mean; LoRA, added after wrapping",
+)
+@pytest.mark.parametrize("addition", additions.ADDITIONS)
+def test_what_is_added_to_a_wrapped_module_is_averaged_or_refused(world, subject, addition):
+    """Parameters that are added after wrapping MUST get the mean gradient, or be an error."""
+    additions.get_the_mean(world, added_later, subject, addition)
 
 
 def buffers_at_forward(ctx, subject):

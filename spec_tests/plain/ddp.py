@@ -169,11 +169,16 @@ class PlainDdp(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
+            self.require_no_others()
             self.has_news = True  # also where this rank's loss touches nothing: its peers' may
             if self.is_synchronised:
                 self.before_training_forward()
             self.is_armed = True
         return self.module(*args, **kwargs)
+
+    def require_no_others(self) -> None:
+        if not {*map(id, self.choose())} <= {*map(id, self.trainable)}:
+            raise RuntimeError("parameters were added or thawed after wrapping")
 
     def before_training_forward(self) -> None:
         if self.flying:  # a backward was interrupted: what flies belongs to nobody

@@ -254,6 +254,7 @@ class Unit:
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.find_root()
+        self.require_no_others()
         self.unshard()
         for unit in self.next_in_forward():
             unit.prefetch()
@@ -262,6 +263,12 @@ class Unit:
         if not torch.is_grad_enabled():
             return args, kwargs
         return self.watch_inputs(args, kwargs)
+
+    def require_no_others(self) -> None:
+        known = {(owner, name) for piece in self.pieces for owner, name in piece.places}
+        for parameter, places in self.managed().items():
+            if parameter.requires_grad and known.isdisjoint(places):
+                raise RuntimeError(f"{places[0][1]} was added after sharding")
 
     def find_root(self) -> None:
         if self.run is not None:

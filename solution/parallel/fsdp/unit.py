@@ -54,6 +54,7 @@ from solution.parallel.fsdp.options import (
     refuse_extensions,
 )
 from solution.parallel.fsdp.param import GradientState, ShardedParameter
+from solution.parallel.inventory import Inventory
 
 K = TypeVar("K", bound=Hashable)
 
@@ -83,6 +84,7 @@ class Unit:
     mesh: ShardingMesh
     policy: MixedPrecisionPolicy
     reshard_after_forward: bool | int | None  # None is True except for the outermost unit
+    inventory: Inventory  # of the parts of the modules that no other unit has
 
     # Settings: see the methods of `FSDPModule` that set them.
     reshard_after_backward: bool = True

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from spec_tests.impostors.card import near_miss
+from spec_tests.impostors.card import Patched, near_miss
 from spec_tests.plain.ddp import PlainDdp
 
 
@@ -223,3 +223,16 @@ class ReducesInTrainingMode(PlainDdp):
     def finish(self):
         if self.training:
             super().finish()
+
+
+@near_miss("ddp.leaves-additions-alone", rejected_by="ddp.lifecycle.parameters-added-later")
+class LeavesAdditionsAlone(Patched):
+    """Trains parameters that are added after wrapping on each rank by itself.
+
+    From: ours, once, and DistributedDataParallel.
+    Unseen: They are added to all ranks alike, and the loss falls.
+    """
+
+    module = "solution.parallel.ddp"
+    find = "self._inventory.require_nothing_new(type(self.module).__name__)"
+    replace = "pass"

@@ -74,6 +74,19 @@ class AsksVersionsAlone(Patched):
     replace = "return _versions"
 
 
+@near_miss("fsdp.leaves-additions-alone", rejected_by="fsdp.refusals.parameters-added-later")
+class LeavesAdditionsAlone(Patched):
+    """Trains parameters that are added after sharding on each rank by itself.
+
+    From: ours, once, and FSDP2.
+    Unseen: They are added to all ranks alike, and the loss falls.
+    """
+
+    module = "solution.parallel.fsdp.schedule"
+    find = "unit.inventory.require_nothing_new(unit.name)"
+    replace = "pass"
+
+
 @near_miss("fsdp.makes-dataclasses-anew", rejected_by="fsdp.forward.containers-of-ones-own")
 class MakesDataclassesAnew(Patched):
     """Makes a dataclass whose tensors change with its constructor.
