@@ -21,6 +21,19 @@ class SumsOverOneAxis(Changed):
     replace = "        if not placement.is_replicate() and mesh.size(axis) > 1\n    )[:1]"
 
 
+@near_miss("clip.over-the-first-mesh", rejected_by="clip.norm.two-meshes")
+class OverTheFirstMesh(Changed):
+    """Sums over the ranks that share the first sharded tensor, whatever the others lie on.
+
+    From: NVIDIA-NeMo/Automodel issue 3816, Megatron-LM issue 5916.
+    Unseen: A model without experts lies on one mesh.
+    """
+
+    find = "own = divided.setdefault(_divided_over(tensor), [])"
+    replace = """over = _divided_over(tensor)
+        own = divided.setdefault(next(filter(None, divided), over) if over else over, [])"""
+
+
 @near_miss("clip.takes-the-list-as-it-is", rejected_by="clip.norm.tied-once")
 class TakesTheListAsItIs(Changed):
     """Counts and scales a tensor as often as it is listed.
