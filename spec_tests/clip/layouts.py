@@ -2,9 +2,9 @@
 
 A layout says of each parameter how its gradient lies on the ranks: "plain" (replicas, after data
 parallelism), "shard" (a DTensor divided on dim 0, after FSDP), "replicate" (a DTensor that all
-ranks hold), "hybrid" (divided inside a node, replicated between nodes), "line" (divided over all ranks,
-also where others are on a mesh of two dims), "none". The whole gradient is a function of the name,
-so the parent knows what is right.
+ranks hold), "hybrid" (divided inside a node, replicated between nodes), "line" (divided over all
+ranks, also where others are on a mesh of two dims), "none". The whole gradient is a function of the
+name, so the parent knows what is right.
 """
 
 from __future__ import annotations

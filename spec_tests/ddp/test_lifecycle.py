@@ -323,6 +323,38 @@ def test_memory_does_not_grow_from_step_to_step(world, subject):
             )
 
 
+def models_in_turn(ctx, subject):
+    """Live bytes after each of five models, of which each is trained for a step and dropped."""
+    inputs, seen = torch.ones(2, 128, device=ctx.device), []
+    with ctx.recording() as recorder:
+        for _ in range(5):
+            wrapped = wrap(ctx, subject, wide().to(ctx.device), bucket_size_mb=0.1)
+            wrapped(inputs).sum().backward()
+            finish(ctx, subject, wrapped)
+            del wrapped
+            seen.append(footprint.settled(recorder))
+    return seen
+
+
+@clause(
+    "ddp.footprint.models-made-and-dropped",
+    level="production",
+    source="parameter, hook, wrapper, parameter: a cycle that Python's collector does not see",
+    worlds=(2,),
+)
+def test_a_model_that_is_dropped_leaves_nothing_behind(world, subject):
+    """Live bytes MUST NOT grow where models are wrapped, trained and dropped in turn."""
+    for rank, seen in enumerate(world.run(models_in_turn, subject)):
+        if seen[-1] > seen[1]:
+            points = [(f"model {number}", size) for number, size in enumerate(seen)]
+            raise judge.violated(
+                f"rank {rank}: expected {seen[1]} live bytes as after model 1, got {seen[-1]} "
+                f"after model {len(seen) - 1}",
+                likely="hooks of the parameters keep the wrapper alive, and so every model",
+                evidence=footprint.shown(rank, points, points[-1][0], seen[-1], seen[1]),
+            )
+
+
 def traceless(ctx, subject):
     """Two steps, and nothing kept."""
     Replica(ctx, subject, "buffers").follow("backward 0, zero_grad, backward 1")

@@ -8,7 +8,8 @@ p-th root once.
 Steps
     1. Replicated gradients: this rank has all of them, so nothing is sent.
     2. Sharded ones (DTensors with a `Shard` placement): for each process group, all-gather the
-       partial sums over the mesh dim that shards, and add them in order of rank, so that all ranks get the same bits.
+       partial sums over the mesh dim that shards, and add them in order of rank, so that all ranks
+       get the same bits.
     3. Multiply every gradient by max_norm / (norm + 1e-6) where that is below 1.
     For p = inf sums become maxima. With error_if_nonfinite all ranks raise before any scaling.
 

@@ -22,6 +22,7 @@ copied back in `finish`, and no backward ends by itself.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -83,7 +84,8 @@ class PlainDdp(nn.Module):
         return buckets
 
     def register(self, index: int, parameter: nn.Parameter) -> None:
-        parameter.register_post_accumulate_grad_hook(lambda p: self.on_gradient(index))
+        weak = weakref.WeakMethod(self.on_gradient)  # or a dropped model would never be freed
+        parameter.register_post_accumulate_grad_hook(lambda p: (weak() or bool)(index))
 
     # ------------------------------------------------------------------------------- one round
 

@@ -225,6 +225,18 @@ class ReducesInTrainingMode(PlainDdp):
             super().finish()
 
 
+@near_miss("ddp.keeps-every-model", rejected_by="ddp.footprint.models-made-and-dropped")
+class KeepsEveryModel(PlainDdp):
+    """Registers hooks that hold the wrapper, which holds the module, which holds the parameters.
+
+    From: `register_post_accumulate_grad_hook(self.reduce)`, in most solutions of CS336.
+    Unseen: A program makes one model; the cycle goes through C++, where no collector looks.
+    """
+
+    def register(self, index, parameter):
+        parameter.register_post_accumulate_grad_hook(lambda p: self.on_gradient(index))
+
+
 @near_miss("ddp.leaves-additions-alone", rejected_by="ddp.lifecycle.parameters-added-later")
 class LeavesAdditionsAlone(Patched):
     """Trains parameters that are added after wrapping on each rank by itself.
