@@ -26,8 +26,9 @@ decide how much of it overlaps.
 PyTorch counterpart: `torch.distributed.fsdp.fully_shard`, with the same names, defaults, layout of
 messages and bits. Where it differs: a copy of the weights is never used after an update;
 `zero_grad` discards unreduced gradients; parameters are the shards whenever no module computes;
-forwards prefetch on a CPU as well; after an exception nothing needs to be reset. What is left out
-is refused by name; `solution/README.md` lists all differences. `fsdp` has no counterpart.
+forwards prefetch on a CPU as well; parameters that are added later are refused; after an exception
+nothing needs to be reset. What is left out is refused by name; `solution/README.md` lists all
+differences. `fsdp` has no counterpart.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
