@@ -46,7 +46,6 @@ class Piece:
     full: Any = None
     pending: torch.Tensor | None = None
     token: tuple[Any, Any] = (None, None)  # the gradient that stands for what is pending
-    cleared: list[bool] = field(default_factory=list)  # has something in it if the token was
 
     @property
     def local(self) -> torch.Tensor:
@@ -254,7 +253,6 @@ class Unit:
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.find_root()
-        self.require_no_others()
         self.unshard()
         for unit in self.next_in_forward():
             unit.prefetch()
@@ -263,12 +261,6 @@ class Unit:
         if not torch.is_grad_enabled():
             return args, kwargs
         return self.watch_inputs(args, kwargs)
-
-    def require_no_others(self) -> None:
-        known = {(owner, name) for piece in self.pieces for owner, name in piece.places}
-        for parameter, places in self.managed().items():
-            if parameter.requires_grad and known.isdisjoint(places):
-                raise RuntimeError(f"{places[0][1]} was added after sharding")
 
     def find_root(self) -> None:
         if self.run is not None:
@@ -355,14 +347,12 @@ class Unit:
         piece.pending = gradient if piece.pending is None else piece.pending + gradient
 
     def hold(self, pieces: list[Piece]) -> None:
-        """Leave a gradient of zeros behind: who clears it, clears what is pending."""
+        """Leave zeros in `.grad`: a zero_grad, which calls `requires_grad_`, clears what waits."""
         for piece in pieces:
             if piece.parameter.grad is None:
-                zeros = torch.zeros_like(piece.local)
-                piece.parameter.grad = self.as_dtensor(zeros, piece.parameter)
-            token: Any = piece.parameter.grad
-            # Every zero_grad calls it. What foreach zeroes of a DTensor counts as no write.
-            token.requires_grad_ = piece.cleared.append
+                piece.parameter.grad = self.as_dtensor(piece.local.clone().zero_(), piece.parameter)
+            token: Any = piece.parameter.grad  # what foreach writes to it is not counted
+            token.requires_grad_ = token.__dict__.setdefault("calls", []).append
             piece.token = (token, written(token))
 
     def forget_what_was_cleared(self) -> None:
@@ -370,10 +360,8 @@ class Unit:
             token, version = piece.token
             if token is None:
                 continue
-            is_token = piece.parameter.grad is token
-            if not is_token or piece.cleared or written(token) != version:
+            if piece.parameter.grad is not token or written(token) != version:
                 piece.pending, piece.token = None, (None, None)
-            piece.cleared.clear()
 
     def reduce(self, pieces: list[Piece]) -> None:
         for dtype in dict.fromkeys(p.pending.dtype for p in pieces if p.pending is not None):
@@ -442,9 +430,9 @@ class Unit:
         self.run.is_callback_queued = False
 
 
-def written(tensor: Any) -> tuple[int, int]:
+def written(tensor: Any) -> tuple[int, int, int]:
     """Changes with every write: one through the DTensor is not counted by its local tensor."""
-    return tensor._version, tensor._local_tensor._version
+    return tensor._version, tensor._local_tensor._version, len(getattr(tensor, "calls", ()))
 
 
 class Done:
