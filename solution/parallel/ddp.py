@@ -48,6 +48,7 @@ backwards of `module` called alone stay local.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -55,6 +56,7 @@ from torch import nn
 
 from solution import comm, flat
 from solution.parallel.agreement import on_all_ranks, send_values
+from solution.parallel.inventory import Inventory
 from solution.parallel.reducer import Reducer
 
 
@@ -88,6 +90,7 @@ class Replica(nn.Module):
         self.module = module
         self.process_group = process_group
         self._named = list(module.named_parameters())
+        self._inventory = Inventory(partial(_parts_of, module))
         # Places, not tensors: a forward may put another tensor in a buffer's place.
         self._buffer_places = [
             (owner, name)
@@ -103,7 +106,10 @@ class Replica(nn.Module):
 
     @torch._disable_dynamo  # so that a compiled forward is one graph: the module's
     def _before_forward(self) -> None:
-        if self._reducer.begin() and self._reducer.is_sending and self.module.training:
+        if not self._reducer.begin():
+            return
+        self._inventory.require_nothing_new(type(self.module).__name__)
+        if self._reducer.is_sending and self.module.training:
             send_values(self._present_buffers(), 0, self.process_group)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -141,6 +147,10 @@ class Replica(nn.Module):
     def _present_buffers(self) -> list[torch.Tensor]:
         present = (owner._buffers[name] for owner, name in self._buffer_places)
         return [buffer for buffer in present if buffer is not None]
+
+
+def _parts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((f"{name}." if name else "", part) for name, part in module.named_modules())
 
 
 def _require_replicable(module: nn.Module) -> None:

@@ -135,14 +135,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Update what this rank owns; return when every rank has all new values.
 
         The closure is evaluated on every rank, by the local optimizer, which gets `kwargs` as well.
+        Options that it changes act in this step.
         """
-        for mine, group in zip(self._local.param_groups, self.param_groups, strict=True):
-            mine.update(_options(group))
-        step = self._local.step
-        loss = step(**kwargs) if closure is None else step(closure, **kwargs)
+        self._hand_in_options()
+        if closure is None:
+            loss = self._local.step(**kwargs)
+        else:
+            loss = self._local.step(partial(self._evaluated, closure), **kwargs)
         self._take_options()
         self._ownership.exchange()
         return loss
+
+    def _evaluated(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        self._hand_in_options()
+        return loss
+
+    def _hand_in_options(self) -> None:
+        for mine, group in zip(self._local.param_groups, self.param_groups, strict=True):
+            mine.update(_options(group))
 
     def _take_options(self) -> None:
         """Copy to `param_groups` the defaults of the class, and what its steps write to groups."""

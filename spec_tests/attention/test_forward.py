@@ -193,15 +193,16 @@ def test_scores_far_below_zero_are_scores(world, subject, mask):
     )
 
 
-def poisoned(ctx, subject, problem):
-    """O where one row of q, in the middle of a tile, is NaN."""
+POISONED = 37
+"""A row in the middle of a tile."""
+
+
+def poisoned(ctx, subject, problem, part="q", row=POISONED):
+    """O where one row of q, k or v is NaN."""
     x = inputs(problem).to(ctx.device)
     with torch.no_grad():
-        x.q[..., POISONED, :] = torch.nan
+        getattr(x, part)[..., row, :] = torch.nan
         return {"O": call(ctx, subject, x.q, x.k, x.v, causal=problem.causal)}
-
-
-POISONED = 37
 
 
 @clause(
@@ -219,6 +220,34 @@ def test_a_row_of_nan_stays_in_its_row(world, subject, mask):
 
     seen["O"][..., POISONED, :] = reference(problem)["O"][..., POISONED, :]
     rules.close(seen, problem, names=("O",), tf32=is_tf32(world, subject))
+
+
+@clause(
+    "attention.forward.nan-comes-out",
+    level="production",
+    source="contract: nan-comes-out; an overflow is found by the NaN that it leaves in a loss",
+)
+@pytest.mark.parametrize("case", ["q", "k", "v", "q-of-four-keys"])
+def test_nan_comes_out_as_nan(world, subject, case):
+    """NaN in a query, key or value MUST be NaN in each row of the output that depends on it.
+
+    Where a maximum or a test for rows that see nothing swallows it, training goes on with numbers.
+    """
+    part, _, is_short = case.partition("-")
+    length, row = (4, 2) if is_short else (WHOLE_TILES, POISONED)
+    problem = fitting(world, subject, Problem(seq_q=length, heads=1))
+    require_right(world, subject, problem, is_differentiated=False)
+    seen = observe(world, subject, poisoned, problem, part, row)
+
+    rows = [row] if part == "q" else range(problem.seq_q)
+    finite = [row for row in rows if not seen["O"][..., row, :].isnan().all()]
+    judge.holds(
+        not finite,
+        f"expected NaN in {len(rows)} rows of O, got numbers in {len(finite)} of them, the first "
+        f"of which is row {next(iter(finite), None)}",
+        likely="NaN is taken for a masked score, or for a row that sees nothing",
+        given=f"{problem!r}, row {row} of {part} is NaN",
+    )
 
 
 @clause("attention.forward.float64", source="contract: float64; gradcheck needs one")

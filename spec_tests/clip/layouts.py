@@ -2,8 +2,9 @@
 
 A layout says of each parameter how its gradient lies on the ranks: "plain" (replicas, after data
 parallelism), "shard" (a DTensor divided on dim 0, after FSDP), "replicate" (a DTensor that all
-ranks hold), "hybrid" (divided inside a node, replicated between nodes), "none". The whole gradient
-is a function of the name, so the parent knows what is right.
+ranks hold), "hybrid" (divided inside a node, replicated between nodes), "line" (divided over all
+ranks, also where others are on a mesh of two dims), "none". The whole gradient is a function of the
+name, so the parent knows what is right.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ EMPTY_SHARDS = dict.fromkeys("abcd", "shard")  # of "d" only the first rank has 
 PLAIN = dict.fromkeys("abcd", "plain")
 MIXED = {"a": "shard", "b": "plain", "c": "shard", "d": "plain"}
 HYBRID = {"a": "hybrid", "b": "hybrid", "c": "replicate"}
+TWO_MESHES = {"a": "hybrid", "b": "line", "c": "line"}  # as of experts, and of dense weights
 
 Layout = Mapping[str, str]
 
@@ -58,9 +60,10 @@ def parameters(ctx: Context, layout: Layout, scale: float = 1.0) -> dict[str, nn
         mesh = ctx.mesh((2, ctx.world_size // 2))
     elif {"shard", "replicate"} & {*layout.values()}:
         mesh = ctx.mesh((ctx.world_size,))
+    line = ctx.mesh((ctx.world_size,)) if "line" in layout.values() else None
     found = {}
     for name, how in layout.items():
-        gradient = _laid_out(whole(name, scale), how, mesh)
+        gradient = _laid_out(whole(name, scale), how, line if how == "line" else mesh)
         found[name] = nn.Parameter(torch.zeros_like(gradient))
         if how != "none":
             found[name].grad = gradient
@@ -157,7 +160,9 @@ def _own(tensor: torch.Tensor, how: str, rank: int, size: int) -> torch.Tensor:
     if how == "both":
         half = tensor.chunk(2, rows)[rank // inside]
         return half.chunk(inside, columns)[rank % inside]
-    number, of = {"shard": (rank, size), "hybrid": (rank % inside, inside)}.get(how, (0, 1))
+    over_all = (rank, size)
+    divisions = {"shard": over_all, "line": over_all, "hybrid": (rank % inside, inside)}
+    number, of = divisions.get(how, (0, 1))
     parts = tensor.chunk(of, rows)
     return parts[number] if number < len(parts) else empty
 
@@ -176,6 +181,11 @@ def mistakes(layout: Layout, size: int, order: float) -> list[tuple[str, list[Na
         found.append(("what several ranks hold counted once for each of them", {"norm": every}))
     elif order != 1:
         found.append(("the ranks' norms were added, not their p-th powers", {"norm": norms.sum()}))
+    if kinds == {"hybrid", "line"}:
+        inside = size if next(iter(layout.values())) == "line" else size // 2
+        nodes = [norms[rank - rank % inside :][:inside] for rank in range(size)]
+        over_first = [{"norm": node.pow(order).sum() ** (1 / order)} for node in nodes]
+        found.append(("summed over the ranks of the first one's mesh alone", over_first))
     if "hybrid" in kinds:
         copies = {name: how for name, how in layout.items() if how == "hybrid"}
         twice = norm(layout, order) ** order + norm(copies, order) ** order

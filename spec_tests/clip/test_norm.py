@@ -16,7 +16,15 @@ from torch import nn
 
 from spec_tests.clause import clauses
 from spec_tests.clip import layouts
-from spec_tests.clip.layouts import EMPTY_SHARDS, HYBRID, MIXED, PLAIN, SHARDED, clip
+from spec_tests.clip.layouts import (
+    EMPTY_SHARDS,
+    HYBRID,
+    MIXED,
+    PLAIN,
+    SHARDED,
+    TWO_MESHES,
+    clip,
+)
 from spec_tests.laws import refusal, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.judge.symptoms import Hint
@@ -97,6 +105,22 @@ def test_each_of_two_axes_that_divide_is_summed_over(world):
     """On a mesh whose axes both divide a tensor, each element MUST count once."""
     layout = dict.fromkeys("ab", "both")
     is_global(world.run(clip, layout), layout, given="divided over both axes of a 2 x 2 mesh")
+
+
+@clause(
+    "clip.norm.two-meshes",
+    level="production",
+    source="NVIDIA-NeMo/Automodel issue 3816, Megatron-LM issue 5916: experts beside dense weights",
+    worlds=(4,),
+)
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_gradients_on_two_meshes_count_together_or_are_refused(world, first):
+    """Gradients on meshes of different ranks MUST give the norm of all, or be refused."""
+    layout = {first: TWO_MESHES[first], **TWO_MESHES}
+    ranks = refusal.answer_or_refusal(world, clip, layout, ordinary=(clip, SHARDED))
+
+    if ranks is not None:
+        is_global(ranks, layout)
 
 
 def listed_twice(ctx):

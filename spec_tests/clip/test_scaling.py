@@ -171,19 +171,22 @@ def test_the_largest_of_nan_is_nan(world, poisoned):
     "clip.nonfinite.error-on-all-ranks",
     source="contract: as-pytorch; " + TORCH + ", error_if_nonfinite",
 )
-@pytest.mark.parametrize("poison", [math.nan, math.inf], ids=["nan", "inf"])
-def test_asked_to_raise_it_raises_on_all_ranks(world, poison):
-    """With `error_if_nonfinite` all ranks MUST raise, whichever has the NaN or the infinity."""
-    ranks = world.run(
-        clip, SHARDED, max_norm=1.0, poisoned=1, poison=poison, error_if_nonfinite=True
-    )
+@pytest.mark.parametrize("case", ["nan", "inf", "nan-by-the-largest", "inf-by-the-largest"])
+def test_asked_to_raise_it_raises_on_all_ranks(world, case):
+    """With `error_if_nonfinite` all ranks MUST raise, whichever has the NaN or the infinity.
+
+    By the 2-norm, and by the largest element.
+    """
+    poison, order = float(case[:3]), math.inf if case.endswith("largest") else 2.0
+    asked = {"max_norm": 1.0, "order": order, "error_if_nonfinite": True}
+    ranks = world.run(clip, SHARDED, poisoned=1, poison=poison, **asked)
 
     raised = [rank for rank, seen in enumerate(ranks) if seen["error"]]
     judge.holds(
         len(raised) == len(ranks),
         f"expected an error on all {len(ranks)} ranks, got one on ranks {raised}",
         likely="each rank looks at its own part, or the flag is ignored",
-        given=f"{poison} on rank 1",
+        given=f"{poison} on rank 1, norm of order {order}",
     )
 
 

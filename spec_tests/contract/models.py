@@ -63,6 +63,7 @@ def flash_attention(
         backward-linear: The backward makes no matrix of scores.
         bad-inputs: Inputs that do not fit (dtypes, devices, shapes) are a ValueError naming one.
         empty: Sizes of zero give empty results, or those of rows that see no key.
+        nan-comes-out: NaN in a query, key or value is NaN in each output row that depends on it.
 
     May be refused:
         large-dims: A head dim above 256.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from spec_tests.clause import clauses
 from spec_tests.ddp.replica import SEED, SMALL_BUCKET_MB, Replica, wrap
-from spec_tests.laws import agreement, equivalence, footprint, refusal
+from spec_tests.laws import additions, agreement, equivalence, footprint, refusal
 from spec_tests.rig import judge, strategies
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.judge.tolerance import rounding
@@ -186,6 +186,27 @@ def test_a_step_after_an_exception_is_right_or_refused(world, subject, how):
         equivalence.mean_gradients(ranks, "mlp", 7, micros=(2,), given=f"after an exception, {how}")
 
 
+def finish(ctx, subject, wrapped):
+    """End the synchronisation of a backward pass."""
+    ctx.impl.finish_gradient_synchronization(wrapped)
+
+
+def added_later(ctx, subject, addition):
+    """Gradients of what is added to a model that has trained for a step."""
+    return additions.trained(ctx, wrap, finish, subject, addition)
+
+
+@clause(
+    "ddp.lifecycle.parameters-added-later",
+    level="production",
+    source="contract: mean-gradient; LoRA, added after wrapping",
+)
+@pytest.mark.parametrize("addition", additions.ADDITIONS)
+def test_what_is_added_to_a_wrapped_module_is_averaged_or_refused(world, subject, addition):
+    """Parameters that are added after wrapping MUST get the mean gradient, or be an error."""
+    additions.get_the_mean(world, added_later, subject, addition)
+
+
 def buffers_at_forward(ctx, subject):
     """Buffers before a training forward, and as the inner module sees them when it begins."""
     replica = Replica(ctx, subject, "buffers")
@@ -307,6 +328,38 @@ def test_memory_does_not_grow_from_step_to_step(world, subject):
                 f"step {len(seen)}",
                 likely="something is appended in every step and never taken away",
                 evidence=footprint.shown(rank, points, points[-1][0], seen[-1], seen[2]),
+            )
+
+
+def models_in_turn(ctx, subject):
+    """Live bytes after each of five models, of which each is trained for a step and dropped."""
+    inputs, seen = torch.ones(2, 128, device=ctx.device), []
+    with ctx.recording() as recorder:
+        for _ in range(5):
+            wrapped = wrap(ctx, subject, wide().to(ctx.device), bucket_size_mb=0.1)
+            wrapped(inputs).sum().backward()
+            finish(ctx, subject, wrapped)
+            del wrapped
+            seen.append(footprint.settled(recorder))
+    return seen
+
+
+@clause(
+    "ddp.footprint.models-made-and-dropped",
+    level="production",
+    source="parameter, hook, wrapper, parameter: a cycle that Python's collector does not see",
+    worlds=(2,),
+)
+def test_a_model_that_is_dropped_leaves_nothing_behind(world, subject):
+    """Live bytes MUST NOT grow where models are wrapped, trained and dropped in turn."""
+    for rank, seen in enumerate(world.run(models_in_turn, subject)):
+        if seen[-1] > seen[1]:
+            points = [(f"model {number}", size) for number, size in enumerate(seen)]
+            raise judge.violated(
+                f"rank {rank}: expected {seen[1]} live bytes as after model 1, got {seen[-1]} "
+                f"after model {len(seen) - 1}",
+                likely="hooks of the parameters keep the wrapper alive, and so every model",
+                evidence=footprint.shown(rank, points, points[-1][0], seen[-1], seen[1]),
             )
 
 

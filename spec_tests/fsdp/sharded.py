@@ -178,6 +178,10 @@ class Sharded(wrapped.WrappedToy):
         """Whether full weights stay after a backward."""
         self.wrapped.set_reshard_after_backward(not flag)
 
+    def foreach(self) -> None:
+        """Have an optimizer that writes to many tensors in one call."""
+        self.optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=RATE, foreach=True)
+
     def last(self, flag: bool) -> None:
         """Whether the next backward is the last of its window."""
         self.wrapped.set_is_last_backward(flag)

@@ -63,7 +63,10 @@ def test_parameters_whose_full_weights_are_kept_may_be_frozen_and_thawed(world, 
 
 
 class Branches(nn.Module):
-    """Layers of one shape in one unit; `used` says which of them a forward calls."""
+    """Layers of one shape in one unit; `used` says which of them a forward calls.
+
+    A layer with a "-" before its name is not called: its parameters get a gradient of -0.0.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,12 +75,16 @@ class Branches(nn.Module):
 
     def forward(self, x: torch.Tensor, used: tuple[str, ...]) -> torch.Tensor:
         for name in used:
-            x = self.get_submodule(name)(x)
+            layer = self.get_submodule(name.removeprefix("-"))
+            is_called = not name.startswith("-")
+            x = layer(x) if is_called else x + sum(-0.0 * p.sum() for p in layer.parameters())
         return 1 * x
 
 
 def used_by(rank: int, case: str) -> tuple[str, ...]:
     """What a rank uses: a layer that others do not, one more than they, or none of all."""
+    if case == "negative-zero":
+        return ("both",) if rank else ("both", "-first")
     if case == "one-each":
         return ("both", "second" if rank else "first")
     if case == "none":
@@ -111,12 +118,13 @@ def branched(ctx, subject, case):
     source="contract: unused-somewhere; "
     "torch.distributed.fsdp, set_reduce_scatter_unused_params; a gate, an expert, a head",
 )
-@pytest.mark.parametrize("case", ["one-each", "one-more", "none"])
+@pytest.mark.parametrize("case", ["one-each", "one-more", "none", "negative-zero"])
 def test_what_some_ranks_do_not_use_is_averaged_with_zero(world, subject, case):
     """In a unit that all ranks call, a parameter that some use MUST get the mean, or an error.
 
     The absent count as zero. Messages that hold what this rank used, and no more, meet others of
-    another meaning, or of another size.
+    another meaning, or of another size. A gradient of -0.0 is a gradient: an optimizer with weight
+    decay updates what has one, and must do so on all ranks or on none.
     """
     ordinary = (branched, subject, "")
     ranks = refusal.answer_or_refusal(world, branched, subject, case, ordinary=ordinary)

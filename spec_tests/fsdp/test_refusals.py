@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import FULLY_SHARD, SEED, Sharded
-from spec_tests.laws import equivalence, refusal
+from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, SEED, Sharded, finish, shard
+from spec_tests.laws import additions, equivalence, refusal
 from spec_tests.rig import judge
 
 clause = clauses(judges=FULLY_SHARD, level="production")
@@ -350,3 +350,19 @@ def test_a_backward_without_its_forward_is_an_error_and_no_more(world, subject, 
 
     refusal.on_all_ranks(said, given=f"after {how}")
     equivalence.mean_gradients(gradients, "stack", SEED, absent_is_zero=True, given=f"after {how}")
+
+
+def added_later(ctx, subject, addition):
+    """Gradients of what is added to a model that has trained for a step."""
+    return additions.trained(ctx, shard, finish, subject, addition)
+
+
+@clause(
+    "fsdp.refusals.parameters-added-later",
+    judges=BOTH,
+    source="contract: mean-gradient; LoRA, added after fully_shard",
+)
+@pytest.mark.parametrize("addition", additions.ADDITIONS)
+def test_what_is_added_to_a_sharded_module_is_averaged_or_refused(world, subject, addition):
+    """Parameters that are added after sharding MUST get the mean gradient, or be an error."""
+    additions.get_the_mean(world, added_later, subject, addition)

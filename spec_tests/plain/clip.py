@@ -7,8 +7,9 @@ p-th root once.
 
 Steps
     1. Replicated gradients: this rank has all of them, so nothing is sent.
-    2. Sharded ones (DTensors with a `Shard` placement): all-gather the partial sums over the mesh
-       dim that shards, and add them in order of rank, so that all ranks get the same bits.
+    2. Sharded ones (DTensors with a `Shard` placement): for each process group, all-gather the
+       partial sums over the mesh dim that shards, and add them in order of rank, so that all ranks
+       get the same bits.
     3. Multiply every gradient by max_norm / (norm + 1e-6) where that is below 1.
     For p = inf sums become maxima. With error_if_nonfinite all ranks raise before any scaling.
 
@@ -53,15 +54,21 @@ class PlainClip:
     @torch.no_grad()
     def norm(self) -> torch.Tensor:
         copies = [g for g in self.gradients if not self.is_divided(g)]
-        divided = [g for g in self.gradients if self.is_divided(g)]
         parts = [self.part(copies)]
-        if self.takers():
-            parts += self.gathered(self.part(divided), self.takers())
+        for alike in self.by_group().values():
+            divided = [p.grad for p in alike if p.grad is not None]
+            parts += self.gathered(self.part(divided), alike)
         return self.root(self.combined(parts))
 
     def takers(self) -> list[torch.Tensor]:
         """What is divided, with a gradient on this rank or without: peers wait for its part."""
         return [p for p in self.tensors if self.is_divided(p if p.grad is None else p.grad)]
+
+    def by_group(self) -> dict[Any, list[torch.Tensor]]:
+        found: dict[Any, list[torch.Tensor]] = {}
+        for tensor in self.takers():
+            found.setdefault(self.group(tensor), []).append(tensor)
+        return found
 
     def is_divided(self, gradient: torch.Tensor) -> bool:
         return isinstance(gradient, DTensor) and any(

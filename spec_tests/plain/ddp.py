@@ -22,6 +22,7 @@ copied back in `finish`, and no backward ends by itself.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -83,7 +84,8 @@ class PlainDdp(nn.Module):
         return buckets
 
     def register(self, index: int, parameter: nn.Parameter) -> None:
-        parameter.register_post_accumulate_grad_hook(lambda p: self.on_gradient(index))
+        weak = weakref.WeakMethod(self.on_gradient)  # or a dropped model would never be freed
+        parameter.register_post_accumulate_grad_hook(lambda p: (weak() or bool)(index))
 
     # ------------------------------------------------------------------------------- one round
 
@@ -169,11 +171,16 @@ class PlainDdp(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
+            self.require_no_others()
             self.has_news = True  # also where this rank's loss touches nothing: its peers' may
             if self.is_synchronised:
                 self.before_training_forward()
             self.is_armed = True
         return self.module(*args, **kwargs)
+
+    def require_no_others(self) -> None:
+        if not {*map(id, self.choose())} <= {*map(id, self.trainable)}:
+            raise RuntimeError("parameters were added or thawed after wrapping")
 
     def before_training_forward(self) -> None:
         if self.flying:  # a backward was interrupted: what flies belongs to nobody

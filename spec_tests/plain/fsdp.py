@@ -347,12 +347,12 @@ class Unit:
         piece.pending = gradient if piece.pending is None else piece.pending + gradient
 
     def hold(self, pieces: list[Piece]) -> None:
-        """Leave a gradient of zeros behind: who clears it, clears what is pending."""
+        """Leave zeros in `.grad`: a zero_grad, which calls `requires_grad_`, clears what waits."""
         for piece in pieces:
             if piece.parameter.grad is None:
-                zeros = torch.zeros_like(piece.local)
-                piece.parameter.grad = self.as_dtensor(zeros, piece.parameter)
-            token: Any = piece.parameter.grad
+                piece.parameter.grad = self.as_dtensor(piece.local.clone().zero_(), piece.parameter)
+            token: Any = piece.parameter.grad  # what foreach writes to it is not counted
+            token.requires_grad_ = token.__dict__.setdefault("calls", []).append
             piece.token = (token, written(token))
 
     def forget_what_was_cleared(self) -> None:
@@ -430,9 +430,9 @@ class Unit:
         self.run.is_callback_queued = False
 
 
-def written(tensor: Any) -> tuple[int, int]:
+def written(tensor: Any) -> tuple[int, int, int]:
     """Changes with every write: one through the DTensor is not counted by its local tensor."""
-    return tensor._version, tensor._local_tensor._version
+    return tensor._version, tensor._local_tensor._version, len(getattr(tensor, "calls", ()))
 
 
 class Done:

@@ -124,10 +124,18 @@ class PlainFsdp(Unit):
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.find_root()
+        self.require_no_others()
         self.recover()
         if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
             args, kwargs = self.cast((args, kwargs), self.policy.param_dtype)
         return super().pre_forward(module, args, kwargs)
+
+    def require_no_others(self) -> None:
+        known = {place for piece in self.pieces for place in piece.places}
+        for parameter, places in self.managed().items():
+            is_ours = isinstance(parameter, DTensor) or not known.isdisjoint(places)
+            if parameter.requires_grad and not is_ours:
+                raise RuntimeError(f"{places[0][1]} was added after sharding")
 
     def recover(self) -> None:
         """A backward that is still on when the model is called anew was interrupted."""

@@ -93,7 +93,15 @@ class PlainZero1(torch.optim.Optimizer):
             inner.update({k: v for k, v in outer.items() if k != "params"})
 
     def update(self, closure: Any) -> Any:
-        return self.inner.step() if closure is None else self.inner.step(closure)
+        if closure is None:
+            return self.inner.step()
+
+        def first() -> Any:
+            loss = closure()
+            self.hand_in()  # what it has set counts in this step
+            return loss
+
+        return self.inner.step(first)
 
     def exchange(self) -> None:
         for parameter, owner in self.owners.items():

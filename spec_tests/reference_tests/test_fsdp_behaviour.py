@@ -184,6 +184,7 @@ def different(api: Any) -> Programs:
     yield "a tied weight in two calls", lambda: api.fully_shard(tied[0]) and api.fully_shard(tied)
     waves = layers(dtype=torch.complex64)
     yield "complex parameters", lambda: api.fully_shard(waves)
+    yield "a layer added after `fully_shard`", lambda: trains(sharded(api).append(nn.Linear(4, 4)))
     table = nn.Embedding(4, 4, max_norm=1.0)
     yield "`Embedding(max_norm=1.0)`, which writes to its weight", lambda: api.fully_shard(table)
     eights = torch.ones(4, 4).to(torch.float8_e4m3fn)

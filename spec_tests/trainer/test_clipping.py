@@ -109,6 +109,65 @@ def test_ranks_deal_alike_with_what_is_not_finite(world, subject, max_norm):
     judge.same_on_all_ranks(finite, quantity="weight", given="a NaN on rank 1")
 
 
+class Cracked(nn.Linear):
+    """A layer; where it is broken its output is the same, and its last weight's gradient NaN."""
+
+    is_broken = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return out + (0.0 * self.weight[-1, -1]).sqrt() if self.is_broken else out
+
+
+def cracked(setup: Setup) -> nn.Sequential:
+    """Two layers, of which the first may break."""
+    torch.manual_seed(setup.seed)
+    return nn.Sequential(Cracked(6, 8), nn.Linear(8, 4))
+
+
+def broken_in_one_row(ctx, subject, setup):
+    """How many weights a step changed in which one row's gradient is NaN; the error, if any."""
+    module = cracked(setup)
+    layer = module[0]
+    run = session(ctx, subject, setup, module=module)
+    run.step(1)
+    before = run.trainer.full_parameters()
+    before = {name: tensor.detach().clone() for name, tensor in before.items()}
+    layer.is_broken = ctx.rank == 1
+    with refusal.caught() as error:
+        run.trainer.step(run.micro_batches(2))
+    after = before if error["error"] else run.trainer.full_parameters()
+    changed = {name: int((after[name] != before[name]).sum()) for name in before}
+    return {"changed": changed, "error": error["error"]}
+
+
+@clause(
+    "trainer.clip.not-finite-in-one-shard",
+    level="production",
+    source="each rank looks at its own shards: one skips the update, and the others take it",
+)
+@pytest.mark.parametrize("max_norm", [None, 1.0], ids=["off", "clipped"])
+def test_what_is_not_finite_in_one_shard_counts_for_all(world, subject, max_norm):
+    """Where one row of the gradient is NaN, all weights MUST be updated, or none, or all raise."""
+    setup = Setup(max_norm=max_norm)
+    ranks = world.run(broken_in_one_row, subject, setup)
+
+    errors = [rank["error"] for rank in ranks]
+    if any(errors):
+        refusal.on_all_ranks(errors, given="a NaN in one row of one weight")
+        return
+    sizes = {name: p.numel() for name, p in cracked(setup).named_parameters()}
+    for rank, seen in enumerate(ranks):
+        changed = [seen["changed"].get(name, 0) for name in sizes]
+        judge.holds(
+            not any(changed) or changed == [*sizes.values()],
+            f"rank {rank}: expected all of {sum(sizes.values())} weights to change, or none, got "
+            f"{sum(changed)} that did",
+            likely="ranks decide by their own shards whether to skip the update",
+            given="a NaN in the gradient of one row, which one rank has",
+        )
+
+
 def with_rates(run, factors):
     """Weights of a run whose rates change before every step."""
     set_lr = method(run.trainer, "set_lr")

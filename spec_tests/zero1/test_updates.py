@@ -139,10 +139,10 @@ def test_weights_that_were_written_between_steps_are_updated(world, optimizer):
 
 
 def now_and_then(run):
-    """Three parameters have no gradient in steps 1 and 3, one of them never."""
+    """Three parameters have no gradient in steps 1 and 3, one of them never; all but one in 4."""
     names = list(run.parameters)
     for number in range(1, 5):
-        run.step(number, absent=names[1:4] if number % 2 else names[2:3])
+        run.step(number, absent={2: names[2:3], 4: names[1:]}.get(number, names[1:4]))
     return run.seen
 
 
@@ -248,14 +248,16 @@ def test_two_optimizers_do_not_disturb_each_other(world):
     like_unsharded([two for _, two in ranks], Run.steps, *FOUR, toy="tied", optimizer="momentum")
 
 
-def with_closure(run):
-    """Weights after steps that are given a closure, what those returned, and how often it ran."""
+def with_closure(run, factor=1.0):
+    """Weights after steps with a closure that changes the rate, their results, and how many."""
     losses, evaluations = {}, 0
     for number in range(1, 4):
 
         def closure():
             nonlocal evaluations
             evaluations += 1
+            for group in run.optimizer.param_groups:
+                group["lr"] *= factor
             run.optimizer.zero_grad()
             loss = sum(parameter.square().sum() for parameter in run.parameters.values())
             loss.backward()
@@ -277,14 +279,16 @@ def closure_as_is(ctx, **options):
 
 
 @clause("zero1.step.closure", source="contract: closure; torch.optim.Optimizer.step(closure)")
-@pytest.mark.parametrize("parameters", ["all", "two", "called-as-is"])
+@pytest.mark.parametrize("parameters", ["all", "two", "called-as-is", "sets-the-rate"])
 def test_a_closure_is_evaluated_and_its_loss_returned(world, parameters):
     """`step(closure)` MUST evaluate the closure once, before updating, and return its loss.
 
     Evaluated twice, a forward with dropout or a fresh batch trains on something else; and a rank
     that owns nothing has a loss to return, too. Some optimizers enable gradients for the closure,
-    others call it as it is: a `step` under `no_grad` around those breaks its backward.
+    others call it as it is: a `step` under `no_grad` around those breaks its backward. A rate that
+    it sets counts in this step.
     """
+    factor = 0.5 if parameters == "sets-the-rate" else 1.0
     groups = two_parameters if parameters == "two" else all_in_one
     options: dict[str, Any] = {"groups": groups, "toy": fitting(world)}
     if parameters == "two" and not trains(world, **options):
@@ -295,15 +299,16 @@ def test_a_closure_is_evaluated_and_its_loss_returned(world, parameters):
         if None in ranks:  # a class that it does not know
             return
     else:
-        ranks = world.run(in_ranks, with_closure, **options)
+        ranks = world.run(in_ranks, with_closure, factor, **options)
     weights, losses, evaluations = zip(*ranks, strict=True)
     missing = [rank for rank, returned in enumerate(losses) if None in returned.values()]
     judge.holds(
         not missing, f"expected `step` to return the closure's loss, got None on ranks {missing}"
     )
 
-    like_unsharded(weights, lambda run: with_closure(run)[0], **options)
-    _, wanted, times = alone(with_closure, **options)
+    late = Hint("with the rate from before the closure", alone(with_closure, **options)[0])
+    like_unsharded(weights, lambda run: with_closure(run, factor)[0], hints=[late], **options)
+    _, wanted, times = alone(with_closure, factor, **options)
     judge.tensors(
         losses,
         wanted,

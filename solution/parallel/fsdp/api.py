@@ -26,12 +26,14 @@ decide how much of it overlaps.
 PyTorch counterpart: `torch.distributed.fsdp.fully_shard`, with the same names, defaults, layout of
 messages and bits. Where it differs: a copy of the weights is never used after an update;
 `zero_grad` discards unreduced gradients; parameters are the shards whenever no module computes;
-forwards prefetch on a CPU as well; after an exception nothing needs to be reset. What is left out
-is refused by name; `solution/README.md` lists all differences. `fsdp` has no counterpart.
+forwards prefetch on a CPU as well; parameters that are added later are refused; after an exception
+nothing needs to be reset. What is left out is refused by name; `solution/README.md` lists all
+differences. `fsdp` has no counterpart.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -52,6 +54,7 @@ from solution.parallel.fsdp.options import MixedPrecisionPolicy, OffloadPolicy, 
 from solution.parallel.fsdp.param import Place, ShardedParameter
 from solution.parallel.fsdp.schedule import Schedule
 from solution.parallel.fsdp.unit import Unit
+from solution.parallel.inventory import Inventory
 from solution.parallel.reducer import Reducer
 
 _Found = tuple[str, nn.Parameter, list[Place]]  # name, parameter, all its places
@@ -132,7 +135,8 @@ def fully_shard(
         reshard_after_forward = sharding.resharding(reshard_after_forward)
     _move([*parameters, *(b for part in modules for b in part.buffers())], sharding.device)
     sharded = [ShardedParameter(*entry, sharding) for entry in found]
-    unit = Unit(modules, sharded, sharding, policy, reshard_after_forward)
+    inventory = Inventory(partial(_parts_of, modules))
+    unit = Unit(modules, sharded, sharding, policy, reshard_after_forward, inventory)
     for parameter in parameters:
         parameter._fsdp_owner = name  # type: ignore[attr-defined]  # for ties
     for part in modules:
@@ -186,13 +190,18 @@ def _own_parameters(modules: Sequence[nn.Module]) -> list[_Found]:
     the message.
     """
     found: dict[int, _Found] = {}
-    visited: set[nn.Module] = set()
-    for prefix, part in (own for module in modules for own in _own_parts(module, "", visited)):
+    for prefix, part in _parts_of(modules):
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 entry = found.setdefault(id(parameter), (f"{prefix}{name}", parameter, []))
                 entry[2].append((part, name))
     return list(found.values())
+
+
+def _parts_of(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    visited: set[nn.Module] = set()
+    for module in modules:
+        yield from _own_parts(module, "", visited)
 
 
 def _own_parts(

@@ -17,6 +17,7 @@ memory, which is emptied at the end of the pass. Making a view takes as long as 
 tensor, so views are kept with the memory, also while it is empty.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
@@ -109,6 +110,7 @@ class _Memory:
 
 
 # A gradient that is not there. Added to another value it is nothing; a sum of it alone is it again.
+# Of a gradient that is there, the first number in each rank's piece is never -0.0.
 ABSENT = -0.0
 
 
@@ -140,22 +142,40 @@ class Message:
         self._places = layout.places(self.matrix)
         self._tensors: Sequence[torch.Tensor] = ()
         self._pairs: Pairs = []
+        # The first column of each place, and as many zeros: made when they are needed.
+        self._first: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def fill_own(self, pieces: Sequence[torch.Tensor]) -> None:
         """Copy this rank's pieces to its row."""
         copy(list(zip(self._own, pieces, strict=True)))
 
     def fill(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Copy unsharded tensors, which are new every time, to all rows; None as `ABSENT`."""
+        """Copy unsharded tensors, which are new every time, to all rows, those that are there."""
         for tensor, place in zip(tensors, self._places, strict=True):
-            if tensor is None:
-                place.fill_(ABSENT)
-            elif tensor.numel() < place.numel():  # a rank without rows looks at its padding
+            if tensor is not None and tensor.numel() < place.numel():
+                # A rank without rows looks at its padding.
                 whole, rest = divmod(tensor.numel(), place.shape[1])
                 place[whole, rest:].zero_()
                 place[whole + 1 :].zero_()
         pairs = self.layout.pairs(tensors, self._places)
         copy([(places, rows) for rows, places in pairs])
+
+    def mark(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Make the places of what is not there `ABSENT`, and no place of what is there."""
+        if self._first is None:
+            self._first = self._first_numbers()
+        columns, zeros = self._first
+        self.matrix.index_add_(1, columns, zeros)  # -0.0 becomes 0.0, all else stays
+        for tensor, place in zip(tensors, self._places, strict=True):
+            if tensor is None:
+                place.fill_(ABSENT)
+
+    def _first_numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes = [place.shape[1] for place in self._places]
+        starts = itertools.accumulate(sizes, initial=0)
+        filled = [start for start, size in zip(starts, sizes, strict=False) if size]
+        columns = torch.tensor(filled, dtype=torch.int64, device=self.matrix.device)
+        return columns, self.matrix.new_zeros(len(self.matrix), len(filled))
 
     def copy_to(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy all rows to unsharded tensors, which usually are the same every time."""

@@ -24,9 +24,9 @@ A gradient is on its way from `unsharded.grad` to `sharded.grad`, the mean, in o
 
 `zero_grad` must discard what is not in `sharded.grad` yet. So between backwards `sharded.grad` is a
 *placeholder* for it: zeros in the memory of one element, or the gradient that was there before. If
-the user replaced or zeroed the placeholder, the gradient counts as cleared and is dropped. (By its
-version: what `torch._foreach_zero_` writes shows in none, so an optimizer with `foreach` or `fused`
-clears what waits only by `zero_grad(set_to_none=True)`, the default.)
+the user replaced or zeroed the placeholder, the gradient counts as cleared and is dropped. The
+version shows that it was written to. An optimizer with `foreach` or `fused` moves no version when
+it zeroes DTensors, but it calls `requires_grad_(False)` on each of them, as every `zero_grad` does.
 
 PyTorch counterpart: `FSDPParam`. There the unsharded tensor stays registered after a forward that
 keeps it, so an optimizer built then trains nothing; and `zero_grad` does not discard what is
@@ -36,6 +36,8 @@ unreduced.
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -128,7 +130,7 @@ class ShardedParameter:
         self._memory = torch.empty(0)
         self._seen: Callable[[], torch.Tensor | None] = lambda: None  # the latest `local`
         self._num_locals = 0
-        self._placeholder: tuple[torch.Tensor, tuple[int, int]] | None = None
+        self._placeholder: _Placeholder | None = None
         self._is_placeholder_zeros = False
         self._register(self.sharded)
 
@@ -293,14 +295,15 @@ class ShardedParameter:
             zero = torch.zeros((), dtype=self.local.dtype, device=self.local.device)
             self.sharded.grad = self._as_gradient(zero.expand(self.local.shape))
             self._is_placeholder_zeros = True
-        self._placeholder = (self.sharded.grad, _versions(self.sharded.grad))
+        self._placeholder = _Placeholder(self.sharded.grad)
 
     def remove_placeholder(self) -> bool:
         """Remove the placeholder, if there is one; return whether the user has cleared it."""
         is_cleared = self._is_cleared()
-        placeholder = self._placeholder and self._placeholder[0]
-        if self._is_placeholder_zeros and self.sharded.grad is placeholder:
-            self.sharded.grad = None
+        if self._placeholder is not None:
+            del self._placeholder.gradient.requires_grad_
+            if self._is_placeholder_zeros and self.sharded.grad is self._placeholder.gradient:
+                self.sharded.grad = None
         self._placeholder, self._is_placeholder_zeros = None, False
         return is_cleared
 
@@ -310,15 +313,38 @@ class ShardedParameter:
             self.drop()
 
     def _is_cleared(self) -> bool:
-        if self._placeholder is None:
+        placeholder = self._placeholder
+        if placeholder is None:
             return False
-        placeholder, versions = self._placeholder
-        return self.sharded.grad is not placeholder or _versions(placeholder) != versions
+        return self.sharded.grad is not placeholder.gradient or placeholder.is_zeroed
 
     def _as_gradient(self, rows: torch.Tensor) -> DTensor:
         # As `DTensor.from_local`, with the spec that the parameter has already.
         spec = self.sharded._spec  # type: ignore[attr-defined]  # a DTensor
         return DTensor(rows, spec, requires_grad=False)
+
+
+class _Placeholder:
+    """A gradient that is watched: whether it was written to, or a `zero_grad` has been at it."""
+
+    def __init__(self, gradient: torch.Tensor) -> None:
+        self.gradient = gradient
+        self._versions = _versions(gradient)
+        self._calls: list[bool] = []
+        # An attribute of the object comes before the method. Weak: it must not keep itself alive.
+        hidden = partial(_requires_grad_, weakref.ref(gradient), self._calls)
+        gradient.requires_grad_ = hidden  # type: ignore[method-assign]  # until it is deleted
+
+    @property
+    def is_zeroed(self) -> bool:
+        return False in self._calls or _versions(self.gradient) != self._versions
+
+
+def _requires_grad_(
+    gradient: Callable[[], Any], calls: list[bool], requires_grad: bool = True
+) -> torch.Tensor:
+    calls.append(requires_grad)
+    return torch.Tensor.requires_grad_(gradient(), requires_grad)
 
 
 def _layout(parameter: object) -> object:

@@ -102,6 +102,8 @@ class Schedule:
         # Activation checkpointing repeats forwards inside a backward; these are not new passes.
         is_new = not is_inside_backward()
         is_first = not unit.to_run
+        if is_new and is_first and torch.is_grad_enabled():
+            unit.inventory.require_nothing_new(unit.name)
         if is_new and self._outermost is None:
             self._begin_pass(unit)
         with outside_of_autograd():

@@ -54,6 +54,7 @@ from solution.parallel.fsdp.options import (
     refuse_extensions,
 )
 from solution.parallel.fsdp.param import GradientState, ShardedParameter
+from solution.parallel.inventory import Inventory
 
 K = TypeVar("K", bound=Hashable)
 
@@ -83,6 +84,7 @@ class Unit:
     mesh: ShardingMesh
     policy: MixedPrecisionPolicy
     reshard_after_forward: bool | int | None  # None is True except for the outermost unit
+    inventory: Inventory  # of the parts of the modules that no other unit has
 
     # Settings: see the methods of `FSDPModule` that set them.
     reshard_after_backward: bool = True
@@ -265,7 +267,8 @@ class Reduction:
         self._unit = unit
         self._is_partial = unit.leaves_replicas
         self._message = unit.buffers.take(parameters, dtype, mesh.shard_group)
-        self._message.fill([p.unreduced for p in parameters])
+        gradients = [p.unreduced for p in parameters]
+        self._message.fill(gradients)
         self._absent = {id(p) for p in parameters if p.unreduced is None and p.partial is None}
         for parameter in parameters:
             parameter.send()
@@ -274,6 +277,7 @@ class Reduction:
         matrix = self._message.matrix
         if self._divisors[0] > 1:
             matrix.div_(self._divisors[0])
+        self._message.mark(gradients)  # divided, the smallest numbers may be -0.0
         # The sum of this rank's row `[m]`, when the handle is done.
         if mesh.num_shards == 1 and mesh.replica_group is not None:  # nothing to scatter
             self._own, self._handle = matrix[0], comm.all_reduce_sum(matrix, mesh.replica_group)

@@ -284,6 +284,31 @@ class HeadsModulo(PlainAttention):
         return torch.arange(heads) % max(1, kv_heads)
 
 
+@near_miss("attention.groups-by-shifts", rejected_by="attention.shapes.grouped-heads")
+class GroupsByShifts(PlainAttention):
+    """Shifts where it should divide by the size of a group.
+
+    From: sizes that are powers of two, and an optimisation for them.
+    Unseen: Groups of one, two, four and eight heads.
+    """
+
+    def kv_heads_of(self, heads, kv_heads):
+        size = max(1, heads // max(1, kv_heads))
+        return (torch.arange(heads) >> (size.bit_length() - 1)).clamp(max=max(0, kv_heads - 1))
+
+
+@near_miss("attention.nan-is-blind", rejected_by="attention.forward.nan-comes-out")
+class NanIsBlind(PlainAttention):
+    """Gives zeros to rows whose normaliser is no number.
+
+    From: `nan_to_num` at the end, for rows that see nothing; PyTorch's kernel for the CPU.
+    Unseen: Healthy runs have no NaN.
+    """
+
+    def normalised(self, acc, norm):
+        return super().normalised(acc, norm).nan_to_num(0.0)
+
+
 @near_miss(
     "attention.first-batch-only",
     rejected_by=("attention.forward.values", "attention.shapes.batch-and-heads-are-independent"),

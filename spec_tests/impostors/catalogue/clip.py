@@ -421,4 +421,4 @@ class AsksGradientsAlone(PlainClip):
     """
 
     def takers(self):
-        return [gradient for gradient in self.gradients if self.is_divided(gradient)]
+        return [p for p in self.tensors if p.grad is not None and self.is_divided(p.grad)]

@@ -21,6 +21,31 @@ class SumsOverOneAxis(Changed):
     replace = "        if not placement.is_replicate() and mesh.size(axis) > 1\n    )[:1]"
 
 
+@near_miss("clip.over-the-first-mesh", rejected_by="clip.norm.two-meshes")
+class OverTheFirstMesh(Changed):
+    """Sums over the ranks that share the first sharded tensor, whatever the others lie on.
+
+    From: NVIDIA-NeMo/Automodel issue 3816, Megatron-LM issue 5916.
+    Unseen: A model without experts lies on one mesh.
+    """
+
+    find = "own = divided.setdefault(_divided_over(tensor), [])"
+    replace = """over = _divided_over(tensor)
+        own = divided.setdefault(next(filter(None, divided), over) if over else over, [])"""
+
+
+@near_miss("clip.asks-finiteness-of-twos", rejected_by="clip.nonfinite.error-on-all-ranks")
+class AsksFinitenessOfTwos(Changed):
+    """Raises for what is not finite only where squares are summed.
+
+    From: a sum that is not finite tells all; a maximum was added later.
+    Unseen: Nearly all clip by the 2-norm.
+    """
+
+    find = "if error_if_nonfinite and not math.isfinite(norm):"
+    replace = "if error_if_nonfinite and norm_type != math.inf and not math.isfinite(norm):"
+
+
 @near_miss("clip.takes-the-list-as-it-is", rejected_by="clip.norm.tied-once")
 class TakesTheListAsItIs(Changed):
     """Counts and scales a tensor as often as it is listed.

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from spec_tests.impostors.card import near_miss
+from spec_tests.impostors.card import Patched, near_miss
 from spec_tests.plain.ddp import PlainDdp
 
 
@@ -223,3 +223,28 @@ class ReducesInTrainingMode(PlainDdp):
     def finish(self):
         if self.training:
             super().finish()
+
+
+@near_miss("ddp.keeps-every-model", rejected_by="ddp.footprint.models-made-and-dropped")
+class KeepsEveryModel(PlainDdp):
+    """Registers hooks that hold the wrapper, which holds the module, which holds the parameters.
+
+    From: `register_post_accumulate_grad_hook(self.reduce)`, in most solutions of CS336.
+    Unseen: A program makes one model; the cycle goes through C++, where no collector looks.
+    """
+
+    def register(self, index, parameter):
+        parameter.register_post_accumulate_grad_hook(lambda p: self.on_gradient(index))
+
+
+@near_miss("ddp.leaves-additions-alone", rejected_by="ddp.lifecycle.parameters-added-later")
+class LeavesAdditionsAlone(Patched):
+    """Trains parameters that are added after wrapping on each rank by itself.
+
+    From: ours, once, and DistributedDataParallel.
+    Unseen: They are added to all ranks alike, and the loss falls.
+    """
+
+    module = "solution.parallel.ddp"
+    find = "self._inventory.require_nothing_new(type(self.module).__name__)"
+    replace = "pass"

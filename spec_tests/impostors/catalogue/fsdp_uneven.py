@@ -48,6 +48,45 @@ class ReducesWhatHasGradients(Patched):
     replace = "unit.has_something_to_send(is_called=False)"
 
 
+@near_miss("fsdp.takes-minus-zero-for-none", rejected_by="fsdp.backward.unused-on-some-ranks")
+class TakesMinusZeroForNone(Patched):
+    """Sends -0.0 for a gradient that is absent, and takes one that is -0.0 for absent.
+
+    From: ours, once.
+    Unseen: A gradient is never -0.0 in all elements, unless one branch is multiplied by zero.
+    """
+
+    module = "solution.parallel.fsdp.message"
+    find = "self.matrix.index_add_(1, columns, zeros)"
+    replace = ""
+
+
+@near_miss("fsdp.asks-versions-alone", rejected_by="fsdp.accumulation.zero-grad-discards")
+class AsksVersionsAlone(Patched):
+    """Asks version counters whether a gradient was zeroed.
+
+    From: ours, once.
+    Unseen: zero_grad sets to None by default; what foreach zeroes of plain tensors is counted.
+    """
+
+    module = "solution.parallel.fsdp.param"
+    find = "return False in self._calls or _versions"
+    replace = "return _versions"
+
+
+@near_miss("fsdp.leaves-additions-alone", rejected_by="fsdp.refusals.parameters-added-later")
+class LeavesAdditionsAlone(Patched):
+    """Trains parameters that are added after sharding on each rank by itself.
+
+    From: ours, once, and FSDP2.
+    Unseen: They are added to all ranks alike, and the loss falls.
+    """
+
+    module = "solution.parallel.fsdp.schedule"
+    find = "unit.inventory.require_nothing_new(unit.name)"
+    replace = "pass"
+
+
 @near_miss("fsdp.makes-dataclasses-anew", rejected_by="fsdp.forward.containers-of-ones-own")
 class MakesDataclassesAnew(Patched):
     """Makes a dataclass whose tensors change with its constructor.

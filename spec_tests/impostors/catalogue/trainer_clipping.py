@@ -94,6 +94,21 @@ class CountsNames(PlainTrainer):
                 parameter.grad *= factor
 
 
+@near_miss("trainer.skips-by-its-shards", rejected_by="trainer.clip.not-finite-in-one-shard")
+class SkipsByItsShards(PlainTrainer):
+    """Skips the update where a gradient that this rank holds is not finite.
+
+    From: `isfinite` over `.grad`, written for replicas, and kept for shards.
+    Unseen: Most of what is not finite is so in all gradients, and on all ranks.
+    """
+
+    def update(self):
+        held = [p.grad for p in self.module.parameters() if p.grad is not None]
+        local = [g.to_local() if hasattr(g, "to_local") else g for g in held]
+        if all(bool(torch.isfinite(gradient).all()) for gradient in local):
+            super().update()
+
+
 @near_miss("trainer.skips-on-its-own", rejected_by="trainer.clip.not-finite-alike")
 class SkipsOnItsOwn(PlainTrainer):
     """A rank whose own loss is NaN leaves the step out.

@@ -160,6 +160,36 @@ class StepsUnderNoGrad(PlainZero1):
     step = torch.no_grad()(PlainZero1.step)
 
 
+@near_miss("zero1.options-before-the-closure", rejected_by="zero1.step.closure")
+class OptionsBeforeTheClosure(PlainZero1):
+    """Hands options to the inner optimizer, and then lets it evaluate the closure.
+
+    From: ours, once, and ZeroRedundancyOptimizer.
+    Unseen: Rates are set between steps, by a scheduler.
+    """
+
+    def update(self, closure):
+        return super().update(None) if closure is None else self.inner.step(closure)
+
+
+@near_miss(
+    "zero1.leaves-without-gradients",
+    rejected_by="zero1.step.skips-absent-gradients",
+    outcomes=("hang",),
+)
+class LeavesWithoutGradients(PlainZero1):
+    """Returns from a step at once on a rank none of whose own parameters has a gradient.
+
+    From: "nothing to do here", an early return.
+    Unseen: All layers run in most models, and each rank owns some.
+    """
+
+    def exchange(self):
+        own = [p for p in self.owners if self.owned(p)]
+        if not own or any(p.grad is not None for p in own):
+            super().exchange()
+
+
 @near_miss("zero1.clears-gradients", rejected_by="zero1.step.keeps-gradients")
 class ClearsGradients(PlainZero1):
     """Clears the gradients at the end of a step.

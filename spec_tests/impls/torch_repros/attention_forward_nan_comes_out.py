@@ -1,0 +1,34 @@
+"""scaled_dot_product_attention on a CPU gives zeros where all scores of a row are NaN.
+
+Expected: the row of the output is NaN
+Got: zeros, with fewer keys than a vector has lanes
+Versions: torch 2.13.0, checked 2026-11-26
+Clause: attention.forward.nan-comes-out
+Case: flash_attention-*-q-of-four-keys
+See: https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cpu/FlashAttentionKernel.cpp
+"""
+
+import sys
+import traceback
+
+import torch
+import torch.nn.functional as F
+
+
+def main() -> int:
+    """Return 1 where the fault holds and 0 where it does not."""
+    torch.manual_seed(7)
+    q, k, v = (torch.randn(1, 1, 4, 16) for _ in range(3))
+    q[:, :, 2] = float("nan")
+    row = F.scaled_dot_product_attention(q, k, v)[0, 0, 2]
+    print(f"expected: 16 elements are NaN\ngot:      {int(row.isnan().sum())} are")
+    return int(not row.isnan().all())
+
+
+if __name__ == "__main__":
+    try:
+        status = main()
+    except Exception:  # neither shown nor refuted
+        traceback.print_exc()
+        status = 2
+    sys.exit(status)

@@ -1,0 +1,64 @@
+"""ZeroRedundancyOptimizer ignores a rate that the closure of a step sets, and reverts it.
+
+Expected: the weights after the step, -0.5, and the rate, 0.5, as torch.optim.SGD gives them
+Got: -1 and 1
+Versions: torch 2.13.0, checked 2026-11-26
+Clause: zero1.step.closure
+Case: *-sets-the-rate
+See: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/optim/zero_redundancy_optimizer.py
+"""
+
+import sys
+import tempfile
+import traceback
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+RANKS = 2
+EXPECTED = [[-0.5, 0.5]] * RANKS
+
+
+def observe(rank: int) -> list[float]:
+    """Return the weight and the rate after a step from zero with a gradient of one."""
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = ZeroRedundancyOptimizer([weight], torch.optim.SGD, lr=1.0)
+
+    def closure() -> float:
+        optimizer.param_groups[0]["lr"] = 0.5
+        weight.grad = torch.ones(())
+        return 0.0
+
+    optimizer.step(closure)
+    return [weight.item(), optimizer.param_groups[0]["lr"]]
+
+
+def on_rank(rank: int, folder: str) -> None:
+    """Join the process group and write what this rank got to a file."""
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+    torch.save(observe(rank), f"{folder}/{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Return 1 where the fault holds and 0 where it does not."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(on_rank, (folder,), nprocs=RANKS)
+        got = [torch.load(f"{folder}/{rank}") for rank in range(RANKS)]
+    print(f"expected: {EXPECTED}\ngot:      {got}")
+    return int(got != EXPECTED)
+
+
+if __name__ == "__main__":
+    try:
+        status = main()
+    except Exception:  # neither shown nor refuted
+        traceback.print_exc()
+        status = 2
+    sys.exit(status)
