@@ -58,7 +58,7 @@ SITUATIONS = (
 @clause("ddp.programs.any-situation", needs=("no_sync",), source=SITUATIONS)
 @pytest.mark.parametrize("part", range(draw.PARTS))
 def test_any_situation_does_what_one_process_does(world, subject, part):
-    """In any scene any legal program MUST do on the ranks what it does in one process.
+    """In any scene any legal program MUST do on replicas what it does in one process.
 
     Scenes in which every two words meet, in each a program of up to 24 calls, and the situations of
     `spec_tests/programs/seeds.toml`, which once told a fault.
@@ -75,7 +75,7 @@ def test_any_situation_does_what_one_process_does(world, subject, part):
 )
 @pytest.mark.parametrize("part", range(draw.PARTS))
 def test_any_situation_of_production_does_what_one_process_does(world, subject, part):
-    """With all that PyTorch offers, any legal program MUST do what it does in one process.
+    """With all that DDP offers, any legal program MUST do on replicas what it does in one process.
 
     An ordinary step then sends what it sent before the program. Parameters and gradients keep their
     dtype, shape and placements.

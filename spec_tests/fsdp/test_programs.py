@@ -89,7 +89,7 @@ SITUATIONS = "contract: mean-gradient, fresh-weights; Cohen et al. 1997, The AET
 @clause("fsdp.programs.any-situation", judges=BOTH, source=SITUATIONS, worlds=(2, 3))
 @pytest.mark.parametrize("part", range(draw.PARTS))
 def test_any_situation_does_what_one_process_does(world, subject, part):
-    """In any scene any legal program MUST do on the shards what it does in one process.
+    """In any scene any legal program MUST do on shards what it does in one process.
 
     Scenes in which every two words meet, in each a program of up to 24 calls, and the situations of
     `spec_tests/programs/seeds.toml`, which once told a fault.
@@ -105,7 +105,7 @@ def test_any_situation_does_what_one_process_does(world, subject, part):
 )
 @pytest.mark.parametrize("part", range(draw.PARTS))
 def test_any_situation_of_production_does_what_one_process_does(world, subject, part):
-    """With all that PyTorch offers, any legal program MUST do what it does in one process.
+    """With all that FSDP2 offers, any legal program MUST do on shards what it does in one process.
 
     An ordinary step then sends what it sent before the program. Parameters and gradients keep their
     dtype, shape and placements.
@@ -126,7 +126,7 @@ def test_a_step_after_an_interrupted_forward_is_seen(world, subject, situation):
     same_as_alone(world, subject, situation)
 
 
-AGAIN = "evaluate 1, zero_grad none, write parameters, evaluate 9"
+AGAIN = "record 1, zero_grad none, write parameters, record 9"
 
 
 @clause(
@@ -134,7 +134,7 @@ AGAIN = "evaluate 1, zero_grad none, write parameters, evaluate 9"
     source="contract: fresh-weights, after-exception",
     worlds=(2,),
 )
-@situations({"held": f"even held: fails_backward 0 first, {AGAIN}"})
+@situations({"held": f"even held: fails_backward 0 middle, {AGAIN}"})
 def test_a_change_after_an_interrupted_backward_is_seen(world, subject, situation):
     """After an exception in backward, and a forward, a forward MUST see weights that changed.
 
@@ -153,7 +153,7 @@ def test_a_change_after_an_interrupted_backward_is_seen(world, subject, situatio
 @pytest.mark.parametrize("part", range(draw.PARTS))
 def test_any_two_settings_work_together(world, subject, part):
     """Whatever two settings meet, two steps MUST use mean gradients, the second at new weights."""
-    draw.judge_rows(world, subject, "production", part, TWO_STEPS_OF_PAIRS)
+    draw.judge_rows(world, subject, "correct", part, TWO_STEPS_OF_PAIRS)
 
 
 SCHEDULED_TOY = "stack"

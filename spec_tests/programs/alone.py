@@ -280,7 +280,7 @@ class Alone:
     def evaluate(self, micro: str) -> Named:
         return {"output": self.output(micro, self.rank).detach()}
 
-    infer = evaluate
+    infer = record = evaluate
 
     def step(self) -> Named:
         return self._step(lambda number: True)
@@ -336,7 +336,7 @@ class Alone:
 
 def one_of(parameters: Sequence[Any]) -> int:
     """Return the number of the parameter that is written alone: the second of a unit, if any is."""
-    return min(2, len(parameters) - 1)
+    return min(3, len(parameters) - 1)
 
 
 def shape_of(scene: Scene, size: int) -> tuple[int, int]:

@@ -14,7 +14,8 @@
     step_one WHICH      the first optimizer, or the others, do
     zero_grad HOW       of the optimizers, to None or to zero, or of the model
     evaluate N, infer N a forward under no_grad, in inference mode
-    fails N LAYER       an exception in the forward of the first or last layer, which is caught
+    record N            a forward of training whose loss is dropped
+    fails N LAYER       an exception in the forward of a layer (first, middle, last)
     fails_backward ...  the same in the backward
     keep FLAG           weights stay unsharded after a backward
     unshard HOW         every unit, by hand, at once or in flight; `reshard` again
@@ -153,6 +154,7 @@ VERBS: dict[str, Verb] = {
     "zero_grad": Verb("how", then=_cleared, of=EVERY),
     "evaluate": Verb("micro"),
     "infer": Verb("micro"),
+    "record": Verb("micro", of=SHARDS),
     "fails": Verb("micro layer", then=_becomes(may_refuse=True)),
     "fails_backward": Verb(
         "micro layer",
@@ -188,7 +190,7 @@ WORDS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
         "of-the-model": (REPLICAS + SHARDS, "production"),
     },
     "which": dict.fromkeys(("first", "second"), (REPLICAS + SHARDS + WHOLE, "correct")),
-    "layer": dict.fromkeys(("first", "last"), (REPLICAS + SHARDS + WHOLE, "correct")),
+    "layer": dict.fromkeys(("first", "middle", "last"), (REPLICAS + SHARDS + WHOLE, "correct")),
     "flag": dict.fromkeys(("True", "False"), (SHARDS, "correct")),
     "at_once": {"now": (SHARDS, "correct"), "in-flight": (SHARDS, "production")},
     "where": {

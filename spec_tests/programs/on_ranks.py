@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -244,12 +244,15 @@ class OnRank:
             found = self.output(micro)
         return {"output": found.clone()}
 
+    def record(self, micro: str) -> Named:
+        return {"output": self.output(micro).detach().clone()}
+
     def fails(self, micro: str, layer: str) -> None:
         def fail(*_: object) -> None:
             raise PlantedError
 
         called = [part for name, part in leaves_by_name(self.module) if "unused" not in name]
-        part = (called or [self.module])[0 if layer == "first" else -1]
+        part = chosen(called or [self.module], layer)
         handle = part.register_forward_pre_hook(fail)
         with contextlib.suppress(PlantedError):
             self.loss(micro)
@@ -267,8 +270,8 @@ class OnRank:
         loss = self.loss(micro)
         for handle in handles:
             handle.remove()
-        reached = [y for y in (*outputs, loss) if y.requires_grad]
-        reached[0 if layer == "first" else -2 if len(reached) > 1 else -1].register_hook(fail)
+        reached = [y for y in outputs if y.requires_grad]
+        chosen(reached or [loss], layer).register_hook(fail)
         with contextlib.suppress(PlantedError):
             loss.backward()
 
@@ -441,6 +444,11 @@ WAYS: dict[str, type[OnRank]] = {
     "fsdp": Whole,
     "fully_shard": Shards,
 }
+
+
+def chosen(things: Sequence[Any], which: str) -> Any:
+    """Return the first, the last, or the one in the middle."""
+    return things[{"first": 0, "middle": len(things) // 2, "last": -1}[which]]
 
 
 def plain_of(tensor: Any) -> torch.Tensor:
