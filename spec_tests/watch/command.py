@@ -36,6 +36,7 @@ from spec_tests.watch.verdict import Verdict, causes_of, render, write
 
 BOOT = Path(__file__).parent / "boot"
 _GRACE_SECONDS = 3.0
+_MISMATCH_SECONDS = 2.0  # that ranks wait in collectives that do not match, until they are ended
 _KEPT = 100  # findings of one norm
 _RECORDS = "512"  # collectives that torch's flight recorder keeps: 6 ms to read
 
@@ -111,7 +112,8 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._lines: dict[socket.socket, bytes] = {}
         self._ranks: dict[socket.socket, Rank] = {}
-        self._hung = False
+        self._hang: dict[int, tuple[int, ...]] = {}  # rank to how far it was when a hang was told
+        self._was_stopped = False
         self._steps = self._ranks_seen = 0  # of runs that have ended
         self._went_on = 0  # findings that the command has gone on after
         self._begun = 0.0
@@ -165,8 +167,9 @@ class Agent:
                     self._read(key.fileobj)  # type: ignore[arg-type]
             now = time.monotonic()
             if child.poll() is None:
-                self._look_for_hang(now)
-                if self._options.fail_fast and any(map(is_must, self.findings)):
+                is_blocked = self._looks_blocked(now)
+                if is_blocked or self._options.fail_fast and any(map(is_must, self.findings)):
+                    self._was_stopped = True
                     child.stop(signal.SIGTERM)
                 continue
             ended = ended or now
@@ -235,6 +238,8 @@ class Agent:
             del self.run.ranks[rank.rank], self._ranks[connection]
         else:
             self.run.take_news(rank, kind, event)
+        if kind == "raised" and not traffic.is_effect(event):
+            return traffic.ends(self.run)
         return ()
 
     def _judge(self, step: Step) -> list[Finding]:
@@ -259,7 +264,7 @@ class Agent:
 
     def _begin_anew(self) -> None:
         """Close the books of a run whose ranks have ended, and open those of the next."""
-        self._report([*traffic.ends(self.run), *traffic.as_many_steps(self.run)])
+        self._report_end(self.run)
         self._went_on = len(self.findings)
         self._steps += max(self.run.steps_taken().values(), default=0)
         self._ranks_seen = max(self._ranks_seen, len(self.run.ranks))
@@ -270,17 +275,57 @@ class Agent:
         for finding in findings:
             known = sum(finding.norm == each.norm for each in self.findings)
             if known < _KEPT:
-                self.findings.append(finding)
+                self.findings.append(dataclasses.replace(finding, at=time.monotonic()))
             if not known and is_must(finding):
-                print(
-                    f"trainspec watch: [{finding.norm}] {finding.text}", file=sys.stderr, flush=True
-                )
+                _say(f"[{finding.norm}] {finding.text}")
+
+    def _report_end(self, run: Run) -> None:
+        found = [*traffic.ends(run), *traffic.as_many_steps(run)]
+        was_told = any(f.norm == "watch.run.ends" for f in self.findings[self._went_on :])
+        self._report(f for f in found if f.norm != "watch.run.ends" or not was_told)
+
+    def _looks_blocked(self, now: float) -> bool:
+        """Look for a hang; returns whether the command is to be ended for it."""
+        try:
+            self._look_for_hang(now)
+            return self._is_blocked_by_a_mismatch(now)
+        except Exception as error:  # the script goes on, and so does its judge
+            self.run.notes.append(f"the search for hangs failed: {error!r}")
+            return False
 
     def _look_for_hang(self, now: float) -> None:
-        if not self._hung:
+        """Report a hang, and withdraw the report if the ranks go on after all."""
+        ranks = self.run.ranks.values()
+        if any(self._hang.get(r.rank, r.progress) != r.progress for r in ranks):
+            self._hang = {}
+            withdrawn = [f for f in self.findings if f.norm == "watch.run.goes-on"]
+            self.findings = [f for f in self.findings if f.norm != "watch.run.goes-on"]
+            if withdrawn:
+                _say("the ranks went on: the hang was none, and is withdrawn")
+        if not self._hang and not self._has_mismatch():
             found = list(traffic.goes_on(self.run, now, self._options.patience))
-            self._hung = bool(found)
-            self._report(found)
+            if found:
+                self._hang = {r.rank: r.progress for r in ranks}
+                self._report([*(traffic.ends(self.run) if self._any_handles() else ()), *found])
+
+    def _any_handles(self) -> bool:
+        ranks = self.run.ranks.values()
+        return any(r.handling for r in ranks) and not any(r.raised for r in ranks)
+
+    def _has_mismatch(self) -> bool:
+        return any(f.norm == "watch.collectives.match" for f in self.findings)
+
+    def _is_blocked_by_a_mismatch(self, now: float) -> bool:
+        """Return whether ranks wait in collectives that do not match: nothing will end that."""
+        alive = [rank for rank in self.run.ranks.values() if rank.is_alive]
+        if not self._has_mismatch() or not traffic.all_wait(alive, now, _MISMATCH_SECONDS):
+            return False
+        place = f"; {traffic.waits(self.run)}"
+        for index, each in enumerate(self.findings):
+            if each.norm == "watch.collectives.match":
+                self.findings[index] = dataclasses.replace(each, text=each.text + place)
+        _say(f"the command is ended: its ranks cannot go on{place}")
+        return True
 
     def verdict(self, own: int) -> Verdict:
         """Return what was found, when the command has ended with status `own`."""
@@ -288,9 +333,8 @@ class Agent:
         if own == 0:  # started again by torchrun, or killed to show that a run can be resumed
             earlier, last = self.findings[: self._went_on], self.findings[self._went_on :]
             self.findings = [*map(_recovered, earlier), *last]
-        was_stopped = self._options.fail_fast and any(map(is_must, self.findings))
-        if not was_stopped:
-            self._report([*traffic.ends(run), *traffic.as_many_steps(run)])
+        if not self._was_stopped:
+            self._report_end(run)
         steps = self._steps + max(run.steps_taken().values(), default=0)
         unseen = list(dict.fromkeys(run.notes))
         status = int(any(map(is_must, self.findings)))
@@ -311,6 +355,10 @@ class Agent:
             "started "
             "with -E, -I or -S takes no start-up hook"
         )
+
+
+def _say(text: str) -> None:
+    print(f"trainspec watch: {text}", file=sys.stderr, flush=True)
 
 
 def _recovered(finding: Finding) -> Finding:

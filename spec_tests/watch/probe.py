@@ -34,7 +34,7 @@ from torch.optim import optimizer as optim
 from . import calls
 from .guard import Current, probe_to_ask, quiet, wrapped, wrapped_always
 from .layout import Names, fingerprint, full_weights, is_dtensor, local_of, own_part
-from .link import Link, script_line
+from .link import Link, error_fields, script_line
 from .replay import Recording, finish
 from .window import Watched, Window, numbers, tensors_of
 
@@ -399,10 +399,8 @@ def _is_inside(key: int) -> bool:
 def _raised(hidden: Any, kind: Any, error: Any, trace: Any) -> None:
     link = Current.probe.link if Current.probe is not None else None
     if link is not None:
-        frames = [frame for frame, _ in traceback.walk_tb(trace)]
-        place = script_line(frames[-1]) if frames else ""
         link.send_collectives()
-        link.send("raised", type=kind.__name__, text=str(error)[:2000], place=place)
+        link.send("raised", **error_fields(error, trace))
     hidden(kind, error, trace)
 
 

@@ -15,6 +15,7 @@ _UNSEEN = (
     "a step without a training forward that was seen: batches, random states and losses were not "
     "checked (a model compiled in place, called through torch.func, or in another thread)"
 )
+_BUSY_SECONDS = 0.1  # of the processor, since a rank was last seen to go on
 _FLOATS = {"Float", "Double", "Half", "BFloat16"}
 
 
@@ -69,7 +70,9 @@ class Rank:
     waits: bool = False
     cpu: float = 0.0
     still_since: float | None = None
-    pending: str = ""
+    still_beats: int = 0
+    pending: Collective | None = None  # the oldest that has not ended
+    handling: Event | None = None  # an exception, inside of `except` or `finally`
     spent: float = 0.0  # seconds in the watcher's hooks, up to the last step
     begun: int = 0  # when its first step began
     generations: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -80,14 +83,29 @@ class Rank:
 
     def beat(self, event: Event, now: float) -> None:
         """Take a heartbeat: a rank is still if it waits at one place and uses no processor."""
-        state = (event["place"], self.issued, sum(self.steps.values()))
-        busy = event["cpu"] - self.cpu > 0.1
-        self.place, self.cpu, self.pending = event["place"], event["cpu"], event["pending"]
-        self.waits = event["waits"] or bool(self.pending)
+        self.place, self.waits = event["place"], event["waits"]
+        self.pending = _collective([0, *event["pending"]]) if event["pending"] else None
+        if event["error"] is None or self.handling is None:
+            self.handling = None if event["error"] is None else {**event["error"], "t": event["t"]}
+        state = (self.place, self.waits, self.issued, sum(self.steps.values()))
+        # On a machine that is too busy, a rank that imports or computes gets little of it at a time.
+        busy = event["cpu"] - self.cpu > _BUSY_SECONDS
+        self.still_beats += 1
         if state != self._state or busy:
-            self._state, self.still_since = state, None
+            self._state, self.still_since, self.cpu = state, None, event["cpu"]
         elif self.still_since is None:
-            self.still_since = now
+            self.still_since, self.still_beats = now, 0
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may still take part in a collective."""
+        return self.is_open and not self.has_ended and self.raised is None
+
+    @property
+    def progress(self) -> tuple[int, ...]:
+        """How far it has come."""
+        has_ended = self.has_ended and self.raised is None
+        return (self.issued, sum(self.steps.values()), has_ended)
 
     def reduced(self, since: int, until: int, *, largest: bool = False) -> int:
         """Elements that reductions, or the largest one, were given in a span of time."""
@@ -176,7 +194,7 @@ class Run:
         event["is_complete"] = rank.read_until >= event["begun"] and not rank.missed
         event["layout"] = rank.layouts[optimizer]
         rank.spent, rank.begun = event["spent"], rank.begun or event["begun"]
-        rank.stepped_at, rank.missed = event["t"], 0
+        rank.stepped_at, rank.missed, rank.still_since = event["t"], 0, None
         self.timeline.append([rank.rank, number, event["begun"] / 1e9, event["t"] / 1e9])
         found = self._waiting.setdefault((optimizer, number), {})
         if len(self._waiting) > _KEPT_STEPS:  # a rank that never steps, as in a pipeline
@@ -198,12 +216,11 @@ class Run:
             generation += number < last or number == last == 1
             rank.generations[group] = (generation, number)
             label = f"{group}'{generation}" if generation else group
-            found.append(
-                Collective(when, label, number, name, tuple(map(tuple, sizes)), tuple(dtypes))
-            )
+            found.append(_collective([when, label, number, name, sizes, dtypes]))
         rank.window += found
         rank.last += found
         rank.issued += len(found)
+        rank.still_since = None if found else rank.still_since
         rank.missed += missed
         return found
 
@@ -232,3 +249,8 @@ class Run:
     def steps_taken(self) -> dict[int, int]:
         """Return rank to the steps of the optimizer that took most."""
         return {n: max(r.steps.values(), default=0) for n, r in sorted(self.ranks.items())}
+
+
+def _collective(fields: Sequence[Any]) -> Collective:
+    time, group, number, name, sizes, dtypes = fields
+    return Collective(time, group, number, name, tuple(map(tuple, sizes)), tuple(dtypes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,9 @@ from spec_tests.watch.norm import Finding, norm
 from spec_tests.watch.run import Collective, Rank, Run, Step
 
 _C10D = "docs.pytorch.org/docs/stable/distributed.html"
+_SLOW_SECONDS = 60.0  # for a collective that all ranks have begun
+_EFFECTS = ("abort", "KeyboardInterrupt", "SignalException", "DistBackendError", "DistNetworkError")
+_EFFECT_WORDS = ("gloo", "NCCL", "onnection", "Timed out", "timed out", "Broken pipe", "ollective")
 _KEPT = 20_000  # collectives that not all ranks of their group have sent
 _FREE = (
     "gather",
@@ -69,20 +72,19 @@ def collectives_match(sent: dict[int, Collective]) -> Iterator[Finding]:
 @norm("watch.run.goes-on", source=_C10D)
 def goes_on(run: Run, now: float, patience: float) -> Iterator[Finding]:
     """Ranks MUST NOT wait for each other for ever."""
-    alive = [r for r in run.ranks.values() if r.is_open and not r.has_ended]
-    if not alive or not all(r.waits and r.still_since is not None for r in alive):
+    alive = [r for r in run.ranks.values() if r.is_alive]
+    gone = [r for r in run.ranks.values() if not r.is_alive]
+    pending = {r.pending for r in alive}
+    if len(pending) == 1 and pending != {None} and not gone:
+        patience = max(_SLOW_SECONDS, patience)  # all of them are in it: it may be slow
+    if not all_wait(alive, now, patience / 2 if gone else patience):
         return
-    gone = [r for r in run.ranks.values() if not r.is_open or r.has_ended]
-    if now - max(r.still_since or now for r in alive) < (patience / 2 if gone else patience):
-        return
-    waits = [f"rank {r.rank} waits at {_at(r)}{_what(r)}" for r in alive]
-    waits += [f"rank {r.rank} has ended" for r in gone]
     taken = run.steps_taken()
     unequal = len(set(taken.values())) > 1
     counts = ", ".join(f"rank {rank} {steps}" for rank, steps in taken.items())
     yield Finding(
         "watch.run.goes-on",
-        f"expected the ranks to go on, got a hang: {'; '.join(waits)}",
+        f"expected the ranks to go on, got a hang: {waits(run)}",
         min(taken.values(), default=0),
         place=alive[0].place,
         likely=f"ranks took different numbers of steps ({counts})"
@@ -91,34 +93,59 @@ def goes_on(run: Run, now: float, patience: float) -> Iterator[Finding]:
     )
 
 
+def all_wait(alive: Sequence[Rank], now: float, seconds: float) -> bool:
+    """Return whether all of some ranks have waited so long, in heartbeats too."""
+    since = [r.still_since for r in alive if r.waits and r.still_since is not None]
+    beats = min((r.still_beats for r in alive), default=0)  # a machine that is too busy beats late
+    is_long = len(since) == len(alive) > 0 and now - max(since) >= seconds
+    return is_long and beats >= 0.7 * seconds - 1
+
+
+def waits(run: Run) -> str:
+    """Return where each rank waits, in which of its collectives."""
+    said = []
+    for rank in run.ranks.values():
+        if rank.is_alive:
+            error = f" while it handles {rank.handling['type']}" if rank.handling else ""
+            said.append(f"rank {rank.rank} waits at {_at(rank)}{_what(rank)}{error}")
+        else:
+            said.append(f"rank {rank.rank} has {'raised' if rank.raised else 'ended'}")
+    return "; ".join(said)
+
+
 def _at(rank: Rank) -> str:
     return rank.place or "an unknown line"
 
 
 def _what(rank: Rank) -> str:
     last = rank.last[-1] if rank.last else None
-    if rank.pending and last is not None:
-        return f" for {last}, its collective {last.number} of group {last.group}"
+    if rank.pending:
+        own = rank.pending
+        return f" in {own}, its collective {own.number} of group {own.group}"
     return f", after {last}" if last is not None else ""
 
 
 @norm("watch.run.ends", source=_C10D)
 def ends(run: Run) -> Iterator[Finding]:
     """Every rank MUST end by itself and without an exception."""
-    raised = [r for r in run.ranks.values() if r.raised is not None]
-    for rank in sorted(raised, key=lambda r: r.raised["t"] if r.raised else 0)[:1]:
-        error = rank.raised or {}
+    found = sorted((r for r in run.ranks.values() if r.raised), key=_first_raised)
+    held = [r for r in run.ranks.values() if r.handling and r.waits and not r.has_ended]
+    found = found or held
+    for rank in found[:1]:
+        error = rank.raised or rank.handling or {}
         words = " ".join(error["text"].split())
+        is_held = "" if rank.raised else f", which it handles at {_at(rank)}"
         yield Finding(
             "watch.run.ends",
             f"rank {rank.rank}: expected it to end, got {error['type']}: "
-            f"{words[:300]}{_after(rank)}",
+            f"{words[:300]}{is_held}{_after(rank)}",
             max(rank.steps.values(), default=0),
             rank.rank,
             place=error["place"],
-            likely=_left(run),
+            likely=_left(run) if is_effect(error) else "",
+            is_first=not is_effect(error),
         )
-    if raised:
+    if found:
         return
     for rank in run.ranks.values():
         if not rank.has_ended and not rank.is_open:
@@ -130,8 +157,19 @@ def ends(run: Run) -> Iterator[Finding]:
                 max(rank.steps.values(), default=0),
                 rank.rank,
                 place=rank.place,
+                likely=_left(run),
             )
             return
+
+
+def _first_raised(rank: Rank) -> tuple[bool, int]:
+    error = rank.raised or {}
+    return is_effect(error), error["t"]
+
+
+def is_effect(error: Mapping[str, Any]) -> bool:
+    """Return whether an exception may come from another rank that ended, raised or hangs."""
+    return error["type"] in _EFFECTS or any(each in error["text"] for each in _EFFECT_WORDS)
 
 
 def _left(run: Run) -> str:

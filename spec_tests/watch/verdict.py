@@ -51,6 +51,8 @@ _FOLLOWS = {
     "watch.loss.token-counts": (),
 }
 _ORDER = list(_FOLLOWS)
+# What the other ranks of one that raised are seen to do; some seconds before, where it hung first.
+_AT_THE_END = ("watch.collectives.match", "watch.run.goes-on", "watch.steps.as-many")
 
 
 @dataclass
@@ -100,11 +102,13 @@ def causes_of(findings: Sequence[Finding]) -> list[Cause]:
             causes[cause].effects.append(id)
             explained.add(id)
     rest = [cause for id, cause in causes.items() if id not in explained]
-    return sorted(rest, key=lambda cause: not is_must(cause.finding))
+    return sorted(rest, key=lambda c: (not c.finding.is_first, not is_must(c.finding)))
 
 
 def _explains(cause: Finding, effect: Finding) -> bool:
     """Return whether an effect, found no earlier, follows from a cause that weighs as much."""
+    if cause.is_first or effect.is_first:
+        return not effect.is_first and effect.norm in _AT_THE_END and cause.at - 3 < effect.at
     is_above = _ORDER.index(cause.norm) < _ORDER.index(effect.norm)
     is_early = not effect.step or cause.step <= effect.step
     weighs = is_must(cause) or not is_must(effect)
