@@ -1,4 +1,4 @@
-"""`trainspec watch` on small scripts of users: each is told as it should be, no more and no less."""
+"""`trainspec watch` on small scripts: of each exactly the expected causes are reported."""
 
 from pathlib import Path
 

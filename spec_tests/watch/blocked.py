@@ -29,7 +29,9 @@ def is_blocked(frame: Any, thread: int | None, is_pending: bool) -> bool:
         is_pending: a collective that this process has begun has not ended.
     """
     code = None if frame is None else frame.f_code
-    if code is None or code.co_name == "<module>" and code.co_filename.startswith(str(_TORCH)):
+    if code is None:
+        return False
+    if code.co_name == "<module>" and code.co_filename.startswith(str(_TORCH)):
         return False  # torch is being imported
     if code.co_filename.startswith(_OTHERS):
         return False

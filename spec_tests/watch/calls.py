@@ -97,6 +97,16 @@ def _joined(probe: Any) -> None:
     probe.connect().send("join")
 
 
+def message(original: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Send or receive, which the flight recorder of gloo leaves out."""
+    quiet(_exchanged)()
+    return original(*arguments, **keywords)
+
+
+def _exchanged(probe: Any) -> None:
+    probe.connect().has_messages = True
+
+
 def scale(original: Any, scaler: Any, outputs: Any) -> Any:
     """Scale a loss, and remember until the step that its gradients are to be unscaled."""
     quiet(_scaled)(scaler)
@@ -151,6 +161,7 @@ def cross_entropy(original: Any, *arguments: Any, **keywords: Any) -> Any:
             return
         valid = target != keywords.get("ignore_index", -100)
         loss = {"tokens": valid.sum(), "weight": None, "of": reduction, "place": script_line()}
+        loss["value"] = result.detach()
         del probe.window.losses[:-KEPT]
         probe.window.losses.append(loss)
         result.register_hook(functools.partial(loss.__setitem__, "weight"))

@@ -31,6 +31,7 @@ from typing import Any
 from spec_tests.clause import Clause
 from spec_tests.watch import checks, traffic
 from spec_tests.watch.norm import NORMS, Finding, is_must
+from spec_tests.watch.replayed_norm import replayed_gradients
 from spec_tests.watch.run import Rank, Run, Step
 from spec_tests.watch.verdict import Verdict, causes_of, render, write
 
@@ -80,6 +81,16 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--patience", type=float, default=10, help="seconds without progress that are a hang (10)"
     )
+    parser.add_argument(
+        "--replicas",
+        type=_ranks,
+        action="append",
+        default=[],
+        metavar="R,R",
+        help="ranks that hold the same parameters and train on different data, such as 0,2; once "
+        "for each such group, where the ranks hold different parts of a model",
+    )
+    parser.add_argument("--strict", action="store_true", help="advice gives exit status 1 too")
     parser.add_argument("--host", default="", help="this node's address for ranks on other nodes")
     given = list(arguments)
     cut = given.index("--") if "--" in given else len(given)
@@ -93,6 +104,13 @@ def _positive(text: str) -> int:
     return value
 
 
+def _ranks(text: str) -> list[int]:
+    try:
+        return sorted({int(each) for each in text.split(",")})
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected ranks such as 0,2, got {text}") from None
+
+
 def norms() -> list[Clause]:
     """Return every norm of a running script, causes before effects."""
     return list(NORMS.values())
@@ -102,7 +120,7 @@ class Agent:
     """Listens to the ranks of one command, and runs the checks as their events come."""
 
     def __init__(self, options: argparse.Namespace, scratch: str) -> None:
-        self.run = Run()
+        self.run = Run(groups=options.replicas)
         self.findings: list[Finding] = []
         self.moved_to = ""
         self._options = options
@@ -168,7 +186,7 @@ class Agent:
             now = time.monotonic()
             if child.poll() is None:
                 is_blocked = self._looks_blocked(now)
-                if is_blocked or self._options.fail_fast and any(map(is_must, self.findings)):
+                if is_blocked or (self._options.fail_fast and any(map(is_must, self.findings))):
                     self._was_stopped = True
                     child.stop(signal.SIGTERM)
                 continue
@@ -223,6 +241,7 @@ class Agent:
         if kind == "collectives":
             rank.read_until = event["t"]
             found = self.run.take_collectives(rank, event["items"], event["missed"])
+            self.run.has_small_groups |= event["small"]
             return self._traffic.take(rank, found)
         if kind == "step":
             # It may have come while the rank of its number before it was still closing.
@@ -245,7 +264,7 @@ class Agent:
     def _judge(self, step: Step) -> list[Finding]:
         """Return what the checks find in a step; one that breaks is a note, not the end."""
         found: list[Finding] = []
-        for check in (*checks.CHECKS, traffic.replayed_gradients):
+        for check in (*checks.CHECKS, replayed_gradients):
             try:
                 found += check(step)
             except Exception as error:
@@ -269,7 +288,8 @@ class Agent:
         self._steps += max(self.run.steps_taken().values(), default=0)
         self._ranks_seen = max(self._ranks_seen, len(self.run.ranks))
         timeline, notes = self.run.timeline, self.run.notes
-        self.run, self._traffic = Run(timeline=timeline, notes=notes), traffic.Traffic()
+        self.run = Run(timeline=timeline, notes=notes, groups=self._options.replicas)
+        self._traffic = traffic.Traffic()
 
     def _report(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
@@ -337,7 +357,7 @@ class Agent:
             self._report_end(run)
         steps = self._steps + max(run.steps_taken().values(), default=0)
         unseen = list(dict.fromkeys(run.notes))
-        status = int(any(map(is_must, self.findings)))
+        status = int(any(self._options.strict or is_must(each) for each in self.findings))
         if not status and not steps:
             status = 0 if self.moved_to else 2
             unseen.append(self._why_nothing(own))

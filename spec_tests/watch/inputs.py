@@ -33,8 +33,11 @@ def batches_distinct(step: Step) -> Iterator[Finding]:
                     step.number,
                     rank,
                     place=step.events[rank]["forwards"][0]["place"],
-                    likely="the loader does not know the rank: no DistributedSampler, no offset, "
-                    "one seed",
+                    likely=step.ask(
+                        "the loader does not know the rank: no DistributedSampler, no offset, "
+                        "one seed"
+                    ),
+                    is_advice=bool(step.doubt),
                 )
 
 
@@ -61,7 +64,8 @@ def batches_not_repeated(step: Step) -> Iterator[Finding]:
                 step.number,
                 rank,
                 place=step.events[rank]["forwards"][0]["place"],
-                likely="ranks walk through the same data with different offsets",
+                likely=step.ask("ranks walk through the same data with different offsets"),
+                is_advice=bool(step.doubt),
             )
     for rank, event in step.events.items():
         for batch in _batches(event):

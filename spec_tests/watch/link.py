@@ -46,6 +46,7 @@ class Link:
         self._read = 0.0
         self._handler: Any = None
         self.is_open = True
+        self.has_messages = False  # point-to-point
         self.send("hello", token=self._token, pid=os.getpid())
         self._is_over = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="trainspec-watch", daemon=True)
@@ -70,7 +71,8 @@ class Link:
         with self._reading:  # the heartbeat reads as well: each entry once, and in order
             found, missed = self._records.new()
             if found or missed:
-                self.send("collectives", items=found, missed=missed)
+                is_small = small_groups(found)
+                self.send("collectives", items=found, missed=missed, small=is_small)
 
     def keep_last_words(self) -> None:
         """Say so when native code aborts, as gloo does where a collective's size is wrong."""
@@ -175,6 +177,27 @@ class Records:
                 self._next[index] = fresh[-1]["record_id"] + 1
             found += [_record(entry) for entry in fresh if not entry.get("is_p2p")]
         return found, missed
+
+
+def small_groups(found: list[list[Any]]) -> bool:
+    """Return whether numbers were reduced or gathered in a group that is smaller than the world."""
+    world = torch.distributed.distributed_c10d._world
+    sizes = {world.pg_names.get(pg): len(ranks) for pg, ranks in world.pg_group_ranks.items()}
+    largest = max(sizes.values(), default=1)
+    return any(
+        1 < sizes.get(group, largest) < largest and size for _, group, _, _, size, _ in found
+    )
+
+
+def collectives_so_far() -> int:
+    """Return how many collectives this rank has begun, in all groups together."""
+    if not torch.distributed.is_initialized():
+        return 0
+    try:
+        groups: Any = torch.distributed.distributed_c10d._world.pg_map
+        return sum(pg._get_sequence_number_for_group() for pg in groups)
+    except RuntimeError:  # a backend that does not count
+        return 0
 
 
 def _record(entry: dict[str, Any]) -> list[Any]:

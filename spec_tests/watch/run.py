@@ -88,7 +88,7 @@ class Rank:
         if event["error"] is None or self.handling is None:
             self.handling = None if event["error"] is None else {**event["error"], "t": event["t"]}
         state = (self.place, self.waits, self.issued, sum(self.steps.values()))
-        # On a machine that is too busy, a rank that imports or computes gets little of it at a time.
+        # On a machine that is too busy, a rank that imports or computes gets little at a time.
         busy = event["cpu"] - self.cpu > _BUSY_SECONDS
         self.still_beats += 1
         if state != self._state or busy:
@@ -139,10 +139,13 @@ class Step:
         found: dict[tuple[Any, ...], dict[int, Any]] = {}
         for rank, event in self.events.items():
             for entry, value in zip(self.layout(rank), event[key], strict=True):
-                if entry["kind"] not in ("flat", "local", "tensor"):
+                is_plain = entry["kind"] == "plain"
+                group = self.run.group_of(rank) if is_plain else 0
+                if entry["kind"] not in ("flat", "local", "tensor") and group is not None:
                     same = (
                         entry["name"],
                         entry["kind"],
+                        group,
                         *map(tuple, (entry["shape"], entry["ranks"], entry["shard"])),
                     )
                     found.setdefault(same, {})[rank] = value
@@ -150,8 +153,37 @@ class Step:
             if len(values) > 1:
                 yield name, kind, values
 
+    @property
+    def doubt(self) -> str:
+        """Why parameters of no known wrapper may be no replicas of each other, or ""."""
+        if self.run.groups:
+            return ""
+        plain = [
+            [(e["name"], e["shape"]) for e in self.layout(rank) if e["kind"] == "plain"]
+            for rank in self.events
+        ]
+        if not any(plain):
+            return ""
+        talks = any(f["talks"] for event in self.events.values() for f in event["forwards"])
+        reasons = {
+            "the ranks' optimizers hold different parameters": any(p != plain[0] for p in plain),
+            "the ranks send each other point-to-point messages": self.run.has_messages,
+            "the model communicates in its forward": talks,
+            "the script uses process groups smaller than the world": self.run.has_small_groups,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+    def ask(self, likely: str) -> str:
+        """Return what is likely where it is in doubt whether the ranks hold replicas."""
+        asked = f"none, if ranks hold different parts of the model: {self.doubt}; "
+        return (
+            asked + "name the ranks that are replicas, as --replicas 0,1" if self.doubt else likely
+        )
+
     def peers(self) -> list[list[int]]:
         """Return the ranks that train on different data, in groups; [] where that is unknown."""
+        if self.run.groups:
+            return [[r for r in group if r in self.events] for group in self.run.groups]
         groups: dict[tuple[int, ...], set[int]] = {}
         for rank in self.events:
             entries = self.layout(rank)
@@ -173,6 +205,9 @@ class Run:
     unequal_starts: set[int] = field(default_factory=set)
     seen: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
     looped: bool = False
+    groups: list[list[int]] = field(default_factory=list)  # ranks that are replicas, as named
+    has_messages: bool = False  # point-to-point
+    has_small_groups: bool = False
     timeline: deque[list[float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _waiting: dict[tuple[int, int], dict[int, Event]] = field(default_factory=dict)
 
@@ -180,6 +215,11 @@ class Run:
     def world(self) -> int:
         """The number of ranks, as they said it or as many as there are."""
         return max((r.world or 0 for r in self.ranks.values()), default=0) or len(self.ranks)
+
+    def group_of(self, rank: int) -> int | None:
+        """Return which group of replicas a rank is in; None if groups are named and it in none."""
+        found = [index for index, group in enumerate(self.groups) if rank in group]
+        return found[0] if found else None if self.groups else 0
 
     def take_step(self, rank: Rank, event: Event) -> Step | None:
         """Take one rank's step; returns the step once all ranks have taken it."""
@@ -189,6 +229,7 @@ class Run:
             self.notes.append(_UNSEEN)
         rank.forwards += len(event["forwards"])
         event["seen"] = rank.forwards
+        self.has_messages |= event["messages"]
         event["reduced"] = rank.reduced(rank.stepped_at, event["begun"])
         event["largest"] = rank.reduced(rank.stepped_at, event["begun"], largest=True)
         event["is_complete"] = rank.read_until >= event["begun"] and not rank.missed
@@ -249,6 +290,17 @@ class Run:
     def steps_taken(self) -> dict[int, int]:
         """Return rank to the steps of the optimizer that took most."""
         return {n: max(r.steps.values(), default=0) for n, r in sorted(self.ranks.items())}
+
+
+def unequal(step: Step, key: str, *, every: bool = False) -> Iterator[tuple[str, int, Any]]:
+    """Yield name, first rank that differs, and all values of replicated tensors that differ."""
+    for name, kind, values in step.replicas(key):
+        if kind == "plain" and not every and step.optimizer in step.run.unequal_starts:
+            continue  # reported once; nobody says that they are replicas
+        first = values[min(values)]
+        different = [rank for rank, value in values.items() if value != first]
+        if different:
+            yield name, different[0], values
 
 
 def _collective(fields: Sequence[Any]) -> Collective:

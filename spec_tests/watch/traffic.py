@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from spec_tests.watch.norm import Finding, norm
-from spec_tests.watch.run import Collective, Rank, Run, Step
+from spec_tests.watch.run import Collective, Rank, Run
 
 _C10D = "docs.pytorch.org/docs/stable/distributed.html"
 _SLOW_SECONDS = 60.0  # for a collective that all ranks have begun
@@ -201,68 +200,3 @@ def as_many_steps(run: Run) -> Iterator[Finding]:
             few,
             likely="the ranks' loaders have different lengths, or a rank skips updates",
         )
-
-
-@norm("watch.replay.gradients", source="Li et al. 2020, section 3.2; ZeRO, Rajbhandari et al. 2020")
-def replayed_gradients(step: Step) -> Iterator[Finding]:
-    """The optimizer MUST be given the mean over ranks of what the outputs' gradients demand."""
-    from spec_tests.watch import replayed  # torch is needed here alone
-
-    replays = {rank: event["replay"] for rank, event in step.events.items() if event.get("replay")}
-    reasons = [f"rank {rank}: {of['reason']}" for rank, of in replays.items() if "reason" in of]
-    if reasons or len(replays) < len(step.events):
-        if replays:
-            step.run.notes.append(f"step {step.number} was not replayed: {'; '.join(reasons)}")
-        return
-    files = [Path(of["path"]) for of in replays.values()]
-    if not all(file.is_file() for file in files):
-        step.run.notes.append("not replayed: ranks on other nodes wrote to their own disks")
-        return
-    batches = max(of["batches"] for of in replays.values())
-    coefficients = [_coefficient(step.events[rank]) for rank in replays]
-    step.run.replayed = f"; step {step.number} computed again"
-    for found in replayed.judge(files, batches, coefficients, _is_mean(step))[:1]:
-        if found.factor == 1.0 and not all(of["is_exact"] for of in replays.values()):
-            step.run.replayed = ""
-            step.run.notes.append(
-                f"step {step.number} was not judged: the compiled model draws random numbers in an "
-                "order of its own"
-            )
-            return
-        if not found.is_certain and found.factor != 1.0:
-            step.run.notes.append(
-                f"step {step.number}: all gradients are one factor times the mean over ranks "
-                f"({found.words}): right if they are clipped by hand, or if the loss is scaled so"
-            )
-            return
-        others = f" ({found.others + 1} tensors)" if found.others else ""
-        yield Finding(
-            "watch.replay.gradients",
-            f"rank {found.rank}, {found.name!r}: expected the mean over ranks of the step's own "
-            f"gradients, {found.words}{others}",
-            step.number,
-            found.rank,
-            found.name,
-            step.place(found.rank),
-            ""
-            if found.is_certain
-            else "a loss that uses parameters directly, or gradients that "
-            "are changed by hand after the backward: then this is right",
-            is_advice=not found.is_certain,
-        )
-
-
-def _is_mean(step: Step) -> bool:
-    """Return whether each rank's loss is a mean over its own batch, as far as losses were seen."""
-    for event in step.events.values():
-        weights = [loss["weight"] or 0.0 for loss in event["losses"]]
-        if abs(sum(weights) / event["replay"]["scale"] - 1) > 1e-3:
-            return False
-    return True
-
-
-def _coefficient(event: dict[str, Any]) -> float:
-    """Return what clipping and unscaling multiplied the gradients of a step by."""
-    clip, scale = event["clip"], event["replay"]["scale"]
-    clipped = clip["clipped"] / clip["norm"] if clip and clip["norm"] else 1.0
-    return float(clipped / scale)

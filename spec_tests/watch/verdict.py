@@ -13,6 +13,7 @@ from spec_tests.watch.run import Run
 
 # Causes before effects: a finding follows from one of those named beside it that stands above it.
 _FOLLOWS = {
+    "watch.numbers.finite": (),
     "watch.batches.distinct": (),
     "watch.batches.not-repeated": ("watch.batches.distinct",),
     "watch.replicas.begin-equal": (),
@@ -53,6 +54,12 @@ _FOLLOWS = {
 _ORDER = list(_FOLLOWS)
 # What the other ranks of one that raised are seen to do; some seconds before, where it hung first.
 _AT_THE_END = ("watch.collectives.match", "watch.run.goes-on", "watch.steps.as-many")
+# NaN is unequal to itself, in bytes too, and whatever it is multiplied by.
+_OF_NUMBERS = (
+    *("watch.weights.current", "watch.gradients.equal", "watch.replicas.equal", "watch.clip.norm"),
+    *("watch.optimizer.moves", "watch.optimizer.precision", "watch.replay.gradients"),
+    *("watch.replicas.buffers", "watch.loss.token-counts"),
+)
 
 
 @dataclass
@@ -109,6 +116,8 @@ def _explains(cause: Finding, effect: Finding) -> bool:
     """Return whether an effect, found no earlier, follows from a cause that weighs as much."""
     if cause.is_first or effect.is_first:
         return not effect.is_first and effect.norm in _AT_THE_END and cause.at - 3 < effect.at
+    if cause.norm == "watch.numbers.finite" and effect.norm in _OF_NUMBERS:
+        return cause.step <= effect.step and (is_must(cause) or not is_must(effect))
     is_above = _ORDER.index(cause.norm) < _ORDER.index(effect.norm)
     is_early = not effect.step or cause.step <= effect.step
     weighs = is_must(cause) or not is_must(effect)

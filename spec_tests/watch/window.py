@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 import zlib
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import finite
 from .layout import Entry, Names, fingerprint, local_of, plain_name
 from .link import script_line
 
@@ -23,6 +25,7 @@ class Window:
         self.forwards: list[dict[str, Any]] = []
         self.losses: list[dict[str, Any]] = []
         self.stale: list[tuple[str, str, Tensor]] = []
+        self.is_cleared = False  # gradients, since the last backward
         self.counts: dict[int, list[int]] = {}  # parameter to its backwards, unsynced ones, size
 
     def forward(self, module: nn.Module, tensors: list[Tensor], names: Names) -> None:
@@ -45,14 +48,14 @@ class Window:
                 "inside": ddp is None and any(id(p) in names.ddp for p in module.parameters()),
                 "syncs": None if ddp is None else bool(ddp.require_backward_grad_sync),
                 "buffers": None,
+                "talks": False,
                 "place": script_line(),
             }
         )
 
-    def take_buffers(self, root: nn.Module, module: nn.Module) -> None:
+    def take_buffers(self, inner: nn.Module) -> None:
         """Hash the buffers that a forward begins with: DDP has made them equal by then."""
-        inner = root.module if isinstance(root, nn.parallel.DistributedDataParallel) else root
-        if module is inner and self.forwards and self.forwards[-1]["buffers"] is None:
+        if self.forwards and self.forwards[-1]["buffers"] is None:
             floats = [(n, b) for n, b in inner.named_buffers() if b.is_floating_point()]
             self.forwards[-1]["buffers"] = {plain_name(n): fingerprint(b) for n, b in floats}
 
@@ -69,6 +72,7 @@ class Window:
         for loss in self.losses:
             loss["tokens"] = next(values)
             loss["weight"] = float(loss["weight"]) if loss["weight"] is not None else None
+            loss["is_bad"] = not math.isfinite(float(loss.pop("value")))
         counted = self.counts.values()
         return {
             "forwards": self.forwards,
@@ -119,6 +123,10 @@ class Watched:
     def _groups(self) -> list[dict[str, Any]]:
         optimizer = self._optimizer()
         return [] if optimizer is None else optimizer.param_groups
+
+    def not_finite(self) -> list[str]:
+        """Return the names of its parameters that have numbers that are not finite."""
+        return finite.named(self.entries, numbers(finite.flags([*self.parameters])))
 
     def take_half(self) -> None:
         """Keep the largest 16-bit parameter, in the first steps."""
