@@ -39,6 +39,7 @@ def data(steps: int = 100, ranks: int = 4, **fields: Any) -> dict[str, Any]:
         for id, each in SENTENCES.items()
     ]
     norms[-1]["holds"] = True
+    norms = [{**norm, "seen": True} for norm in norms]
     timeline = [
         [rank, step, 1.7e9 + 0.07 * step + 0.003 * rank, 1.7e9 + 0.07 * step + 0.02]
         for step in range(1, steps + 1)

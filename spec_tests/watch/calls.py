@@ -116,6 +116,7 @@ def scale(original: Any, scaler: Any, outputs: Any) -> Any:
 def _scaled(probe: Any, scaler: Any) -> None:
     if scaler.is_enabled():
         probe.scaled[id(scaler)] = 1.0
+        probe.has_scaler = True
 
 
 def unscale(original: Any, scaler: Any, optimizer: Any) -> None:

@@ -99,7 +99,9 @@ def through_the_wrapper(step: Step) -> Iterator[Finding]:
     """A training forward MUST go through DistributedDataParallel, not to the module inside it."""
     for rank, event in step.events.items():
         inside = [forward for forward in event["forwards"] if forward["inside"]]
-        if inside:
+        through = sum(forward["syncs"] is not None for forward in event["forwards"])
+        # As many backwards as forwards of the wrapper: the others were an evaluation.
+        if inside and not 0 < event["backwards"] <= through:
             yield Finding(
                 "watch.reduction.through-the-wrapper",
                 f"rank {rank}: expected a forward of DistributedDataParallel, got one of the "
@@ -198,11 +200,12 @@ def gradients_equal(step: Step) -> Iterator[Finding]:
         name, rank, values = found[0]
         lacks = [r for r, v in values.items() if v is None]
         none = all(e["reduced"] == 0 and e["is_complete"] for e in step.events.values())
-        likely = "nothing was reduced in this step" if none else ""
+        likely = "nothing was reduced in this step" if none else _late_flag(step, rank)
         yield Finding(
             "watch.gradients.equal",
             f"rank {rank}, {name!r}: expected the gradient of rank {min(values)}, got "
-            f"{'none' if rank in lacks else 'another one'} ({_several(found, step)})",
+            f"{'none' if rank in lacks else 'another one'} ({_several(found, step)})"
+            f"{_reduced_ones(step, rank)}",
             step.number,
             rank,
             name,
@@ -210,6 +213,24 @@ def gradients_equal(step: Step) -> Iterator[Finding]:
             step.ask(likely or ("a rank did not use the parameter" if lacks else "")),
             is_advice=bool(step.doubt),
         )
+
+
+def _reduced_ones(step: Step, rank: int) -> str:
+    """Return in words which micro-batches DDP reduced, as it decides in their forwards."""
+    flags = [forward["syncs"] for forward in step.events[rank]["forwards"]]
+    if len(flags) < 2 or None in flags:
+        return ""
+    reduced, left = ([at for at, f in enumerate(flags, 1) if f is flag] for flag in (True, False))
+    words = f"micro-batches {', '.join(map(str, reduced))}" if reduced else "no micro-batch"
+    off = f"; {', '.join(map(str, left))} ran with no_sync or require_backward_grad_sync=False"
+    return f"; of {len(flags)}, DDP reduced {words}" + off * bool(left)
+
+
+def _late_flag(step: Step, rank: int) -> str:
+    flags = [forward["syncs"] for forward in step.events[rank]["forwards"]]
+    if len(flags) < 2 or flags[-1] is not False:
+        return ""
+    return "the last micro-batch was not reduced: DDP reads no_sync and the flag in the forward"
 
 
 @norm("watch.replicas.begin-equal", source="Li et al. 2020, section 3.2")

@@ -19,17 +19,16 @@ import selectors
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from spec_tests.clause import Clause
-from spec_tests.watch import checks, traffic
+from spec_tests.watch import checks, seen, traffic
+from spec_tests.watch.child import Child, handed_on
 from spec_tests.watch.norm import NORMS, Finding, is_must
 from spec_tests.watch.replayed_norm import replayed_gradients
 from spec_tests.watch.run import Rank, Run, Step
@@ -134,7 +133,8 @@ class Agent:
         self._was_stopped = False
         self._steps = self._ranks_seen = 0  # of runs that have ended
         self._went_on = 0  # findings that the command has gone on after
-        self._begun = 0.0
+        self._script = ""
+        self._is_announced = False
 
     def run_command(self, command: Sequence[str]) -> int:
         """Start the command, serve its ranks until it has ended; returns its exit status."""
@@ -144,9 +144,10 @@ class Agent:
             host = self._options.host or (socket.gethostname() if many else "127.0.0.1")
             address = f"{host}:{server.getsockname()[1]}:{self._token}"
             self._selector.register(server, selectors.EVENT_READ)
+            self._script = next((w for w in command if w.endswith(".py")), command[0])
             child = self.start(command, self._environment(address))
             try:
-                with _handed_on(child):
+                with handed_on(child):
                     self._serve(server, child)
             except KeyboardInterrupt:
                 child.stop(signal.SIGINT)
@@ -247,9 +248,14 @@ class Agent:
             # It may have come while the rank of its number before it was still closing.
             self.run.ranks.setdefault(rank.rank, rank)
             step = self.run.take_step(rank, event)
-            return [] if step is None else self._judge(step)
+            self._announce()
+            if step is not None:
+                self._report(self._judge(step))
+                self._say_how_far(step)
+            return ()
         if kind in ("end", "done"):
             rank.has_ended = True
+            rank.forwards += event.get("forwards", 0)
             if kind == "done":
                 connection.sendall(b"!")
         elif kind == "moved":
@@ -264,6 +270,7 @@ class Agent:
     def _judge(self, step: Step) -> list[Finding]:
         """Return what the checks find in a step; one that breaks is a note, not the end."""
         found: list[Finding] = []
+        self.run.saw |= seen.norms_of(step)
         for check in (*checks.CHECKS, replayed_gradients):
             try:
                 found += check(step)
@@ -280,6 +287,24 @@ class Agent:
         if known is None or known.rank != number:
             known = self._ranks[connection] = self.run.ranks.setdefault(number, Rank(number))
         known.world = event["world"] or known.world
+        if event["world"]:
+            self._announce()
+
+    def _announce(self) -> None:
+        if not self._is_announced:
+            self._is_announced = True
+            ranks = f"{self.run.world} rank{'s' * (self.run.world != 1)}"
+            _say(f"watching {ranks} of {Path(self._script).name}; first verdict after step 1")
+
+    def _say_how_far(self, step: Step) -> None:
+        """Say at the steps 1, 10, 100, then at each thousandth, what was found so far."""
+        number = step.number
+        if step.optimizer or not (number in (1, 10, 100) or number % 1000 == 0):
+            return
+        musts = {f.norm for f in self.findings if is_must(f)}
+        advice = {f.norm for f in self.findings} - musts
+        found = f"{len(musts)} norm{'s' * (len(musts) != 1)} broken" if musts else "nothing wrong"
+        _say(f"step {number}: {found}" + f", {len(advice)} with advice" * bool(advice))
 
     def _begin_anew(self) -> None:
         """Close the books of a run whose ranks have ended, and open those of the next."""
@@ -287,8 +312,8 @@ class Agent:
         self._went_on = len(self.findings)
         self._steps += max(self.run.steps_taken().values(), default=0)
         self._ranks_seen = max(self._ranks_seen, len(self.run.ranks))
-        timeline, notes = self.run.timeline, self.run.notes
-        self.run = Run(timeline=timeline, notes=notes, groups=self._options.replicas)
+        timeline, notes, saw = self.run.timeline, self.run.notes, self.run.saw
+        self.run = Run(timeline=timeline, notes=notes, groups=self._options.replicas, saw=saw)
         self._traffic = traffic.Traffic()
 
     def _report(self, findings: Iterable[Finding]) -> None:
@@ -368,12 +393,16 @@ class Agent:
     def _why_nothing(self, own: int) -> str:
         if self.moved_to:
             return f"the ranks are judged by the agent of rank 0, at {self.moved_to}"
-        if self.run.ranks:
-            return f"no optimizer took a step before the command ended with status {own}"
+        if any(rank.forwards for rank in self.run.ranks.values()):
+            return f"forwards were seen, but no optimizer step, and the command ended with {own}"
+        if any(Path(self._scratch).glob("torch-*")):
+            return (
+                "torch was imported, but neither a training forward (train(), gradients enabled, "
+                "in the thread that imported torch) nor a step of a torch.optim.Optimizer was seen"
+            )
         return (
-            "no process of the command imported torch and trained a model; a Python that is "
-            "started "
-            "with -E, -I or -S takes no start-up hook"
+            "no process of the command imported torch, or its Python was started with -E, -I or "
+            "-S, which take no start-up hook"
         )
 
 
@@ -387,41 +416,3 @@ def _recovered(finding: Finding) -> Finding:
         return finding
     likely = "; ".join(filter(None, [finding.likely, "the command went on and ended with 0"]))
     return dataclasses.replace(finding, is_advice=True, likely=likely)
-
-
-@contextlib.contextmanager
-def _handed_on(child: Any) -> Iterator[None]:
-    """Hand signals that end a job on to the command, whose session is another one."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
-        return
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(n, lambda number, _: child.stop(number)) for n in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-
-
-class Child:
-    """The command, in a session of its own with all that it starts."""
-
-    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
-        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
-
-    def poll(self) -> int | None:
-        """Return the exit status, None while it runs."""
-        return self._process.poll()
-
-    def wait(self) -> int:
-        """Wait for the end; returns the exit status."""
-        return self._process.wait()
-
-    def stop(self, number: int) -> None:
-        """Ask all to end with a signal, then end them."""
-        for each in (number, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, each)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=5)

@@ -45,6 +45,7 @@ class Names:
         self.of: dict[int, str] = {}
         self.ddp: dict[int, tuple[tuple[int, ...], weakref.ref[Any]]] = {}
         self.fsdp: set[int] = set()
+        self.units: set[int] = set()  # modules whose parameters FSDP2 shards
         self._known: set[int] = set()
         self._wrappers: list[weakref.ref[Any]] = []
         self._wrapper: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -106,6 +107,7 @@ class Names:
     def _learn_shards(self, module: nn.Module, labels: dict[int, str]) -> None:
         """Read the shards of a unit whose full weights are in place, as `unshard()` leaves them."""
         for own in unit_parameters(module):
+            self.units.add(id(own._module_info.module))
             owner, name = own._module_info.module, own._module_info.param_name
             shard = own.sharded_param
             self.fsdp.add(id(shard))
@@ -173,6 +175,11 @@ class Names:
             key in self.of,
             parameter.requires_grad,
         )
+
+    @property
+    def has_ties(self) -> bool:
+        """Whether two places ever held one parameter."""
+        return bool(self._ties)
 
     def broken_ties(self) -> list[tuple[str, str]]:
         """Return pairs of places that shared a parameter at first and no longer do."""

@@ -41,9 +41,19 @@ def page(data: Mapping[str, Any]) -> str:
         kind=("good", "bad")[data["status"]] if is_judged else "warn",
         verdict=_verdict(data) if is_judged else "Nothing was judged",
         causes=sorted(data["causes"], key=lambda cause: cause["strength"] != "MUST"),
-        norms=[{**norm, **_result(norm, data, is_judged)} for norm in data["norms"]],
+        norms=_in_order([{**norm, **_result(norm, data, is_judged)} for norm in data["norms"]]),
         timeline=_timeline(data) if data["timeline"] else None,
     )
+
+
+def _in_order(norms: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return a title to the norms under it: what is wrong is open, all else is folded."""
+    open_ones = [norm for norm in norms if norm["kind"] in ("bad", "warn")]
+    held = [norm for norm in norms if norm["words"] == "holds"]
+    rest = [norm for norm in norms if norm["kind"] == "mute"]
+    why = rest[0]["words"] if rest else ""
+    titles = ("", f"{_count(len(held), 'norm')} held", f"{_count(len(rest), 'norm')} {why}")
+    return {t: of for t, of in zip(titles, (open_ones, held, rest), strict=True) if of}
 
 
 def _verdict(data: Mapping[str, Any]) -> str:
@@ -63,6 +73,8 @@ def _result(norm: Mapping[str, Any], data: Mapping[str, Any], is_judged: bool) -
     """Return colour and words for a norm, and the id of the cause that it belongs to."""
     if norm["holds"]:
         kind, words = ("good", "holds") if is_judged else ("mute", "not judged")
+        if is_judged and not norm["seen"]:
+            kind, words = "mute", "not seen"
         return {"kind": kind, "words": words, "at": ""}
     causes = [c for c in data["causes"] if norm["id"] in (c["norm"], *c["effects"])]
     own = next((c["strength"] for c in causes if c["norm"] == norm["id"]), norm["strength"])

@@ -34,7 +34,8 @@ from torch.optim import optimizer as optim
 from . import calls, finite
 from .guard import Current, probe_to_ask, quiet, wrapped, wrapped_always
 from .layout import Names, fingerprint, full_weights, is_dtensor, local_of, own_part
-from .link import Link, collectives_so_far, error_fields, script_line
+from .leaving import ended, forget, raised, spawned
+from .link import Link, collectives_so_far, script_line
 from .replay import Recording, finish
 from .window import Watched, Window, numbers, tensors_of
 
@@ -69,9 +70,12 @@ def start() -> None:
     checkpoint = torch.utils.checkpoint
     checkpoint.checkpoint = wrapped_always(checkpoint.checkpoint, calls.checkpoint)
     nn.functional.cross_entropy = wrapped(nn.functional.cross_entropy, calls.cross_entropy)
-    os.register_at_fork(after_in_child=_forget)
-    atexit.register(_ended)
-    sys.excepthook = functools.partial(_raised, sys.excepthook)
+    spawn: Any = sys.modules.get("torch.multiprocessing.spawn")
+    if spawn is not None:
+        spawn._wrap = wrapped_always(spawn._wrap, spawned)  # a function: it is pickled by name
+    os.register_at_fork(after_in_child=forget)
+    atexit.register(ended)
+    sys.excepthook = functools.partial(raised, sys.excepthook)
     if "RANK" in os.environ and "LOCAL_RANK" in os.environ and not _is_child():
         Current.probe.connect()
 
@@ -100,6 +104,7 @@ class Probe:
         self.recordings: weakref.WeakKeyDictionary[nn.Module, Recording] = (
             weakref.WeakKeyDictionary()
         )
+        self.has_scaler = False
         self.scaled: dict[int, float] = {}  # scaler to the scale of a loss in this window
         self.clips: list[dict[str, Any]] = []
         self.window = Window()
@@ -155,8 +160,8 @@ class Probe:
             where = "".join(traceback.format_exception(error)[-2:])[-400:]
             self.link.send("note", text=f"a hook of the watcher failed: {where}")
         if self._failures >= 3:
-            _ended()
-            _forget()
+            ended()
+            forget()
 
     def begin(self, module: nn.Module, arguments: tuple[Any, ...], keywords: Any) -> None:
         """A module is called at the top: take its inputs, if it trains."""
@@ -204,6 +209,12 @@ class Probe:
         if module is self.inner:
             self.window.take_buffers(module)
             self.talked = collectives_so_far()
+        self.compare_and_keep(module)
+
+    def compare_and_keep(self, module: nn.Module) -> None:
+        """Look at the full weights that a module computes with."""
+        if self.root is None:
+            return
         if self.names.shards:
             self._compare_shards(module)
         recording = self.recordings.get(self.root)
@@ -301,8 +312,19 @@ def _entered(
 
 def _after_forward(module: nn.Module, arguments: Any, output: Any) -> None:
     probe = probe_to_ask()
-    if probe is not None and module is probe.root:
+    if probe is None:
+        return
+    # Hooks for all modules come before those of the module itself: a unit of FSDP2 has its full
+    # weights when its forward ends, and not when it begins.
+    if probe.root is not None and id(module) in probe.names.units:
+        _computed(module)
+    if module is probe.root:
         _left(module, output)
+
+
+@quiet
+def _computed(probe: Probe, module: nn.Module) -> None:
+    probe.compare_and_keep(module)
 
 
 @quiet
@@ -360,6 +382,9 @@ def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
         "skips": getattr(optimizer, "found_inf", None) is not None,
         "loose": probe.loose() if watched.steps else [[], []],
         "ties": probe.names.broken_ties(),
+        "scaler": bool(probe.scaled) or probe.has_scaler,
+        "compared": len(probe.compared),
+        "tied": probe.names.has_ties,
         "messages": link.has_messages,
         "scaled": calls.left_scaled(probe, optimizer),
     }
@@ -418,26 +443,3 @@ def _is_inside(key: int) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _raised(hidden: Any, kind: Any, error: Any, trace: Any) -> None:
-    link = Current.probe.link if Current.probe is not None else None
-    if link is not None:
-        link.send_collectives()
-        link.send("raised", **error_fields(error, trace))
-    hidden(kind, error, trace)
-
-
-def _ended() -> None:
-    link = Current.probe.link if Current.probe is not None else None
-    if link is not None:
-        link.rest()
-        link.send_collectives()
-        link.send("end")
-
-
-def _forget() -> None:
-    """Stop watching: in a fork of the rank, such as a worker that loads data."""
-    probe, Current.probe = Current.probe, None
-    if probe is not None and probe.link is not None:
-        probe.link.drop()

@@ -208,6 +208,7 @@ class Run:
     groups: list[list[int]] = field(default_factory=list)  # ranks that are replicas, as named
     has_messages: bool = False  # point-to-point
     has_small_groups: bool = False
+    saw: set[str] = field(default_factory=set)  # norms that had something to look at
     timeline: deque[list[float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _waiting: dict[tuple[int, int], dict[int, Event]] = field(default_factory=dict)
 

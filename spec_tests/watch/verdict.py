@@ -10,6 +10,7 @@ from typing import Any
 
 from spec_tests.watch.norm import NORMS, Finding, is_must
 from spec_tests.watch.run import Run
+from spec_tests.watch.seen import unseen
 
 # Causes before effects: a finding follows from one of those named beside it that stands above it.
 _FOLLOWS = {
@@ -191,6 +192,7 @@ def as_data(verdict: Verdict, run: Run, command: Sequence[str]) -> dict[str, Any
         }
         for cause in verdict.causes
     ]
+    not_seen = unseen(run.saw, verdict.replayed)
     wrong = {cause.finding.norm for cause in verdict.causes}
     wrong |= {effect for cause in verdict.causes for effect in cause.effects}
     return {
@@ -205,6 +207,7 @@ def as_data(verdict: Verdict, run: Run, command: Sequence[str]) -> dict[str, Any
                 "sentence": each.sentence,
                 "strength": str(each.strength),
                 "holds": id not in wrong,
+                "seen": id in wrong or id not in not_seen,
             }
             for id, each in NORMS.items()
         ],
