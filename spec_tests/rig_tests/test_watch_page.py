@@ -56,7 +56,7 @@ def test_the_page_says_everything_escaped_with_what_is_wrong_first():
     assert "<script" not in text
     said = [*SENTENCES.values(), "train.py:88", "first in step 3, in 17 steps", "cost: 3 %"]
     assert [words for words in said if words not in text] == []
-    assert "2 causes in 100 steps of 4 ranks; 1 with advice" in text
+    assert "2 causes in 100 steps of 4 ranks; 1 finding is advice" in text
     cards = re.findall(r'<section class="card(.*?)" id="found-(.*?)"', text)
     assert [norm.split(".")[1] for _, norm in cards] == ["batches", "gradients", "loss"]
     assert [kind for kind, _ in cards] == ["", "", " advice"]

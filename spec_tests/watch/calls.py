@@ -107,6 +107,17 @@ def _exchanged(probe: Any) -> None:
     probe.connect().has_messages = True
 
 
+def schedule(original: Any, scheduler: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Step a schedule, and count how often since the last step of an optimizer."""
+    quiet(_scheduled)(scheduler)
+    return original(scheduler, *arguments, **keywords)
+
+
+def _scheduled(probe: Any, scheduler: Any) -> None:
+    counted = probe.window.scheduled.setdefault(id(scheduler), [0, script_line()])
+    counted[0] += 1
+
+
 def scale(original: Any, scaler: Any, outputs: Any) -> Any:
     """Scale a loss, and remember until the step that its gradients are to be unscaled."""
     quiet(_scaled)(scaler)

@@ -10,7 +10,12 @@ from spec_tests.watch.clipping import clip_norm
 from spec_tests.watch.inputs import CHECKS as INPUT_CHECKS
 from spec_tests.watch.norm import Finding, norm
 from spec_tests.watch.run import Step, unequal
-from spec_tests.watch.values import numbers_finite, optimizer_moves, optimizer_precision
+from spec_tests.watch.values import (
+    numbers_finite,
+    optimizer_moves,
+    optimizer_precision,
+    schedule_per_update,
+)
 
 _DDP = "docs.pytorch.org/docs/stable/notes/ddp.html"
 _FSDP = "docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
@@ -327,5 +332,6 @@ CHECKS = (
     clip_norm,
     same_options,
     optimizer_moves,
+    schedule_per_update,
 )
 """Those that are asked of each step; causes come before effects."""

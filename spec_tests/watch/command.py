@@ -387,8 +387,8 @@ class Agent:
             status = 0 if self.moved_to else 2
             unseen.append(self._why_nothing(own))
         ranks = max(self._ranks_seen, len(run.ranks))
-        causes = causes_of(self.findings)
-        return Verdict(status, causes, steps, ranks, unseen, run.replayed, run.cost())
+        rest = (run.replayed, run.cost(), len(seen.unseen(run.saw, run.replayed)))
+        return Verdict(status, causes_of(self.findings), steps, ranks, unseen, *rest)
 
     def _why_nothing(self, own: int) -> str:
         if self.moved_to:

@@ -59,10 +59,11 @@ def _in_order(norms: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 def _verdict(data: Mapping[str, Any]) -> str:
     musts = sum(cause["strength"] == "MUST" for cause in data["causes"])
     advice = len(data["causes"]) - musts
-    found = _count(musts, "cause") if musts else "A MUST does not hold"
+    found = _count(musts, "cause") if musts else "Advice alone, under --strict,"
     seen = f"{_count(data['steps'], 'step')} of {_count(data['ranks'], 'rank')}"
     words = f"{found if data['status'] else 'Nothing wrong'} in {seen}{data.get('replayed', '')}"
-    return words + f"; {advice} with advice" * bool(advice)
+    verb = "are" if advice > 1 else "is"
+    return words + (f"; {_count(advice, 'finding')} {verb} advice" if advice else "")
 
 
 def _count(number: int, noun: str) -> str:

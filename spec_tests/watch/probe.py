@@ -60,6 +60,8 @@ def start() -> None:
         setattr(owner, "zero_grad", wrapped(owner.zero_grad, calls.zero_grad))  # noqa: B010  # mypy
     join = torch.distributed.algorithms.join.Join
     setattr(join, "__enter__", wrapped(join.__enter__, calls.join))  # noqa: B010  # mypy
+    schedule: Any = torch.optim.lr_scheduler.LRScheduler
+    schedule.step = wrapped(schedule.step, calls.schedule)
     scaler = torch.amp.GradScaler
     for name, observed in (("scale", calls.scale), ("unscale_", calls.unscale)):
         setattr(scaler, name, wrapped(getattr(scaler, name), observed))

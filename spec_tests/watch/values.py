@@ -72,7 +72,7 @@ def optimizer_moves(step: Step) -> Iterator[Finding]:
     """A step with gradients and a learning rate above zero MUST move the parameters."""
     for rank, event in step.events.items():
         rates = [lr for lr, _ in event["options"] if lr]
-        if event["moved"] or event["skips"] or not rates:
+        if event["moved"] or event["skips"] or event["bad"]["grads"] or not rates:
             continue
         none = all(each is None for each in event["grads"])
         if event["computed"] and (none or (event["cleared"] and not any(event["grads"]))):
@@ -114,5 +114,25 @@ def optimizer_precision(step: Step) -> Iterator[Finding]:
                 name,
                 step.place(rank),
                 "keep the optimizer's parameters in float32, and compute in 16 bits",
+            )
+            return
+
+
+@norm("watch.schedule.per-update", source="docs.pytorch.org/docs/stable/optim.html")
+def schedule_per_update(step: Step) -> Iterator[Finding]:
+    """A learning-rate schedule SHOULD be stepped once per update, not once per micro-batch."""
+    for rank, event in step.events.items():
+        micro = event["backwards"] or len(event["forwards"])
+        times, place = event["scheduled"] or (0, "")
+        if step.number > 1 and times == micro > 1:
+            yield Finding(
+                "watch.schedule.per-update",
+                f"rank {rank}: expected one step of the schedule for an update, got {times}, as "
+                "many as micro-batches",
+                step.number,
+                rank,
+                place=place,
+                likely="scheduler.step() is called for each micro-batch; right if the schedule's "
+                "length counts these",
             )
             return

@@ -51,6 +51,7 @@ _FOLLOWS = {
     "watch.replicas.buffers": ("watch.batches.distinct", "watch.replicas.begin-equal"),
     "watch.dropout.differs": ("watch.batches.distinct",),
     "watch.loss.token-counts": (),
+    "watch.schedule.per-update": (),
 }
 _ORDER = list(_FOLLOWS)
 # What the other ranks of one that raised are seen to do; some seconds before, where it hung first.
@@ -88,6 +89,7 @@ class Verdict:
     unseen: list[str]
     replayed: str = ""
     cost: str = ""
+    not_seen: int = 0  # norms that no step could have broken
 
 
 def causes_of(findings: Sequence[Finding]) -> list[Cause]:
@@ -136,14 +138,12 @@ def render(verdict: Verdict) -> str:
         lines.append("trainspec watch: nothing was judged")
     elif not musts:
         lines.append(
-            f"trainspec watch: nothing wrong in {seen}; {len(NORMS)} norms, {advice} with advice"
+            f"trainspec watch: nothing wrong in {seen}{_advice(advice)}; {verdict.not_seen} of "
+            f"{len(NORMS)} norms not seen"
         )
     else:
         noun = "cause" if len(musts) == 1 else "causes"
-        lines.append(
-            f"trainspec watch: {len(musts)} {noun} in {seen}"
-            + f", {advice} with advice" * bool(advice)
-        )
+        lines.append(f"trainspec watch: {len(musts)} {noun} in {seen}" + _advice(advice))
     for number, cause in enumerate(verdict.causes[:6], start=1):
         lines += ["", *_lines(number, cause)]
     if len(verdict.causes) > 6:
@@ -152,6 +152,10 @@ def render(verdict: Verdict) -> str:
     if verdict.cost:
         lines.append(verdict.cost)
     return "\n".join(lines)
+
+
+def _advice(count: int) -> str:
+    return f"; {count} finding{'s are' if count > 1 else ' is'} advice" if count else ""
 
 
 def _lines(number: int, cause: Cause) -> list[str]:

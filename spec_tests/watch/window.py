@@ -25,6 +25,7 @@ class Window:
         self.forwards: list[dict[str, Any]] = []
         self.losses: list[dict[str, Any]] = []
         self.stale: list[tuple[str, str, Tensor]] = []
+        self.scheduled: dict[int, list[Any]] = {}  # schedule to its steps, and their line
         self.is_cleared = False  # gradients, since the last backward
         self.counts: dict[int, list[int]] = {}  # parameter to its backwards, unsynced ones, size
 
@@ -78,6 +79,7 @@ class Window:
             "forwards": self.forwards,
             "losses": self.losses,
             "stale": [[name, place, n] for name, place, _ in self.stale if (n := next(values))],
+            "scheduled": max(self.scheduled.values(), default=None),
             "computed": sum(times * size for times, _, size in counted),
             "distinct": sum(size for _, _, size in counted),
             "backwards": max((times for times, _, _ in counted), default=0),
