@@ -313,7 +313,13 @@ class Agent:
         self._steps += max(self.run.steps_taken().values(), default=0)
         self._ranks_seen = max(self._ranks_seen, len(self.run.ranks))
         timeline, notes, saw = self.run.timeline, self.run.notes, self.run.saw
-        self.run = Run(timeline=timeline, notes=notes, groups=self._options.replicas, saw=saw)
+        self.run = Run(
+            timeline=timeline,
+            spans=self.run.spans,
+            notes=notes,
+            groups=self._options.replicas,
+            saw=saw,
+        )
         self._traffic = traffic.Traffic()
 
     def _report(self, findings: Iterable[Finding]) -> None:

@@ -104,11 +104,27 @@ def _timeline(data: Mapping[str, Any]) -> dict[str, Any]:
             bars += f"M{x} {y + 10}h{wide}v16h-{wide}z"
         if y == _TOP and x - max(numbers) >= _LABEL:
             numbers[x] = str(step)
+    spans = _spans(data, begun, lasted, lanes)
     about = f"{_count(len(rows), 'step')} on {_count(len(lanes), 'rank')} in {lasted:.3g} s"
     low = _TOP + len(lanes) * _LANE + 16
     size = {"left": _LEFT, "wide": _WIDE, "low": low, "every": every, "about": about}
-    drawn = {"lanes": lanes, "bars": bars, "marked": marked, "numbers": numbers}
+    drawn = {"spans": spans, "lanes": lanes, "bars": bars, "marked": marked, "numbers": numbers}
     return {**size, **drawn, "seconds": _seconds(lasted)}
+
+
+def _spans(
+    data: Mapping[str, Any], begun: float, lasted: float, lanes: Mapping[int, int]
+) -> dict[str, str]:
+    """Return the path of what ran, by its kind; of a long run, of each n-th span."""
+    known = [s for s in data.get("spans", ()) if s[0] in lanes and s[3] > begun]
+    every = math.ceil(len(known) / _MOST_BARS)
+    paths = dict.fromkeys(("forward", "backward", "waiting"), "")
+    for index, (rank, kind, begin, end) in enumerate(known):
+        x = round(_LEFT + max(begin - begun, 0) / lasted * _WIDE, 1)
+        wide = max(1, round((min(end, begun + lasted) - max(begin, begun)) / lasted * _WIDE, 1))
+        if (index % every == 0 or kind == "waiting") and x < _LEFT + _WIDE:
+            paths[kind] += f"M{x} {lanes[rank] + 20}h{wide}v6h-{wide}z"
+    return {kind: path for kind, path in paths.items() if path}
 
 
 def _seconds(lasted: float) -> dict[float, str]:

@@ -99,6 +99,7 @@ class Probe:
         self.root: nn.Module | None = None
         self.inner: nn.Module | None = None  # of DDP: what the root hands on to
         self.trains = False  # the forward that is running
+        self.forward_began = 0
         self.talked = 0  # collectives before the forward that is running
         self.takes_gradients = True
         self.optimizers: weakref.WeakKeyDictionary[Any, Watched] = weakref.WeakKeyDictionary()
@@ -186,7 +187,7 @@ class Probe:
         if all(each.steps < 3 for each in self.optimizers.values()):
             link.send_collectives()  # a rank that is about to abort has no time to
         self.window.forward(module, tensors_of((arguments, keywords or {})), self.names)
-        self.trains = True
+        self.trains, self.forward_began = True, time.time_ns()
         ids = {id(p) for p in parameters}
         taken = (each.steps for each in self.optimizers.values() if ids & each.ids)
         if max(taken, default=0) + 1 == self.options["replay"]:
@@ -215,11 +216,9 @@ class Probe:
 
     def compare_and_keep(self, module: nn.Module) -> None:
         """Look at the full weights that a module computes with."""
-        if self.root is None:
-            return
         if self.names.shards:
             self._compare_shards(module)
-        recording = self.recordings.get(self.root)
+        recording = None if self.root is None else self.recordings.get(self.root)
         if recording is not None:
             recording.enter(module)
 
@@ -331,6 +330,8 @@ def _computed(probe: Probe, module: nn.Module) -> None:
 
 @quiet
 def _left(probe: Probe, module: nn.Module, output: Any) -> None:
+    if probe.trains:
+        probe.window.span("forward", probe.forward_began, time.time_ns())
     if probe.trains and collectives_so_far() != probe.talked:
         probe.window.forwards[-1]["talks"] = not probe.names.talks(module)
     probe.root = probe.inner = None
@@ -343,7 +344,8 @@ def _left(probe: Probe, module: nn.Module, output: Any) -> None:
 def _accumulated(probe: Probe, parameter: Tensor) -> None:
     counted = probe.window.counts.setdefault(id(parameter), [0, 0, parameter.numel()])
     counted[0] += 1
-    probe.window.is_cleared = False
+    probe.window.is_cleared, now = False, time.time_ns()
+    probe.window.span("backward", now, now, torch._C._current_graph_task_id() + 1)
     for recording in probe.recordings.values():
         recording.accumulated()
     wrapper = probe.names.ddp.get(id(parameter))

@@ -210,6 +210,7 @@ class Run:
     has_small_groups: bool = False
     saw: set[str] = field(default_factory=set)  # norms that had something to look at
     timeline: deque[list[float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    spans: deque[list[Any]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _waiting: dict[tuple[int, int], dict[int, Event]] = field(default_factory=dict)
 
     @property
@@ -238,6 +239,8 @@ class Run:
         rank.spent, rank.begun = event["spent"], rank.begun or event["begun"]
         rank.stepped_at, rank.missed, rank.still_since = event["t"], 0, None
         self.timeline.append([rank.rank, number, event["begun"] / 1e9, event["t"] / 1e9])
+        for kind, begun, ended in event.pop("spans"):
+            self.spans.append([rank.rank, kind, begun / 1e9, ended / 1e9])
         found = self._waiting.setdefault((optimizer, number), {})
         if len(self._waiting) > _KEPT_STEPS:  # a rank that never steps, as in a pipeline
             del self._waiting[next(iter(self._waiting))]
@@ -272,12 +275,22 @@ class Run:
             rank.layouts[event["optimizer"]] = event["entries"]
         elif kind == "beat":
             rank.beat(event, time.monotonic())
+            if rank.still_since is not None and rank.waits:
+                self._wait(rank, event["t"] / 1e9)
         elif kind == "raised":
             rank.raised = event
         elif kind == "join":
             self.is_joined = True
         elif kind == "note":
             self.notes.append(f"rank {rank.rank}: {event['text']}")
+
+    def _wait(self, rank: Rank, now: float) -> None:
+        """Draw out the last wait of a rank, or begin one: a heartbeat found it where it was."""
+        last = next((s for s in reversed(self.spans) if s[0] == rank.rank), None)
+        if last is not None and last[1] == "waiting":
+            last[3] = now
+        else:
+            self.spans.append([rank.rank, "waiting", now - 1.0, now])
 
     def cost(self) -> str:
         """Return what the hooks took of the ranks' time, from the first step to the last."""
@@ -286,7 +299,7 @@ class Run:
         spent = sum(r.spent for r in ranks)
         if not ranks:
             return ""
-        return f"cost: the watcher's hooks took {spent:.2f} s; first to last step, {wall:.2f} s"
+        return f"cost: the watcher's hooks took {spent:.2f} s; first to last step, {wall:.2f} s (all ranks)"
 
     def steps_taken(self) -> dict[int, int]:
         """Return rank to the steps of the optimizer that took most."""

@@ -219,4 +219,5 @@ def as_data(verdict: Verdict, run: Run, command: Sequence[str]) -> dict[str, Any
         "replayed": verdict.replayed,
         "cost": verdict.cost,
         "timeline": list(run.timeline),
+        "spans": list(run.spans),
     }

@@ -26,8 +26,16 @@ class Window:
         self.losses: list[dict[str, Any]] = []
         self.stale: list[tuple[str, str, Tensor]] = []
         self.scheduled: dict[int, list[Any]] = {}  # schedule to its steps, and their line
+        self.spans: list[list[Any]] = []  # what ran from when to when; backwards by their number
         self.is_cleared = False  # gradients, since the last backward
         self.counts: dict[int, list[int]] = {}  # parameter to its backwards, unsynced ones, size
+
+    def span(self, kind: str, begun: int, now: int, key: int = 0) -> None:
+        """Keep that something ran, as a part of what already runs under the same key."""
+        if key and self.spans and self.spans[-1][3] == key:
+            self.spans[-1][2] = now
+        elif len(self.spans) < KEPT:
+            self.spans.append([kind, begun, now, key])
 
     def forward(self, module: nn.Module, tensors: list[Tensor], names: Names) -> None:
         """A training forward at the top."""
@@ -80,6 +88,7 @@ class Window:
             "losses": self.losses,
             "stale": [[name, place, n] for name, place, _ in self.stale if (n := next(values))],
             "scheduled": max(self.scheduled.values(), default=None),
+            "spans": [span[:3] for span in self.spans],
             "computed": sum(times * size for times, _, size in counted),
             "distinct": sum(size for _, _, size in counted),
             "backwards": max((times for times, _, _ in counted), default=0),
