@@ -59,7 +59,7 @@ if __name__ == "__main__":
     ("text", "status", "said"),
     [
         (ASKED, 0, ["watching 1 rank of train.py", "nothing wrong in 1 step"]),
-        (SPAWNED, 1, ["rank 1: expected it to end, got KeyError: 'label'", "at train.py:12"]),
+        (SPAWNED, 1, ["rank 1: expected it to end, got KeyError: 'label'", "at train.py:11"]),
     ],
     ids=["find-spec-before-the-import", "spawn-raises"],
 )
