@@ -37,6 +37,7 @@ from spec_tests.watch.verdict import Verdict, causes_of, render, write
 BOOT = Path(__file__).parent / "boot"
 _GRACE_SECONDS = 3.0
 _MISMATCH_SECONDS = 2.0  # that ranks wait in collectives that do not match, until they are ended
+_GONE_ON_SECONDS = 10.0  # after a mismatch: then it is not what the ranks wait for
 _KEPT = 100  # findings of one norm
 _RECORDS = "512"  # collectives that torch's flight recorder keeps: 6 ms to read
 
@@ -369,8 +370,11 @@ class Agent:
     def _is_blocked_by_a_mismatch(self, now: float) -> bool:
         """Return whether ranks wait in collectives that do not match: nothing will end that."""
         alive = [rank for rank in self.run.ranks.values() if rank.is_alive]
-        if not self._has_mismatch() or not traffic.all_wait(alive, now, _MISMATCH_SECONDS):
+        found = [f.at for f in self.findings if f.norm == "watch.collectives.match"]
+        if not found or not traffic.all_wait(alive, now, _MISMATCH_SECONDS):
             return False
+        if min(rank.still_since or now for rank in alive) > found[0] + _GONE_ON_SECONDS:
+            return False  # they have gone on after it
         place = f"; {traffic.waits(self.run)}"
         for index, each in enumerate(self.findings):
             if each.norm == "watch.collectives.match":

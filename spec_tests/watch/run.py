@@ -299,7 +299,8 @@ class Run:
         spent = sum(r.spent for r in ranks)
         if not ranks:
             return ""
-        return f"cost: the watcher's hooks took {spent:.2f} s; first to last step, {wall:.2f} s (all ranks)"
+        words = f"{spent:.2f} s; first to last step, {wall:.2f} s, all ranks together"
+        return f"cost: the watcher's hooks took {words}"
 
     def steps_taken(self) -> dict[int, int]:
         """Return rank to the steps of the optimizer that took most."""
