@@ -13,7 +13,7 @@ that hangs or dies is a finding like any other.
 
     boot/       the start-up hook          layout    which parameter is replicated, sharded, tied
     probe       hooks inside a rank        link      the rank's socket, heartbeat, flight recorder
-    calls       functions that are wrapped blocked   whether the rank waits in a collective
+    calls       functions of torch         blocked   whether the rank waits in a collective
     window      what a step was given      finite    which numbers are not finite
     replay      one step, computed again   twin      the plain copy that computes it
     leaving     how a rank ends            run       what the agent knows of all ranks
@@ -22,7 +22,8 @@ that hangs or dies is a finding like any other.
     verdict     findings to causes         command   start, listen, stop (`child`), exit status
 
 `boot`, `probe`, `guard`, `calls`, `window`, `layout`, `link`, `blocked`, `finite`, `replay`, `twin`
-and `leaving` run in the script's process: they import torch and the standard library only, and draw no random number.
+and `leaving` run in the script's process: they import torch and the standard library only, and draw
+no random number.
 
 Values. With `--replay k` each rank keeps step k's inputs, random state and the gradients of the
 model's outputs, computes its own gradient again with a plain copy of the model, and the agent holds
