@@ -25,10 +25,10 @@ _FSDP = "docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 def holds_the_model(step: Step) -> Iterator[Finding]:
     """The optimizer MUST hold the parameters that the model trains with."""
     # Where a script shards the optimizer by hand, each parameter is another rank's.
-    held = {e["name"] for r in step.run.ranks.values() for of in r.layouts.values() for e in of}
+    everywhere = set.intersection(*({*event["loose"][0]} for event in step.events.values()))
     for rank, event in step.events.items():
         loose, stray = event["loose"]
-        loose = [name for name in loose if name not in held or stray]
+        loose = [name for name in loose if name in everywhere or stray]
         if loose:
             text = (
                 f"rank {rank}, {loose[0]!r}: expected an optimizer to hold it, got none that does"
