@@ -39,6 +39,7 @@ def data(steps: int = 100, ranks: int = 4, **fields: Any) -> dict[str, Any]:
         for id, each in SENTENCES.items()
     ]
     norms[-1]["holds"] = True
+    norms = [{**norm, "seen": True} for norm in norms]
     timeline = [
         [rank, step, 1.7e9 + 0.07 * step + 0.003 * rank, 1.7e9 + 0.07 * step + 0.02]
         for step in range(1, steps + 1)
@@ -46,6 +47,12 @@ def data(steps: int = 100, ranks: int = 4, **fields: Any) -> dict[str, Any]:
     ]
     command = ["torchrun", "train.py", "--name", EVIL, "x" * 300]
     run = {"command": command, "status": 1, "steps": steps, "ranks": ranks, "timeline": timeline}
+    spans = [
+        [rank, kind, begin - 0.02 + 0.008 * at, begin - 0.015 + 0.008 * at]
+        for rank, _, begin, _ in timeline
+        for at, kind in enumerate(("forward", "backward"))
+    ]
+    run["spans"] = [*spans, [0, "waiting", 1.7e9 + 1, 1.7e9 + 2]]
     said = {"unseen": [f"rank 1: {EVIL}"], "cost": f"cost: 3 % of a step {EVIL}"}
     return {**run, **said, "causes": causes, "norms": norms, **fields}
 
@@ -53,9 +60,12 @@ def data(steps: int = 100, ranks: int = 4, **fields: Any) -> dict[str, Any]:
 def test_the_page_says_everything_escaped_with_what_is_wrong_first():
     text = page(data())
     assert "<script" not in text
+    kinds = re.findall(r'<path class="(forward|backward|waiting)" d="M', text)
+    assert kinds == ["forward", "backward", "waiting"]
+    assert re.findall("<summary>(.*?)</summary>", text) == ["1 norm held"]
     said = [*SENTENCES.values(), "train.py:88", "first in step 3, in 17 steps", "cost: 3 %"]
     assert [words for words in said if words not in text] == []
-    assert "2 causes in 100 steps of 4 ranks; 1 with advice" in text
+    assert "2 causes in 100 steps of 4 ranks; 1 finding is advice" in text
     cards = re.findall(r'<section class="card(.*?)" id="found-(.*?)"', text)
     assert [norm.split(".")[1] for _, norm in cards] == ["batches", "gradients", "loss"]
     assert [kind for kind, _ in cards] == ["", "", " advice"]

@@ -13,12 +13,17 @@ that hangs or dies is a finding like any other.
 
     boot/       the start-up hook          layout    which parameter is replicated, sharded, tied
     probe       hooks inside a rank        link      the rank's socket, heartbeat, flight recorder
-    replay      one step, computed again   run       what the agent knows of all ranks
-    checks      the clauses `watch.*`      command   start, listen, stop, exit status
-    verdict     findings to causes
+    calls       functions of torch         blocked   whether the rank waits in a collective
+    window      what a step was given      finite    which numbers are not finite
+    replay      one step, computed again   twin      the plain copy that computes it
+    leaving     how a rank ends            run       what the agent knows of all ranks
+    checks, inputs, values, clipping, traffic, replayed_norm    the clauses `watch.*`
+    replayed    gradients against it       seen      which clauses had something to look at
+    verdict     findings to causes         command   start, listen, stop (`child`), exit status
 
-`boot`, `probe`, `guard`, `calls`, `window`, `layout`, `link` and `replay` run in the script's
-process: they import torch and the standard library only, and draw no random number.
+`boot`, `probe`, `guard`, `calls`, `window`, `layout`, `link`, `blocked`, `finite`, `replay`, `twin`
+and `leaving` run in the script's process: they import torch and the standard library only, and draw
+no random number.
 
 Values. With `--replay k` each rank keeps step k's inputs, random state and the gradients of the
 model's outputs, computes its own gradient again with a plain copy of the model, and the agent holds

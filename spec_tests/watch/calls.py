@@ -97,6 +97,27 @@ def _joined(probe: Any) -> None:
     probe.connect().send("join")
 
 
+def message(original: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Send or receive, which the flight recorder of gloo leaves out."""
+    quiet(_exchanged)()
+    return original(*arguments, **keywords)
+
+
+def _exchanged(probe: Any) -> None:
+    probe.connect().has_messages = True
+
+
+def schedule(original: Any, scheduler: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Step a schedule, and count how often since the last step of an optimizer."""
+    quiet(_scheduled)(scheduler)
+    return original(scheduler, *arguments, **keywords)
+
+
+def _scheduled(probe: Any, scheduler: Any) -> None:
+    counted = probe.window.scheduled.setdefault(id(scheduler), [0, script_line()])
+    counted[0] += 1
+
+
 def scale(original: Any, scaler: Any, outputs: Any) -> Any:
     """Scale a loss, and remember until the step that its gradients are to be unscaled."""
     quiet(_scaled)(scaler)
@@ -106,6 +127,7 @@ def scale(original: Any, scaler: Any, outputs: Any) -> Any:
 def _scaled(probe: Any, scaler: Any) -> None:
     if scaler.is_enabled():
         probe.scaled[id(scaler)] = 1.0
+        probe.has_scaler = True
 
 
 def unscale(original: Any, scaler: Any, optimizer: Any) -> None:
@@ -151,6 +173,7 @@ def cross_entropy(original: Any, *arguments: Any, **keywords: Any) -> Any:
             return
         valid = target != keywords.get("ignore_index", -100)
         loss = {"tokens": valid.sum(), "weight": None, "of": reduction, "place": script_line()}
+        loss["value"] = result.detach()
         del probe.window.losses[:-KEPT]
         probe.window.losses.append(loss)
         result.register_hook(functools.partial(loss.__setitem__, "weight"))

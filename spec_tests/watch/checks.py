@@ -6,20 +6,29 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from spec_tests.watch.clipping import clip_norm
 from spec_tests.watch.inputs import CHECKS as INPUT_CHECKS
 from spec_tests.watch.norm import Finding, norm
-from spec_tests.watch.run import Step
+from spec_tests.watch.run import Step, unequal
+from spec_tests.watch.values import (
+    numbers_finite,
+    optimizer_moves,
+    optimizer_precision,
+    schedule_per_update,
+)
 
 _DDP = "docs.pytorch.org/docs/stable/notes/ddp.html"
 _FSDP = "docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
-_CLIP = "docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html"
 
 
 @norm("watch.optimizer.holds-the-model", source=_FSDP)
 def holds_the_model(step: Step) -> Iterator[Finding]:
     """The optimizer MUST hold the parameters that the model trains with."""
+    # Where a script shards the optimizer by hand, each parameter is another rank's.
+    everywhere = set.intersection(*({*event["loose"][0]} for event in step.events.values()))
     for rank, event in step.events.items():
         loose, stray = event["loose"]
+        loose = [name for name in loose if name in everywhere or stray]
         if loose:
             text = (
                 f"rank {rank}, {loose[0]!r}: expected an optimizer to hold it, got none that does"
@@ -95,7 +104,9 @@ def through_the_wrapper(step: Step) -> Iterator[Finding]:
     """A training forward MUST go through DistributedDataParallel, not to the module inside it."""
     for rank, event in step.events.items():
         inside = [forward for forward in event["forwards"] if forward["inside"]]
-        if inside:
+        through = sum(forward["syncs"] is not None for forward in event["forwards"])
+        # As many backwards as forwards of the wrapper: the others were an evaluation.
+        if inside and not 0 < event["backwards"] <= through:
             yield Finding(
                 "watch.reduction.through-the-wrapper",
                 f"rank {rank}: expected a forward of DistributedDataParallel, got one of the "
@@ -121,25 +132,6 @@ def scaler_unscaled(step: Step) -> Iterator[Finding]:
                 rank,
                 place=step.place(rank),
                 likely="optimizer.step() is called; scaler.step(optimizer) unscales",
-            )
-            return
-
-
-@norm("watch.optimizer.precision", source="Micikevicius et al. 2018, section 3.1")
-def optimizer_precision(step: Step) -> Iterator[Finding]:
-    """Parameters of 16 bits SHOULD not lose the optimizer's updates to rounding."""
-    for rank, event in step.events.items():
-        name, share = event["half"] or ("", 1.0)
-        if share < 0.9 and any(event["grads"]):
-            yield Finding(
-                "watch.optimizer.precision",
-                f"rank {rank}, {name!r}: the step changed {100 * share:.0f} % of its elements; in "
-                "the others the update is smaller than half a unit in the last place",
-                step.number,
-                rank,
-                name,
-                step.place(rank),
-                "keep the optimizer's parameters in float32, and compute in 16 bits",
             )
             return
 
@@ -205,35 +197,55 @@ def stay_tied(step: Step) -> Iterator[Finding]:
 @norm("watch.gradients.equal", source="Li et al. 2020, section 3.2")
 def gradients_equal(step: Step) -> Iterator[Finding]:
     """Gradients of replicated parameters MUST be equal on all ranks when the step begins."""
-    wrong = {name for name, _, _ in _unequal(step, "after")}
+    wrong = {name for name, _, _ in unequal(step, "after")}
     # By hand, a gradient may be whole on the rank alone that updates the parameter.
     ddp = {name for name, kind, _ in step.replicas("grads") if kind == "ddp"}
-    found = [each for each in _unequal(step, "grads") if each[0] in wrong | ddp]
+    found = [each for each in unequal(step, "grads") if each[0] in wrong | ddp]
     if found:
         name, rank, values = found[0]
         lacks = [r for r, v in values.items() if v is None]
         none = all(e["reduced"] == 0 and e["is_complete"] for e in step.events.values())
-        likely = "nothing was reduced in this step" if none else ""
+        likely = "nothing was reduced in this step" if none else _late_flag(step, rank)
         yield Finding(
             "watch.gradients.equal",
             f"rank {rank}, {name!r}: expected the gradient of rank {min(values)}, got "
-            f"{'none' if rank in lacks else 'another one'} ({_several(found, step)})",
+            f"{'none' if rank in lacks else 'another one'} ({_several(found, step)})"
+            f"{_reduced_ones(step, rank)}",
             step.number,
             rank,
             name,
             step.place(rank),
-            likely or ("a rank did not use the parameter" if lacks else ""),
+            step.ask(likely or ("a rank did not use the parameter" if lacks else "")),
+            is_advice=bool(step.doubt),
         )
+
+
+def _reduced_ones(step: Step, rank: int) -> str:
+    """Return in words which micro-batches DDP reduced, as it decides in their forwards."""
+    flags = [forward["syncs"] for forward in step.events[rank]["forwards"]]
+    if len(flags) < 2 or None in flags:
+        return ""
+    reduced, left = ([at for at, f in enumerate(flags, 1) if f is flag] for flag in (True, False))
+    words = f"micro-batches {', '.join(map(str, reduced))}" if reduced else "no micro-batch"
+    off = f"; {', '.join(map(str, left))} ran with no_sync or require_backward_grad_sync=False"
+    return f"; of {len(flags)}, DDP reduced {words}" + off * bool(left)
+
+
+def _late_flag(step: Step, rank: int) -> str:
+    flags = [forward["syncs"] for forward in step.events[rank]["forwards"]]
+    if len(flags) < 2 or flags[-1] is not False:
+        return ""
+    return "the last micro-batch was not reduced: DDP reads no_sync and the flag in the forward"
 
 
 @norm("watch.replicas.begin-equal", source="Li et al. 2020, section 3.2")
 def replicas_begin_equal(step: Step) -> Iterator[Finding]:
     """Replicated parameters MUST be equal on all ranks before the first step."""
-    found = list(_unequal(step, "before", every=True)) if step.number == 1 else []
+    found = list(unequal(step, "before", every=True)) if step.number == 1 else []
     if found:
         step.run.unequal_starts.add(step.optimizer)
         name, rank, values = found[0]
-        reduces = any(e["reduced"] >= e["distinct"] > 0 for e in step.events.values())
+        reduces = _are_reduced(step, {each[0] for each in found})
         yield Finding(
             "watch.replicas.begin-equal",
             f"rank {rank}, {name!r}: expected the weights of rank {min(values)} before the first "
@@ -242,15 +254,25 @@ def replicas_begin_equal(step: Step) -> Iterator[Finding]:
             rank,
             name,
             step.place(rank),
-            "the first weights were not broadcast" if reduces else "the ranks train alone",
+            "the first weights were not broadcast"
+            if reduces
+            else step.ask("the ranks train alone"),
             is_advice=not reduces,
         )
+
+
+def _are_reduced(step: Step, names: set[str]) -> bool:
+    """Return whether ranks reduce the gradients of some parameters: then these are replicas."""
+    if not any(e["reduced"] >= e["distinct"] > 0 for e in step.events.values()):
+        return False
+    grads = [(kind, [*of.values()]) for n, kind, of in step.replicas("grads") if n in names]
+    return any(kind != "plain" or (of[0] and of == of[:1] * len(of)) for kind, of in grads)
 
 
 @norm("watch.replicas.equal", source="Li et al. 2020, section 3.2")
 def replicas_equal(step: Step) -> Iterator[Finding]:
     """Replicated parameters MUST be equal on all ranks after an optimizer step."""
-    found = list(_unequal(step, "after"))
+    found = list(unequal(step, "after"))
     if found:
         name, rank, values = found[0]
         yield Finding(
@@ -261,119 +283,13 @@ def replicas_equal(step: Step) -> Iterator[Finding]:
             rank,
             name,
             step.place(rank),
+            step.ask(""),
+            is_advice=bool(step.doubt),
         )
-
-
-def _unequal(step: Step, key: str, *, every: bool = False) -> Iterator[tuple[str, int, Any]]:
-    """Yield name, first rank that differs, and all values of replicated tensors that differ."""
-    for name, kind, values in step.replicas(key):
-        if kind == "plain" and not every and step.optimizer in step.run.unequal_starts:
-            continue  # reported once; nobody says that they are replicas
-        first = values[min(values)]
-        different = [rank for rank, value in values.items() if value != first]
-        if different:
-            yield name, different[0], values
 
 
 def _several(found: Sequence[Any], step: Step) -> str:
     return f"{len(found)} of {len(step.layout(min(step.events)))} parameters"
-
-
-@norm("watch.clip.norm", source=_CLIP)
-def clip_norm(step: Step) -> Iterator[Finding]:
-    """Clipping MUST use the norm of the whole gradient that the optimizer steps with."""
-    clips = {rank: event["clip"] for rank, event in step.events.items() if event["clip"]}
-    if len(clips) < len(step.events):
-        yield from _clipped_on_some(step, clips)
-        return
-    whole = _whole_norm(clips)
-    for rank, clip in clips.items():
-        if whole is None:
-            yield from _clipped_before_the_mean(step, rank, clip)
-            return
-        if not clip["norm"] or not clip["clipped"]:
-            continue
-        used, right = clip["clipped"] / clip["norm"], min(1.0, clip["max"] / (whole + 1e-6))
-        own = _norm([part[0] for part in clip["parts"]], clip["kind"])
-        if abs(used / right - 1) > 0.03:
-            is_own = abs(used / min(1.0, clip["max"] / (own + 1e-6)) - 1) < 0.01 and own != whole
-            yield Finding(
-                "watch.clip.norm",
-                f"rank {rank}: expected gradients scaled by {right:.4g} (norm {whole:.4g} over all "
-                f"ranks), got {used:.4g}",
-                step.number,
-                rank,
-                place=clip["place"],
-                likely="the norm of this rank's shards alone was used" if is_own else "",
-            )
-            return
-        ratio = clip["clipped"] / clip["stepped"] if clip["stepped"] else 1.0
-        if ratio > 1.9 or ratio < 0.55:
-            yield Finding(
-                "watch.clip.norm",
-                f"rank {rank}: expected the clipped gradients in the step, got ones {ratio:.4g} "
-                "times "
-                "smaller",
-                step.number,
-                rank,
-                place=clip["place"],
-                likely="scaled gradients were clipped: scaler.unscale_(optimizer) comes first",
-            )
-            return
-
-
-def _clipped_on_some(step: Step, clips: dict[int, Any]) -> Iterator[Finding]:
-    if clips:
-        rank = next(rank for rank in step.events if rank not in clips)
-        yield Finding(
-            "watch.clip.norm",
-            f"rank {rank}: expected clipped gradients as on rank {min(clips)}, got others",
-            step.number,
-            rank,
-            place=clips[min(clips)]["place"],
-            likely="only some ranks clip: the others keep the whole gradient",
-        )
-
-
-def _clipped_before_the_mean(step: Step, rank: int, clip: Any) -> Iterator[Finding]:
-    """Replicated gradients that differed when they were clipped and are equal in the step."""
-    is_replica = all(part[1] in ("ddp", "plain") for part in clip["parts"])
-    if is_replica and not list(_unequal(step, "grads")):
-        yield Finding(
-            "watch.clip.norm",
-            f"rank {rank}: expected the norm of the reduced gradients, got one of gradients that "
-            "differ between the ranks",
-            step.number,
-            rank,
-            place=clip["place"],
-            likely="gradients are clipped before they are reduced",
-        )
-
-
-def _whole_norm(clips: dict[int, Any]) -> float | None:
-    """Return the norm over all ranks; None where replicated parts differ between the ranks."""
-    kind = next(iter(clips.values()))["kind"]
-    if any(part[1] == "tensor" for clip in clips.values() for part in clip["parts"]):
-        return None  # tensor parallelism: which parts are the same is not known
-    alike = [[p[0] for p in c["parts"] if p[1] in ("ddp", "plain")] for c in clips.values()]
-    first = alike[0]
-    if any(
-        len(a) != len(first)
-        or any(abs(x - y) > 1e-3 * abs(y) for x, y in zip(a, first, strict=True))
-        for a in alike
-    ):
-        return None
-    parts = {}
-    for rank, clip in clips.items():
-        for index, (value, of, shard) in enumerate(clip["parts"]):
-            if of not in ("ddp", "plain"):
-                parts[index, tuple(shard) if of == "sharded" else rank] = value
-    return _norm([*first, *parts.values()], kind)
-
-
-def _norm(parts: Sequence[float], kind: float) -> float:
-    is_largest = kind == float("inf")
-    return max(parts) if is_largest else float(sum(part**kind for part in parts) ** (1 / kind))
 
 
 @norm("watch.optimizer.same-options", source=_DDP)
@@ -393,42 +309,13 @@ def same_options(step: Step) -> Iterator[Finding]:
                         step.number,
                         rank,
                         place=step.place(rank),
+                        is_advice=bool(step.doubt),
                     )
                     return
 
 
-@norm("watch.optimizer.moves", source=_FSDP)
-def optimizer_moves(step: Step) -> Iterator[Finding]:
-    """A step with gradients and a learning rate above zero MUST move the parameters."""
-    for rank, event in step.events.items():
-        rates = [lr for lr, _ in event["options"] if lr]
-        if event["moved"] or event["skips"] or not rates:
-            continue
-        if event["computed"] and not any(event["grads"]):
-            yield Finding(
-                "watch.optimizer.moves",
-                f"rank {rank}: expected gradients in the step, got none, though a backward "
-                "computed them",
-                step.number,
-                rank,
-                place=step.place(rank),
-                likely="they are cleared between backward and step",
-            )
-            return
-        if any(event["grads"]) and step.number > 1:
-            yield Finding(
-                "watch.optimizer.moves",
-                f"rank {rank}: expected the step to change the parameters, got the same bits in "
-                "all of them",
-                step.number,
-                rank,
-                place=step.place(rank),
-                likely="the optimizer steps copies, or undoes its update",
-            )
-            return
-
-
 CHECKS = (
+    numbers_finite,
     *INPUT_CHECKS,
     holds_the_model,
     nothing_reduced_under_no_sync,
@@ -445,5 +332,6 @@ CHECKS = (
     clip_norm,
     same_options,
     optimizer_moves,
+    schedule_per_update,
 )
 """Those that are asked of each step; causes come before effects."""

@@ -19,23 +19,25 @@ import selectors
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from spec_tests.clause import Clause
-from spec_tests.watch import checks, traffic
+from spec_tests.watch import checks, seen, traffic
+from spec_tests.watch.child import Child, handed_on
 from spec_tests.watch.norm import NORMS, Finding, is_must
+from spec_tests.watch.replayed_norm import replayed_gradients
 from spec_tests.watch.run import Rank, Run, Step
 from spec_tests.watch.verdict import Verdict, causes_of, render, write
 
 BOOT = Path(__file__).parent / "boot"
 _GRACE_SECONDS = 3.0
+_MISMATCH_SECONDS = 2.0  # that ranks wait in collectives that do not match, until they are ended
+_GONE_ON_SECONDS = 10.0  # after a mismatch: then it is not what the ranks wait for
 _KEPT = 100  # findings of one norm
 _RECORDS = "512"  # collectives that torch's flight recorder keeps: 6 ms to read
 
@@ -79,6 +81,16 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--patience", type=float, default=10, help="seconds without progress that are a hang (10)"
     )
+    parser.add_argument(
+        "--replicas",
+        type=_ranks,
+        action="append",
+        default=[],
+        metavar="R,R",
+        help="ranks that hold the same parameters and train on different data, such as 0,2; once "
+        "for each such group, where the ranks hold different parts of a model",
+    )
+    parser.add_argument("--strict", action="store_true", help="advice gives exit status 1 too")
     parser.add_argument("--host", default="", help="this node's address for ranks on other nodes")
     given = list(arguments)
     cut = given.index("--") if "--" in given else len(given)
@@ -92,6 +104,13 @@ def _positive(text: str) -> int:
     return value
 
 
+def _ranks(text: str) -> list[int]:
+    try:
+        return sorted({int(each) for each in text.split(",")})
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected ranks such as 0,2, got {text}") from None
+
+
 def norms() -> list[Clause]:
     """Return every norm of a running script, causes before effects."""
     return list(NORMS.values())
@@ -101,7 +120,7 @@ class Agent:
     """Listens to the ranks of one command, and runs the checks as their events come."""
 
     def __init__(self, options: argparse.Namespace, scratch: str) -> None:
-        self.run = Run()
+        self.run = Run(groups=options.replicas)
         self.findings: list[Finding] = []
         self.moved_to = ""
         self._options = options
@@ -111,10 +130,12 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._lines: dict[socket.socket, bytes] = {}
         self._ranks: dict[socket.socket, Rank] = {}
-        self._hung = False
+        self._hang: dict[int, tuple[int, ...]] = {}  # rank to how far it was when a hang was told
+        self._was_stopped = False
         self._steps = self._ranks_seen = 0  # of runs that have ended
         self._went_on = 0  # findings that the command has gone on after
-        self._begun = 0.0
+        self._script = ""
+        self._is_announced = False
 
     def run_command(self, command: Sequence[str]) -> int:
         """Start the command, serve its ranks until it has ended; returns its exit status."""
@@ -124,9 +145,10 @@ class Agent:
             host = self._options.host or (socket.gethostname() if many else "127.0.0.1")
             address = f"{host}:{server.getsockname()[1]}:{self._token}"
             self._selector.register(server, selectors.EVENT_READ)
+            self._script = next((w for w in command if w.endswith(".py")), command[0])
             child = self.start(command, self._environment(address))
             try:
-                with _handed_on(child):
+                with handed_on(child):
                     self._serve(server, child)
             except KeyboardInterrupt:
                 child.stop(signal.SIGINT)
@@ -165,8 +187,9 @@ class Agent:
                     self._read(key.fileobj)  # type: ignore[arg-type]
             now = time.monotonic()
             if child.poll() is None:
-                self._look_for_hang(now)
-                if self._options.fail_fast and any(map(is_must, self.findings)):
+                is_blocked = self._looks_blocked(now)
+                if is_blocked or (self._options.fail_fast and any(map(is_must, self.findings))):
+                    self._was_stopped = True
                     child.stop(signal.SIGTERM)
                 continue
             ended = ended or now
@@ -220,14 +243,20 @@ class Agent:
         if kind == "collectives":
             rank.read_until = event["t"]
             found = self.run.take_collectives(rank, event["items"], event["missed"])
+            self.run.has_small_groups |= event["small"]
             return self._traffic.take(rank, found)
         if kind == "step":
             # It may have come while the rank of its number before it was still closing.
             self.run.ranks.setdefault(rank.rank, rank)
             step = self.run.take_step(rank, event)
-            return [] if step is None else self._judge(step)
+            self._announce()
+            if step is not None:
+                self._report(self._judge(step))
+                self._say_how_far(step)
+            return ()
         if kind in ("end", "done"):
             rank.has_ended = True
+            rank.forwards += event.get("forwards", 0)
             if kind == "done":
                 connection.sendall(b"!")
         elif kind == "moved":
@@ -235,12 +264,15 @@ class Agent:
             del self.run.ranks[rank.rank], self._ranks[connection]
         else:
             self.run.take_news(rank, kind, event)
+        if kind == "raised" and not traffic.is_effect(event):
+            return traffic.ends(self.run)
         return ()
 
     def _judge(self, step: Step) -> list[Finding]:
         """Return what the checks find in a step; one that breaks is a note, not the end."""
         found: list[Finding] = []
-        for check in (*checks.CHECKS, traffic.replayed_gradients):
+        self.run.saw |= seen.norms_of(step)
+        for check in (*checks.CHECKS, replayed_gradients):
             try:
                 found += check(step)
             except Exception as error:
@@ -256,31 +288,99 @@ class Agent:
         if known is None or known.rank != number:
             known = self._ranks[connection] = self.run.ranks.setdefault(number, Rank(number))
         known.world = event["world"] or known.world
+        if event["world"]:
+            self._announce()
+
+    def _announce(self) -> None:
+        if not self._is_announced:
+            self._is_announced = True
+            ranks = f"{self.run.world} rank{'s' * (self.run.world != 1)}"
+            _say(f"watching {ranks} of {Path(self._script).name}; first verdict after step 1")
+
+    def _say_how_far(self, step: Step) -> None:
+        """Say at the steps 1, 10, 100, then at each thousandth, what was found so far."""
+        number = step.number
+        if step.optimizer or not (number in (1, 10, 100) or number % 1000 == 0):
+            return
+        musts = {f.norm for f in self.findings if is_must(f)}
+        advice = {f.norm for f in self.findings} - musts
+        found = f"{len(musts)} norm{'s' * (len(musts) != 1)} broken" if musts else "nothing wrong"
+        _say(f"step {number}: {found}" + f", {len(advice)} with advice" * bool(advice))
 
     def _begin_anew(self) -> None:
         """Close the books of a run whose ranks have ended, and open those of the next."""
-        self._report([*traffic.ends(self.run), *traffic.as_many_steps(self.run)])
+        self._report_end(self.run)
         self._went_on = len(self.findings)
         self._steps += max(self.run.steps_taken().values(), default=0)
         self._ranks_seen = max(self._ranks_seen, len(self.run.ranks))
-        timeline, notes = self.run.timeline, self.run.notes
-        self.run, self._traffic = Run(timeline=timeline, notes=notes), traffic.Traffic()
+        timeline, notes, saw = self.run.timeline, self.run.notes, self.run.saw
+        self.run = Run(
+            timeline=timeline,
+            spans=self.run.spans,
+            notes=notes,
+            groups=self._options.replicas,
+            saw=saw,
+        )
+        self._traffic = traffic.Traffic()
 
     def _report(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
             known = sum(finding.norm == each.norm for each in self.findings)
             if known < _KEPT:
-                self.findings.append(finding)
+                self.findings.append(dataclasses.replace(finding, at=time.monotonic()))
             if not known and is_must(finding):
-                print(
-                    f"trainspec watch: [{finding.norm}] {finding.text}", file=sys.stderr, flush=True
-                )
+                _say(f"[{finding.norm}] {finding.text}")
+
+    def _report_end(self, run: Run) -> None:
+        found = [*traffic.ends(run), *traffic.as_many_steps(run)]
+        was_told = any(f.norm == "watch.run.ends" for f in self.findings[self._went_on :])
+        self._report(f for f in found if f.norm != "watch.run.ends" or not was_told)
+
+    def _looks_blocked(self, now: float) -> bool:
+        """Look for a hang; returns whether the command is to be ended for it."""
+        try:
+            self._look_for_hang(now)
+            return self._is_blocked_by_a_mismatch(now)
+        except Exception as error:  # the script goes on, and so does its judge
+            self.run.notes.append(f"the search for hangs failed: {error!r}")
+            return False
 
     def _look_for_hang(self, now: float) -> None:
-        if not self._hung:
+        """Report a hang, and withdraw the report if the ranks go on after all."""
+        ranks = self.run.ranks.values()
+        if any(self._hang.get(r.rank, r.progress) != r.progress for r in ranks):
+            self._hang = {}
+            withdrawn = [f for f in self.findings if f.norm == "watch.run.goes-on"]
+            self.findings = [f for f in self.findings if f.norm != "watch.run.goes-on"]
+            if withdrawn:
+                _say("the ranks went on: the hang was none, and is withdrawn")
+        if not self._hang and not self._has_mismatch():
             found = list(traffic.goes_on(self.run, now, self._options.patience))
-            self._hung = bool(found)
-            self._report(found)
+            if found:
+                self._hang = {r.rank: r.progress for r in ranks}
+                self._report([*(traffic.ends(self.run) if self._any_handles() else ()), *found])
+
+    def _any_handles(self) -> bool:
+        ranks = self.run.ranks.values()
+        return any(r.handling for r in ranks) and not any(r.raised for r in ranks)
+
+    def _has_mismatch(self) -> bool:
+        return any(f.norm == "watch.collectives.match" for f in self.findings)
+
+    def _is_blocked_by_a_mismatch(self, now: float) -> bool:
+        """Return whether ranks wait in collectives that do not match: nothing will end that."""
+        alive = [rank for rank in self.run.ranks.values() if rank.is_alive]
+        found = [f.at for f in self.findings if f.norm == "watch.collectives.match"]
+        if not found or not traffic.all_wait(alive, now, _MISMATCH_SECONDS):
+            return False
+        if min(rank.still_since or now for rank in alive) > found[0] + _GONE_ON_SECONDS:
+            return False  # they have gone on after it
+        place = f"; {traffic.waits(self.run)}"
+        for index, each in enumerate(self.findings):
+            if each.norm == "watch.collectives.match":
+                self.findings[index] = dataclasses.replace(each, text=each.text + place)
+        _say(f"the command is ended: its ranks cannot go on{place}")
+        return True
 
     def verdict(self, own: int) -> Verdict:
         """Return what was found, when the command has ended with status `own`."""
@@ -288,29 +388,36 @@ class Agent:
         if own == 0:  # started again by torchrun, or killed to show that a run can be resumed
             earlier, last = self.findings[: self._went_on], self.findings[self._went_on :]
             self.findings = [*map(_recovered, earlier), *last]
-        was_stopped = self._options.fail_fast and any(map(is_must, self.findings))
-        if not was_stopped:
-            self._report([*traffic.ends(run), *traffic.as_many_steps(run)])
+        if not self._was_stopped:
+            self._report_end(run)
         steps = self._steps + max(run.steps_taken().values(), default=0)
         unseen = list(dict.fromkeys(run.notes))
-        status = int(any(map(is_must, self.findings)))
+        status = int(any(self._options.strict or is_must(each) for each in self.findings))
         if not status and not steps:
             status = 0 if self.moved_to else 2
             unseen.append(self._why_nothing(own))
         ranks = max(self._ranks_seen, len(run.ranks))
-        causes = causes_of(self.findings)
-        return Verdict(status, causes, steps, ranks, unseen, run.replayed, run.cost())
+        rest = (run.replayed, run.cost(), len(seen.unseen(run.saw, run.replayed)))
+        return Verdict(status, causes_of(self.findings), steps, ranks, unseen, *rest)
 
     def _why_nothing(self, own: int) -> str:
         if self.moved_to:
             return f"the ranks are judged by the agent of rank 0, at {self.moved_to}"
-        if self.run.ranks:
-            return f"no optimizer took a step before the command ended with status {own}"
+        if any(rank.forwards for rank in self.run.ranks.values()):
+            return f"forwards were seen, but no optimizer step, and the command ended with {own}"
+        if any(Path(self._scratch).glob("torch-*")):
+            return (
+                "torch was imported, but neither a training forward (train(), gradients enabled, "
+                "in the thread that imported torch) nor a step of a torch.optim.Optimizer was seen"
+            )
         return (
-            "no process of the command imported torch and trained a model; a Python that is "
-            "started "
-            "with -E, -I or -S takes no start-up hook"
+            "no process of the command imported torch, or its Python was started with -E, -I or "
+            "-S, which take no start-up hook"
         )
+
+
+def _say(text: str) -> None:
+    print(f"trainspec watch: {text}", file=sys.stderr, flush=True)
 
 
 def _recovered(finding: Finding) -> Finding:
@@ -319,41 +426,3 @@ def _recovered(finding: Finding) -> Finding:
         return finding
     likely = "; ".join(filter(None, [finding.likely, "the command went on and ended with 0"]))
     return dataclasses.replace(finding, is_advice=True, likely=likely)
-
-
-@contextlib.contextmanager
-def _handed_on(child: Any) -> Iterator[None]:
-    """Hand signals that end a job on to the command, whose session is another one."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
-        return
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(n, lambda number, _: child.stop(number)) for n in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-
-
-class Child:
-    """The command, in a session of its own with all that it starts."""
-
-    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
-        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
-
-    def poll(self) -> int | None:
-        """Return the exit status, None while it runs."""
-        return self._process.poll()
-
-    def wait(self) -> int:
-        """Wait for the end; returns the exit status."""
-        return self._process.wait()
-
-    def stop(self, number: int) -> None:
-        """Ask all to end with a signal, then end them."""
-        for each in (number, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, each)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=5)

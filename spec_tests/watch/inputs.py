@@ -33,8 +33,11 @@ def batches_distinct(step: Step) -> Iterator[Finding]:
                     step.number,
                     rank,
                     place=step.events[rank]["forwards"][0]["place"],
-                    likely="the loader does not know the rank: no DistributedSampler, no offset, "
-                    "one seed",
+                    likely=step.ask(
+                        "the loader does not know the rank: no DistributedSampler, no offset, "
+                        "one seed"
+                    ),
+                    is_advice=bool(step.doubt),
                 )
 
 
@@ -61,7 +64,8 @@ def batches_not_repeated(step: Step) -> Iterator[Finding]:
                 step.number,
                 rank,
                 place=step.events[rank]["forwards"][0]["place"],
-                likely="ranks walk through the same data with different offsets",
+                likely=step.ask("ranks walk through the same data with different offsets"),
+                is_advice=bool(step.doubt),
             )
     for rank, event in step.events.items():
         for batch in _batches(event):
@@ -90,6 +94,21 @@ def steps_same(step: Step) -> Iterator[Finding]:
     seen = {rank: event["seen"] for rank, event in step.events.items()}
     windows = {rank: len(event["forwards"]) for rank, event in step.events.items()}
     few, many = min(windows.values()), max(windows.values())
+    backwards = {event["backwards"] for event in step.events.values()}
+    if few < many and len(backwards) == 1 and 0 < min(backwards) <= few:
+        rank = next(r for r, n in windows.items() if n == many)
+        yield Finding(
+            "watch.steps.same",
+            f"rank {rank}: expected {few} training forward{'s' * (few > 1)} before step "
+            f"{step.number} as on the other ranks, got {many}, with {min(backwards)} backward"
+            f"{'s' * (min(backwards) > 1)} on all",
+            step.number,
+            rank,
+            place=step.events[rank]["forwards"][0]["place"],
+            likely="an evaluation on this rank alone, without model.eval() and torch.no_grad()",
+            is_advice=True,
+        )
+        return
     if few and many >= 2 * few and many % few == 0 and len(set(seen.values())) > 1:
         rank = next(r for r, n in windows.items() if n == many)
         yield Finding(

@@ -45,6 +45,7 @@ class Names:
         self.of: dict[int, str] = {}
         self.ddp: dict[int, tuple[tuple[int, ...], weakref.ref[Any]]] = {}
         self.fsdp: set[int] = set()
+        self.units: set[int] = set()  # modules whose parameters FSDP2 shards
         self._known: set[int] = set()
         self._wrappers: list[weakref.ref[Any]] = []
         self._wrapper: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -87,6 +88,9 @@ class Names:
             if any(each.__name__ == "FSDPModule" for each in type(module).__mro__):
                 self.fsdp |= {id(p) for p in module.parameters()}
             self._learn_parameters(module, plain_name(name))
+        labels = {id(module): plain_name(name) for name, module in root.named_modules()}
+        for module in root.modules():
+            self._learn_shards(module, labels)
 
     def _learn_parameters(self, module: nn.Module, label: str) -> None:
         for name, parameter in module._parameters.items():
@@ -99,6 +103,25 @@ class Names:
                 self.trainable[id(parameter)] = weakref.ref(parameter)
             if is_dtensor(parameter):
                 self.shards[id(module), name] = (full, weakref.ref(parameter))
+
+    def _learn_shards(self, module: nn.Module, labels: dict[int, str]) -> None:
+        """Read the shards of a unit whose full weights are in place, as `unshard()` leaves them."""
+        for own in unit_parameters(module):
+            self.units.add(id(own._module_info.module))
+            owner, name = own._module_info.module, own._module_info.param_name
+            shard = own.sharded_param
+            self.fsdp.add(id(shard))
+            if id(owner) in labels and (id(owner), name) not in self.shards:
+                full = ".".join(filter(None, (labels[id(owner)], name)))
+                self._know(shard)
+                self.of.setdefault(id(shard), full)
+                self.trainable[id(shard)] = weakref.ref(shard)
+                self.shards[id(owner), name] = (full, weakref.ref(shard))
+
+    def talks(self, root: nn.Module) -> bool:
+        """Whether the forward of a module communicates by a wrapper or a layer that is known."""
+        known = ("FSDPModule", "FullyShardedDataParallel", "SyncBatchNorm")
+        return any(each.__name__ in known for m in root.modules() for each in type(m).__mro__)
 
     def _know(self, parameter: Tensor) -> None:
         """Forget what is known of a parameter when it goes: another may get its id."""
@@ -153,6 +176,11 @@ class Names:
             parameter.requires_grad,
         )
 
+    @property
+    def has_ties(self) -> bool:
+        """Whether two places ever held one parameter."""
+        return bool(self._ties)
+
     def broken_ties(self) -> list[tuple[str, str]]:
         """Return pairs of places that shared a parameter at first and no longer do."""
         found = []
@@ -201,6 +229,17 @@ def full_weights(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
                 continue
             if parameter.untyped_storage().nbytes() or not parameter.numel():
                 yield owner, name, parameter
+
+
+def unit_parameters(module: nn.Module) -> list[Any]:
+    """Return what `fully_shard` keeps of each parameter of a unit."""
+    kinds = (each.__module__ for each in type(module).__mro__ if each.__name__ == "FSDPModule")
+    if not any(kind.startswith("torch.") for kind in kinds):
+        return []
+    unit: Any = module
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [each for group in groups if group is not None for each in group.fsdp_params]
 
 
 def _of_mesh(parameter: Any) -> tuple[str, tuple[int, ...], tuple[int, ...]]:

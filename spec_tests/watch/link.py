@@ -17,10 +17,13 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from .blocked import handled_error, is_blocked
 
 BEAT_SECONDS = 1.0
 _OWN = f"{Path(__file__).parent}{os.sep}"
@@ -43,6 +46,7 @@ class Link:
         self._read = 0.0
         self._handler: Any = None
         self.is_open = True
+        self.has_messages = False  # point-to-point
         self.send("hello", token=self._token, pid=os.getpid())
         self._is_over = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="trainspec-watch", daemon=True)
@@ -67,7 +71,8 @@ class Link:
         with self._reading:  # the heartbeat reads as well: each entry once, and in order
             found, missed = self._records.new()
             if found or missed:
-                self.send("collectives", items=found, missed=missed)
+                is_small = small_groups(found)
+                self.send("collectives", items=found, missed=missed, small=is_small)
 
     def keep_last_words(self) -> None:
         """Say so when native code aborts, as gloo does where a collective's size is wrong."""
@@ -81,7 +86,7 @@ class Link:
             libc.signal(number, before)  # whose turn it is when this returns and abort() goes on
             if self._lock.acquire(timeout=1):
                 self._lock.release()
-                place = self._doing()[0]
+                place = script_line(self._frame())
                 self.send_collectives()
                 self.send("raised", type="abort", text="native code ended it", place=place)
 
@@ -109,21 +114,36 @@ class Link:
         while self.is_open and not self._is_over.wait(BEAT_SECONDS):
             try:
                 self.send_collectives()
-                place, is_waiting = self._doing()
-                pending = self._records.pending
-                self.send(
-                    "beat", place=place, waits=is_waiting, pending=pending, cpu=time.process_time()
-                )
+                self.send("beat", **self._doing())
             except Exception as error:
                 self.send("note", text=f"the heartbeat ended: {error!r}")
                 return
 
-    def _doing(self) -> tuple[str, bool]:
-        """Return the script's line of the main thread, and whether it is inside a collective."""
-        frame = sys._current_frames().get(self._main.ident or 0)
-        innermost = frame.f_code.co_filename if frame else ""
-        place = script_line(frame)
-        return place, "distributed" in innermost or innermost.endswith("graph.py")
+    def _doing(self) -> dict[str, Any]:
+        """Return where the main thread is, whether it waits there, and what it is handling."""
+        frame, pending = self._frame(), self._records.pending
+        error = handled_error(self._main.ident)
+        return {
+            "place": script_line(frame),
+            "waits": is_blocked(frame, self._main.native_id, bool(pending)),
+            "pending": pending,
+            "cpu": time.process_time() - time.thread_time(),  # without this thread's own
+            "error": None if error is None else error_fields(error),
+        }
+
+    def _frame(self) -> Any:
+        return sys._current_frames().get(self._main.ident or 0)
+
+
+def error_fields(error: BaseException, trace: Any = None) -> dict[str, str]:
+    """Return type, message and the script's innermost line of an exception."""
+    frames = [frame for frame, _ in traceback.walk_tb(trace or error.__traceback__)]
+    place, lines = "", [line for _, line in traceback.walk_tb(trace or error.__traceback__)]
+    for frame, line in zip(reversed(frames), reversed(lines), strict=True):
+        if is_own(frame):
+            place = f"{Path(frame.f_code.co_filename).name}:{line}"
+            break
+    return {"type": type(error).__name__, "text": str(error)[:2000], "place": place}
 
 
 class Records:
@@ -134,26 +154,50 @@ class Records:
         dumps = ("_dump_fr_trace", "_dump_nccl_trace")
         self._dumps = [f for f in (getattr(module, name, None) for name in dumps) if f is not None]
         self._next = [0] * len(self._dumps)
-        self.pending = ""  # the oldest collective that has not ended
+        self.pending: list[Any] = []  # group, number, name and sizes of the oldest unfinished one
 
     def new(self) -> tuple[list[list[Any]], int]:
         """Return `[time_ns, group, number, name, sizes, dtypes]` each, and how many were lost."""
         if not torch.distributed.is_initialized():
             return [], 0
         found, missed = [], 0
+        self.pending = []
         for index, dump in enumerate(self._dumps):
             try:
                 entries = pickle.loads(dump(True, False, False)).get("entries", [])
             except (RuntimeError, TypeError, ValueError):
                 continue
             unfinished = [e for e in entries if not e.get("retired", True)]
-            self.pending = unfinished[0]["profiling_name"].split(":")[-1] if unfinished else ""
+            unfinished.sort(key=lambda entry: bool(entry.get("is_p2p")))
+            if unfinished and not self.pending:
+                self.pending = _record(unfinished[0])[1:]
             fresh = [e for e in entries if e["record_id"] >= self._next[index]]
             if fresh:
                 missed += fresh[0]["record_id"] - self._next[index]
                 self._next[index] = fresh[-1]["record_id"] + 1
             found += [_record(entry) for entry in fresh if not entry.get("is_p2p")]
         return found, missed
+
+
+def small_groups(found: list[list[Any]]) -> bool:
+    """Return whether numbers were reduced or gathered in a group that is smaller than the world."""
+    world = torch.distributed.distributed_c10d._world
+    sizes = {world.pg_names.get(pg): len(ranks) for pg, ranks in world.pg_group_ranks.items()}
+    largest = max(sizes.values(), default=1)
+    return any(
+        1 < sizes.get(group, largest) < largest and size for _, group, _, _, size, _ in found
+    )
+
+
+def collectives_so_far() -> int:
+    """Return how many collectives this rank has begun, in all groups together."""
+    if not torch.distributed.is_initialized():
+        return 0
+    try:
+        groups: Any = torch.distributed.distributed_c10d._world.pg_map
+        return sum(pg._get_sequence_number_for_group() for pg in groups)
+    except RuntimeError:  # a backend that does not count
+        return 0
 
 
 def _record(entry: dict[str, Any]) -> list[Any]:
@@ -168,11 +212,16 @@ def _record(entry: dict[str, Any]) -> list[Any]:
 
 
 def script_line(frame: Any = None) -> str:
-    """Return "file.py:12 in function" of the innermost frame that is the user's own, or ""."""
+    """Return "file.py:12" of the innermost frame that is the user's own, or ""."""
     frame = frame or sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((*_INSTALLED, *_BARE)) and "site-packages" not in name:
-            return f"{Path(name).name}:{frame.f_lineno}"
+        if is_own(frame):
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def is_own(frame: Any) -> bool:
+    """Return whether a frame runs the user's own code, not an installed library's."""
+    name = frame.f_code.co_filename
+    return not name.startswith((*_INSTALLED, *_BARE)) and "site-packages" not in name

@@ -36,6 +36,8 @@ class Finding:
         place: the script's line, or "".
         likely: the likely cause, or "".
         is_advice: reported, and without weight for the exit status.
+        is_first: an exception that no other rank caused: what came with it follows from it.
+        at: when it was seen, in the agent's seconds.
     """
 
     norm: str
@@ -46,6 +48,8 @@ class Finding:
     place: str = ""
     likely: str = ""
     is_advice: bool = False
+    is_first: bool = False
+    at: float = 0.0
 
 
 def norm(id: str, *, source: str) -> Callable[[Callable[..., Iterator[Finding]]], Any]:

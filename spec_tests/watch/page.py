@@ -41,18 +41,29 @@ def page(data: Mapping[str, Any]) -> str:
         kind=("good", "bad")[data["status"]] if is_judged else "warn",
         verdict=_verdict(data) if is_judged else "Nothing was judged",
         causes=sorted(data["causes"], key=lambda cause: cause["strength"] != "MUST"),
-        norms=[{**norm, **_result(norm, data, is_judged)} for norm in data["norms"]],
+        norms=_in_order([{**norm, **_result(norm, data, is_judged)} for norm in data["norms"]]),
         timeline=_timeline(data) if data["timeline"] else None,
     )
+
+
+def _in_order(norms: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return a title to the norms under it: what is wrong is open, all else is folded."""
+    open_ones = [norm for norm in norms if norm["kind"] in ("bad", "warn")]
+    held = [norm for norm in norms if norm["words"] == "holds"]
+    rest = [norm for norm in norms if norm["kind"] == "mute"]
+    why = rest[0]["words"] if rest else ""
+    titles = ("", f"{_count(len(held), 'norm')} held", f"{_count(len(rest), 'norm')} {why}")
+    return {t: of for t, of in zip(titles, (open_ones, held, rest), strict=True) if of}
 
 
 def _verdict(data: Mapping[str, Any]) -> str:
     musts = sum(cause["strength"] == "MUST" for cause in data["causes"])
     advice = len(data["causes"]) - musts
-    found = _count(musts, "cause") if musts else "A MUST does not hold"
+    found = _count(musts, "cause") if musts else "Advice alone, under --strict,"
     seen = f"{_count(data['steps'], 'step')} of {_count(data['ranks'], 'rank')}"
     words = f"{found if data['status'] else 'Nothing wrong'} in {seen}{data.get('replayed', '')}"
-    return words + f"; {advice} with advice" * bool(advice)
+    verb = "are" if advice > 1 else "is"
+    return words + (f"; {_count(advice, 'finding')} {verb} advice" if advice else "")
 
 
 def _count(number: int, noun: str) -> str:
@@ -63,6 +74,8 @@ def _result(norm: Mapping[str, Any], data: Mapping[str, Any], is_judged: bool) -
     """Return colour and words for a norm, and the id of the cause that it belongs to."""
     if norm["holds"]:
         kind, words = ("good", "holds") if is_judged else ("mute", "not judged")
+        if is_judged and not norm["seen"]:
+            kind, words = "mute", "not seen"
         return {"kind": kind, "words": words, "at": ""}
     causes = [c for c in data["causes"] if norm["id"] in (c["norm"], *c["effects"])]
     own = next((c["strength"] for c in causes if c["norm"] == norm["id"]), norm["strength"])
@@ -91,11 +104,27 @@ def _timeline(data: Mapping[str, Any]) -> dict[str, Any]:
             bars += f"M{x} {y + 10}h{wide}v16h-{wide}z"
         if y == _TOP and x - max(numbers) >= _LABEL:
             numbers[x] = str(step)
+    spans = _spans(data, begun, lasted, lanes)
     about = f"{_count(len(rows), 'step')} on {_count(len(lanes), 'rank')} in {lasted:.3g} s"
     low = _TOP + len(lanes) * _LANE + 16
     size = {"left": _LEFT, "wide": _WIDE, "low": low, "every": every, "about": about}
-    drawn = {"lanes": lanes, "bars": bars, "marked": marked, "numbers": numbers}
+    drawn = {"spans": spans, "lanes": lanes, "bars": bars, "marked": marked, "numbers": numbers}
     return {**size, **drawn, "seconds": _seconds(lasted)}
+
+
+def _spans(
+    data: Mapping[str, Any], begun: float, lasted: float, lanes: Mapping[int, int]
+) -> dict[str, str]:
+    """Return the path of what ran, by its kind; of a long run, of each n-th span."""
+    known = [s for s in data.get("spans", ()) if s[0] in lanes and s[3] > begun]
+    every = math.ceil(len(known) / _MOST_BARS)
+    paths = dict.fromkeys(("forward", "backward", "waiting"), "")
+    for index, (rank, kind, begin, end) in enumerate(known):
+        x = round(_LEFT + max(begin - begun, 0) / lasted * _WIDE, 1)
+        wide = max(1, round((min(end, begun + lasted) - max(begin, begun)) / lasted * _WIDE, 1))
+        if (index % every == 0 or kind == "waiting") and x < _LEFT + _WIDE:
+            paths[kind] += f"M{x} {lanes[rank] + 20}h{wide}v6h-{wide}z"
+    return {kind: path for kind, path in paths.items() if path}
 
 
 def _seconds(lasted: float) -> dict[float, str]:

@@ -31,10 +31,11 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.optim import optimizer as optim
 
-from . import calls
+from . import calls, finite
 from .guard import Current, probe_to_ask, quiet, wrapped, wrapped_always
 from .layout import Names, fingerprint, full_weights, is_dtensor, local_of, own_part
-from .link import Link, script_line
+from .leaving import ended, forget, raised, spawned
+from .link import Link, collectives_so_far, script_line
 from .replay import Recording, finish
 from .window import Watched, Window, numbers, tensors_of
 
@@ -59,15 +60,24 @@ def start() -> None:
         setattr(owner, "zero_grad", wrapped(owner.zero_grad, calls.zero_grad))  # noqa: B010  # mypy
     join = torch.distributed.algorithms.join.Join
     setattr(join, "__enter__", wrapped(join.__enter__, calls.join))  # noqa: B010  # mypy
+    schedule: Any = torch.optim.lr_scheduler.LRScheduler
+    schedule.step = wrapped(schedule.step, calls.schedule)
     scaler = torch.amp.GradScaler
     for name, observed in (("scale", calls.scale), ("unscale_", calls.unscale)):
         setattr(scaler, name, wrapped(getattr(scaler, name), observed))
+    for name in ("send", "recv", "isend", "irecv") if dist.is_available() else ():
+        exchange = wrapped(getattr(dist, name), calls.message)
+        setattr(dist, name, exchange)
+        setattr(dist.distributed_c10d, name, exchange)  # where `P2POp` compares with it
     checkpoint = torch.utils.checkpoint
     checkpoint.checkpoint = wrapped_always(checkpoint.checkpoint, calls.checkpoint)
     nn.functional.cross_entropy = wrapped(nn.functional.cross_entropy, calls.cross_entropy)
-    os.register_at_fork(after_in_child=_forget)
-    atexit.register(_ended)
-    sys.excepthook = functools.partial(_raised, sys.excepthook)
+    spawn: Any = sys.modules.get("torch.multiprocessing.spawn")
+    if spawn is not None:
+        spawn._wrap = wrapped_always(spawn._wrap, spawned)  # a function: it is pickled by name
+    os.register_at_fork(after_in_child=forget)
+    atexit.register(ended)
+    sys.excepthook = functools.partial(raised, sys.excepthook)
     if "RANK" in os.environ and "LOCAL_RANK" in os.environ and not _is_child():
         Current.probe.connect()
 
@@ -88,12 +98,16 @@ class Probe:
         self.spent = 0.0  # seconds in hooks
         self.root: nn.Module | None = None
         self.inner: nn.Module | None = None  # of DDP: what the root hands on to
+        self.trains = False  # the forward that is running
+        self.forward_began = 0
+        self.talked = 0  # collectives before the forward that is running
         self.takes_gradients = True
         self.optimizers: weakref.WeakKeyDictionary[Any, Watched] = weakref.WeakKeyDictionary()
         self.stepping: int | None = None
         self.recordings: weakref.WeakKeyDictionary[nn.Module, Recording] = (
             weakref.WeakKeyDictionary()
         )
+        self.has_scaler = False
         self.scaled: dict[int, float] = {}  # scaler to the scale of a loss in this window
         self.clips: list[dict[str, Any]] = []
         self.window = Window()
@@ -149,8 +163,8 @@ class Probe:
             where = "".join(traceback.format_exception(error)[-2:])[-400:]
             self.link.send("note", text=f"a hook of the watcher failed: {where}")
         if self._failures >= 3:
-            _ended()
-            _forget()
+            ended()
+            forget()
 
     def begin(self, module: nn.Module, arguments: tuple[Any, ...], keywords: Any) -> None:
         """A module is called at the top: take its inputs, if it trains."""
@@ -166,12 +180,14 @@ class Probe:
             self._count_backwards(parameters)
         self.root = module
         self.inner = getattr(self.names.wrapper(module), "module", module)
+        self.trains = False
         if not (module.training and self.takes_gradients and any(flag for _, flag in seen)):
             return
         link = self.connect()
         if all(each.steps < 3 for each in self.optimizers.values()):
             link.send_collectives()  # a rank that is about to abort has no time to
         self.window.forward(module, tensors_of((arguments, keywords or {})), self.names)
+        self.trains, self.forward_began = True, time.time_ns()
         ids = {id(p) for p in parameters}
         taken = (each.steps for each in self.optimizers.values() if ids & each.ids)
         if max(taken, default=0) + 1 == self.options["replay"]:
@@ -184,7 +200,7 @@ class Probe:
             key = id(parameter)
             if not parameter.requires_grad or key in self._hooked or is_dtensor(parameter):
                 continue
-            if parameter.is_leaf:
+            if parameter.is_leaf and key not in self.names.fsdp:
                 self._hooked.add(key)
                 weakref.finalize(parameter, self._hooked.discard, key)
                 parameter.register_post_accumulate_grad_hook(_accumulated)
@@ -193,10 +209,16 @@ class Probe:
         """A module is about to compute, below the top or at it."""
         if self.root is None:
             return
-        self.window.take_buffers(self.root, module)
+        if module is self.inner:
+            self.window.take_buffers(module)
+            self.talked = collectives_so_far()
+        self.compare_and_keep(module)
+
+    def compare_and_keep(self, module: nn.Module) -> None:
+        """Look at the full weights that a module computes with."""
         if self.names.shards:
             self._compare_shards(module)
-        recording = self.recordings.get(self.root)
+        recording = None if self.root is None else self.recordings.get(self.root)
         if recording is not None:
             recording.enter(module)
 
@@ -210,12 +232,15 @@ class Probe:
             if known is None or shard is None or own is None:
                 continue
             self.compared.add(key)
-            differs = (own != local_of(shard).to(own.dtype)).sum(dtype=torch.int64)
+            local = local_of(shard).to(own.dtype)
+            both_nan = own.isnan() & local.isnan()
+            differs = ((own != local) & ~both_nan).sum(dtype=torch.int64)
             self.window.stale.append((known[0], script_line(), differs))
 
     def cleared(self, parameters: Iterable[Tensor]) -> None:
         """Gradients were cleared: what came before does not go into the step."""
         ids = {id(p) for p in parameters}
+        self.window.is_cleared = bool(self.window.counts.keys() & ids)
         for model, recording in self.recordings.items():
             if any(id(p) in ids for p in model.parameters()):
                 recording.cleared()
@@ -288,12 +313,27 @@ def _entered(
 
 def _after_forward(module: nn.Module, arguments: Any, output: Any) -> None:
     probe = probe_to_ask()
-    if probe is not None and module is probe.root:
+    if probe is None:
+        return
+    # Hooks for all modules come before those of the module itself: a unit of FSDP2 has its full
+    # weights when its forward ends, and not when it begins.
+    if probe.root is not None and id(module) in probe.names.units:
+        _computed(module)
+    if module is probe.root:
         _left(module, output)
 
 
 @quiet
+def _computed(probe: Probe, module: nn.Module) -> None:
+    probe.compare_and_keep(module)
+
+
+@quiet
 def _left(probe: Probe, module: nn.Module, output: Any) -> None:
+    if probe.trains:
+        probe.window.span("forward", probe.forward_began, time.time_ns())
+    if probe.trains and collectives_so_far() != probe.talked:
+        probe.window.forwards[-1]["talks"] = not probe.names.talks(module)
     probe.root = probe.inner = None
     recording = probe.recordings.get(module)
     if recording is not None:
@@ -304,6 +344,8 @@ def _left(probe: Probe, module: nn.Module, output: Any) -> None:
 def _accumulated(probe: Probe, parameter: Tensor) -> None:
     counted = probe.window.counts.setdefault(id(parameter), [0, 0, parameter.numel()])
     counted[0] += 1
+    probe.window.is_cleared, now = False, time.time_ns()
+    probe.window.span("backward", now, now, torch._C._current_graph_task_id() + 1)
     for recording in probe.recordings.values():
         recording.accumulated()
     wrapper = probe.names.ddp.get(id(parameter))
@@ -324,9 +366,12 @@ def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
     watched = probe.optimizers.setdefault(optimizer, Watched(optimizer, number))
     if watched.describe(probe.names):
         link.send("layout", optimizer=watched.number, entries=list(map(vars, watched.entries)))
-    hashes = [None if p.grad is None else fingerprint(p.grad) for p in watched.parameters]
+    grads = [p.grad for p in watched.parameters]
+    hashes = [None if g is None else fingerprint(g) for g in grads]
     before = [] if watched.last else [fingerprint(p) for p in watched.parameters]
-    values = iter(numbers([h for h in hashes if h is not None] + before))
+    bad = finite.flags(grads)
+    values = iter(numbers([*bad, *(h for h in hashes if h is not None), *before]))
+    bad_names = finite.named(watched.entries, [next(values) for _ in bad])
     watched.event = {}
     event = {
         "optimizer": watched.number,
@@ -335,10 +380,16 @@ def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
         "place": script_line(),
         "options": watched.options(),
         "grads": [None if h is None else next(values) for h in hashes],
+        "bad": {"grads": bad_names, "before": watched.not_finite() if bad_names else []},
+        "cleared": probe.window.is_cleared,
         "clip": calls.norm_again(probe, watched.parameters),
         "skips": getattr(optimizer, "found_inf", None) is not None,
         "loose": probe.loose() if watched.steps else [[], []],
         "ties": probe.names.broken_ties(),
+        "scaler": bool(probe.scaled) or probe.has_scaler,
+        "compared": len(probe.compared),
+        "tied": probe.names.has_ties,
+        "messages": link.has_messages,
         "scaled": calls.left_scaled(probe, optimizer),
     }
     event["before"] = watched.last = watched.last or list(values)
@@ -348,8 +399,8 @@ def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
     probe.window = Window()
     watched.take_half()
     if watched.steps + 2 == probe.options["replay"]:
-        grads = [(id(p), p.grad) for p in watched.parameters if p.grad is not None]
-        watched.earlier = {key: local_of(grad).clone() for key, grad in grads}
+        pairs = [(id(p), p.grad) for p in watched.parameters if p.grad is not None]
+        watched.earlier = {key: local_of(grad).clone() for key, grad in pairs}
     event["begun"] = time.time_ns()
     watched.event = event
 
@@ -373,6 +424,8 @@ def _after_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
     moved = sum(a != b for a, b in zip(after, watched.last, strict=True))
     watched.last = after
     watched.event["half"] = watched.compare_half()
+    bad = watched.event["bad"]
+    bad["after"] = watched.not_finite() if bad["grads"] else []
     link = probe.connect()
     link.send_collectives(unless_recent=watched.steps > 3)
     link.send("step", **watched.event, after=after, moved=moved, spent=probe.spent)
@@ -394,28 +447,3 @@ def _is_inside(key: int) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _raised(hidden: Any, kind: Any, error: Any, trace: Any) -> None:
-    link = Current.probe.link if Current.probe is not None else None
-    if link is not None:
-        frames = [frame for frame, _ in traceback.walk_tb(trace)]
-        place = script_line(frames[-1]) if frames else ""
-        link.send_collectives()
-        link.send("raised", type=kind.__name__, text=str(error)[:2000], place=place)
-    hidden(kind, error, trace)
-
-
-def _ended() -> None:
-    link = Current.probe.link if Current.probe is not None else None
-    if link is not None:
-        link.rest()
-        link.send_collectives()
-        link.send("end")
-
-
-def _forget() -> None:
-    """Stop watching: in a fork of the rank, such as a worker that loads data."""
-    probe, Current.probe = Current.probe, None
-    if probe is not None and probe.link is not None:
-        probe.link.drop()

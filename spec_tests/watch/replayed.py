@@ -29,6 +29,7 @@ class Deviation:
         is_certain: False for a common factor that clipping by hand may have made.
         factor: what all gradients of the rank are multiplied by, if it is one number.
         others: how many further tensors of this rank are wrong.
+        is_sum: the factor is the number of ranks, and the gradients were reduced by hand.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class Deviation:
     is_certain: bool = True
     others: int = 0
     factor: float = 1.0
+    is_sum: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,8 @@ def _deviation(
         is_odd = ratio > 1.01 or any(abs(ratio / each - 1) < 0.01 for each in suspects)
         is_certain = is_mean if is_sum else is_odd
         words = f"got {ratio:.3f} x it in every element of every gradient"
-        return [Deviation(rank, wrong[0].name, words, is_certain, len(wrong) - 1, ratio)]
+        rest = (is_certain, len(wrong) - 1, ratio, is_sum)
+        return [Deviation(rank, wrong[0].name, words, *rest)]
     worst = max(wrong, key=lambda t: t.off(coefficient))
     words = _why(wrong, size, coefficient)
     if not words and worst.share() < _VISIBLE:
@@ -175,10 +178,24 @@ def _why(wrong: Sequence[Compared], size: int, coefficient: float) -> str:
         return "got this rank's own gradient: it was not reduced"
     if fits([None if t.last is None else t.last * coefficient for t in wrong]):
         return "got that of the last micro-batch alone: the others were cleared before the step"
-    pairs = zip(scaled, wrong, strict=True)
-    if fits([None if t.earlier is None else m + t.earlier for m, t in pairs], 1e-4):
+    # What is left of the step before is what that step was given, clipped where it clips.
+    both = [None if t.earlier is None else t.mean + t.earlier for t in wrong]
+    left = [
+        None if t.earlier is None else m + t.earlier for m, t in zip(scaled, wrong, strict=True)
+    ]
+    if fits(left, 1e-4) or fits(_scaled_like(both, wrong), 1e-4):
         return "got it with that of the step before added: gradients were not cleared"
     return ""
+
+
+def _scaled_like(found: Sequence[Tensor | None], wrong: Sequence[Compared]) -> list[Tensor | None]:
+    """Return tensors times the one factor by which they are closest to the gradients."""
+    pairs = [(f, t.actual) for f, t in zip(found, wrong, strict=True) if f is not None]
+    if any(f.shape != actual.shape for f, actual in pairs):
+        return [None] * len(found)
+    top = sum(float((f * actual).sum()) for f, actual in pairs)
+    bottom = sum(float((f * f).sum()) for f, _ in pairs)
+    return [None if f is None or not bottom else f * (top / bottom) for f in found]
 
 
 def _factor(tensors: Sequence[Compared]) -> float:

@@ -15,6 +15,7 @@ _UNSEEN = (
     "a step without a training forward that was seen: batches, random states and losses were not "
     "checked (a model compiled in place, called through torch.func, or in another thread)"
 )
+_BUSY_SECONDS = 0.1  # of the processor, since a rank was last seen to go on
 _FLOATS = {"Float", "Double", "Half", "BFloat16"}
 
 
@@ -69,7 +70,9 @@ class Rank:
     waits: bool = False
     cpu: float = 0.0
     still_since: float | None = None
-    pending: str = ""
+    still_beats: int = 0
+    pending: Collective | None = None  # the oldest that has not ended
+    handling: Event | None = None  # an exception, inside of `except` or `finally`
     spent: float = 0.0  # seconds in the watcher's hooks, up to the last step
     begun: int = 0  # when its first step began
     generations: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -80,14 +83,29 @@ class Rank:
 
     def beat(self, event: Event, now: float) -> None:
         """Take a heartbeat: a rank is still if it waits at one place and uses no processor."""
-        state = (event["place"], self.issued, sum(self.steps.values()))
-        busy = event["cpu"] - self.cpu > 0.1
-        self.place, self.cpu, self.pending = event["place"], event["cpu"], event["pending"]
-        self.waits = event["waits"] or bool(self.pending)
+        self.place, self.waits = event["place"], event["waits"]
+        self.pending = _collective([0, *event["pending"]]) if event["pending"] else None
+        if event["error"] is None or self.handling is None:
+            self.handling = None if event["error"] is None else {**event["error"], "t": event["t"]}
+        state = (self.place, self.waits, self.issued, sum(self.steps.values()))
+        # On a machine that is too busy, a rank that imports or computes gets little at a time.
+        busy = event["cpu"] - self.cpu > _BUSY_SECONDS
+        self.still_beats += 1
         if state != self._state or busy:
-            self._state, self.still_since = state, None
+            self._state, self.still_since, self.cpu = state, None, event["cpu"]
         elif self.still_since is None:
-            self.still_since = now
+            self.still_since, self.still_beats = now, 0
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may still take part in a collective."""
+        return self.is_open and not self.has_ended and self.raised is None
+
+    @property
+    def progress(self) -> tuple[int, ...]:
+        """How far it has come."""
+        has_ended = self.has_ended and self.raised is None
+        return (self.issued, sum(self.steps.values()), has_ended)
 
     def reduced(self, since: int, until: int, *, largest: bool = False) -> int:
         """Elements that reductions, or the largest one, were given in a span of time."""
@@ -121,10 +139,13 @@ class Step:
         found: dict[tuple[Any, ...], dict[int, Any]] = {}
         for rank, event in self.events.items():
             for entry, value in zip(self.layout(rank), event[key], strict=True):
-                if entry["kind"] not in ("flat", "local", "tensor"):
+                is_plain = entry["kind"] == "plain"
+                group = self.run.group_of(rank) if is_plain else 0
+                if entry["kind"] not in ("flat", "local", "tensor") and group is not None:
                     same = (
                         entry["name"],
                         entry["kind"],
+                        group,
                         *map(tuple, (entry["shape"], entry["ranks"], entry["shard"])),
                     )
                     found.setdefault(same, {})[rank] = value
@@ -132,8 +153,37 @@ class Step:
             if len(values) > 1:
                 yield name, kind, values
 
+    @property
+    def doubt(self) -> str:
+        """Why parameters of no known wrapper may be no replicas of each other, or ""."""
+        if self.run.groups:
+            return ""
+        plain = [
+            [(e["name"], e["shape"]) for e in self.layout(rank) if e["kind"] == "plain"]
+            for rank in self.events
+        ]
+        if not any(plain):
+            return ""
+        talks = any(f["talks"] for event in self.events.values() for f in event["forwards"])
+        reasons = {
+            "the ranks' optimizers hold different parameters": any(p != plain[0] for p in plain),
+            "the ranks send each other point-to-point messages": self.run.has_messages,
+            "the model communicates in its forward": talks,
+            "the script uses process groups smaller than the world": self.run.has_small_groups,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+    def ask(self, likely: str) -> str:
+        """Return what is likely where it is in doubt whether the ranks hold replicas."""
+        asked = f"none, if ranks hold different parts of the model: {self.doubt}; "
+        return (
+            asked + "name the ranks that are replicas, as --replicas 0,1" if self.doubt else likely
+        )
+
     def peers(self) -> list[list[int]]:
         """Return the ranks that train on different data, in groups; [] where that is unknown."""
+        if self.run.groups:
+            return [[r for r in group if r in self.events] for group in self.run.groups]
         groups: dict[tuple[int, ...], set[int]] = {}
         for rank in self.events:
             entries = self.layout(rank)
@@ -155,13 +205,23 @@ class Run:
     unequal_starts: set[int] = field(default_factory=set)
     seen: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
     looped: bool = False
+    groups: list[list[int]] = field(default_factory=list)  # ranks that are replicas, as named
+    has_messages: bool = False  # point-to-point
+    has_small_groups: bool = False
+    saw: set[str] = field(default_factory=set)  # norms that had something to look at
     timeline: deque[list[float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    spans: deque[list[Any]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _waiting: dict[tuple[int, int], dict[int, Event]] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
         """The number of ranks, as they said it or as many as there are."""
         return max((r.world or 0 for r in self.ranks.values()), default=0) or len(self.ranks)
+
+    def group_of(self, rank: int) -> int | None:
+        """Return which group of replicas a rank is in; None if groups are named and it in none."""
+        found = [index for index, group in enumerate(self.groups) if rank in group]
+        return found[0] if found else None if self.groups else 0
 
     def take_step(self, rank: Rank, event: Event) -> Step | None:
         """Take one rank's step; returns the step once all ranks have taken it."""
@@ -171,13 +231,16 @@ class Run:
             self.notes.append(_UNSEEN)
         rank.forwards += len(event["forwards"])
         event["seen"] = rank.forwards
+        self.has_messages |= event["messages"]
         event["reduced"] = rank.reduced(rank.stepped_at, event["begun"])
         event["largest"] = rank.reduced(rank.stepped_at, event["begun"], largest=True)
         event["is_complete"] = rank.read_until >= event["begun"] and not rank.missed
         event["layout"] = rank.layouts[optimizer]
         rank.spent, rank.begun = event["spent"], rank.begun or event["begun"]
-        rank.stepped_at, rank.missed = event["t"], 0
+        rank.stepped_at, rank.missed, rank.still_since = event["t"], 0, None
         self.timeline.append([rank.rank, number, event["begun"] / 1e9, event["t"] / 1e9])
+        for kind, begun, ended in event.pop("spans"):
+            self.spans.append([rank.rank, kind, begun / 1e9, ended / 1e9])
         found = self._waiting.setdefault((optimizer, number), {})
         if len(self._waiting) > _KEPT_STEPS:  # a rank that never steps, as in a pipeline
             del self._waiting[next(iter(self._waiting))]
@@ -198,12 +261,11 @@ class Run:
             generation += number < last or number == last == 1
             rank.generations[group] = (generation, number)
             label = f"{group}'{generation}" if generation else group
-            found.append(
-                Collective(when, label, number, name, tuple(map(tuple, sizes)), tuple(dtypes))
-            )
+            found.append(_collective([when, label, number, name, sizes, dtypes]))
         rank.window += found
         rank.last += found
         rank.issued += len(found)
+        rank.still_since = None if found else rank.still_since
         rank.missed += missed
         return found
 
@@ -213,12 +275,22 @@ class Run:
             rank.layouts[event["optimizer"]] = event["entries"]
         elif kind == "beat":
             rank.beat(event, time.monotonic())
+            if rank.still_since is not None and rank.waits:
+                self._wait(rank, event["t"] / 1e9)
         elif kind == "raised":
             rank.raised = event
         elif kind == "join":
             self.is_joined = True
         elif kind == "note":
             self.notes.append(f"rank {rank.rank}: {event['text']}")
+
+    def _wait(self, rank: Rank, now: float) -> None:
+        """Draw out the last wait of a rank, or begin one: a heartbeat found it where it was."""
+        last = next((s for s in reversed(self.spans) if s[0] == rank.rank), None)
+        if last is not None and last[1] == "waiting":
+            last[3] = now
+        else:
+            self.spans.append([rank.rank, "waiting", now - 1.0, now])
 
     def cost(self) -> str:
         """Return what the hooks took of the ranks' time, from the first step to the last."""
@@ -227,8 +299,25 @@ class Run:
         spent = sum(r.spent for r in ranks)
         if not ranks:
             return ""
-        return f"cost: the watcher's hooks took {spent:.2f} s; first to last step, {wall:.2f} s"
+        words = f"{spent:.2f} s; first to last step, {wall:.2f} s, all ranks together"
+        return f"cost: the watcher's hooks took {words}"
 
     def steps_taken(self) -> dict[int, int]:
         """Return rank to the steps of the optimizer that took most."""
         return {n: max(r.steps.values(), default=0) for n, r in sorted(self.ranks.items())}
+
+
+def unequal(step: Step, key: str, *, every: bool = False) -> Iterator[tuple[str, int, Any]]:
+    """Yield name, first rank that differs, and all values of replicated tensors that differ."""
+    for name, kind, values in step.replicas(key):
+        if kind == "plain" and not every and step.optimizer in step.run.unequal_starts:
+            continue  # reported once; nobody says that they are replicas
+        first = values[min(values)]
+        different = [rank for rank, value in values.items() if value != first]
+        if different:
+            yield name, different[0], values
+
+
+def _collective(fields: Sequence[Any]) -> Collective:
+    time, group, number, name, sizes, dtypes = fields
+    return Collective(time, group, number, name, tuple(map(tuple, sizes)), tuple(dtypes))

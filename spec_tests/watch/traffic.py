@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from spec_tests.watch.norm import Finding, norm
-from spec_tests.watch.run import Collective, Rank, Run, Step
+from spec_tests.watch.run import Collective, Rank, Run
 
 _C10D = "docs.pytorch.org/docs/stable/distributed.html"
+_SLOW_SECONDS = 60.0  # for a collective that all ranks have begun
+_EFFECTS = ("abort", "KeyboardInterrupt", "SignalException", "DistBackendError", "DistNetworkError")
+_EFFECT_WORDS = ("gloo", "NCCL", "onnection", "Timed out", "timed out", "Broken pipe", "ollective")
 _KEPT = 20_000  # collectives that not all ranks of their group have sent
 _FREE = (
     "gather",
@@ -69,20 +71,19 @@ def collectives_match(sent: dict[int, Collective]) -> Iterator[Finding]:
 @norm("watch.run.goes-on", source=_C10D)
 def goes_on(run: Run, now: float, patience: float) -> Iterator[Finding]:
     """Ranks MUST NOT wait for each other for ever."""
-    alive = [r for r in run.ranks.values() if r.is_open and not r.has_ended]
-    if not alive or not all(r.waits and r.still_since is not None for r in alive):
+    alive = [r for r in run.ranks.values() if r.is_alive]
+    gone = [r for r in run.ranks.values() if not r.is_alive]
+    pending = {r.pending for r in alive}
+    if len(pending) == 1 and pending != {None} and not gone:
+        patience = max(_SLOW_SECONDS, patience)  # all of them are in it: it may be slow
+    if not all_wait(alive, now, patience / 2 if gone else patience):
         return
-    gone = [r for r in run.ranks.values() if not r.is_open or r.has_ended]
-    if now - max(r.still_since or now for r in alive) < (patience / 2 if gone else patience):
-        return
-    waits = [f"rank {r.rank} waits at {_at(r)}{_what(r)}" for r in alive]
-    waits += [f"rank {r.rank} has ended" for r in gone]
     taken = run.steps_taken()
     unequal = len(set(taken.values())) > 1
     counts = ", ".join(f"rank {rank} {steps}" for rank, steps in taken.items())
     yield Finding(
         "watch.run.goes-on",
-        f"expected the ranks to go on, got a hang: {'; '.join(waits)}",
+        f"expected the ranks to go on, got a hang: {waits(run)}",
         min(taken.values(), default=0),
         place=alive[0].place,
         likely=f"ranks took different numbers of steps ({counts})"
@@ -91,34 +92,59 @@ def goes_on(run: Run, now: float, patience: float) -> Iterator[Finding]:
     )
 
 
+def all_wait(alive: Sequence[Rank], now: float, seconds: float) -> bool:
+    """Return whether all of some ranks have waited so long, in heartbeats too."""
+    since = [r.still_since for r in alive if r.waits and r.still_since is not None]
+    beats = min((r.still_beats for r in alive), default=0)  # a machine that is too busy beats late
+    is_long = len(since) == len(alive) > 0 and now - max(since) >= seconds
+    return is_long and beats >= 0.7 * seconds - 1
+
+
+def waits(run: Run) -> str:
+    """Return where each rank waits, in which of its collectives."""
+    said = []
+    for rank in run.ranks.values():
+        if rank.is_alive:
+            error = f" while it handles {rank.handling['type']}" if rank.handling else ""
+            said.append(f"rank {rank.rank} waits at {_at(rank)}{_what(rank)}{error}")
+        else:
+            said.append(f"rank {rank.rank} has {'raised' if rank.raised else 'ended'}")
+    return "; ".join(said)
+
+
 def _at(rank: Rank) -> str:
     return rank.place or "an unknown line"
 
 
 def _what(rank: Rank) -> str:
     last = rank.last[-1] if rank.last else None
-    if rank.pending and last is not None:
-        return f" for {last}, its collective {last.number} of group {last.group}"
+    if rank.pending:
+        own = rank.pending
+        return f" in {own}, its collective {own.number} of group {own.group}"
     return f", after {last}" if last is not None else ""
 
 
 @norm("watch.run.ends", source=_C10D)
 def ends(run: Run) -> Iterator[Finding]:
     """Every rank MUST end by itself and without an exception."""
-    raised = [r for r in run.ranks.values() if r.raised is not None]
-    for rank in sorted(raised, key=lambda r: r.raised["t"] if r.raised else 0)[:1]:
-        error = rank.raised or {}
+    found = sorted((r for r in run.ranks.values() if r.raised), key=_first_raised)
+    held = [r for r in run.ranks.values() if r.handling and r.waits and not r.has_ended]
+    found = found or held
+    for rank in found[:1]:
+        error = rank.raised or rank.handling or {}
         words = " ".join(error["text"].split())
+        is_held = "" if rank.raised else f", which it handles at {_at(rank)}"
         yield Finding(
             "watch.run.ends",
             f"rank {rank.rank}: expected it to end, got {error['type']}: "
-            f"{words[:300]}{_after(rank)}",
+            f"{words[:300]}{is_held}{_after(rank)}",
             max(rank.steps.values(), default=0),
             rank.rank,
             place=error["place"],
-            likely=_left(run),
+            likely=_left(run) if is_effect(error) else "",
+            is_first=not is_effect(error),
         )
-    if raised:
+    if found:
         return
     for rank in run.ranks.values():
         if not rank.has_ended and not rank.is_open:
@@ -130,8 +156,19 @@ def ends(run: Run) -> Iterator[Finding]:
                 max(rank.steps.values(), default=0),
                 rank.rank,
                 place=rank.place,
+                likely=_left(run),
             )
             return
+
+
+def _first_raised(rank: Rank) -> tuple[bool, int]:
+    error = rank.raised or {}
+    return is_effect(error), error["t"]
+
+
+def is_effect(error: Mapping[str, Any]) -> bool:
+    """Return whether an exception may come from another rank that ended, raised or hangs."""
+    return error["type"] in _EFFECTS or any(each in error["text"] for each in _EFFECT_WORDS)
 
 
 def _left(run: Run) -> str:
@@ -163,68 +200,3 @@ def as_many_steps(run: Run) -> Iterator[Finding]:
             few,
             likely="the ranks' loaders have different lengths, or a rank skips updates",
         )
-
-
-@norm("watch.replay.gradients", source="Li et al. 2020, section 3.2; ZeRO, Rajbhandari et al. 2020")
-def replayed_gradients(step: Step) -> Iterator[Finding]:
-    """The optimizer MUST be given the mean over ranks of what the outputs' gradients demand."""
-    from spec_tests.watch import replayed  # torch is needed here alone
-
-    replays = {rank: event["replay"] for rank, event in step.events.items() if event.get("replay")}
-    reasons = [f"rank {rank}: {of['reason']}" for rank, of in replays.items() if "reason" in of]
-    if reasons or len(replays) < len(step.events):
-        if replays:
-            step.run.notes.append(f"step {step.number} was not replayed: {'; '.join(reasons)}")
-        return
-    files = [Path(of["path"]) for of in replays.values()]
-    if not all(file.is_file() for file in files):
-        step.run.notes.append("not replayed: ranks on other nodes wrote to their own disks")
-        return
-    batches = max(of["batches"] for of in replays.values())
-    coefficients = [_coefficient(step.events[rank]) for rank in replays]
-    step.run.replayed = f"; step {step.number} computed again"
-    for found in replayed.judge(files, batches, coefficients, _is_mean(step))[:1]:
-        if found.factor == 1.0 and not all(of["is_exact"] for of in replays.values()):
-            step.run.replayed = ""
-            step.run.notes.append(
-                f"step {step.number} was not judged: the compiled model draws random numbers in an "
-                "order of its own"
-            )
-            return
-        if not found.is_certain and found.factor != 1.0:
-            step.run.notes.append(
-                f"step {step.number}: all gradients are one factor times the mean over ranks "
-                f"({found.words}): right if they are clipped by hand, or if the loss is scaled so"
-            )
-            return
-        others = f" ({found.others + 1} tensors)" if found.others else ""
-        yield Finding(
-            "watch.replay.gradients",
-            f"rank {found.rank}, {found.name!r}: expected the mean over ranks of the step's own "
-            f"gradients, {found.words}{others}",
-            step.number,
-            found.rank,
-            found.name,
-            step.place(found.rank),
-            ""
-            if found.is_certain
-            else "a loss that uses parameters directly, or gradients that "
-            "are changed by hand after the backward: then this is right",
-            is_advice=not found.is_certain,
-        )
-
-
-def _is_mean(step: Step) -> bool:
-    """Return whether each rank's loss is a mean over its own batch, as far as losses were seen."""
-    for event in step.events.values():
-        weights = [loss["weight"] or 0.0 for loss in event["losses"]]
-        if abs(sum(weights) / event["replay"]["scale"] - 1) > 1e-3:
-            return False
-    return True
-
-
-def _coefficient(event: dict[str, Any]) -> float:
-    """Return what clipping and unscaling multiplied the gradients of a step by."""
-    clip, scale = event["clip"], event["replay"]["scale"]
-    clipped = clip["clipped"] / clip["norm"] if clip and clip["norm"] else 1.0
-    return float(clipped / scale)

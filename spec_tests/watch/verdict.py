@@ -10,9 +10,11 @@ from typing import Any
 
 from spec_tests.watch.norm import NORMS, Finding, is_must
 from spec_tests.watch.run import Run
+from spec_tests.watch.seen import unseen
 
 # Causes before effects: a finding follows from one of those named beside it that stands above it.
 _FOLLOWS = {
+    "watch.numbers.finite": (),
     "watch.batches.distinct": (),
     "watch.batches.not-repeated": ("watch.batches.distinct",),
     "watch.replicas.begin-equal": (),
@@ -49,8 +51,17 @@ _FOLLOWS = {
     "watch.replicas.buffers": ("watch.batches.distinct", "watch.replicas.begin-equal"),
     "watch.dropout.differs": ("watch.batches.distinct",),
     "watch.loss.token-counts": (),
+    "watch.schedule.per-update": (),
 }
 _ORDER = list(_FOLLOWS)
+# What the other ranks of one that raised are seen to do; some seconds before, where it hung first.
+_AT_THE_END = ("watch.collectives.match", "watch.run.goes-on", "watch.steps.as-many")
+# NaN is unequal to itself, in bytes too, and whatever it is multiplied by.
+_OF_NUMBERS = (
+    *("watch.weights.current", "watch.gradients.equal", "watch.replicas.equal", "watch.clip.norm"),
+    *("watch.optimizer.moves", "watch.optimizer.precision", "watch.replay.gradients"),
+    *("watch.replicas.buffers", "watch.loss.token-counts"),
+)
 
 
 @dataclass
@@ -78,6 +89,7 @@ class Verdict:
     unseen: list[str]
     replayed: str = ""
     cost: str = ""
+    not_seen: int = 0  # norms that no step could have broken
 
 
 def causes_of(findings: Sequence[Finding]) -> list[Cause]:
@@ -100,11 +112,15 @@ def causes_of(findings: Sequence[Finding]) -> list[Cause]:
             causes[cause].effects.append(id)
             explained.add(id)
     rest = [cause for id, cause in causes.items() if id not in explained]
-    return sorted(rest, key=lambda cause: not is_must(cause.finding))
+    return sorted(rest, key=lambda c: (not c.finding.is_first, not is_must(c.finding)))
 
 
 def _explains(cause: Finding, effect: Finding) -> bool:
     """Return whether an effect, found no earlier, follows from a cause that weighs as much."""
+    if cause.is_first or effect.is_first:
+        return not effect.is_first and effect.norm in _AT_THE_END and cause.at - 3 < effect.at
+    if cause.norm == "watch.numbers.finite" and effect.norm in _OF_NUMBERS:
+        return cause.step <= effect.step and (is_must(cause) or not is_must(effect))
     is_above = _ORDER.index(cause.norm) < _ORDER.index(effect.norm)
     is_early = not effect.step or cause.step <= effect.step
     weighs = is_must(cause) or not is_must(effect)
@@ -122,14 +138,12 @@ def render(verdict: Verdict) -> str:
         lines.append("trainspec watch: nothing was judged")
     elif not musts:
         lines.append(
-            f"trainspec watch: nothing wrong in {seen}; {len(NORMS)} norms, {advice} with advice"
+            f"trainspec watch: nothing wrong in {seen}{_advice(advice)}; {verdict.not_seen} of "
+            f"{len(NORMS)} norms not seen"
         )
     else:
         noun = "cause" if len(musts) == 1 else "causes"
-        lines.append(
-            f"trainspec watch: {len(musts)} {noun} in {seen}"
-            + f", {advice} with advice" * bool(advice)
-        )
+        lines.append(f"trainspec watch: {len(musts)} {noun} in {seen}" + _advice(advice))
     for number, cause in enumerate(verdict.causes[:6], start=1):
         lines += ["", *_lines(number, cause)]
     if len(verdict.causes) > 6:
@@ -138,6 +152,10 @@ def render(verdict: Verdict) -> str:
     if verdict.cost:
         lines.append(verdict.cost)
     return "\n".join(lines)
+
+
+def _advice(count: int) -> str:
+    return f"; {count} finding{'s are' if count > 1 else ' is'} advice" if count else ""
 
 
 def _lines(number: int, cause: Cause) -> list[str]:
@@ -178,6 +196,7 @@ def as_data(verdict: Verdict, run: Run, command: Sequence[str]) -> dict[str, Any
         }
         for cause in verdict.causes
     ]
+    not_seen = unseen(run.saw, verdict.replayed)
     wrong = {cause.finding.norm for cause in verdict.causes}
     wrong |= {effect for cause in verdict.causes for effect in cause.effects}
     return {
@@ -192,6 +211,7 @@ def as_data(verdict: Verdict, run: Run, command: Sequence[str]) -> dict[str, Any
                 "sentence": each.sentence,
                 "strength": str(each.strength),
                 "holds": id not in wrong,
+                "seen": id in wrong or id not in not_seen,
             }
             for id, each in NORMS.items()
         ],
@@ -199,4 +219,5 @@ def as_data(verdict: Verdict, run: Run, command: Sequence[str]) -> dict[str, Any
         "replayed": verdict.replayed,
         "cost": verdict.cost,
         "timeline": list(run.timeline),
+        "spans": list(run.spans),
     }

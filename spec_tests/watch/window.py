@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 import zlib
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import finite
 from .layout import Entry, Names, fingerprint, local_of, plain_name
 from .link import script_line
 
@@ -23,7 +25,17 @@ class Window:
         self.forwards: list[dict[str, Any]] = []
         self.losses: list[dict[str, Any]] = []
         self.stale: list[tuple[str, str, Tensor]] = []
+        self.scheduled: dict[int, list[Any]] = {}  # schedule to its steps, and their line
+        self.spans: list[list[Any]] = []  # what ran from when to when; backwards by their number
+        self.is_cleared = False  # gradients, since the last backward
         self.counts: dict[int, list[int]] = {}  # parameter to its backwards, unsynced ones, size
+
+    def span(self, kind: str, begun: int, now: int, key: int = 0) -> None:
+        """Keep that something ran, as a part of what already runs under the same key."""
+        if key and self.spans and self.spans[-1][3] == key:
+            self.spans[-1][2] = now
+        elif len(self.spans) < KEPT:
+            self.spans.append([kind, begun, now, key])
 
     def forward(self, module: nn.Module, tensors: list[Tensor], names: Names) -> None:
         """A training forward at the top."""
@@ -45,14 +57,14 @@ class Window:
                 "inside": ddp is None and any(id(p) in names.ddp for p in module.parameters()),
                 "syncs": None if ddp is None else bool(ddp.require_backward_grad_sync),
                 "buffers": None,
+                "talks": False,
                 "place": script_line(),
             }
         )
 
-    def take_buffers(self, root: nn.Module, module: nn.Module) -> None:
+    def take_buffers(self, inner: nn.Module) -> None:
         """Hash the buffers that a forward begins with: DDP has made them equal by then."""
-        inner = root.module if isinstance(root, nn.parallel.DistributedDataParallel) else root
-        if module is inner and self.forwards and self.forwards[-1]["buffers"] is None:
+        if self.forwards and self.forwards[-1]["buffers"] is None:
             floats = [(n, b) for n, b in inner.named_buffers() if b.is_floating_point()]
             self.forwards[-1]["buffers"] = {plain_name(n): fingerprint(b) for n, b in floats}
 
@@ -69,11 +81,14 @@ class Window:
         for loss in self.losses:
             loss["tokens"] = next(values)
             loss["weight"] = float(loss["weight"]) if loss["weight"] is not None else None
+            loss["is_bad"] = not math.isfinite(float(loss.pop("value")))
         counted = self.counts.values()
         return {
             "forwards": self.forwards,
             "losses": self.losses,
             "stale": [[name, place, n] for name, place, _ in self.stale if (n := next(values))],
+            "scheduled": max(self.scheduled.values(), default=None),
+            "spans": [span[:3] for span in self.spans],
             "computed": sum(times * size for times, _, size in counted),
             "distinct": sum(size for _, _, size in counted),
             "backwards": max((times for times, _, _ in counted), default=0),
@@ -119,6 +134,10 @@ class Watched:
     def _groups(self) -> list[dict[str, Any]]:
         optimizer = self._optimizer()
         return [] if optimizer is None else optimizer.param_groups
+
+    def not_finite(self) -> list[str]:
+        """Return the names of its parameters that have numbers that are not finite."""
+        return finite.named(self.entries, numbers(finite.flags([*self.parameters])))
 
     def take_half(self) -> None:
         """Keep the largest 16-bit parameter, in the first steps."""

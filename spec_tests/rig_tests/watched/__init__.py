@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-_OURS = ("__init__", "__main__", "trial")
+_OURS = ("__init__", "__main__", "small", "trial")
 SCRIPTS = tuple(sorted(path.stem for path in HERE.glob("*.py") if path.stem not in _OURS))
 
 

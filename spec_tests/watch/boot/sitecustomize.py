@@ -6,6 +6,7 @@ project is added to the script's `sys.path`.
 """
 
 import importlib.util
+import json
 import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
@@ -15,21 +16,27 @@ _NAME = "trainspec_watch"
 
 
 class _AfterTorch:
-    """A finder that loads the watcher as soon as torch is imported."""
+    """A finder that loads the watcher as soon as torch is executed.
+
+    Libraries ask `find_spec("torch")` to learn whether it is installed, long before they import it.
+    """
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Return torch's own spec, with the watcher's start behind its execution."""
         if name != "torch":
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
-        spec = importlib.util.find_spec(name)
+        finders = [each for each in sys.meta_path if each is not self]
+        found = (each.find_spec(name, path, target) for each in finders)  # type: ignore[arg-type]
+        spec = next((each for each in found if each is not None), None)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
         def execute_and_start(module):  # type: ignore[no-untyped-def]
             execute(module)
-            _start()
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)  # type: ignore[arg-type]
+                _start()
 
         spec.loader.exec_module = execute_and_start  # type: ignore[method-assign]
         return spec
@@ -37,6 +44,9 @@ class _AfterTorch:
 
 def _start() -> None:
     try:
+        scratch = json.loads(os.environ["TRAINSPEC_WATCH"])["scratch"]
+        if os.path.isdir(scratch):  # noqa: PTH112  # on another node it is not
+            open(os.path.join(scratch, f"torch-{os.getpid()}"), "w").close()  # noqa: PTH118, PTH123
         folder = os.path.dirname(_HERE)  # noqa: PTH120
         file = os.path.join(folder, "__init__.py")  # noqa: PTH118
         spec = importlib.util.spec_from_file_location(
