@@ -115,6 +115,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         first = len(self.param_groups)
 
         def add() -> Iterator[str]:
+            self._hand_in_options()  # a rate that was changed since the last step
             torch.optim.Optimizer.add_param_group(self, param_group)
             self._ownership.deal(self.param_groups[first:])
             self._local.add_param_group(self._ownership.own_part(self.param_groups[first]))

@@ -66,6 +66,8 @@ class PlainZero1(torch.optim.Optimizer):
         return {**group, "params": [p for p in group["params"] if self.owned(p)]}
 
     def add_param_group(self, param_group: Group) -> None:
+        if self.inner is not None:
+            self.hand_in()  # what `show` would bring back below
         super().add_param_group(param_group)
         self.deal(self.param_groups[-1]["params"])
         if self.inner is not None:

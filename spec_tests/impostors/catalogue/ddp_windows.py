@@ -191,7 +191,14 @@ class RestoresTrue(PlainDdp):
             self.finish()
 
 
-@near_miss("ddp.hidden-accumulator", rejected_by="ddp.accumulation.zero-grad-discards")
+@near_miss(
+    "ddp.hidden-accumulator",
+    rejected_by=(
+        "ddp.accumulation.zero-grad-discards",
+        "ddp.programs.any-situation",
+        "ddp.programs.any-production-situation",
+    ),
+)
 class HiddenAccumulator(PlainDdp):
     """Keeps a window's gradients where zero_grad cannot clear them.
 

@@ -362,7 +362,13 @@ class KeepsDiscardedGathers(Patched):
     replace = "            handle.wait()\n        self._in_flight.clear()"
 
 
-@near_miss("fsdp.trusts-what-flies", rejected_by="fsdp.lifecycle.fresh-after-gather-in-flight")
+@near_miss(
+    "fsdp.trusts-what-flies",
+    rejected_by=(
+        "fsdp.lifecycle.fresh-after-gather-in-flight",
+        "fsdp.programs.any-production-situation",
+    ),
+)
 class TrustsWhatFlies(Patched):
     """Takes a gather in flight for current, whatever happened to the shards since it began.
 

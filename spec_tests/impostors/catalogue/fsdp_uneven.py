@@ -189,7 +189,10 @@ class ShowsWhatWasOpen(Patched):
     replace = "if False:"
 
 
-@near_miss("fsdp.one-optimizer-counts", rejected_by="fsdp.lifecycle.fresh-after-step")
+@near_miss(
+    "fsdp.one-optimizer-counts",
+    rejected_by=("fsdp.lifecycle.fresh-after-step", "fsdp.programs.any-situation"),
+)
 class OneOptimizerCounts(Patched):
     """Asks of one parameter of a unit whether an optimizer has stepped.
 

@@ -55,6 +55,20 @@ class StaysLocked(PlainZero1):
         return loss
 
 
+@near_miss("zero1.rates-of-the-last-step", rejected_by="zero1.programs.any-situation")
+class RatesOfTheLastStep(PlainZero1):
+    """With a group that is added, shows the options that the inner optimizer had in its last step.
+
+    From: ours, until drawn programs met it, and `plain` the same.
+    Unseen: Rates change before a step, and groups are added at the start.
+    """
+
+    def add_param_group(self, param_group):
+        kept, self.hand_in = self.hand_in, lambda: None
+        super().add_param_group(param_group)
+        self.hand_in = kept
+
+
 @near_miss("zero1.loads-over", rejected_by="zero1.state.load-replaces")
 class LoadsOver(PlainZero1):
     """Loads entry by entry, over the state that is there.
