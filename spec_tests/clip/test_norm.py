@@ -110,7 +110,7 @@ def test_each_of_two_axes_that_divide_is_summed_over(world):
 @clause(
     "clip.norm.two-meshes",
     level="production",
-    source="NVIDIA-NeMo/Automodel issue 3816, Megatron-LM issue 5916: experts beside dense weights",
+    source="contract: two-meshes; NVIDIA-NeMo/Automodel issue 3816, Megatron-LM issue 5916",
     worlds=(4,),
 )
 @pytest.mark.parametrize("first", ["a", "b"])

@@ -55,7 +55,7 @@ def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.M
         after-exception: After an exception that the caller caught, the next step is right.
 
     Level `production`:
-        buffers-follow: A training forward uses the first rank's buffers.
+        buffers-follow: A training forward outside `no_sync` uses the first rank's buffers.
         one-copy: A step sends one copy of the gradients of trained parameters.
         same-order: All ranks send in the same order.
         overlaps: Reductions are launched during the backward, by hooks that do not block.
@@ -66,8 +66,11 @@ def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.M
         compile: `torch.compile` of `module` changes no value, before and after wrapping.
         compile-wrapper: `torch.compile` of the wrapper changes no value.
         larger-tensor: A parameter may be a part of a larger tensor, with gaps between its rows.
+        dropped-models: Memory does not grow with models that are dropped.
+        added-later: A parameter that is added after wrapping gets the mean gradient.
 
     May be refused:
+        added-later: A parameter that is added after wrapping, in the next training forward.
         unused-everywhere: A parameter that no rank uses, no later than in the next forward.
         unused-somewhere: A parameter that some ranks do not use.
         used-early: A parameter that is used only before the last micro-batch of a step.
@@ -156,6 +159,7 @@ def sharded_optimizer(
         absent-gradients: A parameter without a gradient is treated as `optimizer_cls` alone does.
         equal-ranks: After `step` all ranks of the group hold the same bits.
         closure: `step` evaluates a closure once, before updating, and returns its loss.
+        closure-options: Options that the closure sets count in that step, and stay.
         divided-after-load: After a load, too, `.state` holds only the state that this rank owns.
         balanced: A rank's state is at most twice its share, or twice the largest parameter's.
         current-weights: A step begins with the weights as they are, also where others wrote them.

@@ -95,8 +95,10 @@ def fully_shard(
         recomputed-unit: With activation checkpointing a unit is reduced and freed as without it.
         compile: `torch.compile` of a unit changes no value, before and after it is sharded.
         compile-model: `torch.compile` of the sharded model changes no value.
+        added-later: A parameter that is added after sharding gets the mean gradient.
 
     May be refused:
+        added-later: A parameter that is added after sharding, in the next training forward.
         two-dims: A mesh of two dims.
         hints: A prefetch hint.
         mixed-dtypes: Parameters of unequal dtypes.
@@ -194,8 +196,10 @@ def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.M
         tables: With `compute_dtype` an Embedding is gathered in it and its rows come in it.
         subclasses: Subclasses of Linear and Embedding are sharded.
         thawed-rest: A parameter of no Linear or Embedding may be thawed later.
+        added-later: A parameter that is added after wrapping gets the mean gradient.
 
     May be refused:
+        added-later: A parameter that is added after wrapping, in the next training forward.
         any-rows: A weight whose rows the ranks do not divide.
         tied: A weight that layers share.
         reused: A layer that is called twice.
@@ -240,7 +244,8 @@ def clip_grad_norm_(
         max_norm, norm_type, error_if_nonfinite: as for `torch.nn.utils.clip_grad_norm_`.
 
     Returns:
-        The global norm, a plain tensor.
+        The global norm, a plain tensor. Where a power or a sum leaves the range of its dtype,
+        infinity or zero is right as well.
 
     Level `correct`:
         as-pytorch: Everything else is as in `torch.nn.utils.clip_grad_norm_`.
@@ -256,10 +261,12 @@ def clip_grad_norm_(
         listed-twice: A tensor that is listed twice is counted and scaled once.
         in-place: Gradients are scaled in place.
         one-collective: One collective of a few numbers is enough for one set of ranks.
-        norm-dtype: The norm has the range and rounding of float32, or of a gradient's float64.
+        two-meshes: Gradients on meshes of different ranks count together.
+        norm-dtype: The norm is rounded to float32, or to float64 where a gradient has it.
 
     May be refused:
         mixed: Plain gradients beside DTensors.
+        two-meshes: Gradients on meshes of different ranks.
         absent-somewhere: A gradient that some ranks lack.
         unreduced: A gradient that is not reduced yet.
     """

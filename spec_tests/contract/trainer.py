@@ -71,7 +71,7 @@ class Trainer(Protocol):
             current: The loss is this rank's, with the current weights.
             inert: An evaluation changes nothing.
             mode: The module is in evaluation mode meanwhile, and no gradient is computed.
-            restores: Afterwards the module is in the mode in which it was.
+            restores: Afterwards each part of the module is in the mode in which it was.
         """
 
     def full_parameters(self) -> Mapping[str, torch.Tensor]:

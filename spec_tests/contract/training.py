@@ -49,12 +49,12 @@ def token_loader(
     Level `correct`:
         own-memory: Inputs and targets own their memory.
         read-only: Files are only read.
-        callers-order: Shards are read in the caller's order.
+        callers-order: Shards are read in the caller's order, one that is listed twice twice.
         within-shard: A sequence never crosses the end of a shard.
         global-order: Batch i of rank r is the global sequences `[iWB + rB, iWB + rB + B)`.
         whole-batches: Sequences that do not fill W*B are dropped.
         one-pass: Each `iter` gives one pass, which ends.
-        starts-anew: The next `iter` starts anew, also where the last pass was not finished.
+        starts-anew: The next `iter` starts at the first batch of the data, whatever came before.
         environment: Where rank and world size are not given, RANK and WORLD_SIZE say them.
         one-rank: Where neither RANK nor WORLD_SIZE is set there is one rank.
         state-counts: The state counts batches *yielded*, from the start of the data.
@@ -74,6 +74,7 @@ def token_loader(
         memory: Memory grows with the batches, not with the shards.
 
     May be refused:
+        callers-order: A file that is listed twice, at construction.
         no-batch: Data without a single batch, at construction.
     """
 
@@ -124,7 +125,7 @@ def train(
         takes: Exactly the micro-batches of `steps` steps are taken.
         slices: Ids and targets may be slices.
         leftovers: Gradients from before the call do not count.
-        world: The process group says how many ranks there are.
+        world: The ranks are those of the wrapper's group; a model in no wrapper trains alone.
         remainder: A global batch that does not divide is a ValueError before any update.
         short-step: A step that lacks data is left out, or uses the mean over the data it has.
         alike: All ranks treat values that are not finite alike: go on, skip the update, or raise.
@@ -184,7 +185,7 @@ def save_checkpoint(
         all-fail: A failure on any rank is an error on all.
         keeps-older: A failure, or a kill at any moment, leaves earlier checkpoints as they are.
         next-save: A failure, or a kill at any moment, is not in the way of the next save.
-        replaces: Saving a step again replaces it, at once or not at all.
+        replaces: Saving a step again is no error, and replaces it at once or not at all.
 
     Level `production`:
         sharded-model: A model that `fully_shard` sharded is saved, and the optimizer of its shards.

@@ -199,7 +199,7 @@ def added_later(ctx, subject, addition):
 @clause(
     "ddp.lifecycle.parameters-added-later",
     level="production",
-    source="contract: mean-gradient; LoRA, added after wrapping",
+    source="contract: added-later; LoRA, added after wrapping",
 )
 @pytest.mark.parametrize("addition", additions.ADDITIONS)
 def test_what_is_added_to_a_wrapped_module_is_averaged_or_refused(world, subject, addition):
@@ -347,7 +347,7 @@ def models_in_turn(ctx, subject):
 @clause(
     "ddp.footprint.models-made-and-dropped",
     level="production",
-    source="parameter, hook, wrapper, parameter: a cycle that Python's collector does not see",
+    source="contract: dropped-models; a cycle through hooks that Python's collector does not see",
     worlds=(2,),
 )
 def test_a_model_that_is_dropped_leaves_nothing_behind(world, subject):

@@ -360,7 +360,7 @@ def added_later(ctx, subject, addition):
 @clause(
     "fsdp.refusals.parameters-added-later",
     judges=BOTH,
-    source="contract: mean-gradient; LoRA, added after fully_shard",
+    source="contract: added-later; LoRA, added after fully_shard",
 )
 @pytest.mark.parametrize("addition", additions.ADDITIONS)
 def test_what_is_added_to_a_sharded_module_is_averaged_or_refused(world, subject, addition):

@@ -68,6 +68,7 @@ class State:
         is_open: gradients of single ranks wait for their reduction.
         waits: a loss exists whose backward is still to come.
         is_broken: a backward was interrupted, and nothing was cleared since.
+        is_reduced: gradients were reduced since they were cleared.
         is_saved: there has been a save.
         is_zeroed: gradients were cleared to zero, and not to None, since the last step.
         frozen: numbers of the parameters that are frozen now.
@@ -80,6 +81,7 @@ class State:
     is_open: bool = False
     waits: bool = False
     is_broken: bool = False
+    is_reduced: bool = False
     is_saved: bool = False
     is_zeroed: bool = False
     frozen: frozenset[int] = frozenset()
@@ -126,7 +128,16 @@ def _rests(s: State) -> bool:
 
 
 def _adds(number: int, **changes: Any) -> Callable[[State], State]:
-    return lambda s: replace(s, **{"shares": s.shares + number, "is_open": False, **changes})
+    opens = changes.get("is_open", False)
+    return lambda s: replace(
+        s,
+        **{
+            "shares": s.shares + number,
+            "is_open": False,
+            "is_reduced": s.is_reduced or not opens,
+            **changes,
+        },
+    )
 
 
 def _becomes(**changes: Any) -> Callable[[State], State]:
@@ -134,7 +145,7 @@ def _becomes(**changes: Any) -> Callable[[State], State]:
 
 
 def _cleared(s: State) -> State:
-    return replace(s, shares=0, is_open=False, is_broken=False)
+    return replace(s, shares=0, is_open=False, is_reduced=False, is_broken=False)
 
 
 VERBS: dict[str, Verb] = {
@@ -287,7 +298,7 @@ def next_state(state: State, call: Call, scene: Scene, subject: str, size: int) 
         if frozen is None:
             return None
         found = replace(found, frozen=frozen)
-    if subject in verb.refusable or _adds_up_in_whole(state, found, subject):
+    if subject in verb.refusable or _is_refusable(call, state, found, subject):
         found = replace(found, may_refuse=True)
     return found if found.shares <= scene.most(size) else None
 
@@ -299,7 +310,13 @@ def _frozen(frozen: frozenset[int], name: str, number: int, scene: Scene) -> fro
     return found if found != frozen and len(found) < count and number < count else None
 
 
-def _adds_up_in_whole(state: State, found: State, subject: str) -> bool:
-    """`fsdp` may refuse a second backward without `zero_grad`, and one after a clear to zero."""
+def _is_refusable(call: Call, state: State, found: State, subject: str) -> bool:
+    """Whether the contract lists this call, in this state, under "May be refused"."""
     adds = found.shares > state.shares
-    return subject == "fsdp" and adds and (state.shares > 0 or state.is_zeroed)
+    if subject in REPLICAS:  # two-finishes
+        return adds and state.is_reduced and not found.is_open
+    if subject in WHOLE:  # adds-up, zeroed; reused: both forwards call each layer
+        return call[0] == "both" or (adds and (state.shares > 0 or state.is_zeroed))
+    if subject in SHARDS:  # backward-after-clear
+        return call == ("zero_grad", "of-the-model") and state.waits
+    return call == ("zero_grad", "zero")  # zero-grad-zeros

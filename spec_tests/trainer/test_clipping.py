@@ -144,7 +144,7 @@ def broken_in_one_row(ctx, subject, setup):
 @clause(
     "trainer.clip.not-finite-in-one-shard",
     level="production",
-    source="each rank looks at its own shards: one skips the update, and the others take it",
+    source="contract: equal-ranks; each rank looks at its own shards: one skips the update",
 )
 @pytest.mark.parametrize("max_norm", [None, 1.0], ids=["off", "clipped"])
 def test_what_is_not_finite_in_one_shard_counts_for_all(world, subject, max_norm):
