@@ -34,6 +34,7 @@ from torch import nn
 
 from solution.attention import unavailable
 from solution.checkpoint import CheckpointError
+from solution.console import significant
 from solution.data.loader import TokenLoader, token_loader
 from solution.data.prepare import read_meta
 from solution.data.shards import find_shards, write_atomically
@@ -156,7 +157,7 @@ class Job:
         text = (
             f"{self.name}: {config.model} {config.size}, "
             f"{families.parameter_count(self.model_config):,} parameters, vocabulary "
-            f"{self.model_config.vocab_size:,}, {flops / 1e6:,.1f} MFLOP/token, "
+            f"{self.model_config.vocab_size:,}, {significant(flops / 1e6)} MFLOP/token, "
             f"{config.precision}; {self.world.size} rank(s) on {self.world.device.type}\n"
             f"  step: {config.global_batch_size} sequences = {self.num_micro_batches} micro-batches"
             f" x {config.micro_batch_size} x {self.world.size} rank(s) = {tokens:,} tokens\n"
@@ -277,7 +278,8 @@ class Job:
             skipped = sum(line["skipped"] for line in lines)
             rows["overflows"] = f"{skipped}, loss scale {self.precision.scale:g}"
         rows |= {
-            "tokens/s": f"{rate:,.0f} (median step, all ranks), {rate * flops / 1e9:,.1f} GFLOP/s",
+            "tokens/s": f"{significant(rate, 3)} (median step, all ranks), "
+            f"{significant(rate * flops / 1e9)} GFLOP/s",
             "traffic": f"{sent} collectives, {summary['bytes_per_step']:,} bytes per step",
             "peak memory": f"{summary['peak_memory_bytes'] / 2**20:,.0f} MiB per rank",
             "log": log.path,

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from solution.console import significant
 from solution.data.shards import write_atomically
 from solution.train_config import TrainConfig
 from solution.trainer import StepRecord
@@ -86,8 +87,9 @@ class RunLog:
 def _text(line: dict[str, Any]) -> str:
     text = (
         f"step {line['step']:5d} | loss {line['loss']:.6f} | lr {line['lr']:.2e} | "
-        f"time {line['step_s']:.3f} s | {line['tokens_per_s']:,.0f} tokens/s | "
-        f"grad norm {line['grad_norm']:.4f}"
+        f"time {significant(line['step_s'], 3)} s | "
+        f"{significant(line['tokens_per_s'], 3)} tokens/s | "
+        f"grad norm {significant(line['grad_norm'], 5, decimals=4)}"
     )
     if line.get("skipped"):
         text += f" | {line['skipped']} overflow(s), loss scale now {line['scale']:g}"

@@ -80,6 +80,11 @@ def test_the_trace_holds_what_was_sent(recorded):
             assert sum(sent.values()) == expected, sent
 
 
+def test_the_profiler_says_nothing_between_the_steps(recorded):
+    said = "".join(path.read_text() for path in recorded.glob("rank*.err"))
+    assert "USDT" not in said
+
+
 def test_recording_changes_no_number_and_replaces_no_trace(recorded, data, tmp_path):
     before = summary(recorded / "run")
     flags = (*SMALL, "--global-batch-size", 4, "--micro-batch-size", 2, "--data", data)
