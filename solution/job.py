@@ -41,6 +41,7 @@ from solution.data.shards import find_shards, write_atomically
 from solution.evaluate import evaluate
 from solution.measure.memory import Holdings, memory_history, peak_memory_bytes
 from solution.measure.recording import WARM_UP, Recording, ShortRunError, require_free
+from solution.measure.trace import listed
 from solution.measure.traffic import Traffic
 from solution.models import families
 from solution.optim import cosine_schedule, decay_groups
@@ -267,7 +268,7 @@ class Job:
 
     def _table(self, log: RunLog, summary: dict[str, Any]) -> str:
         """Return what the run came to, with the files that hold the rest."""
-        lines, rate, sent = log.lines, summary["tokens_per_s"], summary["reductions_per_step"]
+        lines, rate = log.lines, summary["tokens_per_s"]
         flops = families.flops_per_token(self.model_config, sequence_length=self.sequence_length)
         rows: dict[str, object] = {
             "steps": f"{summary['steps']}, {sum(line['tokens'] for line in lines):,} tokens",
@@ -280,7 +281,8 @@ class Job:
         rows |= {
             "tokens/s": f"{significant(rate, 3)} (median step, all ranks), "
             f"{significant(rate * flops / 1e9)} GFLOP/s",
-            "traffic": f"{sent} collectives, {summary['bytes_per_step']:,} bytes per step",
+            "traffic": f"{listed(summary['collectives'])}; {summary['bytes_per_step']:,} bytes per "
+            "step",
             "peak memory": f"{summary['peak_memory_bytes'] / 2**20:,.0f} MiB per rank",
             "log": log.path,
             "summary": self._summary_path,
