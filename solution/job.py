@@ -139,7 +139,7 @@ class Job:
                 raise ValueError(
                     f"{config.data}: expected a validation batch of {loader.global_batch_size} "
                     f"sequences, got {loader.num_sequences} of {self.sequence_length} tokens; "
-                    "prepare more data, or train without --eval-every"
+                    "prepare with a larger --val-fraction, or train without --eval-every"
                 )
             self._check_vocabulary(loader, config.eval_batches * loader.global_batch_size)
 

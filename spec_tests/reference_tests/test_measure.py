@@ -118,7 +118,7 @@ def test_throughput_is_measured_and_swept(tmp_path):
 
 
 REFUSED = {
-    "memory_analysis --device-memory-gib 0.001": (3, "a step that fits into 1.02 MiB"),
+    "memory_analysis --device-memory-gib 0.001": (3, "a step that fits into 1.024 MiB"),
     "memory_analysis --preset huge": (2, "expected preset to be one of"),
     "throughput --attention none": (2, "expected attention among"),
 }
