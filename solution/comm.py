@@ -113,7 +113,7 @@ def broadcast(tensor: torch.Tensor, source: int, group: Group) -> Handle:
 def _named(function: Callable[P, R]) -> Callable[P, R]:
     """Name a collective in traces and in `Traffic` by what is asked for, not by gloo's way to it.
 
-    Without a profiler or a dispatch mode this costs a tenth of a microsecond.
+    Without a profiler or a dispatch mode this costs 0.2 microseconds; a gather takes 100 or more.
     """
     name = NAMED + function.__name__
 

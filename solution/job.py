@@ -271,6 +271,7 @@ class Job:
         lines, rate = log.lines, summary["tokens_per_s"]
         flops = families.flops_per_token(self.model_config, sequence_length=self.sequence_length)
         rows: dict[str, object] = {
+            "training": f"completed, {significant(sum(self.times), 3)} s in steps",
             "steps": f"{summary['steps']}, {sum(line['tokens'] for line in lines):,} tokens",
             "loss": f"{lines[0]['loss']:.6f} -> {lines[-1]['loss']:.6f}",
             "validation loss": "-" if self._val_loss is None else f"{self._val_loss:.6f}",

@@ -72,8 +72,7 @@ def _analyse(work: Workload, flags: argparse.Namespace, room: int | None) -> int
         with memory_history(flags.out / "memory_snapshot.pickle" if flags.snapshot else None):
             measured = measured_step(model, optimizer, ids, autocast=work.autocast)
     print(_table(found, measured or {}))
-    state = sum(found.terms[term] for term in STATE)
-    print(f"  parameters, gradients and optimizer together: {_mib(state)} MiB")
+    print(_in_the_exercise_s_words(found, measured or {}))
     if closed is not None:
         print(f"  activations in closed form: {closed:,} bytes")
     record = {
@@ -97,6 +96,19 @@ def _analyse(work: Workload, flags: argparse.Namespace, room: int | None) -> int
 
 def _mib(size: int) -> str:
     return significant(size / MIB, decimals=2)
+
+
+def _in_the_exercise_s_words(found: Prediction, measured: dict[str, int]) -> str:
+    """Return the rows that the course's script prints; its MB are MiB, its difference is last."""
+    sizes = [found.terms[term] for term in STATE]
+    rows = dict(zip((*STATE[:2], "optimizer states"), sizes, strict=True))
+    rows = {f"estimated {name}": size for name, size in {**rows, "total": sum(sizes)}.items()}
+    if measured:
+        rows["actual peak"] = measured["peak"]
+        rows |= {"actual reserved": measured["reserved"]} if "reserved" in measured else {}
+        rows["difference, actual peak - estimated total"] = measured["peak"] - sum(sizes)
+    header = ("  as the exercise prints it", "MiB")
+    return aligned([header, *((f"  {name}", _mib(size)) for name, size in rows.items())])
 
 
 def _table(found: Prediction, measured: dict[str, int]) -> str:

@@ -31,7 +31,15 @@ def test_a_run_logs_every_step_and_ends_with_a_table(data, tmp_path):
     assert {"loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s"} <= lines[0].keys()
     assert [line["tokens"] for line in lines] == [128, 128, 128]
     assert ["val_loss" in line for line in lines] == [False, True, True]
-    for word in ("validation loss", "tokens/s", "peak memory", "baseline.jsonl", "plots"):
+    for word in (
+        "s since the start",
+        "completed",
+        "validation loss",
+        "tokens/s",
+        "peak memory",
+        "baseline.jsonl",
+        "plots",
+    ):
         assert word in ended.out
     assert (tmp_path / "baseline.png").exists() == (find_spec("matplotlib") is not None)
 

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import json
+import re
 from typing import Any
 
 import pytest
@@ -104,6 +105,13 @@ def test_memory_is_predicted_measured_and_kept(tmp_path):
     assert kept["fits"]
     assert kept["predicted"]["terms"]["activations"] == kept["closed_form_activations"]
     assert "written: " in ended.out
+    rows = dict(re.findall(r"^  ([a-z, -]+?)  +(\d+\.\d+)$", ended.out, re.M))
+    shown = {name: float(size) for name, size in rows.items()}
+    parts = ("parameters", "gradients", "optimizer states")
+    total = sum(shown[f"estimated {part}"] for part in parts)
+    assert shown["estimated total"] == pytest.approx(total, abs=0.02)
+    difference = shown["difference, actual peak - estimated total"]
+    assert shown["actual peak"] - total == pytest.approx(difference, abs=0.02)
 
 
 def test_throughput_is_measured_and_swept(tmp_path):
