@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from solution import comm
 from solution.attention import unavailable
 from solution.checkpoint import CheckpointError
 from solution.console import significant
@@ -310,6 +311,31 @@ def fingerprint(module: nn.Module) -> str:
 Wrap = Callable[[nn.Module, TrainConfig, World], nn.Module]
 
 
+REFUSALS = (ValueError, OSError, DataExhaustedError, ShortRunError)
+
+
+def _job_on_all_ranks(config: TrainConfig, world: World, name: str) -> tuple[Job | Exception, bool]:
+    """Return this rank's job, or why it is refused, and whether an earlier rank says so.
+
+    Where one rank refuses, all do: the others would wait for it.
+    """
+    found: Job | Exception
+    try:
+        found, reason = Job(config, world, name=name), None
+    except REFUSALS as error:
+        found, reason = error, str(error)
+    reasons = comm.gather_objects(reason)
+    if reason is None and any(reasons):
+        return ValueError("another rank refuses to start, and says why"), True
+    return found, reason is not None and reason in reasons[: world.rank]
+
+
+def _complain(where: str | None, text: str) -> None:
+    """Write to stderr, unless another rank has said it (None)."""
+    if where is not None:
+        sys.stderr.write(f"{where}{text}\n")
+
+
 def main(
     train: Callable[[Job, Wrap], None],
     wrap: Wrap,
@@ -323,27 +349,32 @@ def main(
     `train` carries a job out, `wrap` puts the model into what reduces its gradients, and the fields
     of the config `kind` are the flags. A `name` of None, for the files, is the config's.
     """
-    where, job = "", None
+    where: str | None = ""
+    job = None
     try:
         config, is_dry_run = kind.from_command_line(description)
         with distributed(device=None if config.device == "auto" else config.device) as world:
             where = f"[rank {world.rank}] " if world.size > 1 else ""
-            job = Job(config, world, name=name or config.name)
+            found, is_said = _job_on_all_ranks(config, world, name or config.name)
+            if isinstance(found, Exception):
+                where = None if is_said else where
+                raise found
+            job = found
             if world.is_first:
                 say(job.announcement())
             if not is_dry_run:
                 train(job, wrap)
             return DONE
     except Interrupted as error:
-        sys.stderr.write(f"{where}{error}\n")
+        _complain(where, f"{error}")
         return INTERRUPTED
     except (DataExhaustedError, NonFiniteError, CheckpointError, ShortRunError) as error:
-        sys.stderr.write(f"{where}error: {error}\n")
+        _complain(where, f"error: {error}")
         if isinstance(error, DataExhaustedError):
             return OUT_OF_DATA
         return BAD_INPUT if job is None and isinstance(error, ShortRunError) else FAILED
     except (ValueError, OSError) as error:
         if job is not None:  # the request was right: this is a bug, and needs its stack
             raise
-        sys.stderr.write(f"{where}error: {error}\n")
+        _complain(where, f"error: {error}")
         return BAD_INPUT
