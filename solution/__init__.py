@@ -27,3 +27,6 @@ from solution.parallel.fsdp.api import FullySharded, fsdp, full_parameters
 from solution.parallel.zero1 import ShardedOptimizer, full_optimizer_state, sharded_optimizer
 from solution.strategies import build_fsdp_trainer, build_trainer, build_zero1_trainer
 from solution.trainer import accumulation_steps, train
+
+FlashAttentionFunctionPyTorch = FlashAttentionTorch
+"""The name that CS336 gives it."""

@@ -16,13 +16,21 @@ Invariants.
 Cost. Over W ranks a sum of n bytes sends 2n(W-1)/W per rank, a broadcast of n bytes at most n.
 """
 
-from typing import Any, Protocol
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 Group = dist.ProcessGroup | None
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+NAMED = "comm."  # begins the annotations of `_named`
 _ROWS = 0x726F7773  # the tag of messages that carry rows, so that no other message is taken for one
 
 
@@ -102,6 +110,24 @@ def broadcast(tensor: torch.Tensor, source: int, group: Group) -> Handle:
     return work
 
 
+def _named(function: Callable[P, R]) -> Callable[P, R]:
+    """Name a collective in traces and in `Traffic` by what is asked for, not by gloo's way to it.
+
+    Without a profiler or a dispatch mode this costs 0.2 microseconds; a gather takes 100 or more.
+    """
+    name = NAMED + function.__name__
+
+    @functools.wraps(function)
+    def named(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not (profiler._is_profiler_enabled or is_in_torch_dispatch_mode(False)):
+            return function(*args, **kwargs)
+        with profiler.record_function(name):
+            return function(*args, **kwargs)
+
+    return named
+
+
+@_named
 def all_gather_rows(matrix: torch.Tensor, group: Group) -> Handle:
     """Starts filling `matrix` `[W, m]`, whose row of this rank is in place, with all ranks' rows.
 
@@ -134,6 +160,7 @@ def _send_rows(matrix: torch.Tensor, group: Group) -> list[Any]:
     return [*received, *sent]
 
 
+@_named
 def reduce_scatter_sum(matrix: torch.Tensor, group: Group) -> tuple[torch.Tensor, Handle]:
     """Starts summing `matrix` `[W, m]` (used up) over ranks; each gets the sum of its row `[m]`.
 

@@ -1,8 +1,9 @@
-"""The terminal: a line that overwrites itself while data is prepared, and tables.
+"""The terminal: a line that overwrites itself while data is prepared, numbers, and tables.
 
 Of the line nothing is written where stderr is not a terminal, so logs hold no control characters.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 
@@ -12,6 +13,22 @@ def status_line(text: str) -> None:
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\033[K{text}")
         sys.stderr.flush()
+
+
+def significant(value: float, digits: int = 4, *, decimals: int = 0) -> str:
+    """Return a number with at least so many significant digits and decimals, whatever its size.
+
+    >>> [significant(value) for value in (0.00012345, 4.0551, 32582.4, 788_291_578_812, 0)]
+    ['0.0001234', '4.055', '32,582', '788,291,578,812', '0']
+    >>> significant(1.5e-9), significant(474.7, decimals=2)
+    ('1.500e-09', '474.70')
+    """
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.{decimals}f}"
+    exponent = math.floor(math.log10(abs(value)))
+    if not -6 < exponent < 15:
+        return f"{value:.{digits - 1}e}"
+    return f"{value:,.{max(decimals, digits - 1 - exponent)}f}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

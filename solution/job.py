@@ -32,14 +32,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from solution import comm
 from solution.attention import unavailable
 from solution.checkpoint import CheckpointError
+from solution.console import significant
 from solution.data.loader import TokenLoader, token_loader
 from solution.data.prepare import read_meta
 from solution.data.shards import find_shards, write_atomically
 from solution.evaluate import evaluate
 from solution.measure.memory import Holdings, memory_history, peak_memory_bytes
 from solution.measure.recording import WARM_UP, Recording, ShortRunError, require_free
+from solution.measure.trace import listed
 from solution.measure.traffic import Traffic
 from solution.models import families
 from solution.optim import cosine_schedule, decay_groups
@@ -137,7 +140,7 @@ class Job:
                 raise ValueError(
                     f"{config.data}: expected a validation batch of {loader.global_batch_size} "
                     f"sequences, got {loader.num_sequences} of {self.sequence_length} tokens; "
-                    "prepare more data, or train without --eval-every"
+                    "prepare with a larger --val-fraction, or train without --eval-every"
                 )
             self._check_vocabulary(loader, config.eval_batches * loader.global_batch_size)
 
@@ -156,7 +159,7 @@ class Job:
         text = (
             f"{self.name}: {config.model} {config.size}, "
             f"{families.parameter_count(self.model_config):,} parameters, vocabulary "
-            f"{self.model_config.vocab_size:,}, {flops / 1e6:,.1f} MFLOP/token, "
+            f"{self.model_config.vocab_size:,}, {significant(flops / 1e6)} MFLOP/token, "
             f"{config.precision}; {self.world.size} rank(s) on {self.world.device.type}\n"
             f"  step: {config.global_batch_size} sequences = {self.num_micro_batches} micro-batches"
             f" x {config.micro_batch_size} x {self.world.size} rank(s) = {tokens:,} tokens\n"
@@ -266,9 +269,10 @@ class Job:
 
     def _table(self, log: RunLog, summary: dict[str, Any]) -> str:
         """Return what the run came to, with the files that hold the rest."""
-        lines, rate, sent = log.lines, summary["tokens_per_s"], summary["reductions_per_step"]
+        lines, rate = log.lines, summary["tokens_per_s"]
         flops = families.flops_per_token(self.model_config, sequence_length=self.sequence_length)
         rows: dict[str, object] = {
+            "training": f"completed, {significant(sum(self.times), 3)} s in steps",
             "steps": f"{summary['steps']}, {sum(line['tokens'] for line in lines):,} tokens",
             "loss": f"{lines[0]['loss']:.6f} -> {lines[-1]['loss']:.6f}",
             "validation loss": "-" if self._val_loss is None else f"{self._val_loss:.6f}",
@@ -277,8 +281,10 @@ class Job:
             skipped = sum(line["skipped"] for line in lines)
             rows["overflows"] = f"{skipped}, loss scale {self.precision.scale:g}"
         rows |= {
-            "tokens/s": f"{rate:,.0f} (median step, all ranks), {rate * flops / 1e9:,.1f} GFLOP/s",
-            "traffic": f"{sent} collectives, {summary['bytes_per_step']:,} bytes per step",
+            "tokens/s": f"{significant(rate, 3)} (median step, all ranks), "
+            f"{significant(rate * flops / 1e9)} GFLOP/s",
+            "traffic": f"{listed(summary['collectives'])}; {summary['bytes_per_step']:,} bytes per "
+            "step",
             "peak memory": f"{summary['peak_memory_bytes'] / 2**20:,.0f} MiB per rank",
             "log": log.path,
             "summary": self._summary_path,
@@ -305,6 +311,31 @@ def fingerprint(module: nn.Module) -> str:
 Wrap = Callable[[nn.Module, TrainConfig, World], nn.Module]
 
 
+REFUSALS = (ValueError, OSError, DataExhaustedError, ShortRunError)
+
+
+def _job_on_all_ranks(config: TrainConfig, world: World, name: str) -> tuple[Job | Exception, bool]:
+    """Return this rank's job, or why it is refused, and whether an earlier rank says so.
+
+    Where one rank refuses, all do: the others would wait for it.
+    """
+    found: Job | Exception
+    try:
+        found, reason = Job(config, world, name=name), None
+    except REFUSALS as error:
+        found, reason = error, str(error)
+    reasons = comm.gather_objects(reason)
+    if reason is None and any(reasons):
+        return ValueError("another rank refuses to start, and says why"), True
+    return found, reason is not None and reason in reasons[: world.rank]
+
+
+def _complain(where: str | None, text: str) -> None:
+    """Write to stderr, unless another rank has said it (None)."""
+    if where is not None:
+        sys.stderr.write(f"{where}{text}\n")
+
+
 def main(
     train: Callable[[Job, Wrap], None],
     wrap: Wrap,
@@ -318,27 +349,32 @@ def main(
     `train` carries a job out, `wrap` puts the model into what reduces its gradients, and the fields
     of the config `kind` are the flags. A `name` of None, for the files, is the config's.
     """
-    where, job = "", None
+    where: str | None = ""
+    job = None
     try:
         config, is_dry_run = kind.from_command_line(description)
         with distributed(device=None if config.device == "auto" else config.device) as world:
             where = f"[rank {world.rank}] " if world.size > 1 else ""
-            job = Job(config, world, name=name or config.name)
+            found, is_said = _job_on_all_ranks(config, world, name or config.name)
+            if isinstance(found, Exception):
+                where = None if is_said else where
+                raise found
+            job = found
             if world.is_first:
                 say(job.announcement())
             if not is_dry_run:
                 train(job, wrap)
             return DONE
     except Interrupted as error:
-        sys.stderr.write(f"{where}{error}\n")
+        _complain(where, f"{error}")
         return INTERRUPTED
     except (DataExhaustedError, NonFiniteError, CheckpointError, ShortRunError) as error:
-        sys.stderr.write(f"{where}error: {error}\n")
+        _complain(where, f"error: {error}")
         if isinstance(error, DataExhaustedError):
             return OUT_OF_DATA
         return BAD_INPUT if job is None and isinstance(error, ShortRunError) else FAILED
     except (ValueError, OSError) as error:
         if job is not None:  # the request was right: this is a bug, and needs its stack
             raise
-        sys.stderr.write(f"{where}error: {error}\n")
+        _complain(where, f"error: {error}")
         return BAD_INPUT

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from solution.console import aligned
+from solution.console import aligned, significant
 from solution.measure.memory import Prediction, kernel_bytes, measured_step, memory_history
 from solution.measure.workload import BAD_INPUT, DONE, Workload, keep, parser
 from solution.models import families
@@ -72,8 +72,7 @@ def _analyse(work: Workload, flags: argparse.Namespace, room: int | None) -> int
         with memory_history(flags.out / "memory_snapshot.pickle" if flags.snapshot else None):
             measured = measured_step(model, optimizer, ids, autocast=work.autocast)
     print(_table(found, measured or {}))
-    state = sum(found.terms[term] for term in STATE)
-    print(f"  parameters, gradients and optimizer together: {state / MIB:,.2f} MiB")
+    print(_in_the_exercise_s_words(found, measured or {}))
     if closed is not None:
         print(f"  activations in closed form: {closed:,} bytes")
     record = {
@@ -88,11 +87,28 @@ def _analyse(work: Workload, flags: argparse.Namespace, room: int | None) -> int
     if room is None or fits:
         return DONE
     sys.stderr.write(
-        f"error: expected a step that fits into {room / MIB:,.0f} MiB, got a predicted peak of "
-        f"{found.peak_bytes / MIB:,.0f} MiB; take a smaller batch, "
+        f"error: expected a step that fits into {_mib(room)} MiB, got a predicted peak of "
+        f"{_mib(found.peak_bytes)} MiB; take a smaller batch, "
         "--activation-checkpointing selective, or a larger device\n"
     )
     return DOES_NOT_FIT
+
+
+def _mib(size: int) -> str:
+    return significant(size / MIB, decimals=2)
+
+
+def _in_the_exercise_s_words(found: Prediction, measured: dict[str, int]) -> str:
+    """Return the rows that the course's script prints; its MB are MiB, its difference is last."""
+    sizes = [found.terms[term] for term in STATE]
+    rows = dict(zip((*STATE[:2], "optimizer states"), sizes, strict=True))
+    rows = {f"estimated {name}": size for name, size in {**rows, "total": sum(sizes)}.items()}
+    if measured:
+        rows["actual peak"] = measured["peak"]
+        rows |= {"actual reserved": measured["reserved"]} if "reserved" in measured else {}
+        rows["difference, actual peak - estimated total"] = measured["peak"] - sum(sizes)
+    header = ("  as the exercise prints it", "MiB")
+    return aligned([header, *((f"  {name}", _mib(size)) for name, size in rows.items())])
 
 
 def _table(found: Prediction, measured: dict[str, int]) -> str:
@@ -104,10 +120,10 @@ def _table(found: Prediction, measured: dict[str, int]) -> str:
         real = measured.get(name)
         error = f"{100 * (size - real) / real:+.2f} %" if real else ""
         words = "after the step (often printed as the peak)" if name == "after_step" else name
-        shown = f"{real / MIB:,.2f}" if real else ""
-        rows.append((f"  {words}", f"{size / MIB:,.2f}", shown, error))
+        shown = _mib(real) if real else ""
+        rows.append((f"  {words}", _mib(size), shown, error))
     if "reserved" in measured:
-        rows.append(("  reserved by the allocator", "", f"{measured['reserved'] / MIB:,.2f}", ""))
+        rows.append(("  reserved by the allocator", "", _mib(measured["reserved"]), ""))
     return aligned(rows)
 
 

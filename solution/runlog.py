@@ -9,10 +9,12 @@ installed.
 import contextlib
 import json
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from solution.console import significant
 from solution.data.shards import write_atomically
 from solution.train_config import TrainConfig
 from solution.trainer import StepRecord
@@ -33,7 +35,7 @@ class RunLog:
     def __init__(self, path: Path | None, config: TrainConfig, *, finished: int = 0) -> None:
         self.path = path
         self.lines = [] if path is None else _lines_until(path, finished)
-        self._config = config
+        self._config, self._begun = config, time.perf_counter()
         self._file: Any = None
         if path is not None:
             write_atomically(path, "".join(json.dumps(x) + "\n" for x in self.lines).encode())
@@ -58,7 +60,7 @@ class RunLog:
         step = record["step"]
         is_turn = step in (1, self._config.steps) or step % self._config.log_every == 0
         if is_turn or val_loss is not None or record.get("skipped"):
-            say(_text(line))
+            say(_text(line, time.perf_counter() - self._begun))
 
     def plot(self) -> Path | None:
         """Draw loss, learning rate and step time over the steps; None without matplotlib."""
@@ -83,11 +85,13 @@ class RunLog:
         return path
 
 
-def _text(line: dict[str, Any]) -> str:
+def _text(line: dict[str, Any], since_begin_s: float) -> str:
     text = (
         f"step {line['step']:5d} | loss {line['loss']:.6f} | lr {line['lr']:.2e} | "
-        f"time {line['step_s']:.3f} s | {line['tokens_per_s']:,.0f} tokens/s | "
-        f"grad norm {line['grad_norm']:.4f}"
+        f"time {significant(line['step_s'], 3)} s, "
+        f"{significant(since_begin_s, 3)} s since the start | "
+        f"{significant(line['tokens_per_s'], 3)} tokens/s | "
+        f"grad norm {significant(line['grad_norm'], 5, decimals=4)}"
     )
     if line.get("skipped"):
         text += f" | {line['skipped']} overflow(s), loss scale now {line['scale']:g}"

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from solution.config import require_positive
+from solution.console import significant
 from solution.measure.flops import extrapolate_training, model_flops_utilization
 from solution.measure.memory import training_loss
 from solution.measure.throughput import is_out_of_memory, measure_throughput, sweep_batch_sizes
@@ -117,21 +118,22 @@ def _lines(found: dict[str, Any], larger: dict[str, Any], dtype: torch.dtype) ->
     timed, flops = found["num_steps"], found["flops_per_token"]
     mfu = "- (peak of this device is not known)"
     if found["mfu"] is not None:
-        mfu = f"{100 * found['mfu']:.1f} % of its dense peak in {dtype}"
+        mfu = f"{significant(100 * found['mfu'], 3)} % of its dense peak in {dtype}"
+    years = significant(larger["years"], decimals=1)
     steady = "" if found["is_steady"] else "  NOT STEADY: other work on this machine?"
     return (
         f"  warm-up       {found['num_warmup_steps']} steps{steady}\n"
         f"  total tokens  {timed * found['tokens_per_step']:,} in {timed} timed steps\n"
-        f"  seconds/step  {found['step_s']:.4f} median, {found['min_s']:.4f} fastest, quartiles "
-        f"{found['iqr_s']:.4f} apart\n"
-        f"  tokens/s      {found['tokens_per_s']:,.1f}\n"
-        f"  steps/s       {found['steps_per_s']:.2f}\n"
-        f"  FLOPs/token   {flops:,} ({found['tokens_per_s'] * flops / 1e12:.3f} TFLOP/s)\n"
+        f"  seconds/step  {significant(found['step_s'])} median, {significant(found['min_s'])} "
+        f"fastest, quartiles {significant(found['iqr_s'])} apart\n"
+        f"  tokens/s      {significant(found['tokens_per_s'], decimals=1)}\n"
+        f"  steps/s       {significant(found['steps_per_s'])}\n"
+        f"  FLOPs/token   {flops:,} ({significant(found['tokens_per_s'] * flops / 1e12)} TFLOP/s)\n"
         f"  MFU           {mfu}\n"
-        f"  own overhead  {1e6 * found['own_overhead_s']:.1f} microseconds per step\n"
+        f"  own overhead  {significant(1e6 * found['own_overhead_s'], 2)} microseconds per step\n"
         f"1T parameters, 10T tokens, at tokens/s that fall as parameters grow:\n"
-        f"  tokens/s      {larger['tokens_per_s']:.3f}\n"
-        f"  days          {larger['days']:,.0f} ({larger['years']:,.1f} years of 365 days)\n"
+        f"  tokens/s      {significant(larger['tokens_per_s'])}\n"
+        f"  days          {significant(larger['days'])} ({years} years of 365 days)\n"
         f"  FLOPs         {larger['flops']:.1e} (6 per parameter and token)\n"
         f"  devices       {larger['num_devices_for_memory']} of 80 GB for parameters, "
         "gradients and moments alone (16 bytes each, no activations)"
@@ -164,8 +166,8 @@ def _sweep(work: Workload, flags: argparse.Namespace) -> list[dict[str, Any]]:
     for row in rows:
         if not is_gpu:
             row["peak_bytes"] = work.predict(row["batch_size"]).peak_bytes
-        size = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / MIB:,.0f}"
-        rate = "out of memory" if row["is_oom"] else f"{row['tokens_per_s']:,.1f}"
+        size = "-" if row["peak_bytes"] is None else significant(row["peak_bytes"] / MIB)
+        rate = "out of memory" if row["is_oom"] else significant(row["tokens_per_s"], decimals=1)
         print(f"  {row['batch_size']:5}  {rate:>12}  {size}")
     return rows
 

@@ -137,8 +137,12 @@ class TrainConfig:
         """The preset: the smallest where none was named."""
         return self.preset or next(iter(PRESETS if self.model == "gpt2" else LLAMA_PRESETS))
 
-    def model_config(self, *, vocab_size: int) -> ModelConfig:
-        """Return the model's config; ValueError for a sequence_length beyond the preset's."""
+    def model_config(self, *, vocab_size: int | None) -> ModelConfig:
+        """Return the model's config, with the preset's vocabulary where `vocab_size` is None.
+
+        Raises:
+            ValueError: a sequence_length beyond the preset's.
+        """
         kind = GPT2Config if self.model == "gpt2" else LlamaConfig
         config: ModelConfig = kind.preset(self.size, vocab_size=vocab_size)
         length = self.sequence_length or config.max_sequence_length

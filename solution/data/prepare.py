@@ -2,12 +2,15 @@
 
     documents -> split train / val -> byte-level BPE, trained on train -> ids -> DIR/text_*.bin
 
-1. Collect *.py, *.md and *.txt files below PATHS, in one order on every machine. Without PATHS: the
-   sources of Python's own standard library, without tests: about 11 MB of real text that every
-   machine has, with no network. Folders that hold other people's packages are skipped, and so are
-   files that are not UTF-8 or so large that they are tables; how many is reported.
-2. Every n-th document is validation data, evenly over the corpus.
-3. Train a byte-level BPE with `tokenizers` on the training documents: any text round-trips.
+1. Collect *.py, *.md, *.txt and *.jsonl files below PATHS, in one order on every machine. Without
+   PATHS: the sources of Python's own standard library, without tests: about 11 MB of real text that
+   every machine has, with no network. Each line of JSON lines (*.jsonl, *.jsonl.gz, *.json.gz) is a
+   document, its `text`. Below a folder, other people's packages are skipped, and so are files that
+   are so large that they are tables. So is text that is not UTF-8. How many is reported.
+2. Every n-th document is validation data, evenly over the corpus. A single document is cut: its end
+   is validation data.
+3. Train a byte-level BPE with `tokenizers` on the training documents: any text round-trips. With
+   `--tokenizer FILE` take that one, a `tokenizer.json` with `<|endoftext|>` in it.
 4. Put the delimiter before each document, concatenate, cut into shards, write each atomically.
 5. Write `tokenizer.json`, and last of all `meta.json`: it is there when everything else is.
 
@@ -17,6 +20,7 @@ text_train_000000.bin. Other shards in DIR are an error. The standard library di
 versions of Python, and so do the ids: compare runs on one machine, or prepare once and copy.
 
     python -m solution.data.prepare --out outputs/data                          # all of it, 6 s
+    python -m solution.data.prepare mytext.txt --out outputs/mine               # 5 % for validation
     python -m solution.data.prepare --out outputs/demo --max-bytes 2000000      # a second or two
     python -m solution.data.prepare --out outputs/fineweb --hub                 # see data/hub.py
 """
@@ -24,7 +28,7 @@ versions of Python, and so do the ids: compare runs on one machine, or prepare o
 from __future__ import annotations
 
 import argparse
-import contextlib
+import gzip
 import hashlib
 import json
 import sys
@@ -56,7 +60,8 @@ OUR_SHARDS = r"text_(train|val)_\d{6}\.bin"
 META, TOKENIZER = "meta.json", "tokenizer.json"
 Ids = npt.NDArray[np.uint16]
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
-SUFFIXES = {".py", ".txt", ".md"}
+SUFFIXES = {".py", ".txt", ".md", ".jsonl"}
+JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz")
 MAX_DOCUMENT_BYTES = 400_000  # beyond that it is a generated table, not text
 
 
@@ -72,6 +77,7 @@ class DataConfig:
     shard_tokens: int = 1_000_000
     val_fraction: float = 0.05
     max_bytes: int | None = None
+    tokenizer: str | None = None  # a file; None trains one
 
     def __post_init__(self) -> None:
         require_positive("vocab_size", self.vocab_size)
@@ -80,6 +86,8 @@ class DataConfig:
         require("vocab_size", self.vocab_size, words, lambda size: 257 <= size <= NUM_IDS)
         require("shard_tokens", self.shard_tokens, f"<= {MAX_TOKENS}", MAX_TOKENS.__ge__)
         require("val_fraction", self.val_fraction, "in [0, 1)", lambda part: 0 <= part < 1)
+        if self.tokenizer is not None and self.vocab_size != DataConfig.vocab_size:
+            raise ValueError("expected tokenizer or vocab_size, got both: a tokenizer has its own")
         if self.max_bytes is not None:
             require_positive("max_bytes", self.max_bytes)
 
@@ -91,7 +99,7 @@ class Corpus:
     documents: list[str]
     fingerprint: str
     num_bytes: int
-    num_skipped: int  # too large, or not UTF-8
+    num_skipped: int  # files that are too large, documents that are not UTF-8
 
     @classmethod
     def collect(cls, paths: Sequence[Path], *, max_bytes: int | None) -> Corpus:
@@ -101,12 +109,8 @@ class Corpus:
             ValueError: a path that is not there, or no text at all.
         """
         digest, documents, num_bytes, num_skipped = hashlib.sha256(), [], 0, 0
-        for path in _files(paths):
-            data = path.read_bytes()
-            text = ""
-            with contextlib.suppress(UnicodeDecodeError):
-                text = data.decode("utf-8") if len(data) <= MAX_DOCUMENT_BYTES else ""
-            if not text:
+        for data, text in _documents(paths):
+            if text is None:
                 num_skipped += bool(data)
                 continue
             if max_bytes is not None and num_bytes + len(data) > max_bytes:
@@ -123,7 +127,14 @@ class Corpus:
         return cls(documents, digest.hexdigest(), num_bytes, num_skipped)
 
     def split(self, val_fraction: float) -> tuple[list[str], list[str]]:
-        """(train, val) documents; val is spread evenly, and not empty if it can be."""
+        """(train, val) documents; val is spread evenly, and not empty if it can be.
+
+        Of a single document the last part is val.
+        """
+        if val_fraction and len(self.documents) == 1:
+            (text,) = self.documents
+            cut = min(len(text) - 1, round(len(text) * (1 - val_fraction)))
+            return ([text[:cut]], [text[cut:]]) if cut > 0 else ([text], [])
         is_val = [
             int((i + 1) * val_fraction) > int(i * val_fraction) for i in range(len(self.documents))
         ]
@@ -131,6 +142,39 @@ class Corpus:
             is_val[-1] = True
         marked = list(zip(self.documents, is_val, strict=True))
         return [text for text, held in marked if not held], [text for text, held in marked if held]
+
+
+def _documents(paths: Sequence[Path]) -> Iterator[tuple[bytes, str | None]]:
+    """Yield the bytes of each document and its text; None where there is none, or it is skipped."""
+    named = {path for path in paths if path.is_file()}  # is taken, whatever its size
+    for path in _files(paths):
+        data = path.read_bytes()
+        if path.name.endswith(JSON_LINES):
+            for text in _texts(path, data):
+                yield text.encode(), text or None
+        elif len(data) > MAX_DOCUMENT_BYTES and path not in named:
+            yield data, None
+        else:
+            try:
+                yield data, data.decode() or None
+            except UnicodeDecodeError:
+                yield data, None
+
+
+def _texts(path: Path, data: bytes) -> Iterator[str]:
+    """Yield the `text` of each line of JSON lines."""
+    try:
+        lines = (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines()
+    except (OSError, EOFError) as error:
+        raise ValueError(f"{path}: expected a whole gzip file, got {error}") from None
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                yield str(json.loads(line)["text"])
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(
+                    f'{path}, line {number}: expected a JSON object with "text", got {line[:60]!r}'
+                ) from None
 
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
@@ -159,14 +203,17 @@ def prepare(paths: Sequence[Path], out: Path, config: DataConfig) -> tuple[dict[
         ValueError: no text, bad settings, or `out` holds shards that this did not make.
     """
     corpus = Corpus.collect(paths, max_bytes=config.max_bytes)
-    request = {**asdict(config), "corpus": corpus.fingerprint, "format": 1}
+    request = {**asdict(config), "corpus": corpus.fingerprint, "format": 2}
+    given = None if config.tokenizer is None else _read_tokenizer(Path(config.tokenizer))
+    if given is not None:
+        request["tokenizer"] = hashlib.sha256(given.to_str().encode()).hexdigest()
     old = read_meta(out)
     if old is not None and old["request"] == request and _is_complete(out, old):
         return old, True
     _clear(out)
     train, val = corpus.split(config.val_fraction)
-    status_line(f"training a tokenizer on {len(train)} documents")
-    tokenizer = _train_tokenizer(train, config.vocab_size)
+    status_line(f"a tokenizer for {len(train)} documents")
+    tokenizer = _train_tokenizer(train, config.vocab_size) if given is None else given
     shards: dict[str, int] = {}
     for split, documents in (("train", train), ("val", val)):
         ids = _encode(tokenizer, split, documents)
@@ -241,12 +288,30 @@ def _train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def _read_tokenizer(path: Path) -> Tokenizer:
+    """Read a `tokenizer.json`; ValueError if its ids are no token shards."""
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing more special
+        raise ValueError(f"{path}: expected a tokenizer.json, got {error}") from None
+    size = tokenizer.get_vocab_size()
+    require(f"{path}: vocabulary", size, f"<= {NUM_IDS} (uint16)", NUM_IDS.__ge__)
+    if tokenizer.token_to_id(DELIMITER) is None:
+        raise ValueError(f"{path}: expected {DELIMITER} in its vocabulary, which parts documents")
+    tokenizer.encode_special_tokens = True  # as above
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
 def _encode(tokenizer: Tokenizer, split: str, documents: list[str]) -> Ids:
     """All documents as one array of ids, the delimiter before each."""
     delimiter, pieces = np.array([tokenizer.token_to_id(DELIMITER)], np.uint16), []
     for start in range(0, len(documents), 64):
         status_line(f"encoding {split}: {start} of {len(documents)} documents")
-        for encoding in tokenizer.encode_batch_fast(documents[start : start + 64]):
+        for encoding in tokenizer.encode_batch_fast(
+            documents[start : start + 64], add_special_tokens=False
+        ):
             pieces += [delimiter, np.array(encoding.ids, np.uint16)]
     return np.concatenate(pieces) if pieces else np.empty(0, np.uint16)
 
@@ -264,6 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocab-size", type=int, default=default.vocab_size)
     parser.add_argument("--shard-tokens", type=int, default=default.shard_tokens)
     parser.add_argument("--val-fraction", type=float, default=default.val_fraction)
+    parser.add_argument("--tokenizer", help="tokenizer.json to use (default: train one)")
     parser.add_argument("--max-bytes", type=int, help="stop before the document that exceeds this")
     parser.add_argument("--hub", action="store_true", help="fetch FineWeb shards instead")
     parser.add_argument("--hub-shards", type=int, default=1, help="training shards of --hub")

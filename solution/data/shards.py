@@ -249,6 +249,8 @@ def find_shards(folder: str | os.PathLike[str], split: str) -> list[Path]:
         raise ValueError(
             f"{folder}: expected *{split}*.bin shards, found none among "
             f"{sorted(path.name for path in folder.glob('*.bin'))}"
+            + "; prepare with --val-fraction above 0, or train without --eval-every"
+            * (split == "val")
         )
     # Runs of digits count as numbers: x10 comes after x9.
     return sorted(

@@ -19,7 +19,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from solution.measure.intervals import length
-from solution.measure.trace import kind_of
+from solution.measure.trace import listed
 from solution.measure.traces import page_template
 
 FOLDER = Path(__file__).parent
@@ -46,12 +46,11 @@ def render(found: Mapping[str, Any]) -> str:
                 "losses": _curves(runs, "losses", losses, {"ylabel": "loss"}),
                 "differences": _curves(runs, "differences", apart, axis, first=1),
                 "memory": _memory(held) if held else "",
-                "throughput": _throughput(runs),
             },
             timelines=[(run["title"], *_timeline(run, longest)) for run in recorded],
             held=held,
             components=COMPONENTS,
-            kind_of=kind_of,
+            listed=listed,
             mib=MIB,
         )
 
@@ -85,13 +84,6 @@ def _memory(runs: Runs) -> Markup:
             words = f"{sum(sizes):.1f} MiB" + " predicted" * (kind == "predicted")
             axes.annotate(words, (sum(sizes), at), (6, 0), textcoords="offset points", va="center")
     return _svg(axes, "Bytes of a rank by component")
-
-
-def _throughput(runs: Runs) -> Markup:
-    axes = _axes(0.3 + 0.28 * len(runs), [run["title"] for run in runs])
-    bars = axes.barh(range(len(runs)), [run["tokens_per_s"] for run in runs], 0.7, color=HUES[0])
-    axes.bar_label(bars, [f"{run['tokens_per_s']:,.0f} tokens/s" for run in runs], padding=6)
-    return _svg(axes, "Tokens per second of each run")
 
 
 def _timeline(run: Mapping[str, Any], longest_us: float) -> tuple[str, Markup]:

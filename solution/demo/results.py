@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from solution.config import GPT2Config
-from solution.console import aligned
+from solution.console import aligned, significant
 from solution.data.prepare import read_meta
 from solution.demo.runs import GLOBAL_BATCH, PRESET, RUNS, SEQUENCE_LENGTH, Run
 from solution.measure.memory import predict
@@ -181,9 +181,9 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
             f"{run['losses'][-1]:.6f}",
             f"{distance['loss']:.1e}",
             f"{distance['grad_norm']:.1e}",
-            f"{run['tokens_per_s']:,.0f}",
-            f"{traffic['bytes'] / 1e6:.2f}",
-            f"{traffic['theory_bytes'] / 1e6:.2f}",
+            significant(run["tokens_per_s"], 3),
+            significant(traffic["bytes"] / 1e6),
+            significant(traffic["theory_bytes"] / 1e6),
         )
         rows.append((run["title"], *cells, run["weights"][:8]))
     return aligned(rows)

@@ -142,7 +142,6 @@ def train(run: Run, flags: argparse.Namespace) -> None:
         "OMP_NUM_THREADS": "1",
         # Ranks of a second start must not find the addresses of the first: see solution.resume.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "KINETO_LOG_LEVEL": "6",  # the profiler's USDT lines have level 5
     }
     # A rank of its own run, whoever started the demo.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):

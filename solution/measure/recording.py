@@ -7,6 +7,7 @@ gets its final name when it is whole. Recording slows down what it watches by te
 per operator and changes no number of it.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,6 +61,8 @@ class Recording:
             yield
             return
         if index == 0:
+            # The profiler's first start reads this. Its own lines (USDT, level 5) are left out.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")
             self._profiler.start()  # type: ignore[no-untyped-call]  # unannotated in torch
         is_last = True  # also where the step raises
         try:

@@ -16,9 +16,10 @@ for slower ranks counts as communication on both.
 Collectives are counted as what was asked for, not as a backend does them: gloo runs PyTorch's
 reduce-scatter as an all-reduce, and its annotation says so, but the operator
 `c10d::_reduce_scatter_base_` was called. So on a CPU the operators of c10d are counted; with nccl
-the kernels, which bear the name and the sizes of what was asked for. Bytes are of the payload on
-this rank, the larger of what goes in and what comes out, as `solution.measure.traffic` counts them;
-they need `record_shapes=True`.
+the kernels, which bear the name and the sizes of what was asked for. Calls inside an annotation of
+`solution.comm` (`comm.all_gather_rows`) count under its name, once, with their kinds beside it.
+Bytes are of the payload on this rank, the larger of what goes in and what comes out, as
+`solution.measure.traffic` counts them; they need `record_shapes=True`.
 """
 
 import itertools
@@ -31,6 +32,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
+from solution.comm import NAMED
 from solution.measure.intervals import Intervals, clipped, difference, intersection, length, merged
 from solution.measure.trace_file import Span, Trace, TraceError, read_trace
 
@@ -203,14 +205,65 @@ def collectives_between(trace: Trace, begin: float, end: float) -> dict[str, dic
 
     `bytes` is None for a kind of which some collective has no sizes in the trace.
     """
+    names = [note for note in trace.annotations if note.name.startswith(NAMED)]
+    begins = [note.begin for note in names]
+
+    def asked(moment: float) -> tuple[int, str] | None:
+        index = bisect_right(begins, moment) - 1
+        if index < 0 or moment > names[index].end:
+            return None
+        return index, names[index].name.removeprefix(NAMED)
+
+    return tally(
+        (kind, num_bytes, asked(host))
+        for kind, at, num_bytes, host in _collectives(trace)
+        if begin <= at <= end
+    )
+
+
+def tally(
+    calls: Iterable[tuple[str, int | None, tuple[int, str] | None]],
+) -> dict[str, dict[str, Any]]:
+    """Return name to `count` and `bytes` of collectives, in the order in which names first came.
+
+    Args:
+        calls: kind, bytes, and number and name of the collective that the call is part of. With a
+            name, one such collective counts once, and `calls` has the kinds that it was made of.
+
+    >>> tally([("broadcast", 4, (0, "all_gather_rows")), ("broadcast", 4, (0, "all_gather_rows"))])
+    {'all_gather_rows': {'count': 1, 'bytes': 8, 'calls': {'broadcast': 2}}}
+    """
     found: dict[str, dict[str, Any]] = {}
-    for kind, at, num_bytes in _collectives(trace):
-        if begin <= at <= end:
-            entry = found.setdefault(kind, {"count": 0, "bytes": 0})
-            entry["count"] += 1
-            is_known = num_bytes is not None and entry["bytes"] is not None
-            entry["bytes"] = entry["bytes"] + num_bytes if is_known else None
+    seen = set()
+    for kind, num_bytes, asked in calls:
+        entry = found.setdefault(asked[1] if asked else kind, {"count": 0, "bytes": 0})
+        entry["count"] += asked not in seen
+        if asked:
+            seen.add(asked)
+            made_of = entry.setdefault("calls", {})
+            made_of[kind] = made_of.get(kind, 0) + 1
+        is_known = num_bytes is not None and entry["bytes"] is not None
+        entry["bytes"] = entry["bytes"] + num_bytes if is_known else None
     return found
+
+
+def listed(collectives: dict[str, dict[str, Any]], num_steps: int = 1) -> str:
+    """Return what `tally` found as words, per step.
+
+    >>> listed({"all_gather_rows": {"count": 2, "bytes": 8, "calls": {"broadcast_": 4}}}, 2)
+    '1 all_gather_rows (2 broadcast)'
+    """
+
+    def counted(name: str, entry: dict[str, Any]) -> str:
+        calls = ", ".join(f"{n / num_steps:g} {kind_of(call)}" for call, n in entry.items())
+        return f"{name} ({calls})" if calls else name
+
+    words = (
+        f"{entry['count'] / num_steps:g} "
+        + counted(name if "calls" in entry else kind_of(name), entry.get("calls", {}))
+        for name, entry in collectives.items()
+    )
+    return ", ".join(words) or "none"
 
 
 def kind_of(name: str) -> str:
@@ -226,26 +279,32 @@ def kind_of(name: str) -> str:
     return next((kind for stem, kind in KINDS.items() if word.startswith(stem)), bare)
 
 
-def _collectives(trace: Trace) -> list[tuple[str, float, int | None]]:
-    """Return kind, begin and bytes of each: from kernels, else operators, else annotations."""
+def _collectives(trace: Trace) -> list[tuple[str, float, int | None, float]]:
+    """Return kind, begin, bytes and when the host asked for each.
+
+    They are taken from kernels, else operators, else annotations.
+    """
     kernels = [kernel for kernel in trace.kernels if _is_nccl(kernel)]
     if kernels:
-        return [_of_kernel(kernel) for kernel in kernels]
+        return [_of_kernel(kernel, trace.launches) for kernel in kernels]
     noted = [note for note in trace.annotations if note.name.startswith(("gloo:", "nccl:"))]
     # A trace does not give the types of a list of tensors, but an annotation of the same dims does.
     types = {repr(n.args.get("Input Dims")): n.args.get("Input type", []) for n in noted}
     asked = [span for span in trace.operators if span.name.startswith("c10d::")]
     return [
-        (kind_of(span.name), span.begin, _payload_bytes(span, types)) for span in asked or noted
+        (kind_of(span.name), span.begin, _payload_bytes(span, types), span.begin)
+        for span in asked or noted
     ]
 
 
-def _of_kernel(kernel: Span) -> tuple[str, float, int | None]:
+def _of_kernel(kernel: Span, launches: dict[Any, float]) -> tuple[str, float, int | None, float]:
     args = kernel.args
     sizes = [args[key] for key in ("In msg nelems", "Out msg nelems") if key in args]
     item = _item_bytes(args.get("dtype"))
     num_bytes = int(max(sizes)) * item if sizes and item is not None else None
-    return kind_of(args.get("Collective name") or kernel.name), kernel.begin, num_bytes
+    kind = kind_of(args.get("Collective name") or kernel.name)
+    host = launches.get(args.get("correlation"), kernel.begin)
+    return kind, kernel.begin, num_bytes, host
 
 
 def _payload_bytes(span: Span, types: dict[str, list[str]]) -> int | None:

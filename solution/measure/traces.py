@@ -23,9 +23,9 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from solution.console import aligned
+from solution.console import aligned, significant
 from solution.measure.intervals import merged
-from solution.measure.trace import Lanes, step_lanes, summarize
+from solution.measure.trace import Lanes, listed, step_lanes, summarize
 from solution.measure.trace_file import Trace, TraceError, read_trace
 
 RECORD = "record some with `python -m solution.train_baseline --profile-steps 3`"
@@ -198,7 +198,6 @@ def setup_table(setups: Setups) -> str:
 def _cells(summary: RankTrace) -> tuple[str, ...]:
     total, num_steps = summary["total"], len(summary["steps"])
     collectives = summary["collectives"]
-    kinds = (f"{entry['count'] / num_steps:g} {kind}" for kind, entry in collectives.items())
     sizes = [entry["bytes"] for entry in collectives.values()]
     fraction, peak = total["overlap_fraction"], summary["peak_memory_bytes"]
     whole = total["duration_us"] or 1
@@ -206,12 +205,12 @@ def _cells(summary: RankTrace) -> tuple[str, ...]:
     return (
         str(summary["rank"]),
         str(num_steps),
-        f"{statistics.median(step['duration_us'] for step in summary['steps']) / 1e3:.2f}",
+        significant(statistics.median(step["duration_us"] for step in summary["steps"]) / 1e3),
         *(f"{100 * part:.1f} %" for part in parts),
         "-" if fraction is None else f"{100 * fraction:.1f} %",
-        ", ".join(kinds) or "-",
-        "?" if None in sizes else f"{sum(sizes) / num_steps / 1e6:.3f}",
-        "?" if peak is None else f"{peak / 1e6:.1f}",
+        listed(collectives, num_steps),
+        "?" if None in sizes else significant(sum(sizes) / num_steps / 1e6),
+        "?" if peak is None else significant(peak / 1e6),
     )
 
 

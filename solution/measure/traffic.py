@@ -5,6 +5,9 @@ that PyTorch's C++ reducer launches from inside a backward, and those of DTensor
 wrappers and ours are counted by the same instrument. It slows down what it watches (every operator
 passes through Python): count one step, time the others.
 
+A collective that names itself in traces (`solution.comm`) counts under that name, with PyTorch's
+operators as its `calls`: gloo's way to gather rows is one broadcast per rank.
+
 Bytes are of the payload, the larger of what an operator takes and gives: n for an all-reduce of n
 bytes. On the wire a ring moves 2n(W-1)/W per rank for it.
 """
@@ -15,16 +18,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from solution.comm import NAMED
+from solution.measure.trace import tally
+
 NAMESPACES = ("c10d", "_c10d_functional")
 WAITS = ("wait_tensor", "monitored_barrier_", "barrier")  # move no payload
 
 
 class Collective(NamedTuple):
-    """One collective as one rank issued it."""
+    """One operator as one rank issued it."""
 
     name: str  # PyTorch's: "allreduce_", "broadcast_", ...
     num_bytes: int
     dtype: torch.dtype
+    asked: tuple[int, str] | None = None  # number and name of what it is part of
 
 
 class Traffic(TorchDispatchMode):
@@ -33,28 +40,33 @@ class Traffic(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # unannotated in torch
         self.collectives: list[Collective] = []
+        self._num_asked = 0
+        self._asked: tuple[int, str] | None = None
 
     def count(self, dtype: torch.dtype | None = None) -> int:
-        """Return how many collectives there were, of all dtypes or of one."""
-        return sum(kind["count"] for kind in self.by_kind(dtype).values())
+        """Return how many operators there were, of all dtypes or of one."""
+        return sum(dtype in (None, one.dtype) for one in self.collectives)
 
     def num_bytes(self, dtype: torch.dtype | None = None) -> int:
         """Return their payload, of all dtypes or of one."""
-        return sum(kind["bytes"] for kind in self.by_kind(dtype).values())
+        return sum(one.num_bytes for one in self.collectives if dtype in (None, one.dtype))
 
-    def by_kind(self, dtype: torch.dtype | None = None) -> dict[str, dict[str, int]]:
-        """Return PyTorch's name of a collective to its `count` and `bytes`, as they first came."""
-        found: dict[str, dict[str, int]] = {}
-        for one in self.collectives:
-            if dtype in (None, one.dtype):
-                kind = found.setdefault(one.name, {"count": 0, "bytes": 0})
-                kind["count"] += 1
-                kind["bytes"] += one.num_bytes
-        return found
+    def by_kind(self, dtype: torch.dtype | None = None) -> dict[str, dict[str, Any]]:
+        """Return `tally` of the collectives, of all dtypes or of one."""
+        return tally(
+            (one.name, one.num_bytes, one.asked)
+            for one in self.collectives
+            if dtype in (None, one.dtype)
+        )
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func._opname == "_record_function_enter_new" and args[0].startswith(NAMED):
+            self._num_asked += 1
+            self._asked = self._num_asked, args[0].removeprefix(NAMED)
+        elif func._opname == "_record_function_exit":
+            self._asked = None
         if func.namespace in NAMESPACES and func._opname not in WAITS:
             # One argument is a tensor, a list or a list of lists: its tensors go together.
             tensors = [
@@ -63,8 +75,8 @@ class Traffic(TorchDispatchMode):
             ]
             largest = max(tensors, key=_num_bytes, default=[])
             if largest:
-                collective = Collective(func._opname, _num_bytes(largest), largest[0].dtype)
-                self.collectives.append(collective)
+                size, dtype = _num_bytes(largest), largest[0].dtype
+                self.collectives.append(Collective(func._opname, size, dtype, self._asked))
         return func(*args, **(kwargs or {}))
 
 

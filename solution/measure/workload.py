@@ -49,10 +49,8 @@ class Workload:
 
     def __init__(self, flags: argparse.Namespace, *, is_run: bool = True) -> None:
         given = {name: value for name, value in vars(flags).items() if name in SETTINGS}
-        defaults = {"preset": "small", "vocab_size": 50257}
-        if given.get("model") == "llama":
-            defaults = {"preset": "debug", "vocab_size": 2048}
-        self.settings = settings = parse(TrainConfig, defaults | given)
+        preset = "debug" if given.get("model") == "llama" else "small"
+        self.settings = settings = parse(TrainConfig, {"preset": preset} | given)
         if settings.precision == "fp16":
             raise ValueError(
                 "expected precision fp32 or bf16, got 'fp16', which needs a loss scale"
@@ -60,7 +58,6 @@ class Workload:
         names = ("attention", "activation_checkpointing")
         self._options = {name: getattr(settings, name) for name in names}
         self.batch_size = require_positive("batch_size", flags.batch_size)
-        assert settings.vocab_size is not None  # above
         self.config = settings.model_config(vocab_size=settings.vocab_size)
         self.length = settings.sequence_length or min(1024, self.config.max_sequence_length)
         self.autocast = PRECISIONS[settings.precision]

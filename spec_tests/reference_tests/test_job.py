@@ -17,6 +17,7 @@ from spec_tests.reference_tests.training import (
     summary,
     trained,
     weights,
+    write_shards,
 )
 
 TIMES = ("tokens_per_s", "step_s")
@@ -31,7 +32,15 @@ def test_a_run_logs_every_step_and_ends_with_a_table(data, tmp_path):
     assert {"loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s"} <= lines[0].keys()
     assert [line["tokens"] for line in lines] == [128, 128, 128]
     assert ["val_loss" in line for line in lines] == [False, True, True]
-    for word in ("validation loss", "tokens/s", "peak memory", "baseline.jsonl", "plots"):
+    for word in (
+        "s since the start",
+        "completed",
+        "validation loss",
+        "tokens/s",
+        "peak memory",
+        "baseline.jsonl",
+        "plots",
+    ):
         assert word in ended.out
     assert (tmp_path / "baseline.png").exists() == (find_spec("matplotlib") is not None)
 
@@ -165,6 +174,16 @@ def ended_early(ctx):
 
 def test_before_there_is_a_job_only_a_short_run_is_bad_input(in_rank):
     assert in_rank(ended_early) == EARLY
+
+
+def test_what_all_ranks_refuse_the_first_one_says(tmp_path):
+    write_shards(tmp_path / "data", 1500)
+    flags = (*SMALL, "--data", "data", "--eval-every", 2)
+
+    first, second = run_ranks(DDP, *flags, folder=tmp_path, status=2)
+
+    assert "or train without --eval-every" in first.err
+    assert "error" not in second.err
 
 
 def test_a_dry_run_says_the_numbers_and_writes_nothing(data, tmp_path):

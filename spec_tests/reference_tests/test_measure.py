@@ -3,6 +3,7 @@
 import functools
 import importlib
 import json
+import re
 from typing import Any
 
 import pytest
@@ -104,6 +105,13 @@ def test_memory_is_predicted_measured_and_kept(tmp_path):
     assert kept["fits"]
     assert kept["predicted"]["terms"]["activations"] == kept["closed_form_activations"]
     assert "written: " in ended.out
+    rows = dict(re.findall(r"^  ([a-z, -]+?)  +(\d+\.\d+)$", ended.out, re.M))
+    shown = {name: float(size) for name, size in rows.items()}
+    parts = ("parameters", "gradients", "optimizer states")
+    total = sum(shown[f"estimated {part}"] for part in parts)
+    assert shown["estimated total"] == pytest.approx(total, abs=0.02)
+    difference = shown["difference, actual peak - estimated total"]
+    assert shown["actual peak"] - total == pytest.approx(difference, abs=0.02)
 
 
 def test_throughput_is_measured_and_swept(tmp_path):
@@ -118,7 +126,7 @@ def test_throughput_is_measured_and_swept(tmp_path):
 
 
 REFUSED = {
-    "memory_analysis --device-memory-gib 0.001": (3, "a step that fits into 1 MiB"),
+    "memory_analysis --device-memory-gib 0.001": (3, "a step that fits into 1.024 MiB"),
     "memory_analysis --preset huge": (2, "expected preset to be one of"),
     "throughput --attention none": (2, "expected attention among"),
 }

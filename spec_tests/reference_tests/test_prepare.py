@@ -3,6 +3,8 @@
 Each body runs in a rank, as the suite's own process never imports the reference.
 """
 
+import gzip
+import json
 import os
 from unittest import mock
 
@@ -75,6 +77,70 @@ def kept_apart(ctx, texts, out):
 
 def test_the_tokenizer_has_not_seen_the_validation_documents(in_rank, texts, tmp_path):
     in_rank(kept_apart, texts, tmp_path / "out")
+
+
+def decoded(out, split):
+    """The text of a split, documents parted by the delimiter."""
+    shards = solution("data.shards")
+    opened = [shards.Shard(path) for path in shards.find_shards(out, split)]
+    ids = np.concatenate([shard.read(0, len(shard)) for shard in opened])
+    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
+    return tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+
+TEXT = "".join(f"{number}: the rain in spain\n" for number in range(20_000))  # beyond 400 kB
+
+
+def cut_by_position(ctx, folder):
+    (folder / "mytext.txt").write_text(TEXT)
+    prepared(folder / "mytext.txt", folder / "out", shard_tokens=10**6)
+    mark = solution("data.prepare").DELIMITER
+    train, val = (decoded(folder / "out", split).removeprefix(mark) for split in ("train", "val"))
+    assert train + val == TEXT
+    assert len(val) == len(TEXT) // 4
+    assert len(TEXT) > solution("data.prepare").MAX_DOCUMENT_BYTES
+
+
+def test_a_single_text_however_long_is_cut_and_its_end_validates(in_rank, tmp_path):
+    in_rank(cut_by_position, tmp_path)
+
+
+def from_json_lines(ctx, folder, texts):
+    prepared(texts, folder / "first")
+    known = folder / "first" / "tokenizer.json"
+    lines = [json.dumps({"text": f"the rain {n}\n", "url": "x"}) for n in range(4)]
+    (folder / "c4.jsonl").write_text("\n".join(lines) + "\n\n")
+    (folder / "c4.json.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    module = solution("data.prepare")
+    for name in ("c4.jsonl", "c4.json.gz"):
+        out = folder / f"out-{name}"
+        config = module.DataConfig(val_fraction=0.25, tokenizer=str(known))
+        assert not module.prepare([folder / name], out, config)[1]
+        assert module.prepare([folder / name], out, config)[1]
+        mark = module.DELIMITER
+        assert decoded(out, "train").split(mark)[1:] == [f"the rain {n}\n" for n in range(3)]
+        assert (out / "tokenizer.json").read_text() == known.read_text()
+    (folder / "bad.jsonl").write_text(lines[0] + "\n{}\n")
+    with pytest.raises(ValueError, match=r'line 2: expected a JSON object with "text"'):
+        module.prepare([folder / "bad.jsonl"], folder / "bad", config)
+    with pytest.raises(ValueError, match="expected a tokenizer"):
+        prepared(texts, folder / "bad", vocab_size=8192, tokenizer=str(folder / "bad.jsonl"))
+    with pytest.raises(ValueError, match="got both"):
+        prepared(texts, folder / "bad", tokenizer=str(known))
+
+
+def test_json_lines_and_a_tokenizer_that_exists_are_taken(in_rank, texts, tmp_path):
+    in_rank(from_json_lines, tmp_path, texts)
+
+
+def no_val(ctx, texts, out):
+    prepared(texts, out, val_fraction=0.0)
+    with pytest.raises(ValueError, match="--val-fraction above 0, or train without --eval-every"):
+        solution("data.shards").find_shards(out, "val")
+
+
+def test_where_nothing_validates_the_flags_are_named(in_rank, texts, tmp_path):
+    in_rank(no_val, texts, tmp_path / "out")
 
 
 def bad_ids(ctx, folder):

@@ -69,6 +69,35 @@ def test_every_optimizer_step_is_one_step_of_the_trace(recorded, setup):
         assert (info["rank"], info["world_size"]) == (rank, SETUPS[setup])
 
 
+def named(ctx, folder, name):
+    """The named collectives of a step of rank 0: those the run counted, and those of its trace."""
+    path = folder / "traces" / name / "rank0_trace.json"
+    traced = solution("measure.trace").summarize_trace(path)
+    told = json.loads((folder / "run" / f"{name}.rank0.json").read_text())["collectives"]
+    pairs = (told, 1), (traced["collectives"], len(traced["steps"]))
+    return [
+        {kind: one["count"] / steps for kind, one in collectives.items() if "calls" in one}
+        for collectives, steps in pairs
+    ]
+
+
+# Four blocks and the root, which stays unsharded until the backward; gradients are reduced once.
+GATHERS = {"FULL_SHARD": 5 + 4, "SHARD_GRAD_OP": 5}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("strategy", GATHERS)
+def test_a_gather_is_read_off_by_name_whatever_carries_it(
+    in_rank, data, tmp_path, strategy, num_ranks
+):
+    trained(tmp_path, data, FSDP, "--strategy", strategy, num_ranks=num_ranks)
+
+    told, traced = in_rank(named, tmp_path, f"fsdp_{strategy.lower()}")
+
+    expected = {"all_gather_rows": GATHERS[strategy] * MICRO_BATCHES, "reduce_scatter_sum": 5}
+    assert told == traced == expected
+
+
 def test_the_trace_holds_what_was_sent(recorded):
     # Two instruments that know nothing of each other: a dispatch mode, and the profiler.
     for setup in ("ddp_bucketed", "fsdp_full_shard_torch"):
@@ -78,6 +107,11 @@ def test_the_trace_holds_what_was_sent(recorded):
         for names in steps.values():
             sent = {name: n for name, n in names.items() if name.startswith("c10d::")}
             assert sum(sent.values()) == expected, sent
+
+
+def test_the_profiler_says_nothing_between_the_steps(recorded):
+    said = "".join(path.read_text() for path in recorded.glob("rank*.err"))
+    assert "USDT" not in said
 
 
 def test_recording_changes_no_number_and_replaces_no_trace(recorded, data, tmp_path):

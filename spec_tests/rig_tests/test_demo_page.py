@@ -63,13 +63,12 @@ def test_every_part_is_there_and_drawn(file: Path, browser):
     assert headings == [
         "Loss",
         "Memory of a rank",
-        "Throughput",
         "Traffic of a step",
         "One step, as it happened",
         "Conformance",
     ]
-    # Two charts of curves, one of memory, one of tokens, and a time line of all but the control.
-    assert page.locator("svg[role=img]").count() == 4 + len(KINDS) - 1
+    # Two charts of curves, one of memory, and a time line of all but the control.
+    assert page.locator("svg[role=img]").count() == 3 + len(KINDS) - 1
     assert page.evaluate("""() => [...document.querySelectorAll("svg[role=img]")].every((svg) => {
         const frame = svg.getBoundingClientRect();
         const drawn = [...svg.querySelectorAll("g > path, text")];

@@ -24,7 +24,7 @@ from spec_tests.target import PACKAGE_ROOT, REPOSITORY_ROOT, parse
 SUITE = PACKAGE_ROOT
 REFERENCE = REPOSITORY_ROOT / "solution"
 PAGES = [SUITE / "README.md", SUITE / "DISPUTE.md", SUITE / "impostors" / "README.md"]
-PAGES += [REFERENCE / "README.md"] if REFERENCE.is_dir() else []
+PAGES += [REFERENCE / "README.md", REFERENCE / "COMING_FROM.md"] if REFERENCE.is_dir() else []
 SUBCOMMANDS = {"check", "ledger", "impostors", *COMMANDS}
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")
