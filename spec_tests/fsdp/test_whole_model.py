@@ -198,8 +198,7 @@ def test_a_class_that_is_only_named_like_a_layer_is_none(world, subject):
 @clause(
     "fsdp.backward.thawed-rest",
     level="production",
-    source="contract: thawed-rest; "
-    "ours, once: what was frozen when it was wrapped was trained by each rank alone",
+    source="contract: thawed-rest; ours, once: each rank trained what had been frozen by itself",
     worlds=(2,),
 )
 def test_what_is_no_layer_is_averaged_when_it_is_thawed(world, subject):
@@ -222,8 +221,7 @@ def test_gradients_of_a_whole_model_add_up_until_they_are_cleared(world, subject
 
 @clause(
     "fsdp.accumulation.one-finish",
-    source="contract: finish_gradient_synchronization/several-backwards, adds-up; "
-    "gradient accumulation",
+    source="contract: finish_gradient_synchronization/several-backwards, adds-up",
 )
 def test_two_backwards_of_a_whole_model_and_one_finish_add_up(world, subject):
     """Two backwards of a whole model and one finish MUST give the mean of both, or be an error."""
@@ -277,8 +275,7 @@ def test_a_whole_model_sends_no_gradient_inside_no_sync(world, subject):
 
 @clause(
     "fsdp.backward.in-evaluation-mode",
-    source="contract: mean-gradient; "
-    "torch.nn.Module.eval: it changes dropout and batch norms; fine-tuning without them",
+    source="contract: mean-gradient; torch.nn.Module.eval: fine-tuning without dropout",
     worlds=(2,),
 )
 def test_a_whole_model_in_evaluation_mode_gets_mean_gradients(world, subject):

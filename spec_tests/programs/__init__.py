@@ -3,9 +3,12 @@
 scene.py      what exists before the first call: words, one for each axis
 calls.py      what a trainer calls, one call after another; which calls are legal
 alone.py      one process that does what all ranks should: the oracle, and each way to be wrong
-on_ranks.py   the same calls on a rank, for each function that divides training
+on_ranks.py   the same calls on a rank; ways.py: how each function divides training
+stepped.py    the same of a sharded optimizer, in one process and on a rank
 law.py        the law: a situation does on the ranks what it does in one process
+look.py       what a situation shows beside values: form, and an ordinary step afterwards
 draw.py       situations drawn at random, in scenes in which every two words meet
 explore.py    the command: draw, judge, shrink, until the time is over
-seeds.toml    situations that once told a fault; they are tried first
+seeds.toml    situations that once told a fault; they are tried first (seeds.py)
+declared.py   situations that an implementation declares to do otherwise
 """

@@ -18,9 +18,9 @@ from spec_tests.laws import refusal
 from spec_tests.programs import look
 from spec_tests.programs.alone import FAULTS, SEED, Alone
 from spec_tests.programs.calls import Program, after, parsed, spelled
-from spec_tests.programs.on_ranks import WAYS
 from spec_tests.programs.scene import OPTIMIZER, Scene
 from spec_tests.programs.stepped import Divided, Stepped
+from spec_tests.programs.ways import WAYS
 from spec_tests.rig import judge
 from spec_tests.rig.judge.oracle import Gradients, once, parameters, zeros_for_none
 from spec_tests.rig.judge.symptoms import Hint

@@ -1,13 +1,12 @@
-"""The same calls on a rank: a class for each way to divide training.
+"""The same calls on a rank, for every way to divide training.
 
-A subclass says how a toy is wrapped, how a micro-batch stays on its rank, how a backward ends, and
-where gradients and weights are read. The calls are written once, in the base.
+A subclass (`ways.py`) says how a toy is wrapped, how a micro-batch stays on its rank, how a
+backward ends, and where gradients and weights are read. The calls are written once, in the base.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from spec_tests.programs.alone import SEED, flags_of, one_of, shape_of
+from spec_tests.programs.alone import SEED, flags_of, one_of
 from spec_tests.programs.calls import Program
 from spec_tests.programs.scene import Scene
 from spec_tests.rig.judge.oracle import Gradients, Named
@@ -320,132 +319,6 @@ class OnRank:
         other.step()
 
 
-class Replicas(OnRank):
-    """`ddp` and `ddp_bucketed`: gradients are read from the Parameters of before wrapping."""
-
-    def wrap(self) -> Any:
-        self.plain = list(self.module.parameters())
-        options = {} if self.group is None else {"process_group": self.group}
-        if self.subject == "ddp_bucketed":
-            options["bucket_size_mb"] = self.scene["bucket"]
-        return getattr(self.ctx.impl, self.subject)(self.module, **options)
-
-    def parameters(self) -> list[Any]:
-        return self.plain
-
-
-class Whole(OnRank):
-    """`fsdp`: how parameters are represented is open, so gradients are read from an update."""
-
-    def wrap(self) -> Any:
-        return self.ctx.impl.fsdp(self.module)
-
-    def full(self) -> Named:
-        found = self.ctx.impl.full_parameters(self.wrapped)
-        plain = {name.removeprefix("module."): value for name, value in found.items()}
-        return {n: plain_of(plain[n]) for n in self.names if n in plain}
-
-    def gradients(self) -> Gradients:
-        """Return what a step of SGD with a rate of one subtracts; the weights are put back."""
-        before, kept = self.full(), [p.detach().clone() for p in self.held]
-        torch.optim.SGD(self.held, lr=1.0, foreach=False).step()
-        after = self.full()
-        with torch.no_grad():
-            for parameter, value in zip(self.held, kept, strict=True):
-                parameter.copy_(value)
-        return {name: before[name] - after[name] for name in before}
-
-
-class Shards(OnRank):
-    """`fully_shard`, unit by unit and then the whole."""
-
-    def _built(self) -> nn.Module:
-        if self.scene.word("built") == "here":
-            return super()._built()
-        with torch.device("meta"):
-            return self.toy.model().to(self.scene["weights"])
-
-    def wrap(self) -> Any:
-        impl, scene = self.ctx.impl, self.scene
-        options: dict[str, Any] = {}
-        if scene["reshard"] is not None:
-            options["reshard_after_forward"] = scene["reshard"]
-        if scene["mesh"]:
-            options["mesh"] = self.ctx.mesh(
-                shape_of(scene, self.ctx.world_size), ("replicate", "shard")
-            )
-        if scene["precision"]:
-            options["mp_policy"] = impl.MixedPrecisionPolicy(**scene["precision"])
-        for name in units_of(self.module, scene.word("units")):
-            impl.fully_shard(self.module.get_submodule(name), **options)
-        impl.fully_shard(self.module, **options)
-        if scene.word("entrance") == "method":
-            self.module.compute = self.module.forward  # type: ignore[assignment]  # a function
-            impl.register_fsdp_forward_method(self.module, "compute")
-        if scene.word("built") == "on-meta":
-            self._fill()
-        return self.module
-
-    @torch.no_grad()
-    def _fill(self) -> None:
-        from torch.distributed.tensor import distribute_tensor  # half a second, for ranks alone
-
-        self.module.to_empty(device=self.ctx.device)
-        values = dict(super()._built().named_parameters())
-        for name, p in self.module.named_parameters():
-            shard: Any = p
-            shard.copy_(distribute_tensor(values[name], shard.device_mesh, shard.placements))
-
-    @contextlib.contextmanager
-    def quietly(self) -> Iterator[None]:
-        self.wrapped.set_requires_gradient_sync(False)
-        yield
-        self.wrapped.set_requires_gradient_sync(True)
-
-    def finish_backward(self) -> None:
-        """Do nothing: a backward ends by itself."""
-
-    def partly(self, micro: str) -> None:
-        self.wrapped.set_requires_all_reduce(False)
-        self.loss(micro).backward()
-        self.wrapped.set_requires_all_reduce(True)
-
-    def keep(self, flag: str) -> None:
-        self.wrapped.set_reshard_after_backward(flag == "False")
-
-    def unshard(self, at_once: str) -> None:
-        for part in self.module.modules():
-            if hasattr(part, "unshard"):
-                part.unshard(**({} if at_once == "now" else {"async_op": True}))  # type: ignore[operator]  # a method
-
-    def reshard(self) -> None:
-        for part in self.module.modules():
-            if hasattr(part, "reshard"):
-                part.reshard()  # type: ignore[operator]  # a method
-
-    def rest(self) -> None:
-        super().rest()
-        self.keep("False")
-        self.reshard()
-        frozen = self.scene.frozen() or frozenset()
-        for number, parameter in enumerate(self.held):
-            parameter.requires_grad_(number not in frozen)
-
-    def freeze(self, number: str) -> None:
-        self.held[int(number)].requires_grad_(False)
-
-    def thaw(self, number: str) -> None:
-        self.held[int(number)].requires_grad_(True)
-
-
-WAYS: dict[str, type[OnRank]] = {
-    "ddp": Replicas,
-    "ddp_bucketed": Replicas,
-    "fsdp": Whole,
-    "fully_shard": Shards,
-}
-
-
 def chosen(things: Sequence[Any], which: str) -> Any:
     """Return the first, the last, or the one in the middle."""
     return things[{"first": 0, "middle": len(things) // 2, "last": -1}[which]]
@@ -474,28 +347,3 @@ def leaves(module: nn.Module) -> list[nn.Module]:
 
 def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: checkpoint(forward, *args, use_reentrant=False)
-
-
-def units_of(module: nn.Module, granularity: str = "children") -> list[str]:
-    """Return the names of the modules to shard before the whole, innermost first.
-
-    Args:
-        granularity: "children" (the outermost modules that can be called), "layers" (those without
-            children), "nested" (both), "root" (none).
-    """
-    names = [name for name, part in module.named_modules() if name and _can_be_unit(module, part)]
-    if granularity == "root":
-        return []
-    if granularity == "layers":
-        names = [n for n in names if not any(True for _ in module.get_submodule(n).children())]
-    if granularity == "children":
-        names = [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
-    return names[::-1]
-
-
-def _can_be_unit(module: nn.Module, part: nn.Module) -> bool:
-    """Has parameters, can be called, and shares none with the rest: a tie stays within one unit."""
-    uses = Counter(id(p) for m in module.modules() for p in m._parameters.values())
-    own = Counter(id(p) for m in part.modules() for p in m._parameters.values() if p is not None)
-    is_container = isinstance(part, nn.ModuleList | nn.ModuleDict)
-    return bool(own) and not is_container and all(uses[key] == n for key, n in own.items())

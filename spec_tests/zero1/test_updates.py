@@ -278,10 +278,7 @@ def closure_as_is(ctx, **options):
     return None if error["error"] else with_closure(run)
 
 
-@clause(
-    "zero1.step.closure",
-    source="contract: closure, closure-options; torch.optim.Optimizer.step(closure)",
-)
+@clause("zero1.step.closure", source="contract: closure, closure-options; torch.optim.Optimizer")
 @pytest.mark.parametrize("parameters", ["all", "two", "called-as-is", "sets-the-rate"])
 def test_a_closure_is_evaluated_and_its_loss_returned(world, parameters):
     """`step(closure)` MUST evaluate the closure once, before updating, and return its loss.
