@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from spec_tests.rig_tests.watched import SCRIPTS, Fault, faults, find, told_by, write_fault
 from spec_tests.rig_tests.watched.trial import Outcome, run
-from spec_tests.watch import replay, replayed, traffic
+from spec_tests.watch import replay, replayed, traffic, twin
 from spec_tests.watch.command import norms
 from spec_tests.watch.layout import Names
 from spec_tests.watch.norm import Finding
@@ -294,10 +294,10 @@ print("fingerprint 0", hashlib.sha256(state + repr(random.random()).encode()).he
     assert not any(" failed" in each for each in outcome.verdict.unseen), shown(outcome)
 
 
-def copied(model: nn.Sequential) -> tuple[replay.Copy, Any]:
+def copied(model: nn.Sequential) -> tuple[twin.Copy, Any]:
     (names := Names()).learn(model)
     seen = {(id(each), n): p.data for each in model for n, p in each.named_parameters()}
-    return (copy := replay.Copy(names, seen, {})), copy.of(model)
+    return (copy := twin.Copy(names, seen, {})), copy.of(model)
 
 
 def test_the_copy_of_a_model_whose_attributes_hold_siblings_is_whole():
