@@ -318,7 +318,7 @@ def test_what_cannot_be_copied_is_shared_by_all_who_have_it():
 def test_a_hook_of_the_scripts_own_is_not_left_out_of_the_copy():
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].register_forward_hook(functools.partial(lambda factor, *seen: factor * seen[-1], 3.0))
-    with pytest.raises(replay.CannotReplayError, match="has a hook of"):
+    with pytest.raises(twin.CannotReplayError, match="has a hook of"):
         copied(model)
 
 
