@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from spec_tests.rig_tests.watched import SCRIPTS, Fault, faults, find, told_by, write_fault
 from spec_tests.rig_tests.watched.trial import Outcome, run
-from spec_tests.watch import replay, replayed, traffic, twin
+from spec_tests.watch import replayed, traffic, twin
 from spec_tests.watch.command import norms
 from spec_tests.watch.layout import Names
 from spec_tests.watch.norm import Finding
