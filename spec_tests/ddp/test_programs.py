@@ -71,7 +71,7 @@ def test_any_situation_does_what_one_process_does(world, subject, part):
     needs=("no_sync",),
     level="production",
     source=SITUATIONS,
-    worlds=(2, 4),
+    worlds=(2,),
 )
 @pytest.mark.parametrize("part", range(draw.PARTS))
 def test_any_situation_of_production_does_what_one_process_does(world, subject, part):
