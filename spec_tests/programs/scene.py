@@ -151,7 +151,7 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "momentum": Word((torch.optim.SGD, {"lr": 2.0**-6, "momentum": 0.5})),
         "adam": Word((torch.optim.Adam, {"lr": 0.01})),
         "adamw": Word((torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.5})),
-        "adagrad": Word((torch.optim.Adagrad, {"lr": 0.5})),
+        "adagrad": Word((torch.optim.Adagrad, {"lr": 0.5}), refusable=OPTIMIZER),
     },
     "groups": {
         "one-group": Word(1),
