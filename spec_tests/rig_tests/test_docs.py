@@ -13,6 +13,8 @@ from spec_tests import impostors, ledger
 from spec_tests.__main__ import COMMANDS
 from spec_tests.contract import FUNCTIONS
 from spec_tests.impostors import CATALOGUE
+from spec_tests.programs import law
+from spec_tests.programs.scene import Scene
 from spec_tests.rig import judge
 from spec_tests.rig.judge import expectations
 from spec_tests.rig.outcomes import Outcome, compose, results
@@ -60,8 +62,12 @@ def test_every_command_names_what_exists(page: Path):
         for option, value in itertools.pairwise(rest):
             if option == "--clause":
                 assert fnmatch.filter(ids, value), value
-            if option == "--only":
+            if option == "--only" and rest[0] == "explore":
+                assert Scene.of(value)  # words of a scene
+            elif option == "--only":
                 assert fnmatch.filter(CATALOGUE, value), value
+            if option == "--line":
+                assert law.read(value)
             if option == "--impl" and value.startswith("impostor:"):
                 assert value.removeprefix("impostor:") in CATALOGUE
 
@@ -101,7 +107,8 @@ def test_the_five_lines_are_an_implementation(tmp_path: Path):
 
 
 def test_the_table_of_a_message_has_the_lines_of_a_message_in_their_order():
-    told = re.findall(r"^\| `(\S+)", (SUITE / "README.md").read_text(), flags=re.MULTILINE)
+    _, _, page = (SUITE / "README.md").read_text().partition("## Read a failure\n")
+    told = re.findall(r"^\| `(\S+)", page.partition("\n## ")[0], flags=re.MULTILINE)
     here = judge.Situation("ddp.gradients.mean", "Every rank MUST.", "mine.py", "w2", 2, "run", "L")
     with judge.judging(here):
         text = str(judge.violated("rank 1: wrong", likely="so", detail="largest error", given="g"))
