@@ -29,7 +29,6 @@ WITHOUT = {
     "fsdp.traffic.wait-after-reshard": "a choice: the documentation does not say",
     "fsdp.order.runs-ahead-of-a-straggler": "a choice: FSDP2 overlaps by CUDA streams",
     "fsdp.programs.any-sequence-with-kept-weights": "as fsdp.lifecycle.fresh-after-evaluation",
-    "fsdp.programs.pairs-of-settings": "as fsdp.lifecycle.fresh-after-step",
     "fsdp.refusals.unequal-ranks-of-a-mesh": "as fsdp.refusals.unequal-ranks",
     "measure.memory.static-terms-of-any-model": "as measure.memory.peak",
     "measure.throughput.warms-up-until-steady": "a choice: Timer documents a fixed warm-up",
