@@ -32,7 +32,7 @@ def ddp(module, *, process_group=None):
 """
 FROZEN, UNTOUCHED = "ddp.gradients.frozen-stay-none", "ddp.gradients.weights-untouched"
 CLAUSES = ("--clause", FROZEN, "--clause", UNTOUCHED)
-"""Two that run at two ranks only: the first knows the mean, the second accepts the sum as well."""
+"""The first knows the mean, on three ranks; the second, on two, accepts the sum as well."""
 DEVIATIONS = f"""\
 [[deviation]]
 clause = "{FROZEN}"
@@ -70,8 +70,8 @@ def test_right_code_of_a_users_own_conforms_from_any_folder(tmp_path: Path):
     cases = ElementTree.parse(tmp_path / "out" / "junit.xml").findall(".//testcase")
     properties = [{p.attrib["name"]: p.attrib["value"] for p in c.iter("property")} for c in cases]
     assert {p["case"]: p["outcome"] for p in properties if p["clause"] == FROZEN} == {
-        "ddp-w2": "passed",
-        "ddp_bucketed-w2": "not_offered",
+        "ddp-w3": "passed",
+        "ddp_bucketed-w3": "not_offered",
     }
 
 
@@ -105,7 +105,7 @@ def test_declared_deviations_are_honoured_and_stale_ones_are_loud(tmp_path: Path
     )
     events = read_log(tmp_path / "out" / "events.jsonl")
     outcomes = {(e["clause"], e["case"]): e["outcome"] for e in events if e["event"] == "result"}
-    assert outcomes[FROZEN, "ddp-w2"] == "expected_failure"
+    assert outcomes[FROZEN, "ddp-w3"] == "expected_failure"
     assert outcomes[UNTOUCHED, "ddp-w2"] == "unexpected_pass"
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "it was so once" in ended.stdout, "and the message says what was declared"
@@ -168,7 +168,7 @@ def test_an_interrupted_run_shows_its_ending_and_leaves_no_process(tmp_path: Pat
         preexec_fn=take_interrupts,
     ) as command:
         try:
-            assert within(60, lambda: len(list(tmp_path.glob("inside-*"))) == 2), "no ranks"
+            assert within(60, lambda: len(list(tmp_path.glob("inside-*"))) == 3), "no ranks"
             # A terminal, and `timeout`, tell every process of the command: the first one decides.
             os.killpg(command.pid, number)
             said, _ = command.communicate(timeout=100)
@@ -180,7 +180,7 @@ def test_an_interrupted_run_shows_its_ending_and_leaves_no_process(tmp_path: Pat
     assert is_gone, left
     assert command.returncode == 2, said
     assert "Traceback" not in said
-    assert f"interrupted during {FROZEN} (ddp-w2) on mine.py, 0 of 1 clauses were judged" in said
+    assert f"interrupted during {FROZEN} (ddp-w3) on mine.py, 0 of 1 clauses were judged" in said
     assert said.count(INCOMPLETE) == 1, "no verdict, and no rank that was told to end is a finding"
     assert "nothing fails" not in said
     for page in ("index.html", "summary.md"):

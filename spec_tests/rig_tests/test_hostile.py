@@ -260,12 +260,12 @@ def test_one_command_survives_all_of_it_and_judges_the_others_as_ever(tmp_path: 
         if e["event"] == "result"
     }
     assert found == {
-        ("hostile.py", "ddp-w2"): "died",
-        ("hostile.py", "ddp_bucketed-w2"): "failed",
+        ("hostile.py", "ddp-w3"): "died",
+        ("hostile.py", "ddp_bucketed-w3"): "failed",
         ("hostile.py", "w2"): "died",
         ("hostile.py", "accumulation_steps-w1"): "failed",
-        ("right.py", "ddp-w2"): "passed",
-        ("right.py", "ddp_bucketed-w2"): "not_offered",
+        ("right.py", "ddp-w3"): "passed",
+        ("right.py", "ddp_bucketed-w3"): "not_offered",
         ("right.py", "w2"): "not_offered",
         ("right.py", "accumulation_steps-w1"): "not_offered",
     }
