@@ -285,6 +285,10 @@ class PlansOnce(PlainTrainer):
     Unseen: Ranks drift apart in the thawed layers alone.
     """
 
+    class wrapper(PlainDdp):
+        def require_no_others(self):
+            """Say nothing of parameters that train now and did not then."""
+
     def check(self, micro_batches):
         self.trainable = [n for n, p in self.module.named_parameters() if p.requires_grad]
         super().check(micro_batches)
