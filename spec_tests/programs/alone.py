@@ -210,6 +210,7 @@ class Alone:
     def _add(self, losses: Iterable[torch.Tensor], times: int = 1, was_local: bool = False) -> None:
         trained = {n: p for n, p in self.named if p.requires_grad}
         micro = self._micros()
+        scale = times * len(self.peers) / (self.scene["divisor"] or len(self.peers))
         for rank, loss in zip(self.peers, losses, strict=True):
             found: tuple[torch.Tensor | None, ...] = (None,) * len(trained)
             if loss.requires_grad:
@@ -218,7 +219,7 @@ class Alone:
                 )
             by_name = dict(zip(trained, found, strict=True))
             scaled = {
-                n: None if (g := by_name.get(n)) is None else times * g for n, _ in self.named
+                n: None if (g := by_name.get(n)) is None else scale * g for n, _ in self.named
             }
             self.shares.append(Share(scaled, rank, micro, was_local))
 
@@ -261,7 +262,7 @@ class Alone:
     def accumulate(self, micro: str) -> None:
         self._add(self._losses(micro), was_local=True)
 
-    partly = accumulate
+    partly = locally = accumulate
 
     def forward(self, micro: str) -> None:
         self.losses = self._losses(micro)
@@ -331,7 +332,9 @@ class Alone:
     def nothing(self, *words: str) -> None:
         """Show nothing, and change nothing."""
 
-    fails = fails_backward = keep = unshard = reshard = another_steps = another_lives = nothing
+    fails = fails_backward = keep = unshard = reshard = wait = leave = another_steps = (
+        another_lives
+    ) = nothing
 
 
 def one_of(parameters: Sequence[Any]) -> int:

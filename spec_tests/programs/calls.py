@@ -7,6 +7,8 @@
     several N M         two backwards before one finish
     twice N             two backwards of one forward
     accumulate N        forward and backward whose gradients stay on this rank
+    locally N           the same of a whole model
+    leave               an exception ends a `no_sync`
     partly N            the same, reduced over the ranks that share one copy of the weights
     forward N, pending  a forward, and later its backward
     finish              the finish once more
@@ -19,6 +21,7 @@
     fails_backward ...  the same in the backward
     keep FLAG           weights stay unsharded after a backward
     unshard HOW         every unit, by hand, at once or in flight; `reshard` again
+    wait                for what the last `unshard in-flight` started
     write WHERE         an update in place turns the sign of parameters, or of one
     freeze, thaw N      parameter number N
     save, load HOW      of weights, in memory; a load copies or assigns, all or one by one
@@ -154,12 +157,16 @@ VERBS: dict[str, Verb] = {
     "twice": Verb("micro", _is_whole, _adds(2), refusable=REPLICAS + SHARDS + WHOLE),
     "several": Verb("micro micro", _is_whole, _adds(2), of=REPLICAS, refusable=REPLICAS),
     "accumulate": Verb("micro", _is_whole, _adds(1, is_open=True), of=REPLICAS + SHARDS, often=2),
+    "locally": Verb(
+        "micro", _is_whole, _adds(1, is_open=True), of=WHOLE, level="production", refusable=WHOLE
+    ),
+    "leave": Verb("", _rests, of=REPLICAS + WHOLE, level="production", refusable=WHOLE),
     "partly": Verb(
         "micro", _is_whole, _adds(1, is_open=True), of=SHARDS, level="production", mesh=True
     ),
     "forward": Verb("micro", lambda s: _is_whole(s) and not s.waits, _becomes(waits=True)),
     "pending": Verb("", lambda s: s.waits and _is_whole(s), _adds(1, waits=False), often=4),
-    "finish": Verb("", _rests, of=REPLICAS),
+    "finish": Verb("", _rests, of=REPLICAS + WHOLE),
     "step": Verb("", _rests, lambda s: replace(_cleared(s), is_zeroed=False), often=4),
     "step_one": Verb("which", _rests, lambda s: replace(_cleared(s), is_zeroed=False)),
     "zero_grad": Verb("how", then=_cleared, of=EVERY),
@@ -176,6 +183,7 @@ VERBS: dict[str, Verb] = {
     "keep": Verb("flag", _rests, of=SHARDS),
     "unshard": Verb("at_once", _rests, of=SHARDS),
     "reshard": Verb("", _rests, of=SHARDS),
+    "wait": Verb("", _rests, of=SHARDS, level="production"),
     "write": Verb("where", _rests, of=EVERY),
     "freeze": Verb("number", _rests, of=SHARDS + OPTIMIZER),
     "thaw": Verb("number", _rests, of=SHARDS + OPTIMIZER),
@@ -316,7 +324,12 @@ def _is_refusable(call: Call, state: State, found: State, subject: str) -> bool:
     if subject in REPLICAS:  # two-finishes
         return adds and state.is_reduced and not found.is_open
     if subject in WHOLE:  # adds-up, zeroed; reused: both forwards call each layer
-        return call[0] == "both" or (adds and (state.shares > 0 or state.is_zeroed))
+        # Of shards beside plain tensors foreach optimizers cannot clear to zero.
+        return (
+            call[0] == "both"
+            or call == ("zero_grad", "zero")
+            or (adds and (state.shares > 0 or state.is_zeroed))
+        )
     if subject in SHARDS:  # backward-after-clear
         return call == ("zero_grad", "of-the-model") and state.waits
     return call == ("zero_grad", "zero")  # zero-grad-zeros

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from spec_tests.laws import refusal
-from spec_tests.programs import look
+from spec_tests.programs import look, sent
 from spec_tests.programs.alone import FAULTS, SEED, Alone
 from spec_tests.programs.calls import Program, after, parsed, spelled
+from spec_tests.programs.pieces import put_together
 from spec_tests.programs.scene import OPTIMIZER, Scene
 from spec_tests.programs.stepped import Divided, Stepped
 from spec_tests.programs.ways import WAYS
@@ -50,10 +51,12 @@ def follow(ctx: Context, subject: str, situation: str, looks: bool = False) -> A
         return {"seen": Divided(ctx, scene).follow(program)}
     rank = WAYS[subject](ctx, subject, scene)
     before = look.warmed_step(rank) if looks else None  # two steps: the signs are back
-    seen = rank.follow(program)
+    sends = sent.Sent(ctx)
+    seen = rank.follow(program, *[sends.watching] * looks)
     return {
         "seen": seen,
-        "afterwards": (before, look.warmed_step(rank)) if looks else None,
+        "sent": sends.calls,
+        "afterwards": (before, look.warmed_step(rank, seen)) if looks else None,
         "form": look.form_of(rank) if looks else None,
     }
 
@@ -87,9 +90,13 @@ def same_as_alone(world: World, subject: str, situation: str, *, looks: bool = F
     if subject in OPTIMIZER:
         judge_updates([rank["seen"] for rank in ranks], situation)
         return
-    judge_values([rank["seen"] for rank in ranks], subject, situation)
+    judge_values(put_together([rank["seen"] for rank in ranks]), subject, situation)
     if looks:
-        look.judge_afterwards([rank["afterwards"] for rank in ranks], situation)
+        sent.judge_calls([rank["sent"] for rank in ranks], subject, scene, program)
+        steps = [rank["afterwards"] for rank in ranks]
+        look.judge_afterwards(steps, scene["toy"][0], situation)
+        frozen = scene.frozen() or frozenset()
+        sent.judge_step([after for _, after in steps], subject, scene, frozen)
     if looks and subject != "fsdp":  # which says nothing about how parameters are represented
         look.judge_form([rank["form"] for rank in ranks], subject, scene, situation)
 

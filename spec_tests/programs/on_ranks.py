@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spec_tests.programs.alone import SEED, flags_of, one_of
 from spec_tests.programs.calls import Program
+from spec_tests.programs.pieces import Piece, exact
 from spec_tests.programs.scene import Scene
 from spec_tests.rig.judge.oracle import Gradients, Named
 from spec_tests.rig.ranks.rank import Context
@@ -48,7 +50,12 @@ OUTPUTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "second-of-two": (lambda y: (y.detach(), [y, None]), lambda found: found[1][0]),
     "in-a-named-tuple": (lambda y: Pair(y, ""), lambda found: found.y),
     "in-a-dataclass": (Found, lambda found: found.y),
+    "written-to": (lambda y: y, lambda found: found.mul_(1)),
 }
+
+
+Watching = Callable[[str], AbstractContextManager[Any]]
+"""What surrounds a call, whose name it is given."""
 
 
 class OnRank:
@@ -121,11 +128,11 @@ class OnRank:
     def gradients(self) -> Gradients:
         """Return the gradients, by the plain model's names."""
         pairs = zip(self.names, self.held, strict=True)
-        return {n: None if p.grad is None else plain_of(p.grad) for n, p in pairs}
+        return {n: None if p.grad is None else copy_of(p.grad) for n, p in pairs}
 
     def full(self) -> Named:
         """Return the full weights, by the plain model's names."""
-        return {n: plain_of(p) for n, p in zip(self.names, self.held, strict=True)}
+        return {n: copy_of(p) for n, p in zip(self.names, self.held, strict=True)}
 
     # --- the optimizers
 
@@ -164,13 +171,18 @@ class OnRank:
 
     # --- the calls
 
-    def follow(self, program: Program) -> list[tuple[str, Any]]:
-        """Return what each call shows."""
+    def follow(
+        self,
+        program: Program,
+        watching: Watching = contextlib.nullcontext,
+    ) -> list[tuple[str, Any]]:
+        """Return what each call shows; each is watched from its beginning to its end."""
         seen = []
         for name, *words in program:
-            found = getattr(self, name)(*words)
+            with watching(name):
+                found = getattr(self, name)(*words)
             if found is not None:
-                seen.append((" ".join((name, *words)), {n: exact(t) for n, t in found.items()}))
+                seen.append((" ".join((name, *words)), found))
         return seen
 
     def output(self, micro: str) -> torch.Tensor:
@@ -214,6 +226,12 @@ class OnRank:
         with self.quietly():
             self.loss(micro).backward()
 
+    locally = accumulate
+
+    def leave(self) -> None:
+        with contextlib.suppress(PlantedError), self.quietly():
+            raise PlantedError
+
     def forward(self, micro: str) -> None:
         self.losses = self.loss(micro)
 
@@ -236,15 +254,15 @@ class OnRank:
 
     @torch.no_grad()
     def evaluate(self, micro: str) -> Named:
-        return {"output": self.output(micro).detach()}
+        return {"output": exact(self.output(micro))}
 
     def infer(self, micro: str) -> Named:
         with torch.inference_mode():
             found = self.output(micro)
-        return {"output": found.clone()}
+        return {"output": exact(found)}
 
     def record(self, micro: str) -> Named:
-        return {"output": self.output(micro).detach().clone()}
+        return {"output": exact(self.output(micro))}
 
     def fails(self, micro: str, layer: str) -> None:
         def fail(*_: object) -> None:
@@ -302,6 +320,7 @@ class OnRank:
 
     def rest(self) -> None:
         """Bring settings back to those of the scene, and gradients to None."""
+        self.losses = self.saved = None
         self.zero_grad("none")
 
     def another_steps(self, rank: str) -> None:
@@ -324,15 +343,9 @@ def chosen(things: Sequence[Any], which: str) -> Any:
     return things[{"first": 0, "middle": len(things) // 2, "last": -1}[which]]
 
 
-def plain_of(tensor: Any) -> torch.Tensor:
-    """Return a copy of a parameter or gradient as the plain model has it."""
-    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().clone()  # type: ignore[no-any-return]  # a tensor
-
-
-def exact(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the values as float32, which holds them exactly."""
-    return None if tensor is None else tensor.float()
+def copy_of(tensor: Any) -> Any:
+    """Return a copy of a parameter or gradient, or of this rank's piece of it."""
+    return Piece.of(tensor) if hasattr(tensor, "placements") else exact(tensor)
 
 
 def leaves_by_name(module: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -96,6 +96,7 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "world": Word(),
         # Ranks 0 and 2 are one group, rank 1 is a group of its own.
         "apart": Word(([0, 2], [1]), sizes=(3,)),
+        "every-second": Word(([0, 2], [1, 3]), sizes=(4,)),
     },
     "reshard": {
         "usual": Word(),
@@ -115,6 +116,12 @@ AXES: Mapping[str, Mapping[str, Word]] = {
             {"param_dtype": BRAIN, "reduce_dtype": FLOAT, "output_dtype": FLOAT}, toys=NARROW
         ),
         "reduced-half": Word({"reduce_dtype": HALF}, toys=NARROW),
+    },
+    # By what the sum over ranks is divided: by their number, unless a setter says otherwise.
+    "divisor": {
+        "mean": Word(),
+        "undivided": Word(1.0, level="production"),
+        "by-four": Word(4.0, level="production"),
     },
     "weights": {
         "float32": Word(FLOAT),
@@ -136,7 +143,8 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "not-the-middle": Word((1, 2), refusable=WHOLE),
     },
     "output": dict.fromkeys(("tensor", "in-a-dict", "second-of-two"), Word())
-    | {"in-a-named-tuple": Word(), "in-a-dataclass": Word(refusable=SHARDS)},
+    | {"in-a-named-tuple": Word(), "in-a-dataclass": Word(refusable=SHARDS)}
+    | {"written-to": Word()},
     "entrance": {
         "forward": Word(),
         "keyword": Word(),
@@ -177,13 +185,17 @@ AXES_OF: Mapping[str, tuple[str, ...]] = {
     "fsdp": (*_COMMON, "entrance"),
     "fully_shard": (
         *("toy", "units", "mesh", "reshard", "precision", "optimizer", "trained", "output"),
-        *("entrance", "mode", "built", "weights"),
+        *("entrance", "mode", "built", "weights", "group", "divisor"),
     ),
     "sharded_optimizer": ("toy", "moments", "groups", "trained", "weights", "group"),
 }
 """The axes of each function of the contract."""
 
-_NOT_OF = {"ddp": ("method",), "ddp_bucketed": ("method",), "fsdp": ("method",)}
+_NOT_OF = {
+    **dict.fromkeys(REPLICAS + WHOLE, ("method",)),
+    # A rank that is alone sends to itself, or not, as it likes.
+    "fully_shard": ("apart",),
+}
 _ORDINARY = tuple(next(iter(words)) for words in AXES.values())
 
 
@@ -283,6 +295,10 @@ class Scene:
             return False  # `to_empty` unties
         if self.word("reshard") == "in-part" and self.word("mesh") == "replicas":
             return False  # one rank shards: there is no part
+        if self["group"] and (self["mesh"] or self.word("reshard") == "in-part"):
+            return False  # a group is a line, and its ranks have no parts
+        if self["divisor"] and self.word("toy") == "narrow":
+            return False  # its numbers end early
         return not (is_narrow and self.word("optimizer") == "fused")  # its numbers end at 2**16
 
     def most(self, size: int) -> int:

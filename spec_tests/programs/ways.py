@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from spec_tests.programs.alone import shape_of
-from spec_tests.programs.on_ranks import OnRank, plain_of
+from spec_tests.programs.on_ranks import OnRank
+from spec_tests.programs.pieces import exact
 from spec_tests.rig.judge.oracle import Gradients, Named
 
 
@@ -38,7 +39,7 @@ class Whole(OnRank):
     def full(self) -> Named:
         found = self.ctx.impl.full_parameters(self.wrapped)
         plain = {name.removeprefix("module."): value for name, value in found.items()}
-        return {n: plain_of(plain[n]) for n in self.names if n in plain}
+        return {n: exact(plain[n]) for n in self.names if n in plain}
 
     def gradients(self) -> Gradients:
         """Return what a step of SGD with a rate of one subtracts; the weights are put back."""
@@ -53,6 +54,8 @@ class Whole(OnRank):
 
 class Shards(OnRank):
     """`fully_shard`, unit by unit and then the whole."""
+
+    handles: Sequence[Any] = ()
 
     def _built(self) -> nn.Module:
         if self.scene.word("built") == "here":
@@ -69,6 +72,10 @@ class Shards(OnRank):
             options["mesh"] = self.ctx.mesh(
                 shape_of(scene, self.ctx.world_size), ("replicate", "shard")
             )
+        if self.group is not None:
+            from torch.distributed.device_mesh import DeviceMesh
+
+            options["mesh"] = DeviceMesh.from_group(self.group, self.ctx.device.type)
         if scene["precision"]:
             options["mp_policy"] = impl.MixedPrecisionPolicy(**scene["precision"])
         for name in units_of(self.module, scene.word("units")):
@@ -79,7 +86,17 @@ class Shards(OnRank):
             impl.register_fsdp_forward_method(self.module, "compute")
         if scene.word("built") == "on-meta":
             self._fill()
+        if scene["divisor"]:
+            self._divide()
         return self.module
+
+    def _divide(self) -> None:
+        for part in self.module.modules():
+            if hasattr(part, "set_gradient_divide_factor"):
+                part.set_gradient_divide_factor(self.scene["divisor"])  # type: ignore[operator]  # a method
+            # In float32 FSDP2 leaves the factor to the backend, and gloo knows none.
+            if hasattr(part, "set_force_sum_reduction_for_comms"):
+                part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # a method
 
     @torch.no_grad()
     def _fill(self) -> None:
@@ -109,9 +126,18 @@ class Shards(OnRank):
         self.wrapped.set_reshard_after_backward(flag == "False")
 
     def unshard(self, at_once: str) -> None:
-        for part in self.module.modules():
-            if hasattr(part, "unshard"):
-                part.unshard(**({} if at_once == "now" else {"async_op": True}))  # type: ignore[operator]  # a method
+        options = {} if at_once == "now" else {"async_op": True}
+        self.handles = [
+            part.unshard(**options)  # type: ignore[operator]  # a method
+            for part in self.module.modules()
+            if hasattr(part, "unshard")
+        ]
+
+    def wait(self) -> None:
+        for handle in self.handles:
+            if handle is not None:
+                handle.wait()
+        self.handles = []
 
     def reshard(self) -> None:
         for part in self.module.modules():

@@ -156,7 +156,8 @@ class Schedule:
     def _leave(self, unit: Unit, *, has_backward: bool) -> None:
         """Free a unit all of whose modules have run, or will not run."""
         unit.to_run.clear()
-        self._latest = unit
+        if has_backward:
+            self._latest = unit
         # Without a backward, nothing is kept that was not kept before.
         if not (self._keeps(unit) and (has_backward or unit.was_kept)):
             kind = type(unit.reshard_after_forward)

@@ -1,0 +1,166 @@
+"""What a call sends, and what it may: an observer of every call of a program.
+
+Values do not show who reduces in `no_sync`, gathers what is there, sends frozen gradients or sends
+wide. The bounds are upper ones. An implementation may gather ahead, or send less.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from spec_tests.laws import traffic
+from spec_tests.programs.alone import SEED, shape_of
+from spec_tests.programs.calls import Program, after
+from spec_tests.programs.scene import REPLICAS, SHARDS, Scene
+from spec_tests.programs.ways import units_of
+from spec_tests.rig import judge
+from spec_tests.rig.judge.oracle import parameters
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.recorder import Kind, Log
+from spec_tests.rig.toys import TOYS
+
+LOCAL = ("step", "step_one", "zero_grad", "write", "freeze", "thaw", "keep", "reshard", "wait")
+"""Calls that send nothing, but for gathers that a later pass then need not send."""
+UNREDUCED = ("accumulate", "locally", "evaluate", "record", "forward", "fails")
+"""Calls that reduce nothing."""
+COPIES = {"backward": 1, "pending": 1, "both": 2, "several": 2, "twice": 2}
+"""Copies of the trained gradients that a call may reduce: one for each forward or backward."""
+CALLED = {"reused": 2, "tied": 2}
+"""How often a forward of a toy may call a layer."""
+SLACK = 32
+"""Bytes for each parameter and rank: equal lengths, alignment, flags."""
+
+
+@dataclass
+class Sent:
+    """What each call of a program sends on a rank."""
+
+    ctx: Context
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def watching(self, name: str) -> Iterator[None]:
+        """Record one call."""
+        if name == "infer":  # in inference mode torch keeps tensors that a dispatch mode has seen
+            yield
+            self.calls.append({})
+            return
+        with self.ctx.recording() as recorder:
+            yield
+        self.calls.append(counted(recorder.log(), self.ctx.world_size))
+
+
+def counted(log: Log, size: int) -> dict[str, Any]:
+    """Return bytes gathered and reduced, the number of gathers, and what is sent beside them."""
+    rest = traffic.without_gathers(log).collectives()
+    received = _bytes(log, Kind.RECEIVE)
+    own = received // (size - 1) if received else 0
+    return {
+        "bytes gathered": _bytes(log, *traffic.GATHERS) + own,
+        "bytes reduced": _bytes(log, *traffic.REDUCTIONS),
+        "gathers": traffic.messages(log, size, *traffic.GATHERS),
+        "besides": [str(event) for event in rest],
+    }
+
+
+def _bytes(log: Log, *kinds: Kind) -> int:
+    return sum(e.bytes for e in log.collectives(*kinds) if traffic.volume(Log((e,), 0), *kinds))
+
+
+def due(scene: Scene, subject: str, size: int, rank: int, frozen: frozenset[int]) -> dict[str, int]:
+    """Return how many bytes one copy of the weights, and of the trained gradients, has on the wire.
+
+    Over copies of the weights what was reduced over shards is reduced once more.
+    """
+    peers = next((g for g in scene["group"] or () if rank in g), range(size))
+    copies, shards = shape_of(scene, len(peers))
+    is_sharded = subject not in REPLICAS
+    if not is_sharded:
+        copies, shards = len(peers), 1
+    policy = scene["precision"]
+    weights = policy.get("param_dtype", scene["weights"])
+    wide = max(weights, policy.get("reduce_dtype", weights), key=lambda d: d.itemsize)
+    reduced = policy.get("reduce_dtype", weights) if subject in SHARDS else wide
+    found = {"weights": 0, "gradients": 0}
+    for number, value in enumerate(parameters(scene["toy"][0], SEED).values()):
+        rows = max(1, value.shape[0] if value.dim() else 1)
+        padded = -(-rows // shards) * shards * (value.numel() // rows)
+        slack = SLACK * len(peers)
+        if shards > 1:
+            found["weights"] += padded * weights.itemsize + slack
+        if number not in frozen and len(peers) > 1:
+            over = (shards > 1) + bool(copies > 1 or scene["mesh"]) / shards
+            found["gradients"] += int(padded * over * reduced.itemsize) + slack
+    return found
+
+
+def judge_calls(
+    ranks: Sequence[Sequence[dict[str, Any]]], subject: str, scene: Scene, program: Program
+) -> None:
+    """No call may send more than the contract lets it."""
+    __tracebackhide__ = True
+    size = len(ranks)
+    for number, call in enumerate(program):
+        state = after(program[:number], scene, subject, size)
+        if state is None or state.may_refuse:
+            return  # after an exception what was sent is settled some time
+        for rank, seen in enumerate(ranks):
+            one = due(scene, subject, size, rank, state.frozen)
+            _judge_call(
+                seen[number], one, call, program[number - 1 : number], rank, scene.word("toy")
+            )
+
+
+def _judge_call(
+    sent: dict[str, Any], one: dict[str, int], call: Any, before: Program, rank: int, toy: str
+) -> None:
+    __tracebackhide__ = True
+    often = CALLED.get(toy, 1)
+    if not sent:
+        return
+    what = f"rank {rank}, {' '.join(call)!r}"
+    name = call[0]
+    if name in LOCAL:
+        judge.holds(
+            not sent["besides"],
+            f"{what}: expected nothing to be sent, got {', '.join(sent['besides'])}",
+        )
+    allowed = 0 if name in UNREDUCED else one["gradients"] * COPIES.get(name, 8) * often
+    judge.holds(
+        sent["bytes reduced"] <= allowed,
+        f"{what}: expected at most {allowed} bytes of gradients to be reduced, got "
+        f"{sent['bytes reduced']}",
+        likely="gradients that are frozen, wide, or not to be reduced yet are sent",
+    )
+    is_there = before[:1] == (("unshard", "now"),) and name in ("unshard", "evaluate")
+    is_discarded = before[:1] == (("reshard",),) and name == "wait"
+    if is_there or is_discarded:
+        judge.holds(
+            sent["bytes gathered"] == 0,
+            f"{what}: expected nothing to be gathered right after {' '.join(before[0])!r}, got "
+            f"{sent['bytes gathered']} bytes",
+        )
+
+
+def judge_step(
+    ranks: Sequence[dict[str, Any]], subject: str, scene: Scene, frozen: frozenset[int]
+) -> None:
+    """An ordinary step may gather two copies of the weights, and reduce one of the gradients."""
+    __tracebackhide__ = True
+    times = 1 if scene.word("reshard") == "held" else 2
+    module = TOYS[scene["toy"][0]].build(0)
+    units = 1 + len(units_of(module, scene.word("units")))
+    for rank, sent in enumerate(ranks):
+        one = due(scene, subject, len(ranks), rank, frozen)
+        bounds = {"bytes reduced": one["gradients"]}
+        if subject in SHARDS:  # of a whole model weights are read by gathers
+            bounds |= {"bytes gathered": times * one["weights"], "gathers": times * units}
+        for kind, most in bounds.items():
+            judge.holds(
+                sent[kind] <= most * CALLED.get(scene.word("toy"), 1),
+                f"rank {rank}, an ordinary step: expected at most {most} {kind}, got {sent[kind]}",
+                likely="something is gathered or reduced twice, one by one, or in a wide dtype",
+            )
