@@ -6,12 +6,15 @@ several repetitions with its range.
 
 import argparse
 import contextlib
+import itertools
 import os
+import random
 import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,6 +23,9 @@ from hypothesis import strategies as st
 
 from spec_tests.benchmarks import runner
 from spec_tests.ledger import load_all
+from spec_tests.programs import law
+from spec_tests.programs.calls import Program
+from spec_tests.programs.draw import covering, programs
 from spec_tests.rig.judge import oracle
 from spec_tests.rig.judge.runner import run_case
 from spec_tests.rig.outcomes import Outcome
@@ -96,6 +102,25 @@ def examples_per_second(
     begun = time.perf_counter()
     step_is_the_mean()
     return executed / (time.perf_counter() - begun)
+
+
+def situations_per_second(worlds: Worlds, subject: str, number: int = 24) -> float:
+    """Drawn programs of twelve calls, judged on two ranks; the oracle remembers none."""
+    world = worlds.world(2, parse("solution"))
+    rows = [row for row in covering(subject, 2, "correct") if not row.may_be_refused_by(subject)]
+    chance = random.Random(1)
+    lines = []
+    for row in itertools.islice(itertools.cycle(rows), number):
+        program: Program = ()
+        while len(program) < 12:
+            program += programs(row, subject, 2, "correct", chance)
+        lines.append(law.written(row, program[:12]))
+    law.same_as_alone(world, subject, lines[0])
+    oracle.forget()
+    begun = time.perf_counter()
+    for line in lines:
+        law.same_as_alone(world, subject, line)
+    return number / (time.perf_counter() - begun)
 
 
 def leave_early(ctx: Context) -> None:
@@ -204,6 +229,15 @@ FIGURES = {
     "sim 2": _on_sim(2, 200, 300.0),
     "sim 4": _on_sim(4, 200, 150.0),
     "sim 8": _on_sim(8, 100, 60.0),
+    **{
+        f"situations of {subject}": Figure(
+            f"situations of {subject} per second",
+            partial(situations_per_second, subject=subject),
+            "at least",
+            8.0,
+        )
+        for subject in ("ddp", "fully_shard", "sharded_optimizer")
+    },
     "deadlock": Figure("a deadlock on simulated ranks: ms", deadlock_ms, "at most", 10.0),
     "ddp on sim": Figure(CHAPTER, lambda _: ddp_chapter_s(), "at most", 10.0),
     "recovery": Figure("kill, respawn, first all-reduce: s", recovery_s, "at most", 0.25),
