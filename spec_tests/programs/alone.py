@@ -262,7 +262,11 @@ class Alone:
     def accumulate(self, micro: str) -> None:
         self._add(self._losses(micro), was_local=True)
 
-    partly = locally = accumulate
+    partly = locally = early = accumulate
+
+    def nested(self, one: str, other: str) -> None:
+        self.accumulate(one)
+        self.accumulate(other)
 
     def forward(self, micro: str) -> None:
         self.losses = self._losses(micro)
@@ -329,12 +333,13 @@ class Alone:
         self.shares = []
         return self.full()
 
+    def unshard(self, at_once: str) -> Named | None:
+        return self.full() if at_once == "now" else None
+
     def nothing(self, *words: str) -> None:
         """Show nothing, and change nothing."""
 
-    fails = fails_backward = keep = unshard = reshard = wait = leave = another_steps = (
-        another_lives
-    ) = nothing
+    fails = fails_backward = keep = reshard = wait = leave = another_steps = another_lives = nothing
 
 
 def one_of(parameters: Sequence[Any]) -> int:

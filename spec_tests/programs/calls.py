@@ -8,8 +8,10 @@
     twice N             two backwards of one forward
     accumulate N        forward and backward whose gradients stay on this rank
     locally N           the same of a whole model
+    nested N M          the same of two, the first in an inner `no_sync`
     leave               an exception ends a `no_sync`
     partly N            the same, reduced over the ranks that share one copy of the weights
+    early N             a reduced backward that is not the last one
     forward N, pending  a forward, and later its backward
     finish              the finish once more
     step                every optimizer turns the sign of its trained weights
@@ -160,6 +162,8 @@ VERBS: dict[str, Verb] = {
     "locally": Verb(
         "micro", _is_whole, _adds(1, is_open=True), of=WHOLE, level="production", refusable=WHOLE
     ),
+    "nested": Verb("micro micro", _is_whole, _adds(2, is_open=True), of=REPLICAS),
+    "early": Verb("micro", _is_whole, _adds(1, is_open=True), of=SHARDS, level="production"),
     "leave": Verb("", _rests, of=REPLICAS + WHOLE, level="production", refusable=WHOLE),
     "partly": Verb(
         "micro", _is_whole, _adds(1, is_open=True), of=SHARDS, level="production", mesh=True
@@ -185,8 +189,8 @@ VERBS: dict[str, Verb] = {
     "reshard": Verb("", _rests, of=SHARDS),
     "wait": Verb("", _rests, of=SHARDS, level="production"),
     "write": Verb("where", _rests, of=EVERY),
-    "freeze": Verb("number", _rests, of=SHARDS + OPTIMIZER),
-    "thaw": Verb("number", _rests, of=SHARDS + OPTIMIZER),
+    "freeze": Verb("number", _rests, of=SHARDS + WHOLE + OPTIMIZER, refusable=WHOLE),
+    "thaw": Verb("number", _rests, of=SHARDS + WHOLE + OPTIMIZER, refusable=WHOLE),
     "save": Verb("", _rests, _becomes(is_saved=True), of=REPLICAS + SHARDS + OPTIMIZER),
     "load": Verb(
         "assigns", lambda s: _rests(s) and s.is_saved, _cleared, of=REPLICAS + SHARDS + OPTIMIZER
@@ -217,7 +221,7 @@ WORDS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
         "local-tensors": (SHARDS, "correct"),
         "one-parameter": (REPLICAS + SHARDS + WHOLE + OPTIMIZER, "correct"),
     },
-    "number": dict.fromkeys(("1", "2"), (SHARDS + OPTIMIZER, "correct")),
+    "number": dict.fromkeys(("1", "2"), (SHARDS + WHOLE + OPTIMIZER, "correct")),
     "assigns": {
         "copied": (REPLICAS + SHARDS + OPTIMIZER, "correct"),
         "assigned": (SHARDS, "correct"),
@@ -237,6 +241,7 @@ FORWARDS = (
     "twice",
     "several",
     "accumulate",
+    "nested",
     "partly",
     "fails",
     "fails_backward",

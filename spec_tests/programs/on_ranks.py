@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +43,19 @@ class Found:
     y: torch.Tensor
 
 
+@dataclass
+class Late:
+    """An output in a field that the constructor does not take."""
+
+    y: torch.Tensor = field(init=False)
+
+    @classmethod
+    def of(cls, y: torch.Tensor) -> Late:
+        found = cls()
+        found.y = y
+        return found
+
+
 OUTPUTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     # how the model gives it, and how the loss reads it
     "tensor": (lambda y: y, lambda found: found),
@@ -50,6 +63,7 @@ OUTPUTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "second-of-two": (lambda y: (y.detach(), [y, None]), lambda found: found[1][0]),
     "in-a-named-tuple": (lambda y: Pair(y, ""), lambda found: found.y),
     "in-a-dataclass": (Found, lambda found: found.y),
+    "in-a-late-field": (Late.of, lambda found: found.y),
     "written-to": (lambda y: y, lambda found: found.mul_(1)),
 }
 
@@ -228,6 +242,12 @@ class OnRank:
 
     locally = accumulate
 
+    def nested(self, one: str, other: str) -> None:
+        with self.quietly():
+            with self.quietly():
+                self.loss(one).backward()
+            self.loss(other).backward()
+
     def leave(self) -> None:
         with contextlib.suppress(PlantedError), self.quietly():
             raise PlantedError
@@ -318,10 +338,20 @@ class OnRank:
             optimizer.zero_grad()
         return self.full()
 
+    def freeze(self, number: str) -> None:
+        self.held[int(number)].requires_grad_(False)
+
+    def thaw(self, number: str) -> None:
+        self.held[int(number)].requires_grad_(True)
+
     def rest(self) -> None:
         """Bring settings back to those of the scene, and gradients to None."""
         self.losses = self.saved = None
         self.zero_grad("none")
+        frozen = self.scene.frozen() or frozenset()
+        for number, parameter in enumerate(self.held):
+            if parameter.requires_grad is (number in frozen):
+                parameter.requires_grad_(number not in frozen)
 
     def another_steps(self, rank: str) -> None:
         """A model of its own is trained by one rank alone."""

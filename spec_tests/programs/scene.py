@@ -144,7 +144,7 @@ AXES: Mapping[str, Mapping[str, Word]] = {
     },
     "output": dict.fromkeys(("tensor", "in-a-dict", "second-of-two"), Word())
     | {"in-a-named-tuple": Word(), "in-a-dataclass": Word(refusable=SHARDS)}
-    | {"written-to": Word()},
+    | {"in-a-late-field": Word(refusable=SHARDS), "written-to": Word()},
     "entrance": {
         "forward": Word(),
         "keyword": Word(),
@@ -297,15 +297,16 @@ class Scene:
             return False  # one rank shards: there is no part
         if self["group"] and (self["mesh"] or self.word("reshard") == "in-part"):
             return False  # a group is a line, and its ranks have no parts
-        if self["divisor"] and self.word("toy") == "narrow":
-            return False  # its numbers end early
         return not (is_narrow and self.word("optimizer") == "fused")  # its numbers end at 2**16
 
     def most(self, size: int) -> int:
         """Return how many micro-batches stay exact in a gradient."""
-        dtypes = {self["weights"], *self["precision"].values()}
+        policy = self["precision"]
+        one = policy.get("param_dtype", self["weights"])  # of a backward; sums are of the other
+        dtypes = {self["weights"], policy.get("reduce_dtype", one)}
         reach = min(TOYS[self["toy"][0]].reach, *(REACH.get(d, 2**24) for d in (*dtypes, FLOAT)))
-        return reach // size**2
+        part = size**2 * (4 if self["divisor"] and self.word("toy") == "narrow" else 1)
+        return reach // part if REACH.get(one, 2**24) >= 2 * part else 0
 
     def __str__(self) -> str:
         return " ".join(w for w, usual in zip(self.words, _ORDINARY, strict=True) if w != usual)

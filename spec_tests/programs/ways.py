@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from spec_tests.programs.alone import shape_of
-from spec_tests.programs.on_ranks import OnRank
+from spec_tests.programs.on_ranks import OnRank, copy_of
 from spec_tests.programs.pieces import exact
 from spec_tests.rig.judge.oracle import Gradients, Named
 
@@ -120,18 +120,29 @@ class Shards(OnRank):
     def partly(self, micro: str) -> None:
         self.wrapped.set_requires_all_reduce(False)
         self.loss(micro).backward()
-        self.wrapped.set_requires_all_reduce(True)
+        if int(micro) % 2:
+            self.wrapped.set_requires_all_reduce(True)
+        else:
+            self.wrapped.set_requires_gradient_sync(True)  # which turns on both
+
+    def early(self, micro: str) -> None:
+        self.wrapped.set_is_last_backward(False)
+        self.loss(micro).backward()
+        self.wrapped.set_is_last_backward(True)
 
     def keep(self, flag: str) -> None:
         self.wrapped.set_reshard_after_backward(flag == "False")
 
-    def unshard(self, at_once: str) -> None:
+    def unshard(self, at_once: str) -> Named | None:
         options = {} if at_once == "now" else {"async_op": True}
         self.handles = [
             part.unshard(**options)  # type: ignore[operator]  # a method
             for part in self.module.modules()
             if hasattr(part, "unshard")
         ]
+        if at_once != "now":
+            return None
+        return {name: copy_of(p) for name, p in self.module.named_parameters()}
 
     def wait(self) -> None:
         for handle in self.handles:
@@ -148,15 +159,6 @@ class Shards(OnRank):
         super().rest()
         self.keep("False")
         self.reshard()
-        frozen = self.scene.frozen() or frozenset()
-        for number, parameter in enumerate(self.held):
-            parameter.requires_grad_(number not in frozen)
-
-    def freeze(self, number: str) -> None:
-        self.held[int(number)].requires_grad_(False)
-
-    def thaw(self, number: str) -> None:
-        self.held[int(number)].requires_grad_(True)
 
 
 WAYS: dict[str, type[OnRank]] = {
