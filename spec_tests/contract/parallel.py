@@ -70,7 +70,7 @@ def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.M
         added-later: A parameter that is added after wrapping gets the mean gradient.
 
     May be refused:
-        added-later: A parameter that is added after wrapping, in the next training forward.
+        added-later: A parameter that is added after wrapping, by the next training forward.
         unused-everywhere: A parameter that no rank uses, no later than in the next forward.
         unused-somewhere: A parameter that some ranks do not use.
         used-early: A parameter that is used only before the last micro-batch of a step.
@@ -122,7 +122,7 @@ def no_sync(wrapped: nn.Module) -> AbstractContextManager[Any]:
         restores: The previous state is restored also when the body raises.
 
     Level `production`:
-        whole-model: The promises above hold for a model that `fsdp` returned.
+        whole-model: Of a model that `fsdp` returned no gradient is sent inside, and none is lost.
 
     May be refused:
         whole-model: A model that `fsdp` returned.
@@ -161,8 +161,8 @@ def sharded_optimizer(
         closure: `step` evaluates a closure once, before updating, and returns its loss.
         closure-options: Options that the closure sets count in that step, and stay.
         divided-after-load: After a load, too, `.state` holds only the state that this rank owns.
-        balanced: A rank's state is at most twice its share, or twice the largest parameter's.
-        current-weights: A step begins with the weights as they are, also where others wrote them.
+        balanced: A rank's state is at most twice the larger of its share and one parameter's.
+        current-weights: A step begins with the weights as they are, whoever wrote them.
         whole-groups: `param_groups` are the caller's, in order, with all parameters.
         rates: `param_groups` show the caller's rates, or the default of `optimizer_cls`.
         live-groups: A change of `param_groups` takes effect at the next step.
@@ -183,16 +183,16 @@ def sharded_optimizer(
         gradients-stay: A step does not change gradients.
         compile: `torch.compile(optimizer.step)` gives the same.
         larger-tensor: A parameter may be a part of a larger tensor, with gaps between its rows.
-        sparse: A sparse parameter is updated.
+        sparse: A parameter with a sparse gradient is updated.
 
     May be refused:
         unequal-dtypes: Parameters of unequal dtypes.
-        whole-tensors: An optimizer that looks at whole tensors.
+        whole-tensors: An optimizer whose update of an element depends on other elements.
         counts-in-groups: An optimizer that keeps counts in its groups.
         step-keywords: An optimizer whose `step` takes further keywords.
         zero-grad-zeros: A call `zero_grad(set_to_none=False)`.
         state-dict: A call of `state_dict`.
-        sparse: A sparse parameter, with an error that says "sparse".
+        sparse: A parameter with a sparse gradient, with an error that says "sparse".
     """
 
 

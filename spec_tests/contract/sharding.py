@@ -45,7 +45,7 @@ def fully_shard(
     Level `correct`:
         dtensors: Parameters become DTensors sharded on dim 0.
         any-rows: A parameter may have any number of rows.
-        by-hand: `unshard` gives full plain parameters, `reshard` shards.
+        by-hand: After `unshard` parameters are full plain tensors. After `reshard` they are shards.
         unreduced: `set_requires_gradient_sync(False)` keeps gradients unreduced until it is True.
         resharding: `set_reshard_after_backward` decides whether a backward frees full weights.
         fresh-weights: After an update, the next forward uses the new weights.
@@ -61,14 +61,14 @@ def fully_shard(
         models-apart: Another model disturbs nothing.
         after-exception: After an exception that the caller caught, the next step is right.
         containers: Inputs and outputs may be in nested containers and named tuples.
-        same-containers: Containers and named tuples stay what they are.
+        same-containers: Each container and named tuple keeps its type.
         dataclasses: Inputs and outputs may be in a dataclass.
         two-dims: A mesh of two dims replicates over the first and shards over the second.
         partial-reshard: An int as `reshard_after_forward` changes no value.
-        hints: The prefetch setters change when a unit is gathered. They change no value.
+        hints: The prefetch setters may change when a unit is gathered. They change no value.
         integers: Frozen integers keep their values.
         jvp: `torch.func.jvp` of a forward gives what it gives of the plain model.
-        as-pytorch: Everything else has the meaning and defaults of PyTorch's `fully_shard`.
+        as-pytorch: What no line names has the meaning and defaults of PyTorch's `fully_shard`.
 
     Level `production`:
         ignored: Parameters in `ignored_params` stay plain, whole and local, and are not sent.
@@ -76,14 +76,14 @@ def fully_shard(
         async-unshard: `unshard(async_op=True)` starts a gather; `reshard` discards that gather.
         setters: The setters in `spec_tests/fsdp/test_settings.py` act as PyTorch's.
         unequal-ranks: Where ranks differ in modules or policy, all ranks raise.
-        unequal-replicas: All ranks of a mesh of two dims raise, also where one row differs.
+        unequal-replicas: Where ranks of a mesh of two dims differ, even in one row, all raise.
         earlier-hooks: Forward hooks and pre-hooks from before sharding see full weights.
-        gathers-ahead: In backward the next unit is gathered before the current one has computed.
+        gathers-ahead: In backward the next gather is launched before the current unit has computed.
         flat-peak: Memory in addition to the shards does not grow with the number of units.
         one-collective: A unit is gathered by one collective, or one per rank, and reduced likewise.
         no-extra-bytes: A gather carries the unit's parameters, padded to equal shards, no more.
         trained-only: A reduction carries the gradients of trained parameters, padded likewise.
-        unused-somewhere: In a unit that all backwards reach, a rank without a gradient adds zero.
+        unused-somewhere: In a unit that every rank's backward reaches, an absent gradient is zero.
         clears-between: `zero_grad` of the model clears gradients between forward and backward.
         clears-after-error: `zero_grad` of the model clears gradients after a caught exception.
         backward-after-clear: After `zero_grad` of the model a pending backward is right.
@@ -98,7 +98,7 @@ def fully_shard(
         added-later: A parameter that is added after sharding gets the mean gradient.
 
     May be refused:
-        added-later: A parameter that is added after sharding, in the next training forward.
+        added-later: A parameter that is added after sharding, by the next training forward.
         two-dims: A mesh of two dims.
         hints: A prefetch hint.
         mixed-dtypes: Parameters of unequal dtypes.
@@ -138,7 +138,7 @@ def MixedPrecisionPolicy(
         own-dtype: Shards keep their own dtype.
 
     Level `correct`:
-        others-keep-dtype: Gradients of shards and buffers keep their own dtype.
+        others-keep-dtype: The gradient of a shard has the dtype of the shard. Buffers keep theirs.
         reduces: Gradients are reduced in `reduce_dtype`, or else in `param_dtype`.
         accumulates: Between reductions gradients are accumulated in the reduction's dtype.
         casts: Floating-point inputs and outputs are cast as the arguments say.
@@ -165,7 +165,7 @@ def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.M
     Args:
         module: the whole model.
         compute_dtype: sharded layers are gathered in it and compute in it; None means their own.
-            `module` itself casts its inputs to it.
+            The caller's model casts its inputs to it.
 
     Returns:
         A module that is called like `module`, with positional and keyword arguments.
@@ -178,7 +178,7 @@ def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.M
         rest-mean: The gradient of a parameter of no Linear or Embedding is the mean over ranks.
         gathers: With `compute_dtype` the sharded layers are gathered in it.
         computes: With `compute_dtype` the sharded layers compute in it.
-        optimizer-dtype: Tensors that an optimizer sees keep their dtype or are float32.
+        optimizer-dtype: Parameters and gradients of an optimizer keep their dtype or are float32.
 
     Level `correct`:
         runs-hooks: A forward calls `module` itself, so that its forward hooks run.
@@ -191,16 +191,16 @@ def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.M
         adds-up: Gradients of several backwards add up.
 
     Level `production`:
-        step-gathers: A step gathers a sharded weight at most twice, in its own dtype.
-        step-reduces: A step reduces each gradient once, in its own dtype.
+        step-gathers: A step gathers a sharded weight at most twice, in `compute_dtype` or its own.
+        step-reduces: A step reduces each gradient once, in `compute_dtype` or its own.
         tables: With `compute_dtype` an Embedding is gathered in it and its rows come in it.
         subclasses: Subclasses of Linear and Embedding are sharded.
         thawed-rest: A parameter of no Linear or Embedding may be thawed later.
         added-later: A parameter that is added after wrapping gets the mean gradient.
 
     May be refused:
-        added-later: A parameter that is added after wrapping, in the next training forward.
-        any-rows: A weight whose rows the ranks do not divide.
+        added-later: A parameter that is added after wrapping, by the next training forward.
+        any-rows: A weight whose number of rows is no multiple of the number of ranks.
         tied: A weight that layers share.
         reused: A layer that is called twice.
         frozen: A frozen weight.
