@@ -109,7 +109,6 @@ class Verb:
         level: the level of the contract that promises it.
         often: how often it is drawn, beside the others.
         refusable: functions that may refuse it with an error.
-        mesh: whether it needs a mesh of two dimensions.
     """
 
     takes: str = ""
@@ -119,7 +118,6 @@ class Verb:
     level: str = "correct"
     often: int = 1
     refusable: tuple[str, ...] = ()
-    mesh: bool = False
 
 
 def _is_whole(s: State) -> bool:
@@ -165,9 +163,7 @@ VERBS: dict[str, Verb] = {
     "nested": Verb("micro micro", _is_whole, _adds(2, is_open=True), of=REPLICAS),
     "early": Verb("micro", _is_whole, _adds(1, is_open=True), of=SHARDS, level="production"),
     "leave": Verb("", _rests, of=REPLICAS + WHOLE, level="production", refusable=WHOLE),
-    "partly": Verb(
-        "micro", _is_whole, _adds(1, is_open=True), of=SHARDS, level="production", mesh=True
-    ),
+    "partly": Verb("micro", _is_whole, _adds(1, is_open=True), of=SHARDS, level="production"),
     "forward": Verb("micro", lambda s: _is_whole(s) and not s.waits, _becomes(waits=True)),
     "pending": Verb("", lambda s: s.waits and _is_whole(s), _adds(1, waits=False), often=4),
     "finish": Verb("", _rests, of=REPLICAS + WHOLE),
@@ -221,7 +217,7 @@ WORDS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
         "local-tensors": (SHARDS, "correct"),
         "one-parameter": (REPLICAS + SHARDS + WHOLE + OPTIMIZER, "correct"),
     },
-    "number": dict.fromkeys(("1", "2"), (SHARDS + WHOLE + OPTIMIZER, "correct")),
+    "number": dict.fromkeys(("0", "1", "2"), (SHARDS + WHOLE + OPTIMIZER, "correct")),
     "assigns": {
         "copied": (REPLICAS + SHARDS + OPTIMIZER, "correct"),
         "assigned": (SHARDS, "correct"),
@@ -290,7 +286,7 @@ def next_state(state: State, call: Call, scene: Scene, subject: str, size: int) 
     """Return the state that a call leaves; None where it is not legal."""
     name, *words = call
     verb = VERBS[name]
-    is_there = subject in verb.of and (not verb.mesh or scene.word("mesh") in ("2x2", "replicas"))
+    is_there = subject in verb.of
     # Ranks that use other branches are interrupted after other reductions.
     is_there = is_there and not (scene["toy"][2] and name == "fails_backward")
     # The contract of replicas is silent about a forward between a forward and its backward.

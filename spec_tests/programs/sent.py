@@ -30,8 +30,8 @@ COPIES = {"backward": 1, "pending": 1, "both": 2, "several": 2, "twice": 2}
 """Copies of the trained gradients that a call may reduce: one for each forward or backward."""
 CALLED = {"reused": 2, "tied": 2, "reordered": 2}
 """How often a forward of a toy may call a layer."""
-SLACK = 32
-"""Bytes for each parameter and rank: equal lengths, alignment, flags."""
+FLAG = 4
+"""Bytes that may be sent beside each parameter, for each rank: whether it was used."""
 
 
 @dataclass
@@ -88,7 +88,7 @@ def due(scene: Scene, subject: str, size: int, rank: int, frozen: frozenset[int]
     for number, value in enumerate(parameters(scene["toy"][0], SEED).values()):
         rows = max(1, value.shape[0] if value.dim() else 1)
         padded = -(-rows // shards) * shards * (value.numel() // rows)
-        slack = SLACK * len(peers)
+        slack = FLAG * len(peers)
         if shards > 1:
             found["weights"] += padded * weights.itemsize + slack
         if number not in frozen and len(peers) > 1:
@@ -108,6 +108,8 @@ def judge_calls(
         state = after(program[:number], scene, subject, size)
         if state is None or state.may_refuse:
             return  # after an exception what was sent is settled some time
+        if any(earlier[0] == "early" for earlier in program[:number]):
+            return  # what it sends may go on in any later call
         for rank, seen in enumerate(ranks):
             one = due(scene, subject, size, rank, state.frozen)
             _judge_call(seen[number], one, call, program[number - 1 : number], rank, subject, toy)
