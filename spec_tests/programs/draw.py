@@ -165,7 +165,7 @@ def judge_part(world: World, subject: str, level: str, part: int, *, looks: bool
 
     Args:
         part: which of `PARTS` parts of the seeds, and of the rows of the covering array.
-        looks: let observers judge the drawn ones as well.
+        looks: let observers judge as well.
     """
     __tracebackhide__ = True
     entries = declared.of(world.target)
@@ -177,7 +177,7 @@ def judge_part(world: World, subject: str, level: str, part: int, *, looks: bool
     ]
     for line in known[part::PARTS]:
         if not is_avoided(line):
-            law.same_as_alone(world, subject, line)
+            law.same_as_alone(world, subject, line, looks=looks)
     rows = covering(subject, world.size, level)[2 * part + (world.size > 2) :: 2 * PARTS]
     for number, row in enumerate(rows):
         if world.size > 3 and row.exists(subject, 2):
