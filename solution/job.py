@@ -244,8 +244,7 @@ class Job:
         untypical = (0, self._counted - self._first_step, *recorded)
         times = [s for index, s in enumerate(self.times) if index not in untypical] or self.times
         tokens = self.config.global_batch_size * self.sequence_length
-        dtype = next(module.parameters()).dtype  # the trainer's own counts are float64
-        traffic = self._traffic
+        traffic, dtypes = self._traffic, (torch.float32, torch.bfloat16)  # its own are float64
         return {
             "name": self.name,
             "rank": self.world.rank,
@@ -255,11 +254,11 @@ class Job:
             "loss": last["loss"],
             "val_loss": self._val_loss,
             "tokens_per_s": tokens / statistics.median(times),
-            "reductions_per_step": traffic.count(dtype),
-            "bytes_per_step": traffic.num_bytes(dtype),
-            "collectives": traffic.by_kind(dtype),
-            "control_messages_per_step": traffic.count() - traffic.count(dtype),
-            "control_bytes_per_step": traffic.num_bytes() - traffic.num_bytes(dtype),
+            "reductions_per_step": traffic.count(*dtypes),
+            "bytes_per_step": traffic.num_bytes(*dtypes),
+            "collectives": traffic.by_kind(*dtypes),
+            "control_messages_per_step": traffic.count() - traffic.count(*dtypes),
+            "control_bytes_per_step": traffic.num_bytes() - traffic.num_bytes(*dtypes),
             "peak_memory_bytes": peak_memory_bytes(self.world.device),
             "parameter_bytes": sum(p.numel() * p.element_size() for p in module.parameters()),
             "weights_sha256": fingerprint(module),

@@ -15,6 +15,8 @@
     python -m spec_tests bench NAME [...]       time and memory, beside PyTorch's own
     python -m spec_tests reality [...]          see how many real bugs it rejects
     python -m spec_tests watch [...] -- COMMAND  judge a training script while it trains
+    python -m spec_tests submit cs336:PATH OUT.zip  judge a course's checkout, pack the hand-in
+    python -m spec_tests autograder DIR [...]   files for Gradescope and GitHub that judge hand-ins
     python -m spec_tests kills [...]            kill ranks of the reference's training, and compare
 
 An installed package offers the same as `trainspec check`, `trainspec new` and so on. `COMMAND
@@ -44,6 +46,7 @@ from typing import NoReturn
 
 # Subcommand to the module whose `main` takes its arguments.
 COMMANDS = {
+    "autograder": "spec_tests.autograder",
     "bench": "spec_tests.benchmarks.__main__",
     "compare": "spec_tests.rig.report.compare",
     "explore": "spec_tests.programs.explore",
@@ -54,6 +57,7 @@ COMMANDS = {
     "report": "spec_tests.rig.report.command",
     "repro": "spec_tests.repro.__main__",
     "signatures": "spec_tests.impostors.signatures",
+    "submit": "spec_tests.submit",
     "watch": "spec_tests.watch.command",
 }
 

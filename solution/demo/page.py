@@ -10,6 +10,8 @@ there (no trace was recorded, no specification at hand) are left out.
 import argparse
 import io
 import json
+import textwrap
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,17 +58,24 @@ def render(found: Mapping[str, Any]) -> str:
 
 
 def _curves(runs: Runs, key: str, title: str, axis: Mapping[str, str], *, first: int = 0) -> Markup:
-    """Draw the curves of the runs from the `first` on; equal to the bit is on the floor."""
-    axes = _axes(3.4)
+    """Draw the curves of the runs from the `first` on; equal to the bit is on the floor.
+
+    Beside a first run that is left out, equal curves are drawn once, under all their names.
+    """
     floor = min((x for run in runs for x in run[key] if x), default=1e-9) / 2
+    equal: dict[Any, list[int]] = defaultdict(list)
     for number, run in enumerate(runs[first:], start=first):
+        equal[tuple(run[key]) if first else number].append(number)
+    axes = _axes(2.6 + 0.17 * (len(runs) - first) / (1 if first else 2))
+    for number, *others in equal.values():
         look: dict[str, Any] = {"linewidth": 1.8} if number else {"linewidth": 7, "alpha": 0.35}
         look |= {"linestyle": DASHES[(number // 6 * 2 + number % 2) % 5], "color": HUES[number % 6]}
-        values = [max(x, floor) for x in run[key]]
-        steps = range(1, len(values) + 1)
-        axes.plot(steps, values, label=run["title"], gid=f"curve-{number}", **look)
+        values = [max(x, floor) for x in runs[number][key]]
+        names = textwrap.fill(" = ".join(runs[each]["title"] for each in (number, *others)), 50)
+        axes.plot(range(1, len(values) + 1), values, label=names, gid=f"curve-{number}", **look)
     axes.set(xlabel="step", **axis)
-    axes.figure.legend(loc="outside lower center", ncols=6, frameon=False, handlelength=4)
+    columns, place = (1 if first else 2), "outside lower left"
+    axes.figure.legend(loc=place, ncols=columns, frameon=False, handlelength=4)
     return _svg(axes, title)
 
 
@@ -108,11 +117,11 @@ def _timeline(run: Mapping[str, Any], longest_us: float) -> tuple[str, Markup]:
 
 def _axes(height: float, rows: Sequence[str] = ()) -> Axes:
     """Return an empty chart; of a horizontal one the labelled `rows`, the first one on top."""
-    axes = Figure(figsize=(11, height), layout="constrained").subplots()
+    axes = Figure(figsize=(5, height), layout="constrained").subplots()
     if rows:
         axes.set_yticks(range(len(rows)), rows)
         axes.set_ylim(len(rows) - 0.3, -0.6)
-        axes.margins(x=0.18)
+        axes.margins(x=0.75)
     return axes
 
 

@@ -43,21 +43,21 @@ class Traffic(TorchDispatchMode):
         self._num_asked = 0
         self._asked: tuple[int, str] | None = None
 
-    def count(self, dtype: torch.dtype | None = None) -> int:
-        """Return how many operators there were, of all dtypes or of one."""
-        return sum(dtype in (None, one.dtype) for one in self.collectives)
+    def of(self, *dtypes: torch.dtype) -> list[Collective]:
+        """Return the collectives of these dtypes, or of all."""
+        return [one for one in self.collectives if not dtypes or one.dtype in dtypes]
 
-    def num_bytes(self, dtype: torch.dtype | None = None) -> int:
-        """Return their payload, of all dtypes or of one."""
-        return sum(one.num_bytes for one in self.collectives if dtype in (None, one.dtype))
+    def count(self, *dtypes: torch.dtype) -> int:
+        """Return how many operators there were, of all dtypes or of these."""
+        return len(self.of(*dtypes))
 
-    def by_kind(self, dtype: torch.dtype | None = None) -> dict[str, dict[str, Any]]:
-        """Return `tally` of the collectives, of all dtypes or of one."""
-        return tally(
-            (one.name, one.num_bytes, one.asked)
-            for one in self.collectives
-            if dtype in (None, one.dtype)
-        )
+    def num_bytes(self, *dtypes: torch.dtype) -> int:
+        """Return their payload, of all dtypes or of these."""
+        return sum(one.num_bytes for one in self.of(*dtypes))
+
+    def by_kind(self, *dtypes: torch.dtype) -> dict[str, dict[str, Any]]:
+        """Return `tally` of the collectives, of all dtypes or of these."""
+        return tally((one.name, one.num_bytes, one.asked) for one in self.of(*dtypes))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -206,6 +206,10 @@ def load_checkpoint(
 ) -> int:
     """Load the newest complete checkpoint below `directory`. All ranks call it.
 
+    At another world size the loaded values are equal to the bit; weights of later steps differ, as
+    between uninterrupted runs at these world sizes, by the order in which gradients are summed. An
+    optimizer such as Adam makes a step of up to the learning rate out of a gradient's rounding.
+
     Returns:
         The step of that checkpoint, or 0 where there is none.
 

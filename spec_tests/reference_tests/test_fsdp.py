@@ -63,6 +63,11 @@ def test_both_implementations_give_the_same_bits(data, tmp_path, flags):
     name = {"--model": "fsdp_full_shard"}.get(flags[0], f"fsdp_{flags[1]}".lower())
     assert steps(tmp_path, name) == steps(tmp_path, f"{name}_torch")
     assert weights(tmp_path, name) == weights(tmp_path, f"{name}_torch")
+    told = [summary(tmp_path, f"{each}.rank0") for each in (name, f"{name}_torch")]
+    for one in told:
+        # Of any dtype: gathers in bfloat16 count beside reductions in float32.
+        assert ("gather" in " ".join(one["collectives"])) or "no_shard" in name
+    assert "no_shard" in name or told[0]["bytes_per_step"] == told[1]["bytes_per_step"]
 
 
 @pytest.mark.parametrize(

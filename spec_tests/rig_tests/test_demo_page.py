@@ -92,6 +92,25 @@ def test_the_curves_lie_on_one_line_and_have_a_point_per_step(file: Path, browse
     assert len(set(looks)) == len(looks), "each can be told from the others"
 
 
+def test_runs_of_equal_differences_are_one_line_with_all_their_names(file: Path, browser):
+    runs = results()["runs"][1:]
+    chart = Visit(browser, file).page.locator("svg").nth(1)
+    assert chart.locator("g[id^=curve]").count() == len({(*run["differences"],) for run in runs})
+    said = " ".join(chart.locator("text").all_text_contents())
+    assert "PyTorch's DDP = ours, NO_SHARD" in said
+    assert all(run["title"] in said for run in runs)
+
+
+def test_the_charts_can_be_read_on_a_phone(file: Path, browser):
+    page = Visit(browser, file, viewport={"width": 420, "height": 800}).page
+    heights = page.locator("svg text").evaluate_all(
+        "ns => ns.map(n => parseFloat(getComputedStyle(n).fontSize) * n.getScreenCTM().a)"
+    )
+    sizes = [height for height in heights if height]
+    # An exponent is smaller than its base.
+    assert sum(size < 10 for size in sizes) <= 4, sorted(sizes)[:10]
+
+
 def test_the_time_line_shades_what_happened_at_once(file: Path, browser):
     page = Visit(browser, file).page
     line = page.get_by_role("img", name="One step of ours, FSDP:")
