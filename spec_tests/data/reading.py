@@ -105,9 +105,19 @@ def all_ranks(ctx: Context, layout: Layout) -> list[Stream] | None:
 def cut(streams: Sequence[Stream], layout: Layout) -> list[Stream]:
     """The streams, without the further passes of a loader that does not end."""
     return [
-        batches[: len(right)] if len(batches) >= layout.limit else batches
+        _first_pass(batches, len(right), spare=2 * len(layout.lengths))
+        if len(batches) >= layout.limit
+        else batches
         for batches, right in zip(streams, layout.expected(), strict=True)
     ]
+
+
+def _first_pass(batches: Stream, length: int, spare: int) -> Stream:
+    """The first pass of an endless stream; up to `spare` batches may have been dropped from it."""
+    for number in range(max(1, length - spare), length):
+        if batches[number] == batches[0]:
+            return batches[:number]
+    return batches[:length]
 
 
 @st.composite

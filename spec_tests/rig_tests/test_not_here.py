@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from spec_tests.attention import interpreter, test_refusals
+from spec_tests.ddp import test_programs
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks import not_here
 from spec_tests.rig.ranks.errors import RankRaised
@@ -136,6 +137,34 @@ def test_an_error_is_recognised_by_its_words_and_its_place(file, statement, advi
     if file != "mine.py":
         error = raised("mine.py", statement)
         assert not_here.translated(error) is error
+
+
+# ------------------------------------------------------------------------------ simulated ranks
+
+RESULT = """
+import torch.distributed as dist
+from spec_tests.plain import *
+
+def finish_gradient_synchronization(wrapped):
+    for parameter in wrapped.parameters():
+        if parameter.grad is not None:
+            work = dist.all_reduce(parameter.grad, async_op=True)
+            work.wait()
+            parameter.grad = work.result()[0] / dist.get_world_size()
+
+def ddp(module, *, process_group=None):
+    return module
+"""
+
+
+def test_what_simulated_ranks_lack_is_not_here(module_worlds: Worlds, mine):
+    which = mine(RESULT)
+    assert judged(which, module_worlds).outcome is Outcome.PASSED
+    found = judged(
+        which, module_worlds, test_programs.test_no_order_of_events_changes_the_gradients
+    )
+    assert found.outcome is Outcome.NOT_HERE, found.message
+    assert "Work.result() is not simulated" in found.message
 
 
 # ------------------------------------------------------------------------------ imports that fail

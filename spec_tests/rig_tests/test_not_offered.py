@@ -166,6 +166,44 @@ def test_only_a_clause_that_asks_an_object_finds_a_method_absent(
     assert found.outcome is outcome, found.message
 
 
+# As public loaders do it: a quantum of tokens at a time, the rest of a shard dropped, and no end.
+# A shard that is shorter than the quantum gives a batch of the wrong size, which is an error here.
+QUANTA = """
+import numpy as np
+import torch
+
+class Quanta:
+    def __init__(self, paths, B, T, rank, world):
+        self.files = [np.fromfile(path, np.uint16, offset=1024).astype(np.int64) for path in paths]
+        self.shape, self.first, self.quantum = (B, T), rank * B * T, world * B * T
+
+    def __iter__(self):
+        file, begin = 0, 0
+        while True:
+            if begin + self.quantum + 1 >= len(self.files[file]):
+                file, begin = (file + 1) % len(self.files), 0
+            B, T = self.shape
+            tokens = torch.tensor(self.files[file][begin + self.first :][: B * T + 1])
+            yield tokens[:-1].view(self.shape), tokens[1:].view(self.shape)
+            begin += self.quantum
+
+def token_loader(paths, *, batch_size, sequence_length, rank=None, world_size=None):
+    return Quanta(paths, batch_size, sequence_length, rank or 0, world_size or 1)
+"""
+
+
+def test_clauses_on_states_ask_for_a_state_first(worlds: Worlds, folder: Path):
+    found = outcomes(worlds, folder / "quanta.py", QUANTA, "data.state.")
+    assert {*found.values()} == {Outcome.NOT_OFFERED}
+
+
+def test_a_further_pass_repeats_no_sequence(worlds: Worlds, folder: Path):
+    found = outcomes(worlds, folder / "quanta.py", QUANTA, "data.partition.")
+    assert found["data.partition.ranks-differ token_loader"] is Outcome.PASSED
+    assert found["data.partition.one-pass-per-iter token_loader"] is Outcome.FAILED
+    assert found["data.partition.short-shards token_loader"] is Outcome.FAILED
+
+
 MOVED = """
 import torch
 from torch.nn.parallel import DistributedDataParallel

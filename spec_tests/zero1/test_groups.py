@@ -199,12 +199,18 @@ def _described(run):
     names = {id(p): name for name, p in run.parameters.items()}
     groups = run.optimizer.param_groups
     return {
-        "parameters": [[names.get(id(p), "?") for p in group["params"]] for group in groups],
-        "options": [
+        "parameters of the groups": [
+            [names.get(id(p), "?") for p in group["params"]] for group in groups
+        ],
+        "options of the groups": [
             {key: group.get(key) for key in given}
             for group, given in zip(groups, GIVEN, strict=False)
         ],
-        "is an Optimizer": isinstance(run.optimizer, torch.optim.Optimizer),
+        "type of the returned object": (
+            "a torch.optim.Optimizer"
+            if isinstance(run.optimizer, torch.optim.Optimizer)
+            else type(run.optimizer).__name__
+        ),
     }
 
 
@@ -223,7 +229,7 @@ def test_groups_show_all_parameters_with_their_options(world, groups):
 
     expected = _described(Run(plain, toy=toy, groups=groups))
     for key, value in expected.items():
-        judge.equal([rank[key] for rank in ranks], value, quantity=f"{key} of the groups")
+        judge.equal([rank[key] for rank in ranks], value, quantity=key)
 
 
 def rates(ctx, toy, added):

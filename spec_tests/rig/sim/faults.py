@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from spec_tests.rig.ranks.errors import RankHung
+from spec_tests.rig.ranks.not_here import NotHere
 
 
 class Deadlock(RankHung, Exception):
@@ -25,8 +26,8 @@ class UnwaitedWork(SimError):
     """The body has ended and nobody has waited for an operation that it launched."""
 
 
-class NotSimulated(SimError):
-    """What was asked for exists on live ranks only."""
+class NotSimulated(SimError, NotHere):
+    """What was asked for exists on live ranks only: its clause is "not here", and not failed."""
 
 
 class PeerGone(SimError):

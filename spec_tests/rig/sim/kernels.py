@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from spec_tests.rig.sim.collectives import Collectives
-from spec_tests.rig.sim.faults import SimError
+from spec_tests.rig.sim.faults import NotSimulated, SimError
 from spec_tests.rig.sim.meeting import Combine, Post, Tensors
 
 Cut = Callable[[Post, int, int], Tensors]
@@ -46,7 +46,7 @@ class Kernels:
     def allreduce_(self, tensors: Any, group: Any, operator: Any, *rest: Any) -> Any:
         """Everybody gets the sum."""
         if tensors[0].is_sparse:
-            raise SimError("the simulated world does not reduce sparse tensors; use gloo")
+            raise NotSimulated("the simulated world does not reduce sparse tensors; use gloo")
         return tensors, self._all_reduce("all_reduce", tensors, group, operator)
 
     def allreduce_coalesced_(self, tensors: Any, group: Any, operator: Any, *rest: Any) -> Any:

@@ -302,7 +302,7 @@ class SimWork(dist.Work):
 
     def result(self) -> list[torch.Tensor]:
         """Not kept: the tensors that were passed in hold the result."""
-        raise NotSimulated("Work.result() is not simulated; use the tensors that were passed in")
+        raise NotSimulated("Work.result() is not simulated, live ranks have it")
 
     def get_future(self) -> Any:
         """A future that is complete: C++ waits for it without giving the baton away."""
