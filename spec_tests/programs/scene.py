@@ -143,8 +143,8 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "not-the-middle": Word((1, 2), refusable=WHOLE),
     },
     "output": dict.fromkeys(("tensor", "in-a-dict", "second-of-two"), Word())
-    | {"in-a-named-tuple": Word(), "in-a-dataclass": Word(refusable=SHARDS)}
-    | {"in-a-late-field": Word(refusable=SHARDS), "written-to": Word()},
+    | {"in-a-named-tuple": Word(), "in-a-dataclass": Word(refusable=SHARDS + WHOLE)}
+    | {"in-a-late-field": Word(refusable=SHARDS + WHOLE), "written-to": Word()},
     "entrance": {
         "forward": Word(),
         "keyword": Word(),
