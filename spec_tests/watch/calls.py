@@ -13,6 +13,8 @@ from .layout import Names, local_of
 from .link import script_line
 from .window import KEPT
 
+_LOSS = "trainspec_watch"  # under which a loss is found again in its graph
+
 
 def clip_grad_norm(
     original: Any, parameters: Any, max_norm: float, *rest: Any, **keywords: Any
@@ -173,14 +175,36 @@ def cross_entropy(original: Any, *arguments: Any, **keywords: Any) -> Any:
             return
         valid = target != keywords.get("ignore_index", -100)
         loss = {"tokens": valid.sum(), "weight": None, "of": reduction, "place": script_line()}
-        loss["value"] = result.detach()
+        loss |= {"value": result.detach(), "task": 0, "is_cleared": False, "is_whole": False}
         del probe.window.losses[:-KEPT]
         probe.window.losses.append(loss)
-        result.register_hook(functools.partial(loss.__setitem__, "weight"))
+        result.grad_fn.metadata[_LOSS] = loss
+        result.register_hook(functools.partial(_weigh, loss))
 
     if result.requires_grad and not result.dim():
         quiet(take)()
     return result
+
+
+def _weigh(loss: dict[str, Any], gradient: Tensor) -> None:
+    loss |= {"weight": gradient, "task": torch._C._current_graph_task_id()}
+
+
+def backward(original: Any, tensors: Any, *rest: Any, **keywords: Any) -> None:
+    """Run a backward, and remember of a loss whether it is all that the backward begins with."""
+    quiet(_begun)(tensors)
+    original(tensors, *rest, **keywords)
+
+
+def _begun(probe: Any, tensors: Any) -> None:
+    node = getattr(tensors, "grad_fn", None)
+    for _ in range(8):  # such as a division, and a GradScaler's product
+        if node is None or _LOSS in node.metadata:
+            break
+        before = [each for each, _ in node.next_functions if each is not None]
+        node = before[0] if len(before) == 1 else None
+    if node is not None and _LOSS in node.metadata:
+        node.metadata[_LOSS]["is_whole"] = True
 
 
 def loss_scale(frame: Any) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 from spec_tests.watch.clipping import clip_norm
 from spec_tests.watch.inputs import CHECKS as INPUT_CHECKS
+from spec_tests.watch.losses import CHECKS as LOSS_CHECKS
 from spec_tests.watch.norm import Finding, norm
 from spec_tests.watch.run import Step, unequal
 from spec_tests.watch.values import (
@@ -317,6 +318,7 @@ def same_options(step: Step) -> Iterator[Finding]:
 CHECKS = (
     numbers_finite,
     *INPUT_CHECKS,
+    *LOSS_CHECKS,
     holds_the_model,
     nothing_reduced_under_no_sync,
     reduced_once,

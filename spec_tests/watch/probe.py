@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optim
 
 from . import calls, finite
-from .guard import Current, probe_to_ask, quiet, wrapped, wrapped_always
+from .guard import Current, is_inside, probe_to_ask, quiet, wrapped, wrapped_always
 from .layout import Names, fingerprint, full_weights, is_dtensor, local_of, own_part
 from .leaving import ended, forget, raised, spawned
 from .link import Link, collectives_so_far, script_line
@@ -65,6 +65,7 @@ def start() -> None:
     scaler = torch.amp.GradScaler
     for name, observed in (("scale", calls.scale), ("unscale_", calls.unscale)):
         setattr(scaler, name, wrapped(getattr(scaler, name), observed))
+    torch.autograd.backward = wrapped(torch.autograd.backward, calls.backward)
     for name in ("send", "recv", "isend", "irecv") if dist.is_available() else ():
         exchange = wrapped(getattr(dist, name), calls.message)
         setattr(dist, name, exchange)
@@ -240,7 +241,7 @@ class Probe:
     def cleared(self, parameters: Iterable[Tensor]) -> None:
         """Gradients were cleared: what came before does not go into the step."""
         ids = {id(p) for p in parameters}
-        self.window.is_cleared = bool(self.window.counts.keys() & ids)
+        self.window.cleared(ids)
         for model, recording in self.recordings.items():
             if any(id(p) in ids for p in model.parameters()):
                 recording.cleared()
@@ -257,8 +258,7 @@ class Probe:
         recordings = [self.recordings.pop(model) for model in own]
         rank = dist.get_rank() if dist.is_initialized() else 0
         path = Path(self.options["scratch"]) / f"optimizer{watched.number}-rank{rank}.pt"
-        summary = finish(recordings, watched, path) if own else {"reason": "no forward was seen"}
-        return {**summary, "scale": calls.loss_scale(sys._getframe(1))}
+        return finish(recordings, watched, path) if own else {"reason": "no forward was seen"}
 
     def loose(self) -> list[list[str]]:
         """Return parameters with gradients that no optimizer holds, and held ones of no module."""
@@ -356,7 +356,7 @@ def _accumulated(probe: Probe, parameter: Tensor) -> None:
 
 @quiet
 def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
-    if probe.stepping not in (None, id(optimizer)) and _is_inside(probe.stepping):
+    if probe.stepping not in (None, id(optimizer)) and is_inside(probe.stepping):
         return  # a wrapper's inner optimizer
     probe.stepping = id(optimizer)
     if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
@@ -391,6 +391,7 @@ def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
         "tied": probe.names.has_ties,
         "messages": link.has_messages,
         "scaled": calls.left_scaled(probe, optimizer),
+        "scale": calls.loss_scale(sys._getframe(1)) if probe.has_scaler else 1.0,
     }
     event["before"] = watched.last = watched.last or list(values)
     event["replay"] = probe.replay(watched)
@@ -437,13 +438,3 @@ def _after_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
-
-
-def _is_inside(key: int) -> bool:
-    """Return whether an optimizer's step is on the stack: it has not ended by an exception."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "step" and id(frame.f_locals.get("self")) == key:
-            return True
-        frame = frame.f_back
-    return False

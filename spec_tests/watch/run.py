@@ -205,6 +205,7 @@ class Run:
     unequal_starts: set[int] = field(default_factory=set)
     seen: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
     looped: bool = False
+    weights: dict[int, tuple[int, int, float]] = field(default_factory=dict)  # of first losses
     groups: list[list[int]] = field(default_factory=list)  # ranks that are replicas, as named
     has_messages: bool = False  # point-to-point
     has_small_groups: bool = False

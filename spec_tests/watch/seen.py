@@ -29,6 +29,7 @@ def norms_of(step: Step) -> set[str]:
         "watch.replicas.buffers": peers and any(forward["buffers"] for forward in forwards),
         "watch.dropout.differs": peers and any(forward["drops"] for forward in forwards),
         "watch.loss.token-counts": len(losses) > 1,
+        "watch.loss.weights": bool(losses),
         "watch.optimizer.holds-the-model": step.number > 1,
         "watch.reduction.no-sync": many and any(event["unsynced"] for event in events),
         "watch.reduction.once": many and kinds == {"ddp"},

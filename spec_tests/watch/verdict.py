@@ -50,6 +50,7 @@ _FOLLOWS = {
     "watch.reduction.saved": ("watch.reduction.",),
     "watch.replicas.buffers": ("watch.batches.distinct", "watch.replicas.begin-equal"),
     "watch.dropout.differs": ("watch.batches.distinct",),
+    "watch.loss.weights": (),
     "watch.loss.token-counts": (),
     "watch.schedule.per-update": (),
 }
@@ -60,7 +61,7 @@ _AT_THE_END = ("watch.collectives.match", "watch.run.goes-on", "watch.steps.as-m
 _OF_NUMBERS = (
     *("watch.weights.current", "watch.gradients.equal", "watch.replicas.equal", "watch.clip.norm"),
     *("watch.optimizer.moves", "watch.optimizer.precision", "watch.replay.gradients"),
-    *("watch.replicas.buffers", "watch.loss.token-counts"),
+    *("watch.replicas.buffers", "watch.loss.token-counts", "watch.loss.weights"),
 )
 
 

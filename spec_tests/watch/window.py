@@ -56,11 +56,19 @@ class Window:
                 ),
                 "inside": ddp is None and any(id(p) in names.ddp for p in module.parameters()),
                 "syncs": None if ddp is None else bool(ddp.require_backward_grad_sync),
+                "averages": ddp is not None and not getattr(ddp, "_comm_hooks", True),
                 "buffers": None,
                 "talks": False,
                 "place": script_line(),
             }
         )
+
+    def cleared(self, ids: set[int]) -> None:
+        """Gradients were cleared: what came before does not go into the step."""
+        self.is_cleared = bool(self.counts.keys() & ids)
+        if self.is_cleared or not self.counts:
+            for loss in self.losses:
+                loss["is_cleared"] = loss["weight"] is not None
 
     def take_buffers(self, inner: nn.Module) -> None:
         """Hash the buffers that a forward begins with: DDP has made them equal by then."""
