@@ -11,6 +11,7 @@ from spec_tests.watch.inputs import CHECKS as INPUT_CHECKS
 from spec_tests.watch.losses import CHECKS as LOSS_CHECKS
 from spec_tests.watch.norm import Finding, norm
 from spec_tests.watch.run import Step, unequal
+from spec_tests.watch.samples import CHECKS as SAMPLE_CHECKS
 from spec_tests.watch.values import (
     numbers_finite,
     optimizer_moves,
@@ -317,6 +318,7 @@ def same_options(step: Step) -> Iterator[Finding]:
 
 CHECKS = (
     numbers_finite,
+    *SAMPLE_CHECKS,
     *INPUT_CHECKS,
     *LOSS_CHECKS,
     holds_the_model,

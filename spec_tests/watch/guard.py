@@ -80,6 +80,16 @@ def wrapped_always(original: Function, observed: Callable[..., Any]) -> Function
     return wrapper  # type: ignore[return-value]
 
 
+def wrapped_in_forks(original: Function, observed: Callable[..., Any]) -> Function:
+    """Return a function that is observed also in forks of a rank, which have no probe."""
+
+    @functools.wraps(original)
+    def wrapper(*arguments: Any, **keywords: Any) -> Any:
+        return observed(original, *arguments, **keywords)
+
+    return wrapper  # type: ignore[return-value]
+
+
 def wrapped(original: Function, observed: Callable[..., Any]) -> Function:
     """Return a function that is observed on its way to `original`."""
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-_VIEWS = ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2), (torch.uint8, 1))
+VIEWS = ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2), (torch.uint8, 1))
 _MIX = -7046029254386353131  # an odd number with well-spread bits: neighbours get unlike weights
 
 
@@ -277,12 +277,16 @@ def fingerprint(tensor: Tensor, *, is_mixed: bool = False) -> Tensor:
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
     size = flat.element_size()
-    for dtype, width in _VIEWS:
+    for dtype, width in VIEWS:
         if flat.numel() * size % width == 0 and flat.storage_offset() * size % width == 0:
             words = flat.view(torch.uint8).view(dtype) if flat.numel() else flat.to(torch.int64)
             break
     if not is_mixed:
         return words.sum(dtype=torch.int64)
-    places = torch.arange(1, words.numel() + 1, dtype=torch.int64, device=words.device)
-    mixed = places * _MIX
-    return ((words.to(torch.int64) + 1) * (mixed ^ (mixed >> 29))).sum()
+    return ((words.to(torch.int64) + 1) * mixed_places(words.numel(), words.device)).sum()
+
+
+def mixed_places(size: int, device: torch.device) -> Tensor:
+    """Return a weight for each place, so that equal numbers in other places have another sum."""
+    mixed = torch.arange(1, size + 1, dtype=torch.int64, device=device) * _MIX
+    return mixed ^ (mixed >> 29)

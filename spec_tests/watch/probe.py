@@ -31,7 +31,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.optim import optimizer as optim
 
-from . import calls, finite
+from . import calls, finite, loading
 from .guard import Current, is_inside, probe_to_ask, quiet, wrapped, wrapped_always
 from .layout import Names, fingerprint, full_weights, is_dtensor, local_of, own_part
 from .leaving import ended, forget, raised, spawned
@@ -73,6 +73,7 @@ def start() -> None:
     checkpoint = torch.utils.checkpoint
     checkpoint.checkpoint = wrapped_always(checkpoint.checkpoint, calls.checkpoint)
     nn.functional.cross_entropy = wrapped(nn.functional.cross_entropy, calls.cross_entropy)
+    loading.start(Current.probe.options["scratch"])
     spawn: Any = sys.modules.get("torch.multiprocessing.spawn")
     if spawn is not None:
         spawn._wrap = wrapped_always(spawn._wrap, spawned)  # a function: it is pickled by name
@@ -112,6 +113,7 @@ class Probe:
         self.scaled: dict[int, float] = {}  # scaler to the scale of a loss in this window
         self.clips: list[dict[str, Any]] = []
         self.window = Window()
+        self.feeds = loading.Feeds()
         self.compared: set[tuple[int, str]] = set()
         self._roots: weakref.WeakKeyDictionary[nn.Module, tuple[object, ...]] = (
             weakref.WeakKeyDictionary()
@@ -183,11 +185,14 @@ class Probe:
         self.inner = getattr(self.names.wrapper(module), "module", module)
         self.trains = False
         if not (module.training and self.takes_gradients and any(flag for _, flag in seen)):
+            if any(flag for _, flag in seen):
+                self.feeds.current = None  # an evaluation has taken the batch
             return
         link = self.connect()
         if all(each.steps < 3 for each in self.optimizers.values()):
             link.send_collectives()  # a rank that is about to abort has no time to
         self.window.forward(module, tensors_of((arguments, keywords or {})), self.names)
+        self.window.feed = self.feeds.train() or self.window.feed
         self.trains, self.forward_began = True, time.time_ns()
         ids = {id(p) for p in parameters}
         taken = (each.steps for each in self.optimizers.values() if ids & each.ids)
@@ -396,7 +401,7 @@ def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
     event["before"] = watched.last = watched.last or list(values)
     event["replay"] = probe.replay(watched)
     watched.usual = len(probe.window.forwards)
-    event |= probe.window.fields()
+    event |= probe.window.fields() | {"feed": loading.fields(probe.window.feed)}
     probe.window = Window()
     watched.take_half()
     if watched.steps + 2 == probe.options["replay"]:

@@ -77,6 +77,7 @@ class Rank:
     begun: int = 0  # when its first step began
     generations: dict[str, tuple[int, int]] = field(default_factory=dict)
     raised: Event | None = None
+    batches: int | None = None  # of a pass over the loader that feeds it
     is_open: bool = True
     has_ended: bool = False
     _state: tuple[Any, ...] = ()
@@ -205,6 +206,7 @@ class Run:
     unequal_starts: set[int] = field(default_factory=set)
     seen: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
     looped: bool = False
+    rows: dict[int, tuple[int, dict[int, int]]] = field(default_factory=dict)  # of its pass
     weights: dict[int, tuple[int, int, float]] = field(default_factory=dict)  # of first losses
     groups: list[list[int]] = field(default_factory=list)  # ranks that are replicas, as named
     has_messages: bool = False  # point-to-point
@@ -237,6 +239,7 @@ class Run:
         event["largest"] = rank.reduced(rank.stepped_at, event["begun"], largest=True)
         event["is_complete"] = rank.read_until >= event["begun"] and not rank.missed
         event["layout"] = rank.layouts[optimizer]
+        rank.batches = (event["feed"] or {}).get("batches")
         rank.spent, rank.begun = event["spent"], rank.begun or event["begun"]
         rank.stepped_at, rank.missed, rank.still_since = event["t"], 0, None
         self.timeline.append([rank.rank, number, event["begun"] / 1e9, event["t"] / 1e9])

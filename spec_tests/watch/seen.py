@@ -19,12 +19,18 @@ def norms_of(step: Step) -> set[str]:
     peers = any(len(group) > 1 for group in step.peers())
     inputs = any(math.prod(s) for forward in forwards for _, _, s in forward["inputs"])
     losses = [loss for event in events for loss in event["losses"]]
+    feeds = [event["feed"] for event in events if event["feed"]]
     replicas = any(True for _ in step.replicas("after"))
     given = any(each is not None for event in events for each in event["grads"])
     conditions = {
         "watch.numbers.finite": given,
         "watch.batches.distinct": peers and inputs,
         "watch.batches.not-repeated": peers and inputs,
+        "watch.samples.one-split": peers and any(feed["split"] for feed in feeds),
+        "watch.samples.workers-divide": any(feed["workers"] > 1 for feed in feeds),
+        "watch.samples.divided": peers and any(feed["rows"] for feed in feeds),
+        "watch.samples.shuffled-anew": any(feed["split"] for feed in feeds),
+        "watch.samples.draws-differ": peers and any(feed["draws"] for feed in feeds),
         "watch.steps.same": many and bool(forwards),
         "watch.replicas.buffers": peers and any(forward["buffers"] for forward in forwards),
         "watch.dropout.differs": peers and any(forward["drops"] for forward in forwards),

@@ -15,8 +15,12 @@ from spec_tests.watch.seen import unseen
 # Causes before effects: a finding follows from one of those named beside it that stands above it.
 _FOLLOWS = {
     "watch.numbers.finite": (),
-    "watch.batches.distinct": (),
-    "watch.batches.not-repeated": ("watch.batches.distinct",),
+    "watch.samples.one-split": (),
+    "watch.samples.workers-divide": (),
+    "watch.batches.distinct": ("watch.samples.",),
+    "watch.batches.not-repeated": ("watch.batches.distinct", "watch.samples."),
+    "watch.samples.divided": ("watch.batches.distinct",),
+    "watch.samples.shuffled-anew": (),
     "watch.replicas.begin-equal": (),
     "watch.steps.same": ("watch.collectives.match",),
     "watch.collectives.match": ("watch.steps.same",),
@@ -50,6 +54,7 @@ _FOLLOWS = {
     "watch.reduction.saved": ("watch.reduction.",),
     "watch.replicas.buffers": ("watch.batches.distinct", "watch.replicas.begin-equal"),
     "watch.dropout.differs": ("watch.batches.distinct",),
+    "watch.samples.draws-differ": ("watch.batches.distinct", "watch.dropout.differs"),
     "watch.loss.weights": (),
     "watch.loss.token-counts": (),
     "watch.schedule.per-update": (),

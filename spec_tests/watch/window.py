@@ -27,6 +27,7 @@ class Window:
         self.stale: list[tuple[str, str, Tensor]] = []
         self.scheduled: dict[int, list[Any]] = {}  # schedule to its steps, and their line
         self.spans: list[list[Any]] = []  # what ran from when to when; backwards by their number
+        self.feed: Any = None  # the loader that gave its batches
         self.is_cleared = False  # gradients, since the last backward
         self.counts: dict[int, list[int]] = {}  # parameter to its backwards, unsynced ones, size
 
