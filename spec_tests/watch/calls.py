@@ -198,6 +198,9 @@ def backward(original: Any, tensors: Any, *rest: Any, **keywords: Any) -> None:
 
 def _begun(probe: Any, tensors: Any) -> None:
     node = getattr(tensors, "grad_fn", None)
+    if isinstance(tensors, Tensor) and tensors.numel() == 1:
+        del probe.window.roots[:-KEPT]
+        probe.window.roots.append(tensors.detach())
     for _ in range(8):  # such as a division, and a GradScaler's product
         if node is None or _LOSS in node.metadata:
             break

@@ -238,6 +238,7 @@ class Probe:
             if known is None or shard is None or own is None:
                 continue
             self.compared.add(key)
+            self.window.is_low |= own.element_size() < 4
             local = local_of(shard).to(own.dtype)
             both_nan = own.isnan() & local.isnan()
             differs = ((own != local) & ~both_nan).sum(dtype=torch.int64)
@@ -374,9 +375,9 @@ def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
     grads = [p.grad for p in watched.parameters]
     hashes = [None if g is None else fingerprint(g) for g in grads]
     before = [] if watched.last else [fingerprint(p) for p in watched.parameters]
-    bad = finite.flags(grads)
-    values = iter(numbers([*bad, *(h for h in hashes if h is not None), *before]))
-    bad_names = finite.named(watched.entries, [next(values) for _ in bad])
+    values = iter(numbers([*(h for h in hashes if h is not None), *before]))
+    norms = finite.norms(grads)
+    bad_names = finite.named(watched.entries, grads, norms)
     watched.event = {}
     event = {
         "optimizer": watched.number,
@@ -385,6 +386,8 @@ def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
         "place": script_line(),
         "options": watched.options(),
         "grads": [None if h is None else next(values) for h in hashes],
+        "norms": [None if g is None else n for g, n in zip(grads, norms, strict=True)],
+        "weights": [] if watched.steps else finite.norms([*watched.parameters]),
         "bad": {"grads": bad_names, "before": watched.not_finite() if bad_names else []},
         "cleared": probe.window.is_cleared,
         "clip": calls.norm_again(probe, watched.parameters),

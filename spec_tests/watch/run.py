@@ -212,6 +212,7 @@ class Run:
     has_messages: bool = False  # point-to-point
     has_small_groups: bool = False
     saw: set[str] = field(default_factory=set)  # norms that had something to look at
+    records: list[Event] = field(default_factory=list)  # what a later run is compared with
     timeline: deque[list[float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     spans: deque[list[Any]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _waiting: dict[tuple[int, int], dict[int, Event]] = field(default_factory=dict)
@@ -234,6 +235,7 @@ class Run:
             self.notes.append(_UNSEEN)
         rank.forwards += len(event["forwards"])
         event["seen"] = rank.forwards
+        event["loss"] = None if event["loss"] is None else event["loss"] / event["scale"]
         self.has_messages |= event["messages"]
         event["reduced"] = rank.reduced(rank.stepped_at, event["begun"])
         event["largest"] = rank.reduced(rank.stepped_at, event["begun"], largest=True)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from spec_tests.watch import compare
 from spec_tests.watch.norm import NORMS, Finding, is_must
 from spec_tests.watch.run import Run
 from spec_tests.watch.seen import unseen
@@ -96,6 +97,7 @@ class Verdict:
     replayed: str = ""
     cost: str = ""
     not_seen: int = 0  # norms that no step could have broken
+    compared: str = ""  # with another run
 
 
 def causes_of(findings: Sequence[Finding]) -> list[Cause]:
@@ -155,6 +157,8 @@ def render(verdict: Verdict) -> str:
     if len(verdict.causes) > 6:
         lines.append(f"and {len(verdict.causes) - 6} more")
     lines += [""] * bool(verdict.causes) + [f"note: {each}" for each in verdict.unseen[:4]]
+    if verdict.compared:
+        lines.append(f"compare: {verdict.compared}")
     if verdict.cost:
         lines.append(verdict.cost)
     return "\n".join(lines)
@@ -181,12 +185,13 @@ def _lines(number: int, cause: Cause) -> list[str]:
 
 
 def write(verdict: Verdict, run: Run, command: Sequence[str], folder: Path) -> None:
-    """Write report.json and index.html."""
+    """Write report.json, index.html, and the steps that a later run is compared with."""
     from spec_tests.watch.page import page
 
     folder.mkdir(parents=True, exist_ok=True)
     data = as_data(verdict, run, command)
     (folder / "report.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    (folder / compare.FILE).write_text(json.dumps(run.records), encoding="utf-8")
     (folder / "index.html").write_text(page(data), encoding="utf-8")
 
 
@@ -224,6 +229,7 @@ def as_data(verdict: Verdict, run: Run, command: Sequence[str]) -> dict[str, Any
         "unseen": verdict.unseen,
         "replayed": verdict.replayed,
         "cost": verdict.cost,
+        "compared": verdict.compared,
         "timeline": list(run.timeline),
         "spans": list(run.spans),
     }

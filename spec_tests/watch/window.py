@@ -27,6 +27,8 @@ class Window:
         self.stale: list[tuple[str, str, Tensor]] = []
         self.scheduled: dict[int, list[Any]] = {}  # schedule to its steps, and their line
         self.spans: list[list[Any]] = []  # what ran from when to when; backwards by their number
+        self.roots: list[Tensor] = []  # what each backward began with
+        self.is_low = False  # whether it computes in 16 bits
         self.feed: Any = None  # the loader that gave its batches
         self.is_cleared = False  # gradients, since the last backward
         self.counts: dict[int, list[int]] = {}  # parameter to its backwards, unsynced ones, size
@@ -42,6 +44,7 @@ class Window:
         """A training forward at the top."""
         del self.forwards[:-KEPT]  # a script that never steps must not fill the memory
         ddp = names.wrapper(module)
+        self.is_low = self.is_low or _is_low(module)
         self.forwards.append(
             {
                 "root": type(ddp.module if ddp else module).__name__,
@@ -94,6 +97,8 @@ class Window:
         counted = self.counts.values()
         return {
             "forwards": self.forwards,
+            "loss": sum(float(root) for root in self.roots) if self.roots else None,
+            "is_low": self.is_low,
             "losses": self.losses,
             "stale": [[name, place, n] for name, place, _ in self.stale if (n := next(values))],
             "scheduled": max(self.scheduled.values(), default=None),
@@ -146,7 +151,8 @@ class Watched:
 
     def not_finite(self) -> list[str]:
         """Return the names of its parameters that have numbers that are not finite."""
-        return finite.named(self.entries, numbers(finite.flags([*self.parameters])))
+        tensors: list[Tensor | None] = [*self.parameters]
+        return finite.named(self.entries, tensors, finite.norms(tensors))
 
     def take_half(self) -> None:
         """Keep the largest 16-bit parameter, in the first steps."""
@@ -167,6 +173,11 @@ class Watched:
         asked = ("lr", "weight_decay")
         found = [[group.get(name) for name in asked] for group in self._groups()]
         return [[v if isinstance(v, int | float) else None for v in each] for each in found]
+
+
+def _is_low(module: nn.Module) -> bool:
+    parameter = next(module.parameters())
+    return torch.is_autocast_enabled(parameter.device.type) or parameter.element_size() == 2
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

@@ -37,6 +37,7 @@ class Outcome:
     status: int
     output: str
     seconds: float
+    records: list[Any]  # what a later run is compared with
 
     @property
     def norms(self) -> dict[str, int]:
@@ -59,7 +60,7 @@ def run(
         agent = Forks(command.parse(options)[0], scratch, world, is_watched)
         status = agent.run_command([str(script), *arguments])
         verdict = agent.verdict(status)
-        return Outcome(verdict, status, agent.output(), time.monotonic() - begun)
+        return Outcome(verdict, status, agent.output(), time.monotonic() - begun, agent.run.records)
 
 
 class Forks(command.Agent):
