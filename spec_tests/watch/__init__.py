@@ -23,8 +23,8 @@ that hangs or dies is a finding like any other.
     verdict     findings to causes         command   start, listen, stop (`child`), exit status
 
 `boot`, `probe`, `guard`, `calls`, `window`, `layout`, `link`, `blocked`, `finite`, `loading`,
-`replay`, `twin` and `leaving` run in the script's process: they import torch and the standard library only, and draw
-no random number.
+`replay`, `twin` and `leaving` run in the script's process: they import torch and the standard
+library only, and draw no random number.
 
 Values. With `--replay k` each rank keeps step k's inputs, random state and the gradients of the
 model's outputs, computes its own gradient again with a plain copy of the model, and the agent holds
