@@ -184,6 +184,7 @@ class Probe:
         self.root = module
         self.inner = getattr(self.names.wrapper(module), "module", module)
         self.trains = False
+        self.window.called.add(module)
         if not (module.training and self.takes_gradients and any(flag for _, flag in seen)):
             if any(flag for _, flag in seen):
                 self.feeds.current = None  # an evaluation has taken the batch
@@ -268,7 +269,7 @@ class Probe:
 
     def loose(self) -> list[list[str]]:
         """Return parameters with gradients that no optimizer holds, and held ones of no module."""
-        held = {id(p) for each in self.optimizers.values() for p in each.parameters}
+        held = set().union(*(each.ids for each in self.optimizers.values()))
         alive = [(key, ref()) for key, ref in self.names.trainable.items()]
         loose = [
             self.names.of[key]
@@ -405,6 +406,7 @@ def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
     event["replay"] = probe.replay(watched)
     watched.usual = len(probe.window.forwards)
     event |= probe.window.fields() | {"feed": loading.fields(probe.window.feed)}
+    event["unheld"] = probe.window.unheld(probe.names, probe.optimizers.values(), watched.steps)
     probe.window = Window()
     watched.take_half()
     if watched.steps + 2 == probe.options["replay"]:

@@ -47,6 +47,7 @@ def norms_of(step: Step) -> set[str]:
         "watch.replicas.begin-equal": replicas,
         "watch.gradients.equal": replicas and given,
         "watch.replicas.equal": replicas,
+        "watch.replicas.unheld": peers and any(event["unheld"] for event in events),
         "watch.clip.norm": any(event["clip"] for event in events),
         "watch.optimizer.same-options": many,
         "watch.optimizer.moves": given,

@@ -49,6 +49,7 @@ _FOLLOWS = {
         *("watch.optimizer.same-options", "watch.reduction.through-the-wrapper"),
     ),
     "watch.replicas.equal": ("watch.",),
+    "watch.replicas.unheld": ("watch.replicas.", "watch.gradients.equal", "watch.steps."),
     "watch.run.goes-on": ("watch.collectives.match", "watch.steps.same"),
     "watch.run.ends": ("watch.collectives.match", "watch.steps.same", "watch.run.goes-on"),
     "watch.steps.as-many": ("watch.steps.same", "watch.run.goes-on", "watch.run.ends"),

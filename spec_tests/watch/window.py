@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import weakref
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import finite
-from .layout import Entry, Names, fingerprint, local_of, plain_name
+from .layout import Entry, Names, fingerprint, is_dtensor, local_of, plain_name
 from .link import script_line
 
 KEPT = 4096
@@ -27,6 +28,7 @@ class Window:
         self.stale: list[tuple[str, str, Tensor]] = []
         self.scheduled: dict[int, list[Any]] = {}  # schedule to its steps, and their line
         self.spans: list[list[Any]] = []  # what ran from when to when; backwards by their number
+        self.called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.roots: list[Tensor] = []  # what each backward began with
         self.is_low = False  # whether it computes in 16 bits
         self.feed: Any = None  # the loader that gave its batches
@@ -73,6 +75,17 @@ class Window:
         if self.is_cleared or not self.counts:
             for loss in self.losses:
                 loss["is_cleared"] = loss["weight"] is not None
+
+    def unheld(self, names: Names, held: Iterable[Watched], steps: int) -> dict[str, list[int]]:
+        """Hash the parameters that no optimizer holds, of each kind of model that was called."""
+        found: dict[str, list[int]] = {}
+        known = {*names.fsdp, *names.flat}.union(*(each.ids for each in held))
+        for module in self.called if steps < 3 or not steps % 16 else ():
+            own = [p for p in module.parameters() if id(p) not in known]
+            if own and not any(map(is_dtensor, module.parameters())):
+                hashes = sum(numbers([fingerprint(p) for p in own]))
+                found.setdefault(type(module).__name__, []).append(hashes)
+        return {kind: sorted(hashes) for kind, hashes in found.items()}
 
     def take_buffers(self, inner: nn.Module) -> None:
         """Hash the buffers that a forward begins with: DDP has made them equal by then."""
