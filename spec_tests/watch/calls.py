@@ -198,7 +198,8 @@ def backward(original: Any, tensors: Any, *rest: Any, **keywords: Any) -> None:
 
 def _begun(probe: Any, tensors: Any) -> None:
     node = getattr(tensors, "grad_fn", None)
-    if isinstance(tensors, Tensor) and tensors.numel() == 1:
+    is_nested = torch._C._current_graph_task_id() != -1
+    if isinstance(tensors, Tensor) and tensors.numel() == 1 and not is_nested:
         del probe.window.roots[:-KEPT]
         probe.window.roots.append(tensors.detach())
     for _ in range(8):  # such as a division, and a GradScaler's product

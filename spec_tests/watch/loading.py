@@ -20,6 +20,7 @@ from .layout import VIEWS, mixed_places
 from .link import script_line
 from .window import tensors_of
 
+_ENOUGH = 64  # elements of a batch: two smaller ones may be equal by chance
 _KEPT_ROWS = 8192  # of one pass over a loader
 _RANK = "TRAINSPEC_RANK"  # in the environment: the process whose workers these are
 _LOOKS = 3  # steps in which the files of workers are read
@@ -68,7 +69,8 @@ class Feed:
             rows = _rows(tensors)
             self.rows += len(rows)
             self.fields["rows"] += rows
-        if self.workers > 1 and len(self.batches) < 3 * self.workers:
+        is_large = sum(t.numel() for t in tensors) >= _ENOUGH
+        if self.workers > 1 and is_large and len(self.batches) < 3 * self.workers:
             self.batches.append(_rows(tensors))
             groups = [self.batches[i :: self.workers] for i in range(self.workers)]
             different = {tuple(each) for each in groups[0]}
