@@ -23,14 +23,15 @@ def loss_weights(step: Step) -> Iterator[Finding]:
     count, each = len(own), own[0]
     before = step.run.weights.setdefault(step.optimizer, (step.number, count, each))
     said = None
-    if count != before[1] and all(_is(w / before[2], 1) for w in own):
+    is_mean = all(x["of"] == "mean" for e in step.events.values() for x in e["losses"])
+    if is_mean and count != before[1] and all(_is(w / before[2], 1) for w in own):
         said = (
             f"{count} micro-batches weigh {each:.3g} each and {count * each:.3g} together, while "
             f"{before[1]} in step {before[0]} weighed {before[1] * before[2]:.3g}",
             "the loss is divided by a constant, not by the number of micro-batches of this update "
             "(the end of an epoch, or what it left over)",
         )
-    elif count > 1 and all(_is(w, 1) for of in weights.values() for w in of):
+    elif is_mean and count > 1 and all(_is(w, 1) for of in weights.values() for w in of):
         said = (
             f"each of {count} micro-batches weighs 1, so that the update is {count} times their "
             "mean",
@@ -48,7 +49,9 @@ def _micro_batches(event: Any) -> list[float]:
     losses = [x for x in event["losses"] if x["weight"] is not None and not x["is_cleared"]]
     if len({x["place"] for x in losses}) != 1 or len({x["task"] for x in losses}) != len(losses):
         return []  # several losses of one batch
-    return [x["weight"] / event["scale"] for x in losses if x["of"] == "mean"]
+    return [
+        x["weight"] * (1 if x["of"] == "mean" else x["tokens"]) / event["scale"] for x in losses
+    ]
 
 
 def _divided_twice(step: Step, weights: dict[int, list[float]]) -> tuple[str, str] | None:
