@@ -16,6 +16,7 @@ from spec_tests.watch.values import (
     numbers_finite,
     optimizer_moves,
     optimizer_precision,
+    optimizer_resumed,
     schedule_per_update,
 )
 
@@ -377,6 +378,7 @@ CHECKS = (
     clip_norm,
     same_options,
     optimizer_moves,
+    optimizer_resumed,
     schedule_per_update,
 )
 """Those that are asked of each step; causes come before effects."""

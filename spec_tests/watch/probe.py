@@ -26,13 +26,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.algorithms.join
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.optim import optimizer as optim
 
 from . import calls, finite, loading
-from .guard import Current, is_inside, probe_to_ask, quiet, wrapped, wrapped_always
+from .guard import Current, is_inside, probe_to_ask, quiet, wrapped_always
 from .layout import Names, fingerprint, full_weights, is_dtensor, local_of, own_part
 from .leaving import ended, forget, raised, spawned
 from .link import Link, collectives_so_far, script_line
@@ -54,25 +52,7 @@ def start() -> None:
     optim.register_optimizer_step_pre_hook(_before_step)
     optim.register_optimizer_step_post_hook(_after_step)
     warnings.filterwarnings("ignore", message=".*when there are global hooks on modules.*")
-    clip = wrapped(torch.nn.utils.clip_grad_norm_, calls.clip_grad_norm)
-    torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = clip
-    for owner in (torch.optim.Optimizer, nn.Module):
-        setattr(owner, "zero_grad", wrapped(owner.zero_grad, calls.zero_grad))  # noqa: B010  # mypy
-    join = torch.distributed.algorithms.join.Join
-    setattr(join, "__enter__", wrapped(join.__enter__, calls.join))  # noqa: B010  # mypy
-    schedule: Any = torch.optim.lr_scheduler.LRScheduler
-    schedule.step = wrapped(schedule.step, calls.schedule)
-    scaler = torch.amp.GradScaler
-    for name, observed in (("scale", calls.scale), ("unscale_", calls.unscale)):
-        setattr(scaler, name, wrapped(getattr(scaler, name), observed))
-    torch.autograd.backward = wrapped(torch.autograd.backward, calls.backward)
-    for name in ("send", "recv", "isend", "irecv") if dist.is_available() else ():
-        exchange = wrapped(getattr(dist, name), calls.message)
-        setattr(dist, name, exchange)
-        setattr(dist.distributed_c10d, name, exchange)  # where `P2POp` compares with it
-    checkpoint = torch.utils.checkpoint
-    checkpoint.checkpoint = wrapped_always(checkpoint.checkpoint, calls.checkpoint)
-    nn.functional.cross_entropy = wrapped(nn.functional.cross_entropy, calls.cross_entropy)
+    calls.start()
     loading.start(Current.probe.options["scratch"])
     spawn: Any = sys.modules.get("torch.multiprocessing.spawn")
     if spawn is not None:
@@ -114,6 +94,7 @@ class Probe:
         self.clips: list[dict[str, Any]] = []
         self.window = Window()
         self.feeds = loading.Feeds()
+        self.loaded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.compared: set[tuple[int, str]] = set()
         self._roots: weakref.WeakKeyDictionary[nn.Module, tuple[object, ...]] = (
             weakref.WeakKeyDictionary()
@@ -386,6 +367,7 @@ def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
         "step": watched.steps + 1,
         "place": script_line(),
         "options": watched.options(),
+        "loaded": probe.loaded.pop(optimizer, None),
         "grads": [None if h is None else next(values) for h in hashes],
         "norms": [None if g is None else n for g, n in zip(grads, norms, strict=True)],
         "weights": [] if watched.steps else finite.norms([*watched.parameters]),

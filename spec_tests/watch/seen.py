@@ -52,6 +52,7 @@ def norms_of(step: Step) -> set[str]:
         "watch.optimizer.same-options": many,
         "watch.optimizer.moves": given,
         "watch.optimizer.precision": any(event["half"] for event in events),
+        "watch.optimizer.resumed": any(event["loaded"] for event in events),
         "watch.schedule.per-update": any(event["scheduled"] for event in events),
         "watch.collectives.match": many and all(event["is_complete"] for event in events),
         "watch.steps.as-many": many,

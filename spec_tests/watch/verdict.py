@@ -33,6 +33,7 @@ _FOLLOWS = {
     "watch.weights.current": (),
     "watch.parameters.stay-tied": (),
     "watch.optimizer.same-options": (),
+    "watch.optimizer.resumed": ("watch.optimizer.same-options",),
     "watch.clip.norm": ("watch.steps.same", "watch.replicas.begin-equal"),
     "watch.gradients.equal": (
         *("watch.replicas.begin-equal", "watch.steps.same", "watch.collectives.match"),
