@@ -54,6 +54,7 @@ def data(steps: int = 100, ranks: int = 4, **fields: Any) -> dict[str, Any]:
     ]
     run["spans"] = [*spans, [0, "waiting", 1.7e9 + 1, 1.7e9 + 2]]
     said = {"unseen": [f"rank 1: {EVIL}"], "cost": f"cost: 3 % of a step {EVIL}"}
+    said["compared"] = f"step 7, gradient of {EVIL}"
     return {**run, **said, "causes": causes, "norms": norms, **fields}
 
 

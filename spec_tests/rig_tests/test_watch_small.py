@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_tests.rig_tests.watched.small import Small, small
+from spec_tests.rig_tests.watched.small import PREAMBLE, Small, small
 from spec_tests.rig_tests.watched.trial import run
 from spec_tests.watch.norm import is_must
 from spec_tests.watch.verdict import render
@@ -76,3 +76,38 @@ def test_a_script_is_watched_from_the_command_on(
     assert (ended.returncode, [words for words in said if words not in screen]) == (status, []), (
         screen
     )
+
+
+LIBRARY = """
+import torch
+
+class Trainer:
+    def __init__(self, model):
+        self.model = torch.nn.parallel.DistributedDataParallel(model)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(self, batches):
+        for batch in batches:
+            self.model(batch).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+"""
+USER = """
+import sys; sys.path.insert(0, FOLDER)
+import bigtrainer
+trainer = bigtrainer.Trainer(net())
+trainer.train([torch.randn(6, 8) for _ in range(3)])
+"""
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+def test_the_line_of_a_library_s_loop_is_that_of_the_user_s_call(folder: str, tmp_path: Path):
+    package = tmp_path / "lib" / folder / "bigtrainer"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(LIBRARY)
+    text = PREAMBLE.lstrip() + USER.lstrip().replace("FOLDER", repr(str(package.parent)))
+    (tmp_path / "train.py").write_text(text)
+    (cause,) = run(tmp_path / "train.py", 2).verdict.causes
+    line = 1 + text.splitlines().index("trainer.train([torch.randn(6, 8) for _ in range(3)])")
+    assert cause.finding.norm == "watch.batches.distinct"
+    assert cause.finding.place == f"train.py:{line}"

@@ -3,15 +3,46 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+import torch.distributed.algorithms.join
+import torch.utils.checkpoint
+from torch import Tensor, nn
 
-from .guard import Current, quiet
+from .guard import Current, quiet, wrapped, wrapped_always
 from .layout import Names, local_of
 from .link import script_line
 from .window import KEPT
+
+_LOSS = "trainspec_watch"  # under which a loss is found again in its graph
+
+
+def start() -> None:
+    """Wrap these functions in this process."""
+    clip = wrapped(torch.nn.utils.clip_grad_norm_, clip_grad_norm)
+    torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = clip
+    optimizer: Any = torch.optim.Optimizer
+    optimizer.load_state_dict = wrapped(optimizer.load_state_dict, load_state)
+    for owner in (torch.optim.Optimizer, nn.Module):
+        setattr(owner, "zero_grad", wrapped(owner.zero_grad, zero_grad))  # noqa: B010  # mypy
+    context = torch.distributed.algorithms.join.Join
+    setattr(context, "__enter__", wrapped(context.__enter__, join))  # noqa: B010  # mypy
+    schedules: Any = torch.optim.lr_scheduler.LRScheduler
+    schedules.step = wrapped(schedules.step, schedule)
+    scaler = torch.amp.GradScaler
+    for name, observed in (("scale", scale), ("unscale_", unscale)):
+        setattr(scaler, name, wrapped(getattr(scaler, name), observed))
+    torch.autograd.backward = wrapped(torch.autograd.backward, backward)
+    for name in ("send", "recv", "isend", "irecv") if dist.is_available() else ():
+        exchange = wrapped(getattr(dist, name), message)
+        setattr(dist, name, exchange)
+        setattr(dist.distributed_c10d, name, exchange)  # where `P2POp` compares with it
+    activations = torch.utils.checkpoint
+    activations.checkpoint = wrapped_always(activations.checkpoint, checkpoint)
+    nn.functional.cross_entropy = wrapped(nn.functional.cross_entropy, cross_entropy)
 
 
 def clip_grad_norm(
@@ -85,6 +116,38 @@ def zero_grad(original: Any, owner: Any, *rest: Any, **keywords: Any) -> None:
     groups = getattr(owner, "param_groups", None)
     parameters = owner.parameters() if groups is None else [p for g in groups for p in g["params"]]
     quiet(_cleared)(parameters)
+
+
+def load_state(original: Any, optimizer: Any, *rest: Any, **keywords: Any) -> None:
+    """Load an optimizer's state, and keep which options of the script it replaces."""
+    before = _options(optimizer)
+    original(optimizer, *rest, **keywords)
+    quiet(_loaded)(optimizer, before)
+
+
+def _options(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the numbers among the options of each group, those that the script has given."""
+    usual = inspect.signature(type(optimizer).__init__).parameters
+    found = []
+    for group in optimizer.param_groups:
+        numbers = {n: v for n, v in group.items() if isinstance(v, int | float | tuple)}
+        found.append({n: v for n, v in numbers.items() if n in usual and v != usual[n].default})
+    return found
+
+
+def _loaded(probe: Any, optimizer: Any, before: list[dict[str, Any]]) -> None:
+    groups = optimizer.param_groups
+    pairs = zip(before, groups, strict=False)
+    probe.loaded[optimizer] = {
+        "place": script_line(),
+        "rates": [group["lr"] for group in groups if isinstance(group.get("lr"), float)],
+        "replaced": [
+            [n, was, new[n]]
+            for old, new in pairs
+            for n, was in old.items()
+            if n != "lr" and isinstance(new.get(n), type(was)) and new[n] != was
+        ],
+    }
 
 
 def join(original: Any, context: Any) -> Any:
@@ -173,14 +236,40 @@ def cross_entropy(original: Any, *arguments: Any, **keywords: Any) -> Any:
             return
         valid = target != keywords.get("ignore_index", -100)
         loss = {"tokens": valid.sum(), "weight": None, "of": reduction, "place": script_line()}
-        loss["value"] = result.detach()
+        loss |= {"value": result.detach(), "task": 0, "is_cleared": False, "is_whole": False}
         del probe.window.losses[:-KEPT]
         probe.window.losses.append(loss)
-        result.register_hook(functools.partial(loss.__setitem__, "weight"))
+        result.grad_fn.metadata[_LOSS] = loss
+        result.register_hook(functools.partial(_weigh, loss))
 
     if result.requires_grad and not result.dim():
         quiet(take)()
     return result
+
+
+def _weigh(loss: dict[str, Any], gradient: Tensor) -> None:
+    loss |= {"weight": gradient, "task": torch._C._current_graph_task_id()}
+
+
+def backward(original: Any, tensors: Any, *rest: Any, **keywords: Any) -> None:
+    """Run a backward, and remember of a loss whether it is all that the backward begins with."""
+    quiet(_begun)(tensors)
+    original(tensors, *rest, **keywords)
+
+
+def _begun(probe: Any, tensors: Any) -> None:
+    node = getattr(tensors, "grad_fn", None)
+    is_nested = torch._C._current_graph_task_id() != -1
+    if isinstance(tensors, Tensor) and tensors.numel() == 1 and not is_nested:
+        del probe.window.roots[:-KEPT]
+        probe.window.roots.append(tensors.detach())
+    for _ in range(8):  # such as a division, and a GradScaler's product
+        if node is None or _LOSS in node.metadata:
+            break
+        before = [each for each, _ in node.next_functions if each is not None]
+        node = before[0] if len(before) == 1 else None
+    if node is not None and _LOSS in node.metadata:
+        node.metadata[_LOSS]["is_whole"] = True
 
 
 def loss_scale(frame: Any) -> float:

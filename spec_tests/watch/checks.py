@@ -8,12 +8,15 @@ from typing import Any
 
 from spec_tests.watch.clipping import clip_norm
 from spec_tests.watch.inputs import CHECKS as INPUT_CHECKS
+from spec_tests.watch.losses import CHECKS as LOSS_CHECKS
 from spec_tests.watch.norm import Finding, norm
 from spec_tests.watch.run import Step, unequal
+from spec_tests.watch.samples import CHECKS as SAMPLE_CHECKS
 from spec_tests.watch.values import (
     numbers_finite,
     optimizer_moves,
     optimizer_precision,
+    optimizer_resumed,
     schedule_per_update,
 )
 
@@ -245,7 +248,10 @@ def replicas_begin_equal(step: Step) -> Iterator[Finding]:
     if found:
         step.run.unequal_starts.add(step.optimizer)
         name, rank, values = found[0]
-        reduces = _are_reduced(step, {each[0] for each in found})
+        names = {each[0] for each in found}
+        added = _added(step, names)
+        reduces = _are_reduced(step, names)
+        ask = step.ask("the ranks train alone")
         yield Finding(
             "watch.replicas.begin-equal",
             f"rank {rank}, {name!r}: expected the weights of rank {min(values)} before the first "
@@ -254,11 +260,21 @@ def replicas_begin_equal(step: Step) -> Iterator[Finding]:
             rank,
             name,
             step.place(rank),
-            "the first weights were not broadcast"
-            if reduces
-            else step.ask("the ranks train alone"),
-            is_advice=not reduces,
+            added or ("the first weights were not broadcast" if reduces else ask),
+            is_advice=not (reduces or added),
         )
+
+
+def _added(step: Step, names: set[str]) -> str:
+    """Return in words that trained parameters were added to a model that was wrapped before."""
+    for event in step.events.values() if not step.doubt and not step.run.has_all_to_all else ():
+        pairs = zip(event["layout"], event["grads"], strict=True)
+        if any(e["is_added"] and e["name"] in names and grad is not None for e, grad in pairs):
+            return (
+                "the parameter was added after the model was wrapped, whose wrapper neither "
+                "broadcasts nor reduces it"
+            )
+    return ""
 
 
 def _are_reduced(step: Step, names: set[str]) -> bool:
@@ -286,6 +302,33 @@ def replicas_equal(step: Step) -> Iterator[Finding]:
             step.ask(""),
             is_advice=bool(step.doubt),
         )
+
+
+@norm("watch.replicas.unheld", source="Tarvainen and Valpola 2017, section 2")
+def unheld_equal(step: Step) -> Iterator[Finding]:
+    """Parameters that no optimizer holds, as of a teacher, MUST stay equal if they begin equal."""
+    if list(unequal(step, "after")) or step.optimizer in step.run.unequal_starts:
+        return  # what they are averages of differs
+    for peers in step.peers():
+        events = {rank: step.events[rank]["unheld"] for rank in peers}
+        for kind in set.intersection(*({*each} for each in events.values())):
+            first, *rest = (events[rank][kind] for rank in peers)
+            pairs = zip(peers[1:], rest, strict=True)
+            wrong = next((r for r, o in pairs if o != first and len(o) == len(first)), None)
+            if step.run.unheld.setdefault((peers[0], kind), wrong is None) and wrong is not None:
+                yield Finding(
+                    "watch.replicas.unheld",
+                    f"rank {wrong}: expected the parameters of a {kind} that no optimizer holds to "
+                    f"be those of rank {peers[0]} still, got others",
+                    step.number,
+                    wrong,
+                    place=step.place(wrong),
+                    likely=step.ask(
+                        "a moving average, or frozen weights, are changed on some ranks alone"
+                    ),
+                    is_advice=bool(step.doubt),
+                )
+                return
 
 
 def _several(found: Sequence[Any], step: Step) -> str:
@@ -316,7 +359,9 @@ def same_options(step: Step) -> Iterator[Finding]:
 
 CHECKS = (
     numbers_finite,
+    *SAMPLE_CHECKS,
     *INPUT_CHECKS,
+    *LOSS_CHECKS,
     holds_the_model,
     nothing_reduced_under_no_sync,
     reduced_once,
@@ -329,9 +374,11 @@ CHECKS = (
     replicas_begin_equal,
     gradients_equal,
     replicas_equal,
+    unheld_equal,
     clip_norm,
     same_options,
     optimizer_moves,
+    optimizer_resumed,
     schedule_per_update,
 )
 """Those that are asked of each step; causes come before effects."""

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_tests.clause import Clause
-from spec_tests.watch import checks, seen, traffic
+from spec_tests.watch import checks, compare, seen, traffic
 from spec_tests.watch.child import Child, handed_on
 from spec_tests.watch.norm import NORMS, Finding, is_must
 from spec_tests.watch.replayed_norm import replayed_gradients
@@ -77,6 +77,12 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--replay", type=_positive, metavar="K", help="compute the gradients of step K again"
     )
     parser.add_argument("--report", metavar="DIR", help="write index.html and report.json")
+    parser.add_argument(
+        "--compare",
+        type=compare.earlier,
+        metavar="DIR",
+        help="the report of another run of the script: say at which step and tensor they part",
+    )
     parser.add_argument("--fail-fast", action="store_true", help="end at the first MUST that fails")
     parser.add_argument(
         "--patience", type=float, default=10, help="seconds without progress that are a hang (10)"
@@ -272,6 +278,8 @@ class Agent:
         """Return what the checks find in a step; one that breaks is a note, not the end."""
         found: list[Finding] = []
         self.run.saw |= seen.norms_of(step)
+        if len(self.run.records) < compare.KEPT:
+            self.run.records.append(compare.record(step))
         for check in (*checks.CHECKS, replayed_gradients):
             try:
                 found += check(step)
@@ -320,6 +328,7 @@ class Agent:
             notes=notes,
             groups=self._options.replicas,
             saw=saw,
+            records=self.run.records,
         )
         self._traffic = traffic.Traffic()
 
@@ -398,7 +407,11 @@ class Agent:
             unseen.append(self._why_nothing(own))
         ranks = max(self._ranks_seen, len(run.ranks))
         rest = (run.replayed, run.cost(), len(seen.unseen(run.saw, run.replayed)))
-        return Verdict(status, causes_of(self.findings), steps, ranks, unseen, *rest)
+        parts, compared = False, ""
+        if self._options.compare is not None and steps:
+            parts, compared = compare.compare(run.records, self._options.compare)
+        status = status or int(parts)
+        return Verdict(status, causes_of(self.findings), steps, ranks, unseen, *rest, compared)
 
     def _why_nothing(self, own: int) -> str:
         if self.moved_to:

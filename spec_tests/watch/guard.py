@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -79,6 +80,16 @@ def wrapped_always(original: Function, observed: Callable[..., Any]) -> Function
     return wrapper  # type: ignore[return-value]
 
 
+def wrapped_in_forks(original: Function, observed: Callable[..., Any]) -> Function:
+    """Return a function that is observed also in forks of a rank, which have no probe."""
+
+    @functools.wraps(original)
+    def wrapper(*arguments: Any, **keywords: Any) -> Any:
+        return observed(original, *arguments, **keywords)
+
+    return wrapper  # type: ignore[return-value]
+
+
 def wrapped(original: Function, observed: Callable[..., Any]) -> Function:
     """Return a function that is observed on its way to `original`."""
 
@@ -89,3 +100,13 @@ def wrapped(original: Function, observed: Callable[..., Any]) -> Function:
         return observed(original, *arguments, **keywords)
 
     return wrapper  # type: ignore[return-value]
+
+
+def is_inside(key: int) -> bool:
+    """Return whether an optimizer's step is on the stack: it has not ended by an exception."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "step" and id(frame.f_locals.get("self")) == key:
+            return True
+        frame = frame.f_back
+    return False

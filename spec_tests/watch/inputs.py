@@ -1,4 +1,4 @@
-"""The norms of what a step is given: batches, buffers, random states, token counts."""
+"""The norms of what a step is given: batches, buffers, random states."""
 
 from __future__ import annotations
 
@@ -168,47 +168,11 @@ def dropout_differs(step: Step) -> Iterator[Finding]:
             )
 
 
-@norm("watch.loss.token-counts", source="huggingface.co/blog/gradient_accumulation")
-def token_counts(step: Step) -> Iterator[Finding]:
-    """Means over unequal token counts SHOULD be weighted by the counts."""
-    ranks = [_shares(event["losses"]) for event in step.events.values()]
-    batches = [share for shares in ranks for share in shares]
-    # What a batch weighs should grow with its tokens; a mean of means gives all the same.
-    totals = [tuple(map(sum, zip(*shares, strict=True))) for shares in ranks if shares]
-    losses: list[Any] = next((e["losses"] for e in step.events.values() if e["losses"]), [])
-    for found in (totals, batches):
-        counts = {tokens for tokens, _ in found}
-        weights = [weight for _, weight in found]
-        if len(counts) < 2 or max(weights) - min(weights) > 1e-4 * abs(max(weights)):
-            continue
-        yield Finding(
-            "watch.loss.token-counts",
-            f"ranks {min(step.events)} to {max(step.events)}: losses are means over {min(counts)} "
-            f"to {max(counts)} tokens and count alike, so that one token counts up to "
-            f"{max(counts) / max(1, min(counts)):.2f} times as much as another",
-            step.number,
-            place=losses[0]["place"],
-            likely="divide sums by the token count of the whole step, over all ranks and "
-            "micro-batches",
-        )
-        return
-
-
-def _shares(losses: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    """Return the tokens of each loss, and what all of them together weigh."""
-    return [
-        (x["tokens"], x["weight"] * (1 if x["of"] == "mean" else x["tokens"]))
-        for x in losses
-        if x["weight"] and x["tokens"]
-    ]
-
-
 CHECKS = (
     batches_distinct,
     batches_not_repeated,
     steps_same,
     buffers_equal,
     dropout_differs,
-    token_counts,
 )
 """Those that are asked of each step."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-_VIEWS = ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2), (torch.uint8, 1))
+VIEWS = ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2), (torch.uint8, 1))
 _MIX = -7046029254386353131  # an odd number with well-spread bits: neighbours get unlike weights
 
 
@@ -27,6 +27,7 @@ class Entry:
         ranks: those of its group or mesh; empty where unknown.
         shard: which part this rank has, equal on ranks that hold the same part.
         is_held: whether a module that was called has it.
+        is_added: whether a model has it that was wrapped without it.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Entry:
     shard: tuple[int, ...]
     is_held: bool
     is_trained: bool
+    is_added: bool = False
 
 
 class Names:
@@ -50,6 +52,7 @@ class Names:
         self._wrappers: list[weakref.ref[Any]] = []
         self._wrapper: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self.ignored: set[int] = set()
+        self.added: set[int] = set()
         self.flat: dict[int, tuple[int, ...]] = {}
         self.trainable: dict[int, weakref.ref[Tensor]] = {}
         self.shards: dict[tuple[int, str], tuple[str, weakref.ref[Tensor]]] = {}
@@ -106,7 +109,11 @@ class Names:
 
     def _learn_shards(self, module: nn.Module, labels: dict[int, str]) -> None:
         """Read the shards of a unit whose full weights are in place, as `unshard()` leaves them."""
-        for own in unit_parameters(module):
+        units = unit_parameters(module)
+        if _is_unit(module):  # a DTensor, or full weights that are in place
+            known = {id(getattr(own, "_unsharded_param", None)) for own in units}
+            self.added |= {id(p) for p in module.parameters() if not is_dtensor(p)} - known
+        for own in units:
             self.units.add(id(own._module_info.module))
             owner, name = own._module_info.module, own._module_info.param_name
             shard = own.sharded_param
@@ -133,14 +140,18 @@ class Names:
         for known in (self.of, self.ddp, self.flat, self.trainable):
             known.pop(key, None)  # type: ignore[attr-defined]
         self.ignored.discard(key)
+        self.added.discard(key)
         self.fsdp.discard(key)
         self._known.discard(key)
 
     def _learn_ddp(self, module: nn.parallel.DistributedDataParallel) -> None:
         ranks = tuple(dist.get_process_group_ranks(module.process_group))
         ignored = getattr(module, "parameters_to_ignore", ())
+        own = getattr(module, "_module_parameters", None)
         for name, parameter in module.module.named_parameters():
             self._know(parameter)
+            if own is not None and not any(parameter is each for each in own):
+                self.added.add(id(parameter))
             self.ddp[id(parameter)] = (ranks, weakref.ref(module))
             if name in ignored:
                 self.ignored.add(id(parameter))
@@ -174,6 +185,7 @@ class Names:
             shard,
             key in self.of,
             parameter.requires_grad,
+            key in self.added and kind in ("plain", "ddp"),
         )
 
     @property
@@ -233,13 +245,17 @@ def full_weights(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 def unit_parameters(module: nn.Module) -> list[Any]:
     """Return what `fully_shard` keeps of each parameter of a unit."""
-    kinds = (each.__module__ for each in type(module).__mro__ if each.__name__ == "FSDPModule")
-    if not any(kind.startswith("torch.") for kind in kinds):
+    if not _is_unit(module):
         return []
     unit: Any = module
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [each for group in groups if group is not None for each in group.fsdp_params]
+
+
+def _is_unit(module: nn.Module) -> bool:
+    kinds = (each.__module__ for each in type(module).__mro__ if each.__name__ == "FSDPModule")
+    return any(kind.startswith("torch.") for kind in kinds)
 
 
 def _of_mesh(parameter: Any) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
@@ -277,12 +293,16 @@ def fingerprint(tensor: Tensor, *, is_mixed: bool = False) -> Tensor:
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
     size = flat.element_size()
-    for dtype, width in _VIEWS:
+    for dtype, width in VIEWS:
         if flat.numel() * size % width == 0 and flat.storage_offset() * size % width == 0:
             words = flat.view(torch.uint8).view(dtype) if flat.numel() else flat.to(torch.int64)
             break
     if not is_mixed:
         return words.sum(dtype=torch.int64)
-    places = torch.arange(1, words.numel() + 1, dtype=torch.int64, device=words.device)
-    mixed = places * _MIX
-    return ((words.to(torch.int64) + 1) * (mixed ^ (mixed >> 29))).sum()
+    return ((words.to(torch.int64) + 1) * mixed_places(words.numel(), words.device)).sum()
+
+
+def mixed_places(size: int, device: torch.device) -> Tensor:
+    """Return a weight for each place, so that equal numbers in other places have another sum."""
+    mixed = torch.arange(1, size + 1, dtype=torch.int64, device=device) * _MIX
+    return mixed ^ (mixed >> 29)

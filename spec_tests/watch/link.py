@@ -224,4 +224,5 @@ def script_line(frame: Any = None) -> str:
 def is_own(frame: Any) -> bool:
     """Return whether a frame runs the user's own code, not an installed library's."""
     name = frame.f_code.co_filename
-    return not name.startswith((*_INSTALLED, *_BARE)) and "site-packages" not in name
+    is_in_a_library = any(folder in name for folder in ("site-packages", "dist-packages"))
+    return not (name.startswith((*_INSTALLED, *_BARE)) or is_in_a_library)

@@ -26,13 +26,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.algorithms.join
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.optim import optimizer as optim
 
-from . import calls, finite
-from .guard import Current, probe_to_ask, quiet, wrapped, wrapped_always
+from . import calls, finite, loading
+from .guard import Current, is_inside, probe_to_ask, quiet, wrapped_always
 from .layout import Names, fingerprint, full_weights, is_dtensor, local_of, own_part
 from .leaving import ended, forget, raised, spawned
 from .link import Link, collectives_so_far, script_line
@@ -54,24 +52,8 @@ def start() -> None:
     optim.register_optimizer_step_pre_hook(_before_step)
     optim.register_optimizer_step_post_hook(_after_step)
     warnings.filterwarnings("ignore", message=".*when there are global hooks on modules.*")
-    clip = wrapped(torch.nn.utils.clip_grad_norm_, calls.clip_grad_norm)
-    torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = clip
-    for owner in (torch.optim.Optimizer, nn.Module):
-        setattr(owner, "zero_grad", wrapped(owner.zero_grad, calls.zero_grad))  # noqa: B010  # mypy
-    join = torch.distributed.algorithms.join.Join
-    setattr(join, "__enter__", wrapped(join.__enter__, calls.join))  # noqa: B010  # mypy
-    schedule: Any = torch.optim.lr_scheduler.LRScheduler
-    schedule.step = wrapped(schedule.step, calls.schedule)
-    scaler = torch.amp.GradScaler
-    for name, observed in (("scale", calls.scale), ("unscale_", calls.unscale)):
-        setattr(scaler, name, wrapped(getattr(scaler, name), observed))
-    for name in ("send", "recv", "isend", "irecv") if dist.is_available() else ():
-        exchange = wrapped(getattr(dist, name), calls.message)
-        setattr(dist, name, exchange)
-        setattr(dist.distributed_c10d, name, exchange)  # where `P2POp` compares with it
-    checkpoint = torch.utils.checkpoint
-    checkpoint.checkpoint = wrapped_always(checkpoint.checkpoint, calls.checkpoint)
-    nn.functional.cross_entropy = wrapped(nn.functional.cross_entropy, calls.cross_entropy)
+    calls.start()
+    loading.start(Current.probe.options["scratch"])
     spawn: Any = sys.modules.get("torch.multiprocessing.spawn")
     if spawn is not None:
         spawn._wrap = wrapped_always(spawn._wrap, spawned)  # a function: it is pickled by name
@@ -111,6 +93,8 @@ class Probe:
         self.scaled: dict[int, float] = {}  # scaler to the scale of a loss in this window
         self.clips: list[dict[str, Any]] = []
         self.window = Window()
+        self.feeds = loading.Feeds()
+        self.loaded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.compared: set[tuple[int, str]] = set()
         self._roots: weakref.WeakKeyDictionary[nn.Module, tuple[object, ...]] = (
             weakref.WeakKeyDictionary()
@@ -181,12 +165,16 @@ class Probe:
         self.root = module
         self.inner = getattr(self.names.wrapper(module), "module", module)
         self.trains = False
+        self.window.called.add(module)
         if not (module.training and self.takes_gradients and any(flag for _, flag in seen)):
+            if any(flag for _, flag in seen):
+                self.feeds.current = None  # an evaluation has taken the batch
             return
         link = self.connect()
         if all(each.steps < 3 for each in self.optimizers.values()):
             link.send_collectives()  # a rank that is about to abort has no time to
         self.window.forward(module, tensors_of((arguments, keywords or {})), self.names)
+        self.window.feed = self.feeds.train() or self.window.feed
         self.trains, self.forward_began = True, time.time_ns()
         ids = {id(p) for p in parameters}
         taken = (each.steps for each in self.optimizers.values() if ids & each.ids)
@@ -232,6 +220,7 @@ class Probe:
             if known is None or shard is None or own is None:
                 continue
             self.compared.add(key)
+            self.window.is_low |= own.element_size() < 4
             local = local_of(shard).to(own.dtype)
             both_nan = own.isnan() & local.isnan()
             differs = ((own != local) & ~both_nan).sum(dtype=torch.int64)
@@ -240,7 +229,7 @@ class Probe:
     def cleared(self, parameters: Iterable[Tensor]) -> None:
         """Gradients were cleared: what came before does not go into the step."""
         ids = {id(p) for p in parameters}
-        self.window.is_cleared = bool(self.window.counts.keys() & ids)
+        self.window.cleared(ids)
         for model, recording in self.recordings.items():
             if any(id(p) in ids for p in model.parameters()):
                 recording.cleared()
@@ -257,12 +246,11 @@ class Probe:
         recordings = [self.recordings.pop(model) for model in own]
         rank = dist.get_rank() if dist.is_initialized() else 0
         path = Path(self.options["scratch"]) / f"optimizer{watched.number}-rank{rank}.pt"
-        summary = finish(recordings, watched, path) if own else {"reason": "no forward was seen"}
-        return {**summary, "scale": calls.loss_scale(sys._getframe(1))}
+        return finish(recordings, watched, path) if own else {"reason": "no forward was seen"}
 
     def loose(self) -> list[list[str]]:
         """Return parameters with gradients that no optimizer holds, and held ones of no module."""
-        held = {id(p) for each in self.optimizers.values() for p in each.parameters}
+        held = set().union(*(each.ids for each in self.optimizers.values()))
         alive = [(key, ref()) for key, ref in self.names.trainable.items()]
         loose = [
             self.names.of[key]
@@ -356,7 +344,7 @@ def _accumulated(probe: Probe, parameter: Tensor) -> None:
 
 @quiet
 def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
-    if probe.stepping not in (None, id(optimizer)) and _is_inside(probe.stepping):
+    if probe.stepping not in (None, id(optimizer)) and is_inside(probe.stepping):
         return  # a wrapper's inner optimizer
     probe.stepping = id(optimizer)
     if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
@@ -369,9 +357,9 @@ def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
     grads = [p.grad for p in watched.parameters]
     hashes = [None if g is None else fingerprint(g) for g in grads]
     before = [] if watched.last else [fingerprint(p) for p in watched.parameters]
-    bad = finite.flags(grads)
-    values = iter(numbers([*bad, *(h for h in hashes if h is not None), *before]))
-    bad_names = finite.named(watched.entries, [next(values) for _ in bad])
+    values = iter(numbers([*(h for h in hashes if h is not None), *before]))
+    norms = finite.norms(grads)
+    bad_names = finite.named(watched.entries, grads, norms)
     watched.event = {}
     event = {
         "optimizer": watched.number,
@@ -379,7 +367,10 @@ def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
         "step": watched.steps + 1,
         "place": script_line(),
         "options": watched.options(),
+        "loaded": probe.loaded.pop(optimizer, None),
         "grads": [None if h is None else next(values) for h in hashes],
+        "norms": [None if g is None else n for g, n in zip(grads, norms, strict=True)],
+        "weights": [] if watched.steps else finite.norms([*watched.parameters]),
         "bad": {"grads": bad_names, "before": watched.not_finite() if bad_names else []},
         "cleared": probe.window.is_cleared,
         "clip": calls.norm_again(probe, watched.parameters),
@@ -391,11 +382,13 @@ def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
         "tied": probe.names.has_ties,
         "messages": link.has_messages,
         "scaled": calls.left_scaled(probe, optimizer),
+        "scale": calls.loss_scale(sys._getframe(1)) if probe.has_scaler else 1.0,
     }
     event["before"] = watched.last = watched.last or list(values)
     event["replay"] = probe.replay(watched)
     watched.usual = len(probe.window.forwards)
-    event |= probe.window.fields()
+    event |= probe.window.fields() | {"feed": loading.fields(probe.window.feed)}
+    event["unheld"] = probe.window.unheld(probe.names, probe.optimizers.values(), watched.steps)
     probe.window = Window()
     watched.take_half()
     if watched.steps + 2 == probe.options["replay"]:
@@ -437,13 +430,3 @@ def _after_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
-
-
-def _is_inside(key: int) -> bool:
-    """Return whether an optimizer's step is on the stack: it has not ended by an exception."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "step" and id(frame.f_locals.get("self")) == key:
-            return True
-        frame = frame.f_back
-    return False

@@ -105,13 +105,13 @@ def _is_mean(step: Step) -> bool:
     """Return whether each rank's loss is a mean over its own batch, as far as losses were seen."""
     for event in step.events.values():
         weights = [loss["weight"] or 0.0 for loss in event["losses"]]
-        if abs(sum(weights) / event["replay"]["scale"] - 1) > 1e-3:
+        if abs(sum(weights) / event["scale"] - 1) > 1e-3:
             return False
     return True
 
 
 def _coefficient(event: dict[str, Any]) -> float:
     """Return what clipping and unscaling multiplied the gradients of a step by."""
-    clip, scale = event["clip"], event["replay"]["scale"]
+    clip, scale = event["clip"], event["scale"]
     clipped = clip["clipped"] / clip["norm"] if clip and clip["norm"] else 1.0
     return float(clipped / scale)

@@ -16,6 +16,7 @@ _UNSEEN = (
     "checked (a model compiled in place, called through torch.func, or in another thread)"
 )
 _BUSY_SECONDS = 0.1  # of the processor, since a rank was last seen to go on
+_EXCHANGES = ("all_to_all", "alltoall", "scatter")
 _FLOATS = {"Float", "Double", "Half", "BFloat16"}
 
 
@@ -77,6 +78,7 @@ class Rank:
     begun: int = 0  # when its first step began
     generations: dict[str, tuple[int, int]] = field(default_factory=dict)
     raised: Event | None = None
+    batches: int | None = None  # of a pass over the loader that feeds it
     is_open: bool = True
     has_ended: bool = False
     _state: tuple[Any, ...] = ()
@@ -205,10 +207,15 @@ class Run:
     unequal_starts: set[int] = field(default_factory=set)
     seen: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
     looped: bool = False
+    unheld: dict[tuple[int, str], bool] = field(default_factory=dict)  # whether equal at first
+    rows: dict[int, tuple[int, dict[int, int]]] = field(default_factory=dict)  # of its pass
+    weights: dict[int, tuple[int, int, float]] = field(default_factory=dict)  # of first losses
     groups: list[list[int]] = field(default_factory=list)  # ranks that are replicas, as named
     has_messages: bool = False  # point-to-point
     has_small_groups: bool = False
+    has_all_to_all: bool = False  # as experts need that are on other ranks
     saw: set[str] = field(default_factory=set)  # norms that had something to look at
+    records: list[Event] = field(default_factory=list)  # what a later run is compared with
     timeline: deque[list[float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     spans: deque[list[Any]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _waiting: dict[tuple[int, int], dict[int, Event]] = field(default_factory=dict)
@@ -231,11 +238,13 @@ class Run:
             self.notes.append(_UNSEEN)
         rank.forwards += len(event["forwards"])
         event["seen"] = rank.forwards
+        event["loss"] = None if event["loss"] is None else event["loss"] / event["scale"]
         self.has_messages |= event["messages"]
         event["reduced"] = rank.reduced(rank.stepped_at, event["begun"])
         event["largest"] = rank.reduced(rank.stepped_at, event["begun"], largest=True)
         event["is_complete"] = rank.read_until >= event["begun"] and not rank.missed
         event["layout"] = rank.layouts[optimizer]
+        rank.batches = (event["feed"] or {}).get("batches")
         rank.spent, rank.begun = event["spent"], rank.begun or event["begun"]
         rank.stepped_at, rank.missed, rank.still_since = event["t"], 0, None
         self.timeline.append([rank.rank, number, event["begun"] / 1e9, event["t"] / 1e9])
@@ -265,6 +274,7 @@ class Run:
         rank.window += found
         rank.last += found
         rank.issued += len(found)
+        self.has_all_to_all |= any(each.name.startswith(_EXCHANGES) for each in found)
         rank.still_since = None if found else rank.still_since
         rank.missed += missed
         return found

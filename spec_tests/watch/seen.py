@@ -19,16 +19,23 @@ def norms_of(step: Step) -> set[str]:
     peers = any(len(group) > 1 for group in step.peers())
     inputs = any(math.prod(s) for forward in forwards for _, _, s in forward["inputs"])
     losses = [loss for event in events for loss in event["losses"]]
+    feeds = [event["feed"] for event in events if event["feed"]]
     replicas = any(True for _ in step.replicas("after"))
     given = any(each is not None for event in events for each in event["grads"])
     conditions = {
         "watch.numbers.finite": given,
         "watch.batches.distinct": peers and inputs,
         "watch.batches.not-repeated": peers and inputs,
+        "watch.samples.one-split": peers and any(feed["split"] for feed in feeds),
+        "watch.samples.workers-divide": any(feed["workers"] > 1 for feed in feeds),
+        "watch.samples.divided": peers and any(feed["rows"] for feed in feeds),
+        "watch.samples.shuffled-anew": any(feed["split"] for feed in feeds),
+        "watch.samples.draws-differ": peers and any(feed["draws"] for feed in feeds),
         "watch.steps.same": many and bool(forwards),
         "watch.replicas.buffers": peers and any(forward["buffers"] for forward in forwards),
         "watch.dropout.differs": peers and any(forward["drops"] for forward in forwards),
         "watch.loss.token-counts": len(losses) > 1,
+        "watch.loss.weights": bool(losses),
         "watch.optimizer.holds-the-model": step.number > 1,
         "watch.reduction.no-sync": many and any(event["unsynced"] for event in events),
         "watch.reduction.once": many and kinds == {"ddp"},
@@ -40,10 +47,12 @@ def norms_of(step: Step) -> set[str]:
         "watch.replicas.begin-equal": replicas,
         "watch.gradients.equal": replicas and given,
         "watch.replicas.equal": replicas,
+        "watch.replicas.unheld": peers and any(event["unheld"] for event in events),
         "watch.clip.norm": any(event["clip"] for event in events),
         "watch.optimizer.same-options": many,
         "watch.optimizer.moves": given,
         "watch.optimizer.precision": any(event["half"] for event in events),
+        "watch.optimizer.resumed": any(event["loaded"] for event in events),
         "watch.schedule.per-update": any(event["scheduled"] for event in events),
         "watch.collectives.match": many and all(event["is_complete"] for event in events),
         "watch.steps.as-many": many,

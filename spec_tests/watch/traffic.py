@@ -86,9 +86,12 @@ def goes_on(run: Run, now: float, patience: float) -> Iterator[Finding]:
         f"expected the ranks to go on, got a hang: {waits(run)}",
         min(taken.values(), default=0),
         place=alive[0].place,
-        likely=f"ranks took different numbers of steps ({counts})"
-        if unequal
-        else "a collective that not all ranks call",
+        likely=(
+            f"ranks took different numbers of steps ({counts})"
+            if unequal
+            else "a collective that not all ranks call"
+        )
+        + _lengths(run),
     )
 
 
@@ -198,5 +201,15 @@ def as_many_steps(run: Run) -> Iterator[Finding]:
             f"rank {few}: expected {taken[many]} steps as on rank {many}, got {taken[few]}",
             taken[few],
             few,
-            likely="the ranks' loaders have different lengths, or a rank skips updates",
+            likely=_lengths(run).lstrip("; ")
+            or "the ranks' loaders have different lengths, or a rank skips updates",
         )
+
+
+def _lengths(run: Run) -> str:
+    """Return how many batches the ranks' loaders have, where they have different numbers."""
+    found = {rank: r.batches for rank, r in sorted(run.ranks.items()) if r.batches is not None}
+    if len(set(found.values())) < 2:
+        return ""
+    said = ", ".join(f"rank {rank} {count}" for rank, count in found.items())
+    return f"; the ranks' loaders have different numbers of batches ({said})"

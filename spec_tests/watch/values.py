@@ -8,6 +8,7 @@ from typing import Any
 from spec_tests.watch.norm import Finding, norm
 from spec_tests.watch.run import Step
 
+_JUMP = 5.0  # a schedule changes the rate by less from one step to the next
 _FSDP = "docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 
 
@@ -116,6 +117,35 @@ def optimizer_precision(step: Step) -> Iterator[Finding]:
                 "keep the optimizer's parameters in float32, and compute in 16 bits",
             )
             return
+
+
+@norm("watch.optimizer.resumed", source="docs.pytorch.org/docs/stable/optim.html")
+def optimizer_resumed(step: Step) -> Iterator[Finding]:
+    """A step after `load_state_dict` SHOULD have the options of the script and the rate loaded."""
+    for rank, event in step.events.items():
+        loaded = event["loaded"] or {"replaced": [], "rates": []}
+        rates = [lr for lr, _ in event["options"] if lr is not None]
+        jumps = [
+            (was, now)
+            for was, now in zip(loaded["rates"], rates, strict=False)
+            if was and now and not 1 / _JUMP <= now / was <= _JUMP
+        ]
+        if loaded["replaced"]:
+            name, was, now = loaded["replaced"][0]
+            words = f"expected {name} {was} of the script, got {now} of the state that was loaded"
+            likely = "load_state_dict replaces the options that the optimizer was made with"
+        elif jumps:
+            was, now = jumps[0]
+            words = f"expected about lr {was:g} of the state that was loaded, got {now:g}"
+            likely = "the schedule begins anew: its own state was not loaded, or it was made after "
+            likely += "the optimizer's state was loaded; right if a new rate is meant"
+        else:
+            continue
+        place = loaded["place"]
+        yield Finding(
+            "watch.optimizer.resumed", f"rank {rank}: {words}", step.number, rank, "", place, likely
+        )
+        return
 
 
 @norm("watch.schedule.per-update", source="docs.pytorch.org/docs/stable/optim.html")

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from spec_tests.watch import compare
 from spec_tests.watch.norm import NORMS, Finding, is_must
 from spec_tests.watch.run import Run
 from spec_tests.watch.seen import unseen
@@ -15,8 +16,12 @@ from spec_tests.watch.seen import unseen
 # Causes before effects: a finding follows from one of those named beside it that stands above it.
 _FOLLOWS = {
     "watch.numbers.finite": (),
-    "watch.batches.distinct": (),
-    "watch.batches.not-repeated": ("watch.batches.distinct",),
+    "watch.samples.one-split": (),
+    "watch.samples.workers-divide": (),
+    "watch.batches.distinct": ("watch.samples.",),
+    "watch.batches.not-repeated": ("watch.batches.distinct", "watch.samples."),
+    "watch.samples.divided": ("watch.batches.distinct",),
+    "watch.samples.shuffled-anew": (),
     "watch.replicas.begin-equal": (),
     "watch.steps.same": ("watch.collectives.match",),
     "watch.collectives.match": ("watch.steps.same",),
@@ -28,6 +33,7 @@ _FOLLOWS = {
     "watch.weights.current": (),
     "watch.parameters.stay-tied": (),
     "watch.optimizer.same-options": (),
+    "watch.optimizer.resumed": ("watch.optimizer.same-options",),
     "watch.clip.norm": ("watch.steps.same", "watch.replicas.begin-equal"),
     "watch.gradients.equal": (
         *("watch.replicas.begin-equal", "watch.steps.same", "watch.collectives.match"),
@@ -44,12 +50,15 @@ _FOLLOWS = {
         *("watch.optimizer.same-options", "watch.reduction.through-the-wrapper"),
     ),
     "watch.replicas.equal": ("watch.",),
+    "watch.replicas.unheld": ("watch.replicas.", "watch.gradients.equal", "watch.steps."),
     "watch.run.goes-on": ("watch.collectives.match", "watch.steps.same"),
     "watch.run.ends": ("watch.collectives.match", "watch.steps.same", "watch.run.goes-on"),
     "watch.steps.as-many": ("watch.steps.same", "watch.run.goes-on", "watch.run.ends"),
     "watch.reduction.saved": ("watch.reduction.",),
     "watch.replicas.buffers": ("watch.batches.distinct", "watch.replicas.begin-equal"),
     "watch.dropout.differs": ("watch.batches.distinct",),
+    "watch.samples.draws-differ": ("watch.batches.distinct", "watch.dropout.differs"),
+    "watch.loss.weights": (),
     "watch.loss.token-counts": (),
     "watch.schedule.per-update": (),
 }
@@ -60,7 +69,7 @@ _AT_THE_END = ("watch.collectives.match", "watch.run.goes-on", "watch.steps.as-m
 _OF_NUMBERS = (
     *("watch.weights.current", "watch.gradients.equal", "watch.replicas.equal", "watch.clip.norm"),
     *("watch.optimizer.moves", "watch.optimizer.precision", "watch.replay.gradients"),
-    *("watch.replicas.buffers", "watch.loss.token-counts"),
+    *("watch.replicas.buffers", "watch.loss.token-counts", "watch.loss.weights"),
 )
 
 
@@ -90,6 +99,7 @@ class Verdict:
     replayed: str = ""
     cost: str = ""
     not_seen: int = 0  # norms that no step could have broken
+    compared: str = ""  # with another run
 
 
 def causes_of(findings: Sequence[Finding]) -> list[Cause]:
@@ -149,6 +159,8 @@ def render(verdict: Verdict) -> str:
     if len(verdict.causes) > 6:
         lines.append(f"and {len(verdict.causes) - 6} more")
     lines += [""] * bool(verdict.causes) + [f"note: {each}" for each in verdict.unseen[:4]]
+    if verdict.compared:
+        lines.append(f"compare: {verdict.compared}")
     if verdict.cost:
         lines.append(verdict.cost)
     return "\n".join(lines)
@@ -175,12 +187,13 @@ def _lines(number: int, cause: Cause) -> list[str]:
 
 
 def write(verdict: Verdict, run: Run, command: Sequence[str], folder: Path) -> None:
-    """Write report.json and index.html."""
+    """Write report.json, index.html, and the steps that a later run is compared with."""
     from spec_tests.watch.page import page
 
     folder.mkdir(parents=True, exist_ok=True)
     data = as_data(verdict, run, command)
     (folder / "report.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    (folder / compare.FILE).write_text(json.dumps(run.records), encoding="utf-8")
     (folder / "index.html").write_text(page(data), encoding="utf-8")
 
 
@@ -218,6 +231,7 @@ def as_data(verdict: Verdict, run: Run, command: Sequence[str]) -> dict[str, Any
         "unseen": verdict.unseen,
         "replayed": verdict.replayed,
         "cost": verdict.cost,
+        "compared": verdict.compared,
         "timeline": list(run.timeline),
         "spans": list(run.spans),
     }

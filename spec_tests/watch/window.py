@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import weakref
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import finite
-from .layout import Entry, Names, fingerprint, local_of, plain_name
+from .layout import Entry, Names, fingerprint, is_dtensor, local_of, plain_name
 from .link import script_line
 
 KEPT = 4096
@@ -27,6 +28,10 @@ class Window:
         self.stale: list[tuple[str, str, Tensor]] = []
         self.scheduled: dict[int, list[Any]] = {}  # schedule to its steps, and their line
         self.spans: list[list[Any]] = []  # what ran from when to when; backwards by their number
+        self.called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.roots: list[Tensor] = []  # what each backward began with
+        self.is_low = False  # whether it computes in 16 bits
+        self.feed: Any = None  # the loader that gave its batches
         self.is_cleared = False  # gradients, since the last backward
         self.counts: dict[int, list[int]] = {}  # parameter to its backwards, unsynced ones, size
 
@@ -41,6 +46,7 @@ class Window:
         """A training forward at the top."""
         del self.forwards[:-KEPT]  # a script that never steps must not fill the memory
         ddp = names.wrapper(module)
+        self.is_low = self.is_low or _is_low(module)
         self.forwards.append(
             {
                 "root": type(ddp.module if ddp else module).__name__,
@@ -56,11 +62,30 @@ class Window:
                 ),
                 "inside": ddp is None and any(id(p) in names.ddp for p in module.parameters()),
                 "syncs": None if ddp is None else bool(ddp.require_backward_grad_sync),
+                "averages": ddp is not None and not getattr(ddp, "_comm_hooks", True),
                 "buffers": None,
                 "talks": False,
                 "place": script_line(),
             }
         )
+
+    def cleared(self, ids: set[int]) -> None:
+        """Gradients were cleared: what came before does not go into the step."""
+        self.is_cleared = bool(self.counts.keys() & ids)
+        if self.is_cleared or not self.counts:
+            for loss in self.losses:
+                loss["is_cleared"] = loss["weight"] is not None
+
+    def unheld(self, names: Names, held: Iterable[Watched], steps: int) -> dict[str, list[int]]:
+        """Hash the parameters that no optimizer holds, of each kind of model that was called."""
+        found: dict[str, list[int]] = {}
+        known = {*names.fsdp, *names.flat}.union(*(each.ids for each in held))
+        for module in self.called if steps < 3 or not steps % 16 else ():
+            own = [p for p in module.parameters() if id(p) not in known]
+            if own and not any(map(is_dtensor, module.parameters())):
+                hashes = sum(numbers([fingerprint(p) for p in own]))
+                found.setdefault(type(module).__name__, []).append(hashes)
+        return {kind: sorted(hashes) for kind, hashes in found.items()}
 
     def take_buffers(self, inner: nn.Module) -> None:
         """Hash the buffers that a forward begins with: DDP has made them equal by then."""
@@ -85,6 +110,8 @@ class Window:
         counted = self.counts.values()
         return {
             "forwards": self.forwards,
+            "loss": sum(float(root) for root in self.roots) if self.roots else None,
+            "is_low": self.is_low,
             "losses": self.losses,
             "stale": [[name, place, n] for name, place, _ in self.stale if (n := next(values))],
             "scheduled": max(self.scheduled.values(), default=None),
@@ -137,7 +164,8 @@ class Watched:
 
     def not_finite(self) -> list[str]:
         """Return the names of its parameters that have numbers that are not finite."""
-        return finite.named(self.entries, numbers(finite.flags([*self.parameters])))
+        tensors: list[Tensor | None] = [*self.parameters]
+        return finite.named(self.entries, tensors, finite.norms(tensors))
 
     def take_half(self) -> None:
         """Keep the largest 16-bit parameter, in the first steps."""
@@ -158,6 +186,11 @@ class Watched:
         asked = ("lr", "weight_decay")
         found = [[group.get(name) for name in asked] for group in self._groups()]
         return [[v if isinstance(v, int | float) else None for v in each] for each in found]
+
+
+def _is_low(module: nn.Module) -> bool:
+    parameter = next(module.parameters())
+    return torch.is_autocast_enabled(parameter.device.type) or parameter.element_size() == 2
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

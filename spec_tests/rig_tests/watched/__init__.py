@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spec_tests.rig_tests.watched.small import small
+
 HERE = Path(__file__).parent
 _OURS = ("__init__", "__main__", "small", "trial")
 SCRIPTS = tuple(sorted(path.stem for path in HERE.glob("*.py") if path.stem not in _OURS))
@@ -51,11 +53,15 @@ def find(script: str) -> Path:
 
 
 def told_by() -> dict[str, list[str]]:
-    """Return norm to the faults that it is to report."""
+    """Return norm to the faults that it is to report; where it has none, to small scripts."""
     found: dict[str, list[str]] = {}
     for fault in faults():
         found.setdefault(fault.check, []).append(fault.id)
-    return found
+    scripts: dict[str, list[str]] = {}
+    for case in small():
+        for norm in {*case.must, *case.should} - found.keys():
+            scripts.setdefault(norm, []).append(case.id)
+    return found | scripts
 
 
 def faults() -> list[Fault]:

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, set_start_method
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Outcome:
     status: int
     output: str
     seconds: float
+    records: list[Any]  # what a later run is compared with
 
     @property
     def norms(self) -> dict[str, int]:
@@ -59,7 +60,7 @@ def run(
         agent = Forks(command.parse(options)[0], scratch, world, is_watched)
         status = agent.run_command([str(script), *arguments])
         verdict = agent.verdict(status)
-        return Outcome(verdict, status, agent.output(), time.monotonic() - begun)
+        return Outcome(verdict, status, agent.output(), time.monotonic() - begun, agent.run.records)
 
 
 class Forks(command.Agent):
@@ -133,6 +134,7 @@ def _be_rank(words: list[str], environment: dict[str, str], log: str, is_watched
     os.dup2(output, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     sys.argv = words
+    set_start_method("fork", force=True)  # of workers; a forkserver's fork would ask a forkserver
     if is_watched:
         runpy.run_path(str(command.BOOT / "sitecustomize.py"))["_start"]()
         # A rank of torchrun's connects at once; a fork might be a worker that loads data.

@@ -1,0 +1,198 @@
+"""What a training is fed by: data loaders, their samplers, and what their data sets draw."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import weakref
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import data as torch_data
+
+from .guard import quiet, wrapped, wrapped_in_forks
+from .layout import VIEWS, mixed_places
+from .link import script_line
+from .window import tensors_of
+
+_ENOUGH = 64  # elements of a batch: two smaller ones may be equal by chance
+_KEPT_ROWS = 8192  # of one pass over a loader
+_RANK = "TRAINSPEC_RANK"  # in the environment: the process whose workers these are
+_LOOKS = 3  # steps in which the files of workers are read
+_state: dict[str, Any] = {"pass": 0, "folder": ""}  # handed on to workers, which are forks
+_looked: set[tuple[int, int]] = set()  # process and pass whose first fetch was looked at
+
+
+def start(folder: str) -> None:
+    """Observe the data loaders of this process."""
+    _state["folder"] = folder
+    loader: Any = torch_data.dataloader
+    loader.DataLoader.__iter__ = wrapped(loader.DataLoader.__iter__, _iterate)
+    base = loader._BaseDataLoaderIter
+    base.__next__ = wrapped(base.__next__, _next)
+    fetcher: Any = torch_data._utils.fetch._MapDatasetFetcher
+    fetcher.fetch = wrapped_in_forks(fetcher.fetch, _fetch)
+
+
+class Feed:
+    """One pass over a data loader; `fields` are sent with each step that it feeds."""
+
+    def __init__(self, loader: Any, iterator: Any) -> None:
+        sampler = getattr(loader.batch_sampler, "sampler", None) or loader.sampler
+        self.sampler = sampler if isinstance(sampler, torch_data.DistributedSampler) else None
+        # Samples that no rank but this one is to have: an order of its own over all of its data.
+        self.is_own = type(sampler) is torch_data.RandomSampler and not sampler.replacement
+        is_stream = iterator._dataset_kind == torch_data._DatasetKind.Iterable
+        self.workers = loader.num_workers if is_stream else 0
+        self.batches: list[list[int]] = []  # the first ones of a stream that workers load
+        self.steps = self.rows = 0
+        self.fields: dict[str, Any] = {
+            "pass": _state["pass"],
+            "place": script_line(),
+            "batches": _length(loader),
+            "workers": self.workers,
+            "split": None if self.sampler is None else _split(self.sampler),
+            "again": False,
+            "doubled": 0,
+            "rows": [],
+            "draws": [],
+        }
+
+    def take(self, tensors: list[Tensor]) -> None:
+        """Look at a batch where its samples may be another rank's, or another worker's."""
+        if self.is_own and self.rows < _KEPT_ROWS:
+            rows = _rows(tensors)
+            self.rows += len(rows)
+            self.fields["rows"] += rows
+        is_large = sum(t.numel() for t in tensors) >= _ENOUGH
+        if self.workers > 1 and is_large and len(self.batches) < 3 * self.workers:
+            self.batches.append(_rows(tensors))
+            groups = [self.batches[i :: self.workers] for i in range(self.workers)]
+            different = {tuple(each) for each in groups[0]}
+            if len(different) == 3 and all(group == groups[0] for group in groups):
+                self.fields["doubled"] = self.workers
+
+
+class Feeds:
+    """The passes over loaders that have begun, and which one the next training forward is of."""
+
+    def __init__(self) -> None:
+        self.current: Feed | None = None
+        self.of: weakref.WeakKeyDictionary[Any, Feed] = weakref.WeakKeyDictionary()
+        self._trained: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
+
+    def train(self) -> Feed | None:
+        """A training forward begins: with what the last loader gave, if no evaluation took it."""
+        feed = self.current
+        if feed is not None and feed.sampler is not None and feed.fields["split"]["shuffle"]:
+            epochs = self._trained.setdefault(feed.sampler, {})
+            number = epochs.setdefault(feed.fields["split"]["epoch"], feed.fields["pass"])
+            feed.fields["again"] = number != feed.fields["pass"]
+        return feed
+
+
+def fields(feed: Feed | None) -> dict[str, Any] | None:
+    """Return what a step says of the loader that fed it."""
+    if feed is None:
+        return None
+    feed.steps += 1
+    if feed.steps <= _LOOKS and not feed.fields["draws"]:
+        found = Path(_state["folder"]).glob(f"draws-{os.getpid()}-{feed.fields['pass']}-*")
+        feed.fields["draws"] = sorted({word for file in found for word in file.read_text().split()})
+    taken, feed.fields["rows"] = dict(feed.fields), []
+    return taken
+
+
+def _iterate(original: Any, loader: Any) -> Any:
+    quiet(_begun)()
+    iterator = original(loader)
+    quiet(_iterated)(loader, iterator)
+    return iterator
+
+
+def _begun(probe: Any) -> None:
+    _state["pass"] += 1
+    os.environ[_RANK] = str(os.getpid())
+
+
+def _iterated(probe: Any, loader: Any, iterator: Any) -> None:
+    if hasattr(iterator, "_dataset_kind"):
+        probe.feeds.of[iterator] = Feed(loader, iterator)
+
+
+def _next(original: Any, iterator: Any) -> Any:
+    batch = original(iterator)
+    quiet(_taken)(iterator, batch)
+    return batch
+
+
+def _taken(probe: Any, iterator: Any, batch: Any) -> None:
+    probe.feeds.current = feed = probe.feeds.of.get(iterator)
+    tensors = [t for t in tensors_of(batch) if t.dim() and t.layout is torch.strided]
+    if feed is not None and tensors:
+        feed.take(tensors)
+
+
+def _length(loader: Any) -> int | None:
+    with suppress(Exception):
+        return len(loader)
+    return None
+
+
+def _split(sampler: Any) -> dict[str, Any]:
+    """Return how a DistributedSampler divides which order of how many samples."""
+    return {
+        "shuffle": bool(sampler.shuffle),
+        "seed": sampler.seed,
+        "epoch": sampler.epoch,
+        "parts": sampler.num_replicas,
+        "part": sampler.rank,
+        "size": _length(sampler.dataset),
+    }
+
+
+def _rows(tensors: list[Tensor]) -> list[int]:
+    """Return a hash of each sample of a batch."""
+    size = len(tensors[0])
+    total = torch.zeros(size, dtype=torch.int64)
+    for index, tensor in enumerate(tensors):
+        if len(tensor) != size or not tensor.numel() or tensor.is_complex():
+            continue
+        flat = tensor.detach().cpu().reshape(size, -1).contiguous().view(torch.uint8)
+        dtype = next(dtype for dtype, width in VIEWS if flat.shape[1] % width == 0)
+        words = flat.view(dtype).to(torch.int64) + 1
+        total += (words * mixed_places(words.shape[1], words.device)).sum(1) * (2 * index + 1)
+    return total.tolist()
+
+
+def _fetch(original: Any, fetcher: Any, *arguments: Any) -> Any:
+    """Load a batch, here or in a worker, and write down what its samples drew from, if anything."""
+    key = (os.getpid(), _state["pass"])
+    if key in _looked or os.environ.get(_RANK) not in (str(key[0]), str(os.getppid())):
+        return original(fetcher, *arguments)
+    _looked.add(key)
+    before = _generators()
+    batch = original(fetcher, *arguments)
+    after = _generators()
+    drawn = [f"{name}:{state}" for name, state in before.items() if after.get(name) != state]
+    if drawn:
+        name = f"draws-{os.environ[_RANK]}-{key[1]}-{key[0]}"
+        with suppress(OSError):
+            (Path(_state["folder"]) / name).write_text(" ".join(drawn))
+    return batch
+
+
+def _generators() -> dict[str, int]:
+    """Return a hash of the state of each of the process's own random generators."""
+    found = {"random": hash(random.getstate()[1])}
+    found["torch"] = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None:
+        _, keys, place, *_ = numpy.get_state()
+        found["numpy"] = hash((zlib.crc32(keys.tobytes()), place))
+    return found
