@@ -348,7 +348,7 @@ class Unit:
 
     def hold(self, pieces: list[Piece]) -> None:
         """Leave zeros in `.grad`: a zero_grad, which calls `requires_grad_`, clears what waits."""
-        for piece in pieces:
+        for piece in (p for p in pieces if p.pending is not None):
             if piece.parameter.grad is None:
                 piece.parameter.grad = self.as_dtensor(piece.local.clone().zero_(), piece.parameter)
             token: Any = piece.parameter.grad  # what foreach writes to it is not counted

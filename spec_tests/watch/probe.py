@@ -391,11 +391,16 @@ def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
     event["unheld"] = probe.window.unheld(probe.names, probe.optimizers.values(), watched.steps)
     probe.window = Window()
     watched.take_half()
+    _keep_gradients(probe, watched)
+    event["begun"] = time.time_ns()
+    watched.event = event
+
+
+def _keep_gradients(probe: Probe, watched: Watched) -> None:
+    """Keep those of the step before the one that is replayed."""
     if watched.steps + 2 == probe.options["replay"]:
         pairs = [(id(p), p.grad) for p in watched.parameters if p.grad is not None]
         watched.earlier = {key: local_of(grad).clone() for key, grad in pairs}
-    event["begun"] = time.time_ns()
-    watched.event = event
 
 
 @quiet
