@@ -107,8 +107,8 @@ def test_any_situation_does_what_one_process_does(world, subject, part):
 def test_any_situation_of_production_does_what_one_process_does(world, subject, part):
     """With all that FSDP2 offers, any legal program MUST do on shards what it does in one process.
 
-    An ordinary step then sends what it sent before the program. Parameters and gradients keep their
-    dtype, shape and placements.
+    No call sends more than it may. An ordinary step then sends and keeps what it did before the
+    program. Parameters and gradients keep their dtype, shape and placements.
     """
     draw.judge_part(world, subject, "production", part, looks=True)
 
@@ -152,7 +152,10 @@ def test_a_change_after_an_interrupted_backward_is_seen(world, subject, situatio
 )
 @pytest.mark.parametrize("part", range(draw.PARTS))
 def test_any_two_settings_work_together(world, subject, part):
-    """Whatever two settings meet, two steps MUST use mean gradients, the second at new weights."""
+    """Whatever two settings meet on four ranks, two steps MUST use mean gradients and new weights.
+
+    Settings that two ranks can have meet in the drawn situations.
+    """
     draw.judge_rows(world, subject, "correct", part, TWO_STEPS_OF_PAIRS)
 
 
