@@ -278,7 +278,7 @@ def bare_halves(parameters):
 def in_form(ctx, form, toy):
     """Groups and weights of an optimizer whose groups are given in that form."""
     run = Run(sharded(ctx), toy=toy, groups=lambda named: FORMS[form](bare_halves(named)))
-    return {"groups": _described(run)["parameters"], "weights": run.steps(1, 2)}
+    return {"groups": _described(run)["parameters of the groups"], "weights": run.steps(1, 2)}
 
 
 @clause(
@@ -292,7 +292,7 @@ def test_groups_are_taken_from_any_iterable(world, form):
     toy = fitting(world)
     ranks = world.run(in_form, form, toy)
 
-    usual = _described(Run(plain, toy=toy, groups=bare_halves))["parameters"]
+    usual = _described(Run(plain, toy=toy, groups=bare_halves))["parameters of the groups"]
     judge.equal([rank["groups"] for rank in ranks], usual, quantity="parameters of the groups")
     like_unsharded([rank["weights"] for rank in ranks], two_steps, groups=bare_halves, toy=toy)
 
@@ -322,7 +322,7 @@ def callers_groups(ctx, toy):
 def test_the_callers_groups_stay_whole(world):
     """The caller's group dicts MUST still name all parameters after construction."""
     toy = fitting(world)
-    expected = _described(Run(plain, toy=toy, groups=halves))["parameters"]
+    expected = _described(Run(plain, toy=toy, groups=halves))["parameters of the groups"]
     judge.equal(world.run(callers_groups, toy), expected, quantity="parameters of the given groups")
 
 
