@@ -76,14 +76,10 @@ def due(scene: Scene, subject: str, size: int, rank: int, frozen: frozenset[int]
     Over copies of the weights what was reduced over shards is reduced once more.
     """
     peers = next((g for g in scene["group"] or () if rank in g), range(size))
-    copies, shards = shape_of(scene, len(peers))
-    is_sharded = subject not in REPLICAS
-    if not is_sharded:
-        copies, shards = len(peers), 1
+    copies, shards = (len(peers), 1) if subject in REPLICAS else shape_of(scene, len(peers))
     policy = scene["precision"]
     weights = policy.get("param_dtype", scene["weights"])
-    wide = max(weights, policy.get("reduce_dtype", weights), key=lambda d: d.itemsize)
-    reduced = policy.get("reduce_dtype", weights) if subject in SHARDS else wide
+    reduced = policy.get("reduce_dtype", weights)
     found = {"weights": 0, "gradients": 0}
     for number, value in enumerate(parameters(scene["toy"][0], SEED).values()):
         rows = max(1, value.shape[0] if value.dim() else 1)
@@ -125,7 +121,6 @@ def _judge_call(
     toy: str,
 ) -> None:
     __tracebackhide__ = True
-    often = CALLED.get(toy, 1)
     if not sent:
         return
     what = f"rank {rank}, {' '.join(call)!r}"
@@ -135,7 +130,7 @@ def _judge_call(
             not sent["besides"],
             f"{what}: expected nothing to be sent, got {', '.join(sent['besides'])}",
         )
-    allowed = one["gradients"] * COPIES.get(name, 0) * often
+    allowed = one["gradients"] * COPIES.get(name, 0) * CALLED.get(toy, 1)
     judge.holds(
         sent["bytes reduced"] <= allowed or name not in (*UNREDUCED, *COPIES),
         f"{what}: expected at most {allowed} bytes of gradients to be reduced, got "
