@@ -19,7 +19,7 @@ from torch import nn
 from spec_tests.laws import wrapped
 from spec_tests.laws.traffic import REDUCTIONS
 from spec_tests.laws.wrapped import SEED as SEED  # the chapter takes it from here
-from spec_tests.programs.ways import units_of as units_of
+from spec_tests.programs.units import units_of as units_of
 from spec_tests.rig import judge
 from spec_tests.rig.judge.oracle import Gradients, Named
 from spec_tests.rig.ranks.rank import Context

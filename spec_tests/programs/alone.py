@@ -1,15 +1,12 @@
 """One process that does what all ranks should: the oracle, and with a fault each way to be wrong.
 
-A gradient is a sum of shares, one for each backward of each rank since `zero_grad`. The right
-world gives every share the factor one. A wrong reduction gives other factors, a wrong forward
-computes with older weights: so a wrong world is an entry of `FAULTS`, and needs no ranks. The same
-table gives the `likely:` line of a failure, and the test that a situation tells a fault from what
-is right (`exposed`).
+It lives in the right world or in a wrong one (`faults.py`). The wrong ones give the `likely:` line
+of a failure, and the test that a situation tells a fault from what is right (`exposed`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,132 +14,13 @@ from typing import Any
 import torch
 
 from spec_tests.programs.calls import Program
+from spec_tests.programs.faults import FAULTS, RIGHT, Fault, Reader, Share
 from spec_tests.programs.scene import Scene
+from spec_tests.programs.units import parameters_of_units
 from spec_tests.rig.judge.oracle import Gradients, Named
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
 SEED = 7
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one backward of one rank has added to the gradients.
-
-    Attributes:
-        rank: whose loss it was.
-        micro: how many micro-batches came before it since the gradients were cleared.
-        was_local: it was not reduced by its own backward, but by a later one.
-        was_cleared: gradients were cleared since.
-    """
-
-    gradient: Gradients
-    rank: int
-    micro: int
-    was_local: bool = False
-    was_cleared: bool = False
-
-
-@dataclass(frozen=True)
-class Reader:
-    """Who reads the gradients: a rank among so many, after so many micro-batches."""
-
-    rank: int
-    peers: tuple[int, ...]
-    replica: tuple[int, ...]  # the ranks that share one copy of the weights with it
-    micros: int
-
-    @property
-    def size(self) -> int:
-        """Number of ranks whose mean is formed."""
-        return len(self.peers)
-
-
-Factor = Callable[[Share, Reader], float]
-
-
-def _all(share: Share, reader: Reader) -> float:
-    return float(not share.was_cleared)
-
-
-def _of_live(factor: Factor) -> Factor:
-    """Give shares that were cleared the factor zero."""
-    return lambda share, reader: 0.0 if share.was_cleared else factor(share, reader)
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A wrong world.
-
-    Attributes:
-        means: what it usually comes from, for `likely:`.
-        factor: the factor of a share, for a reader; right is one, and zero after `zero_grad`.
-        is_stale: whether parameter number n computes with its values of before the last update.
-        updates: whether a step updates parameter number n.
-        notices: whether parameter number n notices that it was frozen or thawed.
-    """
-
-    means: str
-    factor: Factor = _all
-    is_stale: Callable[[int], bool] = lambda number: False
-    updates: Callable[[int], bool] = lambda number: True
-    notices: Callable[[int], bool] = lambda number: True
-
-
-RIGHT = Fault("")
-FAULTS: dict[str, Fault] = {
-    "summed": Fault("summed over ranks and not averaged", _of_live(lambda s, r: r.size)),
-    "local": Fault(
-        "the rank's own gradient: it was never reduced",
-        _of_live(lambda s, r: r.size * (s.rank == r.rank)),
-    ),
-    "divided-twice": Fault(
-        "divided by the number of ranks twice", _of_live(lambda s, r: 1 / r.size)
-    ),
-    "divided-by-micro-batches": Fault(
-        "divided by the number of micro-batches", _of_live(lambda s, r: 1 / max(1, r.micros))
-    ),
-    "last-alone": Fault(
-        "the last micro-batch alone: earlier ones were lost",
-        _of_live(lambda s, r: s.micro == r.micros - 1),
-    ),
-    "all-but-the-last": Fault(
-        "the last micro-batch is missing", _of_live(lambda s, r: s.micro < r.micros - 1)
-    ),
-    "unreduced-lost": Fault(
-        "micro-batches that waited for their reduction were lost",
-        _of_live(lambda s, r: not s.was_local),
-    ),
-    "local-stays": Fault(
-        "the last micro-batch was reduced, earlier ones stayed local",
-        _of_live(lambda s, r: r.size * (s.rank == r.rank) if s.was_local else 1),
-    ),
-    "reduced-again": Fault(
-        "earlier micro-batches were reduced again with the last one",
-        _of_live(lambda s, r: 1 if s.micro == r.micros - 1 else r.size),
-    ),
-    "one-replica": Fault(
-        "averaged over the ranks that share one copy of the weights, and not over the copies",
-        _of_live(lambda s, r: r.size / len(r.replica) * (s.rank in r.replica)),
-    ),
-    "never-cleared": Fault(
-        "what was cleared is still in it: a hidden accumulator", lambda s, r: 1.0
-    ),
-    "stale": Fault(
-        "computed with the weights before the last update", is_stale=lambda number: True
-    ),
-    "stale-in-part": Fault(
-        "every second parameter has its value of before the last update",
-        is_stale=lambda number: number % 2 == 1,
-    ),
-    "one-optimizer": Fault(
-        "the step of one optimizer counts, and that of the other does not",
-        updates=lambda number: number % 2 == 0,
-    ),
-    "not-thawed": Fault(
-        "a parameter that was frozen or thawed goes on as before", notices=lambda number: False
-    ),
-}
-"""Every wrong world, by name."""
 
 
 @dataclass
@@ -152,12 +30,14 @@ class Alone:
     Args:
         size, rank: which rank of how many it is.
         fault: the world that it lives in.
+        is_replicated: ranks are replicas, whose training forwards take the first rank's buffers.
     """
 
     scene: Scene
     size: int
     rank: int
     fault: Fault = RIGHT
+    is_replicated: bool = False
     shares: list[Share] = field(default_factory=list)
     older: dict[str, torch.Tensor] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
@@ -169,6 +49,9 @@ class Alone:
         self.named = list(self.module.named_parameters())
         for number in self.scene["trained"]:
             self.named[number][1].requires_grad_(False)
+        self.buffers = {rank: first_buffer(rank) for rank in self.peers}
+        if self.is_replicated:
+            self._take_buffers()
 
     @cached_property
     def peers(self) -> tuple[int, ...]:
@@ -204,16 +87,41 @@ class Alone:
         flags = flags_of(self.scene, rank, micro)
         return torch.func.functional_call(self.module, weights, (batch, *flags))
 
-    def _losses(self, *micros: str) -> list[torch.Tensor]:
-        return [sum(sum_of_squares(self.output(m, rank)) for m in micros) for rank in self.peers]  # type: ignore[misc]  # no empty sum
+    def _losses(self, *micros: str, is_local: bool = False) -> list[torch.Tensor]:
+        outputs = [self._trained(micro, is_local) for micro in micros]
+        return [sum(map(sum_of_squares, of_rank)) for of_rank in zip(*outputs, strict=True)]  # type: ignore[misc]  # no empty sum
 
-    def _add(self, losses: Iterable[torch.Tensor], times: int = 1, was_local: bool = False) -> None:
-        trained = {n: p for n, p in self.named if p.requires_grad}
-        micro = self._micros()
+    def _trained(self, micro: str, is_local: bool) -> list[torch.Tensor]:
+        """Return the output of a training forward for each rank; buffers change."""
+        outputs = [self.output(micro, rank) for rank in self.peers]
+        if not self.scene["buffers"]:
+            return outputs
+        if self.is_replicated and self.scene["mode"] and self.fault.takes_buffers(is_local):
+            self._take_buffers()
+        for number, rank in enumerate(self.peers):
+            outputs[number] = outputs[number] + self.buffers[rank]
+            if self.scene["mode"]:
+                batch = self.toy.batch(SEED, rank=rank, micro=int(micro))
+                self.buffers[rank] = next_buffer(self.buffers[rank], batch)
+        return outputs
+
+    def _take_buffers(self) -> None:
+        self.buffers = dict.fromkeys(self.peers, self.buffers[self.peers[0]])
+
+    def _add(
+        self,
+        losses: Iterable[torch.Tensor],
+        times: int = 1,
+        was_local: bool = False,
+        of: Container[str] | None = None,
+        micro: int | None = None,
+    ) -> None:
+        trained = {n: p for n, p in self.named if p.requires_grad and (of is None or n in of)}
+        micro = self._micros() if micro is None else micro
         scale = times * len(self.peers) / (self.scene["divisor"] or len(self.peers))
         for rank, loss in zip(self.peers, losses, strict=True):
             found: tuple[torch.Tensor | None, ...] = (None,) * len(trained)
-            if loss.requires_grad:
+            if loss.requires_grad and trained:
                 found = torch.autograd.grad(
                     loss, [*trained.values()], allow_unused=True, retain_graph=True
                 )
@@ -260,9 +168,17 @@ class Alone:
         return self.gradients()
 
     def accumulate(self, micro: str) -> None:
-        self._add(self._losses(micro), was_local=True)
+        self._add(self._losses(micro, is_local=True), was_local=True)
 
     partly = locally = early = accumulate
+
+    def outermost_waits(self, micro: str) -> Gradients | None:
+        losses, number = self._losses(micro), self._micros()
+        names = parameters_of_units(self.module, self.scene.word("units"))
+        self._add(losses, of=names, micro=number)
+        self._add(losses, was_local=True, of={n for n, _ in self.named} - {*names}, micro=number)
+        found = self.gradients()
+        return {name: found[name] for name in names} or None
 
     def nested(self, one: str, other: str) -> None:
         self.accumulate(one)
@@ -285,7 +201,14 @@ class Alone:
     def evaluate(self, micro: str) -> Named:
         return {"output": self.output(micro, self.rank).detach()}
 
-    infer = record = evaluate
+    infer = evaluate
+
+    def record(self, micro: str) -> Named:
+        outputs = self._trained(micro, is_local=False)
+        return {"output": outputs[self.peers.index(self.rank)].detach()}
+
+    def fails_backward(self, micro: str, layer: str) -> None:
+        self._losses(micro)  # its forward changes buffers
 
     def step(self) -> Named:
         return self._step(lambda number: True)
@@ -323,13 +246,15 @@ class Alone:
             self.named[int(number)][1].requires_grad_(True)
 
     def save(self) -> None:
-        self.saved = self.full()
+        self.saved = self.full(), dict(self.buffers)
 
     @torch.no_grad()
     def load(self, assigns: str) -> Named:
+        weights, buffers = self.saved
+        self.buffers = dict(buffers)
         for name, p in self.named:
             self.older[name] = p.detach().clone()
-            p.copy_(self.saved[name])
+            p.copy_(weights[name])
         self.shares = []
         return self.full()
 
@@ -339,7 +264,18 @@ class Alone:
     def nothing(self, *words: str) -> None:
         """Show nothing, and change nothing."""
 
-    fails = fails_backward = keep = reshard = wait = leave = another_steps = another_lives = nothing
+    fails = keep = reshard = wait = leave = another_steps = another_lives = nothing
+
+
+def first_buffer(rank: int) -> float:
+    """Return a rank's buffer before the first forward."""
+    return float(rank % 4)
+
+
+def next_buffer(value: Any, batch: torch.Tensor) -> Any:
+    """Return what a forward with this batch makes of a buffer: a small integer."""
+    flat = batch.flatten().float()
+    return (value + float(flat @ torch.arange(len(flat), device=flat.device).float())) % 5
 
 
 def one_of(parameters: Sequence[Any]) -> int:
@@ -359,12 +295,18 @@ def flags_of(scene: Scene, rank: int, micro: str) -> tuple[str, ...]:
     return (use[(by_rank * rank + int(micro)) % len(use)],) if use else ()
 
 
-def exposed(scene: Scene, program: Program, size: int = 2) -> frozenset[str]:
+def exposed(
+    scene: Scene, program: Program, size: int = 2, is_replicated: bool = False
+) -> frozenset[str]:
     """Return the faults that a situation tells from what is right. No ranks are needed."""
-    right = [Alone(scene, size, rank).follow(program) for rank in range(size)]
-    found = set()
+
+    def world(fault: Fault) -> list[list[tuple[str, Gradients]]]:
+        ranks = [Alone(scene, size, rank, fault, is_replicated) for rank in range(size)]
+        return [rank.follow(program) for rank in ranks]
+
+    right, found = world(RIGHT), set()
     for name, fault in FAULTS.items():
-        wrong = [Alone(scene, size, rank, fault).follow(program) for rank in range(size)]
+        wrong = world(fault)
         calls = (
             (a[1], b[1])
             for x, y in zip(right, wrong, strict=True)

@@ -11,6 +11,7 @@
     nested N M          the same of two, the first in an inner `no_sync`
     leave               an exception ends a `no_sync`
     partly N            the same, reduced over the ranks that share one copy of the weights
+    outermost_waits N   the same of the outermost unit alone; the others reduce
     early N             a reduced backward that is not the last one
     forward N, pending  a forward, and later its backward
     finish              the finish once more
@@ -164,6 +165,9 @@ VERBS: dict[str, Verb] = {
     "early": Verb("micro", _is_whole, _adds(1, is_open=True), of=SHARDS, level="production"),
     "leave": Verb("", _rests, of=REPLICAS + WHOLE, level="production", refusable=WHOLE),
     "partly": Verb("micro", _is_whole, _adds(1, is_open=True), of=SHARDS, level="production"),
+    "outermost_waits": Verb(
+        "micro", _is_whole, _adds(1, is_open=True), of=SHARDS, level="production"
+    ),
     "forward": Verb("micro", lambda s: _is_whole(s) and not s.waits, _becomes(waits=True)),
     "pending": Verb("", lambda s: s.waits and _is_whole(s), _adds(1, waits=False), often=4),
     "finish": Verb("", _rests, of=REPLICAS + WHOLE),
@@ -291,6 +295,10 @@ def next_state(state: State, call: Call, scene: Scene, subject: str, size: int) 
     is_there = is_there and not (scene["toy"][2] and name == "fails_backward")
     # The contract of replicas is silent about a forward between a forward and its backward.
     is_there = is_there and not (state.waits and subject in REPLICAS and name in FORWARDS)
+    # Outside of training steps it is open whether replicas take the first rank's buffers.
+    is_there = is_there and not (
+        scene["buffers"] and subject in REPLICAS and name in ("evaluate", "infer", "fails")
+    )
     if not is_there or not verb.when(state):
         return None
     if any(

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from spec_tests.laws import refusal
-from spec_tests.programs import look, sent
-from spec_tests.programs.alone import FAULTS, SEED, Alone
+from spec_tests.programs import look, sent, shown
+from spec_tests.programs.alone import SEED, Alone
 from spec_tests.programs.calls import Program, after, parsed, spelled
+from spec_tests.programs.faults import FAULTS, RIGHT
 from spec_tests.programs.pieces import put_together
-from spec_tests.programs.scene import OPTIMIZER, Scene
+from spec_tests.programs.scene import OPTIMIZER, REPLICAS, SHARDS, Scene
 from spec_tests.programs.stepped import Divided, Stepped
 from spec_tests.programs.ways import WAYS
 from spec_tests.rig import judge
@@ -51,7 +52,7 @@ def follow(ctx: Context, subject: str, situation: str, looks: bool = False) -> A
         return {"seen": Divided(ctx, scene).follow(program)}
     rank = WAYS[subject](ctx, subject, scene)
     before = look.warmed_step(rank) if looks else None  # two steps: the signs are back
-    sends = sent.Sent(ctx)
+    sends = sent.Sent(rank)
     seen = rank.follow(program, *[sends.watching] * looks)
     return {
         "seen": seen,
@@ -93,6 +94,8 @@ def same_as_alone(world: World, subject: str, situation: str, *, looks: bool = F
     judge_values(put_together([rank["seen"] for rank in ranks]), subject, situation)
     if looks:
         sent.judge_calls([rank["sent"] for rank in ranks], subject, scene, program)
+        if subject in SHARDS:
+            shown.judge_calls([rank["sent"] for rank in ranks], scene, program)
         steps = [rank["afterwards"] for rank in ranks]
         look.judge_afterwards(steps, scene["toy"][0], situation)
         frozen = scene.frozen() or frozenset()
@@ -111,19 +114,23 @@ def judge_values(ranks: Sequence[Any], subject: str, situation: str) -> None:
     scene, program = read(situation)
     size, like = len(ranks), parameters(scene["toy"][0], SEED)
     # Of a whole model a gradient is read from an update, where its absence is zero.
+    is_replicated = subject in REPLICAS
     absent_is_zero = subject == "fsdp" or ("zero_grad", "zero") in program
 
     def world_of(fault: str = "") -> list[Any]:
         def compute() -> list[Any]:
-            given = (FAULTS[fault],) if fault else ()
-            return [Alone(scene, size, rank, *given).follow(program) for rank in range(size)]
+            given = (FAULTS[fault] if fault else RIGHT,)
+            return [
+                Alone(scene, size, rank, *given, is_replicated=is_replicated).follow(program)
+                for rank in range(size)
+            ]
 
-        return once(("situation", situation, size, fault), compute)
+        return once(("situation", situation, size, is_replicated, fault), compute)
 
     def at(number: int, fault: str = "") -> list[Any]:
-        return [shown(rank[number][1]) for rank in world_of(fault)]
+        return [comparable(rank[number][1]) for rank in world_of(fault)]
 
-    def shown(found: Gradients) -> Gradients:
+    def comparable(found: Gradients) -> Gradients:
         return dict(zeros_for_none(found, like)) if absent_is_zero else found
 
     within = None
@@ -132,7 +139,7 @@ def judge_values(ranks: Sequence[Any], subject: str, situation: str) -> None:
         within = rounding(scene["weights"], terms=4, depth=8)
     for number, (call, _) in enumerate(world_of()[0]):
         judge.tensors(
-            [shown(rank[number][1]) for rank in ranks],
+            [comparable(rank[number][1]) for rank in ranks],
             at(number),
             within=within,
             quantity=f"value of one process at call {number + 1}, {call}",

@@ -10,17 +10,15 @@ was. A flag that stays, a hook that doubles, a unit that stays open changes it.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from spec_tests.programs import sent
 from spec_tests.programs.alone import SEED, shape_of
 from spec_tests.programs.on_ranks import OnRank
 from spec_tests.programs.pieces import Seen
 from spec_tests.programs.scene import Scene
+from spec_tests.programs.shown import held_bytes
 from spec_tests.rig import judge
 from spec_tests.rig.judge.oracle import parameters
 from spec_tests.rig.toys import TOYS
@@ -44,25 +42,12 @@ def warmed_step(rank: OnRank, seen: Seen = ()) -> dict[str, Any]:
     return ordinary_step(rank) | {"bytes held": held_bytes(seen)}
 
 
-def held_bytes(but: Seen) -> int:
-    """Return the bytes of all storages that a tensor of Python's refers to, in this process."""
-    gc.collect()
-    shown = [t for _, found in but for t in found.values() if t is not None]
-    ours = {id(getattr(tensor, "local", tensor)) for tensor in shown}
-    storages = {}
-    for thing in gc.get_objects():
-        is_tensor = issubclass(type(thing), torch.Tensor) and id(thing) not in ours
-        if is_tensor and not hasattr(thing, "placements"):  # whose local tensor is another object
-            storage = thing.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
-
-
 def form_of(rank: OnRank) -> dict[str, Any]:
     """Return what parameters and gradients say of themselves after a backward (rank body)."""
     rank.rest()
     rank.backward("85")
-    found = {}
+    found = {"output": _about(rank.output("86"))}
+    found |= {name: _about(buffer) for name, buffer in rank.module.named_buffers()}
     for name, p in zip(rank.names, rank.held, strict=True):
         found[name] = _about(p) | {"requires_grad": p.requires_grad}
         if p.grad is not None:
@@ -86,6 +71,13 @@ def judge_form(ranks: Sequence[dict[str, Any]], subject: str, scene: Scene, give
     sharded = "(Replicate(), Shard(dim=0))" if copies else "(Shard(dim=0),)"
     placements = sharded if subject == "fully_shard" else "none: a plain tensor"
     frozen = scene.frozen() or frozenset()
+    policy, weights = scene["precision"], scene["weights"]
+    dtype = policy.get("output_dtype") or policy.get("param_dtype", weights)
+    said = [rank["output"]["dtype"] for rank in ranks]
+    judge.equal(said, str(dtype).removeprefix("torch."), quantity="output of dtype", given=given)
+    if scene["buffers"]:
+        dtypes = [rank["seen"]["dtype"] for rank in ranks]
+        judge.equal(dtypes, "float32", quantity="buffer of dtype", given=given)
     module = TOYS[scene["toy"][0]].build(0)
     for number, (name, p) in enumerate(module.named_parameters()):
         dtype = str(scene["weights"]).removeprefix("torch.")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from spec_tests.programs.alone import SEED, flags_of, one_of
+from spec_tests.programs.alone import SEED, first_buffer, flags_of, next_buffer, one_of
 from spec_tests.programs.calls import Program
 from spec_tests.programs.pieces import Piece, exact
 from spec_tests.programs.scene import Scene
@@ -113,11 +113,33 @@ class OnRank:
     def _prepare(self) -> None:
         """Let the toy's forward give the scene's output, recomputed if the scene says so."""
         give = OUTPUTS[self.scene.word("output")][0]
-        inner = self.module.forward
+        inner = self._buffered() if self.scene["buffers"] else self.module.forward
         self.module.forward = lambda *args, **kw: give(inner(*args, **kw))
         if self.scene.word("entrance") == "recomputed":
             for part in leaves(self.module):
                 part.forward = _recomputing(part.forward)  # type: ignore[method-assign]  # of one object
+
+    def _buffered(self) -> Callable[..., torch.Tensor]:
+        """Return a forward that adds a buffer to its output, and changes it in training."""
+        module, inner = self.module, self.module.forward
+        module.register_buffer("seen", torch.tensor(first_buffer(self.ctx.rank)))
+
+        def forward(x: torch.Tensor, *flags: str, **named: str) -> torch.Tensor:
+            y: torch.Tensor = inner(x, *flags, **named)
+            if not torch.is_grad_enabled():
+                return y
+            seen: Any = module.seen
+            y = y + seen.to(y.dtype)
+            if module.training:
+                with torch.no_grad():
+                    found = next_buffer(seen, x)
+                    if self.scene["buffers"] == "in place":
+                        seen.copy_(found)
+                    else:
+                        module.seen = found
+            return y
+
+        return forward
 
     # --- what a way to divide decides
 

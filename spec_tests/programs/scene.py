@@ -57,6 +57,7 @@ WHOLE = ("fsdp",)
 OPTIMIZER = ("sharded_optimizer",)
 NARROW = ("narrow",)
 STEPPED = ("stack", "even", "mlp", "ragged", "tied", "conv", "strided")
+WITH_BUFFERS = ("stack", "even", "mlp", "tied", "conv", "strided", "unused")
 REACH = {HALF: 64, BRAIN: 8}
 """`Toy.reach` of the toy 'narrow' in dtypes of few bits."""
 
@@ -152,6 +153,12 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "recomputed": Word(level="production", refusable=WHOLE),
     },
     "mode": {"training": Word(True), "evaluating": Word(False)},
+    # A training forward adds the buffer to its output, and then changes it by the batch.
+    "buffers": {
+        "no-buffer": Word(),
+        "counting": Word("in place", level="production", toys=WITH_BUFFERS),
+        "replacing": Word("by assignment", level="production", toys=WITH_BUFFERS),
+    },
     "built": {"here": Word(), "on-meta": Word()},
     # Powers of two: of integer gradients each step of SGD is exact, however it is divided.
     "moments": {
@@ -180,12 +187,12 @@ if len(AXIS_OF) != sum(map(len, AXES.values())):
 
 _COMMON = ("toy", "trained", "output", "mode", "optimizer")
 AXES_OF: Mapping[str, tuple[str, ...]] = {
-    "ddp": (*_COMMON, "entrance", "weights", "group"),
-    "ddp_bucketed": (*_COMMON, "entrance", "weights", "group", "bucket"),
+    "ddp": (*_COMMON, "entrance", "weights", "group", "buffers"),
+    "ddp_bucketed": (*_COMMON, "entrance", "weights", "group", "buffers", "bucket"),
     "fsdp": (*_COMMON, "entrance"),
     "fully_shard": (
         *("toy", "units", "mesh", "reshard", "precision", "optimizer", "trained", "output"),
-        *("entrance", "mode", "built", "weights", "group", "divisor"),
+        *("entrance", "mode", "built", "weights", "group", "divisor", "buffers"),
     ),
     "sharded_optimizer": ("toy", "moments", "groups", "trained", "weights", "group"),
 }
@@ -293,6 +300,8 @@ class Scene:
             return False  # rounded twice
         if self.word("toy") == "tied" and self.word("built") == "on-meta":
             return False  # `to_empty` unties
+        if self["buffers"] and self.word("built") == "on-meta":
+            return False  # nobody fills it
         if self.word("reshard") == "in-part" and self.word("mesh") == "replicas":
             return False  # one rank shards: there is no part
         if self["group"] and (self["mesh"] or self.word("reshard") == "in-part"):

@@ -13,12 +13,19 @@ from typing import Any
 
 from spec_tests.laws import traffic
 from spec_tests.programs.alone import SEED, shape_of
-from spec_tests.programs.calls import Program, after
-from spec_tests.programs.scene import REPLICAS, SHARDS, Scene
-from spec_tests.programs.ways import units_of
+from spec_tests.programs.calls import Call, Program, after, spelled
+from spec_tests.programs.on_ranks import OnRank
+from spec_tests.programs.scene import REPLICAS, SHARDS, STEPPED, Scene
+from spec_tests.programs.shown import (
+    BACKWARDS,
+    FORWARDS,
+    full_names,
+    held_bytes,
+    is_weighed,
+)
+from spec_tests.programs.units import units_of
 from spec_tests.rig import judge
 from spec_tests.rig.judge.oracle import parameters
-from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.recorder import Kind, Log
 from spec_tests.rig.toys import TOYS
 
@@ -26,7 +33,7 @@ LOCAL = ("step", "step_one", "zero_grad", "write", "freeze", "thaw", "keep", "re
 """Calls that send nothing, but for gathers that a later pass then need not send."""
 UNREDUCED = ("accumulate", "nested", "locally", "evaluate", "record", "forward", "fails")
 """Calls that reduce nothing."""
-COPIES = {"backward": 1, "pending": 1, "both": 2, "several": 2, "twice": 2}
+COPIES = {"backward": 1, "pending": 1, "partly": 1, "both": 2, "several": 2, "twice": 2}
 """Copies of the trained gradients that a call may reduce: one for each forward or backward."""
 CALLED = {"reused": 2, "tied": 2, "reordered": 2}
 """How often a forward of a toy may call a layer."""
@@ -38,7 +45,7 @@ FLAG = 4
 class Sent:
     """What each call of a program sends on a rank."""
 
-    ctx: Context
+    rank: OnRank
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -46,11 +53,20 @@ class Sent:
         """Record one call."""
         if name == "infer":  # in inference mode torch keeps tensors that a dispatch mode has seen
             yield
-            self.calls.append({})
+            self.calls.append(self._state())
             return
-        with self.ctx.recording() as recorder:
+        before = self._weight(name)
+        with self.rank.ctx.recording() as recorder:
             yield
-        self.calls.append(counted(recorder.log(), self.ctx.world_size))
+        grown = {"grown": self._weight(name) - before}
+        counts = counted(recorder.log(), self.rank.ctx.world_size)
+        self.calls.append(counts | grown | self._state())
+
+    def _state(self) -> dict[str, Any]:
+        return {"full": full_names(self.rank.module)}
+
+    def _weight(self, name: str) -> int:
+        return held_bytes(()) if is_weighed(self.rank.scene, name) else 0
 
 
 def counted(log: Log, size: int) -> dict[str, Any]:
@@ -73,14 +89,15 @@ def _bytes(log: Log, *kinds: Kind) -> int:
 def due(scene: Scene, subject: str, size: int, rank: int, frozen: frozenset[int]) -> dict[str, int]:
     """Return how many bytes one copy of the weights, and of the trained gradients, has on the wire.
 
-    Over copies of the weights what was reduced over shards is reduced once more.
+    Over copies of the weights what was reduced over shards is reduced once more. "in a replica" is
+    what is reduced before.
     """
     peers = next((g for g in scene["group"] or () if rank in g), range(size))
     copies, shards = (len(peers), 1) if subject in REPLICAS else shape_of(scene, len(peers))
     policy = scene["precision"]
     weights = policy.get("param_dtype", scene["weights"])
     reduced = policy.get("reduce_dtype", weights)
-    found = {"weights": 0, "gradients": 0}
+    found = {"weights": 0, "gradients": 0, "in a replica": 0}
     for number, value in enumerate(parameters(scene["toy"][0], SEED).values()):
         rows = max(1, value.shape[0] if value.dim() else 1)
         padded = -(-rows // shards) * shards * (value.numel() // rows)
@@ -90,6 +107,7 @@ def due(scene: Scene, subject: str, size: int, rank: int, frozen: frozenset[int]
         if number not in frozen and len(peers) > 1:
             over = (shards > 1) + bool(copies > 1 or scene["mesh"]) / shards
             found["gradients"] += int(padded * over * reduced.itemsize) + slack
+            found["in a replica"] += (shards > 1) * padded * reduced.itemsize + slack
     return found
 
 
@@ -107,44 +125,69 @@ def judge_calls(
         if any(earlier[0] == "early" for earlier in program[:number]):
             return  # what it sends may go on in any later call
         for rank, seen in enumerate(ranks):
-            one = due(scene, subject, size, rank, state.frozen)
-            _judge_call(seen[number], one, call, program[number - 1 : number], rank, subject, toy)
+            if "gathers" in seen[number]:
+                one = due(scene, subject, size, rank, state.frozen)
+                what = f"rank {rank}, {' '.join(call)!r}"
+                copy = one["in a replica" if call[0] == "partly" else "gradients"]
+                _judge_reduced(seen[number], copy, call[0], what, subject, toy)
+                most = most_gathered(program[:number], call, scene, one["weights"])
+                judge.holds(
+                    most is None or seen[number]["bytes gathered"] <= most,
+                    f"{what}: expected at most {most} bytes to be gathered after "
+                    f"{spelled(program[:number])!r}, got {seen[number]['bytes gathered']}",
+                    likely="full weights were freed that a setting or a call keeps",
+                )
 
 
-def _judge_call(
-    sent: dict[str, Any],
-    one: dict[str, int],
-    call: Any,
-    before: Program,
-    rank: int,
-    subject: str,
-    toy: str,
+def _judge_reduced(
+    sent: dict[str, Any], copy: int, name: str, what: str, subject: str, toy: str
 ) -> None:
     __tracebackhide__ = True
-    if not sent:
-        return
-    what = f"rank {rank}, {' '.join(call)!r}"
-    name = call[0]
     if name in LOCAL or (name in ("accumulate", "nested") and subject in REPLICAS):
         judge.holds(
             not sent["besides"],
             f"{what}: expected nothing to be sent, got {', '.join(sent['besides'])}",
         )
-    allowed = one["gradients"] * COPIES.get(name, 0) * CALLED.get(toy, 1)
+    allowed = copy * COPIES.get(name, 0) * CALLED.get(toy, 1)
     judge.holds(
         sent["bytes reduced"] <= allowed or name not in (*UNREDUCED, *COPIES),
         f"{what}: expected at most {allowed} bytes of gradients to be reduced, got "
         f"{sent['bytes reduced']}",
         likely="gradients that are frozen, wide, or not to be reduced yet are sent",
     )
-    is_there = before[:1] == (("unshard", "now"),) and name in ("unshard", "evaluate")
-    is_discarded = before[:1] == (("reshard",),) and name == "wait"
-    if is_there or is_discarded:
-        judge.holds(
-            sent["bytes gathered"] == 0,
-            f"{what}: expected nothing to be gathered right after {' '.join(before[0])!r}, got "
-            f"{sent['bytes gathered']} bytes",
-        )
+
+
+def most_gathered(before: Program, call: Call, scene: Scene, copy: int) -> int | None:
+    """Return how many bytes a call may gather; None where it is not known what is there.
+
+    Args:
+        copy: bytes of the full weights on the wire.
+    """
+    name, last = call[0], before[-1:]
+    if last == (("unshard", "now"),) and name in ("unshard", "evaluate"):
+        return 0
+    if last == (("reshard",),) and name == "wait":
+        return 0
+    if scene.word("toy") not in STEPPED or not _is_kept(before, scene):
+        return None
+    if name in ("evaluate", "infer") or scene.word("reshard") == "held":
+        return 0
+    return copy * COPIES.get(name, 1)  # what a forward frees its backward gathers
+
+
+def _is_kept(program: Program, scene: Scene) -> bool:
+    """Whether the last backward kept the full weights of every unit, and nothing changed since."""
+    is_set = is_kept = False
+    for call in program:
+        if call[0] == "keep":
+            is_set, is_kept = call[1] == "True", False
+        elif call[0] in BACKWARDS:
+            is_kept = is_set
+        elif call[0] in FORWARDS:
+            is_kept = is_kept and scene.word("reshard") == "held"
+        else:
+            is_kept = is_kept and call[0] in ("zero_grad", "save", "finish")
+    return is_kept
 
 
 def judge_step(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 from spec_tests.programs.alone import shape_of
 from spec_tests.programs.on_ranks import OnRank, copy_of
 from spec_tests.programs.pieces import exact
+from spec_tests.programs.units import parameters_of_units, units_of
 from spec_tests.rig.judge.oracle import Gradients, Named
 
 
@@ -125,6 +125,13 @@ class Shards(OnRank):
         else:
             self.wrapped.set_requires_gradient_sync(True)  # which turns on both
 
+    def outermost_waits(self, micro: str) -> Gradients | None:
+        self.wrapped.set_requires_gradient_sync(False, recurse=False)
+        self.loss(micro).backward()
+        self.wrapped.set_requires_gradient_sync(True, recurse=False)
+        found, names = self.gradients(), parameters_of_units(self.module, self.scene.word("units"))
+        return {name: found[name] for name in names} or None
+
     def early(self, micro: str) -> None:
         self.wrapped.set_is_last_backward(False)
         self.loss(micro).backward()
@@ -167,28 +174,3 @@ WAYS: dict[str, type[OnRank]] = {
     "fsdp": Whole,
     "fully_shard": Shards,
 }
-
-
-def units_of(module: nn.Module, granularity: str = "children") -> list[str]:
-    """Return the names of the modules to shard before the whole, innermost first.
-
-    Args:
-        granularity: "children" (the outermost modules that can be called), "layers" (those without
-            children), "nested" (both), "root" (none).
-    """
-    names = [name for name, part in module.named_modules() if name and _can_be_unit(module, part)]
-    if granularity == "root":
-        return []
-    if granularity == "layers":
-        names = [n for n in names if not any(True for _ in module.get_submodule(n).children())]
-    if granularity == "children":
-        names = [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
-    return names[::-1]
-
-
-def _can_be_unit(module: nn.Module, part: nn.Module) -> bool:
-    """Has parameters, can be called, and shares none with the rest: a tie stays within one unit."""
-    uses = Counter(id(p) for m in module.modules() for p in m._parameters.values())
-    own = Counter(id(p) for m in part.modules() for p in m._parameters.values() if p is not None)
-    is_container = isinstance(part, nn.ModuleList | nn.ModuleDict)
-    return bool(own) and not is_container and all(uses[key] == n for key, n in own.items())

@@ -11,8 +11,9 @@ import torch
 
 from spec_tests import target
 from spec_tests.programs import declared, draw, explore, law, seeds
-from spec_tests.programs.alone import FAULTS, SEED, Alone, exposed
+from spec_tests.programs.alone import SEED, Alone, exposed
 from spec_tests.programs.calls import VERBS, WORDS, after, parsed, spelled
+from spec_tests.programs.faults import FAULTS
 from spec_tests.programs.pieces import Piece, put_together
 from spec_tests.programs.scene import AXES, AXES_OF, OPTIMIZER, Scene, pairs
 from spec_tests.rig.judge import Situation, Violation, judging
@@ -88,12 +89,14 @@ TELLS = {
     "one-replica": "replicas: backward 0",
     "one-optimizer": "two: backward 0, step",
     "not-thawed": "freeze 1, backward 0",
+    "own-buffers": "counting: backward 0, step, backward 1",
+    "buffers-in-no-sync": "replacing: backward 0, accumulate 1, backward 2",
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_exposed_by_a_situation(fault):
-    assert fault in exposed(*law.read(TELLS[fault]))
+    assert fault in exposed(*law.read(TELLS[fault]), is_replicated="buffers" in fault)
 
 
 def test_a_silent_situation_exposes_nothing():
@@ -236,6 +239,19 @@ def test_what_is_declared_of_torch_still_fails(worlds, entry):
             "bytes held",
         ),
         ("holds-back-the-rest-alone", "fsdp", "even: locally 0, backward 1", "'locally 0'"),
+        (
+            "all-reduces-each-time",
+            "fully_shard",
+            "replicas: partly 0, backward 1",
+            "'partly 0': expected at most",
+        ),
+        ("casts-buffers", "fully_shard", "counting wide: backward 0", "buffer of dtype 'float32'"),
+        (
+            "frees-in-windows",
+            "fully_shard",
+            "held: keep True, backward 0, accumulate 1",
+            "expected at most 0 bytes to be gathered",
+        ),
     ],
 )
 def test_observers_see_what_values_do_not_show(worlds, fault, subject, line, said):
