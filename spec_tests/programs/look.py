@@ -39,7 +39,9 @@ def warmed_step(rank: OnRank, seen: Seen = ()) -> dict[str, Any]:
     """
     rank.rest()
     ordinary_step(rank)
-    return ordinary_step(rank) | {"bytes held": held_bytes(seen)}
+    found = ordinary_step(rank) | {"bytes held": held_bytes(seen)}
+    rank.rest()
+    return found
 
 
 def form_of(rank: OnRank) -> dict[str, Any]:

@@ -98,6 +98,7 @@ class OnRank:
         self.hold()
         self.wrapped.train(scene["mode"])
         self.module.train(scene["mode"])
+        self.buffers = {name: value.clone() for name, value in self.module.named_buffers()}
         self.losses: Any = None
         self.saved: Any = None
 
@@ -367,9 +368,11 @@ class OnRank:
         self.held[int(number)].requires_grad_(True)
 
     def rest(self) -> None:
-        """Bring settings back to those of the scene, and gradients to None."""
+        """Bring settings and buffers back to those of the scene, and gradients to None."""
         self.losses = self.saved = None
         self.zero_grad("none")
+        for name, value in self.buffers.items():
+            self.module.get_buffer(name).copy_(value)
         frozen = self.scene.frozen() or frozenset()
         for number, parameter in enumerate(self.held):
             if parameter.requires_grad is (number in frozen):

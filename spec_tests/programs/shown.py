@@ -31,7 +31,7 @@ SMALL = 256
 
 
 def is_weighed(scene: Scene, name: str) -> bool:
-    """Whether what a call leaves in memory is measured: no graph is kept, and no full weights are to be."""
+    """Whether what a call leaves in memory is measured: no graph, and no full weights are kept."""
     return name in ("evaluate", "record") and scene.word("reshard") == "freed"
 
 

@@ -230,7 +230,7 @@ def test_what_is_declared_of_torch_still_fails(worlds, entry):
             "gathers-anew",
             "fully_shard",
             "even: unshard now, evaluate 1",
-            "right after 'unshard now'",
+            "gathered after 'unshard now'",
         ),
         (
             "keeps-discarded-gathers",

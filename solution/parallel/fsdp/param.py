@@ -146,12 +146,17 @@ class ShardedParameter:
         self._adopt()
         return self.sharded._local_tensor  # type: ignore[attr-defined]  # a DTensor
 
-    def versions(self) -> tuple[int, int, int, bool]:
-        """Return a value that changes with the shard, in place too, and with `requires_grad`."""
+    def versions(self) -> tuple[int, int, int]:
+        """Return a value that changes with the shard, in place too."""
         local = self.local
         if self._seen() is not local:  # an id may come again, on one rank and not on another
             self._seen, self._num_locals = weakref.ref(local), self._num_locals + 1
-        return self._num_locals, self.sharded._version, local._version, self.sharded.requires_grad
+        return self._num_locals, self.sharded._version, local._version
+
+    @property
+    def trains_alike(self) -> bool:
+        """Whether the unsharded tensor, if there is one, requires a gradient as the shard does."""
+        return self.unsharded is None or self.unsharded.requires_grad == self.sharded.requires_grad
 
     def allocate(self, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised memory `[shape]` for the unsharded values, to be written to."""

@@ -171,9 +171,11 @@ class Unit:
         self.state = UnitState.PARTLY_SHARDED if keep_part else UnitState.SHARDED
 
     def drop_stale(self) -> None:
-        """Reshard if the shards have changed since the all-gather was started."""
-        if self.state is not UnitState.SHARDED and self._gathered_versions != self._versions():
-            self.reshard()
+        """Reshard if the shards have changed since the all-gather, or are frozen or thawed."""
+        if self.state is not UnitState.SHARDED:
+            is_fresh = self._gathered_versions == self._versions()
+            if not (is_fresh and all(p.trains_alike for p in self.parameters)):
+                self.reshard()
 
     def register_sharded(self) -> None:
         """Register the shards in the modules, whether or not unsharded values are kept."""

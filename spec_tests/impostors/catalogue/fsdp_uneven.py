@@ -13,9 +13,9 @@ class ThawsAtAGather(Patched):
     Unseen: An optimizer steps between most freezings, and after a step everything is gathered.
     """
 
-    module = "solution.parallel.fsdp.param"
-    find = "self.sharded._version, local._version, self.sharded.requires_grad"
-    replace = "self.sharded._version, local._version, True"
+    module = "solution.parallel.fsdp.unit"
+    find = "is_fresh and all(p.trains_alike for p in self.parameters)"
+    replace = "is_fresh"
 
 
 @near_miss("fsdp.sends-what-it-used", rejected_by="fsdp.backward.unused-on-some-ranks")
