@@ -49,8 +49,14 @@ class FsdpConfig(TrainConfig):
 
     @property
     def name(self) -> str:
-        """The name of this run's files: those of both implementations can lie side by side."""
-        return f"fsdp_{self.strategy.lower()}" + ("_torch" if self.impl == "torch" else "")
+        """The name of this run's files: runs that differ in what is sent lie side by side."""
+        flags = {
+            "kept": not self.reshard_after_backward,
+            "reduce_grads": self.reduce_grads,
+            "torch": self.impl == "torch",
+        }
+        words = [name for name, is_on in flags.items() if is_on]
+        return "_".join((f"fsdp_{self.strategy.lower()}", *words))
 
 
 class Accumulating(nn.Module):
