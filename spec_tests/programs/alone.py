@@ -192,6 +192,8 @@ class Alone:
         self.losses = []
         return self.gradients()
 
+    resumed = pending
+
     def finish(self) -> Gradients:
         return self.gradients()
 

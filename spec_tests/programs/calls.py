@@ -14,6 +14,7 @@
     outermost_waits N   the same of the outermost unit alone; the others reduce
     early N             a reduced backward that is not the last one
     forward N, pending  a forward, and later its backward
+    resumed             the same where another backward raised between the two
     finish              the finish once more
     step                every optimizer turns the sign of its trained weights
     step_one WHICH      the first optimizer, or the others, do
@@ -73,6 +74,7 @@ class State:
         shares: micro-batches in the gradients; the arithmetic of a toy is exact for so many.
         is_open: gradients of single ranks wait for their reduction.
         waits: a loss exists whose backward is still to come.
+        is_left: another backward raised while it waited.
         is_broken: a backward was interrupted, and nothing was cleared since.
         is_reduced: gradients were reduced since they were cleared.
         is_saved: there has been a save.
@@ -86,6 +88,7 @@ class State:
     shares: int = 0
     is_open: bool = False
     waits: bool = False
+    is_left: bool = False
     is_broken: bool = False
     is_reduced: bool = False
     is_saved: bool = False
@@ -168,8 +171,18 @@ VERBS: dict[str, Verb] = {
     "outermost_waits": Verb(
         "micro", _is_whole, _adds(1, is_open=True), of=SHARDS, level="production"
     ),
-    "forward": Verb("micro", lambda s: _is_whole(s) and not s.waits, _becomes(waits=True)),
+    "forward": Verb(
+        "micro", lambda s: _is_whole(s) and not s.waits, _becomes(waits=True, is_left=False)
+    ),
     "pending": Verb("", lambda s: s.waits and _is_whole(s), _adds(1, waits=False), often=4),
+    "resumed": Verb(
+        "",
+        lambda s: s.is_left and _is_whole(s),
+        _adds(1, is_left=False),
+        of=SHARDS,
+        level="production",
+        often=4,
+    ),
     "finish": Verb("", _rests, of=REPLICAS + WHOLE),
     "step": Verb("", _rests, lambda s: replace(_cleared(s), is_zeroed=False), often=4),
     "step_one": Verb("which", _rests, lambda s: replace(_cleared(s), is_zeroed=False)),
@@ -181,7 +194,10 @@ VERBS: dict[str, Verb] = {
     "fails_backward": Verb(
         "micro layer",
         _is_whole,
-        _becomes(is_broken=True, may_refuse=True),
+        lambda s: replace(
+            s, is_broken=True, may_refuse=True, waits=False, is_left=s.waits or s.is_left
+        ),
+        often=2,
         of=REPLICAS + SHARDS,  # of a whole model nothing is promised then
     ),
     "keep": Verb("flag", _rests, of=SHARDS),
@@ -220,6 +236,7 @@ WORDS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
         "parameters": (REPLICAS + SHARDS + WHOLE + OPTIMIZER, "correct"),
         "local-tensors": (SHARDS, "correct"),
         "one-parameter": (REPLICAS + SHARDS + WHOLE + OPTIMIZER, "correct"),
+        "elsewhere": (OPTIMIZER, "correct"),  # to memory of its own, which it then has
     },
     "number": dict.fromkeys(("0", "1", "2"), (SHARDS + WHOLE + OPTIMIZER, "correct")),
     "assigns": {
@@ -308,6 +325,8 @@ def next_state(state: State, call: Call, scene: Scene, subject: str, size: int) 
     ):
         return None
     found = verb.then(state)
+    if verb.when is _rests:
+        found = replace(found, is_left=False)  # the loss was of other weights: it is dropped
     if name == "zero_grad" and words == ["zero"]:
         found = replace(found, is_zeroed=True)
     if name in ("freeze", "thaw"):

@@ -130,7 +130,9 @@ def programs(
             call, state = chance.choice(found)
             calls.append(call)
     closing = CLOSING_STEPS if subject in OPTIMIZER else CLOSING
-    pending = (("pending",),) if state.waits else ()
+    pending: Program = (("pending",),) if state.waits else ()
+    if state.is_left and level == LEVELS[-1]:
+        pending = (("zero_grad", "none"), ("resumed",))
     for program in ((*calls * times, *pending, *closing), (*calls, *pending, *closing), closing):
         if after(program, scene, subject, size) and not is_avoided(law.written(scene, program)):
             return program

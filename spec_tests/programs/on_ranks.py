@@ -284,6 +284,8 @@ class OnRank:
         self.finish_backward()
         return self.gradients()
 
+    resumed = pending
+
     def finish(self) -> Gradients:
         self.finish_backward()
         return self.gradients()

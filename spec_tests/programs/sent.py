@@ -33,7 +33,15 @@ LOCAL = ("step", "step_one", "zero_grad", "write", "freeze", "thaw", "keep", "re
 """Calls that send nothing, but for gathers that a later pass then need not send."""
 UNREDUCED = ("accumulate", "nested", "locally", "evaluate", "record", "forward", "fails")
 """Calls that reduce nothing."""
-COPIES = {"backward": 1, "pending": 1, "partly": 1, "both": 2, "several": 2, "twice": 2}
+COPIES = {
+    "backward": 1,
+    "pending": 1,
+    "resumed": 1,
+    "partly": 1,
+    "both": 2,
+    "several": 2,
+    "twice": 2,
+}
 """Copies of the trained gradients that a call may reduce: one for each forward or backward."""
 CALLED = {"reused": 2, "tied": 2, "reordered": 2}
 """How often a forward of a toy may call a layer."""

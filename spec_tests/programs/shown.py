@@ -22,7 +22,16 @@ from spec_tests.rig import judge
 from spec_tests.rig.judge.oracle import parameters
 from spec_tests.rig.toys import TOYS
 
-BACKWARDS = ("backward", "both", "twice", "pending", "accumulate", "partly", "outermost_waits")
+BACKWARDS = (
+    "backward",
+    "both",
+    "twice",
+    "pending",
+    "resumed",
+    "accumulate",
+    "partly",
+    "outermost_waits",
+)
 FORWARDS = ("evaluate", "infer", "record", "forward")
 OPENING = ("unshard", "fails", "fails_backward", "early")
 """Calls after which it is open what is shown."""
@@ -70,7 +79,7 @@ def closed(program: Program, scene: Scene) -> list[frozenset[str]]:
     found, now, is_kept, waits = [], every, False, False
     for call in program:
         name = call[0]
-        waits = name == "forward" or (waits and name != "pending")
+        waits = name == "forward" or (waits and name not in ("pending", "resumed"))
         is_kept = call == ("keep", "True") or (is_kept and call != ("keep", "False"))
         now = _then(call, now, every, after_forward, is_open=is_kept or waits)
         found.append(now)

@@ -101,7 +101,9 @@ class Stepped:
     @torch.no_grad()
     def write(self, where: str) -> None:
         for number, parameter in enumerate(self.parameters.values()):
-            if where == "parameters" or number == one_of(list(self.parameters)):
+            if where == "elsewhere":
+                parameter.data = -parameter
+            elif where == "parameters" or number == one_of(list(self.parameters)):
                 parameter.neg_()
 
     def freeze(self, number: str) -> None:
