@@ -154,21 +154,24 @@ class _Peak:
 def _sweep(work: Workload, flags: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row per batch size; on the CPU the peak is predicted."""
     is_gpu = work.device.type == "cuda"
-    rows = sweep_batch_sizes(
+    sweep = functools.partial(
+        sweep_batch_sizes,
         functools.partial(_build, work, flags),
-        batch_sizes=flags.batch_sizes,
         sequence_length=work.length,
         clock=time.perf_counter,
         memory=_Peak(),
         num_steps=flags.steps,
     )
-    print(f"  batch      tokens/s  {'' if is_gpu else 'predicted '}peak MiB")
-    for row in rows:
+    print(f"  batch      tokens/s  {'' if is_gpu else 'predicted '}peak MiB", flush=True)
+    rows = []
+    for batch_size in flags.batch_sizes:  # one by one: each row is printed as it comes
+        (row,) = sweep(batch_sizes=[batch_size])
         if not is_gpu:
             row["peak_bytes"] = work.predict(row["batch_size"]).peak_bytes
         size = "-" if row["peak_bytes"] is None else significant(row["peak_bytes"] / MIB)
         rate = "out of memory" if row["is_oom"] else significant(row["tokens_per_s"], decimals=1)
-        print(f"  {row['batch_size']:5}  {rate:>12}  {size}")
+        print(f"  {row['batch_size']:5}  {rate:>12}  {size}", flush=True)
+        rows.append(row)
     return rows
 
 
