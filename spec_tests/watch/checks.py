@@ -299,9 +299,17 @@ def replicas_equal(step: Step) -> Iterator[Finding]:
             rank,
             name,
             step.place(rank),
-            step.ask(""),
+            step.ask(_loaded_on_some(step)),
             is_advice=bool(step.doubt),
         )
+
+
+def _loaded_on_some(step: Step) -> str:
+    """Return in words that some ranks alone have loaded a state for the optimizer."""
+    loaded = {bool(event["loaded"]): rank for rank, event in reversed(step.events.items())}
+    if len(loaded) < 2:
+        return ""
+    return f"rank {loaded[True]} loaded a state for its optimizer, rank {loaded[False]} did not"
 
 
 @norm("watch.replicas.unheld", source="Tarvainen and Valpola 2017, section 2")

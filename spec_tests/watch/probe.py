@@ -166,9 +166,12 @@ class Probe:
         self.inner = getattr(self.names.wrapper(module), "module", module)
         self.trains = False
         self.window.called.add(module)
+        ids = {id(p) for p in parameters}
+        held = [each.ids for each in self.optimizers.values()]
         if not (module.training and self.takes_gradients and any(flag for _, flag in seen)):
-            if any(flag for _, flag in seen):
-                self.feeds.current = None  # an evaluation has taken the batch
+            # An evaluation has taken the batch; what no optimizer holds hands it on, as an encoder.
+            if any(flag for _, flag in seen) and (not held or any(ids & each for each in held)):
+                self.feeds.current = None
             return
         link = self.connect()
         if all(each.steps < 3 for each in self.optimizers.values()):
@@ -176,7 +179,6 @@ class Probe:
         self.window.forward(module, tensors_of((arguments, keywords or {})), self.names)
         self.window.feed = self.feeds.train() or self.window.feed
         self.trains, self.forward_began = True, time.time_ns()
-        ids = {id(p) for p in parameters}
         taken = (each.steps for each in self.optimizers.values() if ids & each.ids)
         if max(taken, default=0) + 1 == self.options["replay"]:
             if module not in self.recordings:

@@ -32,7 +32,7 @@ _FOLLOWS = {
     "watch.scaler.unscaled": (),
     "watch.weights.current": (),
     "watch.parameters.stay-tied": (),
-    "watch.optimizer.same-options": (),
+    "watch.optimizer.same-options": ("watch.steps.same",),
     "watch.optimizer.resumed": ("watch.optimizer.same-options",),
     "watch.clip.norm": ("watch.steps.same", "watch.replicas.begin-equal"),
     "watch.gradients.equal": (
