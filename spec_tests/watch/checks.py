@@ -17,6 +17,7 @@ from spec_tests.watch.values import (
     optimizer_moves,
     optimizer_precision,
     optimizer_resumed,
+    optimizer_update,
     schedule_per_update,
 )
 
@@ -144,6 +145,7 @@ def reduction_saved(step: Step) -> Iterator[Finding]:
     """Accumulated gradients SHOULD be reduced once per step, not once per micro-batch."""
     for rank, event in step.events.items() if step.run.world > 1 else ():
         wasted = event["backwards"] > 1 and not event["unsynced"] and event["is_complete"]
+        wasted = wasted and not event["dropped"]  # an update that was left out accumulates nothing
         is_ddp = any(entry["kind"] == "ddp" for entry in step.layout(rank))
         flags = [forward["syncs"] for forward in event["forwards"]]
         every = 0.95 * event["backwards"] * event["distinct"]
@@ -251,7 +253,7 @@ def replicas_begin_equal(step: Step) -> Iterator[Finding]:
         names = {each[0] for each in found}
         added = _added(step, names)
         reduces = _are_reduced(step, names)
-        ask = step.ask("the ranks train alone")
+        ask = step.ask(_unwrapped(step, names) or "the ranks train alone")
         yield Finding(
             "watch.replicas.begin-equal",
             f"rank {rank}, {name!r}: expected the weights of rank {min(values)} before the first "
@@ -263,6 +265,15 @@ def replicas_begin_equal(step: Step) -> Iterator[Finding]:
             added or ("the first weights were not broadcast" if reduces else ask),
             is_advice=not (reduces or added),
         )
+
+
+def _unwrapped(step: Step, names: set[str]) -> str:
+    """Return in words that one of the models of an optimizer has no wrapper, but another has."""
+    kinds = [(entry["kind"], entry["name"]) for entry in step.layout(min(step.events))]
+    wrapped = sum(kind == "ddp" for kind, _ in kinds)
+    if not wrapped or any(name in names for kind, name in kinds if kind == "ddp"):
+        return ""
+    return f"its model is not wrapped, while that of {wrapped} other parameters of the optimizer is"
 
 
 def _added(step: Step, names: set[str]) -> str:
@@ -387,6 +398,7 @@ CHECKS = (
     same_options,
     optimizer_moves,
     optimizer_resumed,
+    optimizer_update,
     schedule_per_update,
 )
 """Those that are asked of each step; causes come before effects."""

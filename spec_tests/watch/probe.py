@@ -35,6 +35,7 @@ from .layout import Names, fingerprint, full_weights, is_dtensor, local_of, own_
 from .leaving import ended, forget, raised, spawned
 from .link import Link, collectives_so_far, script_line
 from .replay import Recording, finish
+from .update import Sample
 from .window import Watched, Window, numbers, tensors_of
 
 _WATCHED = "TRAINSPEC_WATCHED"  # the process of this rank: what it starts is not watched
@@ -232,6 +233,7 @@ class Probe:
         """Gradients were cleared: what came before does not go into the step."""
         ids = {id(p) for p in parameters}
         self.window.cleared(ids)
+        self.clips = [clip for clip in self.clips if id(clip["largest"]) not in ids]
         for model, recording in self.recordings.items():
             if any(id(p) in ids for p in model.parameters()):
                 recording.cleared()
@@ -345,7 +347,7 @@ def _accumulated(probe: Probe, parameter: Tensor) -> None:
 
 
 @quiet
-def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
+def _before_step(probe: Probe, optimizer: Any, arguments: Any, keywords: Any) -> None:
     if probe.stepping not in (None, id(optimizer)) and is_inside(probe.stepping):
         return  # a wrapper's inner optimizer
     probe.stepping = id(optimizer)
@@ -393,6 +395,9 @@ def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
     event["unheld"] = probe.window.unheld(probe.names, probe.optimizers.values(), watched.steps)
     probe.window = Window()
     watched.take_half()
+    has_closure = any(each is not None for each in (*arguments[1:], *keywords.values()))
+    is_sampled = watched.steps == 1 and not has_closure  # which makes gradients in the step
+    watched.sample = Sample(optimizer, probe.names.of) if is_sampled else None
     _keep_gradients(probe, watched)
     event["begun"] = time.time_ns()
     watched.event = event
@@ -424,6 +429,8 @@ def _after_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
     moved = sum(a != b for a, b in zip(after, watched.last, strict=True))
     watched.last = after
     watched.event["half"] = watched.compare_half()
+    watched.event["update"] = watched.sample and watched.sample.compare()
+    watched.event["sampled"], watched.sample = watched.sample is not None, None
     bad = watched.event["bad"]
     bad["after"] = watched.not_finite() if bad["grads"] else []
     link = probe.connect()
