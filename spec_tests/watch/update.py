@@ -50,7 +50,8 @@ class Sample:
     def compare(self) -> list[Any] | None:
         """Return name, elements that are something else, and all, of the first that is."""
         for name, p, copy, before, own in self._copies:
-            own.step()
+            step = type(own).step
+            getattr(step, "__wrapped__", step)(own)  # without the script's hooks of all optimizers
             after = local_of(p)
             allowed = _SHARE * (copy.detach() - before).abs().max()
             allowed = allowed + 8 * torch.finfo(copy.dtype).eps * before.abs()
