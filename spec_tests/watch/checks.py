@@ -21,6 +21,7 @@ from spec_tests.watch.values import (
     schedule_per_update,
 )
 
+_ALONE = "nothing reduces their gradients, so that the ranks train alone: wrap the model in DDP"
 _DDP = "docs.pytorch.org/docs/stable/notes/ddp.html"
 _FSDP = "docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 
@@ -253,7 +254,7 @@ def replicas_begin_equal(step: Step) -> Iterator[Finding]:
         names = {each[0] for each in found}
         added = _added(step, names)
         reduces = _are_reduced(step, names)
-        ask = step.ask(_unwrapped(step, names) or "the ranks train alone")
+        ask = step.ask(_unwrapped(step, names) or _ALONE)
         yield Finding(
             "watch.replicas.begin-equal",
             f"rank {rank}, {name!r}: expected the weights of rank {min(values)} before the first "

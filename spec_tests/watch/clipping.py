@@ -88,7 +88,7 @@ def _clipped_on_some(step: Step, clips: dict[int, Any]) -> Iterator[Finding]:
 def _clipped_before_the_mean(step: Step, rank: int, clip: Any) -> Iterator[Finding]:
     """Replicated gradients that differed when they were clipped and are equal in the step."""
     is_replica = all(part[1] in ("ddp", "plain") for part in clip["parts"])
-    if is_replica and not list(unequal(step, "grads")):
+    if is_replica and not list(unequal(step, "grads", every=True)):
         yield Finding(
             "watch.clip.norm",
             f"rank {rank}: expected the norm of the reduced gradients, got one of gradients that "
