@@ -19,7 +19,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -395,16 +395,16 @@ def _before_step(probe: Probe, optimizer: Any, arguments: Any, keywords: Any) ->
     event["unheld"] = probe.window.unheld(probe.names, probe.optimizers.values(), watched.steps)
     probe.window = Window()
     watched.take_half()
-    has_closure = any(each is not None for each in (*arguments[1:], *keywords.values()))
-    is_sampled = watched.steps == 1 and not has_closure  # which makes gradients in the step
-    watched.sample = Sample(optimizer, probe.names.of) if is_sampled else None
-    _keep_gradients(probe, watched)
+    _keep(probe, watched, optimizer, (*arguments[1:], *keywords.values()))
     event["begun"] = time.time_ns()
     watched.event = event
 
 
-def _keep_gradients(probe: Probe, watched: Watched) -> None:
-    """Keep those of the step before the one that is replayed."""
+def _keep(probe: Probe, watched: Watched, optimizer: Any, given: Sequence[Any]) -> None:
+    """Keep what goes into the second step, and the gradients of the one before the replayed one."""
+    has_closure = any(each is not None for each in given)  # it makes gradients in the step
+    is_sampled = watched.steps == 1 and not has_closure
+    watched.sample = Sample(optimizer, probe.names.of) if is_sampled else None
     if watched.steps + 2 == probe.options["replay"]:
         pairs = [(id(p), p.grad) for p in watched.parameters if p.grad is not None]
         watched.earlier = {key: local_of(grad).clone() for key, grad in pairs}
