@@ -71,6 +71,7 @@ def clip_grad_norm(
                     ],
                     "place": script_line(),
                     "largest": with_gradient[index],
+                    "backwards": probe.window.backwards(with_gradient),
                     "norm": norms[index],
                     "clipped": _norms([with_gradient[index]], kind)[0],
                 }
@@ -104,8 +105,10 @@ def norm_again(probe: Any, parameters: list[Any]) -> dict[str, Any] | None:
         return None
     clip = found[-1]
     largest = clip.pop("largest")
+    scaled = {each["backwards"] for each in found if each["clipped"] < 0.97 * each["norm"]}
     return {
         **clip,
+        "partial": len([count for count in scaled if 0 < count < clip["backwards"]]),
         "stepped": _norms([largest], clip["kind"])[0] if largest.grad is not None else 0.0,
     }
 

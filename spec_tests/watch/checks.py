@@ -17,9 +17,11 @@ from spec_tests.watch.values import (
     optimizer_moves,
     optimizer_precision,
     optimizer_resumed,
+    optimizer_update,
     schedule_per_update,
 )
 
+_ALONE = "nothing reduces their gradients, so that the ranks train alone: wrap the model in DDP"
 _DDP = "docs.pytorch.org/docs/stable/notes/ddp.html"
 _FSDP = "docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 
@@ -144,6 +146,7 @@ def reduction_saved(step: Step) -> Iterator[Finding]:
     """Accumulated gradients SHOULD be reduced once per step, not once per micro-batch."""
     for rank, event in step.events.items() if step.run.world > 1 else ():
         wasted = event["backwards"] > 1 and not event["unsynced"] and event["is_complete"]
+        wasted = wasted and not event["dropped"]  # an update that was left out accumulates nothing
         is_ddp = any(entry["kind"] == "ddp" for entry in step.layout(rank))
         flags = [forward["syncs"] for forward in event["forwards"]]
         every = 0.95 * event["backwards"] * event["distinct"]
@@ -251,7 +254,7 @@ def replicas_begin_equal(step: Step) -> Iterator[Finding]:
         names = {each[0] for each in found}
         added = _added(step, names)
         reduces = _are_reduced(step, names)
-        ask = step.ask("the ranks train alone")
+        ask = step.ask(_unwrapped(step, names) or _ALONE)
         yield Finding(
             "watch.replicas.begin-equal",
             f"rank {rank}, {name!r}: expected the weights of rank {min(values)} before the first "
@@ -263,6 +266,15 @@ def replicas_begin_equal(step: Step) -> Iterator[Finding]:
             added or ("the first weights were not broadcast" if reduces else ask),
             is_advice=not (reduces or added),
         )
+
+
+def _unwrapped(step: Step, names: set[str]) -> str:
+    """Return in words that one of the models of an optimizer has no wrapper, but another has."""
+    kinds = [(entry["kind"], entry["name"]) for entry in step.layout(min(step.events))]
+    wrapped = sum(kind == "ddp" for kind, _ in kinds)
+    if not wrapped or any(name in names for kind, name in kinds if kind == "ddp"):
+        return ""
+    return f"its model is not wrapped, while that of {wrapped} other parameters of the optimizer is"
 
 
 def _added(step: Step, names: set[str]) -> str:
@@ -299,9 +311,17 @@ def replicas_equal(step: Step) -> Iterator[Finding]:
             rank,
             name,
             step.place(rank),
-            step.ask(""),
+            step.ask(_loaded_on_some(step)),
             is_advice=bool(step.doubt),
         )
+
+
+def _loaded_on_some(step: Step) -> str:
+    """Return in words that some ranks alone have loaded a state for the optimizer."""
+    loaded = {bool(event["loaded"]): rank for rank, event in reversed(step.events.items())}
+    if len(loaded) < 2:
+        return ""
+    return f"rank {loaded[True]} loaded a state for its optimizer, rank {loaded[False]} did not"
 
 
 @norm("watch.replicas.unheld", source="Tarvainen and Valpola 2017, section 2")
@@ -379,6 +399,7 @@ CHECKS = (
     same_options,
     optimizer_moves,
     optimizer_resumed,
+    optimizer_update,
     schedule_per_update,
 )
 """Those that are asked of each step; causes come before effects."""

@@ -20,6 +20,9 @@ def clip_norm(step: Step) -> Iterator[Finding]:
         return
     whole = _whole_norm(clips)
     for rank, clip in clips.items():
+        if clip["partial"]:
+            yield _clipped_in_parts(step, rank, clip)
+            return
         if whole is None:
             yield from _clipped_before_the_mean(step, rank, clip)
             return
@@ -54,6 +57,20 @@ def clip_norm(step: Step) -> Iterator[Finding]:
             return
 
 
+def _clipped_in_parts(step: Step, rank: int, clip: dict[str, Any]) -> Finding:
+    """Gradients that were clipped, and added to, before they were clipped for the step."""
+    return Finding(
+        "watch.clip.norm",
+        f"rank {rank}: expected the gradient of {clip['backwards']} micro-batches to be clipped "
+        f"once, got it scaled down {clip['partial']} times before it was whole",
+        step.number,
+        rank,
+        place=clip["place"],
+        likely="clip_grad_norm_ is called after each backward: earlier micro-batches weigh less",
+        is_advice=True,
+    )
+
+
 def _clipped_on_some(step: Step, clips: dict[int, Any]) -> Iterator[Finding]:
     if clips:
         rank = next(rank for rank in step.events if rank not in clips)
@@ -71,7 +88,7 @@ def _clipped_on_some(step: Step, clips: dict[int, Any]) -> Iterator[Finding]:
 def _clipped_before_the_mean(step: Step, rank: int, clip: Any) -> Iterator[Finding]:
     """Replicated gradients that differed when they were clipped and are equal in the step."""
     is_replica = all(part[1] in ("ddp", "plain") for part in clip["parts"])
-    if is_replica and not list(unequal(step, "grads")):
+    if is_replica and not list(unequal(step, "grads", every=True)):
         yield Finding(
             "watch.clip.norm",
             f"rank {rank}: expected the norm of the reduced gradients, got one of gradients that "

@@ -134,6 +134,7 @@ def buffers_equal(step: Step) -> Iterator[Finding]:
                 ours = lists[rank][index]["buffers"]
                 wrong = [name for name in first if ours.get(name, first[name]) != first[name]]
                 if wrong:
+                    is_first = step.number == 1 and not index
                     yield Finding(
                         "watch.replicas.buffers",
                         f"rank {rank}, {wrong[0]!r}: expected the buffer of rank {peers[0]}, got "
@@ -143,7 +144,9 @@ def buffers_equal(step: Step) -> Iterator[Finding]:
                         rank,
                         wrong[0],
                         lists[rank][index]["place"],
-                        "running statistics are each rank's own: broadcast them, or use "
+                        "they begin unequal: each rank made its own, and nothing broadcast them"
+                        if is_first
+                        else "running statistics are each rank's own: broadcast them, or use "
                         "SyncBatchNorm",
                     )
                     return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,7 +159,19 @@ class Names:
     def wrapper(self, root: nn.Module) -> Any:
         """Return the DistributedDataParallel that a root is or has, if any."""
         found = self._wrapper.get(root)
-        return found() if found else None
+        if found:
+            return found()
+        active = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+        return active if getattr(active, "module", None) is root else None  # of `ddp.forward()`
+
+    def tell_apart(self, labelled: Iterable[tuple[str, Tensor]]) -> None:
+        """Rename parameters of an optimizer whose models call them alike, by their places in it."""
+        taken = set()
+        for label, parameter in labelled:
+            name = self.of.get(id(parameter))
+            if name is not None and name in taken:
+                self.of[id(parameter)] = f"{name} ({label})"
+            taken.add(name)
 
     def entry(self, parameter: Tensor, label: str) -> Entry:
         """Describe a parameter of an optimizer; `label` is its name where no module has it."""

@@ -19,7 +19,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from .layout import Names, fingerprint, full_weights, is_dtensor, local_of, own_
 from .leaving import ended, forget, raised, spawned
 from .link import Link, collectives_so_far, script_line
 from .replay import Recording, finish
+from .update import Sample
 from .window import Watched, Window, numbers, tensors_of
 
 _WATCHED = "TRAINSPEC_WATCHED"  # the process of this rank: what it starts is not watched
@@ -166,9 +167,12 @@ class Probe:
         self.inner = getattr(self.names.wrapper(module), "module", module)
         self.trains = False
         self.window.called.add(module)
+        ids = {id(p) for p in parameters}
+        held = [each.ids for each in self.optimizers.values()]
         if not (module.training and self.takes_gradients and any(flag for _, flag in seen)):
-            if any(flag for _, flag in seen):
-                self.feeds.current = None  # an evaluation has taken the batch
+            # An evaluation has taken the batch; what no optimizer holds hands it on, as an encoder.
+            if any(flag for _, flag in seen) and (not held or any(ids & each for each in held)):
+                self.feeds.current = None
             return
         link = self.connect()
         if all(each.steps < 3 for each in self.optimizers.values()):
@@ -176,7 +180,6 @@ class Probe:
         self.window.forward(module, tensors_of((arguments, keywords or {})), self.names)
         self.window.feed = self.feeds.train() or self.window.feed
         self.trains, self.forward_began = True, time.time_ns()
-        ids = {id(p) for p in parameters}
         taken = (each.steps for each in self.optimizers.values() if ids & each.ids)
         if max(taken, default=0) + 1 == self.options["replay"]:
             if module not in self.recordings:
@@ -230,6 +233,7 @@ class Probe:
         """Gradients were cleared: what came before does not go into the step."""
         ids = {id(p) for p in parameters}
         self.window.cleared(ids)
+        self.clips = [clip for clip in self.clips if id(clip["largest"]) not in ids]
         for model, recording in self.recordings.items():
             if any(id(p) in ids for p in model.parameters()):
                 recording.cleared()
@@ -343,7 +347,7 @@ def _accumulated(probe: Probe, parameter: Tensor) -> None:
 
 
 @quiet
-def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
+def _before_step(probe: Probe, optimizer: Any, arguments: Any, keywords: Any) -> None:
     if probe.stepping not in (None, id(optimizer)) and is_inside(probe.stepping):
         return  # a wrapper's inner optimizer
     probe.stepping = id(optimizer)
@@ -391,13 +395,16 @@ def _before_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
     event["unheld"] = probe.window.unheld(probe.names, probe.optimizers.values(), watched.steps)
     probe.window = Window()
     watched.take_half()
-    _keep_gradients(probe, watched)
+    _keep(probe, watched, optimizer, (*arguments[1:], *keywords.values()))
     event["begun"] = time.time_ns()
     watched.event = event
 
 
-def _keep_gradients(probe: Probe, watched: Watched) -> None:
-    """Keep those of the step before the one that is replayed."""
+def _keep(probe: Probe, watched: Watched, optimizer: Any, given: Sequence[Any]) -> None:
+    """Keep what goes into the second step, and the gradients of the one before the replayed one."""
+    has_closure = any(each is not None for each in given)  # it makes gradients in the step
+    is_sampled = watched.steps == 1 and not has_closure
+    watched.sample = Sample(optimizer, probe.names.of) if is_sampled else None
     if watched.steps + 2 == probe.options["replay"]:
         pairs = [(id(p), p.grad) for p in watched.parameters if p.grad is not None]
         watched.earlier = {key: local_of(grad).clone() for key, grad in pairs}
@@ -422,6 +429,8 @@ def _after_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
     moved = sum(a != b for a, b in zip(after, watched.last, strict=True))
     watched.last = after
     watched.event["half"] = watched.compare_half()
+    watched.event["update"] = watched.sample and watched.sample.compare()
+    watched.event["sampled"], watched.sample = watched.sample is not None, None
     bad = watched.event["bad"]
     bad["after"] = watched.not_finite() if bad["grads"] else []
     link = probe.connect()

@@ -34,12 +34,14 @@ class Recording:
         self._names = names
         self._batches: list[Batch] = []
         self._weights: dict[tuple[int, str], Tensor] = {}
-        self._buffers = {id(b): b.clone() for b in model.buffers()}
+        self._buffers: dict[int, Tensor] = {}
 
     def begin(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Keep what a training forward begins with."""
         model = self._model()
         assert model is not None
+        if not self._batches:  # a forward of another optimizer's turn has changed them
+            self._buffers = {id(b): b.clone() for b in model.buffers()}
         device = next((p.device.type for p in model.parameters()), "cpu")
         self._batches.append(Batch(arguments, keywords, device))
         for each in model.modules():

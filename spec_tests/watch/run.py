@@ -246,6 +246,7 @@ class Run:
         event["layout"] = rank.layouts[optimizer]
         rank.batches = (event["feed"] or {}).get("batches")
         rank.spent, rank.begun = event["spent"], rank.begun or event["begun"]
+        rank.place = event["place"]  # newer than that of the last heartbeat
         rank.stepped_at, rank.missed, rank.still_since = event["t"], 0, None
         self.timeline.append([rank.rank, number, event["begun"] / 1e9, event["t"] / 1e9])
         for kind, begun, ended in event.pop("spans"):

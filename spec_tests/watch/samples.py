@@ -146,10 +146,11 @@ def draws_differ(step: Step) -> Iterator[Finding]:
         same = set.intersection(*draws) if draws else set()
         if same:
             names = " and ".join(sorted({word.partition(":")[0] for word in same}))
+            names = names.replace("random", "Python's random")
             yield Finding(
                 "watch.samples.draws-differ",
-                f"ranks {peers[0]} to {peers[-1]}: loading a batch draws from the generator of "
-                f"{names}, which is in the same state on all ranks",
+                f"ranks {peers[0]} to {peers[-1]}: loading a batch draws random numbers from "
+                f"{names}, whose state is the same on all ranks",
                 step.number,
                 place=feeds[peers[0]]["place"],
                 likely="one seed for all ranks, and the workers' seeds are made of it: samples are "

@@ -51,6 +51,7 @@ def norms_of(step: Step) -> set[str]:
         "watch.clip.norm": any(event["clip"] for event in events),
         "watch.optimizer.same-options": many,
         "watch.optimizer.moves": given,
+        "watch.optimizer.update": any(event["sampled"] for event in events),
         "watch.optimizer.precision": any(event["half"] for event in events),
         "watch.optimizer.resumed": any(event["loaded"] for event in events),
         "watch.schedule.per-update": any(event["scheduled"] for event in events),

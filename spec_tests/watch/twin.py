@@ -92,7 +92,7 @@ class Copy:
                     f"full weights of {self._names.of.get(id(parameter), name)!r} were not seen"
                 )
             shard = self._names.shards.get((id(module), name))
-            full = shard[0] if shard else self._names.of.get(id(parameter), name)
+            full = self._names.of.get(id(shard[1]() if shard else parameter), name)
             if shard and weight.dtype != local_of(parameter).dtype:
                 self.dtype = weight.dtype
             if getattr(parameter, "_backward_hooks", None):

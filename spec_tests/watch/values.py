@@ -100,6 +100,25 @@ def optimizer_moves(step: Step) -> Iterator[Finding]:
             return
 
 
+@norm("watch.optimizer.update", source="docs.pytorch.org/docs/stable/optim.html")
+def optimizer_update(step: Step) -> Iterator[Finding]:
+    """A step MUST change each parameter, or this rank's shard of it, by the optimizer's update."""
+    for rank, event in step.events.items():
+        if event["update"] and not event["skips"] and not event["bad"]["grads"]:
+            name, off, of = event["update"]
+            yield Finding(
+                "watch.optimizer.update",
+                f"rank {rank}, {name!r}: expected what {event['title']} makes of it, its gradient "
+                f"and its state, got something else in {off:,} of {of:,} elements",
+                step.number,
+                rank,
+                name,
+                step.place(rank),
+                "it shares memory with another parameter, or is written over in the step",
+            )
+            return
+
+
 @norm("watch.optimizer.precision", source="Micikevicius et al. 2018, section 3.1")
 def optimizer_precision(step: Step) -> Iterator[Finding]:
     """Parameters of 16 bits SHOULD not lose the optimizer's updates to rounding."""

@@ -32,7 +32,7 @@ _FOLLOWS = {
     "watch.scaler.unscaled": (),
     "watch.weights.current": (),
     "watch.parameters.stay-tied": (),
-    "watch.optimizer.same-options": (),
+    "watch.optimizer.same-options": ("watch.steps.same",),
     "watch.optimizer.resumed": ("watch.optimizer.same-options",),
     "watch.clip.norm": ("watch.steps.same", "watch.replicas.begin-equal"),
     "watch.gradients.equal": (
@@ -42,6 +42,7 @@ _FOLLOWS = {
         "watch.reduction.through-the-wrapper",
     ),
     "watch.optimizer.moves": ("watch.optimizer.holds-the-model", "watch.scaler.unscaled"),
+    "watch.optimizer.update": ("watch.optimizer.moves",),
     "watch.optimizer.precision": ("watch.optimizer.moves",),
     "watch.replay.gradients": (
         *("watch.replicas.begin-equal", "watch.steps.same", "watch.optimizer.holds-the-model"),
@@ -69,6 +70,7 @@ _AT_THE_END = ("watch.collectives.match", "watch.run.goes-on", "watch.steps.as-m
 _OF_NUMBERS = (
     *("watch.weights.current", "watch.gradients.equal", "watch.replicas.equal", "watch.clip.norm"),
     *("watch.optimizer.moves", "watch.optimizer.precision", "watch.replay.gradients"),
+    "watch.optimizer.update",
     *("watch.replicas.buffers", "watch.loss.token-counts", "watch.loss.weights"),
 )
 

@@ -33,6 +33,7 @@ class Window:
         self.is_low = False  # whether it computes in 16 bits
         self.feed: Any = None  # the loader that gave its batches
         self.is_cleared = False  # gradients, since the last backward
+        self.has_dropped = False  # gradients of a backward that no step was taken with
         self.counts: dict[int, list[int]] = {}  # parameter to its backwards, unsynced ones, size
 
     def span(self, kind: str, begun: int, now: int, key: int = 0) -> None:
@@ -72,9 +73,14 @@ class Window:
     def cleared(self, ids: set[int]) -> None:
         """Gradients were cleared: what came before does not go into the step."""
         self.is_cleared = bool(self.counts.keys() & ids)
+        self.has_dropped |= self.is_cleared
         if self.is_cleared or not self.counts:
             for loss in self.losses:
                 loss["is_cleared"] = loss["weight"] is not None
+
+    def backwards(self, parameters: Iterable[Tensor]) -> int:
+        """Return how often gradients were added to some parameters."""
+        return max((self.counts.get(id(p), [0])[0] for p in parameters), default=0)
 
     def unheld(self, names: Names, held: Iterable[Watched], steps: int) -> dict[str, list[int]]:
         """Hash the parameters that no optimizer holds, of each kind of model that was called."""
@@ -113,6 +119,7 @@ class Window:
             "loss": sum(float(root) for root in self.roots) if self.roots else None,
             "is_low": self.is_low,
             "losses": self.losses,
+            "dropped": self.has_dropped,
             "stale": [[name, place, n] for name, place, _ in self.stale if (n := next(values))],
             "scheduled": max(self.scheduled.values(), default=None),
             "spans": [span[:3] for span in self.spans],
@@ -135,6 +142,7 @@ class Watched:
         self.parameters: list[Tensor] = []
         self.last: list[int] = []
         self.event: dict[str, Any] = {}
+        self.sample: Any = None  # parameters whose update is computed again
         self.ids: set[int] = set()
         self._optimizer = weakref.ref(optimizer)
         self._seen: tuple[object, ...] = ()
@@ -155,6 +163,7 @@ class Watched:
             self.last = []
         self._seen, self.parameters = seen, [p for _, p in labelled]
         self.ids = {id(p) for p in self.parameters}
+        names.tell_apart(labelled)
         self.entries = [names.entry(p, label) for label, p in labelled]
         return True
 
