@@ -14,6 +14,7 @@ Exit status: 0 done, 2 bad input, 3 out of memory.
 
 import argparse
 import functools
+import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -164,8 +165,8 @@ def _sweep(work: Workload, flags: argparse.Namespace) -> list[dict[str, Any]]:
     )
     print(f"  batch      tokens/s  {'' if is_gpu else 'predicted '}peak MiB", flush=True)
     rows = []
-    for batch_size in flags.batch_sizes:  # one by one: each row is printed as it comes
-        (row,) = sweep(batch_sizes=[batch_size])
+    one_by_one = (sweep(batch_sizes=[size]) for size in flags.batch_sizes)
+    for row in itertools.chain.from_iterable(one_by_one):  # each is printed as it comes
         if not is_gpu:
             row["peak_bytes"] = work.predict(row["batch_size"]).peak_bytes
         size = "-" if row["peak_bytes"] is None else significant(row["peak_bytes"] / MIB)
