@@ -35,8 +35,8 @@ BACKWARDS = (
 FORWARDS = ("evaluate", "infer", "record", "forward")
 OPENING = ("unshard", "fails", "fails_backward", "early")
 """Calls after which it is open what is shown."""
-SMALL = 256
-"""Bytes: an output, and what torch keeps by itself; full weights of a toy are more."""
+SMALL = 512
+"""Bytes: an output in float64, and what torch keeps by itself; full weights of most toys are more."""
 
 
 def is_weighed(scene: Scene, name: str) -> bool:
