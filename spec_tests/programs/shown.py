@@ -36,7 +36,7 @@ FORWARDS = ("evaluate", "infer", "record", "forward")
 OPENING = ("unshard", "fails", "fails_backward", "early")
 """Calls after which it is open what is shown."""
 SMALL = 512
-"""Bytes: an output in float64, and what torch keeps by itself; full weights of most toys are more."""
+"""Bytes: an output in float64, and what torch keeps by itself. Most toys have more weights."""
 
 
 def is_weighed(scene: Scene, name: str) -> bool:
