@@ -228,7 +228,7 @@ def test_frozen_weights_are_freed_after_backward(world, subject, where):
             found,
             {"shards": shards, "gradient": UNIT // world.size, "slack of 1.5 layers": slack},
             quantity="live bytes after backward",
-            likely="frozen weights wait for a gradient, were thawed, or shards are views of them",
+            likely="full weights, or frozen ones alone, are not freed, or shards are views of them",
             given=f"six layers of {UNIT} bytes, five frozen {where} the other",
         )
 

@@ -255,6 +255,8 @@ def _rounded(finding: Finding, all_of: Sequence[Finding]) -> Cause | None:
         if eps < 64 * torch.finfo(own).eps:
             continue
         if torch.equal(finding.seen, finding.wanted.to(dtype).to(own)):
+            if torch.equal(finding.seen, finding.wanted.to(torch.bfloat16).to(own)):
+                name = " or ".join(dict.fromkeys((name, "bfloat16")))
             return Cause(f"it rounded to {name}", f"it went through {name} on the way")
         # Of many roundings to nearest the largest is seldom below a quarter of the last bit. A few
         # elements show nothing: an error of any cause has some dtype's size.
