@@ -294,20 +294,33 @@ def _stand_in(name: str, function: str) -> Callable[..., Any]:
 
 
 def without_method(error: BaseException) -> BaseException:
-    """Return `error`, or the NotOfferedError that it amounts to.
+    """Return `error`, or what it amounts to where the suite asked an object for a method.
 
-    The suite asked an object for a method that the contract lets it lack. What other code asks for
-    is that code's fault: the line that asked decides, before any `__getattr__` that answered.
+    One that the contract lets it lack is a NotOfferedError; of any other the words say what was
+    expected. What other code asks for is that code's fault: the line that asked decides, before any
+    `__getattr__` that answered.
     """
-    if not isinstance(error, AttributeError) or error.name not in _OPTIONAL or error.obj is None:
+    if not isinstance(error, AttributeError) or error.name is None:
         return error
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.name not in _ANSWERS]
     if not frames or not Path(frames[-1].filename).resolve().is_relative_to(PACKAGE_ROOT):
         return error
-    lacks = f"not offered: {type(error.obj).__name__}.{error.name}()"
-    return NotOfferedError(lacks).with_traceback(error.__traceback__)
+    kind, name = type(error.obj).__name__, error.name
+    found: BaseException = error
+    if name in _OPTIONAL and error.obj is not None:
+        found = NotOfferedError(f"not offered: {kind}.{name}()")
+    elif name in _REQUIRED:
+        found = AttributeError(f"expected {_REQUIRED[name]}, which has {name}, got {kind}")
+    return found.with_traceback(error.__traceback__)
 
 
+_REQUIRED = {
+    "step": "a trainer or an optimizer",
+    "full_parameters": "a trainer",
+    **dict.fromkeys(("zero_grad", "param_groups", "state", "defaults"), "an optimizer"),
+    **dict.fromkeys(("parameters", "named_parameters", "modules", "train", "eval"), "a module"),
+}
+"""What the contract says that an object is which must have a method."""
 _OPTIONAL = frozenset(name for names in OPTIONAL_METHODS.values() for name in names)
 _ANSWERS = ("__getattr__", "__getattribute__")
 

@@ -344,7 +344,7 @@ def _partly(name: str, seen: torch.Tensor, ref: torch.Tensor, base: torch.Tensor
         return f"rows {listed[:6]}{' ...' if len(listed) > 6 else ''} are wrong, the others right"
     if (which := _apart(rows.amax(dim=-1), usual)).any():
         return f"(batch, head) {which.nonzero().tolist()[:4]} are wrong, the others right"
-    own_factors = "each row is off by a factor of its own, as from a rounded log-sum-exp"
+    own_factors = "each row is off by a factor of its own, as from a wrong or rounded log-sum-exp"
     return own_factors if _by_factors(name, seen, ref) else ""
 
 

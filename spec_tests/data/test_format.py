@@ -28,11 +28,13 @@ SMALL = Layout((30, 21), sequence_length=4, batch_size=2)
 
 
 def described(ctx, layout):
-    """The dtypes and shapes of the tensors that a pass yields."""
+    """The dtypes and shapes of the inputs and of the targets that a pass yields."""
     with files_of(ctx, layout.lengths) as paths:
-        batches = itertools.islice(open_loader(ctx, paths, layout), layout.limit)
-        tensors = [t for batch in batches for t in batch]
-    return sorted({(str(t.dtype), tuple(t.shape)) for t in tensors})
+        batches = [*itertools.islice(open_loader(ctx, paths, layout), layout.limit)]
+    return {
+        which: sorted({(str(batch[place].dtype), tuple(batch[place].shape)) for batch in batches})
+        for place, which in enumerate(("inputs", "targets"))
+    }
 
 
 @clause("data.format.int64-of-batch-and-length", level="course", source="contract: int64")
@@ -44,8 +46,8 @@ def test_batches_are_int64_of_the_asked_shape(world, subject):
     """
     ranks = world.run(described, SMALL)
 
-    shape = (SMALL.batch_size, SMALL.sequence_length)
-    judge.equal(ranks, [("torch.int64", shape)], quantity="dtypes and shapes")
+    right = [("torch.int64", (SMALL.batch_size, SMALL.sequence_length))]
+    judge.equal(ranks, {"inputs": right, "targets": right}, quantity="dtypes and shapes")
 
 
 def read_ids(ctx, ids):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from spec_tests.laws import wrapped
+from spec_tests.laws import refusal, wrapped
 from spec_tests.laws.wrapped import SEED as SEED  # the chapter takes it from here
 from spec_tests.rig.judge.oracle import Gradients, gradients_of
 from spec_tests.rig.ranks.rank import Context
@@ -103,6 +103,17 @@ class Replica(wrapped.WrappedToy):
 def gradients_after(ctx, subject, toy, seed, calls, **options):
     """Gradients of a replicated toy after these calls."""
     return Replica(ctx, subject, toy, seed, **options).gradients_after(calls)
+
+
+def two_steps_beside_unused(ctx, subject, **options):
+    """Gradients of the second step, and what it raised once its forward had returned."""
+    replica = Replica(ctx, subject, "unused", SEED, **options)
+    replica.follow("backward 0, zero_grad")
+    loss = replica.loss(1)
+    with refusal.caught() as late:
+        loss.backward()
+        replica.finish()
+    return replica.gradients(), late["error"]
 
 
 def mean_gradients(

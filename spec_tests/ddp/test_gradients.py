@@ -21,6 +21,7 @@ from spec_tests.ddp.replica import (
     Replica,
     gradients_after,
     mean_gradients,
+    two_steps_beside_unused,
     wrap,
 )
 from spec_tests.laws import equivalence, refusal
@@ -308,9 +309,14 @@ def test_a_parameter_that_nobody_uses_never_hangs_the_step(world, subject, bucke
 
     In one bucket with others, it keeps the bucket from ever being complete.
     """
-    calls = "backward 0, zero_grad, backward 1"
-    size = {"bucket_size_mb": bucket_size_mb}
-    mean_gradients(world, subject, "unused", calls, may_refuse=True, **size)
+    usual = (gradients_after, subject, "mlp", SEED, "backward 0")
+    body, size = two_steps_beside_unused, bucket_size_mb
+    ranks = refusal.answer_or_refusal(world, body, subject, ordinary=usual, bucket_size_mb=size)
+
+    for _, late in ranks or ():
+        judge.holds(not late, f"expected an error by the next forward, got it after that: {late}")
+    if ranks is not None:
+        equivalence.mean_gradients([found for found, _ in ranks], "unused", SEED, micros=(1,))
 
 
 @clause(

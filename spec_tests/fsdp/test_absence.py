@@ -65,7 +65,8 @@ def test_parameters_whose_full_weights_are_kept_may_be_frozen_and_thawed(world, 
 class Branches(nn.Module):
     """Layers of one shape in one unit; `used` says which of them a forward calls.
 
-    A layer with a "-" before its name is not called: its parameters get a gradient of -0.0.
+    A layer with a "-" before its name is not called: its parameters get a gradient of -0.0. With a
+    "~" they get the smallest negative number, of which a mean over ranks is -0.0.
     """
 
     def __init__(self) -> None:
@@ -75,16 +76,28 @@ class Branches(nn.Module):
 
     def forward(self, x: torch.Tensor, used: tuple[str, ...]) -> torch.Tensor:
         for name in used:
-            layer = self.get_submodule(name.removeprefix("-"))
-            is_called = not name.startswith("-")
-            x = layer(x) if is_called else x + sum(-0.0 * p.sum() for p in layer.parameters())
+            layer = self.get_submodule(name.strip("-~"))
+            if name.startswith("-"):
+                x = x + sum(-0.0 * p.sum() for p in layer.parameters())
+            elif name.startswith("~"):
+                x = x + sum(0.0 * with_smallest_gradient(p).sum() for p in layer.parameters())
+            else:
+                x = layer(x)
         return 1 * x
+
+
+def with_smallest_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a copy whose gradient is the negative number that is closest to zero."""
+    copied = 1.0 * parameter
+    copied.register_hook(lambda g: torch.nextafter(torch.zeros_like(g), -torch.ones_like(g)))
+    return copied
 
 
 def used_by(rank: int, case: str) -> tuple[str, ...]:
     """What a rank uses: a layer that others do not, one more than they, or none of all."""
-    if case == "negative-zero":
-        return ("both",) if rank else ("both", "-first")
+    if case.endswith("negative-zero"):
+        sign = "~" if case.startswith("underflow") else "-"
+        return ("both",) if rank else ("both", f"{sign}first")
     if case == "one-each":
         return ("both", "second" if rank else "first")
     if case == "none":
@@ -118,13 +131,16 @@ def branched(ctx, subject, case):
     source="contract: unused-somewhere; "
     "torch.distributed.fsdp, set_reduce_scatter_unused_params; a gate, an expert, a head",
 )
-@pytest.mark.parametrize("case", ["one-each", "one-more", "none", "negative-zero"])
+@pytest.mark.parametrize(
+    "case", ["one-each", "one-more", "none", "negative-zero", "underflow-to-negative-zero"]
+)
 def test_what_some_ranks_do_not_use_is_averaged_with_zero(world, subject, case):
     """In a unit that all ranks call, a parameter that some use MUST get the mean, or an error.
 
     The absent count as zero. Messages that hold what this rank used, and no more, meet others of
-    another meaning, or of another size. A gradient of -0.0 is a gradient: an optimizer with weight
-    decay updates what has one, and must do so on all ranks or on none.
+    another meaning, or of another size. A gradient of -0.0 is a gradient, also where only the
+    division of the sum made it -0.0: an optimizer with weight decay updates what has one, and must
+    do so on all ranks or on none.
     """
     ordinary = (branched, subject, "")
     ranks = refusal.answer_or_refusal(world, branched, subject, case, ordinary=ordinary)
@@ -135,7 +151,7 @@ def test_what_some_ranks_do_not_use_is_averaged_with_zero(world, subject, case):
     for rank in range(world.size):
         plain(batch(rank).requires_grad_(), used_by(rank, case)).sum().backward()
     wanted = {
-        name: torch.zeros(p.shape) if p.grad is None else p.grad
+        name: torch.zeros(p.shape) if p.grad is None else p.grad.round()
         for name, p in plain.named_parameters()
     }
     judge.tensors(

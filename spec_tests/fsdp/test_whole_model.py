@@ -318,25 +318,20 @@ def bytes_once_sharded(ctx, subject, kind):
     level="course",
     source="contract: shards-only; "
     "CS336 assignment 2: this leaves us with the embedding layer and every linear layer",
+    worlds=(3,),
 )
 def test_the_embedding_of_a_whole_model_is_divided(world, subject):
     """A rank MUST hold its rows of an embedding, and not those of others."""
     ranks = world.run(bytes_once_sharded, subject, "table")
 
-    rows = ROWS * 16 * 4 // world.size
-    footprint.at_most(
-        ranks,
-        {"rows of this rank": rows, "slack of a fifth of the table": ROWS * 16 * 4 // 5},
-        quantity="bytes after sharding",
-        likely="embeddings are replicated, or a shard is a view of the whole table",
-        given=f"{ROWS} rows of 64 bytes over {world.size} ranks",
-    )
+    likely = "embeddings are replicated, or a shard is a view of the whole table"
+    _is_divided(ranks, f"{ROWS} rows of 64 bytes over {world.size} ranks", likely)
 
 
 @clause(
     "fsdp.footprint.layer-as-the-whole-model",
     source="contract: root-layer, shards-only; `named_children` of a layer is empty",
-    worlds=(2,),
+    worlds=(3,),
 )
 @pytest.mark.parametrize("kind", ["Linear", "Embedding"])
 def test_a_whole_model_that_is_one_layer_is_divided(world, subject, kind):
@@ -353,7 +348,7 @@ def test_a_whole_model_that_is_one_layer_is_divided(world, subject, kind):
     "fsdp.footprint.subclass-in-a-whole-model",
     level="production",
     source="contract: subclasses",
-    worlds=(2,),
+    worlds=(3,),
 )
 def test_a_subclass_of_linear_is_divided(world, subject):
     """A layer whose class is made from Linear MUST be sharded as a Linear is."""
@@ -364,11 +359,13 @@ def test_a_subclass_of_linear_is_divided(world, subject):
 
 
 def _is_divided(ranks, given, likely):
+    """Rows of a third, and no more than gradients of as many that are there from the start."""
     __tracebackhide__ = True
     whole = ROWS * 16 * 4
+    rows = whole // len(ranks)
     footprint.at_most(
         ranks,
-        {"rows of this rank": whole // len(ranks), "slack of a fifth": whole // 5},
+        {"rows of this rank": rows, "their gradients": rows, "slack of a fifth": whole // 5},
         quantity="bytes after sharding",
         likely=likely,
         given=given,

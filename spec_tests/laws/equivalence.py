@@ -128,12 +128,17 @@ def _usual_suspects(
     def last() -> oracle.Gradients:
         return of(everyone, micros[-1:], 1.0)
 
+    def mean_and_local() -> list[oracle.Gradients]:
+        return [added(of(everyone, micros, 1.0), of([rank], micros, size)) for rank in everyone]
+
     def last_and_local() -> list[oracle.Gradients]:
         return [added(last(), of([rank], micros[:-1], size)) for rank in everyone]
 
     hints = []
     if size > 1:
         hints.append(Hint("the rank's own local gradient: it was never reduced", local))
+        meaning = "the mean was added to the rank's own gradient, which it should replace"
+        hints.append(Hint(meaning, mean_and_local))
     if len(micros) > 1:
         hints.append(Hint("the last micro-batch alone: the earlier ones were lost", last))
         twice = ", or by the world size twice" if len(micros) == size else ""

@@ -135,7 +135,7 @@ def _cause(rank: int, index: int, got: Batch, wanted: Sequence[Stream]) -> str:
         return "a sequence runs from the end of one shard into the next"
     firsts, length = [row[0] for row in inputs], len(inputs[0])
     if got == batch_of(firsts, length) and not any(at % shards.STRIDE % length for at in firsts):
-        return "sequences of the data, but others: some were left out before, or the order differs"
+        return "sequences of the data, but others: left out or repeated before, or in another order"
     return "no batch of any rank: offsets or lengths are off"
 
 

@@ -220,6 +220,20 @@ def gradients(
         return
     micros = [micro for micro, _ in outstanding(calls, 0)]
     flags = [dict(outstanding(calls, rank)) for rank in range(world.size)]
+    uncleared = ",".join(call for call in calls.split(",") if "zero_grad" not in call)
+    every = [dict(outstanding(uncleared, rank)) for rank in range(world.size)]
+
+    def kept() -> Gradients:
+        return equivalence.full_batch_gradients(
+            toy,
+            seed,
+            ranks=range(world.size),
+            micros=[micro for micro, _ in outstanding(uncleared, 0)],
+            flags=lambda rank, micro: every[rank][micro],
+        )
+
+    if uncleared != calls:
+        hints = [*hints, Hint("gradients from before a zero_grad are still in it", kept)]
     equivalence.mean_gradients(
         ranks,
         toy,

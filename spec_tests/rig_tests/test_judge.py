@@ -149,6 +149,12 @@ def test_a_value_that_went_through_fewer_bits_is_told_by_its_error(name: str, ow
     )
 
 
+def test_where_two_dtypes_round_alike_both_are_named():
+    wanted = torch.arange(30.0, dtype=torch.float64) + 2.0**-20
+    text = message(partial(judged, wanted.bfloat16().double(), expected=wanted))
+    assert "it went through float16 or bfloat16 on the way" in text
+
+
 def test_an_error_of_the_dtypes_own_rounding_or_of_no_rounding_is_not_told_so():
     wanted = torch.randn(6, 5, generator=torch.Generator().manual_seed(7))
     for seen in (wanted * (1 + torch.finfo(torch.float32).eps), wanted + 0.05 * wanted.flip(0)):

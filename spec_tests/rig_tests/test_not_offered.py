@@ -126,6 +126,8 @@ def lacking(*args, make={name}, **kwargs):
         ("zero1", "sharded_optimizer"),
         ("fsdp", "fully_shard"),
         ("trainer", "build_trainer"),
+        ("trainer", "build_zero1_trainer"),
+        ("trainer", "build_fsdp_trainer"),
     ],
 )
 def test_a_method_that_an_object_may_lack_is_not_offered(
@@ -143,6 +145,31 @@ def test_a_method_that_an_object_may_lack_is_not_offered(
     assert lacking
     for message in lacking.values():
         assert re.search(r"not offered: \w+\.\w+\(\)|no \w+\(\)", message)
+
+
+@pytest.mark.parametrize(
+    ("text", "clause", "said"),
+    [
+        (
+            "def build_trainer(*args, **options):\n    return object()\n",
+            "trainer.parameters.tied",
+            "expected a trainer or an optimizer, which has step, got object",
+        ),
+        (
+            "def ddp(module, *, process_group=None):\n    pass\n",
+            "ddp.construction.is-a-module",
+            "expected a module, which has parameters, got NoneType",
+        ),
+    ],
+    ids=["a trainer without step", "no module"],
+)
+def test_of_a_method_that_must_be_there_the_message_says_what_was_expected(
+    worlds: Worlds, mine, text: str, clause: str, said: str
+):
+    test = next(each for each in load_all() if each.id == clause)
+    found = judged(mine(text), worlds, test)
+    assert found.outcome is Outcome.FAILED
+    assert f"AttributeError: {said}" in found.message.splitlines()[1]
 
 
 @pytest.mark.parametrize(

@@ -190,12 +190,25 @@ UNCOMPILED = "double = torch.compile(lambda t: {}); double(weight)"
 @pytest.mark.parametrize(
     ("body", "outcome"),
     [
-        ("t.view(-1, 7919)", Outcome.NOT_HERE),
+        ("t @ t.T.double()", Outcome.NOT_HERE),
+        ("t.view(-1)[1:].copy_(t.view(-1)[:-1])", Outcome.NOT_HERE),
+        ("t.view(-1, 7919)", Outcome.FAILED),
+        ("t @ t", Outcome.FAILED),
+        ("torch.distributed.all_gather([t], t[:1])", Outcome.FAILED),
         ("t + t", Outcome.PASSED),
         ("[][0]", Outcome.FAILED),
         ("refuse(t)", Outcome.FAILED),
     ],
-    ids=["an operator raises", "it is right", "a fault of Python", "it refuses"],
+    ids=[
+        "two dtypes",
+        "overlapping memory",
+        "a shape",
+        "shapes",
+        "a collective",
+        "it is right",
+        "a fault of Python",
+        "it refuses",
+    ],
 )
 def test_an_operator_that_raises_in_what_was_to_be_compiled_is_not_here(
     module_worlds: Worlds, named, body: str, outcome: Outcome

@@ -241,20 +241,22 @@ def test_one_line_that_raises_is_one_cause_whatever_it_says():
     assert found[0].text == f"mine.py:12 raises {kind}"
 
 
-def test_one_diagnosis_is_one_cause_and_none_is_a_cause_of_its_own():
+def test_one_diagnosis_is_one_cause_and_what_has_none_is_joined_where_it_says_the_same():
+    other = BARE.replace("'w' (2,)", "'layer.bias' (3, 1)")
     found = causes(
         log(
             failed("ddp.a.bare", BARE),
             failed("ddp.a.one", WRONG),
             failed("ddp.a.two", WRONG),
-            failed("ddp.b.bare", BARE),
+            failed("ddp.b.bare", other),
+            failed("ddp.b.zero", BARE.replace("something else", "zero in every element")),
         ),
         "solution",
     )
-    assert [cause.clauses for cause in found] == [
-        ["ddp.a.one", "ddp.a.two"],
-        ["ddp.a.bare"],
-        ["ddp.b.bare"],
+    assert [(cause.clauses, cause.is_explained) for cause in found] == [
+        (["ddp.a.one", "ddp.a.two"], True),
+        (["ddp.a.bare", "ddp.b.bare"], False),
+        (["ddp.b.zero"], False),
     ]
 
 
@@ -375,15 +377,18 @@ def test_what_the_exercise_asks_comes_first():
 def test_the_terminal_ends_with_the_causes_in_at_most_forty_lines():
     events = log(
         *(failed(f"ddp.a.n{number}", WRONG) for number in range(9)),
-        *(failed(f"ddp.b.n{number}", BARE) for number in range(60)),
+        *(failed(f"ddp.b.n{number}", BARE.replace("mean", "x" * number)) for number in range(60)),
     )
-    ending = render_ending(events).partition("61 causes explain 69 failed clauses")[2].splitlines()
+    counted = (
+        "1 cause explains 9 failed clauses of solution; 60 findings are not explained (60 clauses)"
+    )
+    ending = render_ending(events).partition(counted)[2].splitlines()
     assert len(ending) <= 40
     assert ending[1] == " 1  summed and not divided by the world size"
     assert ending[2].endswith("got 2.000 x it in every element")
     assert ending[3].startswith("    probably wrong-divisor: a reduced or averaged value is off")
     assert ending[4] == "    correct: ddp.a.n0, ddp.a.n1, ddp.a.n2 and 6 more"
-    assert ending[-1].endswith("more causes: --all, or the report")
+    assert ending[-1].endswith("more lines: --all, or the report")
     assert "likely: " not in render_ending(events)
     assert render_ending(events, everything=True).count("likely: ") == 9
     assert render_ending(events[:3]).count("likely: ") == 1, "few findings are shown in full"

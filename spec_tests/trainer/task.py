@@ -191,7 +191,8 @@ class OneProcess:
 
     def step(self, micro_batches: Sequence[Any]) -> torch.Tensor:
         """Accumulate, clip once, step."""
-        self.optimizer.zero_grad()
+        if self.fault != "never-clears":
+            self.optimizer.zero_grad()
         losses = []
         for batch in self._counted(micro_batches):
             losses.append(loss(self.module, batch))
@@ -253,6 +254,7 @@ FAULTS = {
     "first-rank": "the first rank's micro-batches alone",
     "unclipped": "not clipped",
     "clips-each": "clipped after every micro-batch and not once per step",
+    "never-clears": "gradients of the steps before are still in it: they were not cleared",
 }
 
 

@@ -241,6 +241,6 @@ def test_a_rank_of_many_keeps_one_part_of_the_state(world, num_ranks):
             "counters": 8 * NUM_LAYERS,
         },
         quantity="state bytes",
-        likely="parameters are dealt to a fixed number of ranks",
+        likely="parameters are dealt to a fixed number of ranks, or nothing is divided",
         given=f"{large_worlds.both(num_ranks)}, {NUM_LAYERS} equal layers",
     )

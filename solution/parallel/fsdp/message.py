@@ -170,6 +170,14 @@ class Message:
             if tensor is None:
                 place.fill_(ABSENT)
 
+    def keep_marks(self, total: torch.Tensor, mean: torch.Tensor) -> None:
+        """Undo it where the division of this rank's row of a sum made what is there `ABSENT`."""
+        assert self._first is not None
+        columns, _ = self._first
+        first = total.index_select(0, columns)
+        marks = torch.where((first == 0) & torch.signbit(first), ABSENT, 0.0)
+        mean.index_add_(0, columns, marks.to(mean.dtype))
+
     def _first_numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
         sizes = [place.shape[1] for place in self._places]
         starts = itertools.accumulate(sizes, initial=0)

@@ -293,23 +293,26 @@ class Reduction:
             self._handle.wait()
             # Not yet over replicas. A copy: the message's memory is used again.
             mean = self._own / self._divisors[1]
+            if self._absent or mesh.replica_group is not None:  # which may have some absent
+                self._message.keep_marks(self._own, mean)
             self._unit.buffers.give_back(self._message)
             if any(parameter.partial is not None for parameter in parameters):
                 for parameter, rows in zip(parameters, self._rows(mean), strict=True):
                     if parameter.partial is not None:
                         rows += parameter.partial
-            if not self._is_partial:
-                if mesh.reduce_sizes[1] > 1:
-                    comm.sum_over_ranks(mean, mesh.replica_group)
-                if self._divisors[2] != 1:
-                    mean.div_(self._divisors[2])
-                mean = mean.to(parameters[0].local.dtype)
-            is_cleared = [parameter.remove_placeholder() for parameter in parameters]
+            if not self._is_partial and mesh.reduce_sizes[1] > 1:
+                comm.sum_over_ranks(mean, mesh.replica_group)
+            # Before what may round a small negative number to -0.0.
             places = self._message.layout.places(mean[None])
             absent = [
                 id(parameter) in self._absent and is_absent(place)
                 for parameter, place in zip(parameters, places, strict=True)
             ]
+            if not self._is_partial:
+                if self._divisors[2] != 1:
+                    mean.div_(self._divisors[2])
+                mean = mean.to(parameters[0].local.dtype)
+            is_cleared = [parameter.remove_placeholder() for parameter in parameters]
             for each in zip(parameters, self._rows(mean), is_cleared, absent, strict=True):
                 self._hand_over(*each)
 

@@ -156,6 +156,23 @@ class WaitsForUnused(PlainDdp):
         super().finish()
 
 
+@near_miss("ddp.refuses-unused-late", rejected_by="ddp.gradients.unused-everywhere")
+class RefusesUnusedLate(PlainDdp):
+    """Finds out at the end of the second step that a parameter has never had a gradient.
+
+    From: A check that compares the gradients of two steps.
+    Unseen: It is an error, and whoever tests for an error is content; one update was made.
+    """
+
+    num_finished = 0
+
+    def finish(self):
+        super().finish()
+        self.num_finished += 1
+        if self.num_finished > 1 and any(p.grad is None for p in self.trainable):
+            raise RuntimeError("a parameter has had no gradient in two steps")
+
+
 @near_miss(
     "ddp.reduces-what-it-has",
     rejected_by="ddp.gradients.unused-somewhere",

@@ -250,12 +250,16 @@ def _rounded(finding: Finding, all_of: Sequence[Finding]) -> Cause | None:
     if not own.is_floating_point:
         return None
     largest = float(finding.wanted.double().abs().max())
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        eps, name = torch.finfo(dtype).eps, str(dtype).removeprefix("torch.")
-        if eps < 64 * torch.finfo(own).eps:
-            continue
-        if torch.equal(finding.seen, finding.wanted.to(dtype).to(own)):
-            return Cause(f"it rounded to {name}", f"it went through {name} on the way")
+    narrow = {
+        str(dtype).removeprefix("torch."): dtype
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+        if torch.finfo(dtype).eps >= 64 * torch.finfo(own).eps
+    }
+    rounded = ((name, finding.wanted.to(dtype).to(own)) for name, dtype in narrow.items())
+    if equal := " or ".join(n for n, each in rounded if torch.equal(finding.seen, each)):
+        return Cause(f"it rounded to {equal}", f"it went through {equal} on the way")
+    for name, dtype in narrow.items():
+        eps = torch.finfo(dtype).eps
         # Of many roundings to nearest the largest is seldom below a quarter of the last bit. A few
         # elements show nothing: an error of any cause has some dtype's size.
         is_of_its_size = largest * eps / 8 < finding.error <= largest * eps

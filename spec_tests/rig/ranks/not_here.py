@@ -127,6 +127,9 @@ OTHER_PYTHONS = {
 UNCOMPILED: set[CodeType] = set()
 """What the judged code handed to torch.compile where that compiles nothing (`pretended_cuda`)."""
 
+_RAISED_COMPILED = re.compile("shape|size|stride|dimension|broadcast|by peer", re.IGNORECASE)
+"""Words of errors of operators that a compiler raises as well, when it traces them."""
+
 _MAX_WORDS, _MAX_CAUSES = 2000, 50  # foreign code may raise gigabytes, and in circles
 COURSE_PACKAGES = ("cs336_basics", "cs336_systems")
 
@@ -196,8 +199,9 @@ def _limit_advice(chain: list[BaseException]) -> str:
 def _uncompiled_advice(root: BaseException) -> str:
     """Why nothing is known where an operator raised within what was to be compiled.
 
-    A compiler replaces operators, so these errors may be those of the uncompiled function alone. A
-    `raise` or an assertion of the code's own is raised by the compiled function, too.
+    A compiler replaces operators, so these errors may be those of the uncompiled function alone: of
+    products of two dtypes, or of writes to memory that overlaps. The compiled function, too, raises
+    where shapes do not fit, in a collective, and by a `raise` or an assertion of the code's own.
     """
     entries = list(traceback.walk_tb(root.__traceback__))
     names = [f.f_code.co_name for f, _ in entries if f.f_code in UNCOMPILED]
@@ -206,7 +210,8 @@ def _uncompiled_advice(root: BaseException) -> str:
     frame, line = entries[-1]
     source = linecache.getline(frame.f_code.co_filename, line).strip()
     words = words_of(root).strip().partition("\n")[0]
-    if source.startswith(("raise", "assert")) or "by peer" in words:
+    is_sent = "/torch/distributed/" in frame.f_code.co_filename
+    if source.startswith(("raise", "assert")) or is_sent or _RAISED_COMPILED.search(words):
         return ""
     return (
         f"{names[-1]} is handed to torch.compile, which compiles nothing here, and raised "

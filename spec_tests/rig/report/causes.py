@@ -3,8 +3,8 @@
 The cause of a failed clause is what the message of its first decisive case shows: the line of the
 judged code that raised, the diagnosis of a wrong value, or the line at which ranks were blocked.
 What one function fails with the same symptom is one cause; nothing else is joined, and two
-functions never share a cause. A finding that only says that something else was expected is a
-cause of its own.
+functions never share a cause. Findings without a diagnosis are joined where they say the same of
+other tensors, with other numbers; they explain nothing (`Cause.is_explained`).
 
 Of which kind the fault of a function is, all that the function fails says together (`diagnosis`).
 The first of its causes says so, but for what raised or differs from run to run: there the error, or
@@ -26,6 +26,8 @@ from spec_tests.rig.report.symptom import RAISED, headline_of, likely, symptom
 from spec_tests.target import PACKAGE_ROOT
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
+_OF_ONE_RUN = re.compile(r"'[^']*'|\([^()]*\)|\[[^\[\]]*\]|-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+"""Names of tensors, shapes, lists and numbers."""
 _JUDGED = ("impostors", "plain", "rig_tests")  # folders of the suite that can be judged
 
 
@@ -58,6 +60,11 @@ class Cause:
         return f"{self.function}: {self.text}" if self.function else self.text
 
     @property
+    def is_explained(self) -> bool:
+        """Whether something is known beside the finding."""
+        return bool(self.kind or self.families or self.like)
+
+    @property
     def clauses(self) -> list[str]:
         """Ids of the clauses."""
         return [cell.clause for cell in self.cells]
@@ -71,7 +78,7 @@ class Cause:
 def causes(
     events: Sequence[Event], implementation: str, *, without: Collection[str] = ()
 ) -> list[Cause]:
-    """Return the causes of what failed: the lowest level first, then the most frequent.
+    """Return the causes of what failed: the lowest level, what is known, the most frequent first.
 
     Args:
         without: near-misses that are taken to be unknown.
@@ -90,7 +97,7 @@ def causes(
             found.append(cause)
         cause.cells.append(cell)
         known |= dict.fromkeys(signs, cause)
-    found.sort(key=lambda cause: (_level(cause.first), -len(cause.cells)))
+    found.sort(key=lambda cause: (_level(cause.first), not cause.kind, -len(cause.cells)))
     for function in dict.fromkeys(cause.function for cause in found):
         own = [cause for cause in found if cause.function == function]
         held = (cell for cell in judged if cell.outcome is Outcome.PASSED)
@@ -178,13 +185,13 @@ def _shown(cell: Cell) -> tuple[Any, ...]:
     stopped = cell.outcome in (Outcome.HANG, Outcome.DIED) and place
     at = [(str(cell.outcome), place)] if stopped else []
     if diagnosis := likely(message):
-        return diagnosis, ("likely", diagnosis), *at
+        return diagnosis, ("likely", _OF_ONE_RUN.sub("", diagnosis)), *at
     if stopped:
         what = "ranks are blocked at" if cell.outcome is Outcome.HANG else "a rank ends at"
         return f"{what} {place}", *at
-    seen = _symptom(cell)  # more or less of something is seen; something else is not
-    sign = seen if seen.startswith(("more: ", "less: ")) else cell.clause
-    return headline or f"{cell.outcome}: {cell.clause}", ("", sign)
+    seen = _symptom(cell)
+    sign = seen if seen.startswith(("more: ", "less: ")) else _OF_ONE_RUN.sub("", headline)
+    return headline or f"{cell.outcome}: {cell.clause}", ("", sign or cell.clause)
 
 
 def _place(message: str) -> str:

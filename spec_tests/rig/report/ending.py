@@ -125,13 +125,7 @@ def _render_causes(
     """What to mend first comes first: the lowest level, then the most frequent."""
     if not found:
         return []
-    number = _number(found)
-    explain = "explains" if len(found) == 1 else "explain"
-    lines = [
-        "",
-        f"{_several(len(found), 'cause')} {explain} {_several(number, 'failed clause')} of "
-        f"{implementation}; mend the first one first",
-    ]
+    lines = ["", f"{_counted(found, implementation)}; mend the first one first"]
     if everything:
         whole = [_render_cause(index, cause, None) for index, cause in enumerate(found, 1)]
         return [*lines, *itertools.chain.from_iterable(whole)]
@@ -145,8 +139,21 @@ def _render_causes(
     for index, cause in enumerate(shown, in_full + 1):
         lines.append(clipped(f"{index:2}  {cause.title} ({_enumerated(cause.clauses, 1)})", 160))
     if len(shown) < len(rest):
-        lines.append(f"and {_several(len(rest) - len(shown), 'more cause')}: --all, or the report")
+        lines.append(f"and {_several(len(rest) - len(shown), 'more line')}: --all, or the report")
     return lines
+
+
+def _counted(found: Sequence[Cause], implementation: str) -> str:
+    """How many causes explain how many clauses, and how much is left unexplained."""
+    known = [cause for cause in found if cause.is_explained]
+    rest = [cause for cause in found if not cause.is_explained]
+    explain = "explains" if len(known) == 1 else "explain"
+    failed = f"{_several(_number(known or rest), 'failed clause')} of {implementation}"
+    findings = f"{_several(len(rest), 'finding')} {'is' if len(rest) == 1 else 'are'} not explained"
+    if not known:
+        return f"{failed}: {findings}"
+    line = f"{_several(len(known), 'cause')} {explain} {failed}"
+    return f"{line}; {findings} ({_several(_number(rest), 'clause')})" if rest else line
 
 
 def _number(found: Sequence[Cause]) -> int:
