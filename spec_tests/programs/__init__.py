@@ -2,13 +2,13 @@
 
 scene.py      what exists before the first call: words, one for each axis
 calls.py      what a trainer calls, one call after another; which calls are legal
-alone.py      one process that does what all ranks should: the oracle, and each way to be wrong
-on_ranks.py   the same calls on a rank; ways.py: how each function divides training
+alone.py      one process that does what all ranks should: the oracle; faults.py: wrong worlds
+on_ranks.py   the same calls on a rank; ways.py: how each function divides training; units.py: units
 stepped.py    the same of a sharded optimizer, in one process and on a rank
 pieces.py     what a rank has of a tensor; the parent puts pieces together
 law.py        the law: a situation does on the ranks what it does in one process
 look.py       what a situation shows beside values: form, and an ordinary step afterwards
-sent.py       what each call sends, and what it may
+sent.py       what each call sends, and what it may; shown.py: what is shown in full afterwards
 draw.py       situations drawn at random, in scenes in which every two words meet
 explore.py    the command: draw, judge, shrink, until the time is over
 seeds.toml    situations that once told a fault; they are tried first (seeds.py)
