@@ -16,13 +16,7 @@ from spec_tests.programs.alone import SEED, shape_of
 from spec_tests.programs.calls import Call, Program, after, spelled
 from spec_tests.programs.on_ranks import OnRank
 from spec_tests.programs.scene import REPLICAS, SHARDS, STEPPED, Scene
-from spec_tests.programs.shown import (
-    BACKWARDS,
-    FORWARDS,
-    full_names,
-    held_bytes,
-    is_weighed,
-)
+from spec_tests.programs.shown import BACKWARDS, FORWARDS, full_names, held_bytes, is_weighed
 from spec_tests.programs.units import units_of
 from spec_tests.rig import judge
 from spec_tests.rig.judge.oracle import parameters

@@ -40,8 +40,12 @@ SMALL = 512
 
 
 def is_weighed(scene: Scene, name: str) -> bool:
-    """Whether what a call leaves in memory is measured: no graph, and no full weights are kept."""
-    return name in ("evaluate", "record") and scene.word("reshard") == "freed"
+    """Whether what a call leaves in memory is measured.
+
+    Only an evaluation has to free all full weights: after another forward the first gather of its
+    backward may be under way.
+    """
+    return name == "evaluate" and scene.word("reshard") == "freed"
 
 
 def full_names(module: nn.Module) -> list[str]:
