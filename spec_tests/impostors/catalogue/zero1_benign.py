@@ -108,6 +108,7 @@ class Elementwise(PlainZero1):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            self.hand_in()  # what it has set counts in this step
         for parameter, stretch in self.stretches.items():
             gradient = parameter.grad
             stretch.grad = None if gradient is None else self.cut(gradient).clone()
