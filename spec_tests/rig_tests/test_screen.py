@@ -113,7 +113,8 @@ def test_the_ending_of_a_killed_run_is_made_of_its_log(tmp_path: Path, capsys):
 
 
 def test_with_everything_nothing_is_enumerated_in_part():
-    messages = {f"ddp.a.n{i}": f"[ddp.a.n{i}]  It MUST.\nrank {i}: got {i}" for i in range(60)}
+    words = {f"ddp.a.n{i}": chr(ord("A") + i % 26) * (1 + i // 26) for i in range(60)}
+    messages = {each: f"[{each}]  It MUST.\nrank 0: got {word}" for each, word in words.items()}
     events = log(*(result("failed", clause=each, message=text) for each, text in messages.items()))
     assert " more" in render_ending(events)
     whole = render_ending(events, everything=True)

@@ -377,8 +377,8 @@ class TrustsWhatFlies(Patched):
     """
 
     module = "solution.parallel.fsdp.unit"
-    find = "        if self.state is not UnitState.SHARDED and self._gathered_versions"
-    replace = "        if self.state is UnitState.UNSHARDED and self._gathered_versions"
+    find = "        if self.state is not UnitState.SHARDED:\n            is_fresh"
+    replace = "        if self.state is UnitState.UNSHARDED:\n            is_fresh"
 
 
 @near_miss(

@@ -374,10 +374,9 @@ class StaleInPart(Patched):
     """
 
     module = "solution.parallel.fsdp.unit"
-    find = "        if self.state is not UnitState.SHARDED and self._gathered_versions"
+    find = "        if self.state is not UnitState.SHARDED:\n            is_fresh"
     replace = (
-        "        if self.state in (UnitState.GATHERING, UnitState.UNSHARDED) and "
-        "self._gathered_versions"
+        "        if self.state in (UnitState.GATHERING, UnitState.UNSHARDED):\n            is_fresh"
     )
 
 
