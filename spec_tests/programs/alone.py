@@ -170,7 +170,21 @@ class Alone:
     def accumulate(self, micro: str) -> None:
         self._add(self._losses(micro, is_local=True), was_local=True)
 
-    partly = locally = early = accumulate
+    locally = early = accumulate
+
+    def partly(self, micro: str) -> Gradients | None:
+        """Return gradients where there is one copy of the weights, so that nothing waits."""
+        found = None if self.scene["mesh"] else self.backward(micro)
+        if self.scene["mesh"]:
+            self.accumulate(micro)
+        return found
+
+    def directly(self, micro: str) -> Gradients:
+        own = len(self.peers) * self._losses(micro, is_local=True)[self.peers.index(self.rank)]
+        trained = {n: p for n, p in self.named if p.requires_grad}
+        found = torch.autograd.grad(own, [*trained.values()], allow_unused=True)
+        self.zero_grad()
+        return dict.fromkeys(n for n, _ in self.named) | dict(zip(trained, found, strict=True))
 
     def outermost_waits(self, micro: str) -> Gradients | None:
         losses, number = self._losses(micro), self._micros()

@@ -13,6 +13,7 @@
     partly N            the same, reduced over the ranks that share one copy of the weights
     outermost_waits N   the same of the outermost unit alone; the others reduce
     early N             a reduced backward that is not the last one
+    directly N          forward and backward of the module itself, cleared before and after
     forward N, pending  a forward, and later its backward
     resumed             the same where another backward raised between the two
     finish              the finish once more
@@ -168,6 +169,13 @@ VERBS: dict[str, Verb] = {
     "early": Verb("micro", _is_whole, _adds(1, is_open=True), of=SHARDS, level="production"),
     "leave": Verb("", _rests, of=REPLICAS + WHOLE, level="production", refusable=WHOLE),
     "partly": Verb("micro", _is_whole, _adds(1, is_open=True), of=SHARDS, level="production"),
+    "directly": Verb(
+        "micro",
+        lambda s: _rests(s) and s.is_reduced,
+        lambda s: _cleared(s),
+        of=REPLICAS,
+        level="production",
+    ),
     "outermost_waits": Verb(
         "micro", _is_whole, _adds(1, is_open=True), of=SHARDS, level="production"
     ),
@@ -260,6 +268,7 @@ FORWARDS = (
     "accumulate",
     "nested",
     "partly",
+    "directly",
     "fails",
     "fails_backward",
 )
@@ -327,6 +336,8 @@ def next_state(state: State, call: Call, scene: Scene, subject: str, size: int) 
     found = verb.then(state)
     if verb.when is _rests:
         found = replace(found, is_left=False)  # the loss was of other weights: it is dropped
+    if name == "partly" and not scene["mesh"]:
+        found = replace(found, is_open=False, is_reduced=True)  # no replicas: nothing waits
     if name == "zero_grad" and words == ["zero"]:
         found = replace(found, is_zeroed=True)
     if name in ("freeze", "thaw"):

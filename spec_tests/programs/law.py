@@ -131,7 +131,8 @@ def judge_values(ranks: Sequence[Any], subject: str, situation: str) -> None:
         return [comparable(rank[number][1]) for rank in world_of(fault)]
 
     def comparable(found: Gradients) -> Gradients:
-        return dict(zeros_for_none(found, like)) if absent_is_zero else found
+        known = zeros_for_none(found, like) if absent_is_zero else found
+        return {name: None if t is None else t.double() for name, t in known.items()}
 
     within = None
     if subject != "fully_shard" and size & (size - 1):

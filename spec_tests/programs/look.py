@@ -82,7 +82,7 @@ def judge_form(ranks: Sequence[dict[str, Any]], subject: str, scene: Scene, give
         judge.equal(dtypes, "float32", quantity="buffer of dtype", given=given)
     module = TOYS[scene["toy"][0]].build(0)
     for number, (name, p) in enumerate(module.named_parameters()):
-        dtype = str(scene["weights"]).removeprefix("torch.")
+        dtype = str(scene.weights or p.dtype).removeprefix("torch.")
         wanted = {"dtype": dtype, "shape": tuple(p.shape), "placements": placements}
         of_parameter = wanted | {"requires_grad": number not in frozen}
         seen = [rank.get(name) for rank in ranks]

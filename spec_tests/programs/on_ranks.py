@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +82,7 @@ class OnRank:
     Attributes:
         module: the toy; `wrapped` is what the function under test made of it.
         held: the parameters that an optimizer is built over, in the order of `names`.
+        records: the last forward without gradients has recorded a graph.
     """
 
     def __init__(self, ctx: Context, subject: str, scene: Scene) -> None:
@@ -100,10 +102,11 @@ class OnRank:
         self.module.train(scene["mode"])
         self.buffers = {name: value.clone() for name, value in self.module.named_buffers()}
         self.losses: Any = None
+        self.records = False
         self.saved: Any = None
 
     def _built(self) -> nn.Module:
-        return self.toy.build(SEED).to(self.ctx.device, self.scene["weights"])
+        return self.toy.build(SEED).to(self.ctx.device, self.scene.weights)
 
     def _peers(self) -> tuple[int, ...]:
         groups = self.scene["group"]
@@ -119,6 +122,9 @@ class OnRank:
         if self.scene.word("entrance") == "recomputed":
             for part in leaves(self.module):
                 part.forward = _recomputing(part.forward)  # type: ignore[method-assign]  # of one object
+        if self.scene.word("entrance") == "called-again":
+            for part in leaves(self.module):
+                part.__class__ = _called_again(type(part))  # type: ignore[arg-type]  # hashable
 
     def _buffered(self) -> Callable[..., torch.Tensor]:
         """Return a forward that adds a buffer to its output, and changes it in training."""
@@ -225,15 +231,17 @@ class OnRank:
     def output(self, micro: str) -> torch.Tensor:
         """Return the model's output for a micro-batch."""
         batch = self.toy.batch(SEED, rank=self.ctx.rank, micro=int(micro))
-        inputs = batch.to(self.ctx.device, self.scene["weights"])
+        inputs = batch.to(self.ctx.device, self.scene.weights)
         flags = flags_of(self.scene, self.ctx.rank, micro)
-        model = self.wrapped
+        model, read = self.wrapped, OUTPUTS[self.scene.word("output")][1]
         if self.scene.word("entrance") == "method":
             model = self.wrapped.compute
         if self.scene.word("entrance") == "keyword":
             named = dict(zip(("use",), flags, strict=False))
-            return OUTPUTS[self.scene.word("output")][1](model(x=inputs, **named))  # type: ignore[no-any-return]  # a tensor
-        return OUTPUTS[self.scene.word("output")][1](model(inputs, *flags))  # type: ignore[no-any-return]  # a tensor
+            return read(model(x=inputs, **named))  # type: ignore[no-any-return]  # a tensor
+        if self.scene.word("entrance") == "all-again":
+            return _recomputing(lambda *args: _times_one(read(model(*args))))(inputs, *flags)  # type: ignore[no-any-return]  # a tensor
+        return read(model(inputs, *flags))  # type: ignore[no-any-return]  # a tensor
 
     def loss(self, *micros: str) -> Any:
         """Return the sum of the losses of these micro-batches."""
@@ -299,11 +307,14 @@ class OnRank:
 
     @torch.no_grad()
     def evaluate(self, micro: str) -> Named:
-        return {"output": exact(self.output(micro))}
+        found = self.output(micro)
+        self.records = found.requires_grad
+        return {"output": exact(found)}
 
     def infer(self, micro: str) -> Named:
         with torch.inference_mode():
             found = self.output(micro)
+        self.records = found.requires_grad
         return {"output": exact(found)}
 
     def record(self, micro: str) -> Named:
@@ -389,10 +400,14 @@ class OnRank:
 
     def another_lives(self) -> None:
         """Another model is wrapped, trained for a step and dropped."""
-        usual = Scene.of("even" if self.subject == "fsdp" else "mlp")
-        other = type(self)(self.ctx, self.subject, usual)
+        other = type(self)(self.ctx, self.subject, Scene.of("even"))
         other.backward("3")
         other.step()
+
+
+def _times_one(y: torch.Tensor) -> torch.Tensor:
+    """Return the same; a backward needs a tensor of its dtype."""
+    return y * torch.ones_like(y)
 
 
 def chosen(things: Sequence[Any], which: str) -> Any:
@@ -413,6 +428,12 @@ def leaves_by_name(module: nn.Module) -> list[tuple[str, nn.Module]]:
 def leaves(module: nn.Module) -> list[nn.Module]:
     """Return the same without their names."""
     return [part for _, part in leaves_by_name(module)]
+
+
+@cache
+def _called_again(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class whose call is recomputed in backward, with its hooks."""
+    return type(f"Again{kind.__name__}", (kind,), {"__call__": _recomputing(kind.__call__)})
 
 
 def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:

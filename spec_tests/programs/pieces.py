@@ -21,7 +21,7 @@ class Piece:
     """A rank's part of a tensor.
 
     Attributes:
-        local: the values, as float32.
+        local: the values, as float64.
         shape: of the whole tensor.
         dim: the dimension that is divided.
         ranks: numbers of the ranks with all parts, in their order; this one alone where none is
@@ -47,8 +47,8 @@ class Piece:
 
 
 def exact(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the values as float32, which holds them exactly."""
-    return tensor.detach().clone().float()
+    """Return a copy of the values as float64, which holds them exactly."""
+    return tensor.detach().clone().double()
 
 
 def put_together(ranks: Sequence[Seen]) -> list[list[tuple[str, dict[str, Any]]]]:

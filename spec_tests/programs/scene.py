@@ -27,6 +27,24 @@ FUSED = partial(torch.optim.Adam, lr=2.0**100, betas=(0.0, 0.0), eps=2.0**100, f
 HALF, BRAIN, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
+class Counting(torch.optim.Optimizer):
+    """An optimizer that counts its steps in its groups, and halves every second one."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # noqa: D102 - as in the base
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            rate = group["lr"] / (1 + group["steps"] % 2)
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-rate)
+            group["steps"] += 1
+        return loss
+
+
 @dataclass(frozen=True)
 class Word:
     """A value of an axis.
@@ -56,7 +74,9 @@ SHARDS = ("fully_shard",)
 WHOLE = ("fsdp",)
 OPTIMIZER = ("sharded_optimizer",)
 NARROW = ("narrow",)
+TWO_DTYPES = "two-dtypes"
 STEPPED = ("stack", "even", "mlp", "ragged", "tied", "conv", "strided")
+ALL_USED = ("stack", "even", "mlp", "ragged", "conv", "strided", "narrow")
 WITH_BUFFERS = ("stack", "even", "mlp", "tied", "conv", "strided", "unused")
 REACH = {HALF: 64, BRAIN: 8}
 """`Toy.reach` of the toy 'narrow' in dtypes of few bits."""
@@ -85,8 +105,12 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "conv": toy("conv", refusable=WHOLE + SHARDS),
         "strided": toy("strided", refusable=WHOLE + SHARDS),
         "narrow": toy("narrow", refusable=WHOLE),
+        # Of float32 and float64 in one unit; large numbers, which float32 would round.
+        TWO_DTYPES: toy("double", refusable=WHOLE + SHARDS),
     },
-    "units": dict.fromkeys(("children", "layers", "nested", "root"), Word()),
+    # Listed: every two children are one unit.
+    "units": dict.fromkeys(("children", "layers", "nested", "root"), Word())
+    | {"listed": Word(level="production", toys=ALL_USED)},
     "mesh": {
         "line": Word(),
         "2x2": Word((2, 2), sizes=(4,), refusable=SHARDS),
@@ -103,6 +127,7 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "usual": Word(),
         "freed": Word(True),
         "held": Word(False),
+        "held-by-one": Word(1, level="production", refusable=SHARDS),
         "in-part": Word(2, sizes=(2, 4), refusable=SHARDS),
     },
     # What is exact in float32 is so in float64; narrower dtypes need a toy of small numbers.
@@ -150,8 +175,13 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "forward": Word(),
         "keyword": Word(),
         "method": Word(),
+        # `checkpoint` inside the layers, around each, or around all: then hooks run again too.
         "recomputed": Word(level="production", refusable=WHOLE),
+        "called-again": Word(level="production", refusable=WHOLE),
+        "all-again": Word(level="production", refusable=WHOLE),
     },
+    # Each unit names the next, in forward and in backward, as to be gathered ahead.
+    "hints": {"unhinted": Word(), "hinted": Word(refusable=SHARDS, toys=ALL_USED)},
     "mode": {"training": Word(True), "evaluating": Word(False)},
     # A training forward adds the buffer to its output, and then changes it by the batch.
     "buffers": {
@@ -167,6 +197,7 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "adam": Word((torch.optim.Adam, {"lr": 0.01})),
         "adamw": Word((torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.5})),
         "adagrad": Word((torch.optim.Adagrad, {"lr": 0.5}), refusable=OPTIMIZER),
+        "counts-steps": Word((Counting, {"lr": 2.0**-6}), refusable=OPTIMIZER),
     },
     "groups": {
         "one-group": Word(1),
@@ -192,17 +223,13 @@ AXES_OF: Mapping[str, tuple[str, ...]] = {
     "fsdp": (*_COMMON, "entrance"),
     "fully_shard": (
         *("toy", "units", "mesh", "reshard", "precision", "optimizer", "trained", "output"),
-        *("entrance", "mode", "built", "weights", "group", "divisor", "buffers"),
+        *("entrance", "mode", "built", "weights", "group", "divisor", "buffers", "hints"),
     ),
     "sharded_optimizer": ("toy", "moments", "groups", "trained", "weights", "group"),
 }
 """The axes of each function of the contract."""
 
-_NOT_OF = {
-    **dict.fromkeys(REPLICAS + WHOLE, ("method",)),
-    # A rank that is alone sends to itself, or not, as it likes.
-    "fully_shard": ("apart",),
-}
+_NOT_OF = dict.fromkeys(REPLICAS + WHOLE, ("method",))
 _ORDINARY = tuple(next(iter(words)) for words in AXES.values())
 
 
@@ -242,6 +269,16 @@ class Scene:
     def __getitem__(self, axis: str) -> Any:
         """Return the value of the scene's word on an axis."""
         return AXES[axis][self.word(axis)].value
+
+    @property
+    def weights(self) -> torch.dtype | None:
+        """The dtype that the toy's parameters are cast to; None where they keep their own."""
+        return None if self.word("toy") == TWO_DTYPES else self["weights"]
+
+    @property
+    def is_held(self) -> bool:
+        """Whether full weights stay from a forward to its backward."""
+        return self.word("reshard") in ("held", "held-by-one")
 
     def without(self, word: str) -> Scene:
         """Return the smaller scene that has the ordinary word in this word's place."""
@@ -298,6 +335,8 @@ class Scene:
         is_narrow = self["weights"] in (HALF, BRAIN)
         if self.word("weights") != "float32" and self["precision"]:
             return False  # rounded twice
+        if self.weights is None and (self.word("weights") != "float32" or self["precision"]):
+            return False  # it has dtypes of its own
         if self.word("toy") == "tied" and self.word("built") == "on-meta":
             return False  # `to_empty` unties
         if self["buffers"] and self.word("built") == "on-meta":

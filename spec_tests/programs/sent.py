@@ -16,14 +16,24 @@ from spec_tests.programs.alone import SEED, shape_of
 from spec_tests.programs.calls import Call, Program, after, spelled
 from spec_tests.programs.on_ranks import OnRank
 from spec_tests.programs.scene import REPLICAS, SHARDS, STEPPED, Scene
-from spec_tests.programs.shown import BACKWARDS, FORWARDS, full_names, held_bytes, is_weighed
-from spec_tests.programs.units import units_of
+from spec_tests.programs.shown import (
+    BACKWARDS,
+    FORWARDS,
+    SMALL,
+    full_names,
+    held_bytes,
+    is_weighed,
+)
+from spec_tests.programs.units import lists_of
 from spec_tests.rig import judge
 from spec_tests.rig.judge.oracle import parameters
 from spec_tests.rig.ranks.recorder import Kind, Log
 from spec_tests.rig.toys import TOYS
 
-LOCAL = ("step", "step_one", "zero_grad", "write", "freeze", "thaw", "keep", "reshard", "wait")
+LOCAL = (
+    *("step", "step_one", "zero_grad", "write", "freeze", "thaw", "keep", "reshard", "wait"),
+    "directly",
+)
 """Calls that send nothing, but for gathers that a later pass then need not send."""
 UNREDUCED = ("accumulate", "nested", "locally", "evaluate", "record", "forward", "fails")
 """Calls that reduce nothing."""
@@ -49,6 +59,7 @@ class Sent:
 
     rank: OnRank
     calls: list[dict[str, Any]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
     def watching(self, name: str) -> Iterator[None]:
@@ -57,18 +68,17 @@ class Sent:
             yield
             self.calls.append(self._state())
             return
-        before = self._weight(name)
+        weighed = is_weighed(self.rank.scene, name, self.names)
+        self.names.append(name)
+        before = held_bytes(()) if weighed else 0
         with self.rank.ctx.recording() as recorder:
             yield
-        grown = {"grown": self._weight(name) - before}
+        grown = {"grown": held_bytes(()) - before if weighed else 0}
         counts = counted(recorder.log(), self.rank.ctx.world_size)
         self.calls.append(counts | grown | self._state())
 
     def _state(self) -> dict[str, Any]:
-        return {"full": full_names(self.rank.module)}
-
-    def _weight(self, name: str) -> int:
-        return held_bytes(()) if is_weighed(self.rank.scene, name) else 0
+        return {"full": full_names(self.rank.module), "records": self.rank.records}
 
 
 def counted(log: Log, size: int) -> dict[str, Any]:
@@ -97,10 +107,10 @@ def due(scene: Scene, subject: str, size: int, rank: int, frozen: frozenset[int]
     peers = next((g for g in scene["group"] or () if rank in g), range(size))
     copies, shards = (len(peers), 1) if subject in REPLICAS else shape_of(scene, len(peers))
     policy = scene["precision"]
-    weights = policy.get("param_dtype", scene["weights"])
-    reduced = policy.get("reduce_dtype", weights)
     found = {"weights": 0, "gradients": 0, "in a replica": 0}
     for number, value in enumerate(parameters(scene["toy"][0], SEED).values()):
+        weights = policy.get("param_dtype") or scene.weights or value.dtype
+        reduced = policy.get("reduce_dtype", weights)
         rows = max(1, value.shape[0] if value.dim() else 1)
         padded = -(-rows // shards) * shards * (value.numel() // rows)
         slack = FLAG * len(peers)
@@ -127,6 +137,17 @@ def judge_calls(
         if any(earlier[0] == "early" for earlier in program[:number]):
             return  # what it sends may go on in any later call
         for rank, seen in enumerate(ranks):
+            judge.holds(
+                not seen[number]["records"],
+                f"rank {rank}, {' '.join(call)!r}: expected an output without a graph, got one",
+                likely="gradients are switched on, whatever the caller has switched off",
+            )
+            judge.holds(
+                call[0] != "another_lives" or seen[number].get("grown", 0) <= SMALL,
+                f"rank {rank}, the second {' '.join(call)!r}: expected no more memory than before "
+                f"it, got {seen[number].get('grown')} bytes more",
+                likely="a model that was dropped is kept by what was wrapped around it",
+            )
             if "gathers" in seen[number]:
                 one = due(scene, subject, size, rank, state.frozen)
                 what = f"rank {rank}, {' '.join(call)!r}"
@@ -172,7 +193,7 @@ def most_gathered(before: Program, call: Call, scene: Scene, copy: int) -> int |
         return 0
     if scene.word("toy") not in STEPPED or not _is_kept(before, scene):
         return None
-    if name in ("evaluate", "infer") or scene.word("reshard") == "held":
+    if name in ("evaluate", "infer") or scene.is_held:
         return 0
     return copy * COPIES.get(name, 1)  # what a forward frees its backward gathers
 
@@ -186,7 +207,7 @@ def _is_kept(program: Program, scene: Scene) -> bool:
         elif call[0] in BACKWARDS:
             is_kept = is_set
         elif call[0] in FORWARDS:
-            is_kept = is_kept and scene.word("reshard") == "held"
+            is_kept = is_kept and scene.is_held
         else:
             is_kept = is_kept and call[0] in ("zero_grad", "save", "finish")
     return is_kept
@@ -197,9 +218,9 @@ def judge_step(
 ) -> None:
     """An ordinary step may gather two copies of the weights, and reduce one of the gradients."""
     __tracebackhide__ = True
-    times = 1 if scene.word("reshard") == "held" else 2
+    times = 1 if scene.is_held and scene.word("hints") == "unhinted" else 2
     module = TOYS[scene["toy"][0]].build(0)
-    units = 1 + len(units_of(module, scene.word("units")))
+    units = 1 + len(lists_of(module, scene.word("units")))
     for rank, sent in enumerate(ranks):
         one = due(scene, subject, len(ranks), rank, frozen)
         bounds = {"bytes reduced": one["gradients"]}

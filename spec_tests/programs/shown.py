@@ -16,7 +16,7 @@ from torch import nn
 
 from spec_tests.programs.calls import Call, Program
 from spec_tests.programs.pieces import Seen
-from spec_tests.programs.scene import Scene
+from spec_tests.programs.scene import STEPPED, Scene
 from spec_tests.programs.units import parameters_of_units
 from spec_tests.rig import judge
 from spec_tests.rig.judge.oracle import parameters
@@ -39,12 +39,14 @@ SMALL = 512
 """Bytes: an output in float64, and what torch keeps by itself. Most toys have more weights."""
 
 
-def is_weighed(scene: Scene, name: str) -> bool:
+def is_weighed(scene: Scene, name: str, before: Sequence[str]) -> bool:
     """Whether what a call leaves in memory is measured.
 
-    Only an evaluation has to free all full weights: after another forward the first gather of its
-    backward may be under way.
+    Of forwards only an evaluation has to free all full weights: after another one the first gather
+    of its backward may be under way. The first other model may leave what a second one then uses.
     """
+    if name == "another_lives":
+        return name in before
     return name == "evaluate" and scene.word("reshard") == "freed"
 
 
@@ -80,12 +82,15 @@ def closed(program: Program, scene: Scene) -> list[frozenset[str]]:
         "freed": every,
         "usual": frozenset(parameters_of_units(module, scene.word("units"))),
     }.get(scene.word("reshard"), frozenset())
+    runs_all = scene.word("toy") in STEPPED
     found, now, is_kept, waits = [], every, False, False
     for call in program:
         name = call[0]
         waits = name == "forward" or (waits and name not in ("pending", "resumed"))
         is_kept = call == ("keep", "True") or (is_kept and call != ("keep", "False"))
-        now = _then(call, now, every, after_forward, is_open=is_kept or waits)
+        is_open = is_kept or waits
+        frees = runs_all and not is_kept
+        now = _then(call, now, every, after_forward, is_open=is_open, frees=frees)
         found.append(now)
     return found
 
@@ -97,6 +102,7 @@ def _then(
     after_forward: frozenset[str],
     *,
     is_open: bool,
+    frees: bool,
 ) -> frozenset[str]:
     name = call[0]
     if name == "reshard":
@@ -105,7 +111,9 @@ def _then(
         return frozenset()
     if name in BACKWARDS:
         return frozenset() if is_open else every
-    return now & after_forward if name in FORWARDS else now
+    if name in FORWARDS:
+        return after_forward if frees else now & after_forward
+    return now
 
 
 def judge_calls(ranks: Sequence[Sequence[dict[str, Any]]], scene: Scene, program: Program) -> None:

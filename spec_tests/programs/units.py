@@ -12,16 +12,23 @@ def units_of(module: nn.Module, granularity: str = "children") -> list[str]:
 
     Args:
         granularity: "children" (the outermost modules that can be called), "layers" (those without
-            children), "nested" (both), "root" (none).
+            children), "nested" (both), "root" (none), "listed" (the children, see `lists_of`).
     """
     names = [name for name, part in module.named_modules() if name and _can_be_unit(module, part)]
     if granularity == "root":
         return []
     if granularity == "layers":
         names = [n for n in names if not any(True for _ in module.get_submodule(n).children())]
-    if granularity == "children":
+    if granularity in ("children", "listed"):
         names = [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
     return names[::-1]
+
+
+def lists_of(module: nn.Module, granularity: str) -> list[list[nn.Module]]:
+    """Return the modules of each unit: one, or two where units are "listed"."""
+    parts = [module.get_submodule(name) for name in units_of(module, granularity)]
+    width = 2 if granularity == "listed" else 1
+    return [parts[n : n + width] for n in range(0, len(parts), width)]
 
 
 def parameters_of_units(module: nn.Module, granularity: str) -> list[str]:

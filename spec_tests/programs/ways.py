@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from spec_tests.programs.alone import shape_of
 from spec_tests.programs.on_ranks import OnRank, copy_of
 from spec_tests.programs.pieces import exact
-from spec_tests.programs.units import parameters_of_units, units_of
+from spec_tests.programs.units import lists_of, parameters_of_units
 from spec_tests.rig.judge.oracle import Gradients, Named
 
 
@@ -25,6 +26,15 @@ class Replicas(OnRank):
         if self.subject == "ddp_bucketed":
             options["bucket_size_mb"] = self.scene["bucket"]
         return getattr(self.ctx.impl, self.subject)(self.module, **options)
+
+    def directly(self, micro: str) -> Gradients:
+        wrapped, self.wrapped = self.wrapped, self.module
+        self.zero_grad("none")
+        self.loss(micro).backward()
+        found = self.gradients()
+        self.zero_grad("none")
+        self.wrapped = wrapped
+        return found
 
     def parameters(self) -> list[Any]:
         return self.plain
@@ -61,7 +71,7 @@ class Shards(OnRank):
         if self.scene.word("built") == "here":
             return super()._built()
         with torch.device("meta"):
-            return self.toy.model().to(self.scene["weights"])
+            return self.toy.model().to(self.scene.weights)
 
     def wrap(self) -> Any:
         impl, scene = self.ctx.impl, self.scene
@@ -78,9 +88,12 @@ class Shards(OnRank):
             options["mesh"] = DeviceMesh.from_group(self.group, self.ctx.device.type)
         if scene["precision"]:
             options["mp_policy"] = impl.MixedPrecisionPolicy(**scene["precision"])
-        for name in units_of(self.module, scene.word("units")):
-            impl.fully_shard(self.module.get_submodule(name), **options)
+        units = lists_of(self.module, scene.word("units"))
+        for parts in units:
+            impl.fully_shard(parts if parts[1:] else parts[0], **options)
         impl.fully_shard(self.module, **options)
+        if scene.word("hints") == "hinted":
+            self._hint([parts[0] for parts in reversed(units)])
         if scene.word("entrance") == "method":
             self.module.compute = self.module.forward  # type: ignore[assignment]  # a function
             impl.register_fsdp_forward_method(self.module, "compute")
@@ -97,6 +110,12 @@ class Shards(OnRank):
             # In float32 FSDP2 leaves the factor to the backend, and gloo knows none.
             if hasattr(part, "set_force_sum_reduction_for_comms"):
                 part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # a method
+
+    def _hint(self, parts: Sequence[Any]) -> None:
+        for one, following in itertools.pairwise(parts):
+            if hasattr(one, "set_modules_to_forward_prefetch"):
+                one.set_modules_to_forward_prefetch([following])
+                following.set_modules_to_backward_prefetch([one])
 
     @torch.no_grad()
     def _fill(self) -> None:
@@ -117,13 +136,15 @@ class Shards(OnRank):
     def finish_backward(self) -> None:
         """Do nothing: a backward ends by itself."""
 
-    def partly(self, micro: str) -> None:
+    def partly(self, micro: str) -> Gradients | None:
         self.wrapped.set_requires_all_reduce(False)
         self.loss(micro).backward()
+        found = None if self.scene["mesh"] else self.gradients()
         if int(micro) % 2:
             self.wrapped.set_requires_all_reduce(True)
         else:
             self.wrapped.set_requires_gradient_sync(True)  # which turns on both
+        return found
 
     def outermost_waits(self, micro: str) -> Gradients | None:
         self.wrapped.set_requires_gradient_sync(False, recurse=False)
