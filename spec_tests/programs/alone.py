@@ -60,6 +60,11 @@ class Alone:
         return next(tuple(group) for group in groups if self.rank in group)
 
     @cached_property
+    def inner(self) -> list[str]:
+        """Names of the parameters of all units but the outermost one."""
+        return parameters_of_units(self.module, self.scene.word("units"))
+
+    @cached_property
     def replica(self) -> tuple[int, ...]:
         """The ranks that hold one copy of the weights together."""
         _, shards = shape_of(self.scene, self.size)
@@ -81,7 +86,7 @@ class Alone:
         """Return the output for a rank's micro-batch, with the weights that the fault takes."""
         weights: dict[str, torch.Tensor] = dict(self.named)
         for number, (name, p) in enumerate(self.named):
-            if name in self.older and self.fault.is_stale(number):
+            if name in self.older and self.fault.is_stale(number, name not in self.inner):
                 weights[name] = self.older[name].requires_grad_(p.requires_grad)
         batch = self.toy.batch(SEED, rank=rank, micro=int(micro))
         flags = flags_of(self.scene, rank, micro)

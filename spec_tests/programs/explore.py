@@ -205,7 +205,8 @@ def main(argv: Sequence[str]) -> int:
                 subjects, sizes, arguments.level, arguments.only, arguments.seed, entries
             )
             drawn = itertools.chain(known, more)
-        _run(exploration, drawn, arguments.minutes * 60, arguments.seeds)
+        seconds = arguments.minutes * 60
+        _run(exploration, drawn, seconds, arguments.seeds, one=arguments.first)
     except RigError as error:
         print(f"explore: {error}", file=sys.stderr)
         return 2
@@ -215,7 +216,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(
-    exploration: Exploration, drawn: Iterator[Drawn], seconds: float, file: Path | None
+    exploration: Exploration,
+    drawn: Iterator[Drawn],
+    seconds: float,
+    file: Path | None,
+    *,
+    one: bool,
 ) -> None:
     begun = time.monotonic()
     for each in drawn:
@@ -232,6 +238,8 @@ def _run(
         if file is not None and len(exploration.found) > before:
             line = [*exploration.found.values()][-1]
             seeds.append(file, seeds.Seed(each.subject, line, "found by explore", each.size))
+        if report and one:
+            break
     print(
         f"{exploration.tried} situations in {time.monotonic() - begun:.0f} s: "
         f"{len(exploration.found)} findings"
@@ -243,6 +251,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--impl", required=True, help="as for the other commands")
     parser.add_argument("--minutes", type=float, default=10.0, help="how long (10)")
+    parser.add_argument("--first", action="store_true", help="end with the first finding")
     parser.add_argument("--worlds", default="2,3", help="numbers of ranks, with commas (2,3)")
     parser.add_argument("--only", default="", help="words that every scene has: 'held two'")
     parser.add_argument(

@@ -65,7 +65,8 @@ class Fault:
     Attributes:
         means: what it usually comes from, for `likely:`.
         factor: the factor of a share, for a reader; right is one, and zero after `zero_grad`.
-        is_stale: whether parameter number n computes with its values of before the last update.
+        is_stale: whether parameter number n, of the outermost unit or not, computes with its values
+            of before the last update.
         updates: whether a step updates parameter number n.
         notices: whether parameter number n notices that it was frozen or thawed.
         takes_buffers: whether a training forward of replicas takes the first rank's buffers; right
@@ -74,7 +75,7 @@ class Fault:
 
     means: str
     factor: Factor = _all
-    is_stale: Callable[[int], bool] = lambda number: False
+    is_stale: Callable[[int, bool], bool] = lambda number, is_outermost: False
     updates: Callable[[int], bool] = lambda number: True
     notices: Callable[[int], bool] = lambda number: True
     takes_buffers: Callable[[bool], bool] = lambda is_local: not is_local
@@ -120,11 +121,16 @@ FAULTS: dict[str, Fault] = {
         "what was cleared is still in it: a hidden accumulator", lambda s, r: 1.0
     ),
     "stale": Fault(
-        "computed with the weights before the last update", is_stale=lambda number: True
+        "computed with the weights before the last update",
+        is_stale=lambda number, is_outermost: True,
+    ),
+    "outermost-stale": Fault(
+        "the outermost unit computed with its weights before the last update",
+        is_stale=lambda number, is_outermost: is_outermost,
     ),
     "stale-in-part": Fault(
         "every second parameter has its value of before the last update",
-        is_stale=lambda number: number % 2 == 1,
+        is_stale=lambda number, is_outermost: number % 2 == 1,
     ),
     "one-optimizer": Fault(
         "the step of one optimizer counts, and that of the other does not",

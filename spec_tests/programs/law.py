@@ -76,6 +76,7 @@ def same_as_alone(world: World, subject: str, situation: str, *, looks: bool = F
     left = after(program, scene, subject, world.size)
     if left is None or not scene.exists(subject, world.size):
         raise ValueError(f"{situation!r} is no situation of {subject} on {world.size} ranks")
+    situation = written(scene, program)
     judge.SITUATION.get().given = situation
     ranks: Sequence[Any] | None
     if left.may_refuse or scene.may_be_refused_by(subject):
