@@ -341,6 +341,8 @@ class Scene:
             return False  # `to_empty` unties
         if self["buffers"] and self.word("built") == "on-meta":
             return False  # nobody fills it
+        if self["buffers"] and self.word("entrance") == "all-again":
+            return False  # what is recomputed changes them once more
         if self.word("reshard") == "in-part" and self.word("mesh") == "replicas":
             return False  # one rank shards: there is no part
         if self["group"] and (self["mesh"] or self.word("reshard") == "in-part"):

@@ -8,6 +8,7 @@ setting that keeps weights) is not judged until a later call settles it.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,9 @@ OPENING = ("unshard", "fails", "fails_backward", "early")
 """Calls after which it is open what is shown."""
 SMALL = 512
 """Bytes: an output in float64, and what torch keeps by itself. Most toys have more weights."""
+
+
+_WAITS = 20
 
 
 def is_weighed(scene: Scene, name: str, before: Sequence[str]) -> bool:
@@ -71,6 +75,19 @@ def held_bytes(but: Seen) -> int:
             storage = thing.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
+
+
+def growth(before: int) -> int:
+    """Return how many bytes more are held than before, and stay.
+
+    A thread of the backend lets go of a message some time after it was waited for.
+    """
+    for _ in range(_WAITS):
+        grown = held_bytes(()) - before
+        if grown <= SMALL:
+            break
+        time.sleep(0.05)
+    return grown
 
 
 def closed(program: Program, scene: Scene) -> list[frozenset[str]]:
