@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ from spec_tests.rig.toys import TOYS
 
 BUILDERS = ("build_trainer", "build_zero1_trainer", "build_fsdp_trainer")
 SAMPLES = 4
+_PREFIX = re.compile(r"^((module|_orig_mod)\.)+")  # of DistributedDataParallel, of torch.compile
 
 Named = dict[str, torch.Tensor]
 Script = Callable[..., Any]
@@ -168,9 +170,17 @@ class Session:
         plain = self.setup.module()
         aliases = {name for name, _ in plain.named_parameters(remove_duplicate=False)}
         aliases -= {name for name, _ in plain.named_parameters()}
-        for name, tensor in self.trainer.full_parameters().items():
+        for name, tensor in self.weights().items():
             if name not in aliases:  # a tied weight has one name, and may be given under both
-                self.seen[f"{name} {when}"] = tensor.detach().clone().cpu()
+                self.seen[f"{name} {when}"] = tensor.cpu()
+
+    def weights(self) -> Named:
+        """Return copies of the weights by the plain model's names.
+
+        A wrapper's own prefix does not count: `trainer.parameters.whole-by-plain-names` judges it.
+        """
+        found = self.trainer.full_parameters()
+        return {_PREFIX.sub("", name): tensor.detach().clone() for name, tensor in found.items()}
 
 
 class OneProcess:
