@@ -221,7 +221,11 @@ class OneProcess:
         return batches[:each] if self.fault == "first-rank" else batches
 
     def _scale(self, count: int) -> float:
-        factor = {"sums-ranks": self.ranks, "sums-micro-batches": self.setup.accumulation}
+        factor = {
+            "sums-ranks": self.ranks,
+            "sums-micro-batches": self.setup.accumulation,
+            "divides-by-two": self.ranks / 2,
+        }
         divides = {"divides-twice": self.setup.accumulation, "divides-ranks-twice": self.ranks}
         scale = factor.get(self.fault, 1) / divides.get(self.fault, 1) / count
         return scale * (self.ranks if self.declares.get("gradient") == "sum" else 1)
@@ -260,6 +264,7 @@ FAULTS = {
     "sums-micro-batches": "gradients of the micro-batches are summed and not averaged",
     "divides-twice": "divided by the number of micro-batches twice",
     "divides-ranks-twice": "divided by the number of ranks twice",
+    "divides-by-two": "divided by 2, whatever the number of ranks",
     "last-micro-batch": "the last micro-batch alone: the earlier ones were lost",
     "first-rank": "the first rank's micro-batches alone",
     "unclipped": "not clipped",
