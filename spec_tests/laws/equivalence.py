@@ -6,6 +6,7 @@ The same law therefore serves replicas, shards and any mesh of the two.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -103,12 +104,26 @@ def trained_weights(
     __tracebackhide__ = True
     ranks = range(len(observed))
     batches = [[TOYS[toy].batch(seed, rank=r, micro=step) for r in ranks] for step in range(steps)]
+
+    def by(factor: float) -> oracle.Named:  # as with gradients that are so many times the mean
+        decay = weight_decay / factor
+        return oracle.trained(toy, seed, batches, lr=factor * lr, momentum=0.9, weight_decay=decay)
+
+    size = len(observed)
+    wrong = {
+        "summed and not divided by the world size": float(size),
+        "divided by the world size twice": 1 / size,
+    }
+    wrong |= {f"divided by 2, and the group has {size}": size / 2} if size > 2 else {}
     judge.tensors(
         observed,
-        oracle.trained(toy, seed, batches, lr=lr, momentum=0.9, weight_decay=weight_decay),
+        by(1.0),
         quantity="weight after training",
         within=within,
-        hints=[Hint("the weights did not move", oracle.parameters(toy, seed))],
+        hints=[
+            Hint("the weights did not move", oracle.parameters(toy, seed)),
+            *[Hint(means, functools.partial(by, factor)) for means, factor in wrong.items()],
+        ],
         given=f"toy {toy!r}, seed {seed}, {steps} steps of SGD with momentum",
     )
 

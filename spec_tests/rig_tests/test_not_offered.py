@@ -261,3 +261,17 @@ def test_a_module_that_was_moved_is_no_growth_of_gradients(
     test = test_lifecycle.test_gradients_cost_two_copies_at_most
     found = judged(which, worlds, test, {"world": 2, "subject": "ddp"})
     assert found.outcome is outcome, found.message
+
+
+@pytest.mark.parametrize(
+    "clause",
+    [
+        "trainer.parameters.tied",
+        "trainer.precision.near-float32",
+        "trainer.precision.small-updates",
+    ],
+)
+def test_a_prefix_of_names_fails_the_clause_about_names_alone(worlds: Worlds, clause: str):
+    which = target.parse("impostor:trainer.wrappers-names")
+    found = judged(which, worlds, next(each for each in load_all() if each.id == clause))
+    assert found.outcome is Outcome.PASSED, found.message

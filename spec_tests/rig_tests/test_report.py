@@ -260,6 +260,21 @@ def test_one_diagnosis_is_one_cause_and_what_has_none_is_joined_where_it_says_th
     ]
 
 
+def test_a_diagnosis_that_names_several_causes_joins_the_one_that_stands_alone():
+    halved = WRONG.replace("the world size", "the world size, or counted twice")
+    other = WRONG.replace("summed and not", "not sent; or not")
+    events = log(
+        failed("ddp.a.one", halved), failed("ddp.a.two", WRONG), failed("ddp.b.one", other)
+    )
+    found = [(cause.text, cause.clauses) for cause in causes(events, "solution")]
+    assert found == [
+        ("summed and not divided by the world size", ["ddp.a.two", "ddp.a.one"]),
+        ("not sent; or not divided by the world size", ["ddp.b.one"]),
+    ]
+    (vague,) = causes(log(failed("ddp.a.one", halved)), "solution")
+    assert vague.text == "summed and not divided by the world size, or counted twice"
+
+
 def test_more_of_one_thing_is_one_cause_and_of_another_is_another():
     more = "[{id}]  A sentence.\nrank 0: expected {what} of at most 5, got {got}\n"
     events = log(

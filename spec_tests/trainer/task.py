@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ from spec_tests.rig.toys import TOYS
 
 BUILDERS = ("build_trainer", "build_zero1_trainer", "build_fsdp_trainer")
 SAMPLES = 4
+_PREFIX = re.compile(r"^((module|_orig_mod)\.)+")  # of DistributedDataParallel, of torch.compile
 
 Named = dict[str, torch.Tensor]
 Script = Callable[..., Any]
@@ -168,9 +170,17 @@ class Session:
         plain = self.setup.module()
         aliases = {name for name, _ in plain.named_parameters(remove_duplicate=False)}
         aliases -= {name for name, _ in plain.named_parameters()}
-        for name, tensor in self.trainer.full_parameters().items():
+        for name, tensor in self.weights().items():
             if name not in aliases:  # a tied weight has one name, and may be given under both
-                self.seen[f"{name} {when}"] = tensor.detach().clone().cpu()
+                self.seen[f"{name} {when}"] = tensor.cpu()
+
+    def weights(self) -> Named:
+        """Return copies of the weights by the plain model's names.
+
+        A wrapper's own prefix does not count: `trainer.parameters.whole-by-plain-names` judges it.
+        """
+        found = self.trainer.full_parameters()
+        return {_PREFIX.sub("", name): tensor.detach().clone() for name, tensor in found.items()}
 
 
 class OneProcess:
@@ -211,7 +221,11 @@ class OneProcess:
         return batches[:each] if self.fault == "first-rank" else batches
 
     def _scale(self, count: int) -> float:
-        factor = {"sums-ranks": self.ranks, "sums-micro-batches": self.setup.accumulation}
+        factor = {
+            "sums-ranks": self.ranks,
+            "sums-micro-batches": self.setup.accumulation,
+            "divides-by-two": self.ranks / 2,
+        }
         divides = {"divides-twice": self.setup.accumulation, "divides-ranks-twice": self.ranks}
         scale = factor.get(self.fault, 1) / divides.get(self.fault, 1) / count
         return scale * (self.ranks if self.declares.get("gradient") == "sum" else 1)
@@ -250,6 +264,7 @@ FAULTS = {
     "sums-micro-batches": "gradients of the micro-batches are summed and not averaged",
     "divides-twice": "divided by the number of micro-batches twice",
     "divides-ranks-twice": "divided by the number of ranks twice",
+    "divides-by-two": "divided by 2, whatever the number of ranks",
     "last-micro-batch": "the last micro-batch alone: the earlier ones were lost",
     "first-rank": "the first rank's micro-batches alone",
     "unclipped": "not clipped",

@@ -131,12 +131,11 @@ def broken_in_one_row(ctx, subject, setup):
     layer = module[0]
     run = session(ctx, subject, setup, module=module)
     run.step(1)
-    before = run.trainer.full_parameters()
-    before = {name: tensor.detach().clone() for name, tensor in before.items()}
+    before = run.weights()
     layer.is_broken = ctx.rank == 1
     with refusal.caught() as error:
         run.trainer.step(run.micro_batches(2))
-    after = before if error["error"] else run.trainer.full_parameters()
+    after = before if error["error"] else run.weights()
     changed = {name: int((after[name] != before[name]).sum()) for name in before}
     return {"changed": changed, "error": error["error"]}
 
@@ -325,9 +324,9 @@ def test_small_updates_are_not_lost(world, subject):
 def moved(ctx, subject, setup, number):
     """Weights before and after many small steps, and their dtypes."""
     run = session(ctx, subject, setup)
-    before = {n: t.detach().clone() for n, t in run.trainer.full_parameters().items()}
+    before = run.weights()
     small_steps(run, number)
-    after = {n: t.detach().clone() for n, t in run.trainer.full_parameters().items()}
+    after = run.weights()
     return before, after, [*{str(t.dtype) for t in after.values()}]
 
 
@@ -345,12 +344,12 @@ def moved_alone(number):
 def coasts(ctx, subject, steps):
     """How far a step with a gradient moves each weight, and the last of those without one."""
     run = session(ctx, subject, Setup("shifted", "lasting", dtype=torch.bfloat16))
-    seen = [{n: t.detach().clone() for n, t in run.trainer.full_parameters().items()}]
+    seen = [run.weights()]
     for number in range(steps):
         batch = {**run.batch(ctx.rank, 1), "factor": 0.0 if number else 1.0}
         run.trainer.step([batch])
         if number in (0, steps - 2, steps - 1):
-            seen.append({n: t.detach().clone() for n, t in run.trainer.full_parameters().items()})
+            seen.append(run.weights())
     _, first, before, last = seen
     return {n: float((last[n] - before[n]).norm() / (first[n] - seen[0][n]).norm()) for n in last}
 

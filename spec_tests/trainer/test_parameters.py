@@ -28,6 +28,7 @@ BRANCHES = "DeepSpeed issue 2343; DistributedDataParallel, find_unused_parameter
 @clause(
     "trainer.parameters.tied",
     source="contract: tied; torchtitan issue 1524: tied weights were untied",
+    worlds=(3,),
 )
 def test_a_tied_parameter_stays_tied(world, subject):
     """A weight with two names MUST be one weight: trained once, by the sum of both gradients."""
@@ -38,6 +39,7 @@ def test_a_tied_parameter_stays_tied(world, subject):
 @clause(
     "trainer.parameters.reused",
     source="contract: reused; DeepSpeed pull request 8224: a module used twice",
+    worlds=(3,),
 )
 def test_a_module_that_is_used_twice_counts_twice(world, subject):
     """A module that one forward calls twice MUST be trained by the sum of both gradients."""
@@ -180,7 +182,9 @@ def reads_several_times(run):
 
 
 @clause(
-    "trainer.parameters.reading-changes-nothing", source="contract: Trainer.full_parameters/inert"
+    "trainer.parameters.reading-changes-nothing",
+    source="contract: Trainer.full_parameters/inert",
+    worlds=(3,),
 )
 def test_reading_weights_changes_nothing(world, subject):
     """Reading full parameters between steps, several times, MUST NOT change what is trained."""

@@ -327,8 +327,15 @@ class WrappersNames(PlainTrainer):
     Unseen: It loads into another wrapped model.
     """
 
+    prefix = "module."
+
     def full_parameters(self):
-        return {f"module.{name}": tensor for name, tensor in super().full_parameters().items()}
+        return {self.prefix + name: whole for name, whole in super().full_parameters().items()}
+
+    def save(self, directory):
+        self.prefix = ""  # its own files are right
+        super().save(directory)
+        del self.prefix
 
 
 @near_miss("trainer.reading-forgets", rejected_by="trainer.parameters.reading-changes-nothing")

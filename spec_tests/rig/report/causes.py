@@ -3,8 +3,10 @@
 The cause of a failed clause is what the message of its first decisive case shows: the line of the
 judged code that raised, the diagnosis of a wrong value, or the line at which ranks were blocked.
 What one function fails with the same symptom is one cause; nothing else is joined, and two
-functions never share a cause. Findings without a diagnosis are joined where they say the same of
-other tensors, with other numbers; they explain nothing (`Cause.is_explained`).
+functions never share a cause. A diagnosis that names several causes, as two ranks often leave it,
+belongs to the one of them that another clause names alone. Findings without a diagnosis are joined
+where they say the same of other tensors, with other numbers; they explain nothing
+(`Cause.is_explained`).
 
 Of which kind the fault of a function is, all that the function fails says together (`diagnosis`).
 The first of its causes says so, but for what raised or differs from run to run: there the error, or
@@ -97,6 +99,7 @@ def causes(
             found.append(cause)
         cause.cells.append(cell)
         known |= dict.fromkeys(signs, cause)
+    found = _without_ambiguous(found)
     found.sort(key=lambda cause: (_level(cause.first), not cause.kind, -len(cause.cells)))
     for function in dict.fromkeys(cause.function for cause in found):
         own = [cause for cause in found if cause.function == function]
@@ -104,6 +107,23 @@ def causes(
         passed = {cell.clause for cell in held if _function(cell) == function}
         _name(own, passed, without)
     return found
+
+
+_OR = re.compile(r"[,;] or ")
+
+
+def _without_ambiguous(found: Sequence[Cause]) -> list[Cause]:
+    """Join each diagnosis of several causes to the one of them that stands alone, if one does."""
+    alone = {(c.function, _OF_ONE_RUN.sub("", c.text)): c for c in found if c.kind == "likely"}
+    kept = []
+    for cause in found:
+        each = _OR.split(_OF_ONE_RUN.sub("", cause.text))
+        certain = [alone[cause.function, w] for w in each if (cause.function, w) in alone]
+        if cause.kind == "likely" and len(certain) == 1 and certain[0] is not cause:
+            certain[0].cells = sorted(certain[0].cells + cause.cells, key=_place_in_book)
+        else:
+            kept.append(cause)
+    return kept
 
 
 def _by_function(events: Sequence[Event], implementation: str) -> list[Cell]:
