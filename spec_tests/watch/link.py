@@ -18,6 +18,7 @@ import sysconfig
 import threading
 import time
 import traceback
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,16 @@ def script_line(frame: Any = None) -> str:
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def script_path() -> int:
+    """Return a hash of the user's own lines that are running, from the innermost one outwards."""
+    frame, lines = sys._getframe(1), []
+    while frame is not None:
+        if is_own(frame):
+            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return zlib.crc32("\n".join(lines).encode())
 
 
 def is_own(frame: Any) -> bool:

@@ -105,6 +105,8 @@ def _is_mean(step: Step) -> bool:
     """Return whether each rank's loss is a mean over its own batch, as far as losses were seen."""
     for event in step.events.values():
         weights = [loss["weight"] or 0.0 for loss in event["losses"]]
+        if any(loss["of"] == "mean()" for loss in event["losses"]):
+            return False  # what it is a mean of may be divided already
         if abs(sum(weights) / event["scale"] - 1) > 1e-3:
             return False
     return True

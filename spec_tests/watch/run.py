@@ -208,7 +208,7 @@ class Run:
     seen: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
     looped: bool = False
     unheld: dict[tuple[int, str], bool] = field(default_factory=dict)  # whether equal at first
-    rows: dict[int, tuple[int, dict[int, int]]] = field(default_factory=dict)  # of its pass
+    passes: dict[int, dict[int, Any]] = field(default_factory=dict)  # of a rank: their samples
     weights: dict[int, tuple[int, int, float]] = field(default_factory=dict)  # of first losses
     groups: list[list[int]] = field(default_factory=list)  # ranks that are replicas, as named
     has_messages: bool = False  # point-to-point

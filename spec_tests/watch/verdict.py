@@ -20,7 +20,7 @@ _FOLLOWS = {
     "watch.samples.workers-divide": (),
     "watch.batches.distinct": ("watch.samples.",),
     "watch.batches.not-repeated": ("watch.batches.distinct", "watch.samples."),
-    "watch.samples.divided": ("watch.batches.distinct",),
+    "watch.samples.divided": ("watch.batches.distinct", "watch.samples.one-split"),
     "watch.samples.shuffled-anew": (),
     "watch.replicas.begin-equal": (),
     "watch.steps.same": ("watch.collectives.match",),
