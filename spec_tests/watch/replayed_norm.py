@@ -47,6 +47,8 @@ def replayed_gradients(step: Step) -> Iterator[Finding]:
 
 def _why_not(step: Step, replays: dict[int, Any]) -> str:
     """Return why a step cannot be judged, or ""."""
+    if step.is_alone:
+        return "each rank trains weights of its own, and nothing reduces their gradients"
     if step.doubt:
         return f"{step.doubt}; name the ranks that are replicas, as --replicas 0,1"
     reasons: dict[str, list[int]] = {}
