@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .guard import Current, quiet, wrapped, wrapped_always
 from .layout import Names, local_of
 from .link import script_line, script_path
+from .sums import all_reduce
 from .window import KEPT
 
 _LOSS = "trainspec_watch"  # under which a loss is found again in its graph
@@ -45,6 +46,9 @@ def start() -> None:
         exchange = wrapped(getattr(dist, name), message)
         setattr(dist, name, exchange)
         setattr(dist.distributed_c10d, name, exchange)  # where `P2POp` compares with it
+    if dist.is_available():
+        reduce = wrapped(dist.all_reduce, all_reduce)
+        dist.all_reduce = dist.distributed_c10d.all_reduce = reduce
     activations = torch.utils.checkpoint
     activations.checkpoint = wrapped_always(activations.checkpoint, checkpoint)
     nn.functional.cross_entropy = wrapped(nn.functional.cross_entropy, cross_entropy)

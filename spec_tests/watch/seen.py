@@ -41,6 +41,7 @@ def norms_of(step: Step) -> set[str]:
         "watch.reduction.once": many and kinds == {"ddp"},
         "watch.reduction.through-the-wrapper": is_ddp and bool(forwards),
         "watch.reduction.saved": many and is_ddp and any(e["backwards"] > 1 for e in events),
+        "watch.reduction.mean": any(event["sums"] for event in events),
         "watch.scaler.unscaled": any(event["scaler"] for event in events),
         "watch.weights.current": any(event["compared"] for event in events),
         "watch.parameters.stay-tied": any(event["tied"] for event in events),

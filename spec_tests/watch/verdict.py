@@ -56,6 +56,7 @@ _FOLLOWS = {
     "watch.run.ends": ("watch.collectives.match", "watch.steps.same", "watch.run.goes-on"),
     "watch.steps.as-many": ("watch.steps.same", "watch.run.goes-on", "watch.run.ends"),
     "watch.reduction.saved": ("watch.reduction.",),
+    "watch.reduction.mean": ("watch.reduction.once", "watch.loss.weights"),
     "watch.replicas.buffers": ("watch.batches.distinct", "watch.replicas.begin-equal"),
     "watch.dropout.differs": ("watch.batches.distinct",),
     "watch.samples.draws-differ": ("watch.batches.distinct", "watch.dropout.differs"),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from . import finite
 from .layout import Entry, Names, fingerprint, is_dtensor, local_of, plain_name
 from .link import script_line
+from .sums import Sums
 
 KEPT = 4096
 """Forwards, and losses, that are kept of one window."""
@@ -34,6 +35,7 @@ class Window:
         self.feed: Any = None  # the loader that gave its batches
         self.is_cleared = False  # gradients, since the last backward
         self.has_dropped = False  # gradients of a backward that no step was taken with
+        self.sums = Sums()
         self.counts: dict[int, list[int]] = {}  # parameter to its backwards, unsynced ones, size
 
     def span(self, kind: str, begun: int, now: int, key: int = 0) -> None:
