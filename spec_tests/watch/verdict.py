@@ -15,7 +15,8 @@ from spec_tests.watch.seen import unseen
 
 # Causes before effects: a finding follows from one of those named beside it that stands above it.
 _FOLLOWS = {
-    "watch.numbers.finite": (),
+    "watch.scaler.unscaled": (),
+    "watch.numbers.finite": ("watch.scaler.unscaled",),
     "watch.samples.one-split": (),
     "watch.samples.workers-divide": (),
     "watch.batches.distinct": ("watch.samples.",),
@@ -29,7 +30,6 @@ _FOLLOWS = {
     "watch.reduction.no-sync": (),
     "watch.reduction.once": ("watch.reduction.no-sync",),
     "watch.reduction.through-the-wrapper": ("watch.reduction.no-sync",),
-    "watch.scaler.unscaled": (),
     "watch.weights.current": (),
     "watch.parameters.stay-tied": (),
     "watch.optimizer.same-options": ("watch.steps.same",),
