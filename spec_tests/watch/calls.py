@@ -259,7 +259,10 @@ def cross_entropy(original: Any, *arguments: Any, **keywords: Any) -> Any:
 def _keep(probe: Any, tokens: Tensor | None, of: str, value: Tensor) -> dict[str, Any]:
     """Keep a loss; what it weighs is known when its gradient arrives."""
     loss = {"tokens": tokens, "weight": None, "of": of, "value": value.detach(), "task": 0}
-    loss |= {"place": script_line(), "path": script_path(), "is_cleared": False, "is_whole": False}
+    # A mean by hand may be one of several losses; tokens are of one, on whatever line it is called.
+    place = script_line()
+    loss |= {"place": place, "path": place if tokens is not None else script_path()}
+    loss |= {"is_cleared": False, "is_whole": False}
     del probe.window.losses[:-KEPT]
     probe.window.losses.append(loss)
     return loss

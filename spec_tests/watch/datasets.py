@@ -31,7 +31,7 @@ def identity(data: Any) -> int | None:
 def _has_table(data: Any) -> bool:
     """Return whether it holds something with an entry for each sample, as files or labels."""
     if not isinstance(data, torch_data.Dataset):
-        return isinstance(getattr(data, "_fingerprint", None), str) or _tells(data, len(data))
+        return _tells(data, len(data))
     held, size = [*vars(data).values()], len(data)  # type: ignore[arg-type]
     small = [each for each in held if isinstance(each, list | tuple) and len(each) <= _LOOKED_AT]
     held += [each for values in small for each in values]
@@ -41,8 +41,10 @@ def _has_table(data: Any) -> bool:
 
 def _tells(value: Any, size: int) -> bool:
     """Return whether it has `size` entries that are more than a count of them."""
-    if not (isinstance(value, list | tuple) or _is_array(value)) or len(value) != size:
-        return False
+    is_kept_elsewhere = isinstance(getattr(value, "_fingerprint", None), str)  # Hugging Face
+    is_table = isinstance(value, list | tuple) or _is_array(value) or is_kept_elsewhere
+    if not is_table or len(value) != size or is_kept_elsewhere:
+        return is_table and len(value) == size
     some = _some(value)
     if all(isinstance(each, int | float) for each in some):
         return len({b - a for a, b in pairwise(some)}) > 1  # no range, and not always the same
@@ -79,5 +81,5 @@ def _words(value: Any, depth: int) -> Iterator[str]:
             yield from _words(each, depth - 1)
     elif _is_array(value):
         yield f"{tuple(value.shape)} {_some(value)}"
-    elif isinstance(getattr(value, "_fingerprint", None), str):  # of Hugging Face
+    elif isinstance(getattr(value, "_fingerprint", None), str):
         yield value._fingerprint

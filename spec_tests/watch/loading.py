@@ -100,7 +100,7 @@ class Feed:
         is_shuffled = any(b < a for a, b in pairwise(self.first))
         is_meant = self.sampler is not None and getattr(self.sampler, "shuffle", True)
         is_known = len(self.first) == _ORDERED and is_shuffled and is_meant
-        return tuple(self.first) if is_known else None
+        return (getattr(self.sampler, "epoch", None), *self.first) if is_known else None
 
     def take(self, tensors: list[Tensor]) -> None:
         """Look at a batch where its samples may be another rank's, or another worker's."""

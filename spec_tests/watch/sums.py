@@ -29,7 +29,8 @@ class Sums:
 
     def made(self, probe: Any, parameter: Tensor) -> None:
         """A backward has added to a gradient."""
-        grad = parameter.grad if _is_due(probe) else None
+        is_by_hand = id(parameter) not in probe.names.ddp
+        grad = parameter.grad if is_by_hand and _is_due(probe) else None
         if grad is not None and grad.layout is torch.strided:
             self._made[id(parameter)] = (grad.numel(), _norm(grad))
 
