@@ -40,15 +40,15 @@ def _has_table(data: Any) -> bool:
 
 
 def _tells(value: Any, size: int) -> bool:
-    """Return whether it has `size` entries that are more than a count of them."""
+    """Return whether it has `size` entries that are not all alike, and no mere count of them."""
     is_kept_elsewhere = isinstance(getattr(value, "_fingerprint", None), str)  # Hugging Face
     is_table = isinstance(value, list | tuple) or _is_array(value) or is_kept_elsewhere
     if not is_table or len(value) != size or is_kept_elsewhere:
         return is_table and len(value) == size
     some = _some(value)
     if all(isinstance(each, int | float) for each in some):
-        return len({b - a for a, b in pairwise(some)}) > 1  # no range, and not always the same
-    return True
+        return len({b - a for a, b in pairwise(some)}) > 1
+    return len({" ".join(_words(each, 3)) for each in some}) > 1  # of an object, its type alone
 
 
 def _some(value: Any) -> Sequence[Any]:
