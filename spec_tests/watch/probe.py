@@ -396,7 +396,6 @@ def _before_step(probe: Probe, optimizer: Any, arguments: Any, keywords: Any) ->
     event |= probe.window.fields() | {"feed": loading.fields(probe.window.feed)}
     event["unheld"] = probe.window.unheld(probe.names, probe.optimizers.values(), watched.steps)
     probe.window = Window()
-    watched.take_half()
     _keep(probe, watched, optimizer, (*arguments[1:], *keywords.values()))
     event["begun"] = time.time_ns()
     watched.event = event
@@ -404,6 +403,7 @@ def _before_step(probe: Probe, optimizer: Any, arguments: Any, keywords: Any) ->
 
 def _keep(probe: Probe, watched: Watched, optimizer: Any, given: Sequence[Any]) -> None:
     """Keep what goes into the second step, and the gradients of the one before the replayed one."""
+    watched.take_half()
     has_closure = any(each is not None for each in given)  # it makes gradients in the step
     is_sampled = watched.steps == 1 and not has_closure
     watched.sample = Sample(optimizer, probe.names.of) if is_sampled else None
