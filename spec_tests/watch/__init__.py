@@ -18,13 +18,14 @@ that hangs or dies is a finding like any other.
     replay      one step, computed again   twin      the plain copy that computes it
     leaving     how a rank ends            run       what the agent knows of all ranks
     loading     loaders and their samplers   compare   two runs of one script
+    datasets    what a data set holds        sums      gradients that are summed by hand
     checks, inputs, samples, losses, values, clipping, traffic, replayed_norm    the clauses
     replayed    gradients against it       seen      which clauses had something to look at
     verdict     findings to causes         command   start, listen, stop (`child`), exit status
 
 `boot`, `probe`, `guard`, `calls`, `window`, `layout`, `link`, `blocked`, `finite`, `loading`,
-`replay`, `twin` and `leaving` run in the script's process: they import torch and the standard
-library only, and draw no random number.
+`datasets`, `sums`, `replay`, `twin` and `leaving` run in the script's process: they import torch
+and the standard library only, and draw no random number.
 
 Values. With `--replay k` each rank keeps step k's inputs, random state and the gradients of the
 model's outputs, computes its own gradient again with a plain copy of the model, and the agent holds

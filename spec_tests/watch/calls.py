@@ -14,10 +14,16 @@ from torch import Tensor, nn
 
 from .guard import Current, quiet, wrapped, wrapped_always
 from .layout import Names, local_of
-from .link import script_line
+from .link import script_line, script_path
+from .sums import all_reduce
 from .window import KEPT
 
 _LOSS = "trainspec_watch"  # under which a loss is found again in its graph
+_LINEAR = ("Div", "Mul", "ToCopy", "Squeeze", "View", "Unsqueeze")  # nodes: of a factor, or none
+_MEANS = (
+    *("Mean", "MseLoss", "SmoothL1Loss", "HuberLoss", "NllLoss", "NllLoss2D"),
+    *("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"),
+)
 
 
 def start() -> None:
@@ -40,6 +46,9 @@ def start() -> None:
         exchange = wrapped(getattr(dist, name), message)
         setattr(dist, name, exchange)
         setattr(dist.distributed_c10d, name, exchange)  # where `P2POp` compares with it
+    if dist.is_available():
+        reduce = wrapped(dist.all_reduce, all_reduce)
+        dist.all_reduce = dist.distributed_c10d.all_reduce = reduce
     activations = torch.utils.checkpoint
     activations.checkpoint = wrapped_always(activations.checkpoint, checkpoint)
     nn.functional.cross_entropy = wrapped(nn.functional.cross_entropy, cross_entropy)
@@ -238,16 +247,25 @@ def cross_entropy(original: Any, *arguments: Any, **keywords: Any) -> Any:
         if reduction not in ("mean", "sum") or target.is_floating_point():
             return
         valid = target != keywords.get("ignore_index", -100)
-        loss = {"tokens": valid.sum(), "weight": None, "of": reduction, "place": script_line()}
-        loss |= {"value": result.detach(), "task": 0, "is_cleared": False, "is_whole": False}
-        del probe.window.losses[:-KEPT]
-        probe.window.losses.append(loss)
+        loss = _keep(probe, valid.sum(), reduction, result)
         result.grad_fn.metadata[_LOSS] = loss
         result.register_hook(functools.partial(_weigh, loss))
 
     if result.requires_grad and not result.dim():
         quiet(take)()
     return result
+
+
+def _keep(probe: Any, tokens: Tensor | None, of: str, value: Tensor) -> dict[str, Any]:
+    """Keep a loss; what it weighs is known when its gradient arrives."""
+    loss = {"tokens": tokens, "weight": None, "of": of, "value": value.detach(), "task": 0}
+    # A mean by hand may be one of several losses; tokens are of one, on whatever line it is called.
+    place = script_line()
+    loss |= {"place": place, "path": place if tokens is not None else script_path()}
+    loss |= {"is_cleared": False, "is_whole": False}
+    del probe.window.losses[:-KEPT]
+    probe.window.losses.append(loss)
+    return loss
 
 
 def _weigh(loss: dict[str, Any], gradient: Tensor) -> None:
@@ -266,13 +284,40 @@ def _begun(probe: Any, tensors: Any) -> None:
     if isinstance(tensors, Tensor) and tensors.numel() == 1 and not is_nested:
         del probe.window.roots[:-KEPT]
         probe.window.roots.append(tensors.detach())
+    is_linear = True
     for _ in range(8):  # such as a division, and a GradScaler's product
         if node is None or _LOSS in node.metadata:
             break
-        before = [each for each, _ in node.next_functions if each is not None]
-        node = before[0] if len(before) == 1 else None
+        name = node.name().partition("Backward")[0]
+        if is_linear and name in _MEANS and not is_nested:
+            _begun_with_mean(probe, tensors, node, name)
+            return
+        is_linear = is_linear and name in _LINEAR
+        node = _before(node)
     if node is not None and _LOSS in node.metadata:
         node.metadata[_LOSS]["is_whole"] = True
+
+
+def _before(node: Any) -> Any:
+    """Return the node that a node of a graph is computed from, if it is one."""
+    before = [each for each, _ in node.next_functions if each is not None]
+    return before[0] if len(before) == 1 else None
+
+
+def _begun_with_mean(probe: Any, value: Tensor, node: Any, name: str) -> None:
+    """A backward begins with a mean, times a factor: keep what arrives at the mean."""
+    of, inner = "mean", node
+    if name == "Mean":  # by hand: what it is a mean of may be divided already
+        of = "mean()"
+        while inner is not None and inner.name().startswith(("Mean", "Sum", "View", "Squeeze")):
+            inner = _before(inner)
+        if inner is None or inner.name().startswith(("Div", "Mul")):
+            return
+    elif node._saved_reduction != 1:
+        return
+    loss = _keep(probe, None, of, value)
+    loss["is_whole"] = True
+    node.register_prehook(lambda gradients: _weigh(loss, gradients[0]))
 
 
 def loss_scale(frame: Any) -> float:

@@ -22,6 +22,7 @@ from spec_tests.watch.values import (
 )
 
 _ALONE = "nothing reduces their gradients, so that the ranks train alone: wrap the model in DDP"
+_QUIET_STEPS, _FEW = 3, 64  # elements that collectives may carry, such as a loss that is shown
 _DDP = "docs.pytorch.org/docs/stable/notes/ddp.html"
 _FSDP = "docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 
@@ -247,6 +248,8 @@ def _late_flag(step: Step, rank: int) -> str:
 @norm("watch.replicas.begin-equal", source="Li et al. 2020, section 3.2")
 def replicas_begin_equal(step: Step) -> Iterator[Finding]:
     """Replicated parameters MUST be equal on all ranks before the first step."""
+    if step.number == _QUIET_STEPS and step.is_alone:
+        yield from _parts_of_one_data_set(step)
     found = list(unequal(step, "before", every=True)) if step.number == 1 else []
     if found:
         step.run.unequal_starts.add(step.optimizer)
@@ -254,7 +257,8 @@ def replicas_begin_equal(step: Step) -> Iterator[Finding]:
         names = {each[0] for each in found}
         added = _added(step, names)
         reduces = _are_reduced(step, names)
-        ask = step.ask(_unwrapped(step, names) or _ALONE)
+        is_meant = "; right if each rank is to train a model of its own" * step.is_alone
+        ask = step.ask(_unwrapped(step, names) or _ALONE + is_meant)
         yield Finding(
             "watch.replicas.begin-equal",
             f"rank {rank}, {name!r}: expected the weights of rank {min(values)} before the first "
@@ -264,7 +268,29 @@ def replicas_begin_equal(step: Step) -> Iterator[Finding]:
             name,
             step.place(rank),
             added or ("the first weights were not broadcast" if reduces else ask),
-            is_advice=not (reduces or added),
+            is_advice=not (reduces or added or step.run.groups),
+        )
+
+
+def _parts_of_one_data_set(step: Step) -> Iterator[Finding]:
+    """Ranks of an ensemble have all data, or data of their own: these divide theirs."""
+    splits = [(event["feed"] or {}).get("split") for event in step.events.values()]
+    parts = {split["part"] for split in splits if split and split["parts"] == len(splits)}
+    is_quiet = all(e["is_complete"] and e["carried"] <= _FEW for e in step.events.values())
+    found = list(unequal(step, "after", every=True))
+    if len(parts) == len(splits) and is_quiet and found:
+        name, rank, values = found[0]
+        yield Finding(
+            "watch.replicas.begin-equal",
+            f"rank {rank}, {name!r}: expected the weights of rank {min(values)}, since a "
+            "DistributedSampler divides one data set among the ranks, got weights of its own from "
+            f"the start, and no gradient that was exchanged in {step.number} steps "
+            f"({_several(found, step)})",
+            step.number,
+            rank,
+            name,
+            step.place(rank),
+            _ALONE,
         )
 
 
@@ -359,7 +385,7 @@ def _several(found: Sequence[Any], step: Step) -> str:
 def same_options(step: Step) -> Iterator[Finding]:
     """Learning rate and weight decay MUST be equal on all ranks."""
     first, *others = step.events
-    for rank in others:
+    for rank in others if not step.is_alone else ():
         pairs = zip(step.events[first]["options"], step.events[rank]["options"], strict=False)
         for group, (theirs, ours) in enumerate(pairs):
             for name, wanted, got in zip(("lr", "weight_decay"), theirs, ours, strict=True):

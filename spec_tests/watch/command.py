@@ -30,7 +30,7 @@ from spec_tests.clause import Clause
 from spec_tests.watch import checks, compare, seen, traffic
 from spec_tests.watch.child import Child, handed_on
 from spec_tests.watch.norm import NORMS, Finding, is_must
-from spec_tests.watch.replayed_norm import replayed_gradients
+from spec_tests.watch.replayed_norm import replayed_gradients, summed_by_hand
 from spec_tests.watch.run import Rank, Run, Step
 from spec_tests.watch.verdict import Verdict, causes_of, render, write
 
@@ -280,7 +280,7 @@ class Agent:
         self.run.saw |= seen.norms_of(step)
         if len(self.run.records) < compare.KEPT:
             self.run.records.append(compare.record(step))
-        for check in (*checks.CHECKS, replayed_gradients):
+        for check in (*checks.CHECKS, replayed_gradients, summed_by_hand):
             try:
                 found += check(step)
             except Exception as error:

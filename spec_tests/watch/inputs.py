@@ -91,6 +91,8 @@ def _are_tokens(batch: tuple[Any, ...]) -> bool:
 @norm("watch.steps.same", source=_DDP)
 def steps_same(step: Step) -> Iterator[Finding]:
     """All ranks MUST take the same steps: none skips an update that another one takes."""
+    if step.is_alone:
+        return
     seen = {rank: event["seen"] for rank, event in step.events.items()}
     windows = {rank: len(event["forwards"]) for rank, event in step.events.items()}
     few, many = min(windows.values()), max(windows.values())

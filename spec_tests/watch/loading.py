@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import random
 import sys
 import weakref
 import zlib
+from collections import deque
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
+from .datasets import identity
 from .guard import quiet, wrapped, wrapped_in_forks
 from .layout import VIEWS, mixed_places
 from .link import script_line
@@ -22,6 +26,7 @@ from .window import tensors_of
 
 _ENOUGH = 64  # elements of a batch: two smaller ones may be equal by chance
 _KEPT_ROWS = 8192  # of one pass over a loader
+_ORDERED = 16  # samples that show an order: no two passes begin with the same ones by chance
 _RANK = "TRAINSPEC_RANK"  # in the environment: the process whose workers these are
 _LOOKS = 3  # steps in which the files of workers are read
 _state: dict[str, Any] = {"pass": 0, "folder": ""}  # handed on to workers, which are forks
@@ -35,6 +40,7 @@ def start(folder: str) -> None:
     loader.DataLoader.__iter__ = wrapped(loader.DataLoader.__iter__, _iterate)
     base = loader._BaseDataLoaderIter
     base.__next__ = wrapped(base.__next__, _next)
+    base._next_index = wrapped(base._next_index, _next_index)
     fetcher: Any = torch_data._utils.fetch._MapDatasetFetcher
     fetcher.fetch = wrapped_in_forks(fetcher.fetch, _fetch)
 
@@ -42,29 +48,63 @@ def start(folder: str) -> None:
 class Feed:
     """One pass over a data loader; `fields` are sent with each step that it feeds."""
 
-    def __init__(self, loader: Any, iterator: Any) -> None:
+    def __init__(self, loader: Any, iterator: Any, early: list[list[int]]) -> None:
         sampler = getattr(loader.batch_sampler, "sampler", None) or loader.sampler
-        self.sampler = sampler if isinstance(sampler, torch_data.DistributedSampler) else None
+        is_split = isinstance(sampler, torch_data.DistributedSampler)
+        # The one that a script is to give the epoch.
+        both = (sampler, loader.batch_sampler)
+        self.sampler = next((each for each in both if hasattr(each, "set_epoch")), None)
+        # Indices of batches that are on their way: workers are given them some batches before.
+        self.coming = deque(early)
+        self.first: list[int] = []
         # Samples that no rank but this one is to have: an order of its own over all of its data.
         self.is_own = type(sampler) is torch_data.RandomSampler and not sampler.replacement
         is_stream = iterator._dataset_kind == torch_data._DatasetKind.Iterable
         self.workers = loader.num_workers if is_stream else 0
         self.batches: list[list[int]] = []  # the first ones of a stream that workers load
-        self.steps = self.rows = 0
+        self.steps = self.rows = self.given = 0
+        is_drawn_again = is_stream or getattr(sampler, "replacement", False)
+        is_known = not is_drawn_again and getattr(iterator, "_in_order", True)
         self.fields: dict[str, Any] = {
             "pass": _state["pass"],
             "place": script_line(),
             "batches": _length(loader),
             "workers": self.workers,
-            "split": None if self.sampler is None else _split(self.sampler),
+            "split": _split(sampler) if is_split else None,
+            "data": identity(loader.dataset) if is_known else None,
+            "indices": [],
+            "size": 0,
+            "epoch": 0,  # passes that a training has begun until this one
+            "by_epoch": self.sampler is not None,
             "again": False,
             "doubled": 0,
             "rows": [],
             "draws": [],
         }
 
+    def begin(self) -> None:
+        """A batch has come: keep which samples it has."""
+        indices = self.coming.popleft() if self.coming else []
+        self.given += 1
+        self.first += indices[: _ORDERED - len(self.first)]
+        self.fields["size"] = len(indices)
+        # The last one may be filled up with samples of the first.
+        is_last = self.given == self.fields["batches"]
+        is_kept = self.fields["data"] is not None and self.given * len(indices) < _KEPT_ROWS
+        self.fields["indices"] += indices if is_kept and not is_last else []
+
+    def order(self) -> Any:
+        """Return what tells a shuffled order that needs an epoch from others, if it is known."""
+        if self.fields["split"] is not None:
+            return self.fields["split"]["epoch"] if self.fields["split"]["shuffle"] else None
+        is_shuffled = any(b < a for a, b in pairwise(self.first))
+        is_meant = self.sampler is not None and getattr(self.sampler, "shuffle", True)
+        is_known = len(self.first) == _ORDERED and is_shuffled and is_meant
+        return (getattr(self.sampler, "epoch", None), *self.first) if is_known else None
+
     def take(self, tensors: list[Tensor]) -> None:
         """Look at a batch where its samples may be another rank's, or another worker's."""
+        self.fields["size"] = self.fields["size"] or len(tensors[0])
         if self.is_own and self.rows < _KEPT_ROWS:
             rows = _rows(tensors)
             self.rows += len(rows)
@@ -83,15 +123,23 @@ class Feeds:
 
     def __init__(self) -> None:
         self.current: Feed | None = None
+        self.early: list[list[int]] = []  # indices that an iterator takes while it is made
+        self.epochs = 0
         self.of: weakref.WeakKeyDictionary[Any, Feed] = weakref.WeakKeyDictionary()
-        self._trained: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
+        self._trained: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
 
     def train(self) -> Feed | None:
         """A training forward begins: with what the last loader gave, if no evaluation took it."""
         feed = self.current
-        if feed is not None and feed.sampler is not None and feed.fields["split"]["shuffle"]:
-            epochs = self._trained.setdefault(feed.sampler, {})
-            number = epochs.setdefault(feed.fields["split"]["epoch"], feed.fields["pass"])
+        if feed is None:
+            return None
+        if not feed.fields["epoch"]:
+            self.epochs += 1
+            feed.fields["epoch"] = self.epochs
+        order = feed.order()
+        if order is not None:
+            orders = self._trained.setdefault(feed.sampler, {})
+            number = orders.setdefault(order, feed.fields["pass"])
             feed.fields["again"] = number != feed.fields["pass"]
         return feed
 
@@ -104,25 +152,43 @@ def fields(feed: Feed | None) -> dict[str, Any] | None:
     if feed.steps <= _LOOKS and not feed.fields["draws"]:
         found = Path(_state["folder"]).glob(f"draws-{os.getpid()}-{feed.fields['pass']}-*")
         feed.fields["draws"] = sorted({word for file in found for word in file.read_text().split()})
-    taken, feed.fields["rows"] = dict(feed.fields), []
+    taken = dict(feed.fields)
+    feed.fields["rows"], feed.fields["indices"] = [], []
     return taken
 
 
 def _iterate(original: Any, loader: Any) -> Any:
-    quiet(_begun)()
+    quiet(_begun)(loader)
     iterator = original(loader)
     quiet(_iterated)(loader, iterator)
     return iterator
 
 
-def _begun(probe: Any) -> None:
+def _begun(probe: Any, loader: Any) -> None:
     _state["pass"] += 1
+    probe.feeds.early = []
+    if loader._iterator is not None:  # with workers that go on: its last pass is over
+        probe.feeds.of.pop(loader._iterator, None)
     os.environ[_RANK] = str(os.getpid())
 
 
 def _iterated(probe: Any, loader: Any, iterator: Any) -> None:
     if hasattr(iterator, "_dataset_kind"):
-        probe.feeds.of[iterator] = Feed(loader, iterator)
+        probe.feeds.of[iterator] = Feed(loader, iterator, probe.feeds.early)
+
+
+def _next_index(original: Any, iterator: Any) -> Any:
+    """Take what the sampler gives, which a loader hands to its workers some batches before."""
+    indices = original(iterator)
+    quiet(_drawn)(iterator, indices)
+    return indices
+
+
+def _drawn(probe: Any, iterator: Any, indices: Any) -> None:
+    feed, numbers = probe.feeds.of.get(iterator), []
+    with suppress(TypeError):  # keys that are no numbers
+        numbers = [*map(operator.index, indices if isinstance(indices, list) else [indices])]
+    (probe.feeds.early if feed is None else feed.coming).append(numbers)
 
 
 def _next(original: Any, iterator: Any) -> Any:
@@ -133,6 +199,8 @@ def _next(original: Any, iterator: Any) -> Any:
 
 def _taken(probe: Any, iterator: Any, batch: Any) -> None:
     probe.feeds.current = feed = probe.feeds.of.get(iterator)
+    if feed is not None:
+        feed.begin()
     tensors = [t for t in tensors_of(batch) if t.dim() and t.layout is torch.strided]
     if feed is not None and tensors:
         feed.take(tensors)

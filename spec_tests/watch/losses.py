@@ -23,7 +23,7 @@ def loss_weights(step: Step) -> Iterator[Finding]:
     count, each = len(own), own[0]
     before = step.run.weights.setdefault(step.optimizer, (step.number, count, each))
     said = None
-    is_mean = all(x["of"] == "mean" for e in step.events.values() for x in e["losses"])
+    is_mean = all(x["of"] != "sum" for e in step.events.values() for x in e["losses"])
     if is_mean and count != before[1] and all(_is(w / before[2], 1) for w in own):
         said = (
             f"{count} micro-batches weigh {each:.3g} each and {count * each:.3g} together, while "
@@ -47,29 +47,31 @@ def loss_weights(step: Step) -> Iterator[Finding]:
 def _micro_batches(event: Any) -> list[float]:
     """Return what each micro-batch weighs; [] where losses are not known to be micro-batches."""
     losses = [x for x in event["losses"] if x["weight"] is not None and not x["is_cleared"]]
-    if len({x["place"] for x in losses}) != 1 or len({x["task"] for x in losses}) != len(losses):
+    if len({x["path"] for x in losses}) != 1 or len({x["task"] for x in losses}) != len(losses):
         return []  # several losses of one batch
-    return [
-        x["weight"] * (1 if x["of"] == "mean" else x["tokens"]) / event["scale"] for x in losses
-    ]
+    return [x["weight"] * (x["tokens"] if x["of"] == "sum" else 1) / event["scale"] for x in losses]
 
 
 def _divided_twice(step: Step, weights: dict[int, list[float]]) -> tuple[str, str] | None:
     """Return in words by what the losses were divided twice, and why that is likely."""
     events = step.events
+    if all(_is(w * len(of), 1) for of in weights.values() for w in of):
+        return None  # divided by the number of micro-batches, which may be that of the tokens
     tokens = {
         r: [x["tokens"] for x in e["losses"] if not x["is_cleared"]] for r, e in events.items()
     }
     pairs = [p for r, of in weights.items() for p in zip(of, tokens[r], strict=False)]
     count = max(map(len, weights.values()))
     for times in (1, count):
-        if all(n >= _FEW_TOKENS and _is(w * n * times, 1) for w, n in pairs):
+        if all((n or 0) >= _FEW_TOKENS and _is(w * n * times, 1) for w, n in pairs):
             few = min(n for _, n in pairs)
             words = f"each loss is a mean over tokens ({few} of them) that weighs 1 / {few * times}"
             return words, "the mean is divided by the number of tokens once more"
     # In DistributedDataParallel each rank's loss counts as 1 / ranks by itself.
     forwards = [f for e in events.values() for f in e["forwards"]]
-    is_whole = all(x["is_whole"] for e in events.values() for x in e["losses"] if x["weight"])
+    losses = [x for e in events.values() for x in e["losses"] if x["weight"]]
+    # Half a squared error is no mean over two ranks.
+    is_whole = all(x["is_whole"] and x["tokens"] is not None for x in losses)
     averages = all(f["averages"] for f in forwards) and step.run.world == len(events) > 1
     if averages and is_whole and _is(sum(map(sum, weights.values())), 1):
         total = 1 / len(events)

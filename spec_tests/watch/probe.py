@@ -336,6 +336,7 @@ def _left(probe: Probe, module: nn.Module, output: Any) -> None:
 def _accumulated(probe: Probe, parameter: Tensor) -> None:
     counted = probe.window.counts.setdefault(id(parameter), [0, 0, parameter.numel()])
     counted[0] += 1
+    probe.window.sums.made(probe, parameter)
     probe.window.is_cleared, now = False, time.time_ns()
     probe.window.span("backward", now, now, torch._C._current_graph_task_id() + 1)
     for recording in probe.recordings.values():
@@ -377,6 +378,7 @@ def _before_step(probe: Probe, optimizer: Any, arguments: Any, keywords: Any) ->
         "weights": [] if watched.steps else finite.norms([*watched.parameters]),
         "bad": {"grads": bad_names, "before": watched.not_finite() if bad_names else []},
         "cleared": probe.window.is_cleared,
+        "sums": probe.window.sums.norm(watched.parameters),
         "clip": calls.norm_again(probe, watched.parameters),
         "skips": getattr(optimizer, "found_inf", None) is not None,
         "loose": probe.loose() if watched.steps else [[], []],
@@ -394,7 +396,6 @@ def _before_step(probe: Probe, optimizer: Any, arguments: Any, keywords: Any) ->
     event |= probe.window.fields() | {"feed": loading.fields(probe.window.feed)}
     event["unheld"] = probe.window.unheld(probe.names, probe.optimizers.values(), watched.steps)
     probe.window = Window()
-    watched.take_half()
     _keep(probe, watched, optimizer, (*arguments[1:], *keywords.values()))
     event["begun"] = time.time_ns()
     watched.event = event
@@ -402,6 +403,7 @@ def _before_step(probe: Probe, optimizer: Any, arguments: Any, keywords: Any) ->
 
 def _keep(probe: Probe, watched: Watched, optimizer: Any, given: Sequence[Any]) -> None:
     """Keep what goes into the second step, and the gradients of the one before the replayed one."""
+    watched.take_half()
     has_closure = any(each is not None for each in given)  # it makes gradients in the step
     is_sampled = watched.steps == 1 and not has_closure
     watched.sample = Sample(optimizer, probe.names.of) if is_sampled else None

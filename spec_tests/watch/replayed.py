@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_OWN = "got this rank's own gradient: it was not reduced"
 _SLACK = 64  # unit roundoffs
 _VISIBLE = 0.01  # share of a norm that is told where no cause is known
 
@@ -30,6 +31,7 @@ class Deviation:
         factor: what all gradients of the rank are multiplied by, if it is one number.
         others: how many further tensors of this rank are wrong.
         is_sum: the factor is the number of ranks, and the gradients were reduced by hand.
+        is_own: the gradients are those of this rank alone.
     """
 
     rank: int
@@ -39,6 +41,7 @@ class Deviation:
     others: int = 0
     factor: float = 1.0
     is_sum: bool = False
+    is_own: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ def _deviation(
         return []  # a compressed reduction rounds so much
     certain = bool(words)
     words = words or f"got one that differs by {100 * worst.share():.1f} % of its norm"
-    return [Deviation(rank, worst.name, words, certain, len(wrong) - 1)]
+    return [Deviation(rank, worst.name, words, certain, len(wrong) - 1, is_own=words == _OWN)]
 
 
 def _why(wrong: Sequence[Compared], size: int, coefficient: float) -> str:
@@ -175,7 +178,7 @@ def _why(wrong: Sequence[Compared], size: int, coefficient: float) -> str:
 
     scaled = [t.mean * coefficient for t in wrong]
     if size > 1 and fits([t.own for t in wrong]):
-        return "got this rank's own gradient: it was not reduced"
+        return _OWN
     if fits([None if t.last is None else t.last * coefficient for t in wrong]):
         return "got that of the last micro-batch alone: the others were cleared before the step"
     # What is left of the step before is what that step was given, clipped where it clips.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from spec_tests.watch.run import Step
 
 if TYPE_CHECKING:
     from spec_tests.watch.replayed import Deviation
+
+_CLOSE = 1e-3
 
 
 @norm("watch.replay.gradients", source="Li et al. 2020, section 3.2; ZeRO, Rajbhandari et al. 2020")
@@ -42,11 +45,54 @@ def replayed_gradients(step: Step) -> Iterator[Finding]:
             f"({found.words}): right if they are clipped by hand, or if the loss is scaled so"
         )
         return
+    is_part_wrapped = any(entry["kind"] == "ddp" for entry in step.layout(found.rank))
+    if found.is_own and is_part_wrapped and step.optimizer in step.run.unequal_starts:
+        yield _unwrapped(step, found)
     yield _finding(step, found)
+
+
+def _unwrapped(step: Step, found: Deviation) -> Finding:
+    """Parameters that began unequal and are not reduced, in an optimizer where others are."""
+    return Finding(
+        "watch.replicas.begin-equal",
+        f"rank {found.rank}, {found.name!r}: expected the weights of the other ranks before the "
+        f"first step and reduced gradients, got others and its own ({found.others + 1} tensors)",
+        step.number,
+        found.rank,
+        found.name,
+        step.place(found.rank),
+        "its model is not wrapped, while that of other parameters of the optimizer is",
+    )
+
+
+@norm("watch.reduction.mean", source="Li et al. 2020, section 3.2")
+def summed_by_hand(step: Step) -> Iterator[Finding]:
+    """Gradients that a script sums over the ranks SHOULD be divided by their number."""
+    for rank, event in step.events.items() if not step.doubt else ():
+        given = math.sqrt(sum(norm**2 for norm in event["norms"] if norm))
+        sums = (event["sums"] or 0.0) * _coefficient(event)
+        of_losses = _weight(event) * step.run.world
+        # Where the loss is not known, whoever asks for a step's values is told what is known.
+        is_refused = "reason" in (event["replay"] or {}) and abs(of_losses - 1) > _CLOSE
+        is_asked = is_refused or (_is_mean(step) and not event["replay"])
+        if sums and is_asked and abs(given - sums) < _CLOSE * sums:
+            right = "; right if the loss is divided by their number" * (not _is_mean(step))
+            yield Finding(
+                "watch.reduction.mean",
+                f"rank {rank}: expected the mean over ranks of the gradients, got their sum in the "
+                "step, as all_reduce left it",
+                step.number,
+                rank,
+                place=step.place(rank),
+                likely="the sums are not divided by the number of ranks" + right,
+            )
+            return
 
 
 def _why_not(step: Step, replays: dict[int, Any]) -> str:
     """Return why a step cannot be judged, or ""."""
+    if step.is_alone:
+        return "each rank trains weights of its own, and nothing reduces their gradients"
     if step.doubt:
         return f"{step.doubt}; name the ranks that are replicas, as --replicas 0,1"
     reasons: dict[str, list[int]] = {}
@@ -104,10 +150,16 @@ def _finding(step: Step, found: Deviation) -> Finding:
 def _is_mean(step: Step) -> bool:
     """Return whether each rank's loss is a mean over its own batch, as far as losses were seen."""
     for event in step.events.values():
-        weights = [loss["weight"] or 0.0 for loss in event["losses"]]
-        if abs(sum(weights) / event["scale"] - 1) > 1e-3:
+        if any(loss["of"] == "mean()" for loss in event["losses"]):
+            return False  # what it is a mean of may be divided already
+        if abs(_weight(event) - 1) > _CLOSE:
             return False
     return True
+
+
+def _weight(event: dict[str, Any]) -> float:
+    """Return what the losses of a rank that were seen weigh together."""
+    return float(sum(loss["weight"] or 0.0 for loss in event["losses"]) / event["scale"])
 
 
 def _coefficient(event: dict[str, Any]) -> float:

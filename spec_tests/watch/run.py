@@ -109,6 +109,11 @@ class Rank:
         has_ended = self.has_ended and self.raised is None
         return (self.issued, sum(self.steps.values()), has_ended)
 
+    def carried(self, since: int, until: int) -> int:
+        """Floating-point elements that collectives of any kind were given in a span of time."""
+        found = (c for c in self.window if since <= c.time < until and _FLOATS & {*c.dtypes})
+        return sum(each.numel for each in found)
+
     def reduced(self, since: int, until: int, *, largest: bool = False) -> int:
         """Elements that reductions, or the largest one, were given in a span of time."""
         found = [c.numel for c in self.window if c.is_reduction and since <= c.time < until]
@@ -156,6 +161,20 @@ class Step:
                 yield name, kind, values
 
     @property
+    def is_alone(self) -> bool:
+        """Whether each rank trained weights of its own from the first step on, as an ensemble."""
+        return self.optimizer in self.run.alone and not self.run.groups
+
+    def begins_alone(self) -> bool:
+        """Return whether ranks begin with weights of their own and exchange no gradients."""
+        kinds = {entry["kind"] for rank in self.events for entry in self.layout(rank)}
+        is_quiet = all(
+            e["is_complete"] and e["carried"] < e["distinct"] for e in self.events.values()
+        )
+        is_quiet = is_quiet and not self.doubt  # no parts of one model, which exchange activations
+        return kinds == {"plain"} and is_quiet and any(unequal(self, "before", every=True))
+
+    @property
     def doubt(self) -> str:
         """Why parameters of no known wrapper may be no replicas of each other, or ""."""
         if self.run.groups:
@@ -184,6 +203,8 @@ class Step:
 
     def peers(self) -> list[list[int]]:
         """Return the ranks that train on different data, in groups; [] where that is unknown."""
+        if self.is_alone:
+            return []
         if self.run.groups:
             return [[r for r in group if r in self.events] for group in self.run.groups]
         groups: dict[tuple[int, ...], set[int]] = {}
@@ -205,10 +226,13 @@ class Run:
     replayed: str = ""
     is_joined: bool = False  # a script used `Join`: uneven inputs are meant
     unequal_starts: set[int] = field(default_factory=set)
+    alone: set[int] = field(
+        default_factory=set
+    )  # optimizers whose ranks train weights of their own
     seen: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
     looped: bool = False
     unheld: dict[tuple[int, str], bool] = field(default_factory=dict)  # whether equal at first
-    rows: dict[int, tuple[int, dict[int, int]]] = field(default_factory=dict)  # of its pass
+    passes: dict[int, dict[int, Any]] = field(default_factory=dict)  # of a rank: their samples
     weights: dict[int, tuple[int, int, float]] = field(default_factory=dict)  # of first losses
     groups: list[list[int]] = field(default_factory=list)  # ranks that are replicas, as named
     has_messages: bool = False  # point-to-point
@@ -241,6 +265,7 @@ class Run:
         event["loss"] = None if event["loss"] is None else event["loss"] / event["scale"]
         self.has_messages |= event["messages"]
         event["reduced"] = rank.reduced(rank.stepped_at, event["begun"])
+        event["carried"] = rank.carried(rank.stepped_at, event["begun"])
         event["largest"] = rank.reduced(rank.stepped_at, event["begun"], largest=True)
         event["is_complete"] = rank.read_until >= event["begun"] and not rank.missed
         event["layout"] = rank.layouts[optimizer]
@@ -258,7 +283,10 @@ class Run:
         if len(found) < self.world:
             return None
         del self._waiting[optimizer, number]
-        return Step(self, optimizer, number, dict(sorted(found.items())))
+        step = Step(self, optimizer, number, dict(sorted(found.items())))
+        if number == 1 and step.begins_alone():
+            self.alone.add(optimizer)
+        return step
 
     def take_collectives(
         self, rank: Rank, items: Sequence[Sequence[Any]], missed: int

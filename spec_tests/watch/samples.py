@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,12 @@ _SAMPLER = "docs.pytorch.org/docs/stable/data.html#torch.utils.data.distributed.
 _ITERABLE = "docs.pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset"
 _RANDOMNESS = "docs.pytorch.org/docs/stable/notes/randomness.html#dataloader"
 _ENOUGH = 12  # samples of two ranks that are equal; none within a rank, so that it is no chance
+_PASSES = 4  # that a rank may be in by turns, each over a loader of its own
+_LIKELY = {
+    "rows": "each rank shuffles all samples: the loader has no DistributedSampler",
+    "indices": "each rank's sampler draws from all samples of one data set; right if ranks are "
+    "meant to augment the same ones",
+}
 
 
 def _feeds(step: Step, peers: list[int]) -> dict[int, Any]:
@@ -95,18 +102,17 @@ def workers_divide(step: Step) -> Iterator[Finding]:
 def samples_divided(step: Step) -> Iterator[Finding]:
     """Data-parallel ranks SHOULD divide the samples of an epoch among them."""
     for peers in step.peers():
-        for rank, feed in _feeds(step, peers).items():
-            number, of = step.run.rows.get(rank, (0, {}))
-            of = of if number == feed["pass"] else {}
-            step.run.rows[rank] = (feed["pass"], of)
-            for row in feed["rows"]:
-                of[row] = of.get(row, 0) + 1
         feeds = _feeds(step, peers)
-        rows = [step.run.rows[rank][1] for rank in feeds]
-        for rank, own in zip(feeds, rows, strict=True):
-            both = len(own.keys() & rows[0].keys()) if rank != peers[0] else 0
-            again = max(sum(of.values()) - len(of) for of in (own, rows[0]))
-            if both >= _ENOUGH and 5 * again < both:
+        seen = {rank: _epoch(step, rank, feed) for rank, feed in feeds.items()}
+        if step.doubt or not all(_is_whole(step.events[rank]) for rank in feeds):
+            continue
+        is_one = len({feed["data"] for feed in feeds.values()}) == 1
+        for rank, kind in ((r, k) for r in [*feeds][1:] for k in ("rows", "indices")[: 1 + is_one]):
+            own, first = seen[rank][kind], seen[peers[0]][kind]
+            both = len(own.keys() & first.keys())
+            again = max(sum(of.values()) - len(of) for of in (own, first))
+            is_same = feeds[rank]["epoch"] == feeds[peers[0]]["epoch"]
+            if is_same and both >= max(_ENOUGH, step.run.world) and 5 * again < both:
                 yield Finding(
                     "watch.samples.divided",
                     f"rank {rank}: expected samples of its own in an epoch, got {both} of "
@@ -114,27 +120,53 @@ def samples_divided(step: Step) -> Iterator[Finding]:
                     step.number,
                     rank,
                     place=feeds[rank]["place"],
-                    likely="each rank shuffles all samples: the loader has no DistributedSampler",
+                    likely=_LIKELY[kind],
                 )
                 return
 
 
+def _epoch(step: Step, rank: int, feed: Any) -> dict[str, Counter[int]]:
+    """Return how often a rank had which samples, by hash and by index, in its pass so far."""
+    passes = step.run.passes.setdefault(rank, {})
+    if feed["epoch"] not in passes and len(passes) == _PASSES:
+        del passes[min(passes)]
+    seen: dict[str, Counter[int]] = passes.setdefault(
+        feed["epoch"], {"rows": Counter(), "indices": Counter()}
+    )
+    for kind, of in seen.items():
+        of.update(feed[kind])
+    return seen
+
+
+def _is_whole(event: Any) -> bool:
+    """Return whether a rank trains on its loader's batch, and not on a part that it cuts out."""
+    shapes = [shape for forward in event["forwards"] for _, _, shape in forward["inputs"]]
+    return any(shape[:1] == [event["feed"]["size"]] for shape in shapes) and not any(
+        forward["talks"] for forward in event["forwards"]
+    )
+
+
 @norm("watch.samples.shuffled-anew", source=_SAMPLER)
 def shuffled_anew(step: Step) -> Iterator[Finding]:
-    """A DistributedSampler that shuffles SHOULD be given the epoch before each pass."""
+    """A sampler that shuffles by the epoch SHOULD be given the epoch before each pass."""
     for rank, event in step.events.items():
         feed = event["feed"]
         if feed and feed["again"]:
             yield Finding(
                 "watch.samples.shuffled-anew",
-                f"rank {rank}: expected the samples in a new order, got epoch "
-                f"{feed['split']['epoch']} of the sampler again, and so the order of that epoch",
+                f"rank {rank}: expected the samples in a new order, got {_order(feed)}",
                 step.number,
                 rank,
                 place=feed["place"],
                 likely="sampler.set_epoch(epoch) is not called before the loader is iterated",
             )
             return
+
+
+def _order(feed: Any) -> str:
+    if feed["split"] is None:
+        return "the order of an earlier pass again"
+    return f"epoch {feed['split']['epoch']} of the sampler again, and so the order of that epoch"
 
 
 @norm("watch.samples.draws-differ", source=_RANDOMNESS)

@@ -39,13 +39,13 @@ def numbers_finite(step: Step) -> Iterator[Finding]:
 
 
 def _bad_loss(event: Any) -> list[Any]:
-    return [each for each in event["losses"] if each["is_bad"] or not each["tokens"]]
+    return [each for each in event["losses"] if each["is_bad"] or each["tokens"] == 0]
 
 
 def _loss_finite(step: Step) -> Iterator[Finding]:
     """A mean over no token: PyTorch gives NaN, with gradients of zero."""
     for rank, event in step.events.items():
-        losses = [each for each in event["losses"] if each["is_bad"] and not each["tokens"]]
+        losses = [each for each in event["losses"] if each["is_bad"] and each["tokens"] == 0]
         if losses:
             yield Finding(
                 "watch.numbers.finite",
@@ -63,7 +63,7 @@ def _loss_finite(step: Step) -> Iterator[Finding]:
 def _why(losses: list[Any], is_old: bool) -> str:
     if is_old:
         return "the weights were made so, or an earlier step has made them so"
-    if any(not loss["tokens"] for loss in losses):
+    if any(loss["tokens"] == 0 for loss in losses):
         return "all targets of a micro-batch are ignored: the mean over no token is NaN"
     return "the loss is not finite" if losses else ""
 

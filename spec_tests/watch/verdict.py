@@ -15,12 +15,13 @@ from spec_tests.watch.seen import unseen
 
 # Causes before effects: a finding follows from one of those named beside it that stands above it.
 _FOLLOWS = {
-    "watch.numbers.finite": (),
+    "watch.scaler.unscaled": (),
+    "watch.numbers.finite": ("watch.scaler.unscaled",),
     "watch.samples.one-split": (),
     "watch.samples.workers-divide": (),
     "watch.batches.distinct": ("watch.samples.",),
     "watch.batches.not-repeated": ("watch.batches.distinct", "watch.samples."),
-    "watch.samples.divided": ("watch.batches.distinct",),
+    "watch.samples.divided": ("watch.batches.distinct", "watch.samples.one-split"),
     "watch.samples.shuffled-anew": (),
     "watch.replicas.begin-equal": (),
     "watch.steps.same": ("watch.collectives.match",),
@@ -29,7 +30,6 @@ _FOLLOWS = {
     "watch.reduction.no-sync": (),
     "watch.reduction.once": ("watch.reduction.no-sync",),
     "watch.reduction.through-the-wrapper": ("watch.reduction.no-sync",),
-    "watch.scaler.unscaled": (),
     "watch.weights.current": (),
     "watch.parameters.stay-tied": (),
     "watch.optimizer.same-options": ("watch.steps.same",),
@@ -56,6 +56,7 @@ _FOLLOWS = {
     "watch.run.ends": ("watch.collectives.match", "watch.steps.same", "watch.run.goes-on"),
     "watch.steps.as-many": ("watch.steps.same", "watch.run.goes-on", "watch.run.ends"),
     "watch.reduction.saved": ("watch.reduction.",),
+    "watch.reduction.mean": ("watch.reduction.once", "watch.loss.weights"),
     "watch.replicas.buffers": ("watch.batches.distinct", "watch.replicas.begin-equal"),
     "watch.dropout.differs": ("watch.batches.distinct",),
     "watch.samples.draws-differ": ("watch.batches.distinct", "watch.dropout.differs"),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from . import finite
 from .layout import Entry, Names, fingerprint, is_dtensor, local_of, plain_name
 from .link import script_line
+from .sums import Sums
 
 KEPT = 4096
 """Forwards, and losses, that are kept of one window."""
@@ -34,6 +35,7 @@ class Window:
         self.feed: Any = None  # the loader that gave its batches
         self.is_cleared = False  # gradients, since the last backward
         self.has_dropped = False  # gradients of a backward that no step was taken with
+        self.sums = Sums()
         self.counts: dict[int, list[int]] = {}  # parameter to its backwards, unsynced ones, size
 
     def span(self, kind: str, begun: int, now: int, key: int = 0) -> None:
@@ -103,14 +105,15 @@ class Window:
         """Return everything as plain data, after one wait for the device."""
         tensors = [each[0] for f in self.forwards for each in f["inputs"]]
         tensors += [h for f in self.forwards for h in (f["buffers"] or {}).values()]
-        tensors += [each["tokens"] for each in self.losses] + [each[2] for each in self.stale]
+        tensors += [n for each in self.losses if (n := each["tokens"]) is not None]
+        tensors += [each[2] for each in self.stale]
         values = iter(numbers(tensors))
         for forward in self.forwards:
             forward["inputs"] = [[next(values), *rest] for _, *rest in forward["inputs"]]
         for forward in self.forwards:
             forward["buffers"] = {name: next(values) for name in forward["buffers"] or {}}
         for loss in self.losses:
-            loss["tokens"] = next(values)
+            loss["tokens"] = None if loss["tokens"] is None else next(values)
             loss["weight"] = float(loss["weight"]) if loss["weight"] is not None else None
             loss["is_bad"] = not math.isfinite(float(loss.pop("value")))
         counted = self.counts.values()
