@@ -114,6 +114,7 @@ class Verb:
         level: the level of the contract that promises it.
         often: how often it is drawn, beside the others.
         refusable: functions that may refuse it with an error.
+        later: functions that promise it at level "production" alone.
     """
 
     takes: str = ""
@@ -123,6 +124,7 @@ class Verb:
     level: str = "correct"
     often: int = 1
     refusable: tuple[str, ...] = ()
+    later: tuple[str, ...] = ()
 
 
 def _is_whole(s: State) -> bool:
@@ -191,7 +193,10 @@ VERBS: dict[str, Verb] = {
         level="production",
         often=4,
     ),
-    "finish": Verb("", _rests, of=REPLICAS + WHOLE),
+    # After an exception it ends a backward, or nothing is promised.
+    "finish": Verb(
+        "", lambda s: _rests(s) and (s.is_reduced or not s.may_refuse), of=REPLICAS + WHOLE
+    ),
     "step": Verb("", _rests, lambda s: replace(_cleared(s), is_zeroed=False), often=4),
     "step_one": Verb("which", _rests, lambda s: replace(_cleared(s), is_zeroed=False)),
     "zero_grad": Verb("how", then=_cleared, of=EVERY),
@@ -213,8 +218,8 @@ VERBS: dict[str, Verb] = {
     "reshard": Verb("", _rests, of=SHARDS),
     "wait": Verb("", _rests, of=SHARDS, level="production"),
     "write": Verb("where", _rests, of=EVERY),
-    "freeze": Verb("number", _rests, of=SHARDS + WHOLE + OPTIMIZER, refusable=WHOLE),
-    "thaw": Verb("number", _rests, of=SHARDS + WHOLE + OPTIMIZER, refusable=WHOLE),
+    "freeze": Verb("number", _rests, of=SHARDS + WHOLE + OPTIMIZER, refusable=WHOLE, later=WHOLE),
+    "thaw": Verb("number", _rests, of=SHARDS + WHOLE + OPTIMIZER, refusable=WHOLE, later=WHOLE),
     "save": Verb("", _rests, _becomes(is_saved=True), of=REPLICAS + SHARDS + OPTIMIZER),
     "load": Verb(
         "assigns", lambda s: _rests(s) and s.is_saved, _cleared, of=REPLICAS + SHARDS + OPTIMIZER
@@ -362,12 +367,13 @@ def _is_refusable(call: Call, state: State, found: State, subject: str) -> bool:
     adds = found.shares > state.shares
     if subject in REPLICAS:  # two-finishes
         return adds and state.is_reduced and not found.is_open
-    if subject in WHOLE:  # adds-up, zeroed; reused: both forwards call each layer
+    if subject in WHOLE:  # adds-up, zeroed; reused: two forwards call each layer
         # Of shards beside plain tensors foreach optimizers cannot clear to zero.
         return (
             call[0] == "both"
             or call == ("zero_grad", "zero")
             or (adds and (state.shares > 0 or state.is_zeroed))
+            or (state.waits and call[0] in FORWARDS)
         )
     if subject in SHARDS:  # backward-after-clear
         return call == ("zero_grad", "of-the-model") and state.waits

@@ -142,7 +142,8 @@ def programs(
 def _calls(subject: str, level: str, number: int, chance: random.Random) -> Iterator[Call]:
     """Yield a call of each verb of a level, with words that are drawn."""
     for name, verb in VERBS.items():
-        if subject not in verb.of or LEVELS.index(verb.level) > LEVELS.index(level):
+        least = LEVELS[-1] if subject in verb.later else verb.level
+        if subject not in verb.of or LEVELS.index(least) > LEVELS.index(level):
             continue
         words: list[str] = []
         for kind in verb.takes.split():

@@ -32,6 +32,7 @@ from spec_tests.rig.ranks.errors import NotOffered, RankDied, RankHung, RankRais
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.ranks.zygote import start_zygote
 
+_NUMBER = re.compile(r"\d+")
 _HANGING_TRIES = 4
 """Shrinking a hang costs some seconds for each try that hangs."""
 
@@ -55,11 +56,13 @@ class Exploration:
     Args:
         impl: the implementation as `--impl` takes it.
         level: the level of the contract up to which situations are drawn.
+        entries: deviations that the implementation declares; nothing is shrunk to one of them.
     """
 
     impl: target.Target
     worlds: Worlds
     level: str
+    entries: Sequence[declared.Declared] = ()
     tried: int = 0
     found: dict[str, str] = field(default_factory=dict)
     """Causes, each with the line that shows it."""
@@ -81,6 +84,7 @@ class Exploration:
         """Return the smallest situation found that fails as this one does, and how it fails."""
         cause, last = cause_of(failure), [failure]
         hangs = itertools.count()
+        is_avoided = declared.avoided(self.entries, drawn.subject)
 
         def fails(scene: Scene, program: Program) -> bool:
             if isinstance(failure, RankHung) and next(hangs) > _HANGING_TRIES * 4:
@@ -92,8 +96,9 @@ class Exploration:
             return True
 
         def is_legal(scene: Scene, program: Program) -> bool:
+            is_known = is_avoided(law.written(scene, program))
             return scene.exists(drawn.subject, drawn.size) and bool(
-                after(program, scene, drawn.subject, drawn.size)
+                not is_known and after(program, scene, drawn.subject, drawn.size)
             )
 
         scene, program = shrunk(*law.read(drawn.line), fails, is_legal=is_legal)
@@ -123,7 +128,8 @@ def cause_of(failure: Exception) -> str:
     likely = re.search(r"^likely: (.*)$", text, re.MULTILINE)
     if isinstance(failure, Violation):
         quantity = re.search(r"at call \d+, (\w+)", text)
-        return f"{likely[1] if likely else 'wrong'}, {quantity[1] if quantity else text[:60]}"
+        where = quantity[1] if quantity else _NUMBER.sub("#", text)[:60]
+        return f"{likely[1] if likely else 'wrong'}, {where}"
     if isinstance(failure, RankRaised):
         return failure.error.headline
     return type(failure).__name__
@@ -162,7 +168,9 @@ def situations(
             scene = _with(row, only)
             if scene is not None and scene.exists(subject, size):
                 program = programs(scene, subject, size, level, chance, avoid[subject])
-                yield Drawn(subject, size, law.written(scene, program))
+                line = law.written(scene, program)
+                if not avoid[subject](line):
+                    yield Drawn(subject, size, line)
 
 
 def _with(row: Scene, only: str) -> Scene | None:
@@ -195,7 +203,7 @@ def main(argv: Sequence[str]) -> int:
         if not subjects:
             print(f"explore: {impl.name} offers none of {', '.join(AXES_OF)}", file=sys.stderr)
             return 2
-        exploration = Exploration(impl, worlds, arguments.level)
+        exploration = Exploration(impl, worlds, arguments.level, entries)
         if arguments.line:
             first = [Drawn(s, size, arguments.line) for s in subjects for size in sizes]
             drawn: Iterator[Drawn] = iter(first)
