@@ -137,8 +137,9 @@ def judge_values(ranks: Sequence[Any], subject: str, situation: str) -> None:
 
     within = None
     if subject != "fully_shard" and size & (size - 1):
-        # A mean that is reduced again with what was added to it is divided by three once more.
-        within = rounding(scene["weights"], terms=4, depth=8)
+        # A mean that is reduced again with what was added to it is divided by three once more, and
+        # may cancel what is larger than itself. A fault is a third of an integer at least.
+        within = rounding(scene["weights"], terms=16, depth=8 + 4 * len(program))
     for number, (call, _) in enumerate(world_of()[0]):
         judge.tensors(
             [comparable(rank[number][1]) for rank in ranks],
