@@ -179,10 +179,10 @@ class Alone:
 
     def partly(self, micro: str) -> Gradients | None:
         """Return gradients where there is one copy of the weights, so that nothing waits."""
-        found = None if self.scene["mesh"] else self.backward(micro)
-        if self.scene["mesh"]:
-            self.accumulate(micro)
-        return found
+        if not self.scene["mesh"]:
+            return self.backward(micro)
+        self.accumulate(micro)
+        return None
 
     def directly(self, micro: str) -> Gradients:
         own = len(self.peers) * self._losses(micro, is_local=True)[self.peers.index(self.rank)]

@@ -174,7 +174,7 @@ VERBS: dict[str, Verb] = {
     "directly": Verb(
         "micro",
         lambda s: _rests(s) and s.is_reduced,
-        lambda s: _cleared(s),
+        _cleared,
         of=REPLICAS,
         level="production",
     ),

@@ -41,6 +41,7 @@ SMALL = 512
 
 
 _WAITS = 20
+"""Looks at memory that grew, a twentieth of a second apart."""
 
 
 def is_weighed(scene: Scene, name: str, before: Sequence[str]) -> bool:
