@@ -181,7 +181,7 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "all-again": Word(level="production", refusable=WHOLE),
     },
     # Each unit names the next, in forward and in backward, as to be gathered ahead.
-    "hints": {"unhinted": Word(), "hinted": Word(refusable=SHARDS, toys=ALL_USED)},
+    "hints": {"unhinted": Word(), "hinted": Word(toys=ALL_USED)},
     "mode": {"training": Word(True), "evaluating": Word(False)},
     # A training forward adds the buffer to its output, and then changes it by the batch.
     "buffers": {

@@ -112,8 +112,9 @@ class Shards(OnRank):
                 part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # a method
 
     def _hint(self, parts: Sequence[Any]) -> None:
+        """Name the next unit, unless the setters refuse that: no later call may."""
         for one, following in itertools.pairwise(parts):
-            if hasattr(one, "set_modules_to_forward_prefetch"):
+            with contextlib.suppress(Exception):
                 one.set_modules_to_forward_prefetch([following])
                 following.set_modules_to_backward_prefetch([one])
 
