@@ -24,7 +24,7 @@ from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks import liveness, member, pool, wire, world
 from spec_tests.rig.ranks.errors import RankDied, RankHung, RankRaised
 from spec_tests.rig.ranks.rank import Context
-from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.ranks.world import ONCE, Worlds
 from spec_tests.rig_tests import bodies
 from spec_tests.rig_tests.helpers import HANG_S, PROMPT_S, judged, python, within
 
@@ -176,6 +176,27 @@ def test_the_stack_of_a_crash_ends_where_it_crashed(worlds: Worlds):
     assert "in deep_down" in frames[-2]
     assert "\n    ctypes.string_at(0)\n" in dead.stack
     assert dead.output == "Fatal Python error: Segmentation fault"
+
+
+DAMAGE: list[int] = []
+
+
+def leave_damage(ctx: Context, is_cause: bool) -> int:
+    """Crash if an earlier call in this process left damage behind; or leave it."""
+    if is_cause:
+        DAMAGE.append(ctx.rank)
+    elif DAMAGE:
+        ctypes.string_at(0)
+    return ctx.rank
+
+
+@pytest.mark.parametrize("transport", ["gloo", "sim"])
+def test_a_crash_that_does_not_come_again_in_new_processes_is_a_notice(worlds: Worlds, transport):
+    world, known = worlds.world(2, transport=transport), len(worlds.leaks)
+    world.run(leave_damage, True)
+    assert world.run(leave_damage, False) == [0, 1]
+    said = worlds.leaks[known:]
+    assert any("killed by SIGSEGV" in each and each.endswith(ONCE) for each in said), said
 
 
 def test_a_rank_that_gloo_aborts_shows_its_last_collectives_and_where_it_was(worlds: Worlds):

@@ -109,3 +109,8 @@ class RankHung(_Failure, BaseException):
 
 class RankDied(_Failure, BaseException):
     """A rank's process ended during a call."""
+
+    @property
+    def is_memory_fault(self) -> bool:
+        """True if native code read or wrote where it must not, perhaps in an earlier call."""
+        return self.ranks[self.primary].state in ("killed by SIGSEGV", "killed by SIGBUS")

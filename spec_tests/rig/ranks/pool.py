@@ -93,6 +93,7 @@ class BasePool(ABC):
         self.leaks: tuple[str, ...] = ()  # what importing the implementation changed
         self.is_alive = True
         self.was_preloaded = True
+        self.has_served = False  # a call ended well
         self._serial = 0
         self._scratch = Path(tempfile.mkdtemp(prefix="trainspec-"))
         self._members: list[Member] = []
@@ -145,6 +146,7 @@ class BasePool(ABC):
             except wire.NotPlain as error:  # it returned more than data
                 raise refusal(error, rank, len(replies)) from None
         found.leaks = tuple(named)
+        self.has_served = True
         return found
 
     def _raise_error(self, errors: Errors, reports: Sequence[RankReport]) -> NoReturn:

@@ -60,6 +60,9 @@ AnyPool = Pool | SimPool
 TRANSPORTS: dict[str, Callable[..., AnyPool]] = {"gloo": Pool, "sim": SimPool, "cuda": Pool}
 
 
+ONCE = ", in processes of earlier calls; repeated in new ones, the call ended well"
+"""How it is said that a memory fault did not come again."""
+
 _Key = tuple[Target | None, int, str, bool]
 """Implementation, number of ranks, transport, and whether they interpret kernels."""
 
@@ -225,6 +228,13 @@ class World:
             except RankHung as failure:
                 self.worlds.note(self.target, failure)
                 raise
+            except RankDied as failure:
+                # Who damages memory is often long gone when somebody trips over it (a compiler's
+                # cache, say): only a second time, in new processes, is it this call's own.
+                if not (failure.is_memory_fault and pool.has_served):
+                    raise
+                ranks = self._loaded_pool().call(name, args, kwargs, seed=seed, **limits)
+                self.worlds.leaks.append(f"{failure.headline}{ONCE}")
         self.worlds.leaks.extend(ranks.leaks)
         SITUATION.get().observed = ranks
         return ranks
