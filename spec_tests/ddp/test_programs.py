@@ -1,4 +1,4 @@
-"""Programs: any sequence of training calls on replicas, in any order of events.
+"""Programs: any situation of training on replicas, in any order of events.
 
 Schedules: in whichever order ranks run and operations complete, the gradients are the same.
 
@@ -9,47 +9,13 @@ rank to rank and from step to step. The order is an input here (`laws.schedules`
 from __future__ import annotations
 
 import pytest
-import torch
 
 from spec_tests.clause import clauses
-from spec_tests.ddp.replica import DDP, SEED, Replica, mean_gradients
-from spec_tests.laws import program_machine, programs, schedules
+from spec_tests.ddp.replica import DDP, mean_gradients
+from spec_tests.laws import schedules
 from spec_tests.programs import draw
-from spec_tests.rig.judge.tolerance import rounding
 
 clause = clauses(judges=DDP, level="correct", worlds=(2, 3))
-TOY = "mlp"
-
-
-def trained(ctx, subject, program):
-    """What each call of the program let see on this rank."""
-    replica = Replica(ctx, subject, TOY, SEED)
-    return programs.run(program, programs.OneRank(replica, replica.parameters.values()))
-
-
-@clause(
-    "ddp.programs.any-sequence",
-    needs=("no_sync",),
-    source="contract: since-zero-grad, local-sums; hypothesis, stateful testing",
-)
-def test_any_sequence_of_calls_does_what_one_process_does(world, subject):
-    """Any sequence of training calls MUST do on the ranks what it does in one process.
-
-    Micro-batches in and out of `no_sync`, `finish` twice, `step`, `zero_grad` both ways also in a
-    window, evaluation, save, load, a changed learning rate, an exception caught in forward.
-    """
-    program_machine.any_sequence(
-        world,
-        trained,
-        subject,
-        alone=lambda rank: programs.OneProcess(TOY, SEED, size=world.size, rank=rank),
-        within=lambda program: rounding(
-            torch.float32, terms=24 * world.size, depth=4 * len(program) + 8
-        ),
-        given=f"toy {TOY!r}, seed {SEED}",
-    )
-
-
 SITUATIONS = (
     "contract: mean-gradient, since-zero-grad, local-sums; Cohen et al. 1997, The AETG system"
 )

@@ -24,8 +24,9 @@ from spec_tests.fsdp.sharded import (
     gradients_after,
     shard,
 )
-from spec_tests.laws import programs, refusal
+from spec_tests.laws import refusal
 from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.programs.planted import PlantedError, failing
 from spec_tests.rig import judge
 from spec_tests.rig.judge.symptoms import Hint, gap
 from spec_tests.rig.judge.tolerance import rounding
@@ -189,7 +190,7 @@ class Ladder(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, layer in enumerate(self.layers):
             if number == self.fails_before:
-                raise programs.PlantedError
+                raise PlantedError
             if number not in self.without:
                 x = layer(x)
         return x
@@ -204,11 +205,11 @@ def after_leaving_out(ctx, subject, raises=""):
     model(x).sum().backward()
     finish(ctx, subject, model)
     if raises == "within a layer":
-        with programs.failing(ladder.layers[1]):
+        with failing(ladder.layers[1]):
             model(x)
     elif raises == "between layers":
         ladder.fails_before = 1
-        with contextlib.suppress(programs.PlantedError):
+        with contextlib.suppress(PlantedError):
             model(x)
         ladder.fails_before = None
     else:

@@ -34,7 +34,8 @@ from spec_tests.fsdp.sharded import (
     says_the_same,
     shard,
 )
-from spec_tests.laws import equivalence, programs, refusal
+from spec_tests.laws import equivalence, refusal
+from spec_tests.programs.planted import failing
 from spec_tests.rig import judge
 from spec_tests.rig.toys import TOYS
 
@@ -85,7 +86,7 @@ def kinds_after_failure(ctx, subject, where):
     with torch.set_grad_enabled(where != "evaluation"):
         # Outermost, the hook that fails comes before those that gather.
         part = sharded.module.get_submodule("" if where == "hook" else "blocks.1.down")
-        with programs.failing(part, prepend=where == "hook"):
+        with failing(part, prepend=where == "hook"):
             sharded.loss(3)
     sharded.evaluate(1)
     return sorted({type(p).__name__ for p in sharded.module.parameters()})

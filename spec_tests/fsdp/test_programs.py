@@ -1,4 +1,4 @@
-"""Programs: any sequence of training calls on shards, in any order of events.
+"""Programs: any situation of training on shards, in any order of events.
 
 Schedules: in whichever order ranks run and operations complete, the gradients are the same.
 
@@ -10,74 +10,14 @@ where completion is an input (`laws.schedules`).
 from __future__ import annotations
 
 import pytest
-import torch
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, Sharded, mean_gradients
-from spec_tests.laws import program_machine, programs, schedules
+from spec_tests.fsdp.sharded import BOTH, FULLY_SHARD, mean_gradients
+from spec_tests.laws import schedules
 from spec_tests.programs import draw
 from spec_tests.programs.law import same_as_alone, situations
-from spec_tests.rig.judge.tolerance import rounding
 
 clause = clauses(judges=FULLY_SHARD, level="correct")
-
-TOY, SEED = "mlp", 7
-
-
-def divided(ctx, subject, reshard):
-    """A sharded toy that a program trains."""
-    sharded = Sharded(ctx, subject, TOY, SEED, reshard_after_forward=reshard)
-    return programs.OneRank(sharded, sharded.held)
-
-
-def trained(ctx, subject, reshard, program):
-    """What each call of the program let see on this rank."""
-    return programs.run(program, divided(ctx, subject, reshard))
-
-
-def judge_programs(world, subject, reshard):
-    """Any program does what one process does, with full weights kept after forward or not."""
-    __tracebackhide__ = True
-    program_machine.any_sequence(
-        world,
-        trained,
-        subject,
-        reshard,
-        alone=lambda rank: programs.OneProcess(TOY, SEED, size=world.size, rank=rank),
-        within=lambda program: rounding(
-            torch.float32, terms=24 * world.size, depth=4 * len(program) + 8
-        ),
-        calls=program_machine.ALL_CALLS - {"finish", "discard"},
-        given=f"toy {TOY!r}, seed {SEED}, reshard_after_forward={reshard}",
-    )
-
-
-@clause(
-    "fsdp.programs.any-sequence",
-    source="contract: mean-gradient, fresh-weights, zero-grad; hypothesis, stateful testing",
-    worlds=(2, 3),
-)
-def test_any_sequence_of_calls_does_what_one_process_does(world, subject):
-    """Any sequence of training calls MUST do on the shards what it does in one process.
-
-    Micro-batches with and without gradient synchronisation, `step`, `zero_grad` both ways,
-    evaluation, save, load, a changed learning rate, an exception caught in forward. (A `zero_grad`
-    within a window has a separate clause.)
-    """
-    judge_programs(world, subject, True)
-
-
-@clause(
-    "fsdp.programs.any-sequence-with-kept-weights",
-    source="contract: mean-gradient, fresh-weights, zero-grad; hypothesis, stateful testing",
-)
-def test_any_sequence_with_weights_kept_after_forward(world, subject):
-    """With `reshard_after_forward=False` any sequence of training calls MUST do the same.
-
-    Full weights outlive their pass, so every call that changes shards can make them stale.
-    """
-    judge_programs(world, subject, False)
-
 
 TWO_STEPS_OF_PAIRS = (
     "backward 0, step, accumulate 1, backward 2, step, backward 3",
@@ -115,7 +55,7 @@ def test_any_situation_of_production_does_what_one_process_does(world, subject, 
 
 @clause(
     "fsdp.lifecycle.fresh-after-exception",
-    source="contract: fresh-weights, after-exception; found by fsdp.programs.any-sequence",
+    source="contract: fresh-weights, after-exception",
 )
 @situations({"last": "mlp freed: backward 0, fails 1 last, step, evaluate 2"})
 def test_a_step_after_an_interrupted_forward_is_seen(world, subject, situation):

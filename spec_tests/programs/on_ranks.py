@@ -20,14 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from spec_tests.programs.alone import SEED, first_buffer, flags_of, next_buffer, one_of
 from spec_tests.programs.calls import Program
 from spec_tests.programs.pieces import Piece, exact
+from spec_tests.programs.planted import PlantedError, failing
 from spec_tests.programs.scene import Scene
 from spec_tests.rig.judge.oracle import Gradients, Named
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.toys import TOYS, sum_of_squares
-
-
-class PlantedError(Exception):
-    """What an interrupted pass raises, and the trainer catches."""
 
 
 class Pair(NamedTuple):
@@ -321,15 +318,9 @@ class OnRank:
         return {"output": exact(self.output(micro))}
 
     def fails(self, micro: str, layer: str) -> None:
-        def fail(*_: object) -> None:
-            raise PlantedError
-
         called = [part for name, part in leaves_by_name(self.module) if "unused" not in name]
-        part = chosen(called or [self.module], layer)
-        handle = part.register_forward_pre_hook(fail)
-        with contextlib.suppress(PlantedError):
+        with failing(chosen(called or [self.module], layer)):
             self.loss(micro)
-        handle.remove()
 
     def fails_backward(self, micro: str, layer: str) -> None:
         def fail(gradient: torch.Tensor) -> None:

@@ -16,14 +16,11 @@ from torch.utils._pytree import tree_map_only
 
 from spec_tests.programs.alone import SEED, one_of
 from spec_tests.programs.calls import Program
+from spec_tests.programs.planted import PlantedError
 from spec_tests.programs.scene import Scene
 from spec_tests.rig.judge.oracle import Named
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.toys import TOYS, integers
-
-
-class PlantedError(Exception):
-    """What a closure raises, and the trainer catches."""
 
 
 class Stepped:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from hypothesis import Phase, Verbosity, given, settings
 from hypothesis import strategies as st
 
-from spec_tests.laws import program_machine
 from spec_tests.rig import strategies
 from spec_tests.rig.ranks.errors import RankDied, RankHung, RankRaised
 from spec_tests.rig.ranks.rank import Context
@@ -125,44 +124,3 @@ def test_the_profile_of_impostors_does_not_shrink():
     assert profile.derandomize
     assert profile.verbosity == Verbosity.normal
     assert settings.get_profile("deep").max_examples > settings.get_profile("quick").max_examples
-
-
-class Failing:
-    """A world in which a program of two evaluations or more fails; it counts the programs run."""
-
-    def __init__(self) -> None:
-        self.runs: list[Any] = []
-
-    def run(self, body: Callable[..., Any], program: Any) -> None:
-        self.runs.append(program)
-        if sum(call[0] == "evaluate" for call in program) > 1:
-            raise AssertionError("two evaluations")
-
-
-def run_programs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    world = Failing()
-    monkeypatch.setattr(program_machine, "agree", lambda *args, **named: None)
-    with pytest.raises(AssertionError, match="two evaluations"):
-        program_machine.any_sequence(
-            world,  # type: ignore[arg-type]  # no ranks
-            bodies.who,
-            alone=lambda rank: None,  # type: ignore[arg-type, return-value]  # not asked
-            within=lambda program: None,  # type: ignore[arg-type, return-value]  # likewise
-            given="nothing",
-        )
-    return world.runs
-
-
-def test_a_program_that_fails_is_shortened_in_a_bounded_number_of_runs(monkeypatch):
-    monkeypatch.setattr(program_machine, "SHRUNK", 15)
-    with strategies.profile("quick"):
-        runs = run_programs(monkeypatch)
-    assert len(runs[-1]) <= len(runs[0])
-    assert len({*map(repr, runs)}) <= settings.get_profile("quick").max_examples + 15
-
-
-def test_what_was_expected_to_fail_is_not_shortened(monkeypatch):
-    before = settings.get_current_profile_name()
-    with strategies.nothing_shrunk():
-        assert len({*map(repr, run_programs(monkeypatch))}) <= settings().max_examples
-    assert settings.get_current_profile_name() == before

@@ -28,7 +28,6 @@ WITHOUT = {
     "fsdp.lifecycle.fresh-after-evaluation-in-part": "as fsdp.lifecycle.fresh-after-evaluation",
     "fsdp.traffic.wait-after-reshard": "a choice: the documentation does not say",
     "fsdp.order.runs-ahead-of-a-straggler": "a choice: FSDP2 overlaps by CUDA streams",
-    "fsdp.programs.any-sequence-with-kept-weights": "as fsdp.lifecycle.fresh-after-evaluation",
     "fsdp.refusals.unequal-ranks-of-a-mesh": "as fsdp.refusals.unequal-ranks",
     "measure.memory.static-terms-of-any-model": "as measure.memory.peak",
     "measure.throughput.warms-up-until-steady": "a choice: Timer documents a fixed warm-up",

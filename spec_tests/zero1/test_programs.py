@@ -1,4 +1,4 @@
-"""Programs: any sequence of calls of a sharded optimizer, in any order of events.
+"""Programs: any situation of a sharded optimizer, in any order of events.
 
 Schedules: in whichever order ranks run and operations complete, the weights are the same.
 
@@ -9,94 +9,15 @@ or parameters. Who overlaps them relies on what has arrived; here arrival is an 
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
-
 import pytest
-import torch
 
 from spec_tests.clause import clauses
-from spec_tests.laws import program_machine, programs, schedules
+from spec_tests.laws import schedules
 from spec_tests.programs import draw
-from spec_tests.rig import judge
-from spec_tests.rig.judge.tolerance import rounding
-from spec_tests.rig.toys import TOYS
-from spec_tests.zero1.runs import SEED, TOY, Run, fitting, gradient, same_as_unsharded
+from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.zero1.runs import Run, fitting, same_as_unsharded
 
 clause = clauses(needs=("sharded_optimizer", "full_optimizer_state"), level="correct")
-
-# Gradients arrive reduced: there are no windows, and a forward is not the optimizer's.
-CALLS = frozenset({"micro", "step", "zero_grad", "rate", "interrupt", "save", "load"})
-
-
-LARGE = 2.0**8
-"""At the rates of programs a step by one would be lost among what rounding may do."""
-
-
-class Dealt(programs.Trainee):
-    """A toy whose micro-batches deal integers as gradients, the same on all ranks.
-
-    Args:
-        impl: the implementation; the plain optimizer where it is None, which is the oracle.
-    """
-
-    def __init__(self, impl: Any = None, toy: str = TOY) -> None:
-        self.impl = impl
-        self.module = TOYS[toy].build(SEED)
-        self.parameters = dict(self.module.named_parameters())
-        groups = programs.two_groups(self.parameters.values())
-        options: dict[str, Any] = {"lr": 2.0**programs.RATE, "momentum": programs.MOMENTUM}
-        self.optimizer = (
-            torch.optim.SGD(groups, **options)
-            if impl is None
-            else impl.sharded_optimizer(groups, torch.optim.SGD, **options)
-        )
-
-    def micro(self, number: int) -> None:
-        for index, parameter in enumerate(self.parameters.values()):
-            dealt = LARGE * gradient(parameter, 1000 * number + index)
-            parameter.grad = dealt if parameter.grad is None else parameter.grad + dealt
-
-    def interrupt(self, number: int) -> None:
-        def closure() -> float:
-            raise programs.PlantedError
-
-        with contextlib.suppress(programs.PlantedError):
-            self.optimizer.step(closure)
-
-    def optimizer_state(self) -> dict[str, Any]:
-        if self.impl is None:
-            return self.optimizer.state_dict()
-        return self.impl.full_optimizer_state(self.optimizer)
-
-
-def trained(ctx, toy, program):
-    """What each call of the program let see on this rank."""
-    return programs.run(program, Dealt(ctx.impl, toy))
-
-
-@clause(
-    "zero1.programs.any-sequence",
-    source="contract: same-values, unsharded; hypothesis, stateful testing",
-    worlds=(2, 3),
-)
-def test_any_sequence_of_calls_does_what_the_plain_optimizer_does(world):
-    """Any sequence of an optimizer's calls MUST do on the ranks what it does in one process.
-
-    Steps, `zero_grad` both ways, a changed learning rate of a group, a closure that raises, the
-    full state saved and loaded.
-    """
-    toy = fitting(world)
-    program_machine.any_sequence(
-        world,
-        trained,
-        toy,
-        alone=lambda rank: Dealt(toy=toy),
-        # Exact until small and large learning rates meet in one weight.
-        within=lambda program: rounding(torch.float32, terms=4, depth=len(program) + 2),
-        calls=CALLS,
-        given=f"toy {toy!r}, two groups, momentum",
-    )
 
 
 @clause(
@@ -115,39 +36,15 @@ def test_any_situation_does_what_the_plain_optimizer_does(world, subject, part):
     draw.judge_part(world, subject, "correct", part)
 
 
-def back_to_the_start(run):
-    """Weights after a step that follows the load of what was saved before the first step."""
-    run.save()
-    run.micro(0)
-    run.step()
-    run.load()
-    run.zero_grad(True)
-    run.micro(1)
-    return run.step()
-
-
-def rewound(ctx, toy):
-    """The same in a rank."""
-    return back_to_the_start(Dealt(ctx.impl, toy))
-
-
 @clause(
     "zero1.state.load-replaces",
-    source="contract: load-replaces; "
-    "found by zero1.programs.any-sequence; torch.optim.Optimizer.load_state_dict",
+    judges=("sharded_optimizer",),
+    source="contract: load-replaces; torch.optim.Optimizer.load_state_dict",
 )
-def test_a_loaded_state_replaces_the_one_before(world):
+@situations({"empty": "even momentum: save, deal 0 all, update, load copied, deal 1 all, update"})
+def test_a_loaded_state_replaces_the_one_before(world, subject, situation):
     """A load MUST replace the whole state: entries missing from the loaded state are gone."""
-    toy = fitting(world)
-    ranks = world.run(rewound, toy)
-
-    judge.tensors(
-        ranks,
-        back_to_the_start(Dealt(toy=toy)),
-        quantity="weight after going back to the start",
-        within=rounding(torch.float32, terms=4, depth=4),
-        given="an empty state is saved, a step taken, the empty state loaded, a step taken",
-    )
+    same_as_alone(world, subject, situation)
 
 
 @clause(

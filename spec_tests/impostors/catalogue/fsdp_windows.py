@@ -92,7 +92,7 @@ class ReducesUsedOnly(PlainFsdp):
 
 @near_miss(
     "fsdp.evaluation-drops-window",
-    rejected_by=("fsdp.accumulation.evaluation-in-between", "fsdp.programs.any-sequence"),
+    rejected_by="fsdp.accumulation.evaluation-in-between",
 )
 class EvaluationDropsWindow(PlainFsdp):
     """Begins a window anew with every forward without gradients.
@@ -116,7 +116,6 @@ class EvaluationDropsWindow(PlainFsdp):
     rejected_by=(
         "fsdp.lifecycle.fresh-after-step",
         "fsdp.lifecycle.fresh-after-evaluation",
-        "fsdp.programs.any-sequence-with-kept-weights",
     ),
 )
 class Stale(PlainFsdp):

@@ -10,7 +10,7 @@ from spec_tests.plain.fully_shard import PlainFsdp
 from spec_tests.plain.zero1 import PlainZero1
 
 
-@near_miss("ddp.rolls-back", rejected_by="ddp.programs.any-sequence")
+@near_miss("ddp.rolls-back", rejected_by="ddp.programs.any-situation")
 class RollsBack(PlainDdp):
     """After an exception in forward, restores the gradients of the last reduction.
 
@@ -35,7 +35,7 @@ class RollsBack(PlainDdp):
             raise
 
 
-@near_miss("zero1.stays-locked", rejected_by="zero1.programs.any-sequence")
+@near_miss("zero1.stays-locked", rejected_by="zero1.programs.any-situation")
 class StaysLocked(PlainZero1):
     """After a closure that raised, later steps update and exchange nothing.
 

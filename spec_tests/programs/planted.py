@@ -1,0 +1,25 @@
+"""A planted exception interrupts a pass, and the trainer catches it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+
+class PlantedError(Exception):
+    """What an interrupted pass or closure raises."""
+
+
+@contextlib.contextmanager
+def failing(part: nn.Module, *, prepend: bool = False) -> Iterator[None]:
+    """The forward of `part` raises, with `prepend` before its hooks; the trainer catches that."""
+
+    def fail(*_: object) -> None:
+        raise PlantedError
+
+    handle = part.register_forward_pre_hook(fail, prepend=prepend)
+    with contextlib.suppress(PlantedError):
+        yield
+    handle.remove()
