@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -145,7 +144,7 @@ def on_a_mesh(ctx, subject, seed, shape):
     mesh = ctx.mesh((2, 2), names)
     part = PARTS.get(shape)
     if part is not None:
-        mesh = DeviceMesh(ctx.device.type, part)  # made by all ranks, as any process group
+        mesh = torch.distributed.DeviceMesh(ctx.device.type, part)  # made by all ranks, as any process group
         if ctx.rank not in part:
             return {}
     options: dict[str, Any] = {"mesh": mesh["shard"] if shape == "rows" else mesh}

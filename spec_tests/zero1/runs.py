@@ -143,7 +143,9 @@ def wide(width: int = WIDTH) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(width, width) for _ in range(DEPTH)])
 
 
-def state_bytes(ctx: Context, model: Callable[[], nn.Module], *, load: bool = False) -> int:
+def state_bytes(
+    ctx: Context, model: Callable[[], nn.Module], *, load: bool = False, adds: bool = False
+) -> int:
     """Bytes of AdamW's state on this rank, in whichever object the optimizer keeps it.
 
     That is what two steps of AdamW leave behind, less what two of SGD do, which has no state: flat
@@ -151,18 +153,23 @@ def state_bytes(ctx: Context, model: Callable[[], nn.Module], *, load: bool = Fa
 
     Args:
         load: continue from the unsharded optimizer's state dict.
+        adds: construct with the first parameter; each of the others is a group that is added.
     """
-    return _bytes_left(ctx, model(), "adamw", load) - _bytes_left(ctx, model(), "sgd", load)
+    adamw, sgd = (_bytes_left(ctx, model(), kind, load, adds) for kind in ("adamw", "sgd"))
+    return adamw - sgd
 
 
-def _bytes_left(ctx: Context, model: nn.Module, optimizer: str, load: bool) -> int:
+def _bytes_left(ctx: Context, model: nn.Module, optimizer: str, load: bool, adds: bool) -> int:
     kind, options = OPTIMIZERS[optimizer]
     unsharded = kind(model.parameters(), **options)
     if load:
         _step_on_ones(model, unsharded)
     saved = unsharded.state_dict()
     with ctx.recording() as recorder:
-        made = sharded(ctx)(model.parameters(), kind, **options)
+        first, *others = ([p] for p in model.parameters()) if adds else (model.parameters(),)
+        made = sharded(ctx)(first, kind, **options)
+        for group in others:
+            made.add_param_group({"params": group})
         if load:  # copies that an operator makes: what the recorder sees as new
             state = {n: {k: v.clone() for k, v in e.items()} for n, e in saved["state"].items()}
             made.load_state_dict({**saved, "state": state})

@@ -134,35 +134,6 @@ class ScalesKeysInPlace(PlainAttention):
         return found
 
 
-@near_miss("attention.rows-of-32-bits", rejected_by="attention.layout.offsets-of-64-bits")
-class Rows32Bit(PlainAttention):
-    """Forms row offsets with 32 bits.
-
-    From: SageAttention issue 386: batch and head were widened, rows were not.
-    Unseen: It takes two thousand million elements.
-    """
-
-    wrapped = (2,)
-
-    def forward(self, q, k, v, *options):
-        return super().forward(q, self.misread(k), v, *options)
-
-    def misread(self, t):
-        offsets = torch.zeros(t.shape, dtype=torch.int64)
-        for dim, (size, stride) in enumerate(zip(t.shape, t.stride(), strict=True)):
-            if t.numel() and (size - 1) * stride >= 2**31 and dim in self.wrapped:
-                of_dim = torch.arange(size) * stride % 2**31
-                offsets += of_dim.view([-1 if d == dim else 1 for d in range(t.ndim)])
-            else:
-                offsets += (torch.arange(size) * stride).view(
-                    [-1 if d == dim else 1 for d in range(t.ndim)]
-                )
-        if not t.numel() or (t.shape[2] - 1) * t.stride(2) < 2**31:
-            return t
-        flat = t.as_strided((2**31 + 2**15,), (1,))
-        return flat[offsets.flatten()].view(t.shape)
-
-
 @near_miss("attention.leaves-blind-rows", rejected_by="attention.autograd.fills-its-buffers")
 class LeavesBlindRows(PlainAttention):
     """Leaves rows that see nothing as the allocator gave them.

@@ -66,21 +66,6 @@ class DefaultScaleInBackward(PlainAttention):
         return 16**-0.5 if scale not in (0.0, 24**-0.5) else scale
 
 
-@near_miss("attention.narrow-dq", rejected_by="attention.gradients.long-sums")
-class NarrowDq(PlainAttention):
-    """Sums dQ in the inputs' dtype.
-
-    From: dQ accumulated in global memory of q's dtype.
-    Unseen: The largest error grows by a third only.
-    """
-
-    def k_tiles(self, num):
-        return [range(i, min(i + self.tile_k, num)) for i in range(0, num, self.tile_k)]
-
-    def added_dq(self, acc, product, dtype):
-        return (acc + product).to(dtype).to(acc.dtype)
-
-
 @near_miss("attention.narrow-dk-dv", rejected_by="attention.gradients.long-sums")
 class NarrowDkDv(PlainAttention):
     """Sums dK and dV in the inputs' dtype.
@@ -190,18 +175,6 @@ class BackwardUnmasked(PlainAttention):
         return super().probabilities(q, k, lse, rows, keys, False, scale)
 
 
-@near_miss("attention.backward-starts-late", rejected_by="attention.shapes.ragged-lengths")
-class BackwardStartsLate(PlainAttention):
-    """Leaves out the tile of rows that begins before a tile of keys.
-
-    From: `start_n // BLOCK_M` rounded up; the tutorial asserts that one tile divides the other.
-    Unseen: Tiles of one size, equal lengths.
-    """
-
-    def is_skipped_backward(self, rows, keys, shift):
-        return rows.start + shift < keys.start
-
-
 @near_miss("attention.drops-lse-gradient", rejected_by="attention.gradients.of-the-lse")
 class DropsLseGradient(PlainAttention):
     """Returns L as differentiable and drops its gradient.
@@ -212,18 +185,6 @@ class DropsLseGradient(PlainAttention):
 
     def folded(self, delta, dl):
         return delta
-
-
-@near_miss("attention.adds-lse-gradient", rejected_by="attention.gradients.of-the-lse")
-class AddsLseGradient(PlainAttention):
-    """Adds the gradient of L to delta.
-
-    From: A sign: delta - dL.
-    Unseen: Nobody differentiates L.
-    """
-
-    def folded(self, delta, dl):
-        return delta if dl is None else delta + dl
 
 
 @near_miss(

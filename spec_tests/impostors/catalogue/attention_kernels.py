@@ -127,22 +127,6 @@ class ScoresInTf32(ForwardKernel):
     replace = "    scores = tl.dot(q_tile, tl.trans(k_tile))\n"
 
 
-@near_miss("attention.kernel-scores-twice", rejected_by="attention.kernels.work")
-class ScoresTwice(ForwardKernel):
-    """Computes the scores of a tile twice.
-
-    From: One pass for the maximum and one for the sum, in a kernel that has both.
-    Unseen: The values are right.
-    """
-
-    find = '    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="tf32x3")\n'
-    replace = (
-        '    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="tf32x3")\n'
-        "    again = tl.dot(q_tile, tl.trans(k_tile), scores)\n"
-        "    scores = 0.5 * again\n"
-    )
-
-
 @near_miss("attention.kernel-blind-tile-is-nan", rejected_by="attention.blind-rows.zeros")
 class BlindTileIsNan(ForwardKernel):
     """Subtracts -inf from -inf in a tile where a row sees nothing.
@@ -153,34 +137,6 @@ class BlindTileIsNan(ForwardKernel):
 
     find = '        shift = tl.where(new_max == float("-inf"), 0.0, new_max)\n'
     replace = "        shift = new_max\n"
-
-
-@near_miss("attention.kernel-heads-modulo", rejected_by="attention.shapes.grouped-heads")
-class HeadsModulo(ForwardKernel):
-    """The forward reads k of head h modulo kv_heads, and v as it should.
-
-    From: One of four places that say which head is read.
-    Unseen: One key head, or as many as query heads.
-    """
-
-    find = "    k += batch * k_batch + head // GROUP * k_head\n"
-    replace = "    k += batch * k_batch + head % (heads // GROUP) * k_head\n"
-
-
-@near_miss(
-    "attention.kernel-tail-counts",
-    rejected_by="attention.shapes.ragged-lengths",
-    outcomes=("failed", "died"),
-)
-class TailCounts(ForwardKernel):
-    """Passes over the ragged last tile of keys without a mask.
-
-    From: A ceiling for a floor.
-    Unseen: Lengths that are multiples of the tile.
-    """
-
-    find = "        whole = num_keys // TILE_K * TILE_K\n"
-    replace = "        whole = tl.cdiv(num_keys, TILE_K) * TILE_K\n"
 
 
 @near_miss(
@@ -216,27 +172,3 @@ class BackwardStartsLate(BackwardKernel):
 
     find = "        begin = tl.maximum(0, first - hidden) // TILE_Q * TILE_Q\n"
     replace = "        begin = tl.cdiv(tl.maximum(0, first - hidden), TILE_Q) * TILE_Q\n"
-
-
-@near_miss(
-    "attention.kernel-ignores-strides-of-do",
-    rejected_by="attention.layout.strides",
-    outcomes=("failed", "died"),
-)
-class IgnoresStridesOfDo(BackwardKernel):
-    """Reads dO as if it were contiguous, in the kernel of dQ alone.
-
-    From: flash-attn issue 355; the Triton tutorial asserts equal strides.
-    Unseen: dO made by `randn` is contiguous.
-    """
-
-    find = (
-        "    dout += batch * dout_batch + head * dout_head + first.to(tl.int64) * dout_row\n"
-        "    q_tile = _load("
-    )
-    replace = (
-        "    dout += (batch * heads + head) * num_queries * HEAD_DIM "
-        "+ first.to(tl.int64) * HEAD_DIM\n"
-        "    dout_row = HEAD_DIM\n"
-        "    q_tile = _load("
-    )

@@ -54,39 +54,6 @@ class CausalOneAhead(PlainAttention):
         return super().visible(rows, keys, shift + 1)
 
 
-@near_miss("attention.skips-one-tile", rejected_by="attention.shapes.ragged-lengths")
-class SkipsOneTile(PlainAttention):
-    """Skips the tile on the diagonal for some lengths.
-
-    From: A loop bound rounded down where seq_k - seq_q is no multiple of the tile.
-    Unseen: Lengths that are multiples of the tile.
-    """
-
-    def is_skipped(self, rows, keys, shift):
-        return keys.stop > rows[-1] + shift + 1 and keys.start > rows[0] + shift - self.tile_k
-
-    def is_skipped_backward(self, rows, keys, shift):
-        return PlainAttention.is_skipped(self, rows, keys, shift)
-
-
-@near_miss(
-    "attention.masks-with-a-million",
-    rejected_by=("attention.blind-rows.zeros", "attention.blind-rows.gradients"),
-)
-class MasksWithMillion(PlainAttention):
-    """Masks with -1e6 for -inf.
-
-    From: The constant of the Triton tutorial and of CS336's handout.
-    Unseen: Rows that see nothing do not occur with equal lengths.
-    """
-
-    def masked(self, s, rows, keys, shift):
-        return s.masked_fill(~self.visible(rows, keys, shift), -1e6)
-
-    def is_skipped(self, rows, keys, shift):
-        return False
-
-
 @near_miss(
     "attention.masks-by-adding",
     rejected_by=("attention.causal.hidden-keys-do-not-matter", "attention.blind-rows.zeros"),
@@ -118,26 +85,6 @@ class MasksByAddingMore(MasksByAdding):
     penalty = 1e6
 
 
-@near_miss(
-    "attention.blind-is-nan", rejected_by=("attention.blind-rows.zeros", "attention.shapes.empty")
-)
-class BlindIsNan(PlainAttention):
-    """Divides zero by zero in rows that see nothing.
-
-    From: exp(-inf - (-inf)); PyTorch issue 41508.
-    Unseen: Rows that see nothing do not occur with equal lengths.
-    """
-
-    def safe(self, m):
-        return m
-
-    def is_skipped(self, rows, keys, shift):
-        return False
-
-    def normalised(self, acc, norm):
-        return acc / norm[..., None]
-
-
 @near_miss("attention.causal-ignored", rejected_by="attention.causal.equal-lengths")
 class CausalIgnored(PlainAttention):
     """Takes the flag and ignores it.
@@ -148,21 +95,6 @@ class CausalIgnored(PlainAttention):
 
     def __call__(self, q, k, v, **options):
         return super().__call__(q, k, v, **{**options, "causal": False})
-
-
-@near_miss(
-    "attention.blind-lse-is-finite",
-    rejected_by=("attention.blind-rows.zeros", "attention.shapes.empty"),
-)
-class BlindIsZeroLse(PlainAttention):
-    """Keeps the logarithm finite with an epsilon: L of a blind row is -69.
-
-    From: `log(l + 1e-30)`.
-    Unseen: O is right; only who merges by L is lost.
-    """
-
-    def lse_of(self, m, norm):
-        return self.safe(m) + torch.log(norm + 1e-30)
 
 
 @near_miss("attention.counts-padding", rejected_by="attention.shapes.ragged-lengths")
@@ -205,19 +137,6 @@ class DropsTail(PlainAttention):
     def k_tiles(self, num):
         whole = super().k_tiles(num)
         return [tile for tile in whole if len(tile) == self.tile_k] or whole
-
-
-@near_miss("attention.drops-last-rows", rejected_by="attention.shapes.ragged-lengths")
-class DropsLastRows(PlainAttention):
-    """Leaves the last queries out where they fill no tile.
-
-    From: A grid of `seq_q // BLOCK` programs.
-    Unseen: Lengths that are multiples of the tile.
-    """
-
-    def q_tiles(self, num):
-        whole = super().q_tiles(num)
-        return [tile for tile in whole if len(tile) == self.tile_q] or whole
 
 
 @near_miss(
@@ -339,18 +258,6 @@ class HeadDimRoundedDown(PlainAttention):
     def scores(self, q, k, scale):
         whole = max(8, q.shape[-1] // 8 * 8)
         return super().scores(q[..., :whole], k[..., :whole], scale)
-
-
-@near_miss("attention.padded-head-dim-in-scale", rejected_by="attention.shapes.head-dims")
-class PaddedHeadDimInScale(PlainAttention):
-    """Takes the padded head dim for the scale.
-
-    From: `BLOCK_D ** -0.5` inside a kernel.
-    Unseen: Head dims that are powers of two.
-    """
-
-    def scale_of(self, scale, head_dim):
-        return (1 << (head_dim - 1).bit_length()) ** -0.5 if scale is None else scale
 
 
 @near_miss("attention.takes-batch-for-heads", rejected_by="attention.shapes.without-heads")

@@ -193,37 +193,6 @@ class ScalesKeysInTheirDtype(PlainAttention):
         return self.dot(q, (k * scale).transpose(-1, -2))
 
 
-@near_miss("attention.narrow-sums", rejected_by="attention.gradients.long-sums")
-class NarrowSums(PlainAttention):
-    """Sums p v in the inputs' dtype.
-
-    From: An accumulator without `dtype=float32`.
-    Unseen: The largest error doubles; tests allow that.
-    """
-
-    def k_tiles(self, num):
-        return [range(i, min(i + self.tile_k, num)) for i in range(0, num, self.tile_k)]
-
-    def added(self, acc, product, dtype):
-        return (acc + product).to(dtype).to(acc.dtype)
-
-
-@near_miss(
-    "attention.narrow-scores",
-    rejected_by=("attention.forward.half-precision", "attention.forward.lse"),
-)
-class NarrowScores(PlainAttention):
-    """Rounds the scores to the inputs' dtype.
-
-    From: `torch.matmul` of two bfloat16 matrices, then softmax in float32.
-    Unseen: As good as a plain attempt, which is what it is compared with.
-    """
-
-    def scores(self, q, k, scale):
-        s = super().scores(q, k, scale)
-        return s.to(q.dtype).to(s.dtype)
-
-
 @near_miss(
     "attention.base-2-lse",
     rejected_by=(
@@ -285,19 +254,3 @@ class ReturnsMaximum(PlainAttention):
         group = q.shape[-3] // k.shape[-3]
         s = q.float() @ k.repeat_interleave(group, -3).float().transpose(-1, -2)
         return found[0], (s * self.scale_of(options.get("scale"), q.shape[-1])).amax(dim=-1)
-
-
-@near_miss(
-    "attention.float32-output",
-    rejected_by=("attention.forward.half-precision", "attention.blind-rows.zeros"),
-)
-class Float32Output(PlainAttention):
-    """Returns float32 whatever q is.
-
-    From: The accumulator stored as it is.
-    Unseen: A comparison that casts both sides.
-    """
-
-    def __call__(self, q, k, v, **options):
-        found = super().__call__(q, k, v, **options)
-        return (found[0].float(), found[1]) if options.get("return_lse") else found.float()

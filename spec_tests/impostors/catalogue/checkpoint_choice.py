@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from spec_tests.impostors.card import Patched, near_miss
-from spec_tests.plain.checkpoint import PlainCheckpoint, bare, values
+from spec_tests.plain.checkpoint import PlainCheckpoint, values
 
 
 @near_miss("checkpoint.points-by-path", rejected_by="checkpoint.place.any")
@@ -35,18 +35,6 @@ class NewestAsText(PlainCheckpoint):
 
     def order(self, path):
         return path.name
-
-
-@near_miss("checkpoint.newest-by-time", rejected_by="checkpoint.choice.highest-step")
-class NewestByTime(PlainCheckpoint):
-    """Takes the save that was written last.
-
-    From: sorted(..., key=os.path.getmtime)
-    Unseen: Later saves have higher steps, until a run is repeated from an earlier one.
-    """
-
-    def order(self, path):
-        return path.stat().st_mtime_ns
 
 
 @near_miss(
@@ -134,28 +122,6 @@ class LeavesTheRestInTheFile(PlainCheckpoint):
 
     def check(self, module, saved):
         super().check(module, {name: saved[name] for name in values(module) if name in saved})
-
-
-@near_miss("checkpoint.not-strict", rejected_by="checkpoint.mismatch.raises")
-class NotStrict(PlainCheckpoint):
-    """Loads what fits and keeps the rest as it was built.
-
-    From: strict=False
-    Unseen: The loss starts higher than it was.
-    """
-
-    def check(self, module, saved):
-        pass
-
-    def restore_model(self, model, saved):
-        own = bare(model).state_dict()
-        fitting = {n: t for n, t in saved.items() if n in own and own[n].shape == t.shape}
-        bare(model).load_state_dict(fitting, strict=False)
-
-    def restore_optimizer(self, model, optimizer, saved):
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for parameter, entry in zip(parameters, saved.values(), strict=False):
-            optimizer.state[parameter] = dict(entry["state"])
 
 
 @near_miss("checkpoint.copies-before-checking", rejected_by="checkpoint.mismatch.changes-nothing")

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
 from spec_tests.impostors.card import Patched, near_miss
-from spec_tests.plain.checkpoint import PlainCheckpoint, bare, rank, size
+from spec_tests.plain.checkpoint import PlainCheckpoint, bare, rank
 
 
 @near_miss(
@@ -43,20 +41,6 @@ class ForgetsGenerators(PlainCheckpoint):
         state = torch.get_rng_state()
         super().restore_rank(everyone, loader)
         torch.set_rng_state(state)
-
-
-@near_miss("checkpoint.half-of-a-generator", rejected_by="checkpoint.content.random-state")
-class HalfOfAGenerator(PlainCheckpoint):
-    """Brings back NumPy's words and position, and not the normal number that waits.
-
-    From: `np.random.set_state(state[:3])`; the last two entries look like options
-    Unseen: Uniform numbers come out as they should.
-    """
-
-    def restore_rank(self, everyone, loader):
-        super().restore_rank(everyone, loader)
-        state = np.random.get_state(legacy=False)
-        np.random.set_state({**state, "has_gauss": 0, "gauss": 0.0})
 
 
 @near_miss(
@@ -119,22 +103,6 @@ class ForgetsMoments(PlainCheckpoint):
         return {name: {**entry, "state": {}} for name, entry in found.items()}
 
 
-@near_miss("checkpoint.tensors-of-the-state-alone", rejected_by="checkpoint.content.optimizer")
-class TensorsAlone(PlainCheckpoint):
-    """Of the optimizer's state saves what is a tensor.
-
-    From: a loop that moves the state to the CPU, and skips what has no `.to`
-    Unseen: AdamW's and SGD's state is all tensors, since the step count is one.
-    """
-
-    def of_optimizer(self, model, optimizer):
-        found = super().of_optimizer(model, optimizer)
-        for entry in found.values():
-            state = entry["state"].items()
-            entry["state"] = {key: value for key, value in state if torch.is_tensor(value)}
-        return found
-
-
 @near_miss(
     "checkpoint.state-in-the-weights-dtype", rejected_by="checkpoint.content.optimizer-dtypes"
 )
@@ -162,19 +130,6 @@ class FirstRanksMoments(PlainCheckpoint):
 
     def joined(self, parts):
         return parts[0]
-
-
-@near_miss("checkpoint.moments-of-shards-are-lost", rejected_by="checkpoint.sharded-model.goes-on")
-class MomentsOfShardsAreLost(Patched):
-    """Loads the moments of plain parameters, and not those of DTensors.
-
-    From: a check for plain tensors, from before the model was sharded
-    Unseen: Weights come back; the loss rises for some steps after each restart.
-    """
-
-    module = "solution.checkpoint.named"
-    find = "            if not owns(parameter):\n"
-    replace = "            if not owns(parameter) or hasattr(parameter, 'placements'):\n"
 
 
 @near_miss("checkpoint.rate-alone", rejected_by="checkpoint.content.optimizer")
@@ -249,19 +204,6 @@ class BuffersOfAnyRank(PlainCheckpoint):
         return found
 
 
-@near_miss("checkpoint.first-rank-loads", rejected_by="checkpoint.content.model")
-class OnlyFirstRankLoads(PlainCheckpoint):
-    """Fills the model on the first rank alone.
-
-    From: `if rank == 0: load()` after wrapping, when nothing is broadcast any more
-    Unseen: The first rank's log is right.
-    """
-
-    def restore_model(self, model, saved):
-        if rank() == 0:
-            super().restore_model(model, saved)
-
-
 @near_miss("checkpoint.new-parameters", rejected_by="checkpoint.content.reaches-live-objects")
 class NewParameters(PlainCheckpoint):
     """Puts new Parameter objects into the model.
@@ -291,29 +233,6 @@ class CachesReads(PlainCheckpoint):
         return self.known[path]
 
 
-@near_miss(
-    "checkpoint.written-later",
-    rejected_by=("checkpoint.content.model", "checkpoint.world-size.any"),
-)
-class WritesLater(PlainCheckpoint):
-    """Writes from the live tensors some time after save has returned.
-
-    From: asynchronous saves without a copy; the step tensors of an offloaded state dict
-    Unseen: Each tensor is whole, only from different steps.
-    """
-
-    def __init__(self):
-        self.waiting: list[tuple[Path, int, dict[str, Any]]] = []
-
-    def put(self, root, step, state):
-        self.waiting.append((root, step, state))
-
-    def load(self, directory, *, model, optimizer, loader=None):
-        while self.waiting:
-            super().put(*self.waiting.pop())
-        return super().load(directory, model=model, optimizer=optimizer, loader=loader)
-
-
 @near_miss("checkpoint.leaves-it-evaluating", rejected_by="checkpoint.save.changes-nothing")
 class LeavesItEvaluating(PlainCheckpoint):
     """Switches the model to evaluation for the save, and leaves it so.
@@ -325,42 +244,6 @@ class LeavesItEvaluating(PlainCheckpoint):
     def of_model(self, model, everyone):
         model.eval()
         return super().of_model(model, everyone)
-
-
-@near_miss("checkpoint.sends-buffers", rejected_by="checkpoint.save.changes-nothing")
-class SendsBuffers(PlainCheckpoint):
-    """Gives all ranks the first one's buffers, so that all of them save the same.
-
-    From: "the first rank's count", done where they are and not where they are written
-    Unseen: DistributedDataParallel does so itself before the next forward.
-    """
-
-    def of_rank(self, model, loader):
-        for buffer in bare(model).buffers() if size() > 1 else ():
-            dist.broadcast(buffer, src=0)
-        return super().of_rank(model, loader)
-
-
-@near_miss("checkpoint.steps-cold-optimizer", rejected_by="checkpoint.save.changes-nothing")
-class StepsColdOptimizer(PlainCheckpoint):
-    """Steps an optimizer without state to find out what its state is.
-
-    From: torch issue 164929, get_optimizer_state_dict
-    Unseen: No weight moves; the first real update is corrected like the second.
-    """
-
-    def of_optimizer(self, model, optimizer):
-        if not optimizer.state:
-            rates = [group["lr"] for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["lr"] = 0.0
-                for parameter in group["params"]:
-                    parameter.grad = torch.zeros_like(parameter)
-            optimizer.step()
-            optimizer.zero_grad()
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
-        return super().of_optimizer(model, optimizer)
 
 
 @near_miss(

@@ -3,7 +3,6 @@
 import os
 import shutil
 import time
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -85,23 +84,6 @@ class SkipsWhatIsMissing(InPlaceParts):
         return state["step"]
 
 
-@near_miss(
-    "checkpoint.removes-older-first",
-    rejected_by=("checkpoint.crash.old-or-new", "checkpoint.failure.keeps-older"),
-)
-class RemovesOlderFirst(PlainCheckpoint):
-    """Makes room before it writes.
-
-    From: retention in front of the save
-    Unseen: There is always one checkpoint, except while it counts.
-    """
-
-    def put(self, root, step, state):
-        for path in root.glob("step-*.pt") if root.exists() else ():
-            path.unlink()
-        super().put(root, step, state)
-
-
 @near_miss("checkpoint.swallows-errors", rejected_by="checkpoint.failure.is-reported")
 class SwallowsErrors(PlainCheckpoint):
     """Prints a warning when a save fails, and goes on.
@@ -126,25 +108,6 @@ class FailsAlone(PlainCheckpoint):
     def tell(self, error):
         if error is not None:
             raise RuntimeError(error)
-
-
-@near_miss("checkpoint.renames-alone", rejected_by="checkpoint.failure.on-all-ranks")
-class RenamesAlone(PlainCheckpoint):
-    """The first rank tells that all is written, and then gives the file its name.
-
-    From: an agreement of all ranks before the marker, so that the marker is the last thing
-    Unseen: Between the two lies one system call.
-    """
-
-    def put(self, root, step, state):
-        root.mkdir(parents=True, exist_ok=True)
-        torch.save(state, self.temporary(root))
-        self.place = root / f"step-{step}.pt"
-
-    def tell(self, error):
-        super().tell(error)
-        if rank() == 0:
-            self.temporary(self.place.parent).replace(self.place)
 
 
 @near_miss(
@@ -173,31 +136,6 @@ class NewestOrNothing(PlainCheckpoint):
 
     What cannot be read is an error, though an older save lies beside it.
     """
-
-
-@near_miss("checkpoint.step-of-the-damaged", rejected_by="checkpoint.damage.under-its-step")
-class StepOfTheDamaged(PlainCheckpoint):
-    """Where the newest save is damaged loads the one before, and returns the newest's step.
-
-    From: the step that the file's name gives, found before the file was read
-    Unseen: The data of the steps between are never seen; the loss shows nothing.
-    """
-
-    def put(self, root, step, state):
-        super().put(root, step, state)
-        path = root / f"step-{step}.pt"
-        path.with_suffix(".sum").write_text(str(zlib.crc32(path.read_bytes())))
-
-    def load(self, directory, **parts):
-        super().load(directory, **parts)
-        newest = self.newest(self.root(directory))
-        assert newest is not None
-        return self.order(newest)
-
-    def read(self, path):
-        if path.with_suffix(".sum").read_text() != str(zlib.crc32(path.read_bytes())):
-            path = path.with_name(f"step-{self.order(path) - 1}.pt")
-        return super().read(path)
 
 
 @near_miss("checkpoint.trusts-the-disk", rejected_by="checkpoint.damage.flipped-bit-is-noticed")

@@ -7,22 +7,6 @@ from spec_tests.plain.checkpoint import PlainCheckpoint
 
 
 @near_miss(
-    "checkpoint.options-of-one-group", rejected_by="checkpoint.content.optimizer-as-it-stands"
-)
-class OptionsOfOneGroup(PlainCheckpoint):
-    """Saves the options of the first group for all.
-
-    From: `optimizer.param_groups[0]`
-    Unseen: Until a layer gets a rate of its own, or biases no weight decay.
-    """
-
-    def of_optimizer(self, model, optimizer):
-        found = super().of_optimizer(model, optimizer)
-        options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-        return {name: {**entry, "options": options} for name, entry in found.items()}
-
-
-@near_miss(
     "checkpoint.moments-of-what-trains", rejected_by="checkpoint.content.optimizer-as-it-stands"
 )
 class MomentsOfWhatTrains(PlainCheckpoint):
@@ -53,36 +37,6 @@ class LoaderByItsTruth(PlainCheckpoint):
 
     def restore_rank(self, everyone, loader):
         super().restore_rank(everyone, loader or None)
-
-
-@near_miss("checkpoint.counts-its-attempts", rejected_by="checkpoint.save.again-and-again")
-class CountsItsAttempts(Patched):
-    """Names an attempt by how many there are, though older ones are removed.
-
-    From: `len(list(folder.glob(...)))`
-    Unseen: Until a step is saved a third time.
-    """
-
-    module = "solution.checkpoint.folder"
-    find = "{max(taken) + 1}"
-    replace = "{len(taken)}"
-
-
-@near_miss(
-    "checkpoint.errors-by-their-words",
-    rejected_by="checkpoint.failure.of-a-loader",
-    outcomes=("hang",),
-)
-class ErrorsByTheirWords(Patched):
-    """Tells other ranks the text of an error, and takes one without for none.
-
-    From: `str(error)`
-    Unseen: Most errors say something; `assert` does not.
-    """
-
-    module = "solution.checkpoint.errors"
-    find = 'return f"{type(error).__name__}: {error}"'
-    replace = "return str(error)"
 
 
 @near_miss("checkpoint.wrappers-by-class", rejected_by="checkpoint.names.of-a-whole-model")
@@ -151,19 +105,6 @@ class TiesByMemory(Patched):
     module = "solution.checkpoint.named"
     find = "first.setdefault(id(value)"
     replace = "first.setdefault(value.untyped_storage().data_ptr()"
-
-
-@near_miss("checkpoint.shards-in-their-dtype", rejected_by="checkpoint.sharded-model.goes-on")
-class ShardsInTheirDtype(Patched):
-    """Reads state of shards into tensors of the parameter's dtype.
-
-    From: `torch.empty_like(parameter)`
-    Unseen: Moments have the parameter's dtype in torch.optim.
-    """
-
-    module = "solution.checkpoint.named"
-    find = "torch.empty_like(parameter, dtype=dtype, requires_grad=False)"
-    replace = "torch.empty_like(parameter, requires_grad=False)"
 
 
 @near_miss("checkpoint.lists-of-one-rank", rejected_by="checkpoint.sharded-model.goes-on")

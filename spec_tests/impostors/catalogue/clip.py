@@ -81,33 +81,6 @@ class AddsNorms(PlainClip):
         return [torch.stack(norms).sum().pow(self.order)] if math.isfinite(self.order) else norms
 
 
-@near_miss("clip.largest-with-its-sign", rejected_by="clip.norm.orders")
-class LargestWithItsSign(PlainClip):
-    """Takes the largest element for p = inf without the absolute value.
-
-    From: `max()` where `abs().max()` is meant.
-    Unseen: The largest of many gradients is as often positive as negative.
-    """
-
-    def part(self, gradients):
-        if math.isfinite(self.order) or not gradients:
-            return super().part(gradients)
-        return torch.stack([self.local(g).max() for g in gradients if self.local(g).numel()]).max()
-
-
-@near_miss("clip.always-two", rejected_by="clip.norm.orders")
-class AlwaysTwo(PlainClip):
-    """Ignores norm_type.
-
-    From: The argument is accepted for compatibility.
-    Unseen: Everyone clips by the 2-norm.
-    """
-
-    def norm(self):
-        self.order = 2.0
-        return super().norm()
-
-
 @near_miss(
     "clip.largest-of-nothing", rejected_by="clip.norm.empty-shards", outcomes=("failed", "hang")
 )
@@ -122,18 +95,6 @@ class LargestOfNothing(PlainClip):
         if gradients:
             torch.cat([self.local(g).reshape(-1) for g in gradients]).abs().max()
         return super().part(gradients)
-
-
-@near_miss("clip.averages-parts", rejected_by="clip.norm.global")
-class AveragesParts(PlainClip):
-    """Averages the ranks' parts of the sum.
-
-    From: ReduceOp.AVG, as for gradients.
-    Unseen: Of copies the average is right.
-    """
-
-    def combined(self, parts):
-        return super().combined(parts) / max(1, len(parts) - 1)
 
 
 @near_miss("clip.fills-none", rejected_by="clip.norm.absent-gradients")
@@ -174,18 +135,6 @@ class OwnPartFirst(PlainClip):
         return total
 
 
-@near_miss("clip.tells-numbers", rejected_by="clip.norm.plain-and-equal")
-class TellsNumbers(PlainClip):
-    """Returns a float.
-
-    From: `.item()` for the log.
-    Unseen: It prints the same.
-    """
-
-    def told(self, norm):
-        return norm.item()
-
-
 @near_miss("clip.reads-twice", rejected_by="clip.norm.any-iterable")
 class ReadsTwice(PlainClip):
     """Walks the parameters twice.
@@ -202,21 +151,6 @@ class ReadsTwice(PlainClip):
     def present(self):
         self.first = [p.grad for p in self.tensors if p.grad is not None]
         return [p.grad for p in self.tensors if p.grad is not None]
-
-
-@near_miss("clip.one-message-each", rejected_by="clip.traffic.one-number")
-class OneMessageEach(PlainClip):
-    """Sends one number for each parameter.
-
-    From: A loop over DTensors' own norms.
-    Unseen: A millisecond each, hundreds of them.
-    """
-
-    def gathered(self, part, gradients):
-        found = []
-        for gradient in gradients:
-            found += super().gathered(self.part([gradient]), gradients)
-        return found
 
 
 @near_miss("clip.gathers-gradients", rejected_by="clip.traffic.one-number")
@@ -315,36 +249,6 @@ class SkipsNanInMaxima(SkipsNan):
         if self.order == math.inf:
             return super().combined(parts)
         return PlainClip.combined(self, parts)
-
-
-@near_miss(
-    "clip.raises-alone",
-    rejected_by="clip.nonfinite.error-on-all-ranks",
-    outcomes=("failed", "hang", "died"),
-)
-class RaisesAlone(PlainClip):
-    """Looks at its own part before it talks to others.
-
-    From: Megatron-LM issue 5529.
-    Unseen: On one rank it is the same.
-    """
-
-    def norm(self):
-        if self.strict and not math.isfinite(self.part(self.gradients)):
-            raise RuntimeError("the gradient norm is not finite")
-        return super().norm()
-
-
-@near_miss("clip.never-raises", rejected_by="clip.nonfinite.error-on-all-ranks")
-class NeverRaises(PlainClip):
-    """Ignores error_if_nonfinite.
-
-    From: The argument is accepted for compatibility.
-    Unseen: Norms are finite.
-    """
-
-    def check(self, norm):
-        pass
 
 
 @near_miss("clip.scales-then-raises", rejected_by="clip.nonfinite.error-scales-nothing")

@@ -49,26 +49,6 @@ class SharesRow(PlainLoader):
         return rows[:, :-1], rows[:, 1:]
 
 
-@near_miss("data.reuses-buffer", rejected_by="data.format.batches-own-their-memory")
-class ReusesBuffer(PlainLoader):
-    """Every batch is the same memory.
-
-    From: One pinned buffer, written again before the copy has finished.
-    Unseen: A loop that uses each batch at once sees nothing.
-    """
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.buffer: list[torch.Tensor] = []
-
-    def pair(self, rows):
-        fresh = super().pair(rows)
-        self.buffer = self.buffer or [torch.empty_like(part) for part in fresh]
-        for kept, part in zip(self.buffer, fresh, strict=True):
-            kept.copy_(part)
-        return self.buffer[0], self.buffer[1]
-
-
 @near_miss("data.grows-file", rejected_by="data.format.files-are-only-read")
 class GrowsFile(PlainLoader):
     """The file is a token longer afterwards.
@@ -181,81 +161,6 @@ class TrustsHeader(PlainLoader):
 
     def check_size(self, path, count, size):
         pass
-
-
-@near_miss(
-    "data.accepts-longer-files",
-    rejected_by=("data.refusal.bad-files", "data.refusal.any-other-size"),
-)
-class AcceptsLonger(PlainLoader):
-    """Bytes after the last token are ignored.
-
-    From: `read(count * 2)`; llm.c demands the exact size.
-    Unseen: The tokens that are read are right.
-    """
-
-    def check_size(self, path, count, size):
-        super().check_size(path, count, min(size, HEADER_BYTES + 2 * count))
-
-
-@near_miss(
-    "data.takes-size-for-count",
-    rejected_by=("data.refusal.bad-files", "data.refusal.any-other-size"),
-)
-class TakesSizeForCount(PlainLoader):
-    """Never looks at the header.
-
-    From: np.memmap(path)[512:], seen in quick scripts.
-    Unseen: On right files it is right.
-
-    Believes the size of the file and not its header.
-    """
-
-    def count_of(self, path):
-        return max(0, path.stat().st_size - HEADER_BYTES) // 2
-
-
-@near_miss(
-    "data.opens-late",
-    rejected_by=(
-        "data.refusal.bad-files",
-        "data.refusal.no-file-there",
-        "data.refusal.any-other-size",
-    ),
-)
-class OpensLate(PlainLoader):
-    """Looks at a file when its turn comes.
-
-    From: Lazy opening saves start-up time.
-    Unseen: The error comes in hour three, on one rank first.
-    """
-
-    def __init__(self, *args):
-        self.is_open = False
-        super().__init__(*args)
-
-    def count_of(self, path):
-        return super().count_of(path) if self.is_open else 0
-
-    def __iter__(self):
-        self.is_open = True
-        self.counts = [self.count_of(path) for path in self.paths]
-        return super().__iter__()
-
-
-@near_miss("data.asserts", rejected_by="data.refusal.bad-files")
-class Asserts(PlainLoader):
-    """Checks files with assert.
-
-    From: llm.c's and nanoGPT's loaders; gone under python -O.
-    Unseen: Something is raised.
-    """
-
-    def count_of(self, path):
-        try:
-            return super().count_of(path)
-        except ValueError as error:
-            raise AssertionError(str(error)) from None
 
 
 @near_miss("data.names-no-file", rejected_by="data.refusal.names-the-file")

@@ -35,20 +35,6 @@ class NoShift(PlainLoader):
         return rows[:, :-1].clone(), rows[:, :-1].clone()
 
 
-@near_miss("data.contiguous-per-row", rejected_by="data.partition.global-order")
-class Interleaves(PlainLoader):
-    """Each row of the batch has a part of the data to itself.
-
-    From: Truncated back-propagation lays out its data so; Megatron's and fairseq's old loaders.
-    Unseen: Every token is read once, on one rank.
-    """
-
-    def numbers(self, batch):
-        share = self.num_batches()
-        first = self.rank * self.batch_size
-        return [(first + row) * share + batch for row in range(self.batch_size)]
-
-
 @near_miss(
     "data.one-stream",
     rejected_by=("data.partition.sequences-stay-in-a-shard", "data.partition.global-order"),
@@ -144,34 +130,6 @@ class AdvancesAlone(PlainLoader):
                 position += step * self.size
 
 
-@near_miss("data.quantum-per-shard", rejected_by="data.partition.global-order")
-class QuantumPerShard(PlainLoader):
-    """Drops up to W * B sequences of every shard.
-
-    From: A course's distributed loader, beside a base loader that does not.
-    Unseen: Its own runs are consistent; only the baseline sees other tokens.
-    """
-
-    def sequences_in(self, count):
-        window = self.batch_size * self.size
-        return super().sequences_in(count) // window * window
-
-
-@near_miss(
-    "data.drops-an-exact-fit",
-    rejected_by="data.partition.global-order",
-)
-class DropsAnExactFit(PlainLoader):
-    """Drops a last sequence that fits exactly.
-
-    From: modded-nanogpt: `pos + n + 1 >= len`; 129 tokens give one of two sequences of 64.
-    Unseen: Shards rarely end there.
-    """
-
-    def sequences_in(self, count):
-        return max(0, count - 2) // self.length
-
-
 @near_miss("data.uneven-tail", rejected_by="data.partition.equally-many-batches")
 class UnevenTail(PlainLoader):
     """The first ranks get one batch more.
@@ -205,21 +163,6 @@ class RepeatsTheFirst(PlainLoader):
         return super().find(number % self.num_sequences())
 
 
-@near_miss("data.yields-short-batch", rejected_by="data.partition.equally-many-batches")
-class YieldsShortBatch(PlainLoader):
-    """The last batch is shorter.
-
-    From: DataLoader without drop_last.
-    Unseen: Shapes are dynamic in eager mode.
-    """
-
-    def num_batches(self):
-        return -(-self.num_sequences() // (self.batch_size * self.size))
-
-    def numbers(self, batch):
-        return [n for n in super().numbers(batch) if n < self.num_sequences()] or [0]
-
-
 @near_miss("data.stops-at-short-shard", rejected_by="data.partition.short-shards")
 class StopsAtShortShard(PlainLoader):
     """A shard without a sequence ends the pass.
@@ -249,18 +192,6 @@ class SortsFiles(PlainLoader):
 
     def files(self, paths):
         return sorted(super().files(paths))
-
-
-@near_miss("data.one-shot", rejected_by="data.partition.one-pass-per-iter")
-class OneShot(PlainLoader):
-    """The second `iter` goes on where the first one stopped.
-
-    From: Position kept on the loader; a course's loaders share it between iterators.
-    Unseen: One epoch is all that most runs see.
-    """
-
-    def __iter__(self):
-        return self.walk(self.yielded)
 
 
 @near_miss(

@@ -51,22 +51,6 @@ class CountsIter(CountsAhead):
     walk = PlainLoader.walk
 
 
-@near_miss(
-    "data.counts-late", rejected_by=("data.state.resumes-exactly", "data.state.at-any-place")
-)
-class CountsLate(PlainLoader):
-    """A batch counts only when the next one is asked for.
-
-    From: A counter after `yield`, where it runs one batch late.
-    Unseen: One batch is read twice per restart.
-    """
-
-    def walk(self, begin):
-        for index in range(begin, self.num_batches()):
-            yield self.batch(index)
-            self.yielded = index + 1
-
-
 @near_miss("data.one-place-for-all", rejected_by="data.partition.independent-passes")
 class OnePlaceForAll(PlainLoader):
     """Lets all iterators of a loader read on at one place.
@@ -111,26 +95,6 @@ class CountsOwnSequences(PlainLoader):
         self.begin = self.yielded = state["sequences"] // self.batch_size
 
 
-@near_miss(
-    "data.restarts-shard", rejected_by=("data.state.at-any-place", "data.state.resumes-exactly")
-)
-class RestartsShard(PlainLoader):
-    """Goes on at the start of the shard.
-
-    From: The file index is saved and the position in it is not.
-    Unseen: The loss is even better: those tokens are known.
-    """
-
-    def state_dict(self):
-        window, first = self.batch_size * self.size, 0
-        for count in self.counts:
-            held = self.sequences_in(count)
-            if first + held > self.yielded * window:
-                break
-            first += held
-        return {"batches": min(self.yielded, -(-first // window))}
-
-
 @near_miss("data.counts-since-resume", rejected_by="data.state.of-a-resumed-pass")
 class CountsSinceResume(PlainLoader):
     """After a resume the count begins at zero.
@@ -172,33 +136,6 @@ class WrapsAtEnd(PlainLoader):
 
     def load_state_dict(self, state):
         self.begin = self.yielded = state["batches"] % self.num_batches()
-
-
-@near_miss("data.live-state", rejected_by="data.state.is-a-snapshot")
-class LiveState(PlainLoader):
-    """Hands out the dict that it goes on counting in.
-
-    From: `return self.__dict__`; asynchronous checkpoints write it later.
-    Unseen: Written at once, it is right.
-    """
-
-    def __init__(self, *args):
-        self.live: dict[str, Any] = {"batches": 0}
-        super().__init__(*args)
-
-    @property
-    def yielded(self):
-        return self.live["batches"]
-
-    @yielded.setter
-    def yielded(self, number):
-        self.live["batches"] = number
-
-    def state_dict(self):
-        return self.live
-
-    def load_state_dict(self, state):
-        self.begin = self.yielded = state["batches"]
 
 
 @near_miss("data.loads-only-when-new", rejected_by="data.state.load-moves-a-used-loader")

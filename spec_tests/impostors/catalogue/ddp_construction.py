@@ -98,19 +98,6 @@ class NoBuffersAtStart(PlainDdp):
         self.take_first(list(self.module.parameters()))
 
 
-@near_miss("ddp.float-buffers-only", rejected_by="ddp.construction.buffers-from-first-rank")
-class FloatBuffersOnly(PlainDdp):
-    """Broadcasts floating-point buffers and forgets counters and masks.
-
-    From: Buffers are flattened together, and integers do not fit in.
-    Unseen: Only running means are compared.
-    """
-
-    def start_equal(self):
-        self.take_first(list(self.module.parameters()))
-        self.take_first([b for b in self.module.buffers() if b.is_floating_point()])
-
-
 @near_miss(
     "ddp.thaws-frozen",
     rejected_by=("ddp.construction.keeps-requires-grad", "ddp.gradients.frozen-stay-none"),

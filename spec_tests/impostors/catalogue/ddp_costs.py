@@ -25,25 +25,6 @@ class ReducesTwice(PlainDdp):
         return super().send(flat)
 
 
-@near_miss(
-    "ddp.pads-buckets", rejected_by=("ddp.traffic.one-copy-per-step", "ddp.traffic.bucket-capacity")
-)
-class PadsBuckets(PlainDdp):
-    """Pads every bucket to 256 elements.
-
-    From: Alignment for a kernel that is not used here.
-    Unseen: The padding is cut off again.
-    """
-
-    def flatten(self, bucket):
-        flat = super().flatten(bucket)
-        return torch.cat([flat, flat.new_zeros(256 - flat.numel() % 256)])
-
-    def cut(self, bucket, flat):
-        used = sum(self.trainable[index].numel() for index in bucket)
-        return super().cut(bucket, flat[:used])
-
-
 @near_miss("ddp.sends-frozen", rejected_by="ddp.traffic.frozen-not-sent")
 class SendsFrozen(PlainDdp):
     """Sends zeros for frozen parameters.
@@ -85,26 +66,6 @@ class SizeInElements(PlainDdp):
     def plan(self):
         self.bucket_bytes *= 8  # the size counts elements, and these have eight bytes
         return super().plan()
-
-
-@near_miss("ddp.offset-by-rows", rejected_by="ddp.buckets.size-invariance")
-class OffsetByRows(PlainDdp):
-    """Cuts the flat bucket at offsets that count rows.
-
-    From: `shape[0]` in place of `numel()`.
-    Unseen: With one parameter per bucket every offset is zero.
-
-    Advances by the number of rows where it should advance by the number of elements.
-    """
-
-    def cut(self, bucket, flat):
-        pieces, offset = [], 0
-        for index in bucket:
-            parameter = self.trainable[index]
-            end = min(offset + parameter.numel(), flat.numel())
-            pieces.append(flat[end - parameter.numel() : end].view(parameter.shape))
-            offset += parameter.shape[0]
-        return pieces
 
 
 @near_miss("ddp.reduces-after-backward", rejected_by="ddp.overlap.starts-during-backward")
@@ -240,23 +201,6 @@ class Dithers(PlainDdp):
     def scale(self, flat):
         noise = torch.rand(flat.shape, generator=self.generator).to(flat.dtype) - 0.5
         return super().scale(flat) * (1 + noise * 2 * torch.finfo(flat.dtype).eps)
-
-
-@near_miss("ddp.wraps-a-copy", rejected_by=("ddp.gradients.mean", "ddp.training.equals-full-batch"))
-class WrapsACopy(PlainDdp):
-    """Trains a deep copy of the module.
-
-    From: Wrappers that rebuild the module on a device.
-    Unseen: Tests read the gradients through the wrapper.
-
-    Trains a copy; the original Parameter objects, which the optimizer has, see nothing.
-    """
-
-    def __init__(self, module, *rest):
-        import copy
-
-        super().__init__(copy.deepcopy(module), *rest)
-        self.take_first(list(module.parameters()))
 
 
 @near_miss("ddp.keeps-all-handles", rejected_by="ddp.footprint.no-growth")

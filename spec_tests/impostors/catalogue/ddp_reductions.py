@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 import torch.distributed as dist
 
@@ -76,40 +74,6 @@ class DropsHandles(_NoSecondMessage):
         pass
 
 
-@near_miss("ddp.waits-for-first-only", rejected_by="ddp.gradients.final-after-finish")
-class WaitsForFirstOnly(_NoSecondMessage):
-    """Waits for the first reduction only.
-
-    From: One variable for the handle, overwritten or read once.
-    Unseen: As before; the later ones are mostly done as well.
-    """
-
-    def wait(self, handle):
-        if handle is self.flying[0][2]:
-            handle.wait()
-
-
-@near_miss(
-    "ddp.stale-bucket",
-    rejected_by=("ddp.gradients.zero-grad-modes", "ddp.training.equals-full-batch"),
-)
-class StaleBucket(PlainDdp):
-    """Adds into buckets that nobody clears.
-
-    From: fairscale issue 354: persistent buffers and `zero_grad`.
-    Unseen: The first step is right, and tests take one step.
-    """
-
-    def launch(self, bucket):
-        self.launched += 1
-        if not hasattr(self, "store"):
-            self.store: dict[int, torch.Tensor] = {}
-        fresh = self.scale(self.flatten(bucket))
-        kept = self.store.setdefault(bucket[0], torch.zeros_like(fresh))
-        kept += fresh
-        self.flying.append((bucket, kept, self.send(kept)))
-
-
 @near_miss("ddp.sums-zeroed-views", rejected_by="ddp.gradients.zero-grad-modes")
 class SumsZeroedViews(PlainDdp):
     """Adds the last mean again where gradients were zeroed in place.
@@ -138,22 +102,6 @@ class SumsZeroedViews(PlainDdp):
         super().write_back(bucket, flat, used)
         for index in bucket:
             self.means[index] = self.local(index).detach().clone()
-
-
-@near_miss(
-    "ddp.waits-for-unused", rejected_by="ddp.gradients.unused-everywhere", outcomes=("hang",)
-)
-class WaitsForUnused(PlainDdp):
-    """Waits until every parameter has a gradient.
-
-    From: A counter that must reach the number of parameters.
-    Unseen: Every toy uses all its parameters.
-    """
-
-    def finish(self):
-        while self.has_news and len(self.ready) < len(self.trainable):
-            time.sleep(0.01)
-        super().finish()
 
 
 @near_miss("ddp.refuses-unused-late", rejected_by="ddp.gradients.unused-everywhere")
@@ -195,31 +143,6 @@ class ReducesWhatItHas(PlainDdp):
                 whole = parameter.grad.contiguous()
                 dist.all_reduce(whole, group=self.group)
                 parameter.grad.copy_(whole / self.size())
-        self.new_round()
-
-
-@near_miss("ddp.divides-by-contributors", rejected_by="ddp.gradients.unused-somewhere")
-class DividesByContributors(PlainDdp):
-    """Divides by the number of ranks that have a gradient.
-
-    From: It looks fairer than dividing by the world size.
-    Unseen: All ranks contribute.
-    """
-
-    def launch_what_is_ready(self):
-        pass
-
-    @torch.no_grad()
-    def finish(self):
-        if not self.has_news:
-            return
-        for index, parameter in enumerate(self.trainable):
-            whole = self.local(index).contiguous()
-            count = torch.tensor(float(parameter.grad is not None))
-            dist.all_reduce(whole, group=self.group)
-            dist.all_reduce(count, group=self.group)
-            if count:
-                parameter.grad = whole / count
         self.new_round()
 
 

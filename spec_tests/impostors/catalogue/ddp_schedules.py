@@ -63,83 +63,6 @@ class ReadsBeforeWait(PlainDdp):
 
 
 @near_miss(
-    "ddp.reorders-by-completion",
-    rejected_by="ddp.schedule.same-gradients",
-    outcomes=("failed", "hang"),
-)
-class ReordersByCompletion(PlainDdp):
-    """Launches buckets in the order in which this rank saw them complete in the step before.
-
-    From: PyTorch rebuilds its buckets by what the first step saw, and sends rank 0's order to all.
-    Unseen: On one machine all ranks see the same order, nearly always.
-    """
-
-    def finish(self):
-        while self.has_news and self.launched < len(self.buckets):
-            self.launch(self.buckets[self.launched])
-        left, done = list(self.flying), []
-        while left:
-            for each in list(left):
-                if each[2].is_completed():
-                    left.remove(each)
-                    done.append(each[0])
-        self.buckets = done or self.buckets
-        super().finish()
-
-
-@near_miss(
-    "ddp.double-buffers-in-flight",
-    rejected_by="ddp.schedule.same-gradients",
-    outcomes=("failed", "hang"),
-)
-class DoubleBuffers(PlainDdp):
-    """Fills a scratch buffer again while the reduction before the last may still use it.
-
-    From: Double buffering without a wait: 'two in flight are enough'.
-    Unseen: A reduction of a toy takes less time than the next gradient.
-    """
-
-    def new_round(self):
-        super().new_round()
-        self.scratch: dict[Any, list[torch.Tensor]] = getattr(self, "scratch", {})
-
-    def scale(self, flat):
-        key = (flat.dtype, self.launched % 2)
-        room = self.scratch.setdefault(key, [flat.new_empty(1 << 16)])[0]
-        piece = room[: flat.numel()]
-        torch.div(flat, self.size(), out=piece)
-        return piece
-
-    def send(self, flat):
-        handle = super().send(flat)
-        self.result = flat.new_empty(flat.numel())
-        return _CopiesOut(handle, flat, self.result)
-
-    def launch(self, bucket):
-        super().launch(bucket)
-        _, _, handle = self.flying[-1]
-        self.flying[-1] = (bucket, self.result, handle)
-        if len(self.flying) > 2:  # the one before the last is surely done: its buffer is next
-            self.flying[-3][2].take()
-
-
-class _CopiesOut:
-    """Takes the result out of the scratch buffer, once."""
-
-    def __init__(self, handle, flat, result):
-        self.handle, self.flat, self.result, self.is_taken = handle, flat, result, False
-
-    def take(self):
-        if not self.is_taken:
-            self.is_taken = True
-            self.result.copy_(self.flat)
-
-    def wait(self):
-        self.handle.wait()
-        self.take()
-
-
-@near_miss(
     "ddp.gathers-by-completion",
     rejected_by="ddp.schedule.same-gradients",
     outcomes=("failed", "hang"),
@@ -188,32 +111,6 @@ class _TwoPhases:
 
     def wait(self):
         pass
-
-
-@near_miss("ddp.neighbours-only", rejected_by="ddp.group.starts-from-its-first-rank")
-class NeighboursOnly(PlainDdp):
-    """Takes the multiple of the group's size for its first rank.
-
-    From: `rank // size * size`, right for meshes whose groups are neighbours.
-    Unseen: Tests split four ranks into (0, 1) and (2, 3).
-    """
-
-    def first_rank(self):
-        return dist.get_rank() // self.size() * self.size()
-
-    def take_first(self, tensors):
-        group, self.group = self.group, None
-        for source in range(0, dist.get_world_size(), dist.get_world_size(group)):
-            for tensor in tensors:
-                whole = tensor.detach().contiguous()
-                dist.broadcast(whole, src=source)
-                if (
-                    dist.get_rank() // dist.get_world_size(group) * dist.get_world_size(group)
-                    == source
-                ):
-                    with torch.no_grad():
-                        tensor.copy_(whole)
-        self.group = group
 
 
 @near_miss("ddp.flags-over-world", rejected_by="ddp.group.keeps-to-itself")

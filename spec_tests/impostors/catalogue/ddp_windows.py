@@ -58,31 +58,6 @@ class SendsBuffersInWindow(PlainDdp):
 
 
 @near_miss(
-    "ddp.divides-local-sums",
-    rejected_by=(
-        "ddp.no-sync.keeps-local-sums",
-        "ddp.accumulation.equals-big-batch",
-        "ddp.accumulation.nothing-lost",
-    ),
-)
-class DividesLocalSums(PlainDdp):
-    """Divides what has accumulated on every micro-batch.
-
-    From: `param.grad /= world_size` in the hook, before the sum.
-    Unseen: With one micro-batch per step it is right.
-    """
-
-    def on_gradient(self, index):
-        gradient = self.trainable[index].grad
-        assert gradient is not None
-        gradient /= self.size()
-        super().on_gradient(index)
-
-    def scale(self, flat):
-        return flat.clone()
-
-
-@near_miss(
     "ddp.fresh-only",
     rejected_by=("ddp.accumulation.equals-big-batch", "ddp.accumulation.nothing-lost"),
 )

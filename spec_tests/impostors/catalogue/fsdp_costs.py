@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from spec_tests.impostors.card import FreeStanding, Patched, near_miss
-from spec_tests.plain.fully_shard import MixedPrecisionPolicy, PlainFsdp
+from spec_tests.plain.fully_shard import PlainFsdp
 
 # ----------------------------------------------------------------------------------------- memory
 
@@ -76,19 +75,6 @@ class LooksAtChildren(PlainFsdp):
     """
 
     shards_itself = False
-
-
-@near_miss("fsdp.frees-with-gradients", rejected_by="fsdp.footprint.frozen-is-freed")
-class FreesWithGradients(PlainFsdp):
-    """Never frees the full weights of frozen layers in backward.
-
-    From: Freeing hangs on a hook of the gradient.
-    Unseen: Nothing is frozen when a model is trained from the start.
-    """
-
-    def reshard(self):
-        if not self.in_backward or any(p.parameter.requires_grad for p in self.pieces):
-            super().reshard()
 
 
 @near_miss("fsdp.keeps-in-evaluation", rejected_by="fsdp.footprint.freed-after-use")
@@ -303,35 +289,6 @@ class GathersWide(PlainFsdp):
         return own
 
 
-@near_miss("fsdp.outermost-wins", rejected_by="fsdp.precision.casts-are-selective")
-class OutermostWins(PlainFsdp):
-    """Gives every unit the policy of the root.
-
-    From: One policy stored per model.
-    Unseen: A norm that was to compute in float32 computes in bfloat16.
-    """
-
-    def find_root(self):
-        super().find_root()
-        for unit in self.run.units:
-            if self.is_root:
-                unit.policy = dataclasses.replace(self.policy)
-
-
-@near_miss("fsdp.casts-integers", rejected_by="fsdp.precision.casts-are-selective")
-class CastsIntegers(PlainFsdp):
-    """Casts integers and masks as well.
-
-    From: `tree_map` over all tensors; torchtitan issue 2881.
-    Unseen: Small integers survive bfloat16.
-    """
-
-    def cast(self, values, dtype):
-        from torch.utils._pytree import tree_map_only
-
-        return tree_map_only(torch.Tensor, lambda t: t.to(dtype), values)
-
-
 @near_miss("fsdp.zeros-while-waiting", rejected_by="fsdp.footprint.window-costs-one-copy")
 class ZerosWhileWaiting(PlainFsdp):
     """Keeps zeros in `.grad` while the full gradients wait for their reduction.
@@ -339,19 +296,3 @@ class ZerosWhileWaiting(PlainFsdp):
     From: Ours, once: what stands for a pending gradient was as large as the shard's own.
     Unseen: It is freed with the reduction; between steps nothing is left of it.
     """
-
-
-@near_miss("fsdp.always-casts-inputs", rejected_by="fsdp.precision.casts-are-selective")
-class AlwaysCastsInputs(PlainFsdp):
-    """Casts inputs whatever cast_forward_inputs says.
-
-    From: A field of the policy that nobody reads.
-    Unseen: The default is to cast.
-    """
-
-    @classmethod
-    def functions(cls):
-        def policy(**given):
-            return MixedPrecisionPolicy(**{**given, "cast_forward_inputs": True})
-
-        return {**super().functions(), "MixedPrecisionPolicy": policy}

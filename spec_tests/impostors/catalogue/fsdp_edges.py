@@ -5,27 +5,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_flatten
 
 from spec_tests.impostors.card import Patched, near_miss
 from spec_tests.plain.fsdp import Unit
 from spec_tests.plain.fully_shard import PlainFsdp
-
-
-@near_miss("fsdp.watches-first-output", rejected_by="fsdp.forward.nested-containers")
-class WatchesFirstOutput(PlainFsdp):
-    """Gathers for a backward that comes by the first output alone.
-
-    From: A hook on `output[0]`, which is the loss or the logits, mostly.
-    Unseen: The loss of a test is made of all outputs, or of the first.
-    """
-
-    def post_forward(self, module, args, output):
-        tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
-        super().post_forward(module, args, tensors[:1])
-        return output
 
 
 @near_miss("fsdp.one-dtype-for-all", rejected_by="fsdp.backward.two-dtypes-in-a-unit")
@@ -104,18 +88,6 @@ class Both(torch.autograd.Function):
         return gradients
 
 
-@near_miss("fsdp.rank-of-the-world", rejected_by="fsdp.lifecycle.part-of-the-world")
-class RankOfTheWorld(PlainFsdp):
-    """Takes a rank's number in the world for its place in the mesh.
-
-    From: `dist.get_rank()` without a group.
-    Unseen: A mesh of neighbours that begins at zero, or at a multiple of its size, is right.
-    """
-
-    def rank(self):
-        return dist.get_rank() % self.size()
-
-
 @near_miss("fsdp.swaps-dimensions", rejected_by="fsdp.lifecycle.hybrid-of-one")
 class SwapsDimensions(PlainFsdp):
     """Shards over the first dimension of a mesh and replicates over the second.
@@ -151,36 +123,6 @@ class ReducesWide(PlainFsdp):
 
     def send_reduction(self, flat):
         return super().send_reduction(flat.double()).to(flat.dtype)
-
-
-@near_miss("fsdp.misses-exceptions", rejected_by="fsdp.lifecycle.shards-after-exception")
-class MissesExceptions(PlainFsdp):
-    """Leaves full parameters registered where a forward raised.
-
-    From: A post-forward hook without `always_call=True`.
-    Unseen: No test raises in a forward; the next step is right all the same.
-    """
-
-    def post_forward(self, module, args, output):
-        return output if output is None else super().post_forward(module, args, output)
-
-
-@near_miss(
-    "fsdp.reduce-dtype-beside-param-dtype", rejected_by="fsdp.precision.accumulates-in-its-dtype"
-)
-class ReduceDtypeBesideParamDtype(PlainFsdp):
-    """Reads `reduce_dtype` only where there is a `param_dtype`.
-
-    From: `if policy.param_dtype is not None:` around all that a policy does.
-    Unseen: Policies of tests name both.
-    """
-
-    def add_pending(self, piece, gradient):
-        policy = self.policy
-        if policy.param_dtype is None:
-            self.policy = type(policy)()
-        super().add_pending(piece, gradient)
-        self.policy = policy
 
 
 @near_miss("fsdp.rounds-shards", rejected_by="fsdp.precision.shards-keep-their-values")
@@ -220,19 +162,6 @@ class IntForFalse(Patched):
     replace = "return unit.reshard_after_forward is not True"
 
 
-@near_miss("fsdp.int-for-true", rejected_by="fsdp.footprint.kept-in-part")
-class IntForTrue(Patched):
-    """Takes an int for True: backward gathers each unit from all ranks.
-
-    From: `if reshard_after_forward:`.
-    Unseen: Outputs and gradients are right, and memory is less than it might be.
-    """
-
-    module = "solution.parallel.fsdp.schedule"
-    find = "keep_part=has_backward and kind is int"
-    replace = "keep_part=False"
-
-
 @near_miss("fsdp.always-recursive", rejected_by="fsdp.traffic.not-recursive")
 class AlwaysRecursive(Patched):
     """Sets every unit inside as well, whatever `recurse` says.
@@ -256,21 +185,6 @@ class IgnoresTrainedAlone(PlainFsdp):
 
     def __init__(self, module, mesh, raf, policy, ignored=()):
         super().__init__(module, mesh, raf, policy, [p for p in ignored if p.requires_grad])
-
-
-@near_miss("fsdp.unties-frozen", rejected_by="fsdp.init.ties-across-units")
-class UntiesFrozen(PlainFsdp):
-    """Refuses a tie across units where it is trained, and makes two of a frozen one.
-
-    From: A mark that is set beside the hooks of gradients.
-    Unseen: Both have the same values until one of them is loaded.
-    """
-
-    def shard(self, parameter, places):
-        piece = super().shard(parameter, places)
-        if not parameter.requires_grad:
-            del parameter._plain_fsdp_taken
-        return piece
 
 
 @near_miss("fsdp.classes-by-name", rejected_by="fsdp.init.classes-of-one-name")
@@ -331,19 +245,6 @@ class ReturnsWhatIsUnsharded(Patched):
     module = "solution.parallel.fsdp.api"
     find = "            part.reshard()\n"
     replace = "            pass\n"
-
-
-@near_miss("fsdp.calls-hooks-once", rejected_by="fsdp.backward.post-accumulate-hooks")
-class CallsHooksOnce(Patched):
-    """Calls post-accumulate hooks where a gradient is new, and not where one is added to.
-
-    From: A return in the branch that adds.
-    Unseen: Most windows reduce once, and begin without a gradient.
-    """
-
-    module = "solution.parallel.fsdp.param"
-    find = "            self.sharded.grad._local_tensor.add_(rows)"
-    replace = "            return self.sharded.grad._local_tensor.add_(rows)"
 
 
 @near_miss("fsdp.keeps-discarded-gathers", rejected_by="fsdp.footprint.discarded-gathers")

@@ -19,23 +19,6 @@ class IgnoresByAddress(PlainFsdp):
         return {p: at for p, at in super().managed().items() if p.data_ptr() not in ignored}
 
 
-@near_miss(
-    "fsdp.compares-shards-alone",
-    rejected_by="fsdp.refusals.unequal-ranks",
-    outcomes=("failed", "hang", "died"),
-)
-class ComparesShardsAlone(Patched):
-    """Compares what ranks were called with among those that shard, and not among replicas.
-
-    From: The group that gathers is the one that is at hand.
-    Unseen: A mesh of one dim has no replicas.
-    """
-
-    module = "solution.parallel.fsdp.api"
-    find = "on_all_ranks(describe, sharding.groups, expected=expected)"
-    replace = "on_all_ranks(describe, [sharding.shard_group], expected=expected)"
-
-
 @near_miss("fsdp.divides-by-replicas-too", rejected_by="fsdp.backward.divide-factor-over-replicas")
 class DividesByReplicasToo(Patched):
     """Takes a divide factor in the place of the number of shards.
@@ -61,79 +44,6 @@ class SetsTheOutermostAlone(Patched):
     find = """for unit in _units_in(self, recurse):
             unit.reshard_after_forward = reshard_after_forward"""
     replace = "self._fsdp_unit.reshard_after_forward = reshard_after_forward"
-
-
-@near_miss("fsdp.averages-windows-again", rejected_by="fsdp.accumulation.all-reduce-at-the-last")
-class AveragesWindowsAgain(Patched):
-    """Keeps the sum over shards of one window, and adds it to the next ones.
-
-    From: What is kept for the last micro-batch is not forgotten after it.
-    Unseen: The first window is right.
-    """
-
-    module = "solution.parallel.fsdp.param"
-    find = """self._move("add")
-        self.partial = None"""
-    replace = 'self._move("add")'
-
-
-@near_miss("fsdp.stays-in-no-sync", rejected_by="fsdp.accumulation.no-sync-of-a-whole-model")
-class StaysInNoSync(Patched):
-    """Leaves `no_sync` switched on where its body raises.
-
-    From: A context manager without `finally`.
-    Unseen: Few bodies raise, and fewer errors are caught; later steps then reduce nothing.
-    """
-
-    module = "solution.parallel.fsdp.module"
-    find = """try:
-            yield
-        finally:"""
-    replace = """yield
-        if True:"""
-
-
-@near_miss("fsdp.clears-no-empty-shards", rejected_by="fsdp.accumulation.zero-grad-discards")
-class ClearsNoEmptyShards(Patched):
-    """Leaves no placeholder where this rank's shard has no rows.
-
-    From: Nothing to clear there, it seems; its unreduced gradient is whole all the same.
-    Unseen: Every parameter has at least as many rows as there are ranks.
-    """
-
-    module = "solution.parallel.fsdp.param"
-    find = "if self.gradient_state is GradientState.NONE:"
-    replace = "if self.gradient_state is GradientState.NONE or not self.local.numel():"
-
-
-@near_miss("fsdp.clears-what-ran", rejected_by="fsdp.accumulation.zero-grad-discards")
-class ClearsWhatRan(Patched):
-    """Asks the units of this backward alone whether `zero_grad` has cleared them.
-
-    From: A look at each unit as its backward begins.
-    Unseen: Every backward reaches every unit.
-    """
-
-    module = "solution.parallel.fsdp.schedule"
-    find = """if not unit.is_in_backward:
-                for parameter in unit.parameters:
-                    parameter.drop_if_cleared()"""
-    replace = "pass"
-
-
-@near_miss(
-    "fsdp.reduces-the-rest-at-once", rejected_by="fsdp.accumulation.no-sync-of-a-whole-model"
-)
-class ReducesTheRestAtOnce(Patched):
-    """Inside `no_sync` the shards stay local, and what is replicated is reduced.
-
-    From: A context of two parts, one of which is forgotten.
-    Unseen: A second micro-batch is refused, but the first one's norms were sent.
-    """
-
-    module = "solution.parallel.fsdp.api"
-    find = "with self._reducer.no_sync(), self.module.no_sync():"
-    replace = "with self.module.no_sync():"
 
 
 @near_miss("fsdp.calls-methods-uncast", rejected_by="fsdp.precision.registered-method")
@@ -191,19 +101,6 @@ class HoldsBackForNoReplica(Patched):
     replace = "return not self.all_reduces"
 
 
-@near_miss("fsdp.loads-into-what-was-gathered", rejected_by="fsdp.lifecycle.fresh-after-load")
-class LoadsIntoWhatWasGathered(Patched):
-    """Shows its shards to `state_dict`, and what is gathered to `load_state_dict`.
-
-    From: Hooks of saving and loading are registered by two methods, and one is forgotten.
-    Unseen: Between steps all is sharded.
-    """
-
-    module = "solution.parallel.fsdp.api"
-    find = "    module.register_load_state_dict_pre_hook(show_shards)\n"
-    replace = ""
-
-
 @near_miss("fsdp.reduces-in-training-mode", rejected_by="fsdp.backward.in-evaluation-mode")
 class ReducesInTrainingMode(Patched):
     """Reduces what is replicated where the module is in training mode.
@@ -228,32 +125,6 @@ class AddsHintsToTheDefault(Patched):
     module = "solution.parallel.fsdp.schedule"
     find = "for other in unit.backward_prefetch or chosen:"
     replace = "for other in [*chosen, *unit.backward_prefetch]:"
-
-
-@near_miss("fsdp.refuses-own-extensions", rejected_by="fsdp.refusals.gather-extensions")
-class RefusesOwnExtensions(Patched):
-    """Refuses all-gather methods that a parameter's class defines, and not those it inherits.
-
-    From: `vars(cls)` in place of `hasattr`.
-    Unseen: Recipes that are one class are refused.
-    """
-
-    module = "solution.parallel.fsdp.options"
-    find = "        if hasattr(tensor, method):"
-    replace = "        if method in vars(type(tensor)):"
-
-
-@near_miss("fsdp.asks-for-the-first-method", rejected_by="fsdp.refusals.gather-extensions")
-class AsksForTheFirstMethod(Patched):
-    """Looks for the first of the two methods of the all-gather alone.
-
-    From: One method is sent with, so the other one seems to need no question.
-    Unseen: Recipes have both.
-    """
-
-    module = "solution.parallel.fsdp.options"
-    find = 'for method in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):'
-    replace = 'for method in ("fsdp_pre_all_gather",):'
 
 
 @near_miss("fsdp.mesh-outlives-its-group", rejected_by="fsdp.init.new-default-group")
@@ -284,19 +155,6 @@ class TellsOneRow(Patched):
     module = "solution.parallel.agreement"
     find = "comm.agree(checksum if is_same else -1, group)"
     replace = "comm.agree(checksum, group)"
-
-
-@near_miss("fsdp.gathers-after-hooks", rejected_by="fsdp.forward.hooks-see-full-weights")
-class GathersAfterHooks(Patched):
-    """Gathers behind the forward pre-hooks that the module has already.
-
-    From: `register_forward_pre_hook` without `prepend`.
-    Unseen: Modules of a test have no hooks of their own.
-    """
-
-    module = "solution.parallel.fsdp.schedule"
-    find = "module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)"
-    replace = "module.register_forward_pre_hook(before, with_kwargs=True)"
 
 
 @near_miss("fsdp.frees-before-hooks", rejected_by="fsdp.forward.hooks-see-full-weights")
@@ -390,21 +248,6 @@ class RefusesBothAlone(Patched):
     module = "solution.parallel.fsdp.options"
     find = """if hasattr(tensor, method):"""
     replace = """if hasattr(tensor, method) and hasattr(tensor, "fsdp_post_all_gather"):"""
-
-
-@near_miss("fsdp.sees-fields-alone", rejected_by="fsdp.forward.nested-containers")
-class SeesFieldsAlone(Patched):
-    """Finds tensors that are fields of a dataclass, and not those in containers that are.
-
-    From: A loop over `fields(output)`.
-    Unseen: Outputs of a test are tensors, tuples or dicts.
-    """
-
-    module = "solution.parallel.fsdp.schedule"
-    find = "new = _map_tensors(change, value, (*around, id(values)))"
-    replace = """new = value
-            if isinstance(value, torch.Tensor) or put is not object.__setattr__:
-                new = _map_tensors(change, value, around)"""
 
 
 @near_miss("fsdp.counts-below-zero", rejected_by="fsdp.lifecycle.shards-after-exception")

@@ -243,24 +243,6 @@ class FinishesLate(PlainFsdp):
         super().assign(piece, shard)
 
 
-@near_miss("fsdp.skips-replicas", rejected_by="fsdp.accumulation.all-reduce-at-the-last")
-class SkipsReplicas(PlainFsdp):
-    """Puts sums over shards into the gradients, where no later all-reduce finds them.
-
-    From: Hybrid sharding: each replica keeps the first micro-batches for itself.
-    Unseen: Losses fall, and replicas drift apart by little.
-    """
-
-    def mean(self, flat):
-        replicas = self.replicas
-        if not self.all_reduces:
-            self.replicas = None
-        try:
-            return super().mean(flat)
-        finally:
-            self.replicas = replicas
-
-
 @near_miss("fsdp.divides-by-both", rejected_by="fsdp.backward.divide-factor")
 class DividesByBoth(PlainFsdp):
     """Divides by the factor what it has averaged.
@@ -331,19 +313,6 @@ class AveragesChildrenAlone(Patched):
         "found = [p for m in (module, *module.children()) for p in m.named_parameters('', False)]; "
         "replicated = [p for p in found if not isinstance(p[1], DTensor)]"
     )
-
-
-@near_miss("fsdp.shards-by-the-names-end", rejected_by="fsdp.backward.rest-with-a-layers-name")
-class ShardsByTheNamesEnd(Patched):
-    """Takes any class whose name ends like a layer's for one.
-
-    From: `endswith`, for the exercise's own classes
-    Unseen: Its values are right; a loop that reads its gradient meets a shard.
-    """
-
-    module = "solution.parallel.fsdp.api"
-    find = 'base.__name__ in ("Linear", "Embedding")'
-    replace = 'base.__name__.endswith(("Linear", "Embedding"))'
 
 
 @near_miss(

@@ -91,26 +91,6 @@ class BookkeepsInBuffer(PlainFsdp):
         module.register_buffer("shard_rank", torch.tensor(self.rank()))
 
 
-@near_miss("fsdp.holds-first-shards", rejected_by="fsdp.init.meta-device")
-class HoldsFirstShards(PlainFsdp):
-    """Gathers from the tensors of construction.
-
-    From: A list of shards made once; `to_empty` and loading put other tensors there.
-    Unseen: Optimizers update in place.
-    """
-
-    held: tuple[torch.Tensor, ...] = ()
-
-    def keep(self, rows):
-        kept = super().keep(rows)
-        self.held = (*self.held, kept)
-        return kept
-
-    def padded(self, local, piece):
-        number = next(i for i, known in enumerate(self.pieces) if known is piece)
-        return super().padded(self.held[number], piece)
-
-
 # ---------------------------------------------------------------------------------------- forward
 
 
@@ -156,25 +136,6 @@ class KeepsInferenceTensors(PlainFsdp):
 
     def making_tensors(self):
         return contextlib.nullcontext()
-
-
-@near_miss(
-    "fsdp.hooks-bare-tensors",
-    rejected_by="fsdp.forward.nested-containers",
-    outcomes=("failed", "died"),
-)
-class HooksBareTensors(PlainFsdp):
-    """Hooks outputs only where they are a tensor or a tuple of tensors.
-
-    From: `isinstance(output, torch.Tensor)` in a forward hook.
-    Unseen: Toy models return a tensor; those of the hub return a dictionary.
-    """
-
-    def post_forward(self, module, args, output):
-        if isinstance(output, torch.Tensor | tuple):
-            return super().post_forward(module, args, output)
-        super().post_forward(module, args, None)
-        return output
 
 
 @near_miss("fsdp.rounds-in-backward", rejected_by="fsdp.forward.resharding-changes-no-bit")
@@ -236,30 +197,6 @@ class DropsTangents(PlainFsdp):
             return super().post_forward(module, args, output)
 
 
-@near_miss("fsdp.gathers-what-it-finds", rejected_by="fsdp.refusals.gather-extensions")
-class GathersWhatItFinds(PlainFsdp):
-    """Gathers a tensor of another class by its values, and never asks the class.
-
-    From: Ours, once: no call, unconverted weights, no error.
-    Unseen: Weights that have not been converted train as well, only not in float8.
-    """
-
-    def shard(self, parameter, places):
-        whole = getattr(parameter, "held", parameter)
-        return super().shard(nn.Parameter(whole, parameter.requires_grad), places)
-
-
-@near_miss("fsdp.registers-nothing", rejected_by="fsdp.lifecycle.registered-method")
-class RegistersNothing(PlainFsdp):
-    """Takes the registration of a method, and does nothing about it.
-
-    From: FSDP1, whose hooks know forward alone: generate() and encode() find shards.
-    Unseen: Tests call the module.
-    """
-
-    registers = False
-
-
 @near_miss("fsdp.frees-under-its-caller", rejected_by="fsdp.lifecycle.registered-method")
 class FreesUnderItsCaller(PlainFsdp):
     """Ends a registered method as it ends a forward, in the middle of a forward as well.
@@ -275,19 +212,6 @@ class FreesUnderItsCaller(PlainFsdp):
     @num_running.setter
     def num_running(self, value):
         pass
-
-
-@near_miss("fsdp.ends-with-the-call", rejected_by="fsdp.lifecycle.registered-method")
-class EndsWithTheCall(PlainFsdp):
-    """Ends with a forward, also with one that a registered method has called.
-
-    From: Ours, once: a flag where a count belongs.
-    Unseen: Methods are called by forwards, mostly.
-    """
-
-    def post_forward(self, module, args, output):
-        self.num_running = 1
-        return super().post_forward(module, args, output)
 
 
 @near_miss("fsdp.takes-a-name", rejected_by="fsdp.init.names-of-the-model")
@@ -344,19 +268,6 @@ class LocalForShard(PlainFsdp):
             for piece in self.pieces:
                 for owner, name in piece.places:
                     owner._parameters[name] = nn.Parameter(piece.local)
-
-
-@near_miss("fsdp.ignores-nothing", rejected_by="fsdp.init.ignored-parameters")
-class IgnoresNothing(PlainFsdp):
-    """Shards the parameters that it should leave.
-
-    From: An option that is taken and not read.
-    Unseen: Outputs are the same.
-    """
-
-    def managed(self):
-        self.ignored.clear()
-        return super().managed()
 
 
 @near_miss("fsdp.reduces-ignored", rejected_by="fsdp.traffic.ignored-parameters")

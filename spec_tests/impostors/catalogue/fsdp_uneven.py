@@ -31,49 +31,6 @@ class SendsWhatItUsed(Patched):
     replace = "if p.unreduced is not None]"
 
 
-@near_miss(
-    "fsdp.reduces-what-has-gradients",
-    rejected_by="fsdp.backward.unused-on-some-ranks",
-    outcomes=("hang",),
-)
-class ReducesWhatHasGradients(Patched):
-    """Starts no reduction of a unit of which this rank has used no parameter.
-
-    From: ours, once, and FSDP2.
-    Unseen: Until a rank skips a layer whose module it calls.
-    """
-
-    module = "solution.parallel.fsdp.schedule"
-    find = "unit.has_something_to_send(is_called=is_called)"
-    replace = "unit.has_something_to_send(is_called=False)"
-
-
-@near_miss("fsdp.takes-minus-zero-for-none", rejected_by="fsdp.backward.unused-on-some-ranks")
-class TakesMinusZeroForNone(Patched):
-    """Sends -0.0 for a gradient that is absent, and takes one that is -0.0 for absent.
-
-    From: ours, once.
-    Unseen: A gradient is never -0.0 in all elements, unless one branch is multiplied by zero.
-    """
-
-    module = "solution.parallel.fsdp.message"
-    find = "self.matrix.index_add_(1, columns, zeros)"
-    replace = ""
-
-
-@near_miss("fsdp.asks-versions-alone", rejected_by="fsdp.accumulation.zero-grad-discards")
-class AsksVersionsAlone(Patched):
-    """Asks version counters whether a gradient was zeroed.
-
-    From: ours, once.
-    Unseen: zero_grad sets to None by default; what foreach zeroes of plain tensors is counted.
-    """
-
-    module = "solution.parallel.fsdp.param"
-    find = "return False in self._calls or _versions"
-    replace = "return _versions"
-
-
 @near_miss("fsdp.leaves-additions-alone", rejected_by="fsdp.refusals.parameters-added-later")
 class LeavesAdditionsAlone(Patched):
     """Trains parameters that are added after sharding on each rank by itself.
@@ -155,22 +112,6 @@ class StripsEverywhere(Patched):
     module = "solution.parallel.fsdp.api"
     find = "        name: (p.full_tensor() if"
     replace = "        name.replace('module.', ''): (p.full_tensor() if"
-
-
-@near_miss(
-    "fsdp.full-after-an-exception",
-    rejected_by="fsdp.accumulation.after-an-interrupted-backward",
-)
-class FullAfterAnException(Patched):
-    """Goes on with the next backward as if the one that raised were still running.
-
-    From: ours, once: a flag that goes down at the end of a backward
-    Unseen: A forward comes first in most loops, and clears what was left.
-    """
-
-    module = "solution.parallel.fsdp.schedule"
-    find = "if self._queued_end is not None and self._queued_end() is None:"
-    replace = "if False:"
 
 
 @near_miss(

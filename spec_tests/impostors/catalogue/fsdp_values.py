@@ -41,29 +41,6 @@ class DividesTwice(PlainFsdp):
         return flat / self.size()
 
 
-@near_miss("fsdp.reduces-on-inputs-only", rejected_by="fsdp.backward.mean-gradient")
-class ReducesOnInputsOnly(PlainFsdp):
-    """Never reduces a unit whose inputs need no gradient.
-
-    From: The post-backward hook hangs on the gradients of inputs; an embedding has none.
-    Unseen: The loss falls without the embedding.
-    """
-
-    def end_of_backward(self):
-        for unit in self.run.units:
-            if not any(p.requires_grad for p in unit.watched):  # type: ignore[attr-defined]  # units of this class
-                for piece in unit.pieces:
-                    if piece.full is not None:
-                        piece.full.grad = None
-        super().end_of_backward()
-
-    watched: Any = ()
-
-    def watch_inputs(self, args, kwargs):
-        self.watched = [t for t in args if isinstance(t, torch.Tensor)]
-        return super().watch_inputs(args, kwargs)
-
-
 @near_miss("fsdp.unties", rejected_by="fsdp.backward.mean-gradient-of-any-model")
 class Unties(PlainFsdp):
     """Gives each name of a tied weight a parameter of its own.
@@ -174,22 +151,6 @@ class ScalesInputs(PlainFsdp):
             if isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.requires_grad:
                 tensor.register_hook(lambda gradient: gradient / self.size())
         return super().watch_inputs(args, kwargs)
-
-
-@near_miss("fsdp.fills-what-is-unused", rejected_by="fsdp.backward.unused-unit")
-class FillsWhatIsUnused(PlainFsdp):
-    """Reduces zeros for a parameter that a used unit did not use.
-
-    From: One message for the whole unit, with a place for each parameter.
-    Unseen: Plain SGD moves nothing by zeros; weight decay and Adam's momentum do.
-    """
-
-    def take_gradients(self, pieces):
-        is_used = any(p.full is not None and p.full.grad is not None for p in self.pieces)
-        for piece in pieces if is_used else ():
-            if piece.full is not None and piece.full.grad is None:
-                piece.full.grad = torch.zeros_like(piece.full)
-        super().take_gradients(pieces)
 
 
 @near_miss("fsdp.static-graph", rejected_by="fsdp.backward.unused-unit")
@@ -316,25 +277,6 @@ class Dithers(PlainFsdp):
 
 
 # ---------------------------------------------------------------------------------- compilation
-
-
-@near_miss("fsdp.gathers-once-for-a-graph", rejected_by="fsdp.compile.like-eager")
-class GathersOnceForAGraph(PlainFsdp):
-    """Keeps the first full weights where a module is compiled.
-
-    From: A graph wants its parameters where it found them.
-    Unseen: The first step is right.
-    """
-
-    def unshard(self):
-        if not (self.is_unsharded and self.module._compiled_call_impl):
-            super().unshard()
-
-    def reshard(self):
-        if self.module._compiled_call_impl:
-            self.register(sharded=True)
-        else:
-            super().reshard()
 
 
 @near_miss("fsdp.reduces-while-tracing", rejected_by="fsdp.compile.like-eager")

@@ -56,22 +56,6 @@ class HiddenAccumulator(PlainFsdp):
         pass
 
 
-@near_miss("fsdp.sees-none-only", rejected_by="fsdp.accumulation.zero-grad-discards")
-class SeesNoneOnly(PlainFsdp):
-    """Does not see a zero_grad that writes zeros.
-
-    From: `if parameter.grad is None` as the sign of zero_grad.
-    Unseen: `set_to_none=True` is the default.
-
-    Takes a gradient that is gone for cleared, and one of zeros for one that is there.
-    """
-
-    def forget_what_was_cleared(self):
-        for piece in self.pieces:
-            if piece.token[0] is not None and piece.parameter.grad is None:
-                piece.pending, piece.token = None, (None, None)
-
-
 @near_miss("fsdp.reduces-used-only", rejected_by="fsdp.accumulation.unused-in-last")
 class ReducesUsedOnly(PlainFsdp):
     """Forgets what waits in units that the last micro-batch does not use.
@@ -161,18 +145,6 @@ class StaleAhead(PlainFsdp):
         return output
 
 
-@near_miss("fsdp.reads-counters-only", rejected_by="fsdp.lifecycle.fresh-after-step")
-class ReadsCountersOnly(PlainFsdp):
-    """Does not notice foreach and fused updates.
-
-    From: A cache that compares version counters, which those updates do not move.
-    Unseen: On a CPU the for-loop is the default; on CUDA foreach is.
-    """
-
-    def after_step(self, groups):
-        pass
-
-
 @near_miss("fsdp.first-group-only", rejected_by="fsdp.lifecycle.fresh-after-step")
 class FirstGroupOnly(PlainFsdp):
     """Looks for its parameters in the optimizer's first group alone.
@@ -183,18 +155,6 @@ class FirstGroupOnly(PlainFsdp):
 
     def after_step(self, groups):
         super().after_step(groups[:1])
-
-
-@near_miss("fsdp.keeps-what-it-was-given", rejected_by="fsdp.lifecycle.fresh-after-load")
-class KeepsWhatItWasGiven(PlainFsdp):
-    """Goes on with the shards of construction after `load_state_dict(assign=True)`.
-
-    From: A list of shards made once; an assignment puts other Parameters into the module.
-    Unseen: Loads copy in place, unless they are told otherwise.
-    """
-
-    def adopt(self):
-        pass
 
 
 @near_miss("fsdp.adopts-at-the-gather", rejected_by="fsdp.lifecycle.fresh-after-load")
@@ -226,31 +186,6 @@ class GathersOnce(PlainFsdp):
     def unshard(self):
         self.is_unsharded = self.gathered is not None
         super().unshard()
-
-
-@near_miss("fsdp.watches-parameters", rejected_by="fsdp.lifecycle.fresh-after-load")
-class WatchesParameters(PlainFsdp):
-    """Does not notice writes to a local tensor.
-
-    From: The version counter of a DTensor is not that of its local tensor.
-    Unseen: Optimizers go through the DTensor; moving averages need not.
-    """
-
-    def version(self):
-        return tuple((id(p.parameter), p.parameter._version) for p in self.pieces)
-
-
-@near_miss("fsdp.watches-one-of-a-unit", rejected_by="fsdp.lifecycle.fresh-after-load")
-class WatchesOneOfAUnit(PlainFsdp):
-    """Looks at the first parameter of a unit alone for writes.
-
-    From: A step writes all of them, so one tells for the rest.
-    Unseen: A load writes all of them, too; an initialisation or a clamp of one does not.
-    """
-
-    def version(self):
-        parameters, *updates = super().version()
-        return parameters[:1], *updates
 
 
 @near_miss("fsdp.never-forgets", rejected_by="fsdp.lifecycle.after-exception")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any, ClassVar
 
-import torch
-
 from spec_tests.impostors.card import benign, near_miss
 from spec_tests.plain.memory import PlainMemory
 
@@ -38,19 +36,6 @@ class SumOfTerms(PlainMemory):
         return sum(terms.values())
 
 
-@near_miss("measure.forgets-temporaries", rejected_by="measure.memory.peak")
-class ForgetsTemporaries(PlainMemory):
-    """The larger of activations and gradients, on top of the state.
-
-    From: A formula that has the moments right, and no gradient of the logits.
-    Unseen: With a small vocabulary it is exact.
-    """
-
-    def peak(self, terms, above):
-        larger = max(terms["activation_bytes"], terms["gradient_bytes"])
-        return terms["parameter_bytes"] + terms["optimizer_bytes"] + larger
-
-
 @near_miss("measure.memory-four-bytes", rejected_by="measure.memory.static-terms-of-any-model")
 class FourBytes(PlainMemory):
     """Four bytes for every element.
@@ -78,30 +63,6 @@ class SharedTwice(PlainMemory):
         return sum(p.nbytes for m in self.model.modules() for p in m.parameters(recurse=False))
 
 
-@near_miss("measure.gradients-for-frozen", rejected_by="measure.memory.static-terms-of-any-model")
-class GradientsForFrozen(PlainMemory):
-    """Gradients for frozen parameters.
-
-    From: 4 x parameters, as for a model that trains whole.
-    Unseen: Nobody freezes anything in pretraining.
-    """
-
-    def gradients(self):
-        return self.parameters()
-
-
-@near_miss("measure.one-moment", rejected_by="measure.memory.static-terms")
-class OneMoment(PlainMemory):
-    """One moment for AdamW.
-
-    From: SGD's momentum.
-    Unseen: The total is of the right order.
-    """
-
-    def optimizer(self):
-        return self.gradients()
-
-
 @near_miss(
     "measure.no-activations",
     rejected_by=("measure.memory.activations", "measure.memory.grows-with-the-batch"),
@@ -116,21 +77,6 @@ class NoActivations(PlainMemory):
 
     def activations(self, books):
         return 0
-
-
-@near_miss(
-    "measure.one-sequence",
-    rejected_by=("measure.memory.activations", "measure.memory.grows-with-the-batch"),
-)
-class OneSequence(PlainMemory):
-    """Estimates one sequence, whatever the batch.
-
-    From: A step to try, with `ids[:1]` left in.
-    Unseen: At batch 1 it is exact.
-    """
-
-    def ids(self):
-        return super().ids()[:1]
 
 
 @near_miss("measure.all-that-was-made", rejected_by="measure.memory.activations")
@@ -214,19 +160,6 @@ class StepsWithTheModel(PlainMemory):
 
     def copied(self, model):
         return super().copied(model) if next(model.parameters()).is_meta else model
-
-
-@near_miss("measure.seeds-anew", rejected_by="measure.memory.leaves-the-model-alone")
-class Seeds(PlainMemory):
-    """Seeds the generator, to be reproducible.
-
-    From: manual_seed inside of a helper.
-    Unseen: Estimates are equal; so are, from then on, all ranks' masks.
-    """
-
-    def estimate(self):
-        torch.manual_seed(0)
-        return super().estimate()
 
 
 @near_miss("measure.builds-to-count", rejected_by="measure.memory.before-anything-is-allocated")

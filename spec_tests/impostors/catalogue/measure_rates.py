@@ -7,8 +7,6 @@ import statistics
 import time
 from typing import Any
 
-import torch
-
 from spec_tests.impostors.card import FreeStanding, benign, near_miss
 from spec_tests.plain.throughput import PlainExtrapolation, PlainMfu, PlainSweep, PlainThroughput
 
@@ -67,21 +65,6 @@ class FiveStepsOfWarmUp(PlainThroughput):
         for _ in range(5):
             self.step()
         return 5, True
-
-
-@near_miss("measure.waits-for-ever", rejected_by="measure.throughput.says-when-unsteady")
-class WaitsForEver(PlainThroughput):
-    """Warms up until it is steady, without an end.
-
-    From: A while loop on a machine that was quiet.
-    Unseen: Most runs settle.
-    """
-
-    def warm_up(self):
-        seen = [self.seconds() for _ in range(15)]
-        while not self.is_level(seen):
-            seen.append(self.seconds())
-        return len(seen), True
 
 
 @near_miss("measure.always-steady", rejected_by="measure.throughput.says-when-unsteady")
@@ -205,25 +188,6 @@ class NeverCollects(PlainSweep):
 
     def release(self):
         pass
-
-
-@near_miss("measure.sweep-keeps-the-error", rejected_by="measure.sweep.survives-out-of-memory")
-class KeepsTheError(PlainSweep):
-    """Frees memory inside the `except` block, and keeps the error.
-
-    From: PyTorch FAQ: my out of memory exception handler can't allocate memory.
-    Unseen: The row says OOM; the next one does, too.
-    """
-
-    error: BaseException | None = None
-
-    def attempt(self, size):
-        try:
-            return self.measure(size)
-        except torch.OutOfMemoryError as error:
-            self.error = error
-            self.release()
-            return None
 
 
 @near_miss("measure.sweep-stops-at-the-first", rejected_by="measure.sweep.survives-out-of-memory")

@@ -42,22 +42,6 @@ class CountsBoth(Trace):
         return found if self.kernels else found + [e for e in self.gloo() if e not in found]
 
 
-@near_miss(
-    "measure.counts-what-ran",
-    rejected_by=("measure.trace.collectives", "measure.trace.collective-bytes"),
-)
-class CountsWhatRan(Trace):
-    """A reduce-scatter over gloo is an all-reduce.
-
-    From: gloo's own annotations.
-    Unseen: With nccl it is right.
-    """
-
-    def collectives(self, begin, end):
-        nccl = [e for e in self.kernels if self.is_sending(e)]
-        return [e for e in nccl or self.gloo() if begin <= e["ts"] <= end]
-
-
 @near_miss("measure.counts-functional", rejected_by="measure.trace.functional-collectives")
 class CountsFunctional(Trace):
     """A functional collective and the one that it asks for count both.
@@ -147,32 +131,6 @@ class EveryKind(Trace):
     def counted(self, events):
         none = {"all_reduce": {"count": 0, "bytes": 0}}
         return super().counted(events) or none
-
-
-@near_miss("measure.last-total", rejected_by="measure.trace.peak-memory")
-class LastTotal(Trace):
-    """The peak is what is allocated at the end.
-
-    From: A course prints memory_allocated as the peak: five times too little.
-    Unseen: It is a plausible number.
-    """
-
-    def peak(self):
-        totals = self.totals()
-        return totals[-1] if totals else None
-
-
-@near_miss("measure.any-device", rejected_by="measure.trace.peak-memory")
-class AnyDevice(Trace):
-    """Memory of the host counts as the device's.
-
-    From: Device Type is not looked at.
-    Unseen: On a CPU there is one device.
-    """
-
-    def totals(self):
-        found = [e["args"] for e in self.events if e["name"] == "[memory]"]
-        return [args["Total Allocated"] for args in found]
 
 
 @near_miss("measure.no-peak-is-zero", rejected_by="measure.trace.peak-memory")

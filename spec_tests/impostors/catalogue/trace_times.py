@@ -44,22 +44,6 @@ class SumsCommunication(Trace):
         return {**found, "communication_us": sent, "exposed_us": sent - found["overlap_us"]}
 
 
-@near_miss(
-    "measure.sums-overlaps", rejected_by=("measure.trace.overlap", "measure.trace.any-intervals")
-)
-class SumsOverlaps(Trace):
-    """Overlaps are summed pair by pair.
-
-    From: Two loops over events in a notebook.
-    Unseen: Right as long as one stream computes.
-    """
-
-    def times(self, working, sending):
-        pairs = [min(e, f) - max(b, a) for b, e in working for a, f in sending]
-        both = sum(length for length in pairs if length > 0)
-        return {**super().times(working, sending), "overlap_us": both}
-
-
 @near_miss("measure.fraction-of-step", rejected_by="measure.trace.overlap")
 class FractionOfStep(Trace):
     """The fraction is of the step, not of the communication.
@@ -123,20 +107,6 @@ class WaitingComputes(Trace):
         return []
 
 
-@near_miss("measure.device-annotations", rejected_by="measure.trace.device-annotations")
-class TakesDeviceAnnotations(Trace):
-    """Annotations on the device's time line are kernels.
-
-    From: A filter by stream in place of category.
-    Unseen: The device looks busy, which pleases.
-    """
-
-    def __init__(self, path):
-        super().__init__(path)
-        shown = [e for e in self.spans if e["cat"] == "gpu_user_annotation"]
-        self.kernels += [{**e, "args": {"correlation": None}} for e in shown]
-
-
 @near_miss("measure.steps-of-device", rejected_by="measure.trace.device-annotations")
 class StepsOfDevice(Trace):
     """Steps are counted on host and device.
@@ -148,21 +118,6 @@ class StepsOfDevice(Trace):
     def step_marks(self):
         marks = [e for e in self.spans if e["name"].startswith("ProfilerStep#")]
         return sorted(marks, key=lambda e: e["ts"])
-
-
-@near_miss(
-    "measure.drops-last", rejected_by=("measure.trace.every-step", "measure.trace.late-kernels")
-)
-class DropsLast(Trace):
-    """The last step is left out.
-
-    From: Holistic Trace Analysis: include_last_profiler_step is False.
-    Unseen: Fractions hardly change.
-    """
-
-    def step_marks(self):
-        marks = super().step_marks()
-        return marks[:-1] if len(marks) > 1 else marks
 
 
 @near_miss("measure.numbers-from-zero", rejected_by="measure.trace.every-step")
@@ -187,19 +142,6 @@ class EndsWithHost(Trace):
 
     def last_kernel(self, begin, end):
         return end
-
-
-@near_miss("measure.counts-zero-grad", rejected_by="measure.trace.optimizer-steps")
-class AllOptimizerNotes(Trace):
-    """zero_grad counts as an update.
-
-    From: A search for `Optimizer.`.
-    Unseen: The same factor in every trace.
-    """
-
-    def updates(self, begin, end):
-        names = [e["name"] for e in self.notes if begin <= e["ts"] < end]
-        return sum(name.startswith("Optimizer.") for name in names)
 
 
 @near_miss("measure.step-per-micro-batch", rejected_by="measure.trace.optimizer-steps")

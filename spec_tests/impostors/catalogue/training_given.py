@@ -2,39 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch.nn.functional as F
 
 from spec_tests.impostors.card import Patched, near_miss
 from spec_tests.plain.train import PlainTrain
-
-
-@near_miss("training.reports-the-default", rejected_by="training.rate.reported-is-used")
-class ReportsTheDefault(PlainTrain):
-    """Reports the rate that the optimizer was built with.
-
-    From: `optimizer.defaults["lr"]`
-    Unseen: It is the rate of the groups, until somebody sets another.
-    """
-
-    def rate(self):
-        return super().rate() if self.lr is not None else self.optimizer.defaults["lr"]
-
-
-@near_miss("training.fills-up-the-step", rejected_by="training.data.no-partial-step-in-silence")
-class FillsUpTheStep(PlainTrain):
-    """Repeats the last micro-batch where the data end within a step.
-
-    From: A loader that pads the last batch, done in the loop.
-    Unseen: With one micro-batch left it is the mean over what there is.
-    """
-
-    def fetch(self):
-        found = list(itertools.islice(self.batches, self.accumulate))
-        if not found:
-            raise StopIteration
-        return found + found[-1:] * (self.accumulate - len(found))
 
 
 @near_miss("training.writes-into-targets", rejected_by="training.data.stays-the-callers")
@@ -53,19 +24,6 @@ class WritesIntoTargets(PlainTrain):
             reduction="none",
         )
         return (losses * counts.flatten()).sum()
-
-
-@near_miss("training.zero-is-no-rate", rejected_by="training.rate.pure-function-of-the-step")
-class ZeroIsNoRate(Patched):
-    """Takes a rate of 0 for none.
-
-    From: `if rate:`
-    Unseen: A warm-up that begins at 0 has one step in which weights move that should not.
-    """
-
-    module = "solution.trainer"
-    find = """                group["lr"] = rate"""
-    replace = """                group["lr"] = rate or group["lr"]"""
 
 
 @near_miss("training.goes-on-where-the-optimizer-was", rejected_by="training.rate.of-each-call")

@@ -53,21 +53,6 @@ class OwnTokens(PlainTrain):
         return 1 / self.own
 
 
-@near_miss(
-    "training.no-compensation",
-    rejected_by=("training.gradient.equals-one-process", "training.gradient.token-weighted"),
-)
-class NoCompensation(PlainTrain):
-    """Divides by all ranks' targets, and the wrapper by the ranks once more.
-
-    From: torchtitan issues 1803 and 2206; transformers issue 37766.
-    Unseen: Adam does not see a gradient that is W times too small.
-    """
-
-    def scale(self, batch, tokens):
-        return 1 / tokens
-
-
 @near_miss("training.counts-by-environment", rejected_by="training.gradient.world-of-the-group")
 class CountsByEnvironment(PlainTrain):
     """Takes the number of ranks from WORLD_SIZE.
@@ -144,23 +129,6 @@ class NanForNothing(PlainTrain):
     def losses(self, batch):
         count = self.count(batch)
         return super().losses(batch) / count * count
-
-
-# "died": gloo aborts when collectives of unlike sizes meet.
-@near_miss(
-    "training.skips-empty",
-    rejected_by="training.gradient.nothing-to-learn-here",
-    outcomes=("hang", "failed", "died"),
-)
-class SkipsEmpty(PlainTrain):
-    """A micro-batch without a target is left out, and its reduction with it.
-
-    From: `if not mask.any(): continue`.
-    Unseen: The others wait for a rank that has gone on.
-    """
-
-    def micro_batch(self, index, batch, tokens):
-        return super().micro_batch(index, batch, tokens) if self.count(batch) else 0.0
 
 
 @near_miss("training.no-zero-grad", rejected_by="training.gradient.several-steps")
@@ -341,19 +309,6 @@ class TrainPlain(BareTrain):
     """The base of the training impostors; the loss is in float32."""
 
 
-@near_miss("training.rate-of-one-group", rejected_by="training.rate.pure-function-of-the-step")
-class RateOfOneGroup(PlainTrain):
-    """Gives the rate to the first group of parameters alone.
-
-    From: `optimizer.param_groups[0]["lr"] = rate`, with weight decay in a group of its own.
-    Unseen: Optimizers of tests have one group.
-    """
-
-    def set_rate(self, number):
-        if self.lr is not None:
-            self.optimizer.param_groups[0]["lr"] = self.lr(number)
-
-
 @near_miss("training.knows-own-wrappers", rejected_by="training.gradient.in-pytorchs-wrapper")
 class KnowsOwnWrappers(PlainTrain):
     """Takes a model for one process's where it is in no wrapper of its own.
@@ -397,17 +352,3 @@ class OwnLossDecides(Patched):
     module = "solution.trainer"
     find = "if not math.isfinite(loss) or num_bad:"
     replace = "if not math.isfinite(loss_sum.item()) or num_bad:"
-
-
-@near_miss(
-    "training.clears-the-model-alone", rejected_by="training.gradient.leftovers-outside-the-model"
-)
-class ClearsTheModelAlone(PlainTrain):
-    """Clears the gradients of the model's parameters.
-
-    From: model.zero_grad() for optimizer.zero_grad()
-    Unseen: The two hold the same parameters, nearly always.
-    """
-
-    def clear(self):
-        self.model.zero_grad()

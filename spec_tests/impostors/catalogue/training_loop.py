@@ -98,48 +98,6 @@ class TakesPartialStep(PlainTrain):
         return super().window(index + self.missing)
 
 
-@near_miss(
-    "training.judges-own-loss",
-    rejected_by="training.finite.decided-together",
-    outcomes=("hang", "failed"),
-)
-class JudgesOwnLoss(PlainTrain):
-    """A rank whose loss is NaN raises before the reduction.
-
-    From: `if torch.isnan(loss): raise`, on whichever rank it is.
-    Unseen: The job dies as well, after the time-out of the others.
-    """
-
-    def losses(self, batch):
-        loss = super().losses(batch)
-        if math.isnan(float(loss.detach())):
-            raise RuntimeError("the loss is NaN")
-        return loss
-
-
-@near_miss("training.skips-own-nan", rejected_by="training.finite.decided-together")
-class SkipsOwnNan(PlainTrain):
-    """The rank with the NaN leaves the update out, the others do it.
-
-    From: `if loss.isfinite(): optimizer.step()`.
-    Unseen: The run goes on.
-    """
-
-    def step(self, number):
-        self.is_bad = False
-        return super().step(number)
-
-    def losses(self, batch):
-        loss = super().losses(batch)
-        self.is_bad |= not bool(loss.isfinite())
-        return loss
-
-    def clip(self):
-        if self.is_bad:
-            self.optimizer.zero_grad()
-        return 1.0
-
-
 @near_miss("training.steps-on-nan", rejected_by="training.finite.spares-the-weights")
 class StepsOnNan(PlainTrain):
     """Updates with NaN, and reports it.
@@ -168,24 +126,6 @@ class WithTorchDdp(PlainTrain):
             )
 
         return {"ddp": ddp, "ddp_bucketed": ddp_bucketed}
-
-
-@near_miss("training.backward-inside-only", rejected_by="training.traffic.one-reduction-per-step")
-class BackwardInsideOnly(WithTorchDdp):
-    """no_sync is around the backward alone; DistributedDataParallel reduces every time.
-
-    From: A course's trainer: 12 reductions for 3 steps; accelerate issue 1726.
-    Unseen: The numbers are right.
-    """
-
-    def micro_batch(self, index, batch, tokens):
-        loss = self.losses(batch)
-        with self.window(index):
-            self.backward(loss * self.scale(batch, tokens))
-        return float(loss.detach())
-
-    def finish(self):
-        pass
 
 
 @near_miss("training.never-inside", rejected_by="training.traffic.one-reduction-per-step")
@@ -239,21 +179,6 @@ class Leftovers(Patched):
     replace = "pass  # what the caller left behind"
 
 
-@near_miss(
-    "training.patched-rate-of-next-step", rejected_by="training.rate.pure-function-of-the-step"
-)
-class RateOfNextStep(Patched):
-    """Every update uses the rate of the next one.
-
-    From: One line of the reference, changed.
-    Unseen: The curve of a schedule is shifted by one step.
-    """
-
-    module = "solution.trainer"
-    find = "self._set_learning_rate(finished)\n"
-    replace = "self._set_learning_rate(finished + 1)\n"
-
-
 @near_miss("training.patched-own-loss", rejected_by="training.records.loss")
 class PatchedOwnLoss(Patched):
     """Reports this rank's part of the loss.
@@ -265,19 +190,6 @@ class PatchedOwnLoss(Patched):
     module = "solution.trainer"
     find = "loss = total / count"
     replace = "loss = loss_sum.item() / count"
-
-
-@near_miss("training.patched-floors", rejected_by="training.accumulation.refuses-a-remainder")
-class PatchedFloors(Patched):
-    """Rounds down.
-
-    From: One line of the reference, changed.
-    Unseen: It trains, with fewer tokens than were asked for.
-    """
-
-    module = "solution.trainer"
-    find = "if global_batch_size % per_pass:"
-    replace = "if global_batch_size < per_pass:"
 
 
 @near_miss("training.norm-after-clipping", rejected_by="training.records.norm-before-clipping")
@@ -305,18 +217,6 @@ class NormOfLargest(PlainTrain):
         super().clip()
         norms = [float(p.grad.norm()) for p in self.model.parameters() if p.grad is not None]
         return max(norms)
-
-
-@near_miss("training.own-loss", rejected_by="training.records.loss")
-class OwnLoss(PlainTrain):
-    """Reports the rank's own loss.
-
-    From: nanoGPT logs rank 0's.
-    Unseen: Curves look alike.
-    """
-
-    def report(self, loss, tokens):
-        return self.size * loss / tokens
 
 
 @near_miss("training.last-loss", rejected_by="training.records.loss")
@@ -349,23 +249,6 @@ class AllTokens(PlainTrain):
         return super().count(batch)
 
 
-@near_miss("training.own-tokens", rejected_by="training.records.tokens")
-class OwnTokensReported(PlainTrain):
-    """Reports the rank's own tokens.
-
-    From: Throughput per rank, labelled as that of the job.
-    Unseen: On one process it is right.
-    """
-
-    def record(self, **fields):
-        return fields | {"tokens": float(self.own)}
-
-    def fetch(self):
-        found = super().fetch()
-        self.own = sum(self.count(batch) for batch in found)
-        return found
-
-
 @near_miss("training.last-record", rejected_by="training.records.one-per-step")
 class LastRecord(PlainTrain):
     """Returns the last step's record only.
@@ -376,34 +259,6 @@ class LastRecord(PlainTrain):
 
     def run(self):
         return super().run()[-1:]
-
-
-@near_miss("training.goes-on-counting", rejected_by="training.rate.of-each-call")
-class GoesOnCounting(PlainTrain):
-    """Counts the steps of all calls with one optimizer.
-
-    From: A counter that is kept beside the optimizer, for a run that is resumed.
-    Unseen: A script calls the loop once.
-    """
-
-    def set_rate(self, number):
-        done = getattr(self.optimizer, "steps_done", 0)
-        super().set_rate(done)
-        self.optimizer.steps_done = done + 1
-
-
-@near_miss("training.one-rate-for-all", rejected_by="training.rate.of-each-call")
-class OneRateForAll(PlainTrain):
-    """Gives the first group's rate to all groups in each step.
-
-    From: A loop that sets the rate always, with the optimizer's own where there is no schedule.
-    Unseen: One group, or groups that differ in weight decay alone.
-    """
-
-    def set_rate(self, number):
-        super().set_rate(number)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate()
 
 
 @near_miss("training.rate-per-micro-batch", rejected_by="training.rate.pure-function-of-the-step")

@@ -102,24 +102,6 @@ class NeedsEqualParts(Elementwise):
         return super().cut(whole, rank)
 
 
-@near_miss(
-    "zero1.needs-equal-parts-of-copies",
-    rejected_by=("zero1.step.equals-unsharded", "zero1.step.weights-of-others"),
-)
-class NeedsEqualPartsOfCopies(NeedsEqualParts):
-    """The same, and goes on from the parts that it cut at construction.
-
-    From: Two faults in a solution of CS336, of which the first hid the second.
-    Unseen: Nobody writes weights between steps, say by loading a checkpoint.
-    """
-
-    def update(self, closure):
-        kept = {p: stretch.detach().clone() for p, stretch in self.stretches.items()}
-        for parameter, stretch in kept.items():
-            parameter.data = self.glued(stretch, parameter)
-        return super().update(closure)
-
-
 @near_miss("zero1.averages-gradients", rejected_by="zero1.step.equal-on-all-ranks")
 class AveragesGradients(StepsAlone):
     """Averages gradients in the step and sends no weights.
@@ -158,18 +140,6 @@ class StepsUnderNoGrad(PlainZero1):
     """
 
     step = torch.no_grad()(PlainZero1.step)
-
-
-@near_miss("zero1.options-before-the-closure", rejected_by="zero1.step.closure")
-class OptionsBeforeTheClosure(PlainZero1):
-    """Hands options to the inner optimizer, and then lets it evaluate the closure.
-
-    From: ours, once, and ZeroRedundancyOptimizer.
-    Unseen: Rates are set between steps, by a scheduler.
-    """
-
-    def update(self, closure):
-        return super().update(None) if closure is None else self.inner.step(closure)
 
 
 @near_miss(

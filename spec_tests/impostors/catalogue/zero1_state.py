@@ -56,6 +56,19 @@ class OneForAll(PlainZero1):
         self.owners |= dict.fromkeys(parameters, 0)
 
 
+@near_miss("zero1.deals-each-group-anew", rejected_by="zero1.state.balanced")
+class DealsEachGroupAnew(PlainZero1):
+    """Deals a group that is added as if nobody had anything yet.
+
+    From: Loads that are a variable of the method, where the constructor has one group.
+    Unseen: Groups are added one by one by those who unfreeze layer after layer.
+    """
+
+    def deal(self, parameters):
+        self.loads = [0] * len(self.loads)
+        super().deal(parameters)
+
+
 @near_miss("zero1.eight-owners", rejected_by="zero1.footprint.any-world-size")
 class EightOwners(PlainZero1):
     """Deals parameters to the first eight ranks only.
@@ -104,37 +117,6 @@ class StateOnTheFirstRank(PlainZero1):
 
     def joined(self, parts):
         return super().joined(parts) if self.rank() == 0 else {}
-
-
-@near_miss("zero1.numbers-per-group", rejected_by="zero1.state.full-equals-unsharded")
-class NumbersPerGroup(PlainZero1):
-    """Numbers parameters anew in each group.
-
-    From: `enumerate(group['params'])`.
-    Unseen: With one group the numbers are right.
-    """
-
-    def full_state(self):
-        whole = super().full_state()
-        for group in whole["param_groups"]:
-            group["params"] = list(range(len(group["params"])))
-        return whole
-
-
-@near_miss("zero1.loses-counters", rejected_by="zero1.state.full-equals-unsharded")
-class LosesCounters(PlainZero1):
-    """The full state has no step counts.
-
-    From: Tensors without dims do not fit into flat buffers.
-    Unseen: Moments are there; the bias correction starts anew.
-    """
-
-    def joined(self, parts):
-        whole = super().joined(parts)
-        return {
-            number: {key: value for key, value in entry.items() if value.dim()}
-            for number, entry in whole.items()
-        }
 
 
 @near_miss("zero1.steps-to-see-keys", rejected_by="zero1.state.export-is-inert")

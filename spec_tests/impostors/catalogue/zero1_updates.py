@@ -175,20 +175,6 @@ class SharesItsOwners(PlainZero1):
             self.take(parameter, owner)
 
 
-@near_miss("zero1.evaluates-twice", rejected_by="zero1.step.closure")
-class EvaluatesTwice(PlainZero1):
-    """Evaluates the closure for its loss, and hands it to the inner optimizer as well.
-
-    From: A wrapper that keeps the loss of its own call, in a solution of CS336.
-    Unseen: A closure without randomness gives the same weights.
-    """
-
-    def update(self, closure):
-        if closure is not None:
-            closure()
-        return super().update(closure)
-
-
 @near_miss("zero1.drops-wait", rejected_by="zero1.step.waits-for-late-owners")
 class DropsWait(PlainZero1):
     """Returns while the exchange is under way.
@@ -272,22 +258,6 @@ class UpdatesEachName(PlainZero1):
         return loss
 
 
-@near_miss("zero1.first-options-for-all", rejected_by="zero1.groups.own-options")
-class FirstOptionsForAll(PlainZero1):
-    """Updates every group with the first group's options.
-
-    From: `optimizer_cls(own_parameters, **kwargs)`: the groups are flattened away.
-    Unseen: Tests have one group.
-    """
-
-    def own_part(self, group):
-        first = self.param_groups[0]
-        return {**first, "params": super().own_part(group)["params"]}
-
-    def hand_in(self):
-        pass
-
-
 @near_miss(
     "zero1.copies-options-once", rejected_by=("zero1.groups.live", "zero1.groups.schedulers")
 )
@@ -346,19 +316,6 @@ class ForgetsLateGroups(PlainZero1):
     def hand_in(self):
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=False):
             inner.update({k: v for k, v in outer.items() if k != "params"})
-
-
-@near_miss("zero1.shows-own-groups", rejected_by="zero1.groups.complete")
-class ShowsOwnGroups(PlainZero1):
-    """`param_groups` are those of the rank's own part.
-
-    From: `self.param_groups = self.optimizer.param_groups`, to keep schedulers happy.
-    Unseen: The first group's rate is the same everywhere.
-    """
-
-    def show(self):
-        super().show()
-        self.param_groups = self.inner.param_groups
 
 
 @near_miss("zero1.clears-own-gradients", rejected_by="zero1.groups.zero-grad")
