@@ -144,7 +144,7 @@ def on_a_mesh(ctx, subject, seed, shape):
     mesh = ctx.mesh((2, 2), names)
     part = PARTS.get(shape)
     if part is not None:
-        mesh = torch.distributed.DeviceMesh(ctx.device.type, part)  # made by all ranks, as any process group
+        mesh = torch.distributed.DeviceMesh(ctx.device.type, part)  # by all ranks
         if ctx.rank not in part:
             return {}
     options: dict[str, Any] = {"mesh": mesh["shard"] if shape == "rows" else mesh}
