@@ -34,8 +34,9 @@ Libraries judged through [the contract](../contract), at level `production`, on 
 ranks. *Judged* counts the MUST clauses for what the library offers, *passed* those that hold. Each
 other clause was decided by reading the library. *PyTorch's* are deviations of the wrappers that it
 is built on, *choices* are documented or deliberate, each with its reason in the TOML file.
-A *bug* has a script that needs the library alone and exits with 1 while the bug is there; some bugs
-fail several clauses, some none. Reading the files of `token_loader` is the adapters' own part.
+A *bug* has a script that needs the library alone and exits with 1 while the bug is there:
+`trainspec repro --finding NAME DIR` writes it. Some bugs fail several clauses, some none. Reading
+the files of `token_loader` is the adapters' own part.
 `python -m spec_tests league` writes this page.
 
 | library | version | torch | judged | passed | PyTorch's | choices | bugs | judged on |
@@ -123,7 +124,7 @@ def render() -> str:
         rows.append(_row(name, json.loads(path.read_text()), len(bugs)))
         if bugs and name != "torch":
             told.append(f"\n## {name}\n\n" + "".join(_line(bug) for bug in bugs))
-    note = "\nPyTorch's bugs have scripts in [`torch_repros`](torch_repros).\n"
+    note = "\nPyTorch's bugs are in [`torch_repros`](torch_repros).\n"
     return _HEAD + "".join(rows) + note + "".join(told)
 
 
@@ -137,7 +138,7 @@ def _row(name: str, result: dict[str, Any], num_bugs: int) -> str:
 def _line(bug: Script) -> str:
     path = bug.path.relative_to(FOLDER).as_posix()
     known = re.sub(r"(https://\S*[\w/])", r"<\1>", bug.head.get("Issue", "none found"))
-    return f"- {bug.sentence} [Script]({path}). Known: {known}\n"
+    return f"- {bug.sentence} [Shown]({path}). Known: {known}\n"
 
 
 def main(arguments: list[str]) -> int:

@@ -1,10 +1,13 @@
 """Write a script that shows one finding with torch and the judged file alone.
 
     python -m spec_tests repro --impl mine.py --clause ddp.gradients.mean DIR
+    python -m spec_tests repro --finding 'fsdp_lifecycle_*' DIR
 
-The clause is judged first. Where it fails, scripts for its situation are written and run, the
-simplest first, and the first that shows the fault is kept as DIR/CLAUSE.py. `python CLAUSE.py`
-exits with 1 where the fault holds and with 0 once it is mended.
+Of a finding in PyTorch or a library (`impls/torch_repros`, `impls/league_repros`) the second writes
+the script that its maintainers can run. Of code of yours the clause is judged first. Where it
+fails, scripts for its situation are written and run, the simplest first, and the first that shows
+the fault is kept as DIR/CLAUSE.py. `python CLAUSE.py` exits with 1 where the fault holds and with 0
+once it is mended.
 
 Exit status: 0 a script was written; 2 none was, and the words say why.
 """
@@ -23,6 +26,7 @@ from pathlib import Path
 
 from spec_tests import ledger
 from spec_tests.clause import Clause
+from spec_tests.repro import findings
 from spec_tests.repro.recipes import has_recipe, recipes_of
 from spec_tests.repro.script import head_of, written
 from spec_tests.rig.outcomes import Event
@@ -53,11 +57,18 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; return 0 if a script was written."""
     parser = argparse.ArgumentParser(prog="python -m spec_tests repro", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--impl", required=True, help="a file, a package or a module")
-    parser.add_argument("--clause", required=True, help="the id of one clause")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--impl", help="a file, a package or a module")
+    what.add_argument("--finding", help="the name of a known finding, or a pattern of names")
+    parser.add_argument("--clause", help="the id of one clause, for --impl")
     parser.add_argument("directory", type=Path, metavar="DIR")
     options = parser.parse_args(arguments)
+    if options.impl and not options.clause:
+        parser.error("expected --clause ID beside --impl, got none")
     try:
+        if options.finding:
+            print(*findings.write(options.finding, options.directory), sep="\n")
+            return 0
         place = _write(options.impl, options.clause, options.directory)
     except (NothingToWriteError, ValueError) as error:
         print(error, file=sys.stderr)

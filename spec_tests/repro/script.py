@@ -23,7 +23,7 @@ def written(recipe: Recipe, name: str, file: Path, head: str) -> str:
         file: the judged file, or a package's `__init__.py`.
         head: the docstring.
     """
-    body = _kept((TEMPLATES / f"{recipe.body}.txt").read_text(encoding="utf-8"), recipe.tags)
+    body = kept((TEMPLATES / f"{recipe.body}.txt").read_text(encoding="utf-8"), recipe.tags)
     body = body.replace("PROGRAM\n", textwrap.indent(recipe.program, "    ") + "\n")
     body = body.replace("FUNCTION", recipe.subject)
     body = body.replace("@OPTIONS", recipe.settings.get("@OPTIONS", ""))
@@ -33,7 +33,7 @@ def written(recipe: Recipe, name: str, file: Path, head: str) -> str:
         f"{k} = {v}" for k, v in recipe.settings.items() if k[0] != "@" and not v.startswith(alone)
     ]
     settings += [f"\n\n{v.strip()}" for v in recipe.settings.values() if v.startswith(alone)]
-    text = _kept((TEMPLATES / f"{recipe.frame}.txt").read_text(encoding="utf-8"), recipe.tags)
+    text = kept((TEMPLATES / f"{recipe.frame}.txt").read_text(encoding="utf-8"), recipe.tags)
     text = text.replace("SETTINGS\n", "\n".join(settings) + "\n").replace(
         "BODY\n", body.strip() + "\n"
     )
@@ -55,7 +55,7 @@ def head_of(sentence: str, clause: str, message: str) -> str:
     return "\n".join(textwrap.shorten(line, WIDTH, placeholder=" ...") for line in safe)
 
 
-def _kept(template: str, tags: frozenset[str]) -> str:
+def kept(template: str, tags: frozenset[str]) -> str:
     """Drop marked lines of which no tag is asked for, and the marks of the others."""
     lines = []
     for line in template.splitlines():

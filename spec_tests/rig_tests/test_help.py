@@ -13,7 +13,7 @@ from spec_tests.reference_tests import launch
 from spec_tests.rig_tests.helpers import ROOT
 
 NO_COMMANDS = {
-    "torch_repros": "a script for a bug tracker: it needs torch alone and takes no arguments",
+    "torch_repros": "what a script for a bug tracker shows; `repro --finding` writes the script",
     "league_repros": "the same, of a library",
     "checkouts": "a course's code",
 }

@@ -7,13 +7,8 @@ Clause: ddp.group.divides-by-its-size, ddp.group.keeps-to-itself, ddp.group.star
 Issue: none found (searched: torchtnt prepare_ddp DDPStrategy process_group asdict deepcopy pickle)
 """
 
-import sys
-import tempfile
-import traceback
-
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torchtnt.utils.prepare_module import DDPStrategy, prepare_ddp
 
@@ -28,28 +23,3 @@ def observe(rank: int) -> tuple[object, object]:
     except TypeError as error:
         return "a module", f"TypeError: {error}"
     return "a module", "a module"
-
-
-def _on_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=RANKS)
-    torch.save(observe(rank), f"{folder}/{rank}")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _main() -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_on_rank, (folder,), nprocs=RANKS)
-        expected, got = zip(*(torch.load(f"{folder}/{r}") for r in range(RANKS)), strict=True)
-    print(f"expected on each rank: {expected}\ngot:                   {got}")
-    return int(expected != got)
-
-
-if __name__ == "__main__":
-    try:
-        status = _main()  # 1: the fault is there
-    except Exception:  # neither shown nor refuted
-        traceback.print_exc()
-        status = 2
-    sys.exit(status)

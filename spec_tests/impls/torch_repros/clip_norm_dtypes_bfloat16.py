@@ -9,9 +9,6 @@ Case: *two
 See: https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html
 """
 
-import sys
-import traceback
-
 import torch
 from torch import nn
 
@@ -27,12 +24,3 @@ def main() -> int:
     got = float(nn.utils.clip_grad_norm_(weights, float("inf")))
     print(f"expected: {expected}\ngot:      {got}")
     return int(not abs(got / expected - 1) < 1e-5)
-
-
-if __name__ == "__main__":
-    try:
-        status = main()
-    except Exception:  # neither shown nor refuted
-        traceback.print_exc()
-        status = 2
-    sys.exit(status)
