@@ -11,6 +11,7 @@
     python -m spec_tests new ddp DIR            a file to begin with, the algorithm in steps
     python -m spec_tests repro [...] DIR        a script that shows one finding, with torch alone
     python -m spec_tests explore [...]          draw situations until one fails, and shrink it
+    python -m spec_tests mutants [...]          judge small changes of a module, made by machine
     python -m spec_tests league [...]           the table of the libraries that were judged
     python -m spec_tests bench NAME [...]       time and memory, beside PyTorch's own
     python -m spec_tests reality [...]          see how many real bugs it rejects
@@ -50,6 +51,7 @@ COMMANDS = {
     "bench": "spec_tests.benchmarks.__main__",
     "compare": "spec_tests.rig.report.compare",
     "explore": "spec_tests.programs.explore",
+    "mutants": "spec_tests.programs.meter",
     "kills": "spec_tests.reference_tests.kills",
     "league": "spec_tests.impls.league",
     "new": "spec_tests.skeletons.__main__",

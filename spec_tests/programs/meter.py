@@ -1,0 +1,113 @@
+"""Mutants of a module, judged: the meter that nobody writes.
+
+    python -m spec_tests mutants --of solution.parallel.ddp --count 20 --seed 0
+
+Each is judged by the seeds of the world model, by its drawn rows, then with `--clauses` by the
+clauses of the chapter, until something rejects it. What survives is printed as a difference: it is
+equal, or the world model lacks a word, a verb or a look.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from spec_tests.impostors.mutants import Mutant, of
+from spec_tests.programs import draw, law, seeds
+from spec_tests.programs.explore import FAILURES
+from spec_tests.rig import judge
+from spec_tests.rig.judge import Situation
+from spec_tests.rig.outcomes import LEVELS
+from spec_tests.rig.ranks.errors import NotOffered, RigError
+from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.ranks.zygote import start_zygote
+from spec_tests.target import parse
+
+SERVES = {
+    "ddp": ("ddp", ("ddp", "ddp_bucketed")),
+    "reducer": ("ddp", ("ddp_bucketed", "ddp")),
+    "fsdp": ("fsdp", ("fully_shard", "fsdp")),
+    "zero1": ("zero1", ("sharded_optimizer",)),
+}
+"""The chapter and the functions that a module serves, by a part of its name."""
+
+
+def told_by(mutant: Mutant, *, seconds: float, clauses: bool) -> str:
+    """Return what rejects a mutant: a seed, a row or a clause, or nothing."""
+    chapter, subjects = next(v for k, v in SERVES.items() if k in mutant.module.split("."))
+    worlds, deadline = Worlds(max_pools=2), time.monotonic() + seconds
+    target = parse(f"impostor:{mutant.id}")
+    try:
+        for kind, subject, size, level, line in _situations(subjects):
+            if time.monotonic() > deadline:
+                break
+            try:
+                with judge.judging(Situation()):
+                    looks = level == LEVELS[-1]
+                    law.same_as_alone(worlds.world(size, target), subject, line, looks=looks)
+            except NotOffered:
+                continue
+            except RigError:
+                return "load: it is not imported"
+            except FAILURES:
+                return f"{kind}: {subject} on {size}: {line}"
+    finally:
+        worlds.close()
+    return _told_by_clause(mutant, chapter) if clauses else ""
+
+
+def _situations(subjects: Sequence[str]) -> Iterator[tuple[str, str, int, str, str]]:
+    """Yield seeds, then rows: kind, function, number of ranks, level, line."""
+    for seed in seeds.load():
+        if seed.judges in subjects:
+            yield "seed", seed.judges, seed.size, seed.level, seed.line
+    for level in ("correct", "production"):
+        for subject in subjects:
+            for size in (2, 3):
+                for number, row in enumerate(draw.covering(subject, size, level)[::2]):
+                    chance = random.Random(f"{subject} {size} {level} {number}")
+                    program = draw.programs(row, subject, size, level, chance)
+                    yield "row", subject, size, level, law.written(row, program)
+
+
+def _told_by_clause(mutant: Mutant, chapter: str) -> str:
+    command = [sys.executable, "-m", "spec_tests", "--impl", f"impostor:{mutant.id}"]
+    command += ["--clause", f"{chapter}.[!p]*", "--level", "production", "-x"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = [
+        line for line in ended.stdout.splitlines() if line.startswith(("failed: [", "died: ["))
+    ]
+    return f"clause: {found[0].split('[')[1].partition(']')[0]}" if found else ""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Judge mutants as the arguments say; return 1 if one survives."""
+    parser = argparse.ArgumentParser(prog="python -m spec_tests mutants", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--of", required=True, help="a module, such as solution.parallel.ddp")
+    parser.add_argument("--count", type=int, default=20, help="how many (20)")
+    parser.add_argument("--seed", type=int, default=0, help="another seed takes others")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for the situations of one")
+    parser.add_argument("--clauses", action="store_true", help="let clauses judge what survives")
+    options = parser.parse_args(argv)
+    try:
+        every = of(options.of)
+    except (ValueError, ImportError) as error:
+        parser.error(str(error))
+    if not any(part in SERVES for part in options.of.split(".")):
+        parser.error(f"expected a module of {', '.join(SERVES)}, got {options.of}")
+    start_zygote()
+    chosen = random.Random(options.seed).sample(every, min(options.count, len(every)))
+    kinds: Counter[str] = Counter()
+    for mutant in chosen:
+        said = told_by(mutant, seconds=options.seconds, clauses=options.clauses)
+        kinds[said.partition(":")[0] or "survives"] += 1
+        print(f"{mutant.id}  {said or mutant.difference()}", flush=True)
+    counted = ", ".join(f"{kind} {number}" for kind, number in kinds.most_common())
+    print(f"{len(chosen)} of {len(every)} mutants of {options.of}: {counted}")
+    return int(kinds["survives"] > 0)
