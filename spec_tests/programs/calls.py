@@ -115,6 +115,12 @@ class Verb:
         often: how often it is drawn, beside the others.
         refusable: functions that may refuse it with an error.
         later: functions that promise it at level "production" alone.
+        sends: whether it may send more than gathers that a later pass then need not send.
+        reduces: copies of the trained gradients that it may reduce, one for each forward or
+            backward; None where that is not said.
+        ends: the pass that it ends, "backward" or "forward"; "open" where it is open which
+            parameters are shown in full afterwards.
+        records: whether it has a forward that records a graph.
     """
 
     takes: str = ""
@@ -125,6 +131,10 @@ class Verb:
     often: int = 1
     refusable: tuple[str, ...] = ()
     later: tuple[str, ...] = ()
+    sends: bool = True
+    reduces: int | None = None
+    ends: str = ""
+    records: bool = False
 
 
 def _is_whole(s: State) -> bool:
@@ -159,32 +169,85 @@ def _cleared(s: State) -> State:
 
 
 VERBS: dict[str, Verb] = {
-    "backward": Verb("micro", _is_whole, _adds(1), often=4),
-    "both": Verb("micro micro", _is_whole, _adds(2)),
-    "twice": Verb("micro", _is_whole, _adds(2), refusable=REPLICAS + SHARDS + WHOLE),
-    "several": Verb("micro micro", _is_whole, _adds(2), of=REPLICAS, refusable=REPLICAS),
-    "accumulate": Verb("micro", _is_whole, _adds(1, is_open=True), of=REPLICAS + SHARDS, often=2),
-    "locally": Verb(
-        "micro", _is_whole, _adds(1, is_open=True), of=WHOLE, level="production", refusable=WHOLE
+    "backward": Verb(
+        "micro", _is_whole, _adds(1), often=4, reduces=1, ends="backward", records=True
     ),
-    "nested": Verb("micro micro", _is_whole, _adds(2, is_open=True), of=REPLICAS),
-    "early": Verb("micro", _is_whole, _adds(1, is_open=True), of=SHARDS, level="production"),
+    "both": Verb("micro micro", _is_whole, _adds(2), reduces=2, ends="backward", records=True),
+    "twice": Verb(
+        "micro",
+        _is_whole,
+        _adds(2),
+        refusable=REPLICAS + SHARDS + WHOLE,
+        reduces=2,
+        ends="backward",
+        records=True,
+    ),
+    "several": Verb(
+        "micro micro", _is_whole, _adds(2), of=REPLICAS, refusable=REPLICAS, reduces=2, records=True
+    ),
+    "accumulate": Verb(
+        "micro",
+        _is_whole,
+        _adds(1, is_open=True),
+        of=REPLICAS + SHARDS,
+        often=2,
+        reduces=0,
+        ends="backward",
+        records=True,
+    ),
+    "locally": Verb(
+        "micro",
+        _is_whole,
+        _adds(1, is_open=True),
+        of=WHOLE,
+        level="production",
+        refusable=WHOLE,
+        reduces=0,
+    ),
+    "nested": Verb(
+        "micro micro", _is_whole, _adds(2, is_open=True), of=REPLICAS, reduces=0, records=True
+    ),
+    "early": Verb(
+        "micro", _is_whole, _adds(1, is_open=True), of=SHARDS, level="production", ends="open"
+    ),
     "leave": Verb("", _rests, of=REPLICAS + WHOLE, level="production", refusable=WHOLE),
-    "partly": Verb("micro", _is_whole, _adds(1, is_open=True), of=SHARDS, level="production"),
+    "partly": Verb(
+        "micro",
+        _is_whole,
+        _adds(1, is_open=True),
+        of=SHARDS,
+        level="production",
+        reduces=1,
+        ends="backward",
+        records=True,
+    ),
     "directly": Verb(
         "micro",
         lambda s: _rests(s) and s.is_reduced,
         _cleared,
         of=REPLICAS,
         level="production",
+        sends=False,
+        records=True,
     ),
     "outermost_waits": Verb(
-        "micro", _is_whole, _adds(1, is_open=True), of=SHARDS, level="production"
+        "micro", _is_whole, _adds(1, is_open=True), of=SHARDS, level="production", ends="backward"
     ),
     "forward": Verb(
-        "micro", lambda s: _is_whole(s) and not s.waits, _becomes(waits=True, is_left=False)
+        "micro",
+        lambda s: _is_whole(s) and not s.waits,
+        _becomes(waits=True, is_left=False),
+        reduces=0,
+        ends="forward",
     ),
-    "pending": Verb("", lambda s: s.waits and _is_whole(s), _adds(1, waits=False), often=4),
+    "pending": Verb(
+        "",
+        lambda s: s.waits and _is_whole(s),
+        _adds(1, waits=False),
+        often=4,
+        reduces=1,
+        ends="backward",
+    ),
     "resumed": Verb(
         "",
         lambda s: s.is_left and _is_whole(s),
@@ -192,18 +255,22 @@ VERBS: dict[str, Verb] = {
         of=SHARDS,
         level="production",
         often=4,
+        reduces=1,
+        ends="backward",
     ),
     # After an exception it ends a backward, or nothing is promised.
     "finish": Verb(
         "", lambda s: _rests(s) and (s.is_reduced or not s.may_refuse), of=REPLICAS + WHOLE
     ),
-    "step": Verb("", _rests, lambda s: replace(_cleared(s), is_zeroed=False), often=4),
-    "step_one": Verb("which", _rests, lambda s: replace(_cleared(s), is_zeroed=False)),
-    "zero_grad": Verb("how", then=_cleared, of=EVERY),
-    "evaluate": Verb("micro"),
-    "infer": Verb("micro"),
-    "record": Verb("micro", of=SHARDS),
-    "fails": Verb("micro layer", then=_becomes(may_refuse=True)),
+    "step": Verb("", _rests, lambda s: replace(_cleared(s), is_zeroed=False), often=4, sends=False),
+    "step_one": Verb("which", _rests, lambda s: replace(_cleared(s), is_zeroed=False), sends=False),
+    "zero_grad": Verb("how", then=_cleared, of=EVERY, sends=False),
+    "evaluate": Verb("micro", reduces=0, ends="forward"),
+    "infer": Verb("micro", ends="forward"),
+    "record": Verb("micro", of=SHARDS, reduces=0, ends="forward"),
+    "fails": Verb(
+        "micro layer", then=_becomes(may_refuse=True), reduces=0, ends="open", records=True
+    ),
     "fails_backward": Verb(
         "micro layer",
         _is_whole,
@@ -212,14 +279,20 @@ VERBS: dict[str, Verb] = {
         ),
         often=2,
         of=REPLICAS + SHARDS,  # of a whole model nothing is promised then
+        ends="open",
+        records=True,
     ),
-    "keep": Verb("flag", _rests, of=SHARDS),
-    "unshard": Verb("at_once", _rests, of=SHARDS),
-    "reshard": Verb("", _rests, of=SHARDS),
-    "wait": Verb("", _rests, of=SHARDS, level="production"),
-    "write": Verb("where", _rests, of=EVERY),
-    "freeze": Verb("number", _rests, of=SHARDS + WHOLE + OPTIMIZER, refusable=WHOLE, later=WHOLE),
-    "thaw": Verb("number", _rests, of=SHARDS + WHOLE + OPTIMIZER, refusable=WHOLE, later=WHOLE),
+    "keep": Verb("flag", _rests, of=SHARDS, sends=False),
+    "unshard": Verb("at_once", _rests, of=SHARDS, ends="open"),
+    "reshard": Verb("", _rests, of=SHARDS, sends=False),
+    "wait": Verb("", _rests, of=SHARDS, level="production", sends=False),
+    "write": Verb("where", _rests, of=EVERY, sends=False),
+    "freeze": Verb(
+        "number", _rests, of=SHARDS + WHOLE + OPTIMIZER, refusable=WHOLE, later=WHOLE, sends=False
+    ),
+    "thaw": Verb(
+        "number", _rests, of=SHARDS + WHOLE + OPTIMIZER, refusable=WHOLE, later=WHOLE, sends=False
+    ),
     "save": Verb("", _rests, _becomes(is_saved=True), of=REPLICAS + SHARDS + OPTIMIZER),
     "load": Verb(
         "assigns", lambda s: _rests(s) and s.is_saved, _cleared, of=REPLICAS + SHARDS + OPTIMIZER
@@ -263,21 +336,6 @@ WORDS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
     "rank": dict.fromkeys(("0", "1"), (EVERY, "correct")),
 }
 """The words that a call may take, by kind."""
-
-
-FORWARDS = (
-    "backward",
-    "both",
-    "twice",
-    "several",
-    "accumulate",
-    "nested",
-    "partly",
-    "directly",
-    "fails",
-    "fails_backward",
-)
-"""Calls with a forward that records a graph."""
 
 
 def parsed(text: str) -> Program:
@@ -325,7 +383,7 @@ def next_state(state: State, call: Call, scene: Scene, subject: str, size: int) 
     # Ranks that use other branches are interrupted after other reductions.
     is_there = is_there and not (scene["toy"][2] and name == "fails_backward")
     # The contract of replicas is silent about a forward between a forward and its backward.
-    is_there = is_there and not (state.waits and subject in REPLICAS and name in FORWARDS)
+    is_there = is_there and not (state.waits and subject in REPLICAS and verb.records)
     # Outside of training steps it is open whether replicas take the first rank's buffers.
     is_there = is_there and not (
         scene["buffers"] and subject in REPLICAS and name in ("evaluate", "infer", "fails")
@@ -373,7 +431,7 @@ def _is_refusable(call: Call, state: State, found: State, subject: str) -> bool:
             call[0] == "both"
             or call == ("zero_grad", "zero")
             or (adds and (state.shares > 0 or state.is_zeroed))
-            or (state.waits and call[0] in FORWARDS)
+            or (state.waits and VERBS[call[0]].records)
         )
     if subject in SHARDS:  # backward-after-clear
         return call == ("zero_grad", "of-the-model") and state.waits

@@ -13,12 +13,10 @@ from typing import Any
 
 from spec_tests.laws import traffic
 from spec_tests.programs.alone import SEED, shape_of
-from spec_tests.programs.calls import Call, Program, after, spelled
+from spec_tests.programs.calls import VERBS, Call, Program, after, spelled
 from spec_tests.programs.on_ranks import OnRank
 from spec_tests.programs.scene import REPLICAS, SHARDS, STEPPED, Scene
 from spec_tests.programs.shown import (
-    BACKWARDS,
-    FORWARDS,
     SMALL,
     full_names,
     growth,
@@ -31,23 +29,6 @@ from spec_tests.rig.judge.oracle import parameters
 from spec_tests.rig.ranks.recorder import Kind, Log
 from spec_tests.rig.toys import TOYS
 
-LOCAL = (
-    *("step", "step_one", "zero_grad", "write", "freeze", "thaw", "keep", "reshard", "wait"),
-    "directly",
-)
-"""Calls that send nothing, but for gathers that a later pass then need not send."""
-UNREDUCED = ("accumulate", "nested", "locally", "evaluate", "record", "forward", "fails")
-"""Calls that reduce nothing."""
-COPIES = {
-    "backward": 1,
-    "pending": 1,
-    "resumed": 1,
-    "partly": 1,
-    "both": 2,
-    "several": 2,
-    "twice": 2,
-}
-"""Copies of the trained gradients that a call may reduce: one for each forward or backward."""
 CALLED = {"reused": 2, "tied": 2, "reordered": 2}
 """How often a forward of a toy may call a layer."""
 FLAG = 4
@@ -142,44 +123,51 @@ def judge_calls(
             return  # after an exception what was sent is settled some time
         if any(earlier[0] == "early" for earlier in program[:number]):
             return  # what it sends may go on in any later call
-        for rank, seen in enumerate(ranks):
-            judge.holds(
-                not seen[number]["records"],
-                f"rank {rank}, {' '.join(call)!r}: expected an output without a graph, got one",
-                likely="gradients are switched on, whatever the caller has switched off",
-            )
-            judge.holds(
-                call[0] != "another_lives" or seen[number].get("grown", 0) <= SMALL,
-                f"rank {rank}, the second {' '.join(call)!r}: expected no more memory than before "
-                f"it, got {seen[number].get('grown')} bytes more",
-                likely="a model that was dropped is kept by what was wrapped around it",
-            )
-            if "gathers" in seen[number] and not _is_alone(rank, scene):
+        for rank, calls in enumerate(ranks):
+            seen, what = calls[number], f"rank {rank}, {' '.join(call)!r}"
+            _judge_left(seen, call[0], what)
+            if "gathers" in seen and not _is_alone(rank, scene):
                 one = due(scene, subject, size, rank, state.frozen)
-                what = f"rank {rank}, {' '.join(call)!r}"
                 copy = one["in a replica" if call[0] == "partly" else "gradients"]
-                _judge_reduced(seen[number], copy, call[0], what, subject, toy)
+                _judge_reduced(seen, copy, call[0], what, subject, toy)
                 most = most_gathered(program[:number], call, scene, one["weights"])
                 judge.holds(
-                    most is None or seen[number]["bytes gathered"] <= most,
+                    most is None or seen["bytes gathered"] <= most,
                     f"{what}: expected at most {most} bytes to be gathered after "
-                    f"{spelled(program[:number])!r}, got {seen[number]['bytes gathered']}",
+                    f"{spelled(program[:number])!r}, got {seen['bytes gathered']}",
                     likely="full weights were freed that a setting or a call keeps",
                 )
+
+
+def _judge_left(seen: dict[str, Any], name: str, what: str) -> None:
+    """An evaluation may leave no graph, and a second model that is dropped no memory."""
+    __tracebackhide__ = True
+    judge.holds(
+        not seen["records"],
+        f"{what}: expected an output without a graph, got one",
+        likely="gradients are switched on, whatever the caller has switched off",
+    )
+    judge.holds(
+        name != "another_lives" or seen.get("grown", 0) <= SMALL,
+        f"{what} once more: expected no more memory than before it, got {seen.get('grown')} bytes "
+        "more",
+        likely="a model that was dropped is kept by what was wrapped around it",
+    )
 
 
 def _judge_reduced(
     sent: dict[str, Any], copy: int, name: str, what: str, subject: str, toy: str
 ) -> None:
     __tracebackhide__ = True
-    if name in LOCAL or (name in ("accumulate", "nested") and subject in REPLICAS):
+    verb = VERBS[name]
+    if not verb.sends or (name in ("accumulate", "nested") and subject in REPLICAS):
         judge.holds(
             not sent["besides"],
             f"{what}: expected nothing to be sent, got {', '.join(sent['besides'])}",
         )
-    allowed = copy * COPIES.get(name, 0) * CALLED.get(toy, 1)
+    allowed = copy * (verb.reduces or 0) * CALLED.get(toy, 1)
     judge.holds(
-        sent["bytes reduced"] <= allowed or name not in (*UNREDUCED, *COPIES),
+        verb.reduces is None or sent["bytes reduced"] <= allowed,
         f"{what}: expected at most {allowed} bytes of gradients to be reduced, got "
         f"{sent['bytes reduced']}",
         likely="gradients that are frozen, wide, or not to be reduced yet are sent",
@@ -202,7 +190,7 @@ def most_gathered(before: Program, call: Call, scene: Scene, copy: int) -> int |
         return None
     if name in ("evaluate", "infer") or scene.is_held:
         return 0
-    return copy * COPIES.get(name, 1)  # what a forward frees its backward gathers
+    return copy * (VERBS[name].reduces or 1)  # what a forward frees its backward gathers
 
 
 def _is_kept(program: Program, scene: Scene) -> bool:
@@ -211,9 +199,9 @@ def _is_kept(program: Program, scene: Scene) -> bool:
     for call in program:
         if call[0] == "keep":
             is_set, is_kept = call[1] == "True", False
-        elif call[0] in BACKWARDS:
+        elif VERBS[call[0]].ends == "backward":
             is_kept = is_set
-        elif call[0] in FORWARDS:
+        elif VERBS[call[0]].ends == "forward":
             is_kept = is_kept and scene.is_held
         else:
             is_kept = is_kept and call[0] in ("zero_grad", "save", "finish")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spec_tests.programs.calls import Call, Program
+from spec_tests.programs.calls import VERBS, Call, Program
 from spec_tests.programs.pieces import Seen
 from spec_tests.programs.scene import STEPPED, Scene
 from spec_tests.programs.units import parameters_of_units
@@ -23,19 +23,6 @@ from spec_tests.rig import judge
 from spec_tests.rig.judge.oracle import parameters
 from spec_tests.rig.toys import TOYS
 
-BACKWARDS = (
-    "backward",
-    "both",
-    "twice",
-    "pending",
-    "resumed",
-    "accumulate",
-    "partly",
-    "outermost_waits",
-)
-FORWARDS = ("evaluate", "infer", "record", "forward")
-OPENING = ("unshard", "fails", "fails_backward", "early")
-"""Calls after which it is open what is shown."""
 SMALL = 512
 """Bytes: an output in float64, and what torch keeps by itself. Most toys have more weights."""
 
@@ -122,14 +109,14 @@ def _then(
     is_open: bool,
     frees: bool,
 ) -> frozenset[str]:
-    name = call[0]
-    if name == "reshard":
+    ends = VERBS[call[0]].ends
+    if call[0] == "reshard":
         return every
-    if name in OPENING:
+    if ends == "open":
         return frozenset()
-    if name in BACKWARDS:
+    if ends == "backward":
         return frozenset() if is_open else every
-    if name in FORWARDS:
+    if ends == "forward":
         return after_forward if frees else now & after_forward
     return now
 
