@@ -19,8 +19,12 @@ from the inside out. Do one of them, or both; delete the other.
         python -m spec_tests --impl THIS_FILE --clause 'fsdp.forward.[chlnu]*'
         python -m spec_tests --impl THIS_FILE --clause 'fsdp.forward.evaluation-*'
         python -m spec_tests --impl THIS_FILE --clause 'fsdp.forward.resharding-*'
-        python -m spec_tests --impl THIS_FILE --clause 'fsdp.backward.*' --clause 'fsdp.training.*'
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.training.*'
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.backward.[!f]*'
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.backward.f[!r]*'
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.backward.frozen-[!w]*'
     4. Drop what was gathered, and gather anew whatever was updated.
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.backward.frozen-while-kept'
         python -m spec_tests --impl THIS_FILE --clause 'fsdp.refusals.*'
         python -m spec_tests --impl THIS_FILE --clause 'fsdp.footprint.*'
         python -m spec_tests --impl THIS_FILE --clause 'fsdp.lifecycle.*'

@@ -160,7 +160,7 @@ class StepsUnderNoGrad(PlainZero1):
     step = torch.no_grad()(PlainZero1.step)
 
 
-@near_miss("zero1.options-before-the-closure", rejected_by="zero1.step.closure")
+@near_miss("zero1.options-before-the-closure", rejected_by="zero1.groups.rate-set-by-closure")
 class OptionsBeforeTheClosure(PlainZero1):
     """Hands options to the inner optimizer, and then lets it evaluate the closure.
 
