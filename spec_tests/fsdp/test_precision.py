@@ -234,8 +234,7 @@ def tagged(ctx, subject, tags, reduce_dtype, cells, param_dtype=HALF):
     for micro, tag in enumerate(tags):
         if tags[1:]:
             model.set_requires_gradient_sync(micro == len(tags) - 1)
-        number = cells[ctx.rank] * tag
-        model(torch.tensor(float(number), device=ctx.device)).backward()
+        model(torch.tensor(float(cells[ctx.rank] * tag), device=ctx.device)).backward()
     gradient = next(iter(model.parameters())).grad
     return {"gradient": gradient.full_tensor().float()}
 

@@ -21,7 +21,8 @@ from the inside out. Do one of them, or both; delete the other.
         python -m spec_tests --impl THIS_FILE --clause 'fsdp.forward.resharding-*'
         python -m spec_tests --impl THIS_FILE --clause 'fsdp.training.*'
         python -m spec_tests --impl THIS_FILE --clause 'fsdp.backward.[!f]*'
-        python -m spec_tests --impl THIS_FILE --clause 'fsdp.backward.f[!r]*'
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.backward.finish-*'
+        python -m spec_tests --impl THIS_FILE --clause 'fsdp.backward.forwards-*'
         python -m spec_tests --impl THIS_FILE --clause 'fsdp.backward.frozen-[!w]*'
     4. Drop what was gathered, and gather anew whatever was updated.
         python -m spec_tests --impl THIS_FILE --clause 'fsdp.backward.frozen-while-kept'

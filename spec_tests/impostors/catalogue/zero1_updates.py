@@ -137,24 +137,6 @@ class RefusesToOwnNothing(PlainZero1):
         return super().update(closure)
 
 
-@near_miss("zero1.idle-for-ever", rejected_by="zero1.groups.added-to-an-idle-rank")
-class IdleForEver(PlainZero1):
-    """Builds its inner optimizer where it owns something at first, and elsewhere never.
-
-    From: `self.inner = None` on a rank without parameters, and `if self.inner` in `step`.
-    Unseen: With fewer ranks than parameters every rank owns one from the beginning.
-    """
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.is_idle = not any(group["params"] for group in self.inner.param_groups)
-
-    def update(self, closure):
-        if self.is_idle:
-            return None if closure is None else closure()
-        return super().update(closure)
-
-
 @near_miss("zero1.drops-closure", rejected_by="zero1.step.closure")
 class DropsClosure(PlainZero1):
     """Evaluates the closure after the update.
