@@ -143,14 +143,20 @@ def test_float32_gradients_have_its_range(world, subject, upstream):
     "flash-attn issues 889 and 1137: returned, and its gradient silently zero",
 )
 @pytest.mark.parametrize("mask", MASKS)
-def test_the_lse_is_differentiable_or_says_that_it_is_not(world, subject, mask):
+@pytest.mark.parametrize("heads", ["2-2", "4-2"])
+def test_the_lse_is_differentiable_or_says_that_it_is_not(world, subject, mask, heads):
     """A log-sum-exp that requires grad MUST pass its gradient on to q and k.
 
     Marked non-differentiable it is right as well. What is wrong is to look differentiable and to
-    drop the gradient: a z-loss that trains nothing.
+    drop the gradient: a z-loss that trains nothing. Heads that share keys are judged where their
+    gradients are right without it.
     """
-    problem = RAGGED.but(causal=mask == "causal", lse_gradient=True, seq_q=40, heads=4, kv_heads=2)
+    num_heads, kv_heads = map(int, heads.split("-"))
+    problem = RAGGED.but(causal=mask == "causal", seq_q=40, heads=num_heads, kv_heads=kv_heads)
     problem = fitting(world, subject, problem)
+    if num_heads != kv_heads:
+        require_right(world, subject, problem)
+    problem = problem.but(lse_gradient=True)
     is_differentiable = observe(world, subject, lse_requires_grad, problem)
     seen = observe(world, subject, bodies.gradients, problem)
 

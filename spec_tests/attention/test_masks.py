@@ -78,7 +78,7 @@ def without_the_flag(ctx, subject, problem):
 )
 def test_no_mask_is_applied_unless_one_asks(world, subject):
     """Without `causal` the output MUST be that of a call with `causal=False`."""
-    require_right(world, subject, AS_THE_EXERCISE)
+    require_right(world, subject, AS_THE_EXERCISE, is_differentiated=False)
     seen = observe(world, subject, without_the_flag, AS_THE_EXERCISE)
     rules.close(seen, AS_THE_EXERCISE, tf32=is_tf32(world, subject))
 

@@ -19,6 +19,7 @@ from torch import nn
 from spec_tests.laws import wrapped
 from spec_tests.laws.traffic import REDUCTIONS
 from spec_tests.laws.wrapped import SEED as SEED  # the chapter takes it from here
+from spec_tests.programs.units import having as having
 from spec_tests.programs.units import units_of as units_of
 from spec_tests.rig import judge
 from spec_tests.rig.judge.oracle import Gradients, Named
@@ -149,6 +150,7 @@ class Sharded(wrapped.WrappedToy):
             self.module.get_parameter(name).requires_grad_(False)
         self.wrapped: Any = self.wrap(units, **options)
         self.held: list[Any] = list(self.wrapped.parameters())
+        self.reduces, self.keeps = True, False
         # foreach, the default on a GPU, takes no plain tensors beside DTensors.
         self.optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=RATE, foreach=False)
 
@@ -171,12 +173,16 @@ class Sharded(wrapped.WrappedToy):
         self.synchronise(True)
 
     def synchronise(self, flag: bool) -> None:
-        """Whether the next backward reduces."""
-        self.wrapped.set_requires_gradient_sync(flag)
+        """Whether the next backward reduces; nothing is called where that is so already."""
+        if flag != self.reduces:
+            self.wrapped.set_requires_gradient_sync(flag)
+        self.reduces = flag
 
     def keep(self, flag: bool) -> None:
-        """Whether full weights stay after a backward."""
-        self.wrapped.set_reshard_after_backward(not flag)
+        """Whether full weights stay after a backward, likewise."""
+        if flag != self.keeps:
+            self.wrapped.set_reshard_after_backward(not flag)
+        self.keeps = flag
 
     def foreach(self) -> None:
         """Have an optimizer that writes to many tensors in one call."""
@@ -188,12 +194,8 @@ class Sharded(wrapped.WrappedToy):
 
     def unshard_all(self, **options: Any) -> None:
         """Gather every unit by hand."""
-        for part in self.units("unshard"):
+        for part in having(self.module, "unshard"):
             part.unshard(**options)
-
-    def units(self, method: str) -> list[Any]:
-        """Every module that has `method`; the outermost, which then lacks it, if none has."""
-        return [part for part in self.module.modules() if hasattr(part, method)] or [self.module]
 
     def interrupted(self, layer: str, micro: int) -> torch.Tensor:
         """The loss of a micro-batch whose backward raises AttributeError at that layer's output."""

@@ -140,8 +140,7 @@ PARTS: dict[str, Any] = {"rows": None, "not-neighbours": [0, 2], "not-from-zero"
 
 def on_a_mesh(ctx, subject, seed, shape):
     """Gradients on a mesh of two dimensions, or on the part of it that this rank is in."""
-    names = ("replicate", "shard")
-    mesh = ctx.mesh((2, 2), names)
+    mesh = ctx.mesh((2, 2), ("replicate", "shard"))
     part = PARTS.get(shape)
     if part is not None:
         mesh = torch.distributed.DeviceMesh(ctx.device.type, part)  # by all ranks
@@ -149,7 +148,7 @@ def on_a_mesh(ctx, subject, seed, shape):
             return {}
     options: dict[str, Any] = {"mesh": mesh["shard"] if shape == "rows" else mesh}
     sharded = Sharded(ctx, subject, "stack", seed, **options)
-    return sharded.gradients_after("accumulate 1, backward 0")
+    return sharded.gradients_after("backward 1, backward 0")
 
 
 @clause(
@@ -196,7 +195,7 @@ def on_a_flat_mesh(ctx, subject, shape):
     mesh = ctx.mesh(shape, names)
     sharded = Sharded(ctx, subject, "stack", mesh=mesh)
     described = {name: about(p) for name, p in sharded.shards().items()}
-    return described, sharded.gradients_after("accumulate 1, backward 0")
+    return described, sharded.gradients_after("backward 1, backward 0")
 
 
 @clause(
@@ -377,7 +376,7 @@ def test_attributes_of_the_model_stay_its_own(world, subject, kind):
     judge.equal(ranks, [], quantity="names that mean something else afterwards")
 
 
-def told(ctx, subject, seed):
+def told(ctx, subject, seed, first):
     """How often each parameter's hook was called by the end of a window, and what it then saw."""
     sharded = Sharded(ctx, subject, "stack", seed)
     calls: dict[str, int] = {}
@@ -392,8 +391,8 @@ def told(ctx, subject, seed):
 
     for name, parameter in sharded.module.named_parameters():
         parameter.register_post_accumulate_grad_hook(hook_of(name))
-    sharded.accumulate(0)
-    early = sorted(calls)
+    sharded.follow(f"{first} 0")
+    early = sorted(calls) if first == "accumulate" else []
     sharded.follow("backward 1, backward 2")
     return {"early": early, "calls": calls, "gradients": gradients}
 
@@ -403,20 +402,21 @@ def told(ctx, subject, seed):
     source="contract: as-pytorch; register_post_accumulate_grad_hook; test_fully_shard_autograd",
     level="production",
 )
-def test_a_hook_that_waits_for_a_gradient_is_called_with_it(world, subject):
+@pytest.mark.parametrize("first", ["accumulate", "backward"], ids=["unreduced", "reduced"])
+def test_a_hook_that_waits_for_a_gradient_is_called_with_it(world, subject, first):
     """A post-accumulate hook MUST be called once per reduction, when `.grad` is the mean.
 
     An optimizer that steps in such hooks trains nothing otherwise, and nobody tells.
     """
-    ranks = world.run(told, subject, 7)
+    ranks = world.run(told, subject, 7, first)
 
     judge.equal([rank["early"] for rank in ranks], [], quantity="called before the reduction:")
-    names = ranks[0]["calls"]
+    names, right = ranks[0]["calls"], 2 if first == "accumulate" else 3
     for rank, seen in enumerate(ranks):
-        often = {name: number for name, number in seen["calls"].items() if number != 2}
+        often = {name: number for name, number in seen["calls"].items() if number != right}
         judge.holds(
             bool(seen["calls"]) and not often,
-            f"rank {rank}: expected two calls for each parameter, got {often or 'none at all'}",
+            f"rank {rank}: expected {right} calls for each parameter, got {often or 'none at all'}",
             likely="the sharded parameter is no leaf of the graph: who reduces must call its hooks",
         )
     gradients = [rank["gradients"] for rank in ranks]

@@ -232,9 +232,9 @@ def tagged(ctx, subject, tags, reduce_dtype, cells, param_dtype=HALF):
     module = Tagged() if param_dtype else Tagged().to(HALF)
     model = in_half(ctx, subject, module, reduce_dtype=reduce_dtype, param_dtype=param_dtype)
     for micro, tag in enumerate(tags):
-        model.set_requires_gradient_sync(micro == len(tags) - 1)
-        number = cells[ctx.rank] * tag
-        model(torch.tensor(float(number), device=ctx.device)).backward()
+        if tags[1:]:
+            model.set_requires_gradient_sync(micro == len(tags) - 1)
+        model(torch.tensor(float(cells[ctx.rank] * tag), device=ctx.device)).backward()
     gradient = next(iter(model.parameters())).grad
     return {"gradient": gradient.full_tensor().float()}
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from spec_tests.clause import clauses
-from spec_tests.fsdp.sharded import FULLY_SHARD, SEED, Sharded, mean_gradients, numel
+from spec_tests.fsdp.sharded import FULLY_SHARD, SEED, Sharded, having, mean_gradients, numel
 from spec_tests.laws import equivalence, traffic
 from spec_tests.rig import judge
 
@@ -66,7 +66,7 @@ def over_replicas(ctx, subject, case):
         sent = 0
         for micro, flags in enumerate(uses):
             if case == "by-the-other-setter" and micro == 1:  # which switches both on
-                sharded.synchronise(True)
+                sharded.wrapped.set_requires_gradient_sync(True)
             else:
                 sharded.wrapped.set_requires_all_reduce(micro == 1)
             sent += traffic.reduced(traffic.together(*sharded.recorded(micro, **flags)))
@@ -132,7 +132,7 @@ def divided(ctx, subject, factor, mesh=None):
     if mesh is not None:
         options["mesh"] = ctx.mesh(mesh, names)
     sharded = Sharded(ctx, subject, "stack", **options)
-    for part in sharded.units("set_gradient_divide_factor"):
+    for part in having(sharded.module, "set_gradient_divide_factor"):
         part.set_gradient_divide_factor(factor)
         # In float32 FSDP2 leaves the factor to the backend, and gloo knows none.
         sums: Any = getattr(part, "set_force_sum_reduction_for_comms", None)

@@ -28,6 +28,7 @@ from spec_tests.programs.calls import (
 )
 from spec_tests.programs.scene import AXES, AXES_OF, AXIS_OF, OPTIMIZER, WHOLE, Scene, pairs
 from spec_tests.rig.outcomes import LEVELS
+from spec_tests.rig.ranks.errors import NotOffered
 from spec_tests.rig.ranks.world import World
 
 LONGEST = 24
@@ -178,9 +179,7 @@ def judge_part(world: World, subject: str, level: str, part: int, *, looks: bool
         for seed in seeds.load()
         if (seed.judges, seed.size, seed.level) == (subject, world.size, level)
     ]
-    for line in known[part::PARTS]:
-        if not is_avoided(line):
-            law.same_as_alone(world, subject, line, looks=looks)
+    lines = known[part::PARTS]
     # Looks and whole models take longest: of these a case takes half as many.
     every = 4 if looks or subject in WHOLE else 2
     first = every * part + every // 2 * (world.size > 2)
@@ -190,9 +189,21 @@ def judge_part(world: World, subject: str, level: str, part: int, *, looks: bool
             continue  # four ranks take longer: they try what fewer cannot build
         chance = random.Random(f"{subject} {world.size} {level} {part} {number}")
         program = programs(row, subject, world.size, level, chance, is_avoided)
-        line = law.written(row, program)
-        if not is_avoided(line):
+        lines.append(law.written(row, program))
+    _judge(world, subject, [line for line in lines if not is_avoided(line)], looks=looks)
+
+
+def _judge(world: World, subject: str, lines: Sequence[str], *, looks: bool = False) -> None:
+    """Judge these situations, those left out that need what is not offered, unless all do."""
+    __tracebackhide__ = True
+    lacking = []
+    for line in lines:
+        try:
             law.same_as_alone(world, subject, line, looks=looks)
+        except NotOffered as absent:
+            lacking.append(absent)
+    if lacking and len(lacking) == len(lines):
+        raise lacking[0]
 
 
 def judge_rows(world: World, subject: str, level: str, part: int, texts: Sequence[str]) -> None:
@@ -206,11 +217,12 @@ def judge_rows(world: World, subject: str, level: str, part: int, texts: Sequenc
     __tracebackhide__ = True
     is_avoided = declared.avoided(declared.of(world.target), subject)
     rows = [row for row in covering(subject, world.size, level) if not row.exists(subject, 2)]
+    lines = []
     for number in range(part, len(rows), PARTS):
         program = parsed(texts[number // PARTS % len(texts)])
-        line = law.written(rows[number], program)
-        if after(program, rows[number], subject, world.size) and not is_avoided(line):
-            law.same_as_alone(world, subject, line)
+        if after(program, rows[number], subject, world.size):
+            lines.append(law.written(rows[number], program))
+    _judge(world, subject, [line for line in lines if not is_avoided(line)])
 
 
 def smaller(scene: Scene, program: Program) -> Iterator[tuple[Scene, Program]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from torch import nn
 
@@ -43,3 +44,11 @@ def _can_be_unit(module: nn.Module, part: nn.Module) -> bool:
     own = Counter(id(p) for m in part.modules() for p in m._parameters.values() if p is not None)
     is_container = isinstance(part, nn.ModuleList | nn.ModuleDict)
     return bool(own) and not is_container and all(uses[key] == n for key, n in own.items())
+
+
+def having(module: nn.Module, method: str) -> list[Any]:
+    """Return the modules inside that have `method`; `module` itself, which lacks it, if none has.
+
+    A method that a sharded module may lack is then asked for, and not offered.
+    """
+    return [part for part in module.modules() if hasattr(part, method)] or [module]

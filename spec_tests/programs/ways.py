@@ -13,7 +13,7 @@ from torch import nn
 from spec_tests.programs.alone import shape_of
 from spec_tests.programs.on_ranks import OnRank, copy_of
 from spec_tests.programs.pieces import exact
-from spec_tests.programs.units import lists_of, parameters_of_units
+from spec_tests.programs.units import having, lists_of, parameters_of_units
 from spec_tests.rig.judge.oracle import Gradients, Named
 
 
@@ -104,12 +104,11 @@ class Shards(OnRank):
         return self.module
 
     def _divide(self) -> None:
-        for part in self.module.modules():
-            if hasattr(part, "set_gradient_divide_factor"):
-                part.set_gradient_divide_factor(self.scene["divisor"])  # type: ignore[operator]  # a method
+        for part in having(self.module, "set_gradient_divide_factor"):
+            part.set_gradient_divide_factor(self.scene["divisor"])
             # In float32 FSDP2 leaves the factor to the backend, and gloo knows none.
             if hasattr(part, "set_force_sum_reduction_for_comms"):
-                part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # a method
+                part.set_force_sum_reduction_for_comms(True)
 
     def _hint(self, parts: Sequence[Any]) -> None:
         """Name the next unit, unless the setters refuse that: no later call may."""
@@ -164,11 +163,7 @@ class Shards(OnRank):
 
     def unshard(self, at_once: str) -> Named | None:
         options = {} if at_once == "now" else {"async_op": True}
-        self.handles = [
-            part.unshard(**options)  # type: ignore[operator]  # a method
-            for part in self.module.modules()
-            if hasattr(part, "unshard")
-        ]
+        self.handles = [part.unshard(**options) for part in having(self.module, "unshard")]
         if at_once != "now":
             return None
         return {name: copy_of(p) for name, p in self.module.named_parameters()}
@@ -180,14 +175,15 @@ class Shards(OnRank):
         self.handles = []
 
     def reshard(self) -> None:
-        for part in self.module.modules():
-            if hasattr(part, "reshard"):
-                part.reshard()  # type: ignore[operator]  # a method
+        for part in having(self.module, "reshard"):
+            part.reshard()
 
     def rest(self) -> None:
         super().rest()
-        self.keep("False")
-        self.reshard()
+        if hasattr(self.wrapped, "set_reshard_after_backward"):
+            self.keep("False")
+        if hasattr(self.wrapped, "reshard"):
+            self.reshard()
 
 
 WAYS: dict[str, type[OnRank]] = {

@@ -5,6 +5,7 @@ And right code that is unusual passes.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from spec_tests.contract import FUNCTIONS, OPTIONAL_METHODS
 from spec_tests.data import test_state
 from spec_tests.ddp import test_lifecycle
 from spec_tests.ledger import load_all
+from spec_tests.programs import draw, law
 from spec_tests.rig.outcomes import SILENT, Outcome
+from spec_tests.rig.ranks.errors import NotOffered
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig_tests.helpers import clauses, judged
 
@@ -146,6 +149,57 @@ def test_a_method_that_an_object_may_lack_is_not_offered(
     says = [re.search(r"not offered: \w+\.\w+\(\)|no \w+\(\)", m) for m in lacking.values()]
     assert any(says)
     assert all(says) or chapter == "trainer"
+
+
+@pytest.mark.parametrize(
+    ("clause", "case", "method"),
+    [
+        ("fsdp.traffic.copies-per-step", {}, "set_requires_gradient_sync"),
+        ("fsdp.traffic.copies-per-step", {}, "set_reshard_after_backward"),
+        ("fsdp.lifecycle.hybrid-of-one", {}, "set_requires_gradient_sync"),
+        (
+            "fsdp.backward.post-accumulate-hooks",
+            {"first": "backward"},
+            "set_requires_gradient_sync",
+        ),
+        ("fsdp.precision.reduces-in-its-dtype", {}, "set_requires_gradient_sync"),
+    ],
+)
+def test_a_clause_that_does_not_speak_of_an_absent_method_is_judged(
+    worlds: Worlds, mine, clause: str, case: dict[str, str], method: str
+):
+    test = next(each for each in load_all() if each.id == clause)
+    which = mine(WITHOUT_METHODS.format(name="fully_shard", methods=(method,)))
+    chosen = next(
+        c for c in test.cases() if {"subject": "fully_shard", **case}.items() <= c.items()
+    )
+    found = judged(which, worlds, test, chosen)
+    assert found.outcome is Outcome.PASSED, found.message
+
+
+def test_a_setting_of_a_scene_that_is_absent_is_not_offered(worlds: Worlds, mine):
+    methods = ("set_gradient_divide_factor",)
+    which = mine(WITHOUT_METHODS.format(name="fully_shard", methods=methods))
+    with pytest.raises(NotOffered, match="set_gradient_divide_factor"):
+        law.same_as_alone(worlds.world(2, which), "fully_shard", "by-four: backward 0")
+
+
+@pytest.mark.parametrize("needed", ["keep", ""], ids=["by some", "by all"])
+def test_drawn_situations_that_need_an_absent_method_hide_no_others(
+    worlds: Worlds, monkeypatch: pytest.MonkeyPatch, needed: str
+):
+    judged_lines = []
+
+    def same_as_alone(world, subject, line, *, looks):
+        if needed in line:
+            raise NotOffered("no set_reshard_after_backward()")
+        judged_lines.append(line)
+
+    monkeypatch.setattr(law, "same_as_alone", same_as_alone)
+    world = worlds.world(2, target.parse("plain"))
+    with contextlib.nullcontext() if needed else pytest.raises(NotOffered):
+        draw.judge_part(world, "fully_shard", "correct", 0)
+    assert bool(judged_lines) == bool(needed)
 
 
 @pytest.mark.parametrize(

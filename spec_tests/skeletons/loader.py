@@ -6,9 +6,9 @@ interrupted.
 
 Do one task after the other; the clauses of a task say when it is done:
 
-    1. Read shards: header, checks, tokens.
+    1. Read shards as the only rank: headers, then batches of sequences.
         python -m spec_tests --impl THIS_FILE --clause 'data.format.*'
-    2. Cut sequences, put them in order, give every rank its own.
+    2. Give every rank its own sequences, in one global order.
         python -m spec_tests --impl THIS_FILE --clause 'data.partition.*'
     3. Refuse what cannot be right, at once and by name.
         python -m spec_tests --impl THIS_FILE --clause 'data.refusal.*'
@@ -48,13 +48,14 @@ def token_loader(
     Task 1:
       a. A shard is 256 little-endian int32 words (20240520, 1, number of tokens, zeros), then that
          many uint16 tokens, and the file ends. Anything else is a ValueError at construction.
-    Task 2:
-      a. With T the sequence length, sequence k of a shard has inputs `tokens[kT : (k+1)T]`, and
+      b. With T the sequence length, sequence k of a shard has inputs `tokens[kT : (k+1)T]`, and
          as targets the same, shifted by one: so it needs one token more, of the same shard.
-      b. Shards follow each other in the caller's order. With W ranks and B sequences a batch, batch
-         i of rank r has the sequences `iWB + rB` to `iWB + rB + B`; what does not fill W*B is left.
-      c. One pass per `iter`; the next one begins anew. Tensors own their memory.
-      d. RANK and WORLD_SIZE count where the arguments are not given: both or neither.
+      c. A batch is the next B sequences, shard after shard in the caller's order; what does not
+         fill one is left. Tensors own their memory. One pass per `iter`; the next begins anew.
+    Task 2:
+      a. With W ranks, batch i of rank r has the sequences `iWB + rB` to `iWB + rB + B`; what does
+         not fill W*B is left.
+      b. RANK and WORLD_SIZE count where the arguments are not given: both or neither.
     Task 3: a ValueError names the argument or the file, what was expected and what came.
     Task 4: `state_dict()` counts the batches that were *yielded*; after `load_state_dict` the next
       `iter` goes on there, at another W with the same W*B as well.

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from spec_tests.rig import judge
 from spec_tests.rig.judge.tolerance import Tolerance, rounding
 from spec_tests.rig.ranks.rank import Context
 
@@ -236,11 +237,17 @@ class Trainee:
         return {name: p.detach().clone().cpu() for name, p in whole.items()}
 
 
+FIELDS = ("loss", "lr", "grad_norm", "tokens")
+
+
 def plain(record: Any) -> dict[str, float]:
-    """A record as a dict, whether it has keys or attributes, numbers or tensors."""
-    fields = ("loss", "lr", "grad_norm", "tokens")
-    get = record.__getitem__ if hasattr(record, "keys") else lambda name: getattr(record, name)
-    return {name: float(get(name)) for name in fields}
+    """A record as a dict, whether it has keys or attributes, numbers or tensors.
+
+    A field that it lacks is the matter of the clauses on records: see `field_of`.
+    """
+    has_keys = hasattr(record, "keys")
+    found: Any = record if has_keys else {n: getattr(record, n, None) for n in FIELDS}
+    return {n: float(found[n]) for n in FIELDS if n in found and found[n] is not None}
 
 
 def trained(ctx: Context, wrapper: str, job: Job) -> dict[str, Any]:
@@ -256,9 +263,23 @@ def trained(ctx: Context, wrapper: str, job: Job) -> dict[str, Any]:
     }
 
 
+def field_of(ranks: Sequence[dict[str, Any]], field: str) -> list[list[float]]:
+    """A field of all records, per rank; every record must have it."""
+    __tracebackhide__ = True
+    for number, rank in enumerate(ranks):
+        for step, record in enumerate(rank["records"], start=1):
+            judge.holds(
+                field in record,
+                f"rank {number}, step {step}: expected a record with {field!r}, got "
+                f"{', '.join(record) or 'none of ' + ', '.join(FIELDS)}",
+            )
+    return [[record[field] for record in rank["records"]] for rank in ranks]
+
+
 def series(ranks: Sequence[dict[str, Any]], field: str) -> list[dict[str, torch.Tensor]]:
     """A field of all records, per rank, as one tensor of that name."""
-    return [as_series(field, [record[field] for record in rank["records"]]) for rank in ranks]
+    __tracebackhide__ = True
+    return [as_series(field, numbers) for numbers in field_of(ranks, field)]
 
 
 def as_series(field: str, numbers: Sequence[float]) -> dict[str, torch.Tensor]:

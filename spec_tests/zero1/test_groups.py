@@ -21,13 +21,16 @@ from spec_tests.rig.toys import TOYS
 from spec_tests.zero1.runs import (
     SEED,
     Run,
+    all_in_one,
     alone,
     fitting,
+    in_ranks,
     like_unsharded,
     plain,
     same_as_unsharded,
     sharded,
 )
+from spec_tests.zero1.test_updates import two_parameters, with_closure
 
 clause = clauses(needs=("sharded_optimizer",), level="correct")
 GROUPS = "torch.optim: per-parameter options; pytorch issue 60284"
@@ -167,6 +170,35 @@ def test_a_group_that_is_added_later_trains_from_then_on(world):
     )
     script = (grows_with_a_rate, world.size)
     same_as_unsharded(world, *script, groups=groups, hints=[dropped], toy=toy)
+
+
+def gets_one_more(run):
+    """Weights of a run to which a group of one parameter is added after the first step."""
+    run.step(1)
+    run.optimizer.add_param_group({"params": list(run.parameters.values())[2:3], "lr": 0.5})
+    return run.steps(2, 3)
+
+
+@clause(
+    "zero1.groups.added-to-an-idle-rank",
+    source="contract: added-groups, any-parameters; "
+    "an inner optimizer is built where there is something to own, and never later",
+    worlds=(3, 4),
+)
+def test_a_rank_that_owned_nothing_updates_what_it_owns_later(world):
+    """A rank that owned nothing MUST update what it owns of a group that is added later."""
+    same_as_unsharded(world, gets_one_more, groups=two_parameters)
+
+
+@clause("zero1.groups.rate-set-by-closure", source="contract: closure-options; torch.optim")
+def test_a_rate_that_a_closure_sets_counts_in_its_step(world):
+    """A rate that the closure of a step sets MUST count in that step, and stay."""
+    options: dict[str, Any] = {"groups": all_in_one, "toy": fitting(world)}
+    ranks = world.run(in_ranks, with_closure, 0.5, **options)
+
+    late = Hint("with the rate from before the closure", alone(with_closure, **options)[0])
+    weights = [seen for seen, *_ in ranks]
+    like_unsharded(weights, lambda run: with_closure(run, 0.5)[0], hints=[late], **options)
 
 
 def halves(parameters):

@@ -118,7 +118,7 @@ class NeverReduces(PlainTrain):
         pass
 
 
-@near_miss("training.nan-for-nothing", rejected_by="training.gradient.nothing-to-learn-here")
+@near_miss("training.nan-for-nothing", rejected_by="training.records.loss")
 class NanForNothing(PlainTrain):
     """A micro-batch without a target makes the step NaN.
 

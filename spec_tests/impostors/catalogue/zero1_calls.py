@@ -142,6 +142,36 @@ class StepsUnderNoGrad(PlainZero1):
     step = torch.no_grad()(PlainZero1.step)
 
 
+@near_miss("zero1.idle-for-ever", rejected_by="zero1.groups.added-to-an-idle-rank")
+class IdleForEver(PlainZero1):
+    """Builds its inner optimizer where it owns something at first, and elsewhere never.
+
+    From: `self.inner = None` on a rank without parameters, and `if self.inner` in `step`.
+    Unseen: With fewer ranks than parameters every rank owns one from the beginning.
+    """
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.is_idle = not any(group["params"] for group in self.inner.param_groups)
+
+    def update(self, closure):
+        if self.is_idle:
+            return None if closure is None else closure()
+        return super().update(closure)
+
+
+@near_miss("zero1.options-before-the-closure", rejected_by="zero1.groups.rate-set-by-closure")
+class OptionsBeforeTheClosure(PlainZero1):
+    """Hands options to the inner optimizer, and then lets it evaluate the closure.
+
+    From: ours, once, and ZeroRedundancyOptimizer.
+    Unseen: Rates are set between steps, by a scheduler.
+    """
+
+    def update(self, closure):
+        return super().update(None) if closure is None else self.inner.step(closure)
+
+
 @near_miss(
     "zero1.leaves-without-gradients",
     rejected_by="zero1.step.skips-absent-gradients",

@@ -3,8 +3,7 @@
 Expected: the weights after the step, -0.5, and the rate, 0.5, as torch.optim.SGD gives them
 Got: -1 and 1
 Versions: torch 2.13.0, checked 2026-11-26
-Clause: zero1.step.closure
-Case: *-sets-the-rate
+Clause: zero1.groups.rate-set-by-closure
 See: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/optim/zero_redundancy_optimizer.py
 """
 
