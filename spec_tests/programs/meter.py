@@ -40,7 +40,7 @@ SERVES = {
 def told_by(mutant: Mutant, *, seconds: float, clauses: bool) -> str:
     """Return what rejects a mutant: a seed, a row or a clause, or nothing."""
     chapter, subjects = next(v for k, v in SERVES.items() if k in mutant.module.split("."))
-    worlds, deadline = Worlds(max_pools=2), time.monotonic() + seconds
+    worlds, deadline, is_offered = Worlds(max_pools=2), time.monotonic() + seconds, False
     target = parse(f"impostor:{mutant.id}")
     try:
         for kind, subject, size, level, line in _situations(subjects):
@@ -50,6 +50,7 @@ def told_by(mutant: Mutant, *, seconds: float, clauses: bool) -> str:
                 with judge.judging(Situation()):
                     looks = level == LEVELS[-1]
                     law.same_as_alone(worlds.world(size, target), subject, line, looks=looks)
+                is_offered = True
             except NotOffered:
                 continue
             except RigError:
@@ -58,6 +59,8 @@ def told_by(mutant: Mutant, *, seconds: float, clauses: bool) -> str:
                 return f"{kind}: {subject} on {size}: {line}"
     finally:
         worlds.close()
+    if not is_offered:
+        return "refusal: nothing is offered any more"
     return _told_by_clause(mutant, chapter) if clauses else ""
 
 
