@@ -219,7 +219,7 @@ class PlainAttention:
                 at_q = (slice(None), slice(None), slice(rows.start, rows.stop))
                 p = self.probabilities(q, kv[0], lse, rows, keys, causal, scale)
                 dp = self.dot(do[at_q], kv[1][at_k].transpose(-1, -2))
-                ds = self.score_gradient(p, dp, delta[at_q], q.dtype)
+                ds = self.narrow(p * (dp - delta[at_q][..., None]), q.dtype)
                 p = self.narrow(p, q.dtype)
                 by_keys = self.dot(ds.transpose(-1, -2), q[at_q]) * self.scale_of_dk(scale)
                 dv[at_k] = self.added_dkv(
@@ -227,7 +227,7 @@ class PlainAttention:
                 )
                 dk[at_k] = self.added_dkv(dk[at_k], by_keys, q.dtype)
                 by_rows = self.dot(ds, kv[0][at_k]) * self.scale_of_dq(scale)
-                dq[at_q] = self.added_dq(dq[at_q], by_rows, q.dtype)
+                dq[at_q] += by_rows
         dk, dv = (self.summed(t, k, heads) for t in (dk, dv))
         return self.as_given(q, dq), self.as_given(k, dk), self.as_given(v, dv)
 
@@ -261,17 +261,11 @@ class PlainAttention:
         # With -inf the exponential would overflow in rows that see nothing; +inf makes them zero.
         return torch.exp(s - of_rows.masked_fill(of_rows == -torch.inf, torch.inf))
 
-    def score_gradient(self, p: Tensor, dp: Tensor, delta: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.narrow(p * (dp - delta[..., None]), dtype)
-
     def scale_of_dq(self, scale: float) -> float:
         return scale
 
     def scale_of_dk(self, scale: float) -> float:
         return scale
-
-    def added_dq(self, acc: Tensor, product: Tensor, dtype: torch.dtype) -> Tensor:
-        return acc + product
 
     def added_dkv(self, acc: Tensor, product: Tensor, dtype: torch.dtype) -> Tensor:
         return acc + product

@@ -62,13 +62,10 @@ class PlainLoader:
         return [Path(path) for path in paths]
 
     def check_arguments(self) -> None:
-        self.check_sizes()
-        self.check_rank()
-        self.check_files()
-
-    def check_sizes(self) -> None:
         if self.batch_size < 1 or self.length < 1:
             raise ValueError(f"expected sizes > 0, got {self.batch_size} and {self.length}")
+        self.check_rank()
+        self.check_files()
 
     def check_rank(self) -> None:
         if not 0 <= self.rank < self.size:

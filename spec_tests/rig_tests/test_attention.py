@@ -37,7 +37,6 @@ UNEQUAL = {
     "attention.blind-rows.gradients",
     "attention.laws.masses",
     "attention.laws.products",
-    "attention.gradients.of-the-lse",
 }
 TILED_ONLY = "impostor:attention.whole-tiles-only"
 CAUSAL_IGNORED = "impostor:attention.causal-ignored"
