@@ -33,7 +33,7 @@ from spec_tests.rig.judge import (
 )
 from spec_tests.rig.outcomes import Outcome, judge_run
 from spec_tests.rig.ranks.errors import NotOffered, RankDied, RankHung
-from spec_tests.rig.ranks.world import ONCE, World, Worlds
+from spec_tests.rig.ranks.world import NOTICE, World, Worlds
 from spec_tests.rig.report.eventlog import EventLog
 from spec_tests.rig.report.source import source_of
 from spec_tests.rig.strategies import nothing_shrunk
@@ -361,9 +361,10 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
         during = f" during {run.running}" if run.running else ""
         judged = f", {live.done} were judged" if live else ""
         terminalreporter.write_line(f"interrupted{during}{judged}")
-    for result in chain.from_iterable(run.results.values()):
-        for crash in (leak for leak in result["leaks"] if leak.endswith(ONCE)):
-            terminalreporter.write_line(f"notice: {result['clause']}, {result['case']}: {crash}")
+    every = chain.from_iterable(run.results.values())
+    noted = {f"{leak} ({r['clause']})": None for r in every for leak in r["leaks"]}
+    for line in (each for each in noted if each.startswith(NOTICE)):
+        terminalreporter.write_line(line)
     if run.log is None:
         terminalreporter.write_line("\n".join(f"notice: {notice}" for notice in run.notices))
     else:

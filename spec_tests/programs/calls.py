@@ -168,6 +168,10 @@ def _cleared(s: State) -> State:
     return replace(s, shares=0, is_open=False, is_reduced=False, is_broken=False)
 
 
+_CHANGES_WHAT_TRAINS = Verb(
+    "number", _rests, of=SHARDS + WHOLE + OPTIMIZER, refusable=WHOLE, later=WHOLE, sends=False
+)
+
 VERBS: dict[str, Verb] = {
     "backward": Verb(
         "micro", _is_whole, _adds(1), often=4, reduces=1, ends="backward", records=True
@@ -287,12 +291,8 @@ VERBS: dict[str, Verb] = {
     "reshard": Verb("", _rests, of=SHARDS, sends=False),
     "wait": Verb("", _rests, of=SHARDS, level="production", sends=False),
     "write": Verb("where", _rests, of=EVERY, sends=False),
-    "freeze": Verb(
-        "number", _rests, of=SHARDS + WHOLE + OPTIMIZER, refusable=WHOLE, later=WHOLE, sends=False
-    ),
-    "thaw": Verb(
-        "number", _rests, of=SHARDS + WHOLE + OPTIMIZER, refusable=WHOLE, later=WHOLE, sends=False
-    ),
+    "freeze": _CHANGES_WHAT_TRAINS,
+    "thaw": _CHANGES_WHAT_TRAINS,
     "save": Verb("", _rests, _becomes(is_saved=True), of=REPLICAS + SHARDS + OPTIMIZER),
     "load": Verb(
         "assigns", lambda s: _rests(s) and s.is_saved, _cleared, of=REPLICAS + SHARDS + OPTIMIZER

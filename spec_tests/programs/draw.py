@@ -204,6 +204,8 @@ def _judge(world: World, subject: str, lines: Sequence[str], *, looks: bool = Fa
             lacking.append(absent)
     if lacking and len(lacking) == len(lines):
         raise lacking[0]
+    for reason in sorted({str(absent) for absent in lacking}):
+        world.notice(f"situations that need it were left out: {reason}")
 
 
 def judge_rows(world: World, subject: str, level: str, part: int, texts: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import subprocess
 import sys
 import time
@@ -82,10 +83,8 @@ def _told_by_clause(mutant: Mutant, chapter: str) -> str:
     command = [sys.executable, "-m", "spec_tests", "--impl", f"impostor:{mutant.id}"]
     command += ["--clause", f"{chapter}.[!p]*", "--level", "production", "-x"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = [
-        line for line in ended.stdout.splitlines() if line.startswith(("failed: [", "died: ["))
-    ]
-    return f"clause: {found[0].split('[')[1].partition(']')[0]}" if found else ""
+    found = re.search(r"^(?:failed|died|hang): \[(.+?)\]", ended.stdout, re.MULTILINE)
+    return f"clause: {found[1]}" if found else ""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -102,8 +101,9 @@ def main(argv: Sequence[str]) -> int:
         every = of(options.of)
     except (ValueError, ImportError) as error:
         parser.error(str(error))
-    if not any(part in SERVES for part in options.of.split(".")):
-        parser.error(f"expected a module of {', '.join(SERVES)}, got {options.of}")
+    root, *parts = options.of.split(".")
+    if root != "solution" or not any(part in SERVES for part in parts):
+        parser.error(f"expected a module of the reference's {', '.join(SERVES)}, got {options.of}")
     start_zygote()
     chosen = random.Random(options.seed).sample(every, min(options.count, len(every)))
     kinds: Counter[str] = Counter()

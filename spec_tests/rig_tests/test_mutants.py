@@ -65,7 +65,11 @@ def test_a_number_that_no_mutant_has_is_refused(id: str):
 
 @pytest.mark.parametrize(
     ("module", "said"),
-    [("solution.parallel.nothing", "got 'solution.parallel.nothing'"), ("solution.comm", "of ddp")],
+    [
+        ("solution.parallel.nothing", "got 'solution.parallel.nothing'"),
+        ("solution.comm", "the reference's ddp"),
+        ("spec_tests.plain.ddp", "the reference's ddp"),
+    ],
 )
 def test_a_module_that_cannot_be_judged_is_wrong_usage(module: str, said: str, capsys):
     with pytest.raises(SystemExit) as ended:

@@ -196,10 +196,12 @@ def test_drawn_situations_that_need_an_absent_method_hide_no_others(
         judged_lines.append(line)
 
     monkeypatch.setattr(law, "same_as_alone", same_as_alone)
-    world = worlds.world(2, target.parse("plain"))
+    world, known = worlds.world(2, target.parse("plain")), len(worlds.leaks)
     with contextlib.nullcontext() if needed else pytest.raises(NotOffered):
         draw.judge_part(world, "fully_shard", "correct", 0)
     assert bool(judged_lines) == bool(needed)
+    left_out = "notice: situations that need it were left out: no set_reshard_after_backward()"
+    assert worlds.leaks[known:] == [left_out] * bool(needed)
 
 
 @pytest.mark.parametrize(

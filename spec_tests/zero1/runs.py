@@ -310,3 +310,32 @@ def like_unsharded(
 
 def _word(value: Any) -> str:
     return str(getattr(value, "__name__", value)) + (OTHERS_FAIL if value == DIVISIBLE else "")
+
+
+def two_parameters(parameters: dict[str, nn.Parameter]) -> list[nn.Parameter]:
+    """Fewer than the ranks."""
+    return list(parameters.values())[:2]
+
+
+def with_closure(run: Run, factor: float = 1.0) -> tuple[Any, dict[str, Any], int]:
+    """Weights after steps with a closure that scales the rate, their results, and how many."""
+    losses: dict[str, Any] = {}
+    evaluations = 0
+    for number in range(1, 4):
+
+        def closure() -> Any:
+            nonlocal evaluations
+            evaluations += 1
+            for group in run.optimizer.param_groups if factor != 1.0 else ():
+                group["lr"] *= factor
+            run.optimizer.zero_grad()
+            loss = torch.stack([p.square().sum() for p in run.parameters.values()]).sum()
+            loss.backward()
+            return loss.detach()
+
+        by_keyword = number == 2
+        losses[f"step {number}"] = (
+            run.optimizer.step(closure=closure) if by_keyword else run.optimizer.step(closure)
+        )
+        run.note(f"after step {number}")
+    return run.seen, losses, evaluations

@@ -29,8 +29,9 @@ from spec_tests.zero1.runs import (
     plain,
     same_as_unsharded,
     sharded,
+    two_parameters,
+    with_closure,
 )
-from spec_tests.zero1.test_updates import two_parameters, with_closure
 
 clause = clauses(needs=("sharded_optimizer",), level="correct")
 GROUPS = "torch.optim: per-parameter options; pytorch issue 60284"

@@ -34,6 +34,8 @@ from spec_tests.zero1.runs import (
     sharded,
     tolerance,
     trains,
+    two_parameters,
+    with_closure,
 )
 
 clause = clauses(needs=("sharded_optimizer",), level="correct", worlds=(2, 3))
@@ -185,11 +187,6 @@ def test_zero_grad_leaves_none_unless_zeros_are_asked_for(world, script):
     as_unsharded_or_refused(world, script)
 
 
-def two_parameters(parameters):
-    """Fewer than the ranks."""
-    return list(parameters.values())[:2]
-
-
 @clause(
     "zero1.step.more-ranks-than-parameters",
     source="contract: any-parameters; "
@@ -237,29 +234,6 @@ def test_two_optimizers_do_not_disturb_each_other(world):
 
     like_unsharded([one for one, _ in ranks], Run.steps, *FOUR, toy=toy)
     like_unsharded([two for _, two in ranks], Run.steps, *FOUR, toy="tied", optimizer="momentum")
-
-
-def with_closure(run, factor=1.0):
-    """Weights after steps with a closure that scales the rate, their results, and how many."""
-    losses, evaluations = {}, 0
-    for number in range(1, 4):
-
-        def closure():
-            nonlocal evaluations
-            evaluations += 1
-            for group in run.optimizer.param_groups if factor != 1.0 else ():
-                group["lr"] *= factor
-            run.optimizer.zero_grad()
-            loss = sum(parameter.square().sum() for parameter in run.parameters.values())
-            loss.backward()
-            return loss.detach()
-
-        by_keyword = number == 2
-        losses[f"step {number}"] = (
-            run.optimizer.step(closure=closure) if by_keyword else run.optimizer.step(closure)
-        )
-        run.note(f"after step {number}")
-    return run.seen, losses, evaluations
 
 
 def closure_as_is(ctx, **options):

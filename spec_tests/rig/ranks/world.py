@@ -60,6 +60,8 @@ AnyPool = Pool | SimPool
 TRANSPORTS: dict[str, Callable[..., AnyPool]] = {"gloo": Pool, "sim": SimPool, "cuda": Pool}
 
 
+NOTICE = "notice: "
+"""How a line for the user begins among what ranks left behind."""
 ONCE = ", in processes of earlier calls; repeated in new ones, the call ended well"
 """How it is said that a memory fault did not come again."""
 
@@ -234,10 +236,14 @@ class World:
                 if not (failure.is_memory_fault and pool.has_served):
                     raise
                 ranks = self._loaded_pool().call(name, args, kwargs, seed=seed, **limits)
-                self.worlds.leaks.append(f"{failure.headline}{ONCE}")
+                self.notice(f"{failure.headline}{ONCE}")
         self.worlds.leaks.extend(ranks.leaks)
         SITUATION.get().observed = ranks
         return ranks
+
+    def notice(self, text: str) -> None:
+        """Say something beside the outcome: at the end of the run, and in the log."""
+        self.worlds.leaks.append(f"{NOTICE}{text}")
 
     def offered(self) -> tuple[str, ...]:
         """The contract functions that the implementation brings.
