@@ -199,18 +199,3 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
     values: list[Any] = [None] * size(group)
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def own_cpu_group(group: Group = None) -> Group:
-    """Return a new gloo group of the ranks of `group`, for another thread; all of them call it."""
-    if not is_initialized():
-        return None
-    # Made by its members alone: ranks outside of `group` do not take part.
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-
-
-def leave(group: Group) -> None:
-    """Destroys a group that `own_cpu_group` made."""
-    if group is not None and is_initialized():
-        dist.destroy_process_group(group)

@@ -16,13 +16,13 @@ second one find the addresses of the first.
 
 import signal
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from solution import comm
-from solution.checkpoint import AsyncCheckpointer, latest_step, load_checkpoint, save_checkpoint
+from solution.checkpoint import latest_step, load_checkpoint, save_checkpoint
 from solution.job import Interrupted, Job
 from solution.runlog import say
 from solution.train_config import TrainConfig
@@ -38,27 +38,23 @@ class Restarts:
     """The saves of one run, and where it resumes; without a checkpoint folder it does nothing."""
 
     def __init__(self, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        config = job.config
-        self._config, self._world = config, job.world
+        self._config, self._world = job.config, job.world
         self._parts: dict[str, Any] = {
             "model": model,
             "optimizer": optimizer,
             "loader": job.loader,
-            "extra": {"precision": job.precision, "settings": _Settings(config)},
+            "extra": {"settings": _Settings(job.config)},
         }
-        self._background: AsyncCheckpointer | None = None
         self._is_told_to_stop = False
-        if config.checkpoint_dir is not None:
-            self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
-            if config.async_save:
-                self._background = AsyncCheckpointer(config.checkpoint_dir, keep=config.keep)
 
-    def close(self) -> None:
-        """Restore the handler of SIGTERM, and wait for the last save."""
+    def __enter__(self) -> Self:
+        if self._config.checkpoint_dir is not None:
+            self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
         if self._config.checkpoint_dir is not None:
             signal.signal(signal.SIGTERM, self._previous_handler)
-        if self._background is not None:
-            self._background.close()
 
     def resume(self) -> int:
         """Load the newest checkpoint, if there is one; returns the number of finished steps.
@@ -93,13 +89,9 @@ class Restarts:
         is_stopping = bool(comm.sum_over_ranks(flag))
         every = config.save_every
         is_due = finished == config.steps or (every is not None and finished % every == 0)
-        if (is_due or is_stopping) and self._background is not None:
-            self._background.save(step=finished, **self._parts)
-        elif is_due or is_stopping:
+        if is_due or is_stopping:
             save_checkpoint(config.checkpoint_dir, step=finished, keep=config.keep, **self._parts)
         if is_stopping and finished < config.steps:
-            if self._background is not None:
-                self._background.wait()
             raise Interrupted(
                 f"told to stop; saved after step {finished} of {config.steps} in "
                 f"{config.checkpoint_dir}, the same command goes on from there"

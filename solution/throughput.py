@@ -24,11 +24,14 @@ import torch
 
 from solution.config import require_positive
 from solution.console import significant
-from solution.measure.flops import extrapolate_training, model_flops_utilization
+from solution.measure.flops import (
+    extrapolate_training,
+    flops_per_token,
+    model_flops_utilization,
+)
 from solution.measure.memory import training_loss
 from solution.measure.throughput import is_out_of_memory, measure_throughput, sweep_batch_sizes
 from solution.measure.workload import BAD_INPUT, DONE, Workload, keep, parser
-from solution.models import families
 
 OUT_OF_MEMORY = 3
 MIB = 2**20
@@ -72,7 +75,7 @@ def _report(work: Workload, flags: argparse.Namespace) -> int:
         return OUT_OF_MEMORY
     sizes = {"num_parameters": work.num_parameters, **LARGER}
     larger = extrapolate_training(tokens_per_s=found["tokens_per_s"], **sizes)
-    print(_lines(found, larger, work.autocast or torch.float32))
+    print(_lines(found, larger, work.dtype))
     rows = _sweep(work, flags) if flags.batch_sizes else []
     keep(flags.out / "throughput.json", {"found": found, "larger": larger, "sweep": rows})
     return DONE
@@ -85,7 +88,7 @@ def _build(work: Workload, flags: argparse.Namespace, batch_size: int) -> Callab
     model: Any = torch.compile(module) if flags.compile else module
 
     def step() -> None:
-        training_loss(model, ids, work.autocast).backward()
+        training_loss(model, ids, work.dtype).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -95,20 +98,18 @@ def _build(work: Workload, flags: argparse.Namespace, batch_size: int) -> Callab
 def _measure(work: Workload, flags: argparse.Namespace, device: str) -> dict[str, Any]:
     """Return the report, with the utilisation."""
     tokens, clock = work.batch_size * work.length, time.perf_counter
-    flops = families.flops_per_token(work.config, sequence_length=work.length)
+    flops = flops_per_token(work.shape(), sequence_length=work.length)
     step = _build(work, flags, work.batch_size)
     found = measure_throughput(step, tokens_per_step=tokens, clock=clock, num_steps=flags.steps)
-    nothing = measure_throughput(lambda: None, tokens_per_step=1, clock=clock, num_steps=101)
     return {
         **found,
         "tokens_per_step": tokens,
         "flops_per_token": flops,
-        "own_overhead_s": nothing["step_s"],
         "mfu": model_flops_utilization(
             tokens_per_s=found["tokens_per_s"],
             flops_per_token=flops,
             device_name=device,
-            dtype=work.autocast or torch.float32,
+            dtype=work.dtype,
             tf32=flags.tf32,
         ),
     }
@@ -131,7 +132,6 @@ def _lines(found: dict[str, Any], larger: dict[str, Any], dtype: torch.dtype) ->
         f"  steps/s       {significant(found['steps_per_s'])}\n"
         f"  FLOPs/token   {flops:,} ({significant(found['tokens_per_s'] * flops / 1e12)} TFLOP/s)\n"
         f"  MFU           {mfu}\n"
-        f"  own overhead  {significant(1e6 * found['own_overhead_s'], 2)} microseconds per step\n"
         f"1T parameters, 10T tokens, at tokens/s that fall as parameters grow:\n"
         f"  tokens/s      {significant(larger['tokens_per_s'])}\n"
         f"  days          {significant(larger['days'])} ({years} years of 365 days)\n"

@@ -3,8 +3,7 @@
 Everything that does not go into the library's tensor files is plain: options of the optimizer, and
 per rank the loader's state, the generators and the extras. It is encoded while it is captured, so
 nothing that happens later can leak into it. Tensors are written from where they live, which is why
-`save_checkpoint` returns only when they are on disk; `AsyncCheckpointer` copies them first, and
-saves in a thread while training goes on.
+`save_checkpoint` returns only when they are on disk.
 
 Buffers come from rank 0 alone: running statistics differ between replicas, and a wrapper takes the
 first rank's before each forward. Parameters are equal everywhere, so the ranks share the writing.
@@ -17,16 +16,15 @@ import os
 import random
 import shutil
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from solution import comm
 from solution.checkpoint import folder, storage
@@ -75,78 +73,8 @@ def save_checkpoint(
     Raises:
         CheckpointError: on all ranks, when it failed on any; what was saved before is still there.
     """
-    captured = Captured.of(step, model, optimizer, loader, extra, process_group, copy=False)
+    captured = Captured.of(step, model, optimizer, loader, extra, process_group)
     return captured.write(_checked(directory, keep), keep, process_group)
-
-
-class AsyncCheckpointer:
-    """Saves while training goes on: `save` blocks for a copy to host memory only.
-
-    At most one save is under way; the next `save`, `wait` and the end of the `with` block wait for
-    it and raise what went wrong in it. It has a gloo group of its own: messages of the default
-    group and of a thread beside it would meet each other in any order.
-
-        with AsyncCheckpointer("runs/checkpoints", keep=3) as checkpoints:
-            ...
-            checkpoints.save(step=step, model=model, optimizer=optimizer)
-
-    All ranks make it. Nothing else may save into the directory meanwhile.
-    """
-
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        keep: int | None = None,
-        process_group: comm.Group = None,
-    ) -> None:
-        self._root = _checked(directory, keep)
-        self._keep = keep
-        self._group = process_group
-        self._own_group = comm.own_cpu_group(process_group)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._under_way: Future[object] | None = None
-
-    def save(
-        self,
-        *,
-        step: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loader: Stateful | None = None,
-        extra: Mapping[str, Stateful] | None = None,
-    ) -> None:
-        """Begin to save (`save_checkpoint`); what training does from now on is not in it.
-
-        Raises:
-            CheckpointError: capturing failed, or the save before this one did.
-        """
-        self.wait()
-        captured = Captured.of(step, model, optimizer, loader, extra, self._group, copy=True)
-        self._under_way = self._writer.submit(
-            captured.write, self._root, self._keep, self._own_group
-        )
-
-    def wait(self) -> None:
-        """Return when nothing is under way; raises CheckpointError if it went wrong."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
-
-    def close(self) -> None:
-        """Wait, and leave the group."""
-        try:
-            self.wait()
-        finally:
-            self._writer.shutdown()
-            comm.leave(self._own_group)
-            self._own_group = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def _checked(directory: str | os.PathLike[str], keep: int | None) -> Path:
@@ -161,7 +89,7 @@ class Captured:
     """One rank's part of a checkpoint, ready to be written."""
 
     step: int
-    tensors: dict[str, Any]  # of model and optimizer, nested by name; live ones, or copies
+    tensors: dict[str, Any]  # of model and optimizer, live, nested by name
     plain: bytes  # everything else of all ranks, encoded; empty on ranks but the first
 
     @classmethod
@@ -173,8 +101,6 @@ class Captured:
         loader: Stateful | None,
         extra: Mapping[str, Stateful] | None,
         group: comm.Group,
-        *,
-        copy: bool,
     ) -> Captured:
         """Capture on every rank, or raise a CheckpointError on all of them.
 
@@ -189,8 +115,7 @@ class Captured:
             tensors, common = _of_replicas(model, optimizer, is_first=is_first)
             # Encoded here: what cannot be saved is an error before anything is written.
             storage.encode(common)
-            kept = tree_map(_copied, tensors) if copy else tensors
-            return kept, common, _of_rank(loader, extra)
+            return tensors, common, _of_rank(loader, extra)
 
         tensors, common, own = together(f"capture its state at step {step}", capture, group)
         gathered = comm.gather_objects((step, own, common["optimizer"]), group)
@@ -273,11 +198,6 @@ def _of_rank(loader: Stateful | None, extra: Mapping[str, Stateful] | None) -> b
 def with_tensors(parts: dict[str, Any]) -> dict[str, Any]:
     """Return the parts that hold a tensor: an empty dict is an object to the library."""
     return {name: part for name, part in parts.items() if tree_leaves(part)}
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    is_sharded = isinstance(tensor, DTensor)
-    return tensor.detach().clone() if is_sharded else tensor.detach().to("cpu", copy=True)
 
 
 def random_state() -> dict[str, Any]:

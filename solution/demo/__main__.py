@@ -8,7 +8,6 @@
    PyTorch's DDP; ZeRO-1; FSDP in each strategy, and PyTorch's.
 4. Two ranks, one of which is killed with SIGKILL in the middle: torchrun starts both anew, and they
    go on from the last save.
-5. What the specification says of it all, where `make check` has left its report.
 
 Then a table, a page (OUT/index.html, out of OUT/results.json), and checks that decide the exit
 status: losses and gradient norms lie within 10 times the control's distance from the baseline (plus
@@ -57,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = f"expected status 0, got {error.returncode} from: {shlex.join(error.cmd)}"
         print(f"error: {said}", file=sys.stderr)
         return 2
-    found = results.gather(flags.attention, flags.out, flags.report)
+    found = results.gather(flags.out)
     print("\n" + results.table(found["runs"]))
     problems = results.check(found["runs"], flags.out)
     found |= {"problems": problems, "seconds": round(time.perf_counter() - started, 1)}
@@ -77,8 +76,6 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("outputs/demo"), help="folder to fill")
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--attention", default="sdpa", help="who computes it, in all runs alike")
-    report = Path("outputs/report/report.json")
-    add("--report", type=Path, default=report, help="what `make check` wrote: shown if it is there")
     flags = parser.parse_args(arguments)
     if flags.steps < 2:
         parser.error(f"expected --steps >= 2 to see a loss fall, got {flags.steps}")

@@ -4,7 +4,7 @@
 
 `page.html.jinja` is the page. The charts are drawn by matplotlib (`page.mplstyle`) as SVG and put
 into it; their colours become those of the page's style, in light and dark. Parts whose data is not
-there (no trace was recorded, no specification at hand) are left out.
+there (no trace was recorded) are left out.
 """
 
 import argparse
@@ -20,12 +20,11 @@ import matplotlib
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from solution.demo import page_template
 from solution.measure.intervals import length
 from solution.measure.trace import listed
-from solution.measure.traces import page_template
 
 FOLDER = Path(__file__).parent
-COMPONENTS = ("parameters", "gradients", "optimizer", "activations")
 MIB = 2**20
 HUES = [f"#{number:06x}" for number in range(1, 7)]  # written as the page's --hue-1 to --hue-6
 DASHES: list[Any] = ["solid", (0, (9, 5)), (0, (3, 4)), (0, (12, 4, 3, 4)), (0, (2, 7))]
@@ -36,7 +35,6 @@ Axes = Any  # matplotlib's, whose types differ between versions
 def render(found: Mapping[str, Any]) -> str:
     """Return the whole page; `solution.demo.results` describes the argument."""
     runs = found["runs"]
-    held = [run for run in runs if run["memory"]["measured"]]
     recorded = [run for run in runs if run["timeline"]]
     longest = max((rank["duration_us"] for run in recorded for rank in run["timeline"]), default=0)
     losses = f"Loss of {len(runs)} runs over the steps; they coincide"
@@ -47,11 +45,8 @@ def render(found: Mapping[str, Any]) -> str:
             charts={
                 "losses": _curves(runs, "losses", losses, {"ylabel": "loss"}),
                 "differences": _curves(runs, "differences", apart, axis, first=1),
-                "memory": _memory(held) if held else "",
             },
             timelines=[(run["title"], *_timeline(run, longest)) for run in recorded],
-            held=held,
-            components=COMPONENTS,
             listed=listed,
             mib=MIB,
         )
@@ -79,22 +74,6 @@ def _curves(runs: Runs, key: str, title: str, axis: Mapping[str, str], *, first:
     return _svg(axes, title)
 
 
-def _memory(runs: Runs) -> Markup:
-    """Draw what was measured and, below it, thinner, the prediction."""
-    axes = _axes(0.5 + 0.5 * len(runs), [run["title"] for run in runs])
-    for row, run in enumerate(runs):
-        for kind, at, height, alpha in (
-            ("measured", row, 0.4, 1),
-            ("predicted", row + 0.35, 0.2, 0.55),
-        ):
-            sizes = [run["memory"][kind].get(name, 0) / MIB for name in COMPONENTS]
-            left = [sum(sizes[:number]) for number in range(len(sizes))]
-            axes.barh(at, sizes, height, left=left, color=HUES[: len(sizes)], alpha=alpha)
-            words = f"{sum(sizes):.1f} MiB" + " predicted" * (kind == "predicted")
-            axes.annotate(words, (sum(sizes), at), (6, 0), textcoords="offset points", va="center")
-    return _svg(axes, "Bytes of a rank by component")
-
-
 def _timeline(run: Mapping[str, Any], longest_us: float) -> tuple[str, Markup]:
     """Draw a lane of computation and one of communication per rank, overlap shaded across."""
     ranks = run["timeline"]
@@ -116,12 +95,11 @@ def _timeline(run: Mapping[str, Any], longest_us: float) -> tuple[str, Markup]:
 
 
 def _axes(height: float, rows: Sequence[str] = ()) -> Axes:
-    """Return an empty chart; of a horizontal one the labelled `rows`, the first one on top."""
+    """Return an empty chart; of time lines the labelled `rows`, the first one on top."""
     axes = Figure(figsize=(5, height), layout="constrained").subplots()
     if rows:
         axes.set_yticks(range(len(rows)), rows)
         axes.set_ylim(len(rows) - 0.3, -0.6)
-        axes.margins(x=0.75)
     return axes
 
 
