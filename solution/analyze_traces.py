@@ -1,4 +1,4 @@
-"""What the traces of some runs say, side by side: where a step's time went, on every rank.
+"""Traces of some runs, side by side: where a step's time went, on every rank.
 
     python -m solution.train_baseline --profile-steps 3
     torchrun --standalone --nproc-per-node=2 -m solution.train_ddp --profile-steps 3

@@ -159,25 +159,22 @@ class Job:
 
     def announcement(self) -> str:
         """Return every derived number, in a few lines."""
-        config, loader = self.config, self.loader
-        tokens = config.global_batch_size * self.sequence_length
-        text = (
+        config, loader, num_ranks = self.config, self.loader, self.world.size
+        sizes = f"{self.num_micro_batches} micro-batches x {config.micro_batch_size} x {num_ranks}"
+        lines = [
             f"{self.name}: {config.model} {config.size}, {parameter_count(self.model_config):,} "
             f"parameters, vocabulary {self.model_config.vocab_size:,}, {config.precision}; "
-            f"{self.world.size} rank(s) on {self.world.device.type}\n"
-            f"  step: {config.global_batch_size} sequences = {self.num_micro_batches} micro-batches"
-            f" x {config.micro_batch_size} x {self.world.size} rank(s) = {tokens:,} tokens\n"
+            f"{num_ranks} rank(s) on {self.world.device.type}",
+            f"  step: {config.global_batch_size} sequences = {sizes} rank(s) = "
+            f"{config.global_batch_size * self.sequence_length:,} tokens; {config.steps} steps",
             f"  data: {len(loader.shards)} shards, {loader.num_sequences:,} sequences of "
-            f"{self.sequence_length}, {len(loader) // self.num_micro_batches:,} steps per "
-            f"pass; {config.steps} steps, {config.steps * tokens:,} tokens"
-        )
+            f"{self.sequence_length}, {len(loader) // self.num_micro_batches:,} steps per pass",
+        ]
         if self.val_loader is not None:
             num_batches = min(config.eval_batches, len(self.val_loader))
-            text += (
-                f"\n  evaluation: every {config.eval_every} steps, "
-                f"{num_batches * self.val_loader.global_batch_size} sequences"
-            )
-        return text
+            num_sequences = num_batches * self.val_loader.global_batch_size
+            lines += [f"  evaluation: every {config.eval_every} steps, {num_sequences} sequences"]
+        return "\n".join(lines)
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """AdamW; with `zero1` every rank keeps the state of a part of the parameters."""
@@ -302,28 +299,34 @@ def main(
     of the config `kind` are the flags. A `name` of None, for the files, is the config's.
     """
     world: World | None = None
-    jobs: list[Job] = []  # this rank's, once all ranks have theirs
+    job: Job | None = None  # once no rank refuses its own
     try:
         config, is_dry_run = kind.from_command_line(description)
         with distributed(device=None if config.device == "auto" else config.device) as world:
-
-            def prepare() -> list[str]:
-                jobs.append(Job(config, world, name=name or config.name))
-                return []
-
-            on_all_ranks(prepare, [None], expected="a job that no rank refuses")
+            job = _on_all_ranks(config, world, name or config.name)
             if world.is_first:
-                say(jobs[0].announcement())
+                say(job.announcement())
             if not is_dry_run:
-                train(jobs[0], wrap)
+                train(job, wrap)
             return DONE
     except REPORTED as error:
         status = STATUS.get(type(error))
-        if status is None and jobs:  # the request was right: this is a bug, and needs its stack
+        if status is None and job is not None:  # the request was right: a bug, and needs its stack
             raise
-        # The first rank knows of every refusal.
-        if jobs or world is None or world.is_first:
+        if job is not None or world is None or world.is_first:  # which knows of every refusal
             where = f"[rank {world.rank}] " if world is not None and world.size > 1 else ""
             said = "" if status == INTERRUPTED else "error: "
             sys.stderr.write(f"{where}{said}{error}\n")
         return BAD_INPUT if status is None else status
+
+
+def _on_all_ranks(config: TrainConfig, world: World, name: str) -> Job:
+    """Return this rank's job; raise on all ranks if one of them refuses it."""
+    made: list[Job] = []
+
+    def prepare() -> list[str]:
+        made.append(Job(config, world, name=name))
+        return []
+
+    on_all_ranks(prepare, [None], expected="a job that no rank refuses")
+    return made[0]

@@ -1,4 +1,4 @@
-"""What one training step takes: predicted by term and phase, measured, and the difference.
+"""Memory of one training step: predicted by term and phase, measured, and the difference.
 
     python -m solution.memory_analysis                                 # GPT-2 small, 8 x 1024
     python -m solution.memory_analysis --model llama --preset 1b --no-measure

@@ -22,12 +22,12 @@ import torch
 from torch import nn
 
 from solution import comm
-from solution.checkpoint import latest_step, load_checkpoint, save_checkpoint
+from solution.checkpoint import Stateful, latest_step, load_checkpoint, save_checkpoint
 from solution.job import Interrupted, Job
 from solution.runlog import say
 from solution.train_config import TrainConfig
 
-# What the weights after n steps depend on, beside the data.
+# The settings on which the weights after n steps depend.
 DECISIVE = (
     *("model", "preset", "vocab_size", "sequence_length", "steps", "global_batch_size"),
     *("learning_rate", "warmup_steps", "weight_decay", "max_norm", "precision", "seed"),
@@ -42,8 +42,7 @@ class Restarts:
         self._parts: dict[str, Any] = {
             "model": model,
             "optimizer": optimizer,
-            "loader": job.loader,
-            "extra": {"settings": _Settings(job.config)},
+            "loader": _Place(job.loader, job.config),
         }
         self._is_told_to_stop = False
 
@@ -101,23 +100,26 @@ class Restarts:
         self._is_told_to_stop = True
 
 
-class _Settings:
-    """The decisive settings as a state; loading different ones is an error that lists them."""
+class _Place:
+    """The loader's state and the decisive settings; loading refuses others, and lists them."""
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, loader: Stateful, config: TrainConfig) -> None:
+        self._loader = loader
         self._own = {name: getattr(config, name) for name in DECISIVE}
 
     def state_dict(self) -> dict[str, Any]:
-        return self._own
+        return {"loader": self._loader.state_dict(), "settings": self._own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        saved = state["settings"]
         differing = [
-            f"{name} {self._own[name]!r} (saved: {state.get(name)!r})"
-            for name in DECISIVE
-            if self._own[name] != state.get(name)
+            f"{name} {own!r} (saved: {saved.get(name)!r})"
+            for name, own in self._own.items()
+            if own != saved.get(name)
         ]
         if differing:
             raise ValueError(
                 f"expected the settings that the run began with, got other ones: "
                 f"{', '.join(differing)}; use those, or another --checkpoint-dir"
             )
+        self._loader.load_state_dict(state["loader"])

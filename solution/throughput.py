@@ -14,7 +14,6 @@ Exit status: 0 done, 2 bad input, 3 out of memory.
 
 import argparse
 import functools
-import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -43,9 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = parser("throughput", "Tokens per second of training steps.")
     command.add_argument("--batch-sizes", type=int, nargs="+", help="sweep over these as well")
     command.add_argument("--steps", type=int, default=20, help="that are timed, after the warm-up")
-    command.add_argument("--tf32", action="store_true", help="float32 products in TF32 (GPU)")
     command.add_argument("--compile", action="store_true", help="torch.compile the model")
-    command.add_argument("--fused", action="store_true", help="fused AdamW")
     flags = command.parse_args(arguments)
     try:
         for size in flags.batch_sizes or ():
@@ -61,10 +58,7 @@ def _report(work: Workload, flags: argparse.Namespace) -> int:
     """Measure what was asked for, print it, keep it."""
     is_gpu = work.device.type == "cuda"
     device = torch.cuda.get_device_name(work.device) if is_gpu else "cpu"
-    if is_gpu:
-        torch.backends.cuda.matmul.allow_tf32 = flags.tf32
-    options = [name for name in ("tf32", "compile", "fused") if getattr(flags, name)]
-    print(", ".join([work.title, *options, device]))
+    print(f"{work.title}{', compile' if flags.compile else ''}, {device}")
     try:
         found = _measure(work, flags, device)
     except RuntimeError as error:
@@ -84,7 +78,7 @@ def _report(work: Workload, flags: argparse.Namespace) -> int:
 def _build(work: Workload, flags: argparse.Namespace, batch_size: int) -> Callable[[], None]:
     """Return a training step that owns its model and optimizer."""
     module, ids = work.build(batch_size)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, fused=flags.fused or None)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4)
     model: Any = torch.compile(module) if flags.compile else module
 
     def step() -> None:
@@ -110,7 +104,6 @@ def _measure(work: Workload, flags: argparse.Namespace, device: str) -> dict[str
             flops_per_token=flops,
             device_name=device,
             dtype=work.dtype,
-            tf32=flags.tf32,
         ),
     }
 
@@ -165,8 +158,8 @@ def _sweep(work: Workload, flags: argparse.Namespace) -> list[dict[str, Any]]:
     )
     print(f"  batch      tokens/s  {'' if is_gpu else 'predicted '}peak MiB", flush=True)
     rows = []
-    one_by_one = (sweep(batch_sizes=[size]) for size in flags.batch_sizes)
-    for row in itertools.chain.from_iterable(one_by_one):  # each is printed as it comes
+    measured = (row for size in flags.batch_sizes for row in sweep(batch_sizes=[size]))
+    for row in measured:  # each is printed as it comes
         if not is_gpu:
             row["peak_bytes"] = work.predict(row["batch_size"]).peak_bytes
         size = "-" if row["peak_bytes"] is None else significant(row["peak_bytes"] / MIB)

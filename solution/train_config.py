@@ -1,11 +1,11 @@
 """Settings of one training run: every field is a flag of the entry scripts, with its help.
 
-What the data decides (the size of the vocabulary) is left open here and filled in by
-`solution.job`.
+The size of the vocabulary is left open here: `solution.job` takes it from the data.
 """
 
 import argparse
 import dataclasses
+import typing
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -17,7 +17,6 @@ from solution.config import (
     GPT2Config,
     LlamaConfig,
     ModelConfig,
-    parse,
     require,
     require_positive,
 )
@@ -31,13 +30,14 @@ def setting(default: Any, text: str, *among: str) -> Any:
 
 def add_flags(parser: argparse.ArgumentParser, kind: Any, *only: str) -> None:
     """Add a flag for each setting of a config, or some of them; what is not given stays absent."""
+    hints = typing.get_type_hints(kind)
     for each in dataclasses.fields(kind):
         if not only or each.name in only:
+            of = (typing.get_args(hints[each.name]) or (hints[each.name],))[0]  # or None
             text = f"{each.metadata['help']} (default: {each.default})"
-            is_switch = isinstance(each.default, bool)
-            action: Any = argparse.BooleanOptionalAction if is_switch else "store"
+            how: Any = {"action": argparse.BooleanOptionalAction} if of is bool else {"type": of}
             flag = "--" + each.name.replace("_", "-")
-            parser.add_argument(flag, action=action, default=argparse.SUPPRESS, help=text)
+            parser.add_argument(flag, default=argparse.SUPPRESS, help=text, **how)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class TrainConfig:
         parser.add_argument("--dry-run", action="store_true", help="check, say the numbers, stop")
         settings = vars(parser.parse_args())
         is_dry_run = settings.pop("dry_run")
-        return parse(cls, settings), is_dry_run
+        return cls(**settings), is_dry_run
 
     def __post_init__(self) -> None:
         for name in (
@@ -127,7 +127,7 @@ class TrainConfig:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of a forward's matrix products."""
+        """Return the dtype of a forward's matrix products."""
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
     @property

@@ -49,7 +49,7 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
 class StepRecord(TypedDict):
-    """What one optimizer step did; equal on all ranks."""
+    """Record of one optimizer step; equal on all ranks."""
 
     step: int  # finished steps, this one included
     loss: float  # mean over the targets that count, of all micro-batches and ranks

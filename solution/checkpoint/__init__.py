@@ -10,7 +10,7 @@
     └── .step-00000030.tmp/     a save under way, or one that was killed: swept by the next one
 
 Save, on all ranks (`save.py`):
-1. capture   parameters, buffers and optimizer state by canonical name; loader, RNG, extras per rank
+1. capture   parameters, buffers and optimizer state by canonical name; loader, RNG per rank
 2. write     each rank its part into a hidden folder, flushed to disk
 3. complete  rank 0 sees that every file is there, writes the marker, renames the folder
 

@@ -1,6 +1,6 @@
 """The demonstration, `make demo`: GPT-2 learns from real text in many ways, with equal losses.
 
-1. Shards from the sources of Python's standard library, tokenizer included; reused the second time.
+1. Shards from the sources of Python's standard library, tokenizer included.
 2. One rank: the baseline. One rank with half the micro-batch: the control. It computes the same
    mean in another order of summation, and so measures how far rounding alone drives two right runs
    apart.
@@ -9,15 +9,15 @@
 4. Two ranks, one of which is killed with SIGKILL in the middle: torchrun starts both anew, and they
    go on from the last save.
 
-Then a table, a page (OUT/index.html, out of OUT/results.json), and checks that decide the exit
-status: losses and gradient norms lie within 10 times the control's distance from the baseline (plus
-8 float32 units in the last place, should the control happen to agree bit for bit); the ranks of
-each run end with the same weights, bit for bit; each run sends as many bytes per step as its
-algorithm needs; the run with the kill equals the same run without, bit for bit.
+Then a page (OUT/index.html, out of OUT/results.json), and checks that decide the exit status:
+losses and gradient norms lie within 10 times the control's distance from the baseline (plus 8
+float32 units in the last place, should the control happen to agree bit for bit); the ranks of each
+run end with the same weights, bit for bit; each run sends as many bytes per step as its algorithm
+needs; the run with the kill equals the same run without, bit for bit.
 
     python -m solution.demo [--steps 30] [--out outputs/demo] [--device auto] [--attention sdpa]
 
-`runs` starts them, `results` gathers, predicts and judges, `page` draws (with matplotlib).
+`runs` starts them, `results` gathers, predicts and judges, `page` draws.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from solution.data.shards import write_atomically
-from solution.demo import results
+from solution.demo import page, results
 from solution.demo.runs import RUNS, train
 
 DATA = ["--vocab-size", "2048", "--max-bytes", "2000000", "--shard-tokens", "200000"]
@@ -39,14 +39,6 @@ DATA = ["--vocab-size", "2048", "--max-bytes", "2000000", "--shard-tokens", "200
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns 0 if every check holds, 1 if not, 2 if a run failed."""
     flags, started = _flags(arguments), time.perf_counter()
-    try:
-        from solution.demo import page  # here: it needs matplotlib, which is optional
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        said = "expected matplotlib, which draws the charts, found none"
-        print(f"error: {said}; python -m pip install 'trainspec[plots]'", file=sys.stderr)
-        return 2
     prepare = [sys.executable, "-m", "solution.data.prepare", "--out", str(flags.out / "data")]
     try:
         subprocess.run([*prepare, *DATA], check=True)
@@ -57,7 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {said}", file=sys.stderr)
         return 2
     found = results.gather(flags.out)
-    print("\n" + results.table(found["runs"]))
     problems = results.check(found["runs"], flags.out)
     found |= {"problems": problems, "seconds": round(time.perf_counter() - started, 1)}
     write_atomically(flags.out / "results.json", json.dumps(found, indent=1).encode() + b"\n")

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from solution.config import GPT2Config
-from solution.console import aligned, significant
 from solution.data.prepare import read_meta
 from solution.demo.runs import GLOBAL_BATCH, PRESET, RUNS, SEQUENCE_LENGTH, Run
 from solution.measure.trace import step_lanes
@@ -72,9 +71,6 @@ def _gather_run(run: Run, of_blocks: int, out: Path) -> dict[str, Any]:
     }
 
 
-# -------------------------------------------------------------------------- checks, and the table
-
-
 def check(runs: Sequence[Mapping[str, Any]], out: Path) -> list[str]:
     """Return what does not hold, one line each."""
     baseline, control, *others = runs
@@ -122,20 +118,3 @@ def _check_restart(run: Run, weights: set[str], out: Path) -> list[str]:
         return [f"FAILED: {run.title}: expected the bits of {same.title}, got: {said}"]
     print(f"{run.title}: every loss, norm and weight equal to those of {same.title}, bit for bit")
     return []
-
-
-def table(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return one line per run: where it ended, how far from one rank, what it cost."""
-    rows = [("", "last loss", "differs", "norms", "tokens/s", "sent MB", "theory", "weights")]
-    for run in runs:
-        distance, traffic = run["distance"], run["traffic"]
-        cells = (
-            f"{run['losses'][-1]:.6f}",
-            f"{distance['loss']:.1e}",
-            f"{distance['grad_norm']:.1e}",
-            significant(run["tokens_per_s"], 3),
-            significant(traffic["bytes"] / 1e6),
-            significant(traffic["theory_bytes"] / 1e6),
-        )
-        rows.append((run["title"], *cells, run["weights"][:8]))
-    return aligned(rows)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from solution.attention import unavailable
-from solution.config import parse, require_positive
+from solution.config import require_positive
 from solution.data.shards import write_atomically
 from solution.measure.memory import Prediction, predict
 from solution.models import families
@@ -49,7 +49,7 @@ class Workload:
     def __init__(self, flags: argparse.Namespace, *, is_run: bool = True) -> None:
         given = {name: value for name, value in vars(flags).items() if name in SETTINGS}
         preset = "debug" if given.get("model") == "llama" else "small"
-        self.settings = settings = parse(TrainConfig, {"preset": preset} | given)
+        self.settings = settings = TrainConfig(**{"preset": preset} | given)
         names = ("attention", "activation_checkpointing")
         self._options = {name: getattr(settings, name) for name in names}
         self.batch_size = require_positive("batch_size", flags.batch_size)

@@ -1,7 +1,6 @@
 """`python -m solution.train_baseline` and `train_ddp`: flags, files, statuses, equal results."""
 
 import shutil
-from importlib.util import find_spec
 from unittest import mock
 
 import pytest
@@ -201,7 +200,6 @@ def test_only_a_files_own_name_says_which_split_it_belongs_to(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(find_spec("matplotlib") is None, reason="the demo draws with matplotlib")
 def test_the_demo_holds_its_own_checks_and_shows_them(tmp_path):
     ended = start("solution.demo", ("--steps", 5, "--device", "cpu"), folder=tmp_path).wait(500)
 
