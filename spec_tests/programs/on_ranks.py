@@ -17,7 +17,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from spec_tests.programs.alone import SEED, first_buffer, flags_of, next_buffer, one_of
+from spec_tests.programs.alone import (
+    LARGE,
+    ORDERS,
+    SEED,
+    first_buffer,
+    flags_of,
+    next_buffer,
+    one_of,
+)
 from spec_tests.programs.calls import Program
 from spec_tests.programs.pieces import Piece, exact
 from spec_tests.programs.planted import PlantedError, failing
@@ -90,7 +98,8 @@ class OnRank:
         parameters = list(plain.parameters())
         for number in scene["trained"]:
             parameters[number].requires_grad_(False)
-        self.peers = self._peers()
+        self.group = ctx.split(scene["group"]) if scene["group"] else None
+        self.peers = scene.peers(ctx.world_size, ctx.rank)
         self.module = plain
         self._prepare()
         self.wrapped: Any = self.wrap()
@@ -104,12 +113,6 @@ class OnRank:
 
     def _built(self) -> nn.Module:
         return self.toy.build(SEED).to(self.ctx.device, self.scene.weights)
-
-    def _peers(self) -> tuple[int, ...]:
-        groups = self.scene["group"]
-        self.group = self.ctx.split(groups) if groups else None
-        every = groups or [range(self.ctx.world_size)]
-        return next(tuple(group) for group in every if self.ctx.rank in group)
 
     def _prepare(self) -> None:
         """Let the toy's forward give the scene's output, recomputed if the scene says so."""
@@ -302,6 +305,15 @@ class OnRank:
             for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=how == "none")
 
+    def clip(self, order: str) -> Gradients:
+        """Clip to half the norm, and show it beside what that leaves."""
+        clip = self.ctx.impl.clip_grad_norm_
+        norm = clip(self.held, LARGE, ORDERS[order])
+        clip(self.held, float(norm) / 2, ORDERS[order])
+        found = {"norm": exact(norm)} | self.gradients()
+        self.zero_grad("none")
+        return found
+
     @torch.no_grad()
     def evaluate(self, micro: str) -> Named:
         found = self.output(micro)
@@ -343,7 +355,7 @@ class OnRank:
     def write(self, where: str) -> None:
         for number, parameter in enumerate(self.held):
             if where == "local-tensors":
-                parameter.to_local().neg_()
+                (parameter.to_local() if hasattr(parameter, "placements") else parameter).neg_()
             elif where == "parameters" or number == one_of(self.held):
                 parameter.neg_()
 

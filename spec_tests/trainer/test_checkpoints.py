@@ -11,9 +11,7 @@ import pytest
 
 from spec_tests.clause import clauses
 from spec_tests.laws import refusal
-from spec_tests.rig import judge
-from spec_tests.rig.judge.tolerance import exact
-from spec_tests.trainer.task import (
+from spec_tests.laws.task import (
     BUILDERS,
     Session,
     Setup,
@@ -24,6 +22,8 @@ from spec_tests.trainer.task import (
     session,
     tolerance,
 )
+from spec_tests.rig import judge
+from spec_tests.rig.judge.tolerance import exact
 
 clause = clauses(judges=BUILDERS, level="correct", worlds=(2,))
 

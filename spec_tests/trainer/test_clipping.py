@@ -13,8 +13,7 @@ from torch import nn
 
 from spec_tests.clause import clauses
 from spec_tests.laws import refusal
-from spec_tests.rig import judge
-from spec_tests.trainer.task import (
+from spec_tests.laws.task import (
     BUILDERS,
     Session,
     Setup,
@@ -26,6 +25,7 @@ from spec_tests.trainer.task import (
     session,
     start,
 )
+from spec_tests.rig import judge
 
 clause = clauses(judges=BUILDERS, level="correct", worlds=(2,))
 THREE = (1, 2, 3)

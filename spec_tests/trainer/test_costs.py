@@ -10,8 +10,8 @@ from torch import nn
 
 from spec_tests.clause import clauses
 from spec_tests.laws import footprint, traffic
+from spec_tests.laws.task import BUILDERS, Setup, method, session
 from spec_tests.rig import judge
-from spec_tests.trainer.task import BUILDERS, Setup, method, session
 
 clause = clauses(judges=BUILDERS, level="production", worlds=(2,))
 WIDTH, DEPTH = 96, 12

@@ -14,8 +14,7 @@ from torch import nn
 
 from spec_tests.clause import clauses
 from spec_tests.laws import refusal
-from spec_tests.rig import judge
-from spec_tests.trainer.task import (
+from spec_tests.laws.task import (
     BUILDERS,
     Session,
     Setup,
@@ -29,6 +28,7 @@ from spec_tests.trainer.task import (
     session,
     tolerance,
 )
+from spec_tests.rig import judge
 
 clause = clauses(judges=BUILDERS, level="correct", worlds=(2,))
 EVALUATES = "FSDP2 of PyTorch 2.13 computes with stale weights after an evaluation"

@@ -9,8 +9,7 @@ from __future__ import annotations
 import pytest
 
 from spec_tests.clause import clauses
-from spec_tests.rig import judge
-from spec_tests.trainer.task import (
+from spec_tests.laws.task import (
     BUILDERS,
     Session,
     Setup,
@@ -18,6 +17,7 @@ from spec_tests.trainer.task import (
     same_as_one_process,
     session,
 )
+from spec_tests.rig import judge
 
 clause = clauses(judges=BUILDERS, level="correct", worlds=(2,))
 THREE = (1, 2, 3)

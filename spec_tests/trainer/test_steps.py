@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from spec_tests.clause import clauses
-from spec_tests.rig import judge
-from spec_tests.rig.ranks.errors import NotOffered
-from spec_tests.trainer.task import (
+from spec_tests.laws.task import (
     BUILDERS,
     Session,
     Setup,
@@ -25,6 +23,8 @@ from spec_tests.trainer.task import (
     session,
     tolerance,
 )
+from spec_tests.rig import judge
+from spec_tests.rig.ranks.errors import NotOffered
 
 clause = clauses(judges=BUILDERS, level="correct", worlds=(2,))
 THREE = (1, 2, 3)

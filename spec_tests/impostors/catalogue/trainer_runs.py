@@ -37,6 +37,27 @@ class KeepsAverageWeights(PlainTrainer):
         return super().evaluate(batch)
 
 
+@near_miss("trainer.brings-back-rates", rejected_by="trainer.programs.any-situation")
+class BringsBackRates(PlainTrainer):
+    """Brings back in an evaluation the rates that the last step had.
+
+    From: A snapshot of weights and optimizer that is swapped out and in for averaged weights.
+    Unseen: A schedule that sets the rate between the evaluation and the step.
+    """
+
+    rates_of_step: tuple[float, ...] = ()
+
+    def update(self):
+        super().update()
+        self.rates_of_step = tuple(group["lr"] for group in self.optimizer.param_groups)
+
+    def evaluate(self, batch):
+        found = super().evaluate(batch)
+        for group, rate in zip(self.optimizer.param_groups, self.rates_of_step, strict=False):
+            group["lr"] = rate
+        return found
+
+
 @near_miss("trainer.evaluates-a-copy", rejected_by="trainer.evaluation.current-weights")
 class EvaluatesACopy(PlainTrainer):
     """Evaluates the copy of the model that it took at construction.
