@@ -18,6 +18,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     mp_policy: Any = None,
+    ignored_params: set[nn.Parameter] | None = None,
 ) -> Any:
     """Shard the parameters of `module` in place, as one unit; inner units are sharded first.
 
@@ -31,6 +32,7 @@ def fully_shard(
         reshard_after_forward: whether full weights are freed between forward and backward. An int
             is the number of ranks that then share the weights: all ranks mean True, 1 means False.
         mp_policy: made by `MixedPrecisionPolicy` of the same implementation.
+        ignored_params: at level `production`, parameters that stay plain; see `ignored`.
 
     Returns:
         Anything. `module` gains `unshard`, `reshard`, `set_requires_gradient_sync`,

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,52 +26,13 @@ from spec_tests.programs.alone import (
     one_of,
 )
 from spec_tests.programs.calls import Program
+from spec_tests.programs.outputs import OUTPUTS
 from spec_tests.programs.pieces import Piece, exact
 from spec_tests.programs.planted import PlantedError, failing
 from spec_tests.programs.scene import Scene
 from spec_tests.rig.judge.oracle import Gradients, Named
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.toys import TOYS, sum_of_squares
-
-
-class Pair(NamedTuple):
-    """An output beside a note."""
-
-    y: torch.Tensor
-    note: str
-
-
-@dataclass
-class Found:
-    """An output in a dataclass."""
-
-    y: torch.Tensor
-
-
-@dataclass
-class Late:
-    """An output in a field that the constructor does not take."""
-
-    y: torch.Tensor = field(init=False)
-
-    @classmethod
-    def of(cls, y: torch.Tensor) -> Late:
-        found = cls()
-        found.y = y
-        return found
-
-
-OUTPUTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    # how the model gives it, and how the loss reads it
-    "tensor": (lambda y: y, lambda found: found),
-    "in-a-dict": (lambda y: {"y": y}, lambda found: found["y"]),
-    "second-of-two": (lambda y: (y.detach(), [y, None]), lambda found: found[1][0]),
-    "in-a-named-tuple": (lambda y: Pair(y, ""), lambda found: found.y),
-    "in-a-dataclass": (Found, lambda found: found.y),
-    "in-a-late-field": (Late.of, lambda found: found.y),
-    "written-to": (lambda y: y, lambda found: found.mul_(1)),
-}
-
 
 Watching = Callable[[str], AbstractContextManager[Any]]
 """What surrounds a call, whose name it is given."""
@@ -102,7 +62,15 @@ class OnRank:
         self.peers = scene.peers(ctx.world_size, ctx.rank)
         self.module = plain
         self._prepare()
+        if scene.is_compiled:
+            torch._dynamo.reset()  # ranks are used again
+        if scene.word("entrance") == "compiled":
+            for part in leaves(plain):
+                part.compile(backend="aot_eager")
         self.wrapped: Any = self.wrap()
+        self.called = self.wrapped
+        if scene.word("entrance") == "compiled-whole":
+            self.called = torch.compile(self.wrapped, backend="aot_eager")
         self.hold()
         self.wrapped.train(scene["mode"])
         self.module.train(scene["mode"])
@@ -233,7 +201,7 @@ class OnRank:
         batch = self.toy.batch(SEED, rank=self.ctx.rank, micro=int(micro))
         inputs = batch.to(self.ctx.device, self.scene.weights)
         flags = flags_of(self.scene, self.ctx.rank, micro)
-        model, read = self.wrapped, OUTPUTS[self.scene.word("output")][1]
+        model, read = self.called, OUTPUTS[self.scene.word("output")][1]
         if self.scene.word("entrance") == "method":
             model = self.wrapped.compute
         if self.scene.word("entrance") == "keyword":

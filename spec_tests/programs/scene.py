@@ -79,6 +79,7 @@ TWO_DTYPES = "two-dtypes"
 STEPPED = ("stack", "even", "mlp", "ragged", "tied", "conv", "strided")
 ALL_USED = ("stack", "even", "mlp", "ragged", "conv", "strided", "narrow")
 WITH_BUFFERS = ("stack", "even", "mlp", "tied", "conv", "strided", "unused")
+COMPILED = ("even",)  # a compiler takes its time
 REACH = {HALF: 64, BRAIN: 8}
 """`Toy.reach` of the toy 'narrow' in dtypes of few bits."""
 
@@ -186,6 +187,9 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "recomputed": Word(level="production", refusable=WHOLE),
         "called-again": Word(level="production", refusable=WHOLE),
         "all-again": Word(level="production", refusable=WHOLE),
+        # With a backend without a code generator: each unit before it is wrapped, or the whole.
+        "compiled": Word(level="production", toys=COMPILED),
+        "compiled-whole": Word(level="production", toys=COMPILED),
     },
     # Each unit names the next, in forward and in backward, as to be gathered ahead.
     "hints": {"unhinted": Word(), "hinted": Word(toys=ALL_USED)},
@@ -293,6 +297,11 @@ class Scene:
     def is_held(self) -> bool:
         """Whether full weights stay from a forward to its backward."""
         return self.word("reshard") in ("held", "held-by-one")
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a compiler is at work."""
+        return self.word("entrance") in ("compiled", "compiled-whole")
 
     def without(self, word: str) -> Scene:
         """Return the smaller scene that has the ordinary word in this word's place."""

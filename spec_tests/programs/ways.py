@@ -28,12 +28,12 @@ class Replicas(OnRank):
         return getattr(self.ctx.impl, self.subject)(self.module, **options)
 
     def directly(self, micro: str) -> Gradients:
-        wrapped, self.wrapped = self.wrapped, self.module
+        called, self.called = self.called, self.module
         self.zero_grad("none")
         self.loss(micro).backward()
         found = self.gradients()
         self.zero_grad("none")
-        self.wrapped = wrapped
+        self.called = called
         return found
 
     def parameters(self) -> list[Any]:
