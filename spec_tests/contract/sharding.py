@@ -76,7 +76,7 @@ def fully_shard(
         ignored: Parameters in `ignored_params` stay plain, whole and local, and are not sent.
         lists: A list of modules is one unit.
         async-unshard: `unshard(async_op=True)` starts a gather; `reshard` discards that gather.
-        setters: The setters in `spec_tests/fsdp/test_settings.py` act as PyTorch's.
+        setters: The setters in `spec_tests/chapters/fsdp/test_settings.py` act as PyTorch's.
         unequal-ranks: Where ranks differ in modules or policy, all ranks raise.
         unequal-replicas: Where ranks of a mesh of two dims differ, even in one row, all raise.
         earlier-hooks: Forward hooks and pre-hooks from before sharding see full weights.

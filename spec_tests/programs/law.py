@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from spec_tests.laws import refusal
 from spec_tests.programs import look, sent, shown, trained
 from spec_tests.programs.alone import SEED, Alone
 from spec_tests.programs.calls import Program, after, parsed, spelled
 from spec_tests.programs.faults import FAULTS, RIGHT
+from spec_tests.programs.laws import refusal
 from spec_tests.programs.pieces import put_together
 from spec_tests.programs.scene import OPTIMIZER, REPLICAS, SHARDS, TRAINERS, Scene
 from spec_tests.programs.stepped import Divided, Stepped

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spec_tests.laws import traffic
 from spec_tests.programs.alone import SEED, shape_of
 from spec_tests.programs.calls import VERBS, Call, Program, after, spelled
+from spec_tests.programs.laws import traffic
 from spec_tests.programs.on_ranks import OnRank
 from spec_tests.programs.scene import REPLICAS, SHARDS, STEPPED, Scene
 from spec_tests.programs.shown import (

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from spec_tests.laws import task
 from spec_tests.programs.calls import Program
+from spec_tests.programs.laws import task
 from spec_tests.programs.planted import PlantedError
 from spec_tests.programs.scene import Scene
 from spec_tests.rig import judge

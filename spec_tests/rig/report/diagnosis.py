@@ -27,7 +27,7 @@ from pathlib import Path
 from spec_tests.rig.outcomes import Outcome
 
 PATH = Path(__file__).with_name("signatures.json")
-FAMILIES = Path(__file__).parents[2] / "impostors" / "families.toml"
+FAMILIES = Path(__file__).parents[2] / "museum" / "families.toml"
 """Near-misses by family."""
 
 NEAR = 0.9
