@@ -43,7 +43,7 @@ lint: env-dev
 	$(VENV)/bin/lint-imports
 
 bench: env
-	for name in $(BENCH); do $(PY) -m spec_tests.benchmarks $$name $(ARGS) || exit 1; done
+	for name in $(BENCH); do $(PY) -m spec_tests.bench $$name $(ARGS) || exit 1; done
 
 clean:
 	rm -rf $(VENV) outputs build dist *.egg-info

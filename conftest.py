@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-pytest_plugins = ["spec_tests.plugin"]
+pytest_plugins = ["spec_tests.rig.plugin"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

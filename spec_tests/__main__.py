@@ -47,19 +47,19 @@ from typing import NoReturn
 
 # Subcommand to the module whose `main` takes its arguments.
 COMMANDS = {
-    "autograder": "spec_tests.autograder",
-    "bench": "spec_tests.benchmarks.__main__",
+    "autograder": "spec_tests.rig.autograder",
+    "bench": "spec_tests.bench.__main__",
     "compare": "spec_tests.rig.report.compare",
     "explore": "spec_tests.programs.explore",
     "mutants": "spec_tests.programs.meter",
-    "kills": "spec_tests.reference_tests.kills",
+    "kills": "spec_tests.tests.reference.kills",
     "league": "spec_tests.impls.league",
-    "new": "spec_tests.skeletons.__main__",
-    "reality": "spec_tests.reality.command",
+    "new": "spec_tests.contract.skeletons.__main__",
+    "reality": "spec_tests.museum.reality.command",
     "report": "spec_tests.rig.report.command",
-    "repro": "spec_tests.repro.__main__",
-    "signatures": "spec_tests.impostors.signatures",
-    "submit": "spec_tests.submit",
+    "repro": "spec_tests.rig.repro.__main__",
+    "signatures": "spec_tests.museum.signatures",
+    "submit": "spec_tests.rig.submit",
     "watch": "spec_tests.watch.command",
 }
 
@@ -118,17 +118,18 @@ def _impostors(arguments: list[str]) -> int:
         from spec_tests.rig.ranks.zygote import rank_environment, start_zygote
 
         os.environ.update(rank_environment("gloo"))
-        start_zygote("spec_tests.impostors.preload")
-    from spec_tests.impostors.command import main as impostors
+        start_zygote("spec_tests.museum.preload")
+    from spec_tests.museum.command import main as impostors
 
     return impostors(arguments)
 
 
 def _ledger(arguments: list[str]) -> int:
-    from spec_tests import impostors, ledger
-    from spec_tests.impostors import museum
-    from spec_tests.rig_tests.watched import told_by
-    from spec_tests.target import REPOSITORY_ROOT
+    from spec_tests import museum
+    from spec_tests.museum import page
+    from spec_tests.rig import ledger
+    from spec_tests.rig.target import REPOSITORY_ROOT
+    from spec_tests.tests.rig.watched import told_by
     from spec_tests.watch.command import norms
 
     parser = argparse.ArgumentParser(
@@ -137,17 +138,17 @@ def _ledger(arguments: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if one is stale")
     flags = parser.parse_args(arguments)
     clauses = ledger.load_all()
-    unknown = {*impostors.rejected_by()} - {clause.id for clause in clauses}
+    unknown = {*museum.rejected_by()} - {clause.id for clause in clauses}
     if unknown:
         print(f"impostors name clauses that do not exist: {', '.join(sorted(unknown))}")
         return 2
     pages = {
-        ledger.PATH: ledger.render(clauses, {**impostors.rejected_by(), **told_by()}, norms()),
-        museum.PATH: museum.render(clauses),
+        ledger.PATH: ledger.render(clauses, {**museum.rejected_by(), **told_by()}, norms()),
+        page.PATH: page.render(clauses),
     }
     readme = REPOSITORY_ROOT / "README.md"
     if readme.is_file():
-        counts = impostors.counts()
+        counts = museum.counts()
         pages[readme] = ledger.with_counts(readme.read_text(), ledger.load_all(), *counts)
     stale = [path for path, text in pages.items() if _text_of(path) != text]
     for path in stale:
@@ -162,7 +163,7 @@ def _text_of(path: Path) -> str:
 
 
 def _judge(arguments: list[str]) -> int:
-    from spec_tests import progress
+    from spec_tests.rig import progress
     from spec_tests.rig.ranks.zygote import start_zygote
 
     start_zygote()  # first: it imports torch while this process does so
@@ -181,7 +182,7 @@ def _judge(arguments: list[str]) -> int:
 def _run(arguments: list[str]) -> int:
     import pytest
 
-    from spec_tests.ledger import chapter_folders
+    from spec_tests.rig.ledger import chapter_folders
     from spec_tests.rig.report import forget
     from spec_tests.rig.report.eventlog import read_log
 
@@ -225,7 +226,7 @@ _PYTEST = [
     "--import-mode=importlib",
     "--assert=plain",
     "--disable-plugin-autoload",
-    "-pspec_tests.plugin",
+    "-pspec_tests.rig.plugin",
     *(f"-p{entry}" for entry, package in _PLUGINS.items() if find_spec(package)),
     "-p",
     "no:cacheprovider",

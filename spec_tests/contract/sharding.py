@@ -18,6 +18,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     mp_policy: Any = None,
+    ignored_params: set[nn.Parameter] | None = None,
 ) -> Any:
     """Shard the parameters of `module` in place, as one unit; inner units are sharded first.
 
@@ -31,6 +32,7 @@ def fully_shard(
         reshard_after_forward: whether full weights are freed between forward and backward. An int
             is the number of ranks that then share the weights: all ranks mean True, 1 means False.
         mp_policy: made by `MixedPrecisionPolicy` of the same implementation.
+        ignored_params: at level `production`, parameters that stay plain; see `ignored`.
 
     Returns:
         Anything. `module` gains `unshard`, `reshard`, `set_requires_gradient_sync`,
@@ -74,7 +76,7 @@ def fully_shard(
         ignored: Parameters in `ignored_params` stay plain, whole and local, and are not sent.
         lists: A list of modules is one unit.
         async-unshard: `unshard(async_op=True)` starts a gather; `reshard` discards that gather.
-        setters: The setters in `spec_tests/fsdp/test_settings.py` act as PyTorch's.
+        setters: The setters in `spec_tests/chapters/fsdp/test_settings.py` act as PyTorch's.
         unequal-ranks: Where ranks differ in modules or policy, all ranks raise.
         unequal-replicas: Where ranks of a mesh of two dims differ, even in one row, all raise.
         earlier-hooks: Forward hooks and pre-hooks from before sharding see full weights.

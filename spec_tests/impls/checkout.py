@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from spec_tests.target import execute, is_left_open
+from spec_tests.rig.target import execute, is_left_open
 
 
 def import_file(root: Path, name: str, *, search: Sequence[str] = ()) -> ModuleType:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_tests.rig.judge import expectations
-from spec_tests.target import LEAGUE, PACKAGE_ROOT
+from spec_tests.rig.target import LEAGUE, PACKAGE_ROOT
 
 FOLDER = PACKAGE_ROOT / "impls"
 PATH = FOLDER / "LEAGUE.md"

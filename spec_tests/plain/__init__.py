@@ -13,7 +13,7 @@ every decision in a method of its own, and written apart from `solution`:
 
     python -m spec_tests --impl plain
 
-judges them: they conform at level `correct`. The near-misses in `spec_tests/impostors` are
+judges them: they conform at level `correct`. The near-misses in `spec_tests/museum` are
 subclasses that override one method.
 """
 

@@ -21,6 +21,10 @@ from spec_tests.rig.judge.oracle import Gradients, Named
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
 SEED = 7
+ORDERS = {"two": 2.0, "largest": float("inf")}
+"""Which norm `clip` takes."""
+LARGE = 1e30
+"""A norm that no gradient has."""
 
 
 @dataclass
@@ -56,8 +60,7 @@ class Alone:
     @cached_property
     def peers(self) -> tuple[int, ...]:
         """The ranks whose gradients are averaged with this rank's."""
-        groups = self.scene["group"] or [range(self.size)]
-        return next(tuple(group) for group in groups if self.rank in group)
+        return self.scene.peers(self.size, self.rank)
 
     @cached_property
     def inner(self) -> list[str]:
@@ -84,13 +87,18 @@ class Alone:
 
     def output(self, micro: str, rank: int) -> torch.Tensor:
         """Return the output for a rank's micro-batch, with the weights that the fault takes."""
+        weights = self._gathered()
+        batch = self.toy.batch(SEED, rank=rank, micro=int(micro))
+        flags = flags_of(self.scene, rank, micro)
+        return torch.func.functional_call(self.module, weights, (batch, *flags))
+
+    def _gathered(self) -> dict[str, torch.Tensor]:
+        """Return the weights that a forward takes."""
         weights: dict[str, torch.Tensor] = dict(self.named)
         for number, (name, p) in enumerate(self.named):
             if name in self.older and self.fault.is_stale(number, name not in self.inner):
                 weights[name] = self.older[name].requires_grad_(p.requires_grad)
-        batch = self.toy.batch(SEED, rank=rank, micro=int(micro))
-        flags = flags_of(self.scene, rank, micro)
-        return torch.func.functional_call(self.module, weights, (batch, *flags))
+        return weights
 
     def _losses(self, *micros: str, is_local: bool = False) -> list[torch.Tensor]:
         outputs = [self._trained(micro, is_local) for micro in micros]
@@ -132,9 +140,18 @@ class Alone:
                 )
             by_name = dict(zip(trained, found, strict=True))
             scaled = {
-                n: None if (g := by_name.get(n)) is None else scale * g for n, _ in self.named
+                name: None
+                if (g := by_name.get(name)) is None
+                else self._of_rank(rank, times * len(self.peers) * g)
+                if number in self.scene["ignored"]
+                else scale * g
+                for number, (name, _) in enumerate(self.named)
             }
             self.shares.append(Share(scaled, rank, micro, was_local))
+
+    def _of_rank(self, rank: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return what this rank has of a gradient that nobody reduces."""
+        return gradient if rank == self.rank else None
 
     def _micros(self) -> int:
         return 1 + max((s.micro for s in self.shares if not s.was_cleared), default=-1)
@@ -219,6 +236,14 @@ class Alone:
     def zero_grad(self, how: str = "none") -> None:
         self.shares = [replace(share, was_cleared=True) for share in self.shares]
 
+    def clip(self, order: str) -> Gradients:
+        found = {n: g.double() for n, g in self.gradients().items() if g is not None}
+        every = torch.cat([g.flatten() for g in found.values()])
+        norm = torch.linalg.vector_norm(every, ORDERS[order])
+        self.zero_grad()
+        clipped = {name: g * (norm / 2 / (norm + 1e-6)) for name, g in found.items()}
+        return {"norm": norm} | dict.fromkeys(n for n, _ in self.named) | clipped
+
     def evaluate(self, micro: str) -> Named:
         return {"output": self.output(micro, self.rank).detach()}
 
@@ -280,7 +305,9 @@ class Alone:
         return self.full()
 
     def unshard(self, at_once: str) -> Named | None:
-        return self.full() if at_once == "now" else None
+        if at_once != "now":
+            return None
+        return {name: p.detach().clone() for name, p in self._gathered().items()}
 
     def nothing(self, *words: str) -> None:
         """Show nothing, and change nothing."""

@@ -54,49 +54,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spec_tests.programs.scene import (
+    DOUBLE,
+    FLOAT,
     OPTIMIZER,
     REPLICAS,
     SHARDS,
+    TRAINERS,
     WHOLE,
     Scene,
     num_parameters,
 )
+from spec_tests.programs.state import State
 
-EVERY = REPLICAS + SHARDS + WHOLE + OPTIMIZER
+MODELS = REPLICAS + SHARDS + WHOLE
+EVERY = MODELS + OPTIMIZER
+SAVED = REPLICAS + SHARDS + OPTIMIZER + TRAINERS
 Call = tuple[str, ...]
 Program = tuple[Call, ...]
-
-
-@dataclass(frozen=True)
-class State:
-    """What a trainer knows between two calls.
-
-    Attributes:
-        shares: micro-batches in the gradients; the arithmetic of a toy is exact for so many.
-        is_open: gradients of single ranks wait for their reduction.
-        waits: a loss exists whose backward is still to come.
-        is_left: another backward raised while it waited.
-        is_broken: a backward was interrupted, and nothing was cleared since.
-        is_reduced: gradients were reduced since they were cleared.
-        is_saved: there has been a save.
-        is_zeroed: gradients were cleared to zero, and not to None, since the last step.
-        frozen: numbers of the parameters that are frozen now.
-        has_grown: the optimizer was given a further group.
-        may_refuse: a call was made that may be refused, or an exception was caught: from then on an
-            error is right as well.
-    """
-
-    shares: int = 0
-    is_open: bool = False
-    waits: bool = False
-    is_left: bool = False
-    is_broken: bool = False
-    is_reduced: bool = False
-    is_saved: bool = False
-    is_zeroed: bool = False
-    frozen: frozenset[int] = frozenset()
-    has_grown: bool = False
-    may_refuse: bool = False
 
 
 When = Callable[[State], bool]
@@ -126,7 +100,7 @@ class Verb:
     takes: str = ""
     when: When = lambda s: True
     then: Callable[[State], State] = lambda s: s
-    of: tuple[str, ...] = REPLICAS + SHARDS + WHOLE
+    of: tuple[str, ...] = MODELS
     level: str = "correct"
     often: int = 1
     refusable: tuple[str, ...] = ()
@@ -269,11 +243,18 @@ VERBS: dict[str, Verb] = {
     "step": Verb("", _rests, lambda s: replace(_cleared(s), is_zeroed=False), often=4, sends=False),
     "step_one": Verb("which", _rests, lambda s: replace(_cleared(s), is_zeroed=False), sends=False),
     "zero_grad": Verb("how", then=_cleared, of=EVERY, sends=False),
-    "evaluate": Verb("micro", reduces=0, ends="forward"),
+    "clip": Verb("order", lambda s: _rests(s) and s.is_reduced, _cleared, of=REPLICAS + SHARDS),
+    "train": Verb("micro", of=TRAINERS, often=4),
+    "evaluate": Verb("micro", of=MODELS + TRAINERS, reduces=0, ends="forward"),
     "infer": Verb("micro", ends="forward"),
     "record": Verb("micro", of=SHARDS, reduces=0, ends="forward"),
     "fails": Verb(
-        "micro layer", then=_becomes(may_refuse=True), reduces=0, ends="open", records=True
+        "micro layer",
+        then=_becomes(may_refuse=True),
+        of=MODELS + TRAINERS,
+        reduces=0,
+        ends="open",
+        records=True,
     ),
     "fails_backward": Verb(
         "micro layer",
@@ -287,22 +268,20 @@ VERBS: dict[str, Verb] = {
         records=True,
     ),
     "keep": Verb("flag", _rests, of=SHARDS, sends=False),
-    "unshard": Verb("at_once", _rests, of=SHARDS, ends="open"),
-    "reshard": Verb("", _rests, of=SHARDS, sends=False),
+    "unshard": Verb("at_once", _rests, _becomes(is_unsharded=True), of=SHARDS, ends="open"),
+    "reshard": Verb("", _rests, _becomes(is_unsharded=False), of=SHARDS, sends=False),
     "wait": Verb("", _rests, of=SHARDS, level="production", sends=False),
     "write": Verb("where", _rests, of=EVERY, sends=False),
     "freeze": _CHANGES_WHAT_TRAINS,
     "thaw": _CHANGES_WHAT_TRAINS,
-    "save": Verb("", _rests, _becomes(is_saved=True), of=REPLICAS + SHARDS + OPTIMIZER),
-    "load": Verb(
-        "assigns", lambda s: _rests(s) and s.is_saved, _cleared, of=REPLICAS + SHARDS + OPTIMIZER
-    ),
-    "another_steps": Verb("rank", of=EVERY),
-    "another_lives": Verb(of=EVERY),
+    "save": Verb("", _rests, _becomes(is_saved=True), of=SAVED),
+    "load": Verb("assigns", lambda s: _rests(s) and s.is_saved, _cleared, of=SAVED),
+    "another_steps": Verb("rank", of=EVERY + TRAINERS),
+    "another_lives": Verb(of=EVERY + TRAINERS),
     "deal": Verb("micro whose", then=lambda s: replace(s, shares=1), of=OPTIMIZER, often=4),
     "update": Verb(then=_cleared, of=OPTIMIZER, often=4),
     "closure": Verb("micro does", then=_cleared, of=OPTIMIZER),
-    "rate": Verb("factor", of=OPTIMIZER),
+    "rate": Verb("factor", of=OPTIMIZER + TRAINERS),
     "add_group": Verb("", lambda s: not s.has_grown, _becomes(has_grown=True), of=OPTIMIZER),
 }
 """Every call."""
@@ -314,8 +293,9 @@ WORDS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
         "zero": (REPLICAS + SHARDS + WHOLE + OPTIMIZER, "correct"),
         "of-the-model": (REPLICAS + SHARDS, "production"),
     },
+    "order": dict.fromkeys(("two", "largest"), (REPLICAS + SHARDS, "correct")),
     "which": dict.fromkeys(("first", "second"), (REPLICAS + SHARDS + WHOLE, "correct")),
-    "layer": dict.fromkeys(("first", "middle", "last"), (REPLICAS + SHARDS + WHOLE, "correct")),
+    "layer": dict.fromkeys(("first", "middle", "last"), (MODELS + TRAINERS, "correct")),
     "flag": dict.fromkeys(("True", "False"), (SHARDS, "correct")),
     "at_once": {"now": (SHARDS, "correct"), "in-flight": (SHARDS, "production")},
     "where": {
@@ -326,14 +306,14 @@ WORDS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
     },
     "number": dict.fromkeys(("0", "1", "2"), (SHARDS + WHOLE + OPTIMIZER, "correct")),
     "assigns": {
-        "copied": (REPLICAS + SHARDS + OPTIMIZER, "correct"),
+        "copied": (SAVED, "correct"),
         "assigned": (SHARDS, "correct"),
         "in-parts": (SHARDS, "correct"),
     },
     "whose": dict.fromkeys(("all", "half", "none"), (OPTIMIZER, "correct")),
     "does": dict.fromkeys(("deals", "sets-the-rate", "raises"), (OPTIMIZER, "correct")),
-    "factor": dict.fromkeys(("2", "0.5"), (OPTIMIZER, "correct")),
-    "rank": dict.fromkeys(("0", "1"), (EVERY, "correct")),
+    "factor": dict.fromkeys(("2", "0.5"), (OPTIMIZER + TRAINERS, "correct")),
+    "rank": dict.fromkeys(("0", "1"), (EVERY + TRAINERS, "correct")),
 }
 """The words that a call may take, by kind."""
 
@@ -388,6 +368,11 @@ def next_state(state: State, call: Call, scene: Scene, subject: str, size: int) 
     is_there = is_there and not (
         scene["buffers"] and subject in REPLICAS and name in ("evaluate", "infer", "fails")
     )
+    # Plain gradients that differ between ranks have no norm; narrow ones are rounded.
+    is_there = is_there and not (
+        name == "clip" and (scene["ignored"] or scene["weights"] not in (FLOAT, DOUBLE))
+    )
+    is_there = is_there and not (state.is_unsharded and call == ("zero_grad", "of-the-model"))
     if not is_there or not verb.when(state):
         return None
     if any(
@@ -397,6 +382,8 @@ def next_state(state: State, call: Call, scene: Scene, subject: str, size: int) 
     ):
         return None
     found = verb.then(state)
+    if verb.ends == "backward":
+        found = replace(found, is_unsharded=False)
     if verb.when is _rests:
         found = replace(found, is_left=False)  # the loss was of other weights: it is dropped
     if name == "partly" and not scene["mesh"]:

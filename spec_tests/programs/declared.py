@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from spec_tests.target import ADAPTERS, Target
+from spec_tests.rig.target import ADAPTERS, Target
 
 _KEYS = {"judges", "pattern", "shows", "size", "reason", "link"}
 

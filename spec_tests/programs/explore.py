@@ -20,12 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spec_tests import target
 from spec_tests.programs import declared, law, seeds
 from spec_tests.programs.calls import Program, after
 from spec_tests.programs.draw import covering, programs, shrunk
 from spec_tests.programs.scene import AXES_OF, Scene
-from spec_tests.rig import judge
+from spec_tests.rig import judge, target
 from spec_tests.rig.judge import Situation, Violation
 from spec_tests.rig.outcomes import LEVELS
 from spec_tests.rig.ranks.errors import NotOffered, RankDied, RankHung, RankRaised, RigError

@@ -8,19 +8,21 @@ A situation is a scene and a program in one line: what a clause says, what a fai
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
-from spec_tests.laws import refusal
-from spec_tests.programs import look, sent, shown
+from spec_tests.programs import look, sent, shown, trained
 from spec_tests.programs.alone import SEED, Alone
 from spec_tests.programs.calls import Program, after, parsed, spelled
 from spec_tests.programs.faults import FAULTS, RIGHT
+from spec_tests.programs.laws import refusal
 from spec_tests.programs.pieces import put_together
-from spec_tests.programs.scene import OPTIMIZER, REPLICAS, SHARDS, Scene
+from spec_tests.programs.scene import OPTIMIZER, REPLICAS, SHARDS, TRAINERS, Scene
 from spec_tests.programs.stepped import Divided, Stepped
 from spec_tests.programs.ways import WAYS
 from spec_tests.rig import judge
@@ -30,8 +32,13 @@ from spec_tests.rig.judge.tolerance import rounding
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import World
 
-ORDINARY = {"sharded_optimizer": "even: deal 0 all, update"}
+ORDINARY = {"sharded_optimizer": "even: deal 0 all, update"} | dict.fromkeys(
+    TRAINERS, "even: train 0, train 1"
+)
 """What no implementation may refuse, by function; a step of training for all others."""
+
+CLIPPED = rounding(torch.float32, terms=256)
+"""Of a norm, and of what is divided by it."""
 
 
 def read(situation: str) -> tuple[Scene, Program]:
@@ -45,9 +52,17 @@ def written(scene: Scene, program: Program) -> str:
     return f"{scene}: {spelled(program)}".removeprefix(": ")
 
 
-def follow(ctx: Context, subject: str, situation: str, looks: bool = False) -> Any:
-    """Return what each call shows, and what observers see (rank body)."""
+def follow(
+    ctx: Context, subject: str, situation: str, looks: bool = False, folder: str = ""
+) -> Any:
+    """Return what each call shows, and what observers see (rank body).
+
+    Args:
+        folder: where a trainer may save.
+    """
     scene, program = read(situation)
+    if subject in TRAINERS:
+        return trained.follow(ctx, subject, scene, program, folder)
     if subject in OPTIMIZER:
         return {"seen": Divided(ctx, scene).follow(program)}
     rank = WAYS[subject](ctx, subject, scene)
@@ -78,16 +93,18 @@ def same_as_alone(world: World, subject: str, situation: str, *, looks: bool = F
         raise ValueError(f"{situation!r} is no situation of {subject} on {world.size} ranks")
     situation = written(scene, program)
     judge.SITUATION.get().given = situation
-    ranks: Sequence[Any] | None
-    if left.may_refuse or scene.may_be_refused_by(subject):
-        usual = ORDINARY.get(subject, "even: backward 0, step, evaluate 1")
-        ordinary = (follow, subject, usual)
-        ranks = refusal.answer_or_refusal(
-            world, follow, subject, situation, looks, ordinary=ordinary
-        )
-    else:
-        ranks = world.run(follow, subject, situation, looks)
+    with tempfile.TemporaryDirectory(prefix="trainspec-") as folder:
+        asked = (follow, subject, situation, looks, folder)
+        if left.may_refuse or scene.may_be_refused_by(subject):
+            usual = ORDINARY.get(subject, "even: backward 0, step, evaluate 1")
+            ordinary = (follow, subject, usual)
+            ranks = refusal.answer_or_refusal(world, *asked, ordinary=ordinary)
+        else:
+            ranks = world.run(*asked)
     if ranks is None:
+        return
+    if subject in TRAINERS:
+        trained.judge_trained(ranks, scene, program, situation)
         return
     if subject in OPTIMIZER:
         judge_updates([rank["seen"] for rank in ranks], situation)
@@ -144,7 +161,7 @@ def judge_values(ranks: Sequence[Any], subject: str, situation: str) -> None:
         judge.tensors(
             [comparable(rank[number][1]) for rank in ranks],
             at(number),
-            within=within,
+            within=CLIPPED if call.startswith("clip") else within,
             quantity=f"value of one process at call {number + 1}, {call}",
             hints=[Hint(fault.means, partial(at, number, name)) for name, fault in FAULTS.items()],
             given=situation,

@@ -83,7 +83,9 @@ def judge_form(ranks: Sequence[dict[str, Any]], subject: str, scene: Scene, give
     module = TOYS[scene["toy"][0]].build(0)
     for number, (name, p) in enumerate(module.named_parameters()):
         dtype = str(scene.weights or p.dtype).removeprefix("torch.")
-        wanted = {"dtype": dtype, "shape": tuple(p.shape), "placements": placements}
+        is_plain = number in scene["ignored"]
+        where = "none: a plain tensor" if is_plain else placements
+        wanted = {"dtype": dtype, "shape": tuple(p.shape), "placements": where}
         of_parameter = wanted | {"requires_grad": number not in frozen}
         seen = [rank.get(name) for rank in ranks]
         judge.equal(seen, of_parameter, quantity=f"parameter {name!r} with", given=given)

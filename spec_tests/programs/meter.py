@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from spec_tests.impostors.mutants import Mutant, of
+from spec_tests.museum.mutants import Mutant, of
 from spec_tests.programs import draw, law, seeds
 from spec_tests.programs.explore import FAILURES
 from spec_tests.rig import judge
@@ -27,7 +27,7 @@ from spec_tests.rig.outcomes import LEVELS
 from spec_tests.rig.ranks.errors import NotOffered, RigError
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.ranks.zygote import start_zygote
-from spec_tests.target import parse
+from spec_tests.rig.target import parse
 
 SERVES = {
     "ddp": ("ddp", ("ddp", "ddp_bucketed")),

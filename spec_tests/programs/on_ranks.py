@@ -9,62 +9,30 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from spec_tests.programs.alone import SEED, first_buffer, flags_of, next_buffer, one_of
+from spec_tests.programs.alone import (
+    LARGE,
+    ORDERS,
+    SEED,
+    first_buffer,
+    flags_of,
+    next_buffer,
+    one_of,
+)
 from spec_tests.programs.calls import Program
+from spec_tests.programs.outputs import OUTPUTS
 from spec_tests.programs.pieces import Piece, exact
 from spec_tests.programs.planted import PlantedError, failing
 from spec_tests.programs.scene import Scene
 from spec_tests.rig.judge.oracle import Gradients, Named
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.toys import TOYS, sum_of_squares
-
-
-class Pair(NamedTuple):
-    """An output beside a note."""
-
-    y: torch.Tensor
-    note: str
-
-
-@dataclass
-class Found:
-    """An output in a dataclass."""
-
-    y: torch.Tensor
-
-
-@dataclass
-class Late:
-    """An output in a field that the constructor does not take."""
-
-    y: torch.Tensor = field(init=False)
-
-    @classmethod
-    def of(cls, y: torch.Tensor) -> Late:
-        found = cls()
-        found.y = y
-        return found
-
-
-OUTPUTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    # how the model gives it, and how the loss reads it
-    "tensor": (lambda y: y, lambda found: found),
-    "in-a-dict": (lambda y: {"y": y}, lambda found: found["y"]),
-    "second-of-two": (lambda y: (y.detach(), [y, None]), lambda found: found[1][0]),
-    "in-a-named-tuple": (lambda y: Pair(y, ""), lambda found: found.y),
-    "in-a-dataclass": (Found, lambda found: found.y),
-    "in-a-late-field": (Late.of, lambda found: found.y),
-    "written-to": (lambda y: y, lambda found: found.mul_(1)),
-}
-
 
 Watching = Callable[[str], AbstractContextManager[Any]]
 """What surrounds a call, whose name it is given."""
@@ -90,10 +58,19 @@ class OnRank:
         parameters = list(plain.parameters())
         for number in scene["trained"]:
             parameters[number].requires_grad_(False)
-        self.peers = self._peers()
+        self.group = ctx.split(scene["group"]) if scene["group"] else None
+        self.peers = scene.peers(ctx.world_size, ctx.rank)
         self.module = plain
         self._prepare()
+        if scene.is_compiled:
+            torch._dynamo.reset()  # ranks are used again
+        if scene.word("entrance") == "compiled":
+            for part in leaves(plain):
+                part.compile(backend="aot_eager")
         self.wrapped: Any = self.wrap()
+        self.called = self.wrapped
+        if scene.word("entrance") == "compiled-whole":
+            self.called = torch.compile(self.wrapped, backend="aot_eager")
         self.hold()
         self.wrapped.train(scene["mode"])
         self.module.train(scene["mode"])
@@ -104,12 +81,6 @@ class OnRank:
 
     def _built(self) -> nn.Module:
         return self.toy.build(SEED).to(self.ctx.device, self.scene.weights)
-
-    def _peers(self) -> tuple[int, ...]:
-        groups = self.scene["group"]
-        self.group = self.ctx.split(groups) if groups else None
-        every = groups or [range(self.ctx.world_size)]
-        return next(tuple(group) for group in every if self.ctx.rank in group)
 
     def _prepare(self) -> None:
         """Let the toy's forward give the scene's output, recomputed if the scene says so."""
@@ -230,7 +201,7 @@ class OnRank:
         batch = self.toy.batch(SEED, rank=self.ctx.rank, micro=int(micro))
         inputs = batch.to(self.ctx.device, self.scene.weights)
         flags = flags_of(self.scene, self.ctx.rank, micro)
-        model, read = self.wrapped, OUTPUTS[self.scene.word("output")][1]
+        model, read = self.called, OUTPUTS[self.scene.word("output")][1]
         if self.scene.word("entrance") == "method":
             model = self.wrapped.compute
         if self.scene.word("entrance") == "keyword":
@@ -302,6 +273,15 @@ class OnRank:
             for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=how == "none")
 
+    def clip(self, order: str) -> Gradients:
+        """Clip to half the norm, and show it beside what that leaves."""
+        clip = self.ctx.impl.clip_grad_norm_
+        norm = clip(self.held, LARGE, ORDERS[order])
+        clip(self.held, float(norm) / 2, ORDERS[order])
+        found = {"norm": exact(norm)} | self.gradients()
+        self.zero_grad("none")
+        return found
+
     @torch.no_grad()
     def evaluate(self, micro: str) -> Named:
         found = self.output(micro)
@@ -343,7 +323,7 @@ class OnRank:
     def write(self, where: str) -> None:
         for number, parameter in enumerate(self.held):
             if where == "local-tensors":
-                parameter.to_local().neg_()
+                (parameter.to_local() if hasattr(parameter, "placements") else parameter).neg_()
             elif where == "parameters" or number == one_of(self.held):
                 parameter.neg_()
 

@@ -73,11 +73,13 @@ REPLICAS = ("ddp", "ddp_bucketed")
 SHARDS = ("fully_shard",)
 WHOLE = ("fsdp",)
 OPTIMIZER = ("sharded_optimizer",)
+TRAINERS = ("build_trainer", "build_zero1_trainer", "build_fsdp_trainer")
 NARROW = ("narrow",)
 TWO_DTYPES = "two-dtypes"
 STEPPED = ("stack", "even", "mlp", "ragged", "tied", "conv", "strided")
 ALL_USED = ("stack", "even", "mlp", "ragged", "conv", "strided", "narrow")
 WITH_BUFFERS = ("stack", "even", "mlp", "tied", "conv", "strided", "unused")
+COMPILED = ("even",)  # a compiler takes its time
 REACH = {HALF: 64, BRAIN: 8}
 """`Toy.reach` of the toy 'narrow' in dtypes of few bits."""
 
@@ -102,8 +104,8 @@ AXES: Mapping[str, Mapping[str, Word]] = {
             refusable=REPLICAS + WHOLE + SHARDS,
         ),
         "unused": toy("unused", refusable=REPLICAS + WHOLE + SHARDS),
-        "conv": toy("conv", refusable=WHOLE + SHARDS),
-        "strided": toy("strided", refusable=WHOLE + SHARDS),
+        "conv": toy("conv", refusable=WHOLE + SHARDS + TRAINERS),
+        "strided": toy("strided", refusable=WHOLE + SHARDS + TRAINERS),
         "narrow": toy("narrow", refusable=WHOLE),
         # Of float32 and float64 in one unit; large numbers, which float32 would round.
         TWO_DTYPES: toy("double", refusable=WHOLE + SHARDS),
@@ -168,6 +170,12 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "not-the-ends": Word((0, -1), refusable=WHOLE),
         "not-the-middle": Word((1, 2), refusable=WHOLE),
     },
+    # `ignored_params`: they stay plain, and each rank trains its own by its own gradient.
+    "ignored": {
+        "none-ignored": Word(()),
+        "one-ignored": Word((2,), level="production", toys=ALL_USED),
+        "two-ignored": Word((0, 1), level="production", toys=ALL_USED),
+    },
     "output": dict.fromkeys(("tensor", "in-a-dict", "second-of-two"), Word())
     | {"in-a-named-tuple": Word(), "in-a-dataclass": Word(refusable=SHARDS + WHOLE)}
     | {"in-a-late-field": Word(refusable=SHARDS + WHOLE), "written-to": Word()},
@@ -179,6 +187,9 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "recomputed": Word(level="production", refusable=WHOLE),
         "called-again": Word(level="production", refusable=WHOLE),
         "all-again": Word(level="production", refusable=WHOLE),
+        # With a backend without a code generator: each unit before it is wrapped, or the whole.
+        "compiled": Word(level="production", toys=COMPILED),
+        "compiled-whole": Word(level="production", toys=COMPILED),
     },
     # Each unit names the next, in forward and in backward, as to be gathered ahead.
     "hints": {"unhinted": Word(), "hinted": Word(toys=ALL_USED)},
@@ -204,6 +215,9 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "two-groups": Word(2),
         "group-each": Word(64),
     },
+    # Of a step of a trainer, whose gradient's norm may be bounded.
+    "micro-batches": {"of-one": Word(1), "of-two": Word(2), "of-three": Word(3)},
+    "clipping": {"unclipped": Word(), "clipped": Word(0.5), "hardly-clipped": Word(8.0)},
     "bucket": {
         "small": Word(32 * 4 / 2**20),
         "tiny": Word(4 / 2**20),
@@ -224,8 +238,12 @@ AXES_OF: Mapping[str, tuple[str, ...]] = {
     "fully_shard": (
         *("toy", "units", "mesh", "reshard", "precision", "optimizer", "trained", "output"),
         *("entrance", "mode", "built", "weights", "group", "divisor", "buffers", "hints"),
+        "ignored",
     ),
     "sharded_optimizer": ("toy", "moments", "groups", "trained", "weights", "group"),
+    **dict.fromkeys(
+        TRAINERS, ("toy", "moments", "groups", "trained", "group", "micro-batches", "clipping")
+    ),
 }
 """The axes of each function of the contract."""
 
@@ -280,6 +298,11 @@ class Scene:
         """Whether full weights stay from a forward to its backward."""
         return self.word("reshard") in ("held", "held-by-one")
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a compiler is at work."""
+        return self.word("entrance") in ("compiled", "compiled-whole")
+
     def without(self, word: str) -> Scene:
         """Return the smaller scene that has the ordinary word in this word's place."""
         return Scene.of(" ".join(w for w in str(self).split() if w != word))
@@ -300,7 +323,9 @@ class Scene:
     def exists(self, subject: str, size: int) -> bool:
         """Return whether so many ranks can build it, and its words go together."""
         axes = {AXIS_OF[word] for word in str(self).split()}
-        if subject in OPTIMIZER and not self._is_stepped():
+        if subject in OPTIMIZER + TRAINERS and not self._is_stepped():
+            return False
+        if subject in TRAINERS and not self._is_trained():
             return False
         if not axes <= {*AXES_OF[subject]} or {*_NOT_OF.get(subject, ())} & {*self.words}:
             return False
@@ -316,6 +341,11 @@ class Scene:
         """Whether ranks that use other branches gather and reduce the same."""
         return subject in REPLICAS or (subject in SHARDS and self.word("units") == "root")
 
+    def peers(self, size: int, rank: int) -> tuple[int, ...]:
+        """Return the ranks of so many that a rank trains with, itself among them."""
+        groups = self["group"] or [range(size)]
+        return next(tuple(group) for group in groups if rank in group)
+
     def frozen(self) -> frozenset[int] | None:
         """Return the numbers of the frozen parameters; None where none exists or none is left."""
         count = num_parameters(self["toy"][0])
@@ -328,6 +358,11 @@ class Scene:
     def _is_stepped(self) -> bool:
         """Whether the gradients are dealt: no forward, so no branches and no narrow reduction."""
         return self.word("toy") in STEPPED and self.word("weights") in ("float32", "float64")
+
+    def _is_trained(self) -> bool:
+        """Whether an update follows its gradient smoothly, so that rounding stays rounding."""
+        smooth = self.word("moments") in ("sgd", "momentum", "adamw")
+        return smooth and self.word("groups") != "group-each"
 
     def _goes_together(self) -> bool:
         if self.frozen() is None:
@@ -345,9 +380,16 @@ class Scene:
             return False  # what is recomputed changes them once more
         if self.word("reshard") == "in-part" and self.word("mesh") == "replicas":
             return False  # one rank shards: there is no part
+        if self["ignored"] and not self._goes_with_ignored():
+            return False
         if self["group"] and (self["mesh"] or self.word("reshard") == "in-part"):
             return False  # a group is a line, and its ranks have no parts
         return not (is_narrow and self.word("optimizer") == "fused")  # its numbers end at 2**16
+
+    def _goes_with_ignored(self) -> bool:
+        """Whether plain tensors may be beside shards: no list has both, and no input is cast."""
+        is_looped = self.word("optimizer") in ("loop", "two")
+        return is_looped and not self["precision"] and self.word("built") == "here"
 
     def most(self, size: int) -> int:
         """Return how many micro-batches stay exact in a gradient."""

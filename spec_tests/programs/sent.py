@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spec_tests.laws import traffic
 from spec_tests.programs.alone import SEED, shape_of
 from spec_tests.programs.calls import VERBS, Call, Program, after, spelled
+from spec_tests.programs.laws import traffic
 from spec_tests.programs.on_ranks import OnRank
 from spec_tests.programs.scene import REPLICAS, SHARDS, STEPPED, Scene
 from spec_tests.programs.shown import (
@@ -86,11 +86,13 @@ def due(scene: Scene, subject: str, size: int, rank: int, frozen: frozenset[int]
     Over copies of the weights what was reduced over shards is reduced once more. "in a replica" is
     what is reduced before.
     """
-    peers = next((g for g in scene["group"] or () if rank in g), range(size))
+    peers = scene.peers(size, rank)
     copies, shards = (len(peers), 1) if subject in REPLICAS else shape_of(scene, len(peers))
     policy = scene["precision"]
     found = {"weights": 0, "gradients": 0, "in a replica": 0}
     for number, value in enumerate(parameters(scene["toy"][0], SEED).values()):
+        if number in scene["ignored"]:
+            continue
         weights = policy.get("param_dtype") or scene.weights or value.dtype
         reduced = policy.get("reduce_dtype", weights)
         rows = max(1, value.shape[0] if value.dim() else 1)
@@ -187,6 +189,8 @@ def most_gathered(before: Program, call: Call, scene: Scene, copy: int) -> int |
     if last == (("reshard",),) and name == "wait":
         return 0
     if scene.word("toy") not in STEPPED or not _is_kept(before, scene):
+        return None
+    if name == "another_lives":  # which gathers its own
         return None
     if name in ("evaluate", "infer") or scene.is_held:
         return 0

@@ -28,12 +28,12 @@ class Replicas(OnRank):
         return getattr(self.ctx.impl, self.subject)(self.module, **options)
 
     def directly(self, micro: str) -> Gradients:
-        wrapped, self.wrapped = self.wrapped, self.module
+        called, self.called = self.called, self.module
         self.zero_grad("none")
         self.loss(micro).backward()
         found = self.gradients()
         self.zero_grad("none")
-        self.wrapped = wrapped
+        self.called = called
         return found
 
     def parameters(self) -> list[Any]:
@@ -74,20 +74,7 @@ class Shards(OnRank):
             return self.toy.model().to(self.scene.weights)
 
     def wrap(self) -> Any:
-        impl, scene = self.ctx.impl, self.scene
-        options: dict[str, Any] = {}
-        if scene["reshard"] is not None:
-            options["reshard_after_forward"] = scene["reshard"]
-        if scene["mesh"]:
-            options["mesh"] = self.ctx.mesh(
-                shape_of(scene, self.ctx.world_size), ("replicate", "shard")
-            )
-        if self.group is not None:
-            from torch.distributed.device_mesh import DeviceMesh
-
-            options["mesh"] = DeviceMesh.from_group(self.group, self.ctx.device.type)
-        if scene["precision"]:
-            options["mp_policy"] = impl.MixedPrecisionPolicy(**scene["precision"])
+        impl, scene, options = self.ctx.impl, self.scene, self._options()
         units = lists_of(self.module, scene.word("units"))
         for parts in units:
             impl.fully_shard(parts if parts[1:] else parts[0], **options)
@@ -102,6 +89,27 @@ class Shards(OnRank):
         if scene["divisor"]:
             self._divide()
         return self.module
+
+    def _options(self) -> dict[str, Any]:
+        """Return what the scene gives `fully_shard` beside a module."""
+        scene = self.scene
+        options: dict[str, Any] = {}
+        if scene["reshard"] is not None:
+            options["reshard_after_forward"] = scene["reshard"]
+        if scene["mesh"]:
+            options["mesh"] = self.ctx.mesh(
+                shape_of(scene, self.ctx.world_size), ("replicate", "shard")
+            )
+        if self.group is not None:
+            from torch.distributed.device_mesh import DeviceMesh
+
+            options["mesh"] = DeviceMesh.from_group(self.group, self.ctx.device.type)
+        if scene["ignored"]:
+            every = list(self.module.parameters())
+            options["ignored_params"] = {every[number] for number in scene["ignored"]}
+        if scene["precision"]:
+            options["mp_policy"] = self.ctx.impl.MixedPrecisionPolicy(**scene["precision"])
+        return options
 
     def _divide(self) -> None:
         for part in having(self.module, "set_gradient_divide_factor"):

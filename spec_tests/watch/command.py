@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from spec_tests.clause import Clause
+from spec_tests.rig.clause import Clause
 from spec_tests.watch import checks, compare, seen, traffic
 from spec_tests.watch.child import Child, handed_on
 from spec_tests.watch.norm import NORMS, Finding, is_must

@@ -6,7 +6,7 @@
 
 The first line of the docstring is the norm, as a clause's is; MUST decides the exit status,
 SHOULD advises. `python -m spec_tests ledger` lists the norms with the clauses. The faulty scripts
-that each reports are in `rig_tests/watched/faults.toml`.
+that each reports are in `tests/rig/watched/faults.toml`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from spec_tests.clause import Clause, _validate
+from spec_tests.rig.clause import Clause, _validate
 from spec_tests.rig.outcomes import Strength
 
 NORMS: dict[str, Clause] = {}

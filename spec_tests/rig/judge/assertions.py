@@ -3,7 +3,7 @@
 A judge compares what the ranks observed with what is right, loops over ranks and names itself,
 and on a difference says: the clause and its sentence; the rank and the name; the difference in
 units that mean something; the likely cause; the situation; the line to run it again. The message
-is the product of this suite, so it is tested like one (`rig_tests/test_judge.py`).
+is the product of this suite, so it is tested like one (`tests/rig/test_judge.py`).
 
 Observations that a clause cannot read are a finding about the implementation, and no error of the
 rig. What a body returns holds what the implementation returned. A clause reads it as the contract

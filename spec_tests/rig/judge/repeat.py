@@ -18,13 +18,13 @@ from typing import Any
 
 from hypothesis.errors import Flaky
 
-from spec_tests.clause import Clause
+from spec_tests.rig.clause import Clause
 from spec_tests.rig.judge import Violation, runner, violated
 from spec_tests.rig.judge.replay import last_example
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.errors import DIFFERS
 from spec_tests.rig.ranks.world import World, Worlds
-from spec_tests.target import Target
+from spec_tests.rig.target import Target
 
 _PROOFS = ("buffer in flight", "un-waited")
 _SEQUENCE = 3

@@ -21,12 +21,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from spec_tests.clause import Clause
+from spec_tests.rig.clause import Clause
 from spec_tests.rig.judge import SITUATION, runner
 from spec_tests.rig.outcomes import LEVELS, Outcome
 from spec_tests.rig.ranks.errors import DIFFERS
 from spec_tests.rig.ranks.world import AnyPool, World, Worlds
-from spec_tests.target import Target
+from spec_tests.rig.target import Target
 
 # ------------------------------------------------------------------------------- on live ranks
 

@@ -1,6 +1,6 @@
 """One clause, one implementation, one situation: how it is called and what it came to.
 
-pytest runs the clauses (`spec_tests/plugin.py`); impostors and the matrix run them without pytest,
+pytest runs the clauses (`rig/plugin.py`); impostors and the matrix run them without pytest,
 hundreds of times in one process. Both go through this file, so that they cannot come to different
 verdicts.
 """
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from hypothesis.errors import Flaky
 
-from spec_tests import skeletons
-from spec_tests.clause import Clause
+from spec_tests.contract import skeletons
+from spec_tests.rig.clause import Clause
 from spec_tests.rig.judge import (
     SITUATION,
     Situation,
@@ -42,7 +42,7 @@ from spec_tests.rig.ranks.errors import (
 )
 from spec_tests.rig.ranks.world import World, Worlds
 from spec_tests.rig.sim import Deadlock, hooks
-from spec_tests.target import PACKAGE_ROOT, Target
+from spec_tests.rig.target import PACKAGE_ROOT, Target
 
 DEFAULT_TRANSPORT = "gloo"
 

@@ -39,7 +39,7 @@ from spec_tests.rig.ranks.liveness import Liveness
 from spec_tests.rig.ranks.member import Member
 from spec_tests.rig.ranks.watcher import Doing
 from spec_tests.rig.ranks.zygote import rank_environment
-from spec_tests.target import Target
+from spec_tests.rig.target import Target
 
 # A rank that has raised closes its sockets, which releases its peers; who is not is killed.
 RELEASE_S = 0.5

@@ -44,7 +44,7 @@ from spec_tests.rig.ranks import hygiene, thrift, wire
 from spec_tests.rig.ranks.recorder import Recorder
 from spec_tests.rig.ranks.watcher import LAST_WORDS, Doing, keep_last_words, watch
 from spec_tests.rig.ranks.zygote import forget_triton
-from spec_tests.target import Implementation, Target, load
+from spec_tests.rig.target import Implementation, Target, load
 
 # Longer than any body may take: the parent's clock decides, this one is the last resort.
 GROUP_TIMEOUT_S = 120.0

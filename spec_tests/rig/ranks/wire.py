@@ -36,7 +36,7 @@ import numpy as np
 import torch
 
 from spec_tests.rig.ranks import not_here
-from spec_tests.target import without_method
+from spec_tests.rig.target import without_method
 
 # bfloat16 and the 8-bit floats have no NumPy twin: their bits travel as integers of equal width.
 _BITS_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

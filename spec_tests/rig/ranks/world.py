@@ -40,7 +40,7 @@ from spec_tests.rig.ranks.pool import PATIENCE, Pool, Ranks
 from spec_tests.rig.ranks.wire import RemoteError
 from spec_tests.rig.sim.pool import SimPool
 from spec_tests.rig.sim.schedule import Schedule
-from spec_tests.target import Target
+from spec_tests.rig.target import Target
 
 __all__ = ["Ranks", "World", "Worlds"]
 

@@ -25,12 +25,12 @@ from spec_tests.rig.outcomes import BROKEN, LEVELS, REFUTED, Cell, Event, Outcom
 from spec_tests.rig.ranks.errors import DIFFERS
 from spec_tests.rig.report.diagnosis import FEW_JUDGED, dictionary, families, family_of
 from spec_tests.rig.report.symptom import RAISED, headline_of, likely, symptom
-from spec_tests.target import PACKAGE_ROOT
+from spec_tests.rig.target import PACKAGE_ROOT
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 _OF_ONE_RUN = re.compile(r"'[^']*'|\([^()]*\)|\[[^\[\]]*\]|-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 """Names of tensors, shapes, lists and numbers."""
-_JUDGED = ("impostors", "plain", "rig_tests")  # folders of the suite that can be judged
+_JUDGED = ("museum", "plain", "tests")  # folders of the suite that can be judged
 
 
 @dataclass

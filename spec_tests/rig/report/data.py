@@ -23,7 +23,7 @@ without a new number after the slash in `schema`.
       "clauses": [{                       in the order of the run; all implementations' together
         "id": "ddp.gradients.mean", "chapter": "ddp", "strength": "MUST", "level": "course",
         "sentence": "Every rank MUST ...", "source": "Li et al. 2020, ...",
-        "where": "spec_tests/ddp/test_gradients.py:41",
+        "where": "spec_tests/chapters/ddp/test_gradients.py:41",
         "stories": [{"impostor": "ddp.sum-for-mean", "does": ..., "seen": ..., "unseen": ...}],
         "cells": {                        implementation to what it came to; absent: not selected
           "mine.py": {

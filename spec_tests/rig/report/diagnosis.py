@@ -27,7 +27,7 @@ from pathlib import Path
 from spec_tests.rig.outcomes import Outcome
 
 PATH = Path(__file__).with_name("signatures.json")
-FAMILIES = Path(__file__).parents[2] / "impostors" / "families.toml"
+FAMILIES = Path(__file__).parents[2] / "museum" / "families.toml"
 """Near-misses by family."""
 
 NEAR = 0.9
@@ -240,7 +240,7 @@ class Families:
         weights = {**VOICES, "rare clauses": VOICES["rare clauses"] / total}
         scores = {
             family: math.exp(sum(weights[voice] * said[family] for voice, said in heard.items()))
-            for family in {*self.says}.union(*heard.values())
+            for family in {*self.says}.union(*heard.values()) - _impossible(failed)
         }
         return {family: score / sum(scores.values()) for family, score in scores.items()}
 
@@ -251,6 +251,12 @@ class Families:
         _share(votes, [name for name, shown in failing.items() if shown == symptom], weight)
         weight *= _OF_A_HANG if symptom == Outcome.HANG else _OF_A_SYMPTOM
         _rank(votes, self.symptoms.get(symptom, ""), weight)
+
+
+def _impossible(failed: Mapping[str, str]) -> set[str]:
+    """Return the families that the symptoms rule out: less than expected is not too much."""
+    is_less = bool(failed) and all(symptom.startswith("less: ") for symptom in failed.values())
+    return {"too-much-sent"} if is_less else set()
 
 
 def _rank(votes: _Votes, line: str, weight: float) -> None:

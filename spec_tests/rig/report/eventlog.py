@@ -130,7 +130,7 @@ class EventLog:
     def finish(self, **more: Any) -> int:
         """Append the footer and close; returns the exit status that the events amount to.
 
-        `more` may hold `next`: what the next level adds, see `spec_tests.beyond`.
+        `more` may hold `next`: what the next level adds, see `spec_tests.rig.beyond`.
         """
         status, counts = judge_run(self.events).status, count_outcomes(self.events)
         ended = {"counts": counts, "complete": True, "exit_status": status}

@@ -26,7 +26,7 @@ from spec_tests.rig.sim.collectives import Collectives
 from spec_tests.rig.sim.faults import UnwaitedWork
 from spec_tests.rig.sim.schedule import Schedule
 from spec_tests.rig.sim.store import SimStore
-from spec_tests.target import Implementation
+from spec_tests.rig.target import Implementation
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The chapters: clauses by subject, each file one noun."""

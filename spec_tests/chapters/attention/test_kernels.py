@@ -1,0 +1,200 @@
+"""Kernels, watched in Triton's interpreter: who writes, who reads, what is computed for nothing.
+
+On a GPU the programs of a launch run at once, in no order. Two that write one element, or one that
+reads what another wrote, give right values in the interpreter and wrong ones at times on a device;
+so addresses are judged, not values. A kernel that is not interpreted is not judged here.
+"""
+
+from __future__ import annotations
+
+import unittest
+
+import pytest
+import torch
+
+from spec_tests.chapters.attention import bodies, interpreter, rules
+from spec_tests.chapters.attention.bodies import KERNELS, arguments, call, observe
+from spec_tests.chapters.attention.defined import fitting, require_backward, require_right
+from spec_tests.chapters.attention.problem import AS_THE_EXERCISE, Problem, inputs
+from spec_tests.rig import judge
+from spec_tests.rig.clause import clauses
+from spec_tests.rig.ranks.errors import NOT_HERE
+
+clause = clauses(judges=KERNELS, level="production", worlds=(1,), transports=("gloo",))
+NO_METHODS = f"{NOT_HERE}this Triton's interpreter has other methods"
+# Several tiles that divide no length, and two heads: neighbours to run into.
+RAGGED = Problem(seq_q=70, seq_k=80, head_dim=24, heads=2)
+
+
+def launched(ctx, subject, problem):
+    """What each launch of a forward and a backward did, and how many belong to the forward."""
+    x = inputs(problem).to(ctx.device)
+    with interpreter.watched() as launches:
+        out = call(ctx, subject, x.q, x.k, x.v, **arguments(problem))
+    with interpreter.watched() as backward:
+        torch.autograd.grad(out, (x.q, x.k, x.v), x.do)
+    return None if launches is None else (launches, backward)
+
+
+def _launches(world, subject, problem):
+    found = observe(world, subject, launched, problem)
+    if found is None:
+        raise unittest.SkipTest(NO_METHODS)
+    if not found[0]:
+        raise unittest.SkipTest(f"{NOT_HERE}no kernel was interpreted")
+    return found
+
+
+@clause(
+    "attention.forward.launches-a-kernel",
+    level="course",
+    source="contract: triton-kernel; "
+    "CS336 assignment 2, flash_forward (b): the forward calls your Triton kernel",
+)
+def test_a_kernel_is_launched(world, subject):
+    """The forward MUST launch a Triton kernel."""
+    launches = observe(world, subject, launched_forward, AS_THE_EXERCISE)
+    if launches is None:
+        raise unittest.SkipTest(NO_METHODS)
+    judge.holds(
+        bool(launches),
+        "expected the forward to launch a Triton kernel, got none",
+        likely="the version in PyTorch operations, under the kernel's name",
+    )
+
+
+def launched_forward(ctx, subject, problem):
+    """The launches of a forward."""
+    x = inputs(problem).to(ctx.device)
+    with interpreter.watched() as launches:
+        call(ctx, subject, x.q, x.k, x.v, **arguments(problem))
+    return launches
+
+
+# What no launch may do: by the name of its count, in words, and how one comes to it.
+FAULTS = {
+    "stored_again": (
+        "expected no element to be stored twice",
+        "a tail that reaches into the next head, or a sum over programs in memory",
+    ),
+    "foreign": (
+        "expected no load of an element that another program of the launch stored",
+        "dQ read, added to and stored by each program of keys; or two kernels merged into one",
+    ),
+    "outside": (
+        "expected all addresses within the storages of its arguments",
+        "a load without a mask in the last tile",
+    ),
+}
+
+
+def _none(world, subject, mask, what):
+    problem = fitting(world, subject, RAGGED.but(causal=mask == "causal"))
+    wanted, likely = FAULTS[what]
+    for launch in (launch for part in _launches(world, subject, problem) for launch in part):
+        judge.holds(
+            launch[what] == 0,
+            f"kernel {launch['kernel']}: {wanted}, got {launch[what]}",
+            likely=likely,
+            given=repr(problem),
+        )
+
+
+@clause(
+    "attention.kernels.one-writer",
+    source="flash-attn, deterministic backward; two programs that store one element race",
+)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_each_element_is_stored_once(world, subject, mask):
+    """Each launch MUST store an element at most once: no race, no atomics, one order of sums."""
+    _none(world, subject, mask, "stored_again")
+
+
+@clause(
+    "attention.kernels.reads-nothing-of-others",
+    source="programs of a launch have no order; the interpreter's is an accident",
+)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_no_program_reads_what_another_wrote(world, subject, mask):
+    """Within a launch no program MUST read what another one wrote."""
+    _none(world, subject, mask, "foreign")
+
+
+@clause(
+    "attention.kernels.in-bounds",
+    level="correct",
+    source="what lies beyond is another tensor, or a fault of the process",
+)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_no_address_lies_outside_of_the_arguments(world, subject, mask):
+    """Every address that is loaded or stored MUST lie within a tensor that was passed."""
+    _none(world, subject, mask, "outside")
+
+
+def on_tensor_cores(ctx, subject, problem, part):
+    """O and L, or all, with products as a device takes them; None: not to be had."""
+    with interpreter.tensor_cores() as is_rounding:
+        if part == "backward":
+            answer = bodies.everything(ctx, subject, problem)
+        else:
+            answer = bodies.forward(ctx, subject, problem, lse=True)
+    return answer if is_rounding else None
+
+
+@clause(
+    "attention.kernels.float32-is-float32",
+    source="contract: float32-products; "
+    "Triton's documentation of `tl.dot`: TF32 is the default for float32 on tensor cores",
+)
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_products_on_tensor_cores_keep_24_bits(world, subject, part):
+    """Of float32 inputs `tl.dot` MUST be asked for more than TF32, its default on a device.
+
+    Judged by value: operands are rounded to TF32's eleven bits where the kernel allows it.
+    """
+    if part == "backward":
+        require_backward(world, subject)
+    require_right(world, subject, AS_THE_EXERCISE, is_differentiated=part == "backward")
+    seen = observe(world, subject, on_tensor_cores, AS_THE_EXERCISE, part)
+    if seen is None:
+        raise unittest.SkipTest(NO_METHODS)
+    likely = "three digits are right: `tl.dot` of float32 without `input_precision`, which is TF32"
+    rules.close(seen, AS_THE_EXERCISE, names=tuple(seen), likely=likely)
+
+
+@clause(
+    "attention.kernels.work",
+    source="Dao 2023: two products forward, five backward, seven where dQ has a pass of its own",
+)
+def test_products_are_those_of_the_algorithm_and_half_with_a_mask(world, subject):
+    """A forward MUST take two products, a backward seven at most, and causal four fifths of that.
+
+    At 256 queries and keys; tiles of 128 compute three quarters of a causal square, smaller ones
+    less. A tenth is left for tiles that reach beyond. Nor is what nobody sees loaded: nine tenths.
+    """
+    problem = Problem(seq_q=256, heads=1)
+    full = _launches(world, subject, problem)
+    causal = _launches(world, subject, problem.but(causal=True))
+
+    product = 2 * problem.seq_q * problem.num_keys * problem.head_dim
+    for index, (name, allowed) in enumerate((("forward", 2.2), ("backward", 7.7))):
+        flops = _total("flops", full[index])
+        judge.holds(
+            flops <= allowed * product,
+            f"{name}: expected at most {allowed} products of q and k, got {flops / product}",
+            likely="scores are computed more often than they are used",
+            given=repr(problem),
+        )
+        for what, part in (("flops", 0.8), ("loaded", 0.9)):
+            share = _total(what, causal[index]) / _total(what, full[index])
+            judge.holds(
+                share <= part,
+                f"{name}, {what}: expected at most {part} of the work with a causal mask, got "
+                f"{share:.2f}",
+                likely="tiles above the diagonal are loaded, or computed and masked",
+                given=repr(problem),
+            )
+
+
+def _total(what, launches):
+    return sum(launch[what] for launch in launches)

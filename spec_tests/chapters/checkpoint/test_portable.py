@@ -1,0 +1,392 @@
+"""Portability: another wrapper, another world size, another place; the values are the same.
+
+What is saved today on eight ranks is looked at tomorrow on one, without any wrapper. Names that
+carry the wrapper (`module.`) load nowhere else; one file per rank loads at one world size only.
+
+A sharded optimizer's state is on many ranks, and in a checkpoint it is one state again.
+
+Every rank has the moments of other parameters, so whoever saves what the first rank has loses most
+of them. The save must be the plain optimizer's: for any number of ranks, and for none. A save that
+refuses a sharded optimizer, with an error on all ranks, is right as well.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from spec_tests.chapters.checkpoint.disk import folder, in_folder
+from spec_tests.chapters.checkpoint.trainee import Trainee, part
+from spec_tests.programs.laws import refusal
+from spec_tests.rig import judge
+from spec_tests.rig.clause import clauses
+from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.judge.tolerance import rounding
+from spec_tests.rig.toys import TOYS, sum_of_squares
+
+clause = clauses(needs=("save_checkpoint", "load_checkpoint"), level="correct")
+
+
+def saved_and_loaded(ctx, directory, toy, saver, loader):
+    """What was saved under one wrapper, and what was loaded under another."""
+    trainee = Trainee(ctx, toy=toy, wrapper=saver)
+    trainee.train(2)
+    saved = part(trainee.state(), "model", "optimizer", "loader")
+    trainee.save(directory, step=2)
+    fresh = Trainee(ctx, toy=toy, wrapper=loader, seed=8)
+    fresh.load(directory)
+    return saved, part(fresh.state(), "model", "optimizer", "loader")
+
+
+def same_under_both(world, saver, loader):
+    """What the one saved is what the other has."""
+    __tracebackhide__ = True
+    saved, loaded = zip(*in_folder(world, saved_and_loaded, "tied", saver, loader), strict=True)
+    given = f"saved under {saver or 'no wrapper'}, loaded under {loader or 'none'}"
+    judge.tensors(loaded, saved, quantity="saved value", given=given)
+
+
+@clause(
+    "checkpoint.names.across-own-wrappers",
+    judges=("ddp", "ddp_bucketed"),
+    source="contract: plain-names, model",
+)
+@pytest.mark.parametrize("direction", ["to-plain", "from-plain"])
+def test_wrapped_and_plain_models_load_each_others(world, subject, direction):
+    """What is saved under the implementation's wrapper MUST load plain, and the other way round."""
+    pair = (subject, None) if direction == "to-plain" else (None, subject)
+    same_under_both(world, *pair)
+
+
+@clause(
+    "checkpoint.names.across-torch-wrapper",
+    source="contract: plain-names, model; "
+    "the `module.` prefix of DistributedDataParallel's state_dict",
+)
+@pytest.mark.parametrize("direction", ["to-plain", "from-plain"])
+def test_pytorchs_wrapper_and_plain_models_load_each_others(world, direction):
+    """What is saved under DistributedDataParallel MUST load plain, and the other way round."""
+    same_under_both(world, *(("torch", None) if direction == "to-plain" else (None, "torch")))
+
+
+def of_a_whole_model(ctx, directory):
+    """Full weights of a whole model that is sharded, and what a plain model loads of its save."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(ctx.device)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(ctx.device)
+    for rank_seed, each in enumerate((model, plain)):
+        generator = torch.Generator().manual_seed(rank_seed)
+        with torch.no_grad():
+            for parameter in each.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    saved = {f"model: {name}": p.detach().clone() for name, p in model.named_parameters()}
+    wrapped = ctx.impl.fsdp(model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
+    with refusal.caught(BaseException) as caught:  # the library's own is no Exception
+        ctx.impl.save_checkpoint(directory, step=1, model=wrapped, optimizer=optimizer)
+    if caught["error"]:
+        return caught["error"], {}, {}
+    other = torch.optim.SGD(plain.parameters(), lr=1.0)
+    ctx.impl.load_checkpoint(directory, model=plain, optimizer=other)
+    return "", saved, {f"model: {name}": p.detach() for name, p in plain.named_parameters()}
+
+
+@clause(
+    "checkpoint.names.of-a-whole-model",
+    level="production",
+    needs=("save_checkpoint", "load_checkpoint", "fsdp"),
+    source="contract: whole-model; "
+    "a wrapper that is known by its class, and another one that is not",
+    worlds=(2,),
+)
+def test_what_a_whole_model_saves_loads_plain(world):
+    """A save of a model that `fsdp` wrapped MUST load plain, or the save be refused."""
+    errors, saved, loaded = zip(*in_folder(world, of_a_whole_model), strict=True)
+
+    if any(errors):
+        refusal.on_all_ranks(errors, given="a model that fsdp wrapped")
+        return
+    judge.tensors(loaded, saved, quantity="saved value", given="saved under fsdp, loaded plain")
+
+
+def in_other_groups(ctx, directory):
+    """What was saved with one parameter group, and loaded with two in another order."""
+    trainee = Trainee.saved(ctx, directory, step=2)
+    fresh = Trainee(ctx, seed=8, reverse=True)
+    fresh.load(directory)
+    return part(trainee.state(), "optimizer"), part(fresh.state(), "optimizer")
+
+
+@clause(
+    "checkpoint.names.optimizer-by-parameter",
+    level="production",
+    source="contract: plain-names; "
+    "torch.distributed.checkpoint.state_dict: state keyed by name; torch issue 126948",
+)
+def test_optimizer_state_follows_the_parameters_name(world):
+    """Optimizer state MUST find its parameter by name, whatever the order and grouping."""
+    saved, loaded = zip(*in_folder(world, in_other_groups), strict=True)
+
+    judge.tensors(
+        loaded,
+        saved,
+        quantity="saved state of that parameter",
+        given="loaded with the parameters reversed and in two groups",
+    )
+
+
+def save_only(ctx, directory, wrapper):
+    """Train and save; the state that was saved."""
+    trainee = Trainee.saved(ctx, directory, step=2, wrapper=wrapper)
+    return part(trainee.state(), "model", "optimizer", "loader")
+
+
+def load_only(ctx, directory):
+    """What a fresh run loads, and the step; it can train on."""
+    fresh = Trainee(ctx, seed=8)
+    step = fresh.load(directory)
+    loaded = part(fresh.state(), "model", "optimizer", "loader")
+    fresh.train()
+    return loaded, step
+
+
+@clause(
+    "checkpoint.world-size.any",
+    source="contract: any-world-size; torchtitan issue 1136, Lightning issue 16815",
+    worlds=(1, 2, 3),
+)
+@pytest.mark.parametrize("other", [1, 2, 4])
+def test_a_save_loads_at_any_other_world_size(world, other):
+    """A save MUST load at any other world size: model, optimizer, loader and step.
+
+    The ranks that load are other processes than those that saved: nothing comes from memory.
+    """
+    with folder() as directory:
+        saved = world.run(save_only, directory, "torch")
+        ranks = world.worlds.world(other, world.target).run(load_only, directory)
+
+    loaded, steps = zip(*ranks, strict=True)
+    given = f"saved on {world.size} ranks, loaded on {other}"
+    judge.tensors(loaded, saved[0], quantity="saved value", given=given)
+    judge.equal(steps, 2, quantity="step")
+
+
+def from_elsewhere(ctx, directory, how):
+    """Saved with a relative path, loaded from another working directory or another place."""
+    base = Path(directory).parent
+    if ctx.rank == 0:
+        (base / "here" / "deeper").mkdir(parents=True)
+    ctx.barrier()
+    os.chdir(base / "here")
+    trainee = Trainee(ctx)
+    trainee.train()
+    trainee.save("checkpoints", step=1)
+    saved, place = trainee.state(), base / "here" / "checkpoints"
+    os.chdir(base / "here" / "deeper")
+    ctx.barrier()
+    if how == "moved" and ctx.rank == 0:
+        shutil.move(place, base / "elsewhere")
+    ctx.barrier()
+    fresh = Trainee(ctx, seed=8)
+    reading = fresh.read(str(base / "elsewhere") if how == "moved" else "../checkpoints")
+    os.chdir("/")
+    return saved, reading["state"], reading["error"]
+
+
+@clause(
+    "checkpoint.place.any",
+    level="production",
+    source="paths inside a checkpoint are relative to it, as torch.distributed.checkpoint's are",
+    worlds=(1, 2),
+)
+@pytest.mark.parametrize("how", ["other-working-directory", "moved"])
+def test_neither_working_directory_nor_place_matter(world, how):
+    """A save MUST load from another working directory, and after its folder was moved."""
+    saved, loaded, errors = zip(*in_folder(world, from_elsewhere, how), strict=True)
+
+    judge.equal(errors, "", quantity="error of the load")
+    judge.tensors(loaded, saved, quantity="saved value")
+
+
+NEEDS = ("save_checkpoint", "load_checkpoint", "sharded_optimizer")
+TOY, STEPS = "ragged", 2
+
+
+class Trained:
+    """A toy that all ranks train on the same batches, with a sharded or a plain AdamW."""
+
+    def __init__(self, ctx, *, seed, is_sharded):
+        self.ctx = ctx
+        self.module = TOYS[TOY].build(seed)
+        parameters = self.module.parameters()
+        if is_sharded:
+            self.optimizer = ctx.impl.sharded_optimizer(parameters, torch.optim.AdamW, lr=0.01)
+        else:
+            self.optimizer = torch.optim.AdamW(parameters, lr=0.01)
+
+    def train(self, *numbers):
+        """Steps on the batches of these numbers; the weights afterwards."""
+        for number in numbers:
+            self.optimizer.zero_grad()
+            sum_of_squares(self.module(TOYS[TOY].batch(7, rank=0, micro=number))).backward()
+            self.optimizer.step()
+        return {name: p.detach().clone() for name, p in self.module.named_parameters()}
+
+
+def saved(ctx, directory):
+    """Weights at the save, and of the run that goes on without stopping."""
+    run = Trained(ctx, seed=7, is_sharded=True)
+    run.train(1, 2)
+    ctx.impl.save_checkpoint(directory, step=STEPS, model=run.module, optimizer=run.optimizer)
+    return run.train(3, 4)
+
+
+def went_on(ctx, directory, is_sharded):
+    """Weights of a fresh run that loads and goes on."""
+    run = Trained(ctx, seed=8, is_sharded=is_sharded)
+    run.train(9)  # whatever was there before must not matter
+    ctx.impl.load_checkpoint(directory, model=run.module, optimizer=run.optimizer)
+    return run.train(3, 4)
+
+
+def cold(ctx, directory):
+    """Weights where the moments are lost."""
+    run = Trained(ctx, seed=7, is_sharded=False)
+    run.train(1, 2)
+    run.optimizer.state.clear()
+    return run.train(3, 4)
+
+
+@clause(
+    "checkpoint.sharded-optimizer.any-world-size",
+    level="correct",
+    needs=NEEDS,
+    source="contract: sharded-optimizer; "
+    "ZeroRedundancyOptimizer.consolidate_state_dict; KempnerForge pull request 115",
+)
+@pytest.mark.parametrize("then", ["on-2-ranks", "on-3-ranks", "unsharded"])
+def test_it_goes_on_with_any_number_of_ranks_or_unsharded(world, then):
+    """A save of a sharded optimizer MUST go on at any world size, and unsharded, or be refused."""
+    size = {"on-2-ranks": 2, "on-3-ranks": 3, "unsharded": 1}[then]
+    with folder() as directory:
+        first = refusal.answer_or_refusal(world, saved, directory)
+        if first is None:
+            return
+        other = world.worlds.world(size, world.target)
+        ranks = refusal.answer_or_refusal(other, went_on, directory, then != "unsharded")
+        lost = world.run(cold, directory)[0]
+
+    if ranks is not None:
+        judge.tensors(
+            ranks,
+            first[0],
+            quantity="weight of the uninterrupted run",
+            within=rounding(torch.float32, terms=64, depth=2 * STEPS),
+            hints=[
+                Hint("the weight without the moments: they were not saved, or not loaded", lost)
+            ],
+            given=f"saved on {world.size} ranks, went on {then}",
+        )
+
+
+class Remembering(torch.optim.Optimizer):
+    """Keeps one thing for each parameter, `remembered(old, gradient)`, and goes along it."""
+
+    def __init__(self, params, remembered, direction):
+        super().__init__(params, {"lr": 0.01})
+        self.remembered, self.direction = remembered, direction
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Of gradients that are there."""
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["kept"] = self.remembered(state.get("kept"), parameter.grad)
+            change = self.direction(state["kept"]).to(parameter.dtype)
+            parameter.add_(change, alpha=-self.param_groups[0]["lr"])
+
+
+OPTIMIZERS = {
+    "adamw": lambda shards: torch.optim.AdamW(shards, lr=0.01),
+    # Large, so that float32 would round the gradients that are added to it.
+    "wide": lambda shards: Remembering(
+        shards,
+        lambda old, gradient: (1e4 / 3 if old is None else old) + gradient.double(),
+        lambda kept: kept - 1e4 / 3,
+    ),
+    "list": lambda shards: Remembering(
+        shards, lambda old, gradient: [*(old or []), gradient.clone()], sum
+    ),
+    "rows": lambda shards: Remembering(
+        [shard for shard in shards if shard.dim() > 1],
+        lambda old, gradient: (0 if old is None else old) + gradient.sum(1, keepdim=True),
+        lambda kept: kept,
+    ),
+}
+
+
+def of_shards(ctx, seed, kind="adamw"):
+    """A toy whose layers are sharded, an optimizer of its shards, and a function for a step."""
+    # Shards of one shape fit where they do not belong.
+    toy = TOYS[TOY if kind == "adamw" else "even"]
+    module: Any = toy.build(seed).to(ctx.device)
+    for unit in (*getattr(module, "layers", module).children(), module):
+        ctx.impl.fully_shard(unit)
+    optimizer = OPTIMIZERS[kind](module.parameters())
+
+    def step(number):
+        optimizer.zero_grad()
+        batch = toy.batch(7, rank=ctx.rank, micro=number).to(ctx.device)
+        sum_of_squares(module(batch)).backward()
+        optimizer.step()
+
+    return module, optimizer, step
+
+
+def sharded_step(ctx):
+    """A step without a checkpoint, which no implementation may refuse."""
+    of_shards(ctx, 7)[-1](1)
+
+
+def sharded_went_on(ctx, directory, kind):
+    """Full weights of a sharded run that goes on, and of a fresh one that loads its save."""
+    found = []
+    for seed, number in ((7, 1), (8, 9)):
+        module, optimizer, step = of_shards(ctx, seed, kind)
+        step(number)
+        if seed == 7:
+            ctx.impl.save_checkpoint(directory, step=1, model=module, optimizer=optimizer)
+        else:
+            ctx.impl.load_checkpoint(directory, model=module, optimizer=optimizer)
+        for later in (2, 3):
+            step(later)
+        found.append({name: p.full_tensor().detach() for name, p in module.named_parameters()})
+    return found
+
+
+@clause(
+    "checkpoint.sharded-model.goes-on",
+    level="production",
+    needs=("save_checkpoint", "load_checkpoint", "fully_shard"),
+    source="contract: sharded-model; "
+    "torch.distributed.checkpoint.state_dict: get_state_dict of FSDP2 models and optimizers",
+    worlds=(2,),
+)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_sharded_model_goes_on_as_if_it_had_not_stopped(world, kind):
+    """A save of a sharded model and its optimizer MUST go on to the same bits, or be refused.
+
+    Whatever the optimizer keeps: lists of shards, a number for each row, more digits.
+    """
+    with folder() as directory:
+        ranks = refusal.answer_or_refusal(
+            world, sharded_went_on, directory, kind, ordinary=(sharded_step,)
+        )
+    if ranks is not None:
+        first, second = zip(*ranks, strict=True)
+        judge.tensors(second, first, quantity="weight of the run that did not stop")

@@ -1,0 +1,388 @@
+"""Partition: one global order of sequences, cut by rank, the same whatever the number of ranks.
+
+Two well-known loaders test for the end of a shard at each rank's own offset, so that ranks change
+shard at different steps: some tokens are read twice, some never, and the loss falls. Numbered
+shards make every token say where it stands, and plain Python of ten lines says where it belongs.
+
+Passes: which files, which rank, from where to where.
+
+One loader serves a baseline and every rank of a distributed run: the files are the caller's, the
+rank comes from torchrun's environment or from arguments, and each `iter` is one pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+from hypothesis import example, given
+
+from spec_tests.chapters.data.reading import (
+    LOADER,
+    Layout,
+    all_ranks,
+    cut,
+    files_of,
+    layouts,
+    open_loader,
+    take,
+    whole_pass,
+)
+from spec_tests.programs.laws import stream
+from spec_tests.rig import judge, shards
+from spec_tests.rig.clause import clauses
+
+clause = clauses(judges=LOADER, level="correct", worlds=(1,))
+
+NANOGPT = "build-nanogpt DataLoaderLite and llm.c train_gpt2.py; build-nanogpt pull request 109"
+
+
+def judged(streams, layout):
+    """Every rank has the contract's batches, all of them; what follows is for other clauses.
+
+    Where there is no batch a refusal is as good.
+    """
+    __tracebackhide__ = True
+    if streams is not None:
+        wanted = layout.expected()
+        cut_off = [got[: len(right)] for got, right in zip(streams, wanted, strict=True)]
+        stream.same(cut_off, wanted, given=str(layout))
+
+
+def some_on_every_rank(streams, layout):
+    """No rank's stream is empty: nothing would be compared."""
+    __tracebackhide__ = True
+    empty = [rank for rank, batches in enumerate(streams) if not batches]
+    judge.holds(not empty, f"expected batches, got none on ranks {empty}", given=str(layout))
+
+
+@clause("data.partition.shifted-by-one", level="course", source="contract: shifted")
+@pytest.mark.parametrize("length", [1, 4, 7])
+def test_the_target_is_the_next_token(world, subject, length):
+    """Every target MUST be the token after its input in the file, in the last column too.
+
+    A roll takes the last column's target from the row's first token: 1/T of the loss is noise.
+    """
+    ranks = world.run(all_ranks, Layout((43,), length, 2))
+
+    for number, (inputs, targets) in enumerate(ranks[0][0]):
+        for row, (x, y) in enumerate(zip(inputs, targets, strict=True)):
+            judge.equal(
+                [y],
+                [token + 1 for token in x],
+                quantity=f"targets in row {row} of batch {number}",
+                given=f"inputs {x}",
+            )
+    judge.holds(bool(ranks[0][0]), "expected at least one batch, got none")
+
+
+@clause("data.partition.sequences-in-order", level="course", source="contract: in-order")
+def test_one_rank_reads_a_shard_from_front_to_back(world, subject):
+    """Alone, a rank MUST read sequence after sequence, each beginning where the last one ended."""
+    layout = Layout((50,), sequence_length=5, batch_size=2)
+    ranks = world.run(all_ranks, layout)
+
+    some_on_every_rank(ranks[0], layout)
+    stream.agree(ranks[0], layout.expected(), given=str(layout))
+
+
+@clause(
+    "data.partition.ranks-differ",
+    level="course",
+    source="contract: ranks-differ; "
+    "the loss of W ranks with the same data falls as well; mlcommons/training issue 625",
+)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_no_sequence_is_read_by_two_ranks_or_twice(world, subject, size):
+    """A pass MUST NOT read a sequence twice, neither on one rank nor on two."""
+    layout = Layout((90, 61), sequence_length=3, batch_size=2, world_size=size)
+    ranks = world.run(all_ranks, layout)
+
+    some_on_every_rank(ranks[0], layout)
+    seen: dict[int, tuple[int, int]] = {}
+    for rank, batches in enumerate(cut(ranks[0], layout)):
+        for number, (inputs, _) in enumerate(batches):
+            for row in inputs:
+                where = seen.setdefault(row[0], (rank, number))
+                judge.holds(
+                    where == (rank, number),
+                    f"the sequence that begins with token id {row[0]} is in batch {where[1]} of "
+                    f"rank {where[0]} and in batch {number} of rank {rank}",
+                    given=str(layout),
+                )
+            judge.holds(
+                len({row[0] for row in inputs}) == len(inputs),
+                f"rank {rank}, batch {number} holds a sequence twice",
+            )
+
+
+@clause("data.partition.sequences-stay-in-a-shard", source="contract: within-shard")
+@pytest.mark.parametrize("length", [4, 5])
+def test_no_sequence_crosses_from_one_shard_into_the_next(world, subject, length):
+    """The inputs and targets of a sequence MUST lie in one shard."""
+    layout = Layout((4 * length + 3, 3 * length + 1, 6 * length), length, 2)
+    ranks = world.run(all_ranks, layout)
+
+    some_on_every_rank(ranks[0], layout)
+    for number, (inputs, targets) in enumerate(ranks[0][0]):
+        for row in [[*x, *y] for x, y in zip(inputs, targets, strict=True)]:
+            judge.holds(
+                len({token // shards.STRIDE for token in row}) == 1,
+                f"batch {number}: expected inputs and targets from one shard, got "
+                f"{shards.place(row[0])} to {shards.place(row[-1])}",
+                given=str(layout),
+            )
+
+
+@clause("data.partition.global-order", source="contract: global-order")
+@given(layout=layouts())
+@example(layout=Layout((100, 100), 8, 1, 2))
+@example(layout=Layout((129,), 64, 1, 2))
+@example(layout=Layout((21, 21), 4, 2, 1))
+def test_batch_and_rank_say_which_sequences_are_read(world, subject, layout):
+    """Batch i of rank r MUST be the global sequences from iWB + rB to iWB + rB + B.
+
+    Pinned: the shard at whose end two famous loaders part; the one whose last full batch a third
+    one drops; the two that a course's baseline and distributed loader read differently.
+    """
+    ranks = world.run(all_ranks, layout)
+
+    judged(ranks[0], layout)
+
+
+@clause("data.partition.ranks-change-shard-together", source="contract: global-order; " + NANOGPT)
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_ranks_are_in_the_same_window_of_the_order(world, subject, size):
+    """In each step all ranks together MUST read W * B sequences in a row, also at a shard's end.
+
+    Who tests for the end of a shard at its own offset changes shard at another step than its
+    peers: 96 of 141 shard lengths made that happen.
+    """
+    lengths = tuple(range(40, 40 + 12 * 5, 5))
+    layout = Layout(lengths, sequence_length=4, batch_size=1, world_size=size)
+    ranks = world.run(all_ranks, layout)
+
+    some_on_every_rank(ranks[0], layout)
+    order = stream.sequences(lengths, 4)
+    for step, batches in enumerate(zip(*cut(ranks[0], layout), strict=True)):
+        read = sorted(row[0] for inputs, _ in batches for row in inputs)
+        judge.equal(
+            [read],
+            order[order.index(read[0]) if read[0] in order else 0 :][:size],
+            quantity=f"first tokens of all ranks in step {step}",
+            given=str(layout),
+        )
+
+
+@clause(
+    "data.partition.equally-many-batches",
+    source="contract: whole-batches; "
+    "datasets split_dataset_by_node gives 6, 6, 5; torch join exists because of it",
+)
+@given(layout=layouts())
+@example(layout=Layout((52,), 3, 1, 3))
+def test_every_rank_yields_as_many_full_batches(world, subject, layout):
+    """Every rank MUST yield equally many batches, all full: what does not fill W * B is dropped.
+
+    A rank with one batch more waits for ever in its next all-reduce.
+    """
+    ranks = world.run(all_ranks, layout)
+
+    wanted = len(layout.expected()[0])
+    streams = ranks[0] if ranks[0] is not None else [[]] * layout.world_size
+    counts = [len(batches) for batches in cut(streams, layout)]
+    judge.equal(
+        [counts],
+        [min(wanted, *counts)] * layout.world_size,
+        quantity="number of batches per rank",
+        given=str(layout),
+    )
+    rows = {len(inputs) for batches in streams for inputs, _ in batches}
+    judge.holds(
+        rows <= {layout.batch_size},
+        f"expected batches of {layout.batch_size} rows, got some of {sorted(rows)}",
+        given=str(layout),
+    )
+
+
+def at_sizes(ctx, layout, batch_sizes):
+    """Streams of all ranks for several ways to cut the same global batch."""
+    window = layout.batch_size * layout.world_size
+    return {
+        size: all_ranks(ctx, Layout(layout.lengths, layout.sequence_length, size, window // size))
+        for size in batch_sizes
+    }
+
+
+@clause(
+    "data.partition.any-world-size",
+    source="contract: global-order; "
+    "torch streaming's elastic determinism; a course's baseline and distributed loader",
+)
+@given(layout=layouts().map(lambda drawn: Layout(drawn.lengths, drawn.sequence_length, 12, 1)))
+@example(layout=Layout((21, 21, 37), 2, 12, 1))
+def test_the_same_global_batches_at_every_world_size(world, subject, layout):
+    """As long as W * B is the same, every global batch MUST hold the same sequences in order.
+
+    Otherwise a run on two ranks and its baseline train on different data, and nobody can compare.
+    """
+    ranks = world.run(at_sizes, layout, (12, 6, 4, 3, 1))
+
+    joined = {}
+    for size, streams in ranks[0].items():
+        if streams is not None:
+            cut_off = cut(streams, replace(layout, batch_size=size, world_size=12 // size))
+            steps = zip(*cut_off, strict=False)
+            joined[size] = [[row for inputs, _ in step for row in inputs] for step in steps]
+    for size, batches in joined.items():
+        judge.equal(
+            [batches],
+            joined.get(12, []),
+            quantity=f"global batches at W={12 // size}, B={size} (as at W=1, B=12)",
+            given=str(layout),
+        )
+
+
+def with_and_without(ctx, layout):
+    """A pass over all files, and one over those that hold a sequence."""
+    with files_of(ctx, layout.lengths) as paths:
+        held = zip(layout.lengths, paths, strict=True)
+        long = [path for length, path in held if length > layout.sequence_length]
+        return [whole_pass(ctx, chosen, layout) for chosen in (paths, long)]
+
+
+@clause("data.partition.short-shards", source="contract: within-shard")
+@pytest.mark.parametrize("position", ["first", "between", "last"])
+def test_a_shard_too_short_for_a_sequence_contributes_nothing(world, subject, position):
+    """A shard of at most sequence_length tokens MUST contribute nothing and end nothing."""
+    short, long = (0, 1, 5), (33, 28)
+    lengths = {
+        "first": short + long,
+        "between": long[:1] + short + long[1:],
+        "last": long + short,
+    }[position]
+    layout = Layout(lengths, sequence_length=5, batch_size=2)
+    every, long = world.run(with_and_without, layout)[0]
+
+    stream.goes_on([every], [long], limit=layout.limit, given=f"{layout}, as without short ones")
+
+
+def in_given_order(ctx, layout, order):
+    """A pass over the files in another order than that of their names."""
+    with files_of(ctx, layout.lengths) as paths:
+        return take(open_loader(ctx, [paths[i] for i in order], layout), layout.limit)
+
+
+@clause(
+    "data.partition.callers-order",
+    source="contract: callers-order; sorted() over strings puts 10 before 9",
+)
+def test_files_are_read_in_the_callers_order(world, subject):
+    """Files MUST be read in the caller's order, whatever their names, dates or sizes."""
+    layout, order = Layout((13, 29, 17, 21), sequence_length=4, batch_size=1), (2, 0, 3, 1)
+    ranks = world.run(in_given_order, layout, order)
+
+    read = [row[0] // shards.STRIDE for inputs, _ in ranks[0] for row in inputs]
+    judge.equal(
+        [[*dict.fromkeys(read)]],
+        [*order],
+        quantity="shards in the order in which they are read",
+        given=f"files given in the order {order}",
+    )
+
+
+def three_passes(ctx, layout):
+    """Two whole passes and an abandoned one in between, of the same loader."""
+    with files_of(ctx, layout.lengths) as paths:
+        loader = open_loader(ctx, paths, layout)
+        first = take(loader, layout.limit)
+        take(loader, 2)
+        return [first, take(loader, layout.limit)]
+
+
+@clause("data.partition.one-pass-per-iter", source="contract: one-pass, starts-anew")
+def test_every_iter_is_one_pass_from_the_start(world, subject):
+    """Each `iter` MUST give one pass and end; the next starts anew, even if the last was left."""
+    layout = Layout((31, 22), sequence_length=4, batch_size=2)
+    ranks = world.run(three_passes, layout)
+
+    first, third = ranks[0]
+    most = len(layout.expected()[0])
+    judge.holds(
+        0 < len(first) < layout.limit,
+        f"expected a first pass of at most {most} batches, got {len(first)} and no end"
+        if first
+        else "expected batches in the first pass, got none",
+        given=str(layout),
+    )
+    stream.same([third], [first], given="third pass, after the second was left half-way")
+
+
+def own_streams(ctx, layout):
+    """What this live rank reads, placed by its environment and by the same numbers as arguments."""
+    sizes = {"batch_size": layout.batch_size, "sequence_length": layout.sequence_length}
+    with files_of(ctx, layout.lengths) as paths:
+        own = take(ctx.impl.token_loader(paths, **sizes), layout.limit)
+        return own, whole_pass(ctx, paths, layout, ctx.rank)
+
+
+@clause(
+    "data.partition.rank-from-environment",
+    source="contract: environment; torchrun sets RANK and WORLD_SIZE",
+    worlds=(1, 2, 3),
+)
+def test_live_ranks_read_their_own_part(world, subject):
+    """Without arguments a rank MUST read the part that RANK and WORLD_SIZE say is its own."""
+    layout = Layout((53, 40), sequence_length=3, batch_size=2, world_size=world.size)
+    own, explicit = zip(*world.run(own_streams, layout), strict=True)
+
+    given = "RANK and WORLD_SIZE set, no arguments; as with rank= and world_size="
+    stream.goes_on(own, explicit, limit=layout.limit, given=given)
+
+
+def against_the_environment(ctx, layout):
+    """What rank 0 of 1 reads by arguments: as this live rank, and where the environment agrees."""
+    with files_of(ctx, layout.lengths) as paths:
+        own = whole_pass(ctx, paths, layout)
+        with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE="1"):
+            return own, whole_pass(ctx, paths, layout)
+
+
+@clause("data.partition.arguments-win", source="contract: environment", worlds=(2,))
+def test_arguments_win_over_the_environment(world, subject):
+    """An explicit rank and world_size MUST win over RANK and WORLD_SIZE.
+
+    Evaluation on one rank of many reads everything that way.
+    """
+    layout = Layout((53, 40), sequence_length=3, batch_size=2)
+    own, agreeing = zip(*world.run(against_the_environment, layout), strict=True)
+
+    given = "rank=0, world_size=1 on each rank; as on rank 0, and as with RANK=0, WORLD_SIZE=1"
+    stream.goes_on(own, own[:1] * world.size, limit=layout.limit, given=given)
+    stream.goes_on(own, agreeing, limit=layout.limit, given=given)
+
+
+def interleaved(ctx, layout):
+    """A pass of one loader, and two passes of another at the same time."""
+    with files_of(ctx, layout.lengths) as paths:
+        whole = whole_pass(ctx, paths, layout)
+        loader = open_loader(ctx, paths, layout)
+        one, other = iter(loader), iter(loader)
+        pairs = itertools.islice(zip(one, other, strict=False), layout.limit)
+        return whole, [take(side, layout.limit) for side in zip(*pairs, strict=True)]
+
+
+@clause(
+    "data.partition.independent-passes",
+    level="production",
+    source="iterators of a Python sequence do not disturb each other",
+)
+def test_two_passes_at_a_time_do_not_disturb_each_other(world, subject):
+    """Two iterators of one loader SHOULD each give the whole pass."""
+    layout = Layout((31, 22), sequence_length=4, batch_size=2)
+    whole, sides = world.run(interleaved, layout)[0]
+
+    stream.goes_on(sides, [whole] * 2, limit=layout.limit, given="two iterators in turns")

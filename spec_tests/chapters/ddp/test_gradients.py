@@ -1,0 +1,442 @@
+"""Gradients: after the finish, `.grad` is the mean over the group of the local gradients.
+
+This is the whole promise of data parallelism: the replicas behave like one process with the whole
+batch. Wrong by a constant factor, Adam hides it; wrong in one parameter, the loss falls all the
+same. All clauses here use exact arithmetic, so that every right implementation is bit-equal to the
+oracle at any world size. See Li et al. 2020, section 3.2.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec_tests.chapters.ddp.replica import (
+    DDP,
+    SEED,
+    SMALL_BUCKET_MB,
+    Replica,
+    gradients_after,
+    mean_gradients,
+    two_steps_beside_unused,
+    wrap,
+)
+from spec_tests.programs.laws import equivalence, refusal
+from spec_tests.rig import judge, strategies
+from spec_tests.rig.clause import clauses
+from spec_tests.rig.judge.symptoms import Hint
+
+clause = clauses(judges=DDP, level="correct", worlds=(2, 3))
+PAPER = "Li et al. 2020, section 3.2.1"
+
+
+@clause(
+    "ddp.gradients.mean",
+    level="course",
+    source="contract: mean-gradient; " + PAPER,
+    worlds=(2, 3, 4),
+)
+@pytest.mark.parametrize("toy", ["mlp", "ragged"])
+def test_every_rank_holds_the_mean_gradient(world, subject, toy):
+    """Every rank MUST hold the mean over ranks of the local gradients.
+
+    Not the sum, not its own, not the mean divided once more. Every rank has other data, so that
+    nothing can be right by accident.
+    """
+    mean_gradients(world, subject, toy, "backward 0")
+
+
+@clause("ddp.gradients.mean-at-any-seed", source="contract: mean-gradient; " + PAPER, worlds=(3,))
+@given(seed=strategies.seeds, toy=st.sampled_from(["mlp", "ragged", "tied", "reused"]))
+def test_the_mean_does_not_depend_on_weights_or_data(world, subject, seed, toy):
+    """For any weights and data every rank MUST hold the mean of the local gradients."""
+    mean_gradients(world, subject, toy, "backward 0", seed=seed)
+
+
+@clause(
+    "ddp.gradients.tied-parameter",
+    level="course",
+    source="contract: mean-gradient; CS336 assignment 2, the tied toy model of its DDP tests",
+)
+def test_a_tied_parameter_is_reduced_once_with_its_whole_gradient(world, subject):
+    """A parameter used under two names MUST hold the mean of its complete gradient.
+
+    A hook that fires for each use reduces a partial gradient, or the same one twice.
+    """
+    mean_gradients(world, subject, "tied", "backward 0")
+
+
+@clause(
+    "ddp.gradients.reused-module",
+    source="contract: mean-gradient; torch reducer: hooks on AccumulateGrad, not on uses",
+)
+def test_a_module_applied_twice_is_reduced_with_its_whole_gradient(world, subject):
+    """A module applied twice in one forward MUST hold the mean of its complete gradient."""
+    mean_gradients(world, subject, "reused", "backward 0")
+
+
+@clause(
+    "ddp.gradients.frozen-stay-none",
+    level="course",
+    source="contract: frozen-none; "
+    "CS336 assignment 2, toy model with a frozen parameter; DistributedDataParallel",
+    worlds=(3,),
+)
+def test_frozen_parameters_keep_no_gradient(world, subject):
+    """Frozen parameters MUST keep `grad is None`, and the others MUST hold the mean.
+
+    A zero in place of None makes AdamW decay a weight that was meant to stay.
+    """
+    mean_gradients(world, subject, "frozen", "backward 0")
+
+
+@clause(
+    "ddp.gradients.dtype-and-layout",
+    source="contract: grad-dtype, any-layout; "
+    "torch reducer: one bucket per dtype and device, stride contract of bucket views",
+)
+@pytest.mark.parametrize("toy", ["mixed", "double", "conv", "strided"])
+def test_every_dtype_and_layout_lands_in_its_place(world, subject, toy):
+    """Gradients of any dtype and memory layout MUST land in the right positions, dtype kept.
+
+    Channels-last, transposed, expanded with stride zero, float32 next to bfloat16 or float64:
+    flattening such a gradient may copy, and then the reduced values are written into the copy.
+    """
+    mean_gradients(world, subject, toy, "backward 0")
+
+
+@clause(
+    "ddp.gradients.parts-of-larger-tensors",
+    level="production",
+    source="contract: larger-tensor; "
+    "torch.gradient_layout_contract of the reducer: row-major where a parameter has gaps",
+    worlds=(2,),
+)
+def test_a_part_of_a_larger_tensor_gets_its_own_gradient(world, subject):
+    """A parameter that is a part of a larger tensor MUST hold the mean of its own gradient.
+
+    Its strides leave gaps. In a flat buffer they reach into the gradients of other parameters.
+    """
+    mean_gradients(world, subject, "gapped", "backward 0")
+
+
+@clause(
+    "ddp.gradients.called-by-keyword",
+    source="contract: called-alike; DistributedDataParallel.forward(*inputs, **kwargs)",
+    worlds=(3,),
+)
+def test_a_wrapped_module_is_called_by_keyword(world, subject):
+    """A wrapped module MUST take the original's keyword arguments, and average as ever."""
+    mean_gradients(world, subject, "branches", "by_keyword 0 use=cab")
+
+
+@clause(
+    "ddp.gradients.evaluation-between-steps", source="contract: evaluation; validation after a step"
+)
+def test_an_evaluation_between_steps_disturbs_nothing(world, subject):
+    """A forward without gradients between two steps MUST change no gradient, and be possible."""
+    calls = "backward 5, evaluate 7, zero_grad, evaluate 7, backward 1"
+    mean_gradients(world, subject, "mlp", calls)
+
+
+@clause(
+    "ddp.gradients.in-evaluation-mode",
+    source="contract: mean-gradient; "
+    "torch.nn.Module.eval: it changes dropout and batch norms; fine-tuning without them",
+)
+def test_evaluation_mode_says_nothing_of_gradients(world, subject):
+    """Of a module in evaluation mode gradients MUST be means as well."""
+    mean_gradients(world, subject, "mlp", "evaluation_mode, backward 5, zero_grad, backward 0")
+
+
+@clause(
+    "ddp.gradients.shared-by-autograd",
+    source="contract: mean-gradient; "
+    "torch.Tensor.register_hook: the hook should not modify its argument",
+)
+def test_a_gradient_that_is_also_anothers_is_left_alone(world, subject):
+    """Where autograd gives two one gradient tensor, each MUST hold the mean of its own gradient.
+
+    A sum passes its gradient on to both terms. Averaged in place by the hook of one, it is what the
+    layers in front of the other compute theirs from.
+    """
+    mean_gradients(world, subject, "shifted", "backward 0")
+
+
+LARGE = 60000.0
+"""Near the largest number of float16, 65504."""
+
+
+def mean_of_large_gradients(ctx, subject):
+    """A mean gradient that float16 holds, of gradients whose sum it does not."""
+    module = torch.nn.Linear(4, 3, bias=False).to(ctx.device, torch.float16)
+    wrapped = wrap(ctx, subject, module)
+    ones = torch.ones(1, 4, device=ctx.device, dtype=torch.float16)
+    (wrapped(ones) * LARGE).sum().backward()
+    ctx.impl.finish_gradient_synchronization(wrapped)
+    return {"weight": module.weight.grad}
+
+
+@clause(
+    "ddp.gradients.float16-does-not-overflow",
+    level="production",
+    source="contract: float16-sum; DistributedDataParallel divides before it adds up",
+)
+def test_a_mean_that_float16_holds_does_not_overflow_on_the_way(world, subject):
+    """In float16 the mean of gradients of 60000 MUST be 60000, though their sum is beyond it."""
+    judge.tensors(
+        world.run(mean_of_large_gradients, subject),
+        {"weight": torch.full((3, 4), LARGE, dtype=torch.float16)},
+        quantity="mean gradient",
+    )
+
+
+def weights_around_backward(ctx, subject):
+    """Weights before and after a synchronised backward, made different on each rank."""
+    replica = Replica(ctx, subject, "mlp")
+    with torch.no_grad():
+        for parameter in replica.parameters.values():
+            parameter.add_(ctx.rank)  # the mean of equal weights would change nothing
+    before = replica.weights()
+    replica.backward()
+    return before, replica.weights()
+
+
+@clause(
+    "ddp.gradients.weights-untouched",
+    source="contract: weights-stay; "
+    "picotron issue 39: a post-accumulate hook receives the parameter, not the gradient",
+    worlds=(2,),
+)
+def test_backward_changes_no_weight(world, subject):
+    """Backward and finish MUST leave every parameter's value as it was.
+
+    A post-accumulate hook is handed the *parameter*. Code that averages its argument averages the
+    weights and leaves the gradients local, with a loss curve that looks plausible.
+    """
+    before, after = zip(*world.run(weights_around_backward, subject), strict=True)
+
+    mean = {name: sum(rank[name] for rank in before) / world.size for name in before[0]}
+    judge.tensors(
+        after,
+        before,
+        quantity="weight from before backward",
+        hints=[Hint("the mean of all ranks' weights: the hook averaged the parameter", mean)],
+        given="toy 'mlp', weights changed on each rank after wrapping",
+    )
+
+
+@clause(
+    "ddp.gradients.finish-is-idempotent",
+    source="contract: finish_gradient_synchronization/called-again",
+)
+def test_a_second_finish_changes_nothing(world, subject):
+    """A second `finish_gradient_synchronization` MUST change no gradient."""
+    once = equivalence.full_batch_gradients("mlp", SEED, ranks=range(world.size))
+    divided = equivalence.scaled(once, 1 / world.size)
+    again = Hint("divided by the world size once more", divided)
+    mean_gradients(world, subject, "mlp", "backward 0, finish", hints=[again])
+
+
+def late_peer(ctx, subject):
+    """Rank 0's gradients right after its finish, while the last rank is late in every layer."""
+    replica = Replica(ctx, subject, "mlp")
+    if ctx.rank == ctx.world_size - 1:
+        for parameter in replica.parameters.values():
+            parameter.register_hook(lambda gradient: ctx.be_late(0.04))
+    return replica.gradients_after("backward 0")
+
+
+@clause(
+    "ddp.gradients.final-after-finish",
+    source="contract: mean-gradient; "
+    "c10d: asynchronous collectives complete in the background, wait() makes them final",
+)
+def test_gradients_are_final_when_finish_returns(world, subject):
+    """When finish returns, gradients MUST be final, however late a peer is.
+
+    The last rank sleeps in front of each of its gradients. Whoever drops a handle, or waits for one
+    and takes it for all, reads its own numbers.
+    """
+    ranks = world.run(late_peer, subject)
+
+    equivalence.mean_gradients(ranks, "mlp", 7, given="the last rank is late in every layer")
+
+
+@clause(
+    "ddp.gradients.zero-grad-modes",
+    source="contract: since-zero-grad; "
+    "torch.optim.Optimizer.zero_grad, set_to_none; fairscale issue 354",
+)
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
+def test_both_ways_of_zero_grad_give_the_same_next_gradient(world, subject, set_to_none):
+    """After either way of `zero_grad` the next gradients MUST be the mean of the new ones alone.
+
+    Views into a bucket are lost when the gradient is set to None; what the bucket still holds must
+    not be added in.
+    """
+    clear = f"zero_grad {set_to_none}"
+    calls = f"{clear}, backward 0, {clear}, backward 1, {clear}, backward 2"
+    mean_gradients(world, subject, "ragged", calls)
+
+
+def two_forwards(ctx, subject):
+    """Gradients of one backward through the sum of two forwards' losses."""
+    replica = Replica(ctx, subject, "mlp")
+    (replica.loss(0) + replica.loss(1)).backward()
+    return replica.gradients_after("finish")
+
+
+@clause(
+    "ddp.gradients.two-forwards-one-backward",
+    source="contract: several-forwards; pytorch issue 175024",
+)
+def test_two_forwards_and_one_backward_give_the_whole_gradient(world, subject):
+    """Two forwards followed by one backward MUST give the mean of the complete gradients."""
+    equivalence.mean_gradients(world.run(two_forwards, subject), "mlp", SEED, micros=(0, 1))
+
+
+@clause(
+    "ddp.gradients.unused-everywhere",
+    source="contract: unused-everywhere; "
+    "DistributedDataParallel, find_unused_parameters; pytorch issue 128949",
+)
+@pytest.mark.parametrize("bucket_size_mb", [SMALL_BUCKET_MB, 1.0], ids=["apart", "together"])
+def test_a_parameter_that_nobody_uses_never_hangs_the_step(world, subject, bucket_size_mb):
+    """Unused on all ranks, a parameter MUST keep None, or be an error by the next forward.
+
+    In one bucket with others, it keeps the bucket from ever being complete.
+    """
+    usual = (gradients_after, subject, "mlp", SEED, "backward 0")
+    body, size = two_steps_beside_unused, bucket_size_mb
+    ranks = refusal.answer_or_refusal(world, body, subject, ordinary=usual, bucket_size_mb=size)
+
+    for _, late in ranks or ():
+        judge.holds(not late, f"expected an error by the next forward, got it after that: {late}")
+    if ranks is not None:
+        equivalence.mean_gradients([found for found, _ in ranks], "unused", SEED, micros=(1,))
+
+
+@clause(
+    "ddp.gradients.unused-somewhere",
+    source="contract: unused-somewhere; DistributedDataParallel, find_unused_parameters=True",
+)
+@pytest.mark.parametrize("uses", [("abc", "a", "ab"), ("b", "c", "a")], ids=["some", "disjoint"])
+def test_a_parameter_used_on_some_ranks_holds_the_mean_with_zeros(world, subject, uses):
+    """Used on some ranks only, a parameter MUST hold the mean with zeros, or be an error.
+
+    Dividing by the number of contributors is wrong; reducing only what one has pairs unrelated
+    tensors, or waits for ever.
+    """
+    use = "/".join(uses)
+    calls = f"backward 0 use={use}, zero_grad, backward 1 use={use}"
+    mean_gradients(world, subject, "branches", calls, may_refuse=True, absent_is_zero=True)
+
+
+def nothing_used(ctx, subject):
+    """Two steps in which the last rank's loss touches no parameter at all."""
+    replica = Replica(ctx, subject, "mlp")
+    for micro in range(2):
+        replica.zero_grad()
+        loss = replica.loss(micro)
+        if ctx.rank == ctx.world_size - 1:
+            loss = torch.zeros((), requires_grad=True)
+        loss.backward()
+        replica.finish()
+    return replica.gradients()
+
+
+@clause(
+    "ddp.gradients.unused-on-a-whole-rank",
+    source="contract: no-hang, unused-somewhere",
+    worlds=(2,),
+)
+def test_a_rank_whose_loss_touches_nothing_hangs_nobody(world, subject):
+    """Where a rank's loss touches no parameter, the others MUST NOT hang: mean or error.
+
+    A batch without valid targets, a sample that is skipped: no hook fires on that rank.
+    """
+    ordinary = (gradients_after, subject, "mlp", SEED, "backward 0")
+    ranks = refusal.answer_or_refusal(world, nothing_used, subject, ordinary=ordinary)
+
+    if ranks is not None:
+        others = range(world.size - 1)
+        expected = equivalence.full_batch_gradients("mlp", SEED, ranks=others, micros=(1,))
+        judge.tensors(
+            ranks, expected, quantity="mean gradient", given="the last rank uses no parameter"
+        )
+
+
+BRANCH_MB = 15 * 4 / 2**20
+"""A bucket for each branch: two of them have equal sizes, and can be mixed up in silence."""
+ANOTHER_ORDER_EACH = (
+    "backward 0 use=abc/cab/bca/acb, zero_grad, backward 1 use=cab/bca/acb/abc, zero_grad, "
+    "backward 2 use=bca/acb/abc/cab"
+)
+
+
+@clause(
+    "ddp.gradients.rank-dependent-order",
+    source="contract: any-order; pytorch issues 72843 and 174862",
+    worlds=(2, 3, 4),
+)
+@pytest.mark.parametrize("bucket_size_mb", [SMALL_BUCKET_MB, BRANCH_MB], ids=["mixed", "alike"])
+def test_the_order_in_which_gradients_become_ready_does_not_matter(world, subject, bucket_size_mb):
+    """Ranks whose gradients become ready in different orders MUST still hold the mean.
+
+    Collectives are paired by position. Launching each as it becomes ready adds up unrelated
+    tensors in silence wherever the sizes agree.
+    """
+    size = {"bucket_size_mb": bucket_size_mb}
+    mean_gradients(world, subject, "branches", ANOTHER_ORDER_EACH, **size)
+
+
+def scaled_loss(ctx, subject, seed, exponent):
+    """Gradients of a loss times a power of two, on real-valued float32 data."""
+    replica = Replica(ctx, subject, "mlp", seed)
+    batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed + ctx.rank))
+    (replica.wrapped(batch.to(ctx.device)).square().sum() * 2.0**exponent).backward()
+    replica.finish()
+    return replica.gradients()
+
+
+@clause(
+    "ddp.gradients.loss-scale-invariance",
+    source="contract: mean-gradient; IEEE 754: scaling by a power of two commutes with rounding",
+)
+@given(seed=strategies.seeds, exponent=st.integers(-6, 6).filter(bool))
+def test_a_power_of_two_on_the_loss_scales_the_gradients_exactly(world, subject, seed, exponent):
+    """Multiplying the loss by 2**k MUST multiply every mean gradient by 2**k, bit for bit.
+
+    Needs no reference, so it holds for any implementation: a constant that is added, a clip or a
+    cast on the way shows.
+    """
+    plain = world.run(scaled_loss, subject, seed, 0)
+    scaled = world.run(scaled_loss, subject, seed, exponent)
+
+    judge.tensors(
+        scaled,
+        [equivalence.scaled(rank, 2.0**exponent) for rank in plain],
+        quantity=f"gradient times 2**{exponent}",
+        given=f"float32, seed {seed}",
+    )
+
+
+@clause(
+    "ddp.gradients.single-rank",
+    source="contract: mean-gradient; design: a world of one is the plain module",
+    worlds=(1,),
+)
+@pytest.mark.parametrize("toy", ["mlp", "tied", "frozen"])
+def test_a_world_of_one_is_the_plain_module(world, subject, toy):
+    """With a single rank the gradients MUST equal those of the bare module, bit for bit."""
+    ranks = world.run(gradients_after, subject, toy, SEED, "backward 0")
+
+    judge.tensors(
+        ranks,
+        equivalence.full_batch_gradients(toy, SEED, ranks=[0]),
+        quantity="bare module's gradient",
+        given=f"toy {toy!r}, world 1",
+    )

@@ -1,0 +1,382 @@
+"""Life cycle: several steps, two models at once, what comes after an exception, what stays."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec_tests.chapters.ddp.replica import SEED, SMALL_BUCKET_MB, Replica, wrap
+from spec_tests.programs.laws import additions, agreement, equivalence, footprint, refusal
+from spec_tests.rig import judge, strategies
+from spec_tests.rig.clause import clauses
+from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.judge.tolerance import rounding
+
+clause = clauses(judges=("ddp", "ddp_bucketed"), level="correct", worlds=(2, 3))
+STEPS = 5
+RATE = 2.0**-16
+"""Weights move by forty times what rounding is allowed to move them, or more."""
+
+
+def trained(ctx, subject, toy, seed, steps):
+    """Weights after training with momentum on this rank's share of every batch."""
+    replica = Replica(ctx, subject, toy, seed)
+    optimizer = torch.optim.SGD(replica.parameters.values(), lr=RATE, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        replica.backward(step)
+        optimizer.step()
+    return replica.weights()
+
+
+@clause(
+    "ddp.training.equals-full-batch",
+    level="course",
+    source="contract: mean-gradient; Li et al. 2020, section 2.2; CS336 assignment 2",
+    worlds=(2, 3, 4),
+)
+@given(seed=strategies.seeds, toy=st.sampled_from(["mlp", "tied", "frozen"]))
+def test_training_in_shares_equals_training_on_the_whole(world, subject, seed, toy):
+    """Training W ranks on shares MUST give the weights of one process on the whole batches."""
+    ranks = world.run(trained, subject, toy, seed, STEPS)
+
+    within = rounding(torch.float32, terms=6 * 4 * world.size, depth=3 * STEPS)
+    equivalence.trained_weights(ranks, toy, seed, steps=STEPS, within=within, lr=RATE)
+
+
+def history(ctx, subject, seed):
+    """Gradients and weights after every step, float32, real-valued data."""
+    replica = Replica(ctx, subject, "ragged", seed)
+    optimizer = torch.optim.AdamW(replica.parameters.values(), lr=1e-2)
+    generator = torch.Generator().manual_seed(1000 + ctx.rank)
+    moments = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        batch = torch.randn(3, 6, generator=generator).to(ctx.device)
+        replica.wrapped(batch).square().mean().backward()
+        replica.finish()
+        moment = {f"{name}.grad": g for name, g in replica.gradients().items()}
+        optimizer.step()
+        moments.append({**moment, **replica.weights()})
+    return moments
+
+
+@clause(
+    "ddp.training.ranks-stay-equal",
+    source="contract: equal-ranks; "
+    "Li et al. 2020, section 2.2: replicas start equal and see equal gradients",
+    worlds=(2, 3, 4),
+)
+def test_replicas_hold_the_same_bits_after_every_step(world, subject):
+    """After every step all ranks MUST hold the same gradient and weight bits.
+
+    In float32 with real data: rounding differs between orders of summation, but all ranks must get
+    the *same* rounding, or they drift apart.
+    """
+    ranks = world.run(history, subject, 7)
+
+    agreement.same_bits(ranks, quantity="gradient or weight", given="float32, AdamW")
+
+
+@clause(
+    "ddp.training.repeatable",
+    source="contract: equal-runs; the same inputs in the same order give the same bits",
+)
+def test_the_same_run_twice_gives_the_same_bits(world, subject):
+    """Two equal runs MUST end with equal bits: no race decides a result."""
+    first = world.run(history, subject, 7)
+    second = world.run(history, subject, 7)
+
+    judge.tensors(
+        [moments[-1] for moments in second],
+        [moments[-1] for moments in first],
+        quantity="weight of the first run",
+        given="float32, AdamW, 5 steps",
+    )
+
+
+def interleaved(ctx, subject):
+    """Gradients of two wrapped models whose passes interleave."""
+    one, two = Replica(ctx, subject, "mlp"), Replica(ctx, subject, "tied", SEED + 1)
+    for micro in range(2):
+        one.zero_grad()
+        two.zero_grad()
+        loss_one, loss_two = one.loss(micro), two.loss(micro)
+        loss_one.backward()
+        loss_two.backward()
+        one.finish()
+        two.finish()
+    return one.gradients(), two.gradients()
+
+
+@clause(
+    "ddp.lifecycle.two-models",
+    source="contract: models-apart; "
+    "adversarial training, teachers, moving averages: two wrapped models at once",
+)
+def test_two_wrapped_models_do_not_disturb_each_other(world, subject):
+    """Two wrapped models whose passes interleave MUST each hold their own mean gradients."""
+    one, two = zip(*world.run(interleaved, subject), strict=True)
+
+    equivalence.mean_gradients(one, "mlp", SEED, micros=(1,))
+    equivalence.mean_gradients(two, "tied", SEED + 1, micros=(1,))
+
+
+def after_failure(ctx, subject, seed, where, to_none, bucket_size_mb):
+    """Gradients of a clean step after one in which forward or backward raised on all ranks."""
+    replica = Replica(ctx, subject, "mlp", seed, bucket_size_mb=bucket_size_mb)
+    replica.backward(0)
+    replica.zero_grad()
+
+    def fail(*_):
+        raise KeyError("planted")
+
+    if where == "forward":
+        handle = replica.module.get_submodule("second").register_forward_pre_hook(fail)
+    else:
+        handle = replica.parameters["first.weight"].register_hook(fail)
+    try:
+        replica.backward(1)
+    except KeyError:
+        handle.remove()
+    ctx.be_late(0.05)  # zeros are not written under a reduction that is still on its way
+    replica.zero_grad(set_to_none=to_none)
+    replica.backward(2)
+    return replica.gradients()
+
+
+EXCEPTIONS = {
+    "forward": ("forward", True, SMALL_BUCKET_MB),
+    "backward": ("backward", True, SMALL_BUCKET_MB),
+    "backward-to-zero": ("backward", False, SMALL_BUCKET_MB),
+    "within-a-bucket": ("backward", True, 1.0),
+    "within-a-bucket-to-zero": ("backward", False, 1.0),
+}
+"""Where it is raised, whether gradients are then set to None, and the size of the buckets."""
+
+
+@clause(
+    "ddp.lifecycle.after-exception",
+    source="contract: after-exception; "
+    "torch reducer: 'Expected to have finished reduction in the prior iteration'",
+    transports=("gloo", "cuda"),  # simulated reductions end with their wait alone, never by time
+)
+@pytest.mark.parametrize("how", EXCEPTIONS)
+def test_a_step_after_an_exception_is_right_or_refused(world, subject, how):
+    """After a caught exception the next clean step MUST be right, or an error.
+
+    A ready count that was not reset fires early, with half a bucket: in one bucket for all, the
+    exception comes when some of it is ready.
+    """
+    ranks = refusal.answer_or_refusal(
+        world,
+        after_failure,
+        subject,
+        7,
+        *EXCEPTIONS[how],
+        ordinary=(trained, subject, "mlp", 7, 1),
+    )
+
+    if ranks is not None:
+        equivalence.mean_gradients(ranks, "mlp", 7, micros=(2,), given=f"after an exception, {how}")
+
+
+def finish(ctx, subject, wrapped):
+    """End the synchronisation of a backward pass."""
+    ctx.impl.finish_gradient_synchronization(wrapped)
+
+
+def added_later(ctx, subject, addition):
+    """Gradients of what is added to a model that has trained for a step."""
+    return additions.trained(ctx, wrap, finish, subject, addition)
+
+
+@clause(
+    "ddp.lifecycle.parameters-added-later",
+    level="production",
+    source="contract: added-later; LoRA, added after wrapping",
+)
+@pytest.mark.parametrize("addition", additions.ADDITIONS)
+def test_what_is_added_to_a_wrapped_module_is_averaged_or_refused(world, subject, addition):
+    """Parameters that are added after wrapping MUST get the mean gradient, or be an error."""
+    additions.get_the_mean(world, added_later, subject, addition)
+
+
+def buffers_at_forward(ctx, subject):
+    """Buffers before a training forward, and as the inner module sees them when it begins."""
+    replica = Replica(ctx, subject, "buffers")
+    replica.backward(0)
+    seen = {}
+
+    def look(module, inputs):
+        seen.update({name: b.clone() for name, b in module.named_buffers()})
+
+    own = {name: b.clone() for name, b in replica.module.named_buffers()}
+    replica.module.register_forward_pre_hook(look)
+    replica.follow("zero_grad, backward 1")
+    return own, seen
+
+
+@clause(
+    "ddp.lifecycle.buffers-follow-first-rank",
+    level="production",
+    source="contract: buffers-follow; DistributedDataParallel, broadcast_buffers",
+)
+def test_a_training_forward_sees_the_first_ranks_buffers(world, subject):
+    """At the start of a training forward every rank MUST see the first rank's buffers.
+
+    Running statistics drift apart with the data; which rank saves the checkpoint must not matter.
+    """
+    own, seen = zip(*world.run(buffers_at_forward, subject), strict=True)
+
+    likely = "the rank's own buffers: nothing is broadcast before a training forward"
+    judge.tensors(seen, own[0], quantity="first rank's buffer", hints=[Hint(likely, own)])
+
+
+def wide():
+    """A model whose parameters are far larger than its activations."""
+    return torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(4)])
+
+
+def gradient_memory(ctx, subject):
+    """The most bytes that were alive in the last steps, of those made since before wrapping.
+
+    A wrapper may move the parameters into its own buffer: that is not growth and is not counted.
+    """
+    module = wide().to(ctx.device)
+    before = [p.untyped_storage() for p in module.parameters()]
+    inputs = torch.ones(2, 128, device=ctx.device)
+    with ctx.recording() as recorder:
+        wrapped = wrap(ctx, subject, module, bucket_size_mb=0.1)
+        for step in range(5):
+            module.zero_grad()
+            wrapped(inputs).sum().backward()
+            ctx.impl.finish_gradient_synchronization(wrapped)
+            if step < 3:
+                recorder.forget_peak()  # a wrapper may rearrange its buckets in the first steps
+    storages = {p.untyped_storage()._cdata: p.untyped_storage() for p in module.parameters()}
+    moved = storages.keys() - {storage._cdata for storage in before}
+    size = sum(p.nbytes for p in module.parameters())
+    return recorder.log().peak_bytes - min(size, sum(storages[key].nbytes() for key in moved))
+
+
+@clause(
+    "ddp.footprint.gradients",
+    level="production",
+    source="contract: footprint; "
+    "DistributedDataParallel, gradient_as_bucket_view: one copy, or two without views",
+    worlds=(2,),
+)
+def test_gradients_cost_two_copies_at_most(world, subject):
+    """In a steady step gradients and buckets MUST cost at most two copies of the parameters."""
+    ranks = world.run(gradient_memory, subject)
+
+    parameters = sum(p.numel() * 4 for p in wide().parameters())
+    layer = 128 * 128 * 4
+    footprint.at_most(
+        ranks,
+        {
+            "gradients": parameters,
+            "buckets": parameters,
+            "one gradient in flight": layer,
+            "activations and bookkeeping": 32 * 1024,
+        },
+        quantity="peak",
+        likely="buckets are concatenated anew in each backward, beside the old ones",
+    )
+
+
+def live_after_steps(ctx, subject):
+    """Live bytes after each step, its gradients cleared."""
+    module = wide().to(ctx.device)
+    inputs, seen = torch.ones(2, 128, device=ctx.device), []
+    with ctx.recording() as recorder:
+        wrapped = wrap(ctx, subject, module, bucket_size_mb=0.1)
+        for _ in range(7):
+            wrapped(inputs).sum().backward()
+            ctx.impl.finish_gradient_synchronization(wrapped)
+            module.zero_grad()
+            gc.collect()
+            # A thread of the backend may hold what it has just sent for a moment longer.
+            seen.append(min(_after_a_moment(recorder) for _ in range(4)))
+    return seen
+
+
+def _after_a_moment(recorder):
+    time.sleep(0.01)
+    return recorder.live_bytes
+
+
+@clause(
+    "ddp.footprint.no-growth",
+    source="contract: no-growth; "
+    "a list of handles that is never cleared keeps the gradients of all steps alive",
+    worlds=(2,),
+)
+def test_memory_does_not_grow_from_step_to_step(world, subject):
+    """Live bytes MUST be the same after every step but the first ones."""
+    for rank, seen in enumerate(world.run(live_after_steps, subject)):
+        if seen[-1] > seen[2]:
+            points = [(f"after step {step}", size) for step, size in enumerate(seen, start=1)]
+            raise judge.violated(
+                f"rank {rank}: expected {seen[2]} live bytes as after step 3, got {seen[-1]} after "
+                f"step {len(seen)}",
+                likely="something is appended in every step and never taken away",
+                evidence=footprint.shown(rank, points, points[-1][0], seen[-1], seen[2]),
+            )
+
+
+def models_in_turn(ctx, subject):
+    """Live bytes after each of five models, of which each is trained for a step and dropped."""
+    inputs, seen = torch.ones(2, 128, device=ctx.device), []
+    with ctx.recording() as recorder:
+        for _ in range(5):
+            wrapped = wrap(ctx, subject, wide().to(ctx.device), bucket_size_mb=0.1)
+            wrapped(inputs).sum().backward()
+            finish(ctx, subject, wrapped)
+            del wrapped
+            seen.append(footprint.settled(recorder))
+    return seen
+
+
+@clause(
+    "ddp.footprint.models-made-and-dropped",
+    level="production",
+    source="contract: dropped-models; a cycle through hooks that Python's collector does not see",
+    worlds=(2,),
+)
+def test_a_model_that_is_dropped_leaves_nothing_behind(world, subject):
+    """Live bytes MUST NOT grow where models are wrapped, trained and dropped in turn."""
+    for rank, seen in enumerate(world.run(models_in_turn, subject)):
+        if seen[-1] > seen[1]:
+            points = [(f"model {number}", size) for number, size in enumerate(seen)]
+            raise judge.violated(
+                f"rank {rank}: expected {seen[1]} live bytes as after model 1, got {seen[-1]} "
+                f"after model {len(seen) - 1}",
+                likely="hooks of the parameters keep the wrapper alive, and so every model",
+                evidence=footprint.shown(rank, points, points[-1][0], seen[-1], seen[1]),
+            )
+
+
+def traceless(ctx, subject):
+    """Two steps, and nothing kept."""
+    Replica(ctx, subject, "buffers").follow("backward 0, zero_grad, backward 1")
+
+
+@clause(
+    "ddp.lifecycle.leaves-no-trace",
+    level="production",
+    source="process-global state belongs to the program, not to a wrapper",
+    worlds=(2,),
+)
+def test_wrapping_and_training_leave_no_global_state_behind(world, subject):
+    """Wrapping and training SHOULD leave no process-global state changed."""
+    world.run(traceless, subject)  # the first use may start threads that stay by design
+    ranks = world.run(traceless, subject)
+
+    judge.holds(not ranks.leaks, f"expected no change of global state, got {ranks.leaks}")

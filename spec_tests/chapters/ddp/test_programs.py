@@ -1,0 +1,84 @@
+"""Programs: any situation of training on replicas, in any order of events.
+
+Schedules: in whichever order ranks run and operations complete, the gradients are the same.
+
+Buckets leave while the backward still fills others, so which of them is done first differs from
+rank to rank and from step to step. The order is an input here (`laws.schedules`).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from spec_tests.chapters.ddp.replica import DDP, mean_gradients
+from spec_tests.programs import draw
+from spec_tests.programs.laws import schedules
+from spec_tests.rig.clause import clauses
+
+clause = clauses(judges=DDP, level="correct", worlds=(2, 3))
+SITUATIONS = (
+    "contract: mean-gradient, since-zero-grad, local-sums; Cohen et al. 1997, The AETG system"
+)
+
+
+@clause("ddp.programs.any-situation", needs=("no_sync",), source=SITUATIONS)
+@pytest.mark.parametrize("part", range(draw.PARTS))
+def test_any_situation_does_what_one_process_does(world, subject, part):
+    """In any scene any legal program MUST do on replicas what it does in one process.
+
+    Scenes in which every two words meet, in each a program of up to 24 calls, and the situations of
+    `spec_tests/programs/seeds.toml`, which once told a fault.
+    """
+    draw.judge_part(world, subject, "correct", part)
+
+
+@clause(
+    "ddp.programs.any-production-situation",
+    needs=("no_sync",),
+    level="production",
+    source=SITUATIONS,
+    worlds=(2,),
+)
+@pytest.mark.parametrize("part", range(draw.PARTS))
+def test_any_situation_of_production_does_what_one_process_does(world, subject, part):
+    """With all that DDP offers, any legal program MUST do on replicas what it does in one process.
+
+    An ordinary step then sends what it sent before the program. Parameters and gradients keep their
+    dtype, shape and placements.
+    """
+    draw.judge_part(world, subject, "production", part, looks=True)
+
+
+SCHEDULED_TOY = "stack"  # several buckets, of equal and of unequal size
+# What an early step leaves behind would show in the third.
+THREE_STEPS = "backward 0, zero_grad, backward 1, zero_grad, backward 2"
+
+
+@clause(
+    "ddp.schedule.same-gradients",
+    source="contract: mean-gradient; " + schedules.LAUNCH_ORDER,
+    transports=schedules.SIM,
+)
+@schedules.drawn
+def test_no_order_of_events_changes_the_gradients(world, subject, schedule):
+    """The gradients MUST be the mean, whatever rank runs when and whatever completes first.
+
+    A rank that launches by what has completed, or by what its own clock says, meets its peers with
+    another bucket: sums of unrelated numbers where the sizes are equal, a deadlock where not. A
+    buffer that is filled again in flight is an error by itself.
+    """
+    scheduled = schedules.under(world, schedule)
+    mean_gradients(scheduled, subject, SCHEDULED_TOY, THREE_STEPS, given=str(schedule))
+
+
+@clause(
+    "ddp.schedule.waits-for-every-launch",
+    source="contract: waits; " + schedules.WAITED_FOR,
+    transports=schedules.SIM,
+)
+def test_every_reduction_is_waited_for(world, subject):
+    """Every reduction that is launched MUST be waited for by the rank that launched it.
+
+    That a later one has completed proves nothing about an earlier one: gloo runs several at once.
+    """
+    mean_gradients(world, subject, SCHEDULED_TOY, THREE_STEPS)

@@ -1,0 +1,167 @@
+"""Traffic: one copy of the gradients per step, in buckets that are what they claim to be.
+
+The payload of data parallelism is fixed: every trainable element once per optimizer step. More is
+waste that no loss curve shows. Level `production`: counts and packing are PyTorch's offer, not the
+exercises' demand. See Li et al. 2020, sections 3.2.2 and 4.2.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec_tests.chapters.ddp.replica import Replica
+from spec_tests.programs.laws import agreement, equivalence, traffic
+from spec_tests.rig import judge, strategies
+from spec_tests.rig.clause import clauses
+from spec_tests.rig.judge import oracle
+from spec_tests.rig.ranks.recorder import Kind
+from spec_tests.rig.toys import TOYS
+
+clause = clauses(judges=("ddp", "ddp_bucketed"), level="production", worlds=(2, 3))
+BUCKETED = ("ddp_bucketed",)
+BUCKETS = "Li et al. 2020, section 3.2.2; torch reducer, compute_bucket_assignment_by_size"
+
+
+def third_step(ctx, subject, toy, seed, bucket_size_mb, uses=None):
+    """What the third step sends, and its gradients. The first two may still be settling."""
+    replica = Replica(ctx, subject, toy, seed, bucket_size_mb=bucket_size_mb)
+    flags = {"use": uses[ctx.rank]} if uses else {}
+    for micro in range(3):
+        replica.zero_grad()
+        with ctx.recording() as recorder:
+            replica.backward(micro, **flags)
+    return {"log": recorder.log(), "gradients": replica.gradients()}
+
+
+@clause("ddp.traffic.one-copy-per-step", source="contract: one-copy; " + BUCKETS)
+@pytest.mark.parametrize("toy", ["ragged", "tied", "mixed"])
+def test_a_step_reduces_every_trainable_element_once(world, subject, toy):
+    """A step MUST reduce every trainable element exactly once: no bucket lost, none sent twice."""
+    ranks = world.run(third_step, subject, toy, 7, 0.00025)
+
+    traffic.reduced_once(
+        [rank["log"] for rank in ranks],
+        numel=_trainable(toy),
+        num_bytes=_trainable_bytes(toy),
+        bookkeeping=_flags(toy),
+        given=f"toy {toy!r}, third step",
+    )
+
+
+@clause(
+    "ddp.traffic.frozen-not-sent",
+    source="contract: one-copy; "
+    "DistributedDataParallel: parameters that do not require gradients are left out",
+    worlds=(2,),
+)
+def test_frozen_parameters_are_not_sent(world, subject):
+    """A step MUST NOT send anything for frozen parameters."""
+    ranks = world.run(third_step, subject, "frozen", 7, 0.00025)
+
+    traffic.reduced_once(
+        [rank["log"] for rank in ranks],
+        numel=_trainable("frozen"),
+        bookkeeping=_flags("frozen"),
+        likely="frozen parameters are packed into the buckets",
+        given="toy 'frozen', third step",
+    )
+
+
+@clause(
+    "ddp.traffic.bucket-count",
+    judges=BUCKETED,
+    source="contract: bucket-size; " + BUCKETS,
+    worlds=(2,),
+)
+@pytest.mark.parametrize("extreme", ["all-in-one", "one-each"])
+def test_the_bucket_size_decides_how_many_reductions_there_are(world, subject, extreme):
+    """A bucket that holds all MUST be one reduction; one that holds nothing, one per parameter.
+
+    A size taken in elements, or a MiB taken for a megabit, moves both ends.
+    """
+    bucket_size_mb = 25.0 if extreme == "all-in-one" else 1e-6
+    ranks = world.run(third_step, subject, "ragged", 7, bucket_size_mb)
+
+    expected = 1 if extreme == "all-in-one" else len(oracle.parameters("ragged", 7))
+    judge.equal(
+        [len(rank["log"].collectives(Kind.REDUCTION)) for rank in ranks],
+        expected,
+        quantity="number of reductions",
+        given=f"toy 'ragged', bucket size {bucket_size_mb} MiB",
+    )
+
+
+@clause(
+    "ddp.traffic.bucket-capacity",
+    judges=BUCKETED,
+    source="contract: bucket-size; " + BUCKETS,
+    worlds=(2,),
+)
+@given(elements=st.sampled_from([8, 16, 24, 48]))
+def test_a_bucket_closes_near_its_size(world, subject, elements):
+    """A bucket MUST NOT exceed its size by more than the one parameter that filled it."""
+    ranks = world.run(third_step, subject, "ragged", 7, elements * 4 / 2**20)
+
+    sizes = [p.numel() for p in oracle.parameters("ragged", 7).values()]
+    for rank, seen in enumerate(ranks):
+        largest = max(e.numel for e in seen["log"].collectives(Kind.REDUCTION))
+        judge.holds(
+            largest < elements + max(sizes) + _flags("ragged"),
+            f"rank {rank}: expected buckets of about {elements} elements (largest parameter "
+            f"{max(sizes)}), got one of {largest}",
+            likely="the size is taken in another unit, or the bucket never closes",
+        )
+
+
+@clause(
+    "ddp.buckets.size-invariance",
+    level="correct",
+    judges=BUCKETED,
+    source="contract: mean-gradient; pytorch issue 30509",
+)
+@given(
+    toy=st.sampled_from(["mlp", "ragged", "tied", "mixed"]),
+    bucket_size_mb=strategies.bucket_sizes_mb(),
+    seed=strategies.seeds,
+)
+def test_the_bucket_size_changes_no_gradient(world, subject, toy, bucket_size_mb, seed):
+    """Whatever the bucket size, gradients MUST be the same mean: packing is not arithmetic."""
+    ranks = world.run(third_step, subject, toy, seed, bucket_size_mb)
+
+    equivalence.mean_gradients(
+        [rank["gradients"] for rank in ranks],
+        toy,
+        seed,
+        micros=(2,),
+        given=f"bucket size {bucket_size_mb} MiB",
+    )
+
+
+@clause(
+    "ddp.traffic.same-order-on-all-ranks",
+    source="contract: same-order; pytorch issues 72843 and 174862",
+)
+def test_all_ranks_issue_the_same_collectives(world, subject):
+    """All ranks MUST issue the same sequence of collectives, whatever becomes ready first."""
+    ranks = world.run(third_step, subject, "branches", 7, 0.0001, uses=("abc", "cba", "bca"))
+
+    agreement.same_collectives(
+        [rank["log"] for rank in ranks], given="branches evaluated in another order on each rank"
+    )
+
+
+def _trainable(toy: str) -> int:
+    module = TOYS[toy].build(7)
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+def _trainable_bytes(toy: str) -> int:
+    module = TOYS[toy].build(7)
+    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+
+
+def _flags(toy: str) -> int:
+    """Elements that may be sent in addition, for example a flag per unused parameter."""
+    return len(oracle.parameters(toy, 7)) + 8

@@ -1,0 +1,355 @@
+"""Freshness: whatever happened before, a forward computes with the weights of now.
+
+Full weights are copies, and a copy that is kept for speed can outlive what it was made of. The
+loss still falls, only later and less: that is why nobody notices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from spec_tests.chapters.fsdp.sharded import (
+    BOTH,
+    FULLY_SHARD,
+    RATE,
+    SEED,
+    Sharded,
+    finish,
+    gradients_after,
+    shard,
+)
+from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.programs.laws import refusal
+from spec_tests.programs.planted import PlantedError, failing
+from spec_tests.rig import judge
+from spec_tests.rig.clause import clauses
+from spec_tests.rig.judge.symptoms import Hint, gap
+from spec_tests.rig.judge.tolerance import rounding
+from spec_tests.rig.toys import TOYS, sum_of_squares
+
+clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "freed": {"reshard_after_forward": True},
+    "default": {},
+    "kept-after-forward": {"reshard_after_forward": False},
+}
+KEPT = "kept-after-backward"
+
+
+def _output(sharded):
+    return {"output": sharded.wrapped(sharded.batch(9)).detach()}
+
+
+def _judge_fresh(ranks, toy, steps, given):
+    size = len(ranks)
+    plain = TOYS[toy].build(7)
+    old = plain(TOYS[toy].batch(7, rank=0, micro=9)).detach()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
+    for micro in range(steps):
+        optimizer.zero_grad()
+        for rank in range(size):
+            sum_of_squares(plain(TOYS[toy].batch(7, rank=rank, micro=micro))).backward()
+        optimizer.step()
+    with torch.no_grad():
+        new = [{"output": plain(TOYS[toy].batch(7, rank=r, micro=9))} for r in range(size)]
+    within = rounding(torch.float32, terms=12 * 4 * size, depth=4 * steps)
+    moved = float(gap(old, new[0]["output"]).max())
+    judge.holds(moved > 10 * within.bound(old), "the toy hardly moved: nothing to see")
+    judge.tensors(
+        ranks,
+        new,
+        quantity="output with the weights of now",
+        within=within,
+        hints=[
+            Hint("the output of the weights before the update: a copy was kept", _old(toy, size))
+        ],
+        given=given,
+    )
+
+
+def _old(toy, size, ones=()):
+    plain = TOYS[toy].build(7)
+    for name in ones:
+        nn.init.ones_(plain.get_parameter(name))
+    return [{"output": plain(TOYS[toy].batch(7, rank=r, micro=9)).detach()} for r in range(size)]
+
+
+WORDS = {"freed": "freed", "default": "", "kept-after-forward": "held"}
+"""What a scene says of `reshard_after_forward`, by case."""
+STEPS = "backward 0, step, backward 1, step, evaluate 9"
+BY_HAND = "backward 0, unshard now, step, backward 1, unshard now, step, evaluate 9"
+BETWEEN = "backward 0, step_one first, unshard now, step_one second"
+
+
+@clause("fsdp.lifecycle.fresh-after-step", source="contract: fresh-weights")
+@situations(
+    {case: f"even {word}: {STEPS}" for case, word in WORDS.items()}
+    | {
+        KEPT: f"even: keep True, {STEPS}",
+        f"{KEPT}-foreach": f"even foreach: keep True, {STEPS}",
+        f"{KEPT}-fused": f"even fused: keep True, {STEPS}",
+        "by-hand": f"even: {BY_HAND}",
+        "by-hand-between-two": f"even two-foreach: keep True, {BETWEEN}, evaluate 9",
+    }
+)
+def test_a_forward_after_a_step_uses_the_new_weights(world, subject, situation):
+    """The forward after a step MUST use the new weights, whatever was kept unsharded before it.
+
+    Whoever reads version counters misses the foreach and fused updates, which move none.
+    """
+    same_as_alone(world, subject, situation)
+
+
+@clause(
+    "fsdp.lifecycle.anothers-step",
+    source="contract: models-apart; a probe that one rank trains for its log",
+    worlds=(2,),
+)
+@situations({"held": "even held: keep True, backward 0, another_steps 0, evaluate 9"})
+def test_a_step_of_another_model_makes_nothing_stale(world, subject, situation):
+    """An update of another model on one rank MUST change nothing, and leave no rank waiting."""
+    same_as_alone(world, subject, situation)
+
+
+@clause(
+    "fsdp.lifecycle.fresh-after-gather-in-flight",
+    level="production",
+    source="contract: fresh-weights, async-unshard; FSDPModule.unshard(async_op=True)",
+    worlds=(2,),
+)
+@situations({"in-flight": f"even: {BY_HAND.replace('now', 'in-flight')}"})
+def test_a_gather_that_began_before_a_step_is_not_used_after_it(world, subject, situation):
+    """What was gathered before a step MUST NOT be computed with after it, waited for or not."""
+    same_as_alone(world, subject, situation)
+
+
+def after_evaluation_and_step(ctx, subject, toy, seed, setting, records=False):
+    """Output after a step that an evaluation came before, whose graph may be recorded."""
+    options = {"reshard_after_forward": 2} if setting == "kept-in-part" else SETTINGS[setting]
+    sharded = Sharded(ctx, subject, toy, seed, **options)
+    sharded.backward(0)
+    with torch.set_grad_enabled(records):
+        _output(sharded)
+    sharded.optimizer.step()
+    return _output(sharded)
+
+
+@clause("fsdp.lifecycle.fresh-after-evaluation", source="contract: fresh-weights", worlds=(2,))
+@situations({c: f"even {w}: backward 0, evaluate 1, step, evaluate 9" for c, w in WORDS.items()})
+def test_an_evaluation_before_a_step_leaves_nothing_stale(world, subject, situation):
+    """After backward, evaluation, step: the next forward MUST use the new weights."""
+    same_as_alone(world, subject, situation)
+
+
+@clause(
+    "fsdp.lifecycle.fresh-after-evaluation-in-part",
+    source="contract: fresh-weights, partial-reshard; fully_shard, reshard_after_forward as an int",
+    worlds=(4,),
+)
+def test_a_part_that_a_forward_alone_kept_is_not_stale_after_a_step(world, subject):
+    """What an int kept in a forward alone MUST NOT be used after a step, or it be refused."""
+    body, ordinary = after_evaluation_and_step, (subject, "even", 7, "default")
+    kept = (subject, "even", 7, "kept-in-part", True)
+    ranks = refusal.answer_or_refusal(world, body, *kept, ordinary=(body, *ordinary))
+
+    if ranks is not None:
+        _judge_fresh(ranks, "even", 1, "half kept in a forward without backward")
+
+
+@clause(
+    "fsdp.lifecycle.fresh-after-evaluation-of-a-whole-model",
+    judges=("fsdp",),
+    source="contract: fresh-weights",
+    worlds=(2,),
+)
+@pytest.mark.parametrize("records", [False, True], ids=["no-grad", "without-backward"])
+def test_an_evaluation_of_a_whole_model_before_a_step_leaves_nothing_stale(world, subject, records):
+    """The whole-model shape MUST use the new weights after backward, evaluation and step."""
+    ranks = world.run(after_evaluation_and_step, subject, "even", 7, "default", records)
+
+    _judge_fresh(ranks, "even", 1, "evaluation before the step")
+
+
+class Ladder(nn.Module):
+    """Four layers that are the identity at first; a forward may leave some of them out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12, bias=False) for _ in range(4))
+        for layer in self.layers:
+            nn.init.eye_(layer.weight)  # type: ignore[arg-type]  # a Linear's
+        self.without: tuple[int, ...] = ()
+        self.fails_before: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number == self.fails_before:
+                raise PlantedError
+            if number not in self.without:
+                x = layer(x)
+        return x
+
+
+def after_leaving_out(ctx, subject, raises=""):
+    """Output after a step, before which a forward left two layers out, or raised in one."""
+    ladder = Ladder().to(ctx.device)
+    model = shard(ctx, subject, ladder, "layers")
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4)
+    x = torch.ones(1, 12, device=ctx.device)
+    model(x).sum().backward()
+    finish(ctx, subject, model)
+    if raises == "within a layer":
+        with failing(ladder.layers[1]):
+            model(x)
+    elif raises == "between layers":
+        ladder.fails_before = 1
+        with contextlib.suppress(PlantedError):
+            model(x)
+        ladder.fails_before = None
+    else:
+        ladder.without = (1, 2)
+        with torch.no_grad():
+            model(x)
+        ladder.without = ()
+    optimizer.step()
+    return {"output": model(x).detach()}
+
+
+@clause(
+    "fsdp.lifecycle.fresh-after-layers-left-out",
+    judges=BOTH,
+    source="contract: fresh-weights, unused",
+)
+def test_layers_that_a_forward_left_out_are_not_stale_after_a_step(world, subject):
+    """After a forward that skipped layers, and a step, a forward MUST use all layers' new weights.
+
+    What was gathered ahead for a layer that did not run lies ready, and is old after the step.
+    Layers that are not used may be refused.
+    """
+    usual = (gradients_after, subject, "even", SEED, "backward 0")
+    ranks = refusal.answer_or_refusal(world, after_leaving_out, subject, ordinary=usual)
+
+    if ranks is not None:
+        _judge_ladder(ranks)
+
+
+@clause(
+    "fsdp.lifecycle.fresh-after-exception-in-a-whole-model",
+    judges=("fsdp",),
+    source="contract: fresh-weights",
+)
+@pytest.mark.parametrize("where", ["within a layer", "between layers"], ids=["within", "between"])
+def test_no_layer_of_a_whole_model_is_stale_after_an_exception(world, subject, where):
+    """After an exception in forward and a step, a whole model's forward MUST use the new weights.
+
+    What was gathered, or is on its way, has no end of forward that would free it.
+    """
+    usual = (gradients_after, subject, "even", SEED, "backward 0")
+    ranks = refusal.answer_or_refusal(world, after_leaving_out, subject, where, ordinary=usual)
+
+    if ranks is not None:
+        _judge_ladder(ranks)
+
+
+def _judge_ladder(ranks):
+    # Each weight is the identity less 2**-4 everywhere, so each layer takes 12/16 of its input.
+    judge.tensors(
+        ranks,
+        {"output": torch.full((1, 12), 0.25**4)},
+        quantity="output with the weights of now",
+        hints=[
+            Hint(
+                f"{old} of four layers computed with older weights, or were not updated",
+                {"output": torch.full((1, 12), 0.25 ** (4 - old))},
+            )
+            for old in (1, 2, 3, 4)
+        ],
+    )
+
+
+WRITES = {
+    # what happens before the full weights come to be, and how the shards change then
+    "loaded": ("save, step, ", "load copied"),
+    "assigned": ("save, step, ", "load assigned"),
+    "assigned-in-parts": ("save, step, ", "load in-parts"),
+    "loaded-while-unsharded": ("save, step, ", "unshard now, load copied"),
+    "written-parameter": ("", "write parameters"),
+    "written-local-tensor": ("", "write local-tensors"),
+    "written-second-of-a-unit": ("", "write one-parameter"),
+}
+FULL = {case: (word, "evaluate 0") for case, word in WORDS.items()} | {
+    KEPT: ("", "keep True, backward 0")
+}
+
+
+@clause(
+    "fsdp.lifecycle.fresh-after-load",
+    source="contract: fresh-weights",
+    worlds=(2,),
+)
+@situations(
+    {
+        f"{kept}-{how}": f"even {word}: {before}{full}, {change}, evaluate 9"
+        for kept, (word, full) in FULL.items()
+        for how, (before, change) in WRITES.items()
+    }
+)
+def test_a_forward_after_a_load_uses_the_loaded_weights(world, subject, situation):
+    """The forward after weights were loaded or written in place MUST use them."""
+    same_as_alone(world, subject, situation)
+
+
+@clause(
+    "fsdp.lifecycle.fresh-after-writing-in-a-whole-model",
+    judges=("fsdp",),
+    source="contract: fresh-weights; moving averages, initialisations",
+    worlds=(2,),
+)
+@situations(
+    {
+        "evaluated": "even: evaluate 0, write parameters, evaluate 9",
+        "trained": "even: backward 0, write parameters, evaluate 9",
+    }
+)
+def test_a_forward_of_a_whole_model_uses_weights_that_were_written(world, subject, situation):
+    """After its `parameters()` were written in place, a whole model's forward MUST use them."""
+    same_as_alone(world, subject, situation)
+
+
+def full_of_unsharded(ctx, subject, is_stepped):
+    """Full parameters of what was unsharded by hand and then updated, and the shards' values."""
+    sharded = Sharded(ctx, subject, "stack")
+    before = sharded.full()
+    sharded.backward(0)
+    sharded.unshard_all()
+    if is_stepped:
+        sharded.optimizer.step()
+    else:
+        with torch.no_grad():
+            for shard in sharded.held:
+                shard.to_local().neg_()
+    return sharded.full(), sharded.weights(), before
+
+
+@clause(
+    "fsdp.lifecycle.full-parameters-of-what-is-unsharded",
+    level="production",
+    source="contract: full_parameters/current; "
+    "a copy that is registered is that of before the update",
+    worlds=(2,),
+)
+@pytest.mark.parametrize("is_stepped", [True, False], ids=["step", "write"])
+def test_full_parameters_of_what_is_unsharded_are_the_current_ones(world, subject, is_stepped):
+    """After an update of what was unsharded by hand, full parameters MUST be the new ones."""
+    found, shards, before = zip(*world.run(full_of_unsharded, subject, is_stepped), strict=True)
+
+    stale = Hint("the value before the update: what was unsharded is returned", list(before))
+    moved = any(not torch.equal(before[0][name], value) for name, value in shards[0].items())
+    judge.holds(moved, "expected the update to change the shards, got the values from before")
+    judge.tensors(found, shards[0], quantity="full parameter", hints=[stale])

@@ -1,0 +1,450 @@
+"""Life cycle: after an exception, beside another model, on a part of the world, by hand.
+
+Surroundings: models that have names, hooks and layers of their own.
+
+Sharding comes last to a model that others have written. It adds attributes to it, takes over what
+autograd would do to a leaf, and finds layers that are never called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from spec_tests.chapters.fsdp.sharded import (
+    BOTH,
+    FULLY_SHARD,
+    SEED,
+    Sharded,
+    about,
+    divisible,
+    mean_gradients,
+    says_the_same,
+    shard,
+)
+from spec_tests.programs.laws import equivalence, refusal
+from spec_tests.programs.planted import failing
+from spec_tests.rig import judge
+from spec_tests.rig.clause import clauses
+from spec_tests.rig.toys import TOYS
+
+clause = clauses(judges=FULLY_SHARD, level="correct")
+
+
+def after_failure(ctx, subject, seed, where):
+    """Gradients of a clean step after one in which forward or backward raised on all ranks."""
+    sharded = Sharded(ctx, subject, "stack", seed, units="nested")
+
+    def fail(*args):
+        raise KeyError("planted")
+
+    def fail_in_backward(module, args, output):
+        output.register_hook(fail)
+
+    part = sharded.module.get_submodule("blocks.1.down")
+    hook = fail if where.startswith("forward") else fail_in_backward
+    handle = part.register_forward_hook(hook)
+    with contextlib.suppress(KeyError):
+        sharded.loss(3).backward()
+    handle.remove()
+    reset: Any = getattr(sharded.module, "reset_iter_state", None)
+    if where.endswith("reset") and reset is not None:  # what PyTorch asks for, and others need not
+        reset()
+    return sharded.gradients_after("zero_grad, backward 0")
+
+
+@clause(
+    "fsdp.lifecycle.after-exception",
+    source="contract: after-exception; test_fully_shard_training: a caught exception",
+)
+@pytest.mark.parametrize("where", ["forward", "backward", "forward-reset", "backward-reset"])
+def test_a_step_after_a_caught_exception_is_right(world, subject, where):
+    """After a caught exception in forward or backward the next step MUST be right, or an error."""
+    ranks = refusal.answer_or_refusal(world, after_failure, subject, 7, where)
+
+    if ranks is not None:
+        equivalence.mean_gradients(
+            ranks, "stack", 7, absent_is_zero=True, given=f"after an exception in {where}"
+        )
+
+
+def kinds_after_failure(ctx, subject, where):
+    """Kinds of the parameters after an evaluation that a caught exception came before."""
+    sharded = Sharded(ctx, subject, "stack", units="nested", reshard_after_forward=True)
+    sharded.backward()
+    with torch.set_grad_enabled(where != "evaluation"):
+        # Outermost, the hook that fails comes before those that gather.
+        part = sharded.module.get_submodule("" if where == "hook" else "blocks.1.down")
+        with failing(part, prepend=where == "hook"):
+            sharded.loss(3)
+    sharded.evaluate(1)
+    return sorted({type(p).__name__ for p in sharded.module.parameters()})
+
+
+@clause(
+    "fsdp.lifecycle.shards-after-exception",
+    source="contract: after-exception; a state dict takes shards",
+)
+@pytest.mark.parametrize("where", ["training", "evaluation", "hook"])
+def test_an_exception_leaves_no_full_parameter_behind(world, subject, where):
+    """After a caught exception and an evaluation, parameters MUST be DTensors again.
+
+    A post-forward hook that is not called after an exception registers no shards.
+    """
+    ranks = world.run(kinds_after_failure, subject, where)
+
+    judge.equal(ranks, ["DTensor"], quantity="kinds of parameters after the evaluation")
+
+
+def interleaved(ctx, subject, toy):
+    """Gradients of two models whose passes interleave."""
+    one, two = Sharded(ctx, subject, toy), Sharded(ctx, subject, "even", SEED + 1)
+    for micro in range(2):
+        one.zero_grad()
+        two.zero_grad()
+        loss_one, loss_two = one.loss(micro), two.loss(micro)
+        loss_one.backward()
+        one.finish()
+        loss_two.backward()
+        two.finish()
+    return one.gradients(), two.gradients()
+
+
+@clause(
+    "fsdp.lifecycle.two-models",
+    judges=BOTH,
+    source="contract: models-apart; "
+    "adversarial training, teachers, moving averages: two sharded models at once",
+)
+def test_two_models_do_not_disturb_each_other(world, subject):
+    """Two sharded models whose passes interleave MUST each have their own mean gradients."""
+    toy = divisible(subject, "mlp")
+    one, two = zip(*world.run(interleaved, subject, toy), strict=True)
+
+    equivalence.mean_gradients(one, toy, SEED, micros=(1,))
+    equivalence.mean_gradients(two, "even", SEED + 1, micros=(1,))
+
+
+PARTS: dict[str, Any] = {"rows": None, "not-neighbours": [0, 2], "not-from-zero": [1, 2]}
+
+
+def on_a_mesh(ctx, subject, seed, shape):
+    """Gradients on a mesh of two dimensions, or on the part of it that this rank is in."""
+    mesh = ctx.mesh((2, 2), ("replicate", "shard"))
+    part = PARTS.get(shape)
+    if part is not None:
+        mesh = torch.distributed.DeviceMesh(ctx.device.type, part)  # by all ranks
+        if ctx.rank not in part:
+            return {}
+    options: dict[str, Any] = {"mesh": mesh["shard"] if shape == "rows" else mesh}
+    sharded = Sharded(ctx, subject, "stack", seed, **options)
+    return sharded.gradients_after("backward 1, backward 0")
+
+
+@clause(
+    "fsdp.lifecycle.part-of-the-world",
+    source="contract: mean-gradient; torch.distributed.fsdp.fully_shard, mesh; verl issue 7493",
+    worlds=(4,),
+)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_mesh_decides_who_talks_and_what_is_divided_by(world, subject, part):
+    """On a mesh of a part of the ranks, gradients MUST be the mean over that part alone.
+
+    A rank's number in the world is not its place in the mesh.
+    """
+    ranks = world.run(on_a_mesh, subject, 7, part)
+
+    for pair in [PARTS[part]] if PARTS[part] else [(0, 1), (2, 3)]:
+        whole = equivalence.full_batch_gradients("stack", 7, ranks=pair, micros=(0, 1))
+        judge.tensors(
+            [ranks[rank] for rank in pair],
+            equivalence.scaled(whole, world.size / len(pair)),
+            quantity="mean gradient over the two ranks of the mesh",
+            given=f"ranks {pair} of {world.size}",
+        )
+
+
+@clause(
+    "fsdp.lifecycle.hybrid",
+    source="contract: two-dims; fully_shard, mesh of two dimensions; pytorch issue 125484",
+    worlds=(4,),
+)
+def test_a_hybrid_mesh_averages_over_replicas_and_shards(world, subject):
+    """On a mesh replicate x shard, gradients MUST be the mean over all ranks, or it be refused."""
+    ordinary = (on_a_mesh, subject, 7, "rows")
+    ranks = refusal.answer_or_refusal(world, on_a_mesh, subject, 7, "hybrid", ordinary=ordinary)
+
+    if ranks is not None:
+        equivalence.mean_gradients(ranks, "stack", 7, micros=(0, 1), absent_is_zero=True)
+
+
+def on_a_flat_mesh(ctx, subject, shape):
+    """What parameters are on a mesh whose one dimension is 1, and gradients."""
+    names = ("replicate", "shard")
+    shape = tuple(ctx.world_size if size is None else size for size in shape)
+    mesh = ctx.mesh(shape, names)
+    sharded = Sharded(ctx, subject, "stack", mesh=mesh)
+    described = {name: about(p) for name, p in sharded.shards().items()}
+    return described, sharded.gradients_after("backward 1, backward 0")
+
+
+@clause(
+    "fsdp.lifecycle.hybrid-of-one",
+    source="contract: two-dims; fully_shard, mesh of two dimensions: (replicate, shard)",
+    worlds=(2, 4),
+)
+@pytest.mark.parametrize("shape", [(None, 1), (1, None)], ids=["replicas-alone", "shards-alone"])
+def test_the_first_dimension_of_a_mesh_replicates_and_the_second_shards(world, subject, shape):
+    """On meshes (W, 1) and (1, W) the second MUST divide rows, alone, or they be refused.
+
+    On a square mesh the two can be swapped, and every gradient is right.
+    """
+    ordinary = (alone, subject)
+    ranks = refusal.answer_or_refusal(world, on_a_flat_mesh, subject, shape, ordinary=ordinary)
+    if ranks is None:
+        return
+    described, gradients = zip(*ranks, strict=True)
+
+    num_shards = shape[1] or world.size
+    for (rank, seen), (name, p) in itertools.product(
+        enumerate(described), TOYS["stack"].build(SEED).named_parameters()
+    ):
+        rows = len((*p.chunk(num_shards), *[p[:0]] * num_shards)[rank % num_shards])
+        wanted = {
+            "placements": "(Replicate(), Shard(dim=0))",
+            "shape": tuple(p.shape),
+            "local shape": (rows, *p.shape[1:]),
+        }
+        what = f"rank {rank}, {name!r}"
+        says_the_same(seen[name], wanted, wanted, what, given=f"{num_shards} ranks shard")
+    equivalence.mean_gradients(gradients, "stack", 7, micros=(0, 1), absent_is_zero=True)
+
+
+def alone(ctx, subject):
+    """What an ordinary step sends."""
+    sharded = Sharded(ctx, subject, "stack")
+    with ctx.recording() as recorder:
+        sharded.backward()
+    return [str(event) for event in recorder.log().collectives()]
+
+
+@clause(
+    "fsdp.lifecycle.world-of-one",
+    judges=BOTH,
+    source="contract: mean-gradient; a job that is tried on one device",
+    worlds=(1,),
+)
+def test_one_rank_alone_is_the_plain_model(world, subject):
+    """In a world of one, gradients MUST be those of the plain model."""
+    mean_gradients(world, subject, "stack", "backward 0")
+
+
+@clause(
+    "fsdp.traffic.world-of-one",
+    level="production",
+    judges=BOTH,
+    source="a job that is tried on one device: there is nobody to talk to",
+    worlds=(1,),
+)
+def test_one_rank_alone_sends_nothing(world, subject):
+    """In a world of one, forward and backward MUST send nothing: each message is a copy."""
+    judge.equal(world.run(alone, subject), [], quantity="collectives of a step")
+
+
+def collected_in_a_step(ctx, subject, toy, seed):
+    """Errors of steps in whose middle another model goes: among the hooks before, and after."""
+    said = []
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        dropped: list[Any] = []
+
+        def drop(*args, dropped=dropped):
+            dropped.clear()
+            gc.collect()
+
+        handle = register(drop)  # before the models' own: theirs are still to be called
+        try:
+            sharded = Sharded(ctx, subject, toy, seed)
+            dropped.append(Sharded(ctx, subject, toy, seed + 1))
+            sharded.backward()
+            try:
+                sharded.optimizer.step()
+            except RuntimeError as error:
+                said.append(str(error))
+        finally:
+            handle.remove()
+    return said
+
+
+@clause(
+    "fsdp.lifecycle.collected-in-a-step",
+    judges=BOTH,
+    source="contract: models-apart; "
+    "ours, once: OrderedDict mutated during iteration, when the collector came in a step",
+)
+def test_a_model_may_be_collected_in_the_middle_of_a_step(world, subject):
+    """A sharded model that is garbage-collected during a step MUST NOT disturb that step.
+
+    When the collector comes is chance: a hook that leaves with its model fails once in a thousand
+    steps, and on one rank only.
+    """
+    ranks = world.run(collected_in_a_step, subject, divisible(subject, "mlp"), 7)
+
+    judge.equal(ranks, [], quantity="errors of steps")
+
+
+def by_hand(ctx, subject):
+    """What the parameters of a unit are when it is unsharded and resharded by hand."""
+    sharded = Sharded(ctx, subject, "mlp")
+    unit: Any = sharded.module.get_submodule("first")
+    whole = []
+    for is_async in (False, True):
+        handle = unit.unshard(async_op=is_async)
+        if handle is not None:
+            handle.wait()
+        whole.append({n: p.detach().clone() for n, p in unit.named_parameters()})
+        unit.reshard()
+    kinds = sorted({type(p).__name__ for p in unit.parameters()})
+    unit.unshard()
+    unit.unshard()
+    return whole, kinds, {"output": sharded.wrapped(sharded.batch()).detach()}
+
+
+@clause(
+    "fsdp.lifecycle.by-hand",
+    source="contract: by-hand; FSDPModule.unshard, FSDPModule.reshard",
+    worlds=(2, 3),
+)
+def test_a_unit_may_be_unsharded_and_resharded_by_hand(world, subject):
+    """After `unshard` a module MUST have full plain parameters, after `reshard` its shards."""
+    whole, kinds, outputs = zip(*world.run(by_hand, subject), strict=True)
+
+    plain = TOYS["mlp"].build(SEED)
+    first = {n: p.detach() for n, p in plain.get_submodule("first").named_parameters()}
+    for of_ranks in zip(*whole, strict=True):
+        judge.tensors(of_ranks, first, quantity="full parameter")
+    judge.equal(kinds, ["DTensor"], quantity="kind after reshard")
+    batches = [TOYS["mlp"].batch(SEED, rank=r) for r in range(world.size)]
+    judge.tensors(outputs, [{"output": plain(x).detach()} for x in batches], quantity="output")
+
+
+NAMES = ("_schedule", "_unit", "_units", "_state", "_group", "_mesh", "_params", "_handles")
+"""What a model may call its own, and a wrapper might."""
+
+
+class Named(nn.Module):
+    """A model with such names, as values or as modules."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        for name in NAMES:
+            setattr(self, name, nn.Identity() if kind == "modules" else f"the model's {name}")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def names_afterwards(ctx, subject, kind):
+    """Which of the model's own names mean something else after sharding and a step."""
+    model = Named(kind).to(ctx.device)
+    before = {name: getattr(model, name) for name in NAMES}
+    sharded = shard(ctx, subject, model, ["layer"])
+    sharded(torch.ones(2, 4, device=ctx.device)).sum().backward()
+    return [name for name in NAMES if getattr(model, name) is not before[name]]
+
+
+@clause(
+    "fsdp.init.names-of-the-model",
+    source="contract: as-pytorch; ours, once: a noise schedule called _schedule was overwritten",
+    level="production",
+)
+@pytest.mark.parametrize("kind", ["values", "modules"])
+def test_attributes_of_the_model_stay_its_own(world, subject, kind):
+    """Sharding MUST NOT take a name that the model uses: `_schedule`, `_state`, `_group`, ..."""
+    ranks = world.run(names_afterwards, subject, kind)
+
+    judge.equal(ranks, [], quantity="names that mean something else afterwards")
+
+
+def told(ctx, subject, seed, first):
+    """How often each parameter's hook was called by the end of a window, and what it then saw."""
+    sharded = Sharded(ctx, subject, "stack", seed)
+    calls: dict[str, int] = {}
+    gradients: dict[str, torch.Tensor] = {}
+
+    def hook_of(name):
+        def hook(parameter):
+            calls[name] = calls.get(name, 0) + 1
+            gradients[name] = parameter.grad.full_tensor().clone()
+
+        return hook
+
+    for name, parameter in sharded.module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(hook_of(name))
+    sharded.follow(f"{first} 0")
+    early = sorted(calls) if first == "accumulate" else []
+    sharded.follow("backward 1, backward 2")
+    return {"early": early, "calls": calls, "gradients": gradients}
+
+
+@clause(
+    "fsdp.backward.post-accumulate-hooks",
+    source="contract: as-pytorch; register_post_accumulate_grad_hook; test_fully_shard_autograd",
+    level="production",
+)
+@pytest.mark.parametrize("first", ["accumulate", "backward"], ids=["unreduced", "reduced"])
+def test_a_hook_that_waits_for_a_gradient_is_called_with_it(world, subject, first):
+    """A post-accumulate hook MUST be called once per reduction, when `.grad` is the mean.
+
+    An optimizer that steps in such hooks trains nothing otherwise, and nobody tells.
+    """
+    ranks = world.run(told, subject, 7, first)
+
+    judge.equal([rank["early"] for rank in ranks], [], quantity="called before the reduction:")
+    names, right = ranks[0]["calls"], 2 if first == "accumulate" else 3
+    for rank, seen in enumerate(ranks):
+        often = {name: number for name, number in seen["calls"].items() if number != right}
+        judge.holds(
+            bool(seen["calls"]) and not often,
+            f"rank {rank}: expected {right} calls for each parameter, got {often or 'none at all'}",
+            likely="the sharded parameter is no leaf of the graph: who reduces must call its hooks",
+        )
+    gradients = [rank["gradients"] for rank in ranks]
+    equivalence.mean_gradients(gradients, "stack", 7, micros=(0, 1, 2), absent_is_zero=bool(names))
+
+
+def attending(ctx):
+    """A layer whose attention reads weights of a layer inside of it, and an input."""
+    torch.manual_seed(7)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).to(ctx.device)
+    return layer, torch.randn(2, 3, 8, device=ctx.device)
+
+
+def attended(ctx, subject):
+    """Output of the sharded layer, and of the plain one in the same process."""
+    plain, x = attending(ctx)
+    sharded = ctx.impl.fsdp(attending(ctx)[0])
+    return {"got": {"output": sharded(x).detach()}, "right": {"output": plain(x).detach()}}
+
+
+@clause(
+    "fsdp.forward.layers-that-are-not-called",
+    judges=("fsdp",),
+    source="contract: plain-bits; MultiheadAttention reads the weight of out_proj, a Linear",
+    level="production",
+)
+def test_a_layer_whose_weight_is_read_from_outside_is_whole_then(world, subject):
+    """A model with an `nn.MultiheadAttention`, sharded in one call, MUST compute the same."""
+    ranks = world.run(attended, subject)
+
+    judge.tensors([r["got"] for r in ranks], [r["right"] for r in ranks], quantity="output")

@@ -1,0 +1,133 @@
+"""Programs: any situation of training on shards, in any order of events.
+
+Schedules: in whichever order ranks run and operations complete, the gradients are the same.
+
+Gathers run ahead of the computation and reductions behind it, so several are in flight at any time
+and buffers go from one to the next. Whether each is waited for before its buffer is touched shows
+where completion is an input (`laws.schedules`).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from spec_tests.chapters.fsdp.sharded import BOTH, FULLY_SHARD, mean_gradients
+from spec_tests.programs import draw
+from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.programs.laws import schedules
+from spec_tests.rig.clause import clauses
+
+clause = clauses(judges=FULLY_SHARD, level="correct")
+
+TWO_STEPS_OF_PAIRS = (
+    "backward 0, step, accumulate 1, backward 2, step, backward 3",
+    "keep True, backward 0, step, accumulate 1, backward 2, step, backward 3",
+)
+SITUATIONS = "contract: mean-gradient, fresh-weights; Cohen et al. 1997, The AETG system"
+
+
+@clause("fsdp.programs.any-situation", judges=BOTH, source=SITUATIONS, worlds=(2, 3))
+@pytest.mark.parametrize("part", range(draw.PARTS))
+def test_any_situation_does_what_one_process_does(world, subject, part):
+    """In any scene any legal program MUST do on shards what it does in one process.
+
+    Scenes in which every two words meet, in each a program of up to 24 calls, and the situations of
+    `spec_tests/programs/seeds.toml`, which once told a fault.
+    """
+    draw.judge_part(world, subject, "correct", part)
+
+
+@clause(
+    "fsdp.programs.any-production-situation",
+    level="production",
+    source=SITUATIONS,
+    worlds=(2, 4),
+)
+@pytest.mark.parametrize("part", range(draw.PARTS))
+def test_any_situation_of_production_does_what_one_process_does(world, subject, part):
+    """With all that FSDP2 offers, any legal program MUST do on shards what it does in one process.
+
+    No call sends more than it may. An ordinary step then sends and keeps what it did before the
+    program. Parameters and gradients keep their dtype, shape and placements.
+    """
+    draw.judge_part(world, subject, "production", part, looks=True)
+
+
+@clause(
+    "fsdp.lifecycle.fresh-after-exception",
+    source="contract: fresh-weights, after-exception",
+)
+@situations({"last": "mlp freed: backward 0, fails 1 last, step, evaluate 2"})
+def test_a_step_after_an_interrupted_forward_is_seen(world, subject, situation):
+    """After an exception in forward was caught and a step taken, a forward MUST see new weights.
+
+    What the interrupted forward had gathered has no end of forward that would free it.
+    """
+    same_as_alone(world, subject, situation)
+
+
+AGAIN = "record 1, zero_grad none, write parameters, record 9"
+
+
+@clause(
+    "fsdp.lifecycle.fresh-after-interrupted-backward",
+    source="contract: fresh-weights, after-exception",
+    worlds=(2,),
+)
+@situations({"held": f"even held: fails_backward 0 middle, {AGAIN}"})
+def test_a_change_after_an_interrupted_backward_is_seen(world, subject, situation):
+    """After an exception in backward, and a forward, a forward MUST see weights that changed.
+
+    A unit that counts as being in its backward for ever is never looked at again.
+    """
+    same_as_alone(world, subject, situation)
+
+
+@clause(
+    "fsdp.programs.pairs-of-settings",
+    needs=("MixedPrecisionPolicy",),
+    level="production",
+    source="contract: mean-gradient, fresh-weights; Cohen et al. 1997, The AETG system",
+    worlds=(4,),
+)
+@pytest.mark.parametrize("part", range(draw.PARTS))
+def test_any_two_settings_work_together(world, subject, part):
+    """Whatever two settings meet on four ranks, two steps MUST use mean gradients and new weights.
+
+    Settings that two ranks can have meet in the drawn situations.
+    """
+    draw.judge_rows(world, subject, "correct", part, TWO_STEPS_OF_PAIRS)
+
+
+SCHEDULED_TOY = "stack"
+# What an early step leaves behind would show in the second.
+TWO_STEPS = "backward 0, zero_grad, backward 1, gather"
+
+
+@clause(
+    "fsdp.schedule.same-gradients",
+    source="contract: mean-gradient; " + schedules.LAUNCH_ORDER,
+    worlds=(3,),
+    transports=schedules.SIM,
+)
+@schedules.drawn
+def test_no_order_of_events_changes_the_gradients(world, subject, schedule):
+    """Whatever schedule the ranks of a sharded model run by, its gradients MUST be the mean."""
+    scheduled = schedules.under(world, schedule)
+    mean_gradients(
+        scheduled, subject, SCHEDULED_TOY, TWO_STEPS, absent_is_zero=False, given=str(schedule)
+    )
+
+
+@clause(
+    "fsdp.schedule.waits-for-every-launch",
+    source="contract: waits; " + schedules.WAITED_FOR,
+    worlds=(2, 3),
+    transports=schedules.SIM,
+)
+def test_every_gather_and_every_reduction_is_waited_for(world, subject):
+    """Every collective that is launched MUST be waited for by the rank that launched it.
+
+    Also a gather that was launched ahead and then not needed: its buffer may be freed in flight.
+    """
+    mean_gradients(world, subject, SCHEDULED_TOY, TWO_STEPS, absent_is_zero=False)

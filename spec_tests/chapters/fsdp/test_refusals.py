@@ -1,0 +1,368 @@
+"""Refusals: what cannot be sharded is said at once, by name, on every rank.
+
+An error that comes later comes in a collective, on some ranks, while the others wait.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from spec_tests.chapters.fsdp.sharded import BOTH, FULLY_SHARD, SEED, Sharded, finish, shard
+from spec_tests.programs.laws import additions, equivalence, refusal
+from spec_tests.rig import judge
+from spec_tests.rig.clause import clauses
+
+clause = clauses(judges=FULLY_SHARD, level="production")
+
+PAGE = "torch.distributed.fsdp.fully_shard; test_fully_shard_init"
+
+
+class Scaled(nn.Module):
+    """A layer with a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.temperature = nn.Parameter(torch.ones(()))
+
+
+class Strided(nn.Module):
+    """A parameter whose rows do not lie one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transposed = nn.Parameter(torch.ones(6, 4).T)
+
+
+CASES = {
+    "scalar": (Scaled, "temperature"),
+    "strided": (Strided, ""),
+    "container": (lambda: nn.ModuleList([nn.Linear(4, 4)]), "ModuleList"),
+    "mesh-of-three": (lambda: nn.Linear(4, 4), ""),
+}
+
+
+def error_of(work, kinds=Exception):
+    """Type and words of the error that `work` raises; "" if it raises none."""
+    try:
+        work()
+    except kinds as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def says(words, error, where, likely):
+    """There must be an error, with one of the words in it."""
+    __tracebackhide__ = True
+    asked = " or ".join(map(repr, words.split("|"))) if words else ""
+    judge.holds(
+        bool(error) and any(word in error for word in words.split("|")),
+        f"{where}: expected an error{f' that says {asked}' if asked else ''}, "
+        f"got {error[:200] or 'none'}",
+        likely=likely,
+    )
+
+
+def refused(ctx, subject, case):
+    """What was raised."""
+    ctx.impl.fully_shard(nn.Linear(4, 4))  # who cannot do this refuses nothing
+    build, _ = CASES[case]
+    module = build().to(ctx.device)
+    options = {}
+    if case == "mesh-of-three":
+        names = ("a", "b", "c")
+        options["mesh"] = ctx.mesh((1, 1, ctx.world_size), names)
+    kinds = (ValueError, NotImplementedError, TypeError)
+    return error_of(lambda: ctx.impl.fully_shard(module, **options), kinds)
+
+
+@clause("fsdp.refusals.at-once-and-by-name", source="contract: as-pytorch; " + PAGE)
+@pytest.mark.parametrize("case", CASES)
+def test_what_cannot_be_sharded_is_refused_at_once(world, subject, case):
+    """Scalars, strided parameters, containers and odd meshes MUST be refused when sharding."""
+    errors = world.run(refused, subject, case)
+
+    late = "it is found out later, in a collective, on some ranks"
+    for rank, error in enumerate(errors):
+        says(CASES[case][1], error, f"rank {rank}, {case}", likely=late)
+
+
+class Table(nn.Module):
+    """A layer with a frozen parameter of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.table = nn.Parameter(torch.arange(4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)[:, self.table]
+
+
+def _distributed(ctx):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    layer = nn.Linear(4, 4)
+    mesh = ctx.mesh((ctx.world_size,))
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(1)]))
+    return layer
+
+
+def _half_on_meta(ctx):
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False, device="meta"))
+
+
+BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
+    # how to build it, options, words of which the error must say one
+    "sharded-otherwise": (_distributed, {}, "weight"),
+    "sharded-twice": (lambda ctx: nn.Linear(4, 4), {}, "Linear"),
+    "half-on-meta": (_half_on_meta, {}, "weight|meta"),
+    "integer-dtype": (lambda ctx: nn.Linear(4, 4), {"param_dtype": torch.int32}, "dtype"),
+    "odd-option": (
+        lambda ctx: nn.Linear(4, 4),
+        {"reshard_after_forward": "yes"},
+        "reshard_after_forward",
+    ),
+    "integers": (lambda ctx: Table(), {}, "table|int64"),
+}
+
+
+BUILT_PLAIN = {"integers": Table, "sharded-otherwise": lambda: nn.Linear(4, 4)}
+
+
+def tried(ctx, subject, case):
+    """Shard and step; the error, or what the step did."""
+    ctx.impl.fully_shard(nn.Linear(4, 4))  # who cannot do this refuses nothing
+    build, options, _ = BAD[case]
+    torch.manual_seed(7)
+    module = build(ctx)
+    if case != "half-on-meta":
+        module.to(ctx.device)
+    x = torch.ones(2, 4, device=ctx.device)
+    found = {}
+
+    def step():
+        given = dict(options)
+        if "param_dtype" in options:
+            given = {"mp_policy": ctx.impl.MixedPrecisionPolicy(**options)}
+        for _ in range(2 if case == "sharded-twice" else 1):
+            ctx.impl.fully_shard(module, **given)
+        output = module(x)
+        output.sum().backward()
+        found["output"] = output.detach()
+
+    return error_of(step), found
+
+
+@clause(
+    "fsdp.refusals.by-the-first-step",
+    source="contract: as-pytorch, integers; "
+    f"{PAGE}: called twice, parameters without values, an option of another type",
+)
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_an_error_on_every_rank_by_the_first_step(world, subject, case):
+    """Bad modules and options MUST raise an error naming them, on every rank, by the first step.
+
+    Integers among the parameters may also be right, gathered like the others; so may what is
+    distributed already, taken whole and cut anew.
+    """
+    ranks = world.run(tried, subject, case)
+
+    astray = "it trains, on something else than was meant"
+    for rank, (error, found) in enumerate(ranks):
+        if case in BUILT_PLAIN and not error:
+            torch.manual_seed(7)
+            right = {"output": BUILT_PLAIN[case]()(torch.ones(2, 4)).detach()}
+            judge.tensors([found], right, quantity="output")
+        else:
+            says(BAD[case][2], error, f"rank {rank}, {case}", likely=astray)
+
+
+class Inner(torch.Tensor):
+    """A tensor of another class, without a method of the all-gather."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Inner:
+        """A wrapper without memory."""
+        found = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]  # not in stubs
+        found.held = inner
+        return found  # type: ignore[no-any-return]  # of this class
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]  # untyped
+        """As the inner tensor, wrapped again."""
+        args, kwargs = tree_map_only(cls, lambda one: one.held, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
+
+
+class Unbegun(Inner):
+    """One that has only the second of the two all-gather methods."""
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        """As below."""
+        return None if out is not None else (outputs[0], ())
+
+
+class Unfinished(Inner):
+    """One that has only the first of them, which doubles it."""
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        """What is sent in place of the shard, and what the other side should know."""
+        return (2 * self.held,), None
+
+
+class Carried(Unfinished):
+    """The same with both methods."""
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        """What is computed with, and what is freed beside it."""
+        return None if out is not None else (outputs[0], ())
+
+
+class Heir(Carried):
+    """A recipe of its own that leaves the gather to its base class."""
+
+
+def carried(ctx, subject, kind):
+    """The output of two forwards over ones that their gather doubles; an error."""
+    ctx.impl.fully_shard(nn.Linear(4, 4))  # who cannot do this refuses nothing
+    layer, found = nn.Linear(4, 4, bias=False), {}
+
+    def step():
+        layer.weight = nn.Parameter(kind(torch.ones(4, 4)))
+        ctx.impl.fully_shard(layer)
+        layer(torch.ones(4)).sum().backward()
+        found["output"] = layer(torch.ones(4)).detach()
+
+    return error_of(step), found
+
+
+@clause(
+    "fsdp.refusals.gather-extensions",
+    source="contract: gather-methods, one-gather-method; "
+    "test_fully_shard_extensions; torchao, which gathers in float8 so",
+    transports=("gloo",),  # the class is of a CPU tensor
+)
+@pytest.mark.parametrize(
+    "kind",
+    [Carried, Heir, Unfinished, Unbegun],
+    ids=["own", "inherited", "one-alone", "second-alone"],
+)
+def test_how_a_class_is_gathered_is_done_or_refused(world, subject, kind):
+    """All-gather methods of a parameter's class MUST be called, or be refused by name.
+
+    One without the other is refused, in any words.
+    """
+    ranks = world.run(carried, subject, kind)
+
+    for rank, (error, found) in enumerate(ranks):
+        if kind in (Unfinished, Unbegun):
+            judge.holds(bool(error), f"rank {rank}: expected an error, got outputs of {found}")
+        elif found:
+            judge.tensors([found], {"output": torch.full((4,), 8.0)}, quantity="output")
+        else:
+            says("fsdp_pre_all_gather", error, f"rank {rank}", "it fails somewhere inside")
+
+
+def unequal(ctx, subject, difference):
+    """Shard and step where the last rank differs; the error, or "" if there was none."""
+    is_other = ctx.rank == ctx.world_size - 1
+    torch.manual_seed(7)
+    layer: Any = nn.Linear(4, 4)
+    if is_other and difference.startswith("shape"):
+        layer = nn.Linear(4, 5)
+    if is_other and difference == "scalar":
+        layer.temperature = nn.Parameter(torch.ones(()))
+    options = {}
+    if "of-a-" in difference:
+        sizes = (2, 2) if difference.endswith("mesh") else (ctx.world_size, 1)
+        names = ("replicate", "shard")
+        options["mesh"] = ctx.mesh(sizes, names)
+    if is_other and difference.startswith("policy"):
+        options["mp_policy"] = ctx.impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    with refusal.caught() as error:
+        ctx.impl.fully_shard(layer.to(ctx.device), **options)
+        layer(torch.ones(2, 4, device=ctx.device)).sum().backward()
+    return error["error"]
+
+
+@clause(
+    "fsdp.refusals.unequal-ranks",
+    source="contract: unequal-ranks; "
+    "DistributedDataParallel verifies parameters across ranks at construction",
+)
+@pytest.mark.parametrize("difference", ["shape", "scalar", "policy", "policy-of-a-replica"])
+def test_ranks_with_unequal_modules_are_told(world, subject, difference):
+    """Where ranks differ in modules or policy, all MUST raise by the first step; none hangs."""
+    _judge_unequal(world, subject, difference)
+
+
+@clause(
+    "fsdp.refusals.unequal-ranks-of-a-mesh",
+    level="production",
+    source="contract: unequal-replicas; "
+    "ranks that share a group with none that differs learn of it by those that do",
+    worlds=(4,),
+)
+@pytest.mark.parametrize("difference", ["shape-of-a-mesh", "policy-of-a-mesh"])
+def test_all_ranks_of_a_mesh_are_told(world, subject, difference):
+    """Where one rank of a 2-D mesh differs, all MUST raise by the first step, in its row or not."""
+    _judge_unequal(world, subject, difference)
+
+
+def _judge_unequal(world, subject, difference):
+    __tracebackhide__ = True
+    errors = world.run(unequal, subject, difference)
+    refusal.on_all_ranks(
+        errors,
+        given=f"the last rank differs: {difference}",
+        likely="not all of them are compared: messages of another size or dtype arrive",
+    )
+
+
+def without_forward(ctx, subject, how):
+    """The error of a backward that has no forward, and the gradients of the next clean step."""
+    sharded = Sharded(ctx, subject, "stack")
+    with torch.set_grad_enabled(how != "no-grad"):
+        loss = sharded.loss(3)
+    if how == "twice":
+        loss.backward()
+    said = error_of(loss.backward)
+    return said, sharded.gradients_after("zero_grad, backward 0")
+
+
+@clause(
+    "fsdp.refusals.backward-without-forward",
+    level="correct",
+    source="contract: after-exception; torch.Tensor.backward: a graph is freed by its backward",
+)
+@pytest.mark.parametrize("how", ["twice", "no-grad"])
+def test_a_backward_without_its_forward_is_an_error_and_no_more(world, subject, how):
+    """A backward without a live graph MUST raise an error and leave the next step right."""
+    said, gradients = zip(*world.run(without_forward, subject, how), strict=True)
+
+    refusal.on_all_ranks(said, given=f"after {how}")
+    equivalence.mean_gradients(gradients, "stack", SEED, absent_is_zero=True, given=f"after {how}")
+
+
+def added_later(ctx, subject, addition):
+    """Gradients of what is added to a model that has trained for a step."""
+    return additions.trained(ctx, shard, finish, subject, addition)
+
+
+@clause(
+    "fsdp.refusals.parameters-added-later",
+    judges=BOTH,
+    source="contract: added-later; LoRA, added after fully_shard",
+)
+@pytest.mark.parametrize("addition", additions.ADDITIONS)
+def test_what_is_added_to_a_sharded_module_is_averaged_or_refused(world, subject, addition):
+    """Parameters that are added after sharding MUST get the mean gradient, or be an error."""
+    additions.get_the_mean(world, added_later, subject, addition)

@@ -1,0 +1,447 @@
+"""The whole-model shape: what `fsdp` promises beyond what it has in common with `fully_shard`.
+
+It is the shape of the CS336 exercise. A wrapper decides by itself what is sharded, reduces after
+every backward, and makes its own parameters, so it can change what an optimizer trains: a frozen
+weight, a norm, a gradient that was there before.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from spec_tests.chapters.fsdp.sharded import (
+    SEED,
+    Sharded,
+    finish,
+    gradients_after,
+    gradients_sent,
+    mean_gradients,
+    numel,
+    of_integers,
+)
+from spec_tests.chapters.fsdp.test_precision import HALF, constant, embedding
+from spec_tests.programs.laws import equivalence, footprint, refusal, traffic
+from spec_tests.rig import judge
+from spec_tests.rig.clause import clauses
+from spec_tests.rig.judge import oracle
+from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.toys import sum_of_squares
+
+clause = clauses(judges=("fsdp",), level="correct", worlds=(2, 4))
+ROWS = 480
+"""Of a table: two, three and four ranks divide them."""
+
+
+@clause(
+    "fsdp.backward.frozen-in-a-whole-model",
+    source="contract: frozen; `nn.Parameter(shard)` trains",
+    worlds=(2, 3),
+)
+@pytest.mark.parametrize(
+    "frozen", [("embed.weight",), ("down.weight", "gain")], ids=["first", "last"]
+)
+def test_frozen_weights_of_a_whole_model_stay_frozen(world, subject, frozen):
+    """Frozen weights of a whole model MUST stay frozen, or be refused; the others get the mean.
+
+    A Parameter made of the shard trains, whatever the weight was.
+    """
+    expected = equivalence.full_batch_gradients("even", SEED, ranks=range(world.size))
+    trained = Hint("frozen weights are trained: Parameters made anew require gradients", expected)
+    ranks = refusal.answer_or_refusal(
+        world, gradients_after, subject, "even", SEED, "backward 0", frozen=frozen
+    )
+
+    if ranks is not None:
+        built = oracle.parameters("even", SEED)
+        judge.tensors(
+            ranks,
+            expected | {name: torch.zeros_like(built[name]) for name in frozen},
+            quantity="mean gradient",
+            hints=[trained],
+            given=f"frozen {frozen}",
+        )
+
+
+def rest_of_a_whole_model(ctx, subject):
+    """Kind and value of the parameter that belongs to no layer, and its gradient."""
+    from torch.distributed.tensor import DTensor
+
+    sharded = Sharded(ctx, subject, "even")
+    sharded.backward()
+    named: dict[str, Any] = dict(sharded.wrapped.named_parameters())
+    found = [p for name, p in named.items() if name.rpartition(".")[2] == "gain"]
+    if len(found) != 1 or isinstance(found[0], DTensor):
+        return type(found[0]).__name__ if found else f"none, only {[*named]}", {}, {}
+    return "plain", {"gain": found[0].detach().clone()}, {"gain": found[0].grad}
+
+
+@clause(
+    "fsdp.backward.replicated-rest",
+    level="course",
+    source="contract: rest-whole, rest-mean; "
+    "CS336 assignment 2, test_fsdp_gradient_sync: norms are not sharded",
+    worlds=(2, 3),
+)
+def test_what_is_no_layer_stays_whole_and_gets_the_mean_gradient(world, subject):
+    """A parameter of no Linear or Embedding MUST stay plain and whole and get the mean gradient.
+
+    Sharding a norm costs more than it saves, and a loop that reads its gradient meets a DTensor.
+    """
+    kinds, parameters, gradients = zip(*world.run(rest_of_a_whole_model, subject), strict=True)
+
+    judge.equal(kinds, "plain", quantity="kind of 'gain', which belongs to no Linear or Embedding")
+    built = {"gain": oracle.parameters("even", SEED)["gain"]}
+    judge.tensors(parameters, built, quantity="parameter as built")
+    means = equivalence.full_batch_gradients("even", SEED, ranks=range(world.size))
+    own = [equivalence.full_batch_gradients("even", SEED, ranks=[r]) for r in range(world.size)]
+    local = [equivalence.scaled(gradients, world.size) for gradients in own]
+    judge.tensors(
+        gradients,
+        {"gain": means["gain"]},
+        quantity="mean gradient",
+        hints=[Hint("the rank's own local gradient: it was never reduced", local)],
+    )
+
+
+class Gain(nn.Module):
+    """A factor for each of four features, as a norm has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain
+
+
+class PositionEmbedding(nn.Module):
+    """Something to add to each of two places: no Embedding, but for its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.table
+
+
+def deep():
+    """A layer, a factor two modules below, and a table."""
+    return of_integers(nn.Sequential(nn.Linear(4, 4), nn.Sequential(Gain()), PositionEmbedding()))
+
+
+def batch_of(rank, step=0):
+    """Small integers of this rank."""
+    return torch.arange(8.0).reshape(2, 4) + rank - step
+
+
+def rest_below(ctx, subject, name, thaws=False):
+    """Kind and gradient of a parameter of no layer, at first frozen and thawed after a step."""
+    module = deep().to(ctx.device)
+    module.get_parameter(name).requires_grad_(not thaws)
+    model = ctx.impl.fsdp(module)
+    for step in range(1 + thaws):
+        named = dict(model.named_parameters())
+        found = [p for n, p in named.items() if f".{n}".endswith(f".{name}")]
+        if not found:
+            return f"none of that name, only {[*named]}", {}
+        found[0].requires_grad_(step > 0 or not thaws)
+        model.zero_grad()
+        output = model(batch_of(ctx.rank, step).to(ctx.device))
+        (ctx.world_size * sum_of_squares(output)).backward()
+        ctx.impl.finish_gradient_synchronization(model)
+    is_whole = type(found[0]) is nn.Parameter and found[0].shape in ((4,), (2, 4))
+    return "plain and whole" if is_whole else "sharded", {name: found[0].grad} if is_whole else {}
+
+
+def _judge_rest(ranks, name, step=0):
+    __tracebackhide__ = True
+    kinds, gradients = zip(*ranks, strict=True)
+    judge.equal(kinds, "plain and whole", quantity=f"kind of {name!r}")
+    own = []
+    for rank in range(len(ranks)):
+        plain = deep()
+        sum_of_squares(plain(batch_of(rank, step))).backward()
+        own.append({name: plain.get_parameter(name).grad})
+    mean = {name: sum(each[name] for each in own)}
+    local = [equivalence.scaled(each, len(ranks)) for each in own]
+    hint = Hint("the rank's own local gradient: it was never reduced", local)
+    judge.tensors(gradients, mean, quantity="mean gradient", hints=[hint])
+
+
+@clause(
+    "fsdp.backward.rest-of-any-depth",
+    source="contract: rest-mean, rest-names; norms sit inside of blocks",
+    worlds=(2,),
+)
+def test_what_is_no_layer_gets_the_mean_gradient_at_any_depth(world, subject):
+    """A parameter of no layer MUST get the mean gradient however deep its module sits."""
+    _judge_rest(world.run(rest_below, subject, "1.0.gain"), "1.0.gain")
+
+
+@clause(
+    "fsdp.backward.rest-with-a-layers-name",
+    level="production",
+    source="contract: rest-whole; PositionEmbedding",
+    worlds=(2,),
+)
+def test_a_class_that_is_only_named_like_a_layer_is_none(world, subject):
+    """A parameter of a class whose name ends in Embedding MUST stay plain, whole and averaged."""
+    _judge_rest(world.run(rest_below, subject, "2.table"), "2.table")
+
+
+@clause(
+    "fsdp.backward.thawed-rest",
+    level="production",
+    source="contract: thawed-rest; ours, once: each rank trained what had been frozen by itself",
+    worlds=(2,),
+)
+def test_what_is_no_layer_is_averaged_when_it_is_thawed(world, subject):
+    """A parameter of no layer that is thawed MUST get the mean gradient, or be refused."""
+    ordinary = (rest_below, subject, "1.0.gain")
+    ranks = refusal.answer_or_refusal(world, *ordinary, thaws=True, ordinary=ordinary)
+
+    if ranks is not None:
+        _judge_rest(ranks, "1.0.gain", step=1)
+
+
+@clause("fsdp.accumulation.of-a-whole-model", source="contract: adds-up")
+def test_gradients_of_a_whole_model_add_up_until_they_are_cleared(world, subject):
+    """Without `zero_grad`, gradients of a whole model MUST accumulate, or be refused with an error.
+
+    Code that sets the shard's gradient where it ought to add trains on the last micro-batch alone.
+    """
+    mean_gradients(world, subject, "even", "backward 0, backward 1", may_refuse=True)
+
+
+@clause(
+    "fsdp.accumulation.one-finish",
+    source="contract: finish_gradient_synchronization/several-backwards, adds-up",
+)
+def test_two_backwards_of_a_whole_model_and_one_finish_add_up(world, subject):
+    """Two backwards of a whole model and one finish MUST give the mean of both, or be an error."""
+    calls = "unfinished 0, unfinished 1, finish"
+    mean_gradients(world, subject, "even", calls, may_refuse=True)
+
+
+def sent_inside(ctx, subject):
+    """Elements that one micro-batch inside `no_sync` reduces."""
+    sharded = Sharded(ctx, subject, "even")
+    with ctx.recording() as recorder, ctx.impl.no_sync(sharded.wrapped):
+        sharded.loss(0).backward()
+    return gradients_sent(recorder.log(), "even")
+
+
+def without_sending(ctx, subject):
+    """Elements that micro-batches inside `no_sync` reduce, and gradients of the whole window."""
+    sharded = Sharded(ctx, subject, "even")
+    with suppress(ArithmeticError), ctx.impl.no_sync(sharded.wrapped):
+        raise ArithmeticError
+    with ctx.recording() as recorder, ctx.impl.no_sync(sharded.wrapped):
+        with ctx.impl.no_sync(sharded.wrapped):
+            sharded.loss(0).backward()
+        sharded.loss(1).backward()
+    sent = gradients_sent(recorder.log(), "even")
+    return sent, sharded.gradients_after("backward 2")
+
+
+@clause(
+    "fsdp.accumulation.no-sync-of-a-whole-model",
+    level="production",
+    needs=("no_sync",),
+    source="contract: whole-model; FullyShardedDataParallel.no_sync",
+    worlds=(2,),
+)
+def test_a_whole_model_sends_no_gradient_inside_no_sync(world, subject):
+    """Inside `no_sync` a whole model MUST reduce nothing and lose nothing, or refuse it.
+
+    Leaving an inner `no_sync` does not end the outer one; an exception ends one as well.
+    """
+    usual = (gradients_after, subject, "even", SEED, "backward 0")
+    alone = refusal.answer_or_refusal(world, sent_inside, subject, ordinary=usual)
+    if alone is not None:  # what refuses the second micro-batch has sent nothing of the first
+        judge.equal(alone, 0, quantity="elements reduced inside no_sync")
+    ranks = refusal.answer_or_refusal(world, without_sending, subject, ordinary=usual)
+    if ranks is not None:
+        sent, gradients = zip(*ranks, strict=True)
+        equivalence.mean_gradients(gradients, "even", SEED, micros=(0, 1, 2))
+        judge.equal(sent, 0, quantity="elements reduced inside no_sync")
+
+
+@clause(
+    "fsdp.backward.in-evaluation-mode",
+    source="contract: mean-gradient; torch.nn.Module.eval: fine-tuning without dropout",
+    worlds=(2,),
+)
+def test_a_whole_model_in_evaluation_mode_gets_mean_gradients(world, subject):
+    """Of a whole model in evaluation mode gradients MUST be means as well."""
+    mean_gradients(world, subject, "even", "evaluation_mode, backward 5, zero_grad, backward 0")
+
+
+@clause(
+    "fsdp.backward.finish-is-idempotent",
+    source="contract: finish_gradient_synchronization/called-again",
+)
+def test_a_second_finish_of_a_whole_model_changes_nothing(world, subject):
+    """A second `finish_gradient_synchronization` MUST NOT change what the next update uses."""
+    once = equivalence.full_batch_gradients("even", SEED, ranks=range(world.size))
+    divided = equivalence.scaled(once, 1 / world.size)
+    again = Hint("divided by the world size once more", divided)
+    mean_gradients(world, subject, "even", "backward 0, finish", hints=[again])
+
+
+class Projection(nn.Linear):
+    """A Linear of another name."""
+
+
+def bytes_once_sharded(ctx, subject, kind):
+    """Live bytes of a model of one layer, or of a list of one, once it is sharded."""
+    kinds = {"Linear": nn.Linear, "subclass": Projection}
+    with ctx.recording() as recorder:
+        with torch.device(ctx.device):
+            layer = kinds[kind](16, ROWS, False) if kind in kinds else nn.Embedding(ROWS, 16)
+            is_part = kind in ("table", "subclass")
+            model = ctx.impl.fsdp(nn.Sequential(layer) if is_part else layer)
+        del layer
+        found = footprint.settled(recorder)
+    assert model is not None  # alive until here
+    return found
+
+
+@clause(
+    "fsdp.footprint.embedding-of-a-whole-model",
+    level="course",
+    source="contract: shards-only; "
+    "CS336 assignment 2: this leaves us with the embedding layer and every linear layer",
+    worlds=(3,),
+)
+def test_the_embedding_of_a_whole_model_is_divided(world, subject):
+    """A rank MUST hold its rows of an embedding, and not those of others."""
+    ranks = world.run(bytes_once_sharded, subject, "table")
+
+    likely = "embeddings are replicated, or a shard is a view of the whole table"
+    _is_divided(ranks, f"{ROWS} rows of 64 bytes over {world.size} ranks", likely)
+
+
+@clause(
+    "fsdp.footprint.layer-as-the-whole-model",
+    source="contract: root-layer, shards-only; `named_children` of a layer is empty",
+    worlds=(3,),
+)
+@pytest.mark.parametrize("kind", ["Linear", "Embedding"])
+def test_a_whole_model_that_is_one_layer_is_divided(world, subject, kind):
+    """Where the whole model is one Linear or Embedding, it MUST be sharded, or be refused."""
+    usual = (bytes_once_sharded, subject, "table")
+    ranks = refusal.answer_or_refusal(world, bytes_once_sharded, subject, kind, ordinary=usual)
+
+    if ranks is not None:
+        likely = "children are looked through and not the model, or a shard is a view of the whole"
+        _is_divided(ranks, f"{kind} of {ROWS} rows of 64 bytes over {world.size} ranks", likely)
+
+
+@clause(
+    "fsdp.footprint.subclass-in-a-whole-model",
+    level="production",
+    source="contract: subclasses",
+    worlds=(3,),
+)
+def test_a_subclass_of_linear_is_divided(world, subject):
+    """A layer whose class is made from Linear MUST be sharded as a Linear is."""
+    ranks = world.run(bytes_once_sharded, subject, "subclass")
+
+    likely = "layers are known by their class itself, or by its name"
+    _is_divided(ranks, f"a subclass of Linear of {ROWS} rows of 64 bytes", likely)
+
+
+def _is_divided(ranks, given, likely):
+    """Rows of a third, and no more than gradients of as many that are there from the start."""
+    __tracebackhide__ = True
+    whole = ROWS * 16 * 4
+    rows = whole // len(ranks)
+    footprint.at_most(
+        ranks,
+        {"rows of this rank": rows, "their gradients": rows, "slack of a fifth": whole // 5},
+        quantity="bytes after sharding",
+        likely=likely,
+        given=given,
+    )
+
+
+def one_step(ctx, subject):
+    """What forward, backward and finish of a second step send."""
+    sharded = Sharded(ctx, subject, "even")
+    sharded.follow("backward 1, zero_grad")
+    with ctx.recording() as recorder:
+        sharded.backward(0)
+    return recorder.log()
+
+
+@clause(
+    "fsdp.traffic.step-of-a-whole-model",
+    level="production",
+    source="contract: step-gathers, step-reduces; "
+    "Rajbhandari et al. 2020, section 7.2.2: three copies; CS336 assignment 2",
+    worlds=(2, 3),
+)
+def test_a_step_of_a_whole_model_sends_three_copies(world, subject):
+    """A whole model's step MUST gather weights twice at most and reduce once, in their dtypes."""
+    logs = world.run(one_step, subject)
+
+    whole, weights = numel("even"), numel("even") - numel("even", "gain")
+    for rank, log in enumerate(logs):
+        size = sum(event.bytes for event in log.collectives(*traffic.GATHERS))
+        judge.holds(
+            size <= 2 * 4 * weights,
+            f"rank {rank}: expected at most two copies of {4 * weights} bytes of weights, got "
+            f"{size / 4 / weights:.2f} copies",
+            likely="weights are gathered more often than forward and backward need, or wider",
+        )
+    traffic.reduced_once(logs, numel=whole, num_bytes=4 * whole, bookkeeping=64)
+
+
+def gathered_bytes(ctx, subject):
+    """Bytes per weight that forward and backward gather, by dtype."""
+    layers = nn.Sequential(embedding(), constant(1.0)).to(ctx.device)
+    num_weights = sum(p.numel() for p in layers.parameters())
+    model = ctx.impl.fsdp(layers, compute_dtype=HALF)
+    with ctx.recording() as recorder:
+        model(torch.arange(4, device=ctx.device)).sum().backward()
+        finish(ctx, subject, model)
+    found: dict[str, float] = {}
+    for event in recorder.log().collectives(*traffic.GATHERS):
+        word = "+".join(event.dtypes)
+        found[word] = found.get(word, 0.0) + event.bytes / num_weights
+    return found
+
+
+@clause(
+    "fsdp.precision.gathers-in-its-dtype",
+    level="course",
+    source="contract: gathers; "
+    "CS336 assignment 2: cast the weights to that dtype before communicating",
+    worlds=(2,),
+)
+def test_a_whole_model_gathers_its_weights_in_the_dtype_that_computes(world, subject):
+    """With `compute_dtype`, a whole model MUST gather its weights in that dtype.
+
+    Cast after the gather, they cost twice the traffic, and every number is right. How often they
+    are gathered, and when, is not looked at, except where they travel as raw bytes.
+    """
+    for rank, sizes in enumerate(world.run(gathered_bytes, subject)):
+        judge.holds(
+            sum(sizes.values()) >= 1,  # a rank may receive the others' shares alone
+            f"rank {rank}: expected at least 1 byte gathered for each weight, got {sizes}",
+            likely="the weights are not sharded",
+        )
+        wide = sum(size for word, size in sizes.items() if "float32" in word or "float64" in word)
+        judge.holds(
+            wide < 1 and sizes.get("uint8", 0) <= 2 * 2,  # for forward and for backward
+            f"rank {rank}: expected weights gathered in bfloat16, got bytes for each weight of "
+            f"{sizes}",
+            likely="weights are gathered in float32, and cast where they arrive",
+        )

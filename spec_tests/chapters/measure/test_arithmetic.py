@@ -1,0 +1,231 @@
+"""Arithmetic: operations of a model, the part of a device that they use, and a larger model.
+
+A tool that had the peak of another GPU printed 104 %; one that took the data sheet's largest number
+halves everybody's utilisation. These are pure functions: each has one right answer.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from spec_tests.chapters.measure.models import Stack
+from spec_tests.rig import judge
+from spec_tests.rig.clause import clauses
+
+FLOPS, MFU, LARGER = ("flops_per_token",), ("model_flops_utilization",), ("extrapolate_training",)
+clause = clauses(judges=MFU, level="correct", worlds=(1,))
+PALM = "Chowdhery et al. 2022, appendix B"
+# Data sheets round to three digits.
+SHARE = 0.005
+
+
+class OneHead(Stack):
+    """A stack with one causal head of attention in the middle."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits."""
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        head = x.unsqueeze(1)
+        x = F.scaled_dot_product_attention(head, head, head, is_causal=True).squeeze(1)
+        return self.head(x)
+
+
+WORDS, WIDTH, NUM_LAYERS = 40, 16, 3
+
+
+def build(kind):
+    """A model of `kind`: "plain", "tied" or "attention"."""
+    model = (OneHead if kind == "attention" else Stack)(WORDS, WIDTH, NUM_LAYERS)
+    if kind == "tied":
+        model.head.weight = model.embedding.weight
+    return model
+
+
+def counted(ctx, kind, length):
+    """The implementation's count."""
+    model: nn.Module = build(kind).to(ctx.device)
+    return ctx.impl.flops_per_token(model, sequence_length=length)
+
+
+@clause(
+    "measure.flops.of-matrix-products",
+    judges=FLOPS,
+    source="contract: weights, attention, products-only; " + PALM,
+)
+@pytest.mark.parametrize("length", [8, 32])
+@pytest.mark.parametrize("kind", ["plain", "tied", "attention"])
+def test_operations_are_those_of_products(world, subject, kind, length):
+    """Operations per token MUST be 6 per multiplying weight and 12 per element of attention."""
+    ranks = world.run(counted, kind, length)
+
+    weights = NUM_LAYERS * WIDTH**2 + WIDTH * WORDS
+    attention = 12 * WIDTH * length if kind == "attention" else 0
+    for rank, found in enumerate(ranks):
+        parameters = sum(p.numel() for p in build(kind).parameters())
+        judge.holds(
+            found == 6 * weights + attention,
+            f"rank {rank}: expected {6 * weights + attention} operations per token, got {found}",
+            likely="6 per parameter: lookups and biases multiply nothing"
+            if found == 6 * parameters
+            else "attention left out or halved, or a forward alone",
+            given=f"{kind}, {weights} multiplying weights, {length} tokens",
+        )
+
+
+KNOWN = {
+    "H100-SXM": ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4e12),
+    "H200": ("NVIDIA H200", torch.bfloat16, 989.4e12),
+    "A100": ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312e12),
+    "A100-half": ("NVIDIA A100-SXM4-40GB", torch.float16, 312e12),
+    "A100-single": ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5e12),
+    "H100-single": ("NVIDIA H100 80GB HBM3", torch.float32, 66.9e12),
+}
+
+
+def used(ctx, device_name, dtype, tokens_per_s=1000.0, flops=10**9):
+    """The implementation's answer."""
+    return ctx.impl.model_flops_utilization(
+        tokens_per_s=tokens_per_s, flops_per_token=flops, device_name=device_name, dtype=dtype
+    )
+
+
+@clause(
+    "measure.mfu.dense-peak",
+    source="contract: dense-peak, tensor-cores; "
+    + PALM
+    + "; vendors' data sheets, columns without sparsity",
+)
+@pytest.mark.parametrize("device", list(KNOWN))
+def test_the_part_of_a_known_device_is_of_its_dense_peak(world, subject, device):
+    """Utilisation of a known device MUST be of its dense peak in that dtype; None is allowed."""
+    name, dtype, peak = KNOWN[device]
+    ranks = world.run(used, name, dtype)
+
+    for rank, found in enumerate(ranks):
+        expected = 1000.0 * 10**9 / peak
+        judge.holds(
+            found is None or math.isclose(found, expected, rel_tol=SHARE),
+            f"rank {rank}: expected {expected:.6f}, got {found}, "
+            f"{(found or 0) / expected:.3f} times that",
+            likely="the peak with structured sparsity, of another dtype, or of another device",
+            given=f"{name}, {dtype}, 1000 tokens/s of 1 GFLOP",
+        )
+
+
+@clause("measure.mfu.knows-a-device", level="production", source=PALM)
+def test_the_common_devices_are_known(world, subject):
+    """At least one of A100, H100 and H200 MUST be known in bfloat16."""
+    names = [name for name, dtype, _ in KNOWN.values() if dtype == torch.bfloat16]
+    found = [world.run(used, name, torch.bfloat16)[0] for name in names]
+
+    judge.holds(
+        any(part is not None for part in found), f"rank 0: expected a number for any of {names}"
+    )
+
+
+UNKNOWN = ("NVIDIA GeForce GTX 9999", "cpu", "NVIDIA A1000 Laptop GPU", "")
+
+
+@clause(
+    "measure.mfu.unknown-is-none",
+    source="contract: unknown; nanoGPT pull request 464: 104 % on an H100, of an A100's peak",
+)
+@pytest.mark.parametrize("device", range(len(UNKNOWN)))
+def test_an_unknown_device_has_no_utilisation(world, subject, device):
+    """A device that is not known MUST have no utilisation: None, and no guess."""
+    ranks = world.run(used, UNKNOWN[device], torch.bfloat16)
+
+    judge.equal(ranks, None, quantity="utilisation", given=f"a device called {UNKNOWN[device]!r}")
+
+
+@clause(
+    "measure.mfu.similar-names",
+    source="contract: unknown; "
+    "an H20 has a seventh of an H200's peak, and the beginning of its name",
+)
+def test_a_device_is_not_taken_for_one_with_a_longer_name(world, subject):
+    """An H20 MUST NOT be taken for an H200, nor an H200 for an H20."""
+    names = ("NVIDIA H20", "NVIDIA H200")
+    small, large = (world.run(used, name, torch.bfloat16)[0] for name in names)
+
+    judge.holds(
+        None in (small, large) or small > 5 * large,
+        f"rank 0: expected an H20's part to be 6.7 times that of an H200, got {small} and {large}",
+        likely="a device is found by a part of its name",
+    )
+
+
+GIVEN = (
+    "tokens_per_s",
+    "num_parameters",
+    "target_parameters",
+    "target_tokens",
+    "device_memory_bytes",
+)
+
+
+def extrapolated(ctx, keys):
+    """Some of the answers, for the course's own numbers and for others."""
+    found = []
+    for arguments in (
+        (32_582.4, 124_439_808, 10**12, 10**13, 80 * 10**9),
+        (1000.0, 10**9, 2 * 10**9, 86_400 * 10**6, 3 * 10**9),
+    ):
+        said = ctx.impl.extrapolate_training(**dict(zip(GIVEN, arguments, strict=True)))
+        found.append({key: said[key] for key in keys})
+    return found
+
+
+@clause(
+    "measure.extrapolation.larger-model",
+    level="course",
+    judges=LARGER,
+    source="contract: rate, days; a course prints 4.055 tokens/s and 78,208 years",
+)
+def test_a_larger_model_takes_in_proportion(world, subject):
+    """Rate, days and years MUST follow from the numbers that are given."""
+    seconds = 10**25 / (32_582.4 * 124_439_808)
+    judge_extrapolation(
+        world,
+        {
+            "tokens_per_s": 10**13 / seconds,
+            "days": seconds / 86_400,
+            "years": seconds / 86_400 / 365,
+        },
+        {"tokens_per_s": 500.0, "days": 2000.0, "years": 2000 / 365},
+    )
+
+
+@clause(
+    "measure.extrapolation.operations-and-devices",
+    judges=LARGER,
+    source="contract: flops, devices; Rajbhandari et al. 2020, section 3.1",
+)
+def test_a_larger_model_takes_operations_and_devices(world, subject):
+    """Operations MUST be 6 per parameter and token; devices as many as hold 16 bytes for each."""
+    judge_extrapolation(
+        world,
+        {"flops": 6e25, "num_devices_for_memory": 200},
+        {"flops": 12 * 86_400e15, "num_devices_for_memory": 11},
+    )
+
+
+def judge_extrapolation(world, *expected):
+    """The answers for both sets of numbers."""
+    __tracebackhide__ = True
+    [found] = world.run(extrapolated, tuple(expected[0]))
+
+    for said, wanted in zip(found, expected, strict=True):
+        for key, value in wanted.items():
+            judge.holds(
+                math.isclose(said[key], value, rel_tol=1e-9),
+                f"rank 0: expected {key} {value}, got {said[key]}",
+                likely="years of 365.25 days, thousands for 1024s, or a number rounded down",
+            )

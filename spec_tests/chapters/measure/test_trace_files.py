@@ -1,0 +1,124 @@
+"""Files of traces: any form of a right one gives the same answer, what is none is refused.
+
+A run that was killed leaves half a file; a tool that shrinks traces leaves a compact one; somebody
+gives the config in place of the trace. An analysis that answers all the same, with zeros, is worse
+than none.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from spec_tests.chapters.measure.timeline import DEVICES, TRACE, Timeline, observed
+from spec_tests.programs.laws import refusal
+from spec_tests.rig import judge
+from spec_tests.rig.clause import clauses
+
+clause = clauses(judges=TRACE, level="correct", worlds=(1,))
+
+
+def example_of(device="cpu"):
+    """A timeline with something of everything."""
+    line = Timeline(device, rank=1, world_size=2)
+    for number in range(2):
+        begin = 1000 * number
+        line.step(number, begin, begin + 1000)
+        line.work(begin + 100, begin + 500)
+        line.send(begin + 400, begin + 700)
+        line.update(begin + 800, begin + 900)
+        line.memory(begin + 100, 5000, device_type=device == "cuda")
+    return line
+
+
+@clause(
+    "measure.trace.any-form",
+    source="contract: steps; another tool finds rank 0 in every compact file",
+)
+@pytest.mark.parametrize("form", ["compact", "gzip"])
+def test_every_form_of_a_file_says_the_same(world, subject, form):
+    """A compact or gzipped trace MUST give the same results as the trace that PyTorch writes."""
+    line = example_of()
+
+    found = observed(world, line, form=form)
+
+    judge.equal([found], observed(world, line), quantity=f"summary of the {form} file")
+
+
+@clause(
+    "measure.trace.any-order",
+    source="contract: steps; "
+    "torch.profiler writes events thread by thread, steps after what is inside them",
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_order_of_events_does_not_matter(world, subject, device):
+    """The order of events MUST NOT matter: files are ordered by thread, not by time."""
+    line = example_of(device)
+    expected = observed(world, line)
+
+    random.Random(7).shuffle(line.events)
+
+    judge.equal([observed(world, line)], expected, quantity="summary of shuffled events")
+
+
+def ending(ctx, data):
+    """How the implementation answers a file with these bytes; None: a file that is not there."""
+    path = ctx.scratch / "the_bad_one.json"
+    path.unlink(missing_ok=True)
+    if data is not None:
+        path.write_bytes(data)
+    try:
+        with refusal.caught() as error:
+            error["text"] = f"no error, but {ctx.impl.summarize_trace(path)}"
+    finally:
+        path.unlink(missing_ok=True)
+    return error
+
+
+def _stepless():
+    line = Timeline()
+    line.work(100, 200)
+    return line.data()
+
+
+BAD = {
+    "missing": lambda: None,
+    "empty": lambda: b"",
+    "no-text": lambda: bytes(range(128, 256)),
+    "no-json": lambda: b"step 1 | loss 11.04\n",
+    "cut-off": lambda: example_of().data()[:-700],
+    "cut-off-compact": lambda: example_of().data("compact")[:-200],
+    "cut-off-gzip": lambda: example_of().data("gzip")[:-40],
+    "foreign": lambda: json.dumps({"model": "gpt2", "steps": 20}).encode(),
+    "list": lambda: json.dumps(list(range(5))).encode(),
+    "no-events": lambda: json.dumps({"schemaVersion": 1, "traceEvents": []}).encode(),
+    "no-steps": _stepless,
+}
+
+
+@clause(
+    "measure.trace.refuses", source="contract: refuses; a run too short to record leaves no step"
+)
+@pytest.mark.parametrize("bad", list(BAD))
+def test_what_is_no_whole_trace_is_refused(world, subject, bad):
+    """A file without a whole trace and a step MUST be a ValueError or OSError, never zeros."""
+    (found,) = world.run(ending, BAD[bad]())
+
+    judge.holds(
+        bool({"ValueError", "OSError"} & {*found["kinds"]}),
+        f"expected a ValueError or OSError, got {[*found['kinds'], 'nothing'][0]}: {found['text']}",
+        given=f"a file that is {bad}",
+    )
+
+
+@clause(
+    "measure.trace.names-the-file", level="production", source="sixteen files of one folder: which?"
+)
+@pytest.mark.parametrize("bad", list(BAD))
+def test_the_refusal_names_the_file(world, subject, bad):
+    """The message about a bad trace MUST name the file."""
+    (found,) = world.run(ending, BAD[bad]())
+
+    judge.holds("the_bad_one.json" in found["text"], f"expected the name in {found['text']!r}")

@@ -1,0 +1,204 @@
+"""Times of a trace: what computes, what communicates, what of it at once, and what neither.
+
+All are lengths of unions of intervals. Operators nest, streams and threads run side by side: who
+sums durations finds more computation than there was time, and an overlap above 100 percent.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from spec_tests.chapters.measure.timeline import DEVICES, TIMES, TRACE, Timeline, observed, times
+from spec_tests.rig import judge
+from spec_tests.rig.clause import clauses
+
+clause = clauses(judges=TRACE, level="correct", worlds=(1,))
+
+
+@clause(
+    "measure.trace.computation-is-a-union",
+    source="contract: computation, operators, times; operators nest and streams run side by side",
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_computes_at_once_counts_once(world, subject, device):
+    """Computation MUST be the time in which something computes, however much of it at once."""
+    line = Timeline(device)
+    line.step(0, 0, 1000)
+    line.work(100, 300, name="aten::linear")
+    line.work(150, 250, name="aten::addmm")  # inside the first
+    line.work(200, 400, lane=1)
+    line.work(400, 500)  # next to it
+    line.work(700, 750)
+
+    times(observed(world, line)["total"], {"compute_us": 450, "idle_us": 550, "duration_us": 1000})
+
+
+@clause(
+    "measure.trace.communication-is-a-union",
+    source="contract: communication, times; gloo has two workers, nccl a stream per group",
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_sent_at_once_counts_once(world, subject, device):
+    """Communication MUST be the time in which a collective is under way, or several are."""
+    line = Timeline(device)
+    line.step(0, 0, 1000)
+    line.send(100, 500)
+    line.send(200, 600, lane=1)
+    line.send(800, 900, "all_gather")
+
+    expected = {"communication_us": 600, "exposed_us": 600, "overlap_us": 0, "compute_us": 0}
+    times(observed(world, line)["total"], {**expected, "overlap_fraction": 0})
+
+
+@clause(
+    "measure.trace.overlap",
+    source="contract: times; Holistic Trace Analysis finds 33.33 percent in the same trace",
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_overlap_is_communication_while_something_computes(world, subject, device):
+    """Overlap MUST be the part of communication in which something computes."""
+    line = Timeline(device)
+    line.step(0, 0, 1000)
+    line.work(100, 300)
+    line.work(300, 500)
+    line.work(420, 480, lane=1)  # at once with the one before: no overlap of its own
+    line.work(800, 900)
+    line.send(400, 700)
+
+    expected = {"compute_us": 500, "communication_us": 300, "overlap_us": 100, "exposed_us": 200}
+    times(observed(world, line)["total"], {**expected, "idle_us": 300, "overlap_fraction": 1 / 3})
+
+
+@clause(
+    "measure.trace.no-communication", source="contract: fraction; Holistic Trace Analysis gives NaN"
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_without_communication_there_is_no_fraction(world, subject, device):
+    """Without communication the fraction MUST be None: zero, or NaN, would be a measurement."""
+    line = Timeline(device)
+    line.step(0, 0, 100)
+    line.work(10, 40)
+
+    found = observed(world, line)
+
+    expected = {"communication_us": 0, "overlap_us": 0, "exposed_us": 0, "overlap_fraction": None}
+    times(found["total"], {**expected, "idle_us": 70})
+    times(found["steps"][0], expected, what="step 0")
+
+
+@clause(
+    "measure.trace.only-inside-steps",
+    source="contract: times; a profiler records what runs before the first step, and evaluations",
+)
+def test_what_lies_outside_of_steps_does_not_count(world, subject):
+    """A time MUST hold what lies inside the step, of work across its border the part inside."""
+    line = Timeline("cpu")
+    line.step(4, 100, 200)
+    line.step(5, 300, 500)
+    line.work(0, 50)
+    line.work(80, 120)  # across the begin
+    line.work(180, 320)  # across the end, and into the next
+    line.send(190, 310)
+    line.work(490, 600)
+
+    found = observed(world, line)
+
+    first = {"duration_us": 100, "compute_us": 40, "communication_us": 10, "overlap_us": 10}
+    second = {"duration_us": 200, "compute_us": 30, "communication_us": 10, "idle_us": 170}
+    times(found["steps"][0], first, what="step 4")
+    times(found["steps"][1], second, what="step 5")
+    times(found["total"], {"duration_us": 300, "compute_us": 70, "communication_us": 20})
+
+
+@clause(
+    "measure.trace.wrappers-do-not-compute",
+    source="contract: wrappers; a hook that waits lies inside its autograd node",
+)
+def test_what_only_calls_others_does_not_compute(world, subject):
+    """Nodes of autograd, annotations and what has no namespace MUST NOT count as computation.
+
+    A backward hook that waits for a collective lies inside its node: counted as computation, the
+    dearest communication there is looks hidden.
+    """
+    line = Timeline("cpu")
+    line.step(0, 0, 1000)
+    line.add("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 100, 600, thread=2)
+    line.add("cpu_op", "MmBackward0", 110, 590, thread=2)
+    line.add("cpu_op", "torch::autograd::AccumulateGrad", 300, 600, thread=2)
+    line.add("user_annotation", "FSDP::post_backward_reduce (0)", 300, 600, thread=2)
+    line.work(120, 220, lane=1)
+    line.send(310, 590)
+
+    times(observed(world, line)["total"], {"compute_us": 100, "overlap_us": 0, "exposed_us": 280})
+
+
+@clause(
+    "measure.trace.inside-a-collective",
+    source="contract: inside; gloo's workers copy with operators",
+)
+def test_operators_inside_a_collective_do_not_compute(world, subject):
+    """What an operator does inside a collective on its thread MUST NOT count as computation."""
+    line = Timeline("cpu")
+    line.step(0, 0, 1000)
+    line.send(100, 400)
+    line.add("cpu_op", "aten::copy_", 150, 250, thread=100)  # gloo's own worker
+    line.add("cpu_op", "_c10d_functional::wait_tensor", 300, 500)
+    line.add("cpu_op", "aten::empty", 310, 320)
+    line.work(350, 450, lane=1)  # another thread goes on
+    line.add("cpu_op", "aten::to", 480, 700)  # half of it waits
+
+    expected = {"compute_us": 300, "communication_us": 300, "overlap_us": 50, "exposed_us": 250}
+    times(observed(world, line)["total"], expected)
+
+
+@clause(
+    "measure.trace.device-annotations",
+    source="contract: steps, kernels; "
+    "torch.profiler repeats annotations on the device's time line (gpu_user_annotation)",
+)
+def test_annotations_on_the_device_are_no_work(world, subject):
+    """Annotations repeated on the device's time line MUST NOT count as kernels, nor as steps."""
+    line = Timeline("cuda")
+    line.step(3, 0, 1000)
+    line.add("gpu_user_annotation", "ProfilerStep#3", 100, 900, thread=7)
+    line.add("gpu_user_annotation", "nccl:all_reduce", 400, 800, thread=20)
+    line.work(100, 300)
+    line.kernel("Memcpy HtoD (Pageable -> Device)", 300, 350, 7, category="gpu_memcpy")
+    line.send(500, 600)
+    line.add("cpu_op", "aten::mm", 0, 1000)  # the host is not what computes here
+
+    found = observed(world, line)
+
+    judge.equal([len(found["steps"])], 1, quantity="number of steps")
+    times(found["total"], {"compute_us": 250, "communication_us": 100, "idle_us": 650})
+
+
+def _spans(limit):
+    pairs = st.tuples(st.integers(0, limit), st.integers(0, limit // 2))
+    return st.lists(pairs.map(lambda p: (p[0], min(limit, p[0] + p[1]))), max_size=6)
+
+
+@clause(
+    "measure.trace.any-intervals", source="contract: times; compute + exposed + idle is the step"
+)
+@given(work=_spans(40), sent=_spans(40), is_cuda=st.booleans())
+@example(work=[(0, 10), (0, 10), (10, 20)], sent=[(5, 10), (10, 15)], is_cuda=True)
+@example(work=[], sent=[(0, 40)], is_cuda=False)
+def test_any_intervals_are_counted_right(world, subject, work, sent, is_cuda):
+    """For any intervals, every time MUST be what counting microsecond by microsecond gives."""
+    line = Timeline("cuda" if is_cuda else "cpu")
+    line.step(0, 0, 40)
+    for number, (begin, end) in enumerate(work):
+        line.work(begin, end, lane=number % 2)
+    for number, (begin, end) in enumerate(sent):
+        line.send(begin, end, lane=number % 2)
+
+    found = observed(world, line)
+
+    busy = {at for begin, end in work for at in range(begin, end)}
+    sending = {at for begin, end in sent for at in range(begin, end)}
+    counted = (40, len(busy), len(sending), len(busy & sending), len(sending - busy))
+    expected = dict(zip(TIMES, (*counted, 40 - len(busy | sending)), strict=True))
+    times(found["total"], expected, given=f"computes {work}, communicates {sent}")

@@ -1,0 +1,77 @@
+"""Programs: any situation of a sharded optimizer, in any order of events.
+
+Schedules: in whichever order ranks run and operations complete, the weights are the same.
+
+Each rank sends what it owns and takes what the others own, in as many messages as there are owners
+or parameters. Who overlaps them relies on what has arrived; here arrival is an input
+(`laws.schedules`).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from spec_tests.chapters.zero1.runs import Run, fitting, same_as_unsharded
+from spec_tests.programs import draw
+from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.programs.laws import schedules
+from spec_tests.rig.clause import clauses
+
+clause = clauses(needs=("sharded_optimizer", "full_optimizer_state"), level="correct")
+
+
+@clause(
+    "zero1.programs.any-situation",
+    judges=("sharded_optimizer",),
+    source="contract: same-values; Cohen et al. 1997, The AETG system",
+    worlds=(2, 3),
+)
+@pytest.mark.parametrize("part", range(draw.PARTS))
+def test_any_situation_does_what_the_plain_optimizer_does(world, subject, part):
+    """In any scene any legal program MUST give the weights of the plain optimizer.
+
+    Scenes in which every two words meet, in each a program of up to 24 calls, and the situations of
+    `spec_tests/programs/seeds.toml`, which once told a fault.
+    """
+    draw.judge_part(world, subject, "correct", part)
+
+
+@clause(
+    "zero1.state.load-replaces",
+    judges=("sharded_optimizer",),
+    source="contract: load-replaces; torch.optim.Optimizer.load_state_dict",
+)
+@situations({"empty": "even momentum: save, deal 0 all, update, load copied, deal 1 all, update"})
+def test_a_loaded_state_replaces_the_one_before(world, subject, situation):
+    """A load MUST replace the whole state: entries missing from the loaded state are gone."""
+    same_as_alone(world, subject, situation)
+
+
+@clause(
+    "zero1.schedule.same-weights",
+    source="contract: same-values; " + schedules.LAUNCH_ORDER,
+    worlds=(3,),
+    needs=("sharded_optimizer",),
+    transports=schedules.SIM,
+)
+@schedules.drawn
+def test_no_order_of_events_changes_the_weights(world, schedule):
+    """All ranks MUST hold the unsharded weights, whatever rank runs when and what completes first.
+
+    A buffer that is filled again in flight, or read before its message is in, is right as long as
+    the wire is faster than the loop over parameters.
+    """
+    scheduled, toy = schedules.under(world, schedule), fitting(world)
+    same_as_unsharded(scheduled, Run.steps, 1, 2, optimizer="momentum", toy=toy)
+
+
+@clause(
+    "zero1.schedule.waits-for-every-launch",
+    source="contract: waits; " + schedules.WAITED_FOR,
+    worlds=(2, 3),
+    needs=("sharded_optimizer",),
+    transports=schedules.SIM,
+)
+def test_every_exchange_is_waited_for(world):
+    """Every exchange that is launched MUST be waited for by the rank that launched it."""
+    same_as_unsharded(world, Run.steps, 1, 2, optimizer="momentum")

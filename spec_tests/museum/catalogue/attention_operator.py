@@ -1,0 +1,302 @@
+"""Near-misses of attention as an operator of PyTorch's: fakes, formulas, tangents, casts, state.
+
+The base is the plain attention behind a pair of custom operators. It is itself a benign variant.
+
+Legend: B batch, H query heads, G key/value heads, Q queries, K keys, D head dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+
+import torch
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
+
+from spec_tests.museum.card import benign, near_miss
+from spec_tests.plain.attention import PlainAttention, Tensor
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Operator(PlainAttention):
+    """The plain attention as two operators, with all that PyTorch asks of such."""
+
+    has_formula = True
+
+    def check(self, q, k, v):
+        super().check(q, k, v)
+        if not torch.compiler.is_compiling():
+            self.refuse_tangents(q, k, v)
+
+    def refuse_tangents(self, *tensors):
+        if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+            raise NotImplementedError("expected q, k and v without tangents")
+
+    def apply(self, *args):
+        return registered(type(self))(*args)  # type: ignore[arg-type]  # a class has a hash
+
+    def fake(self, q):
+        """What the output looks like."""
+        return q.new_empty(q.shape)
+
+
+@functools.cache
+def registered(variant):
+    """The variant's forward operator; its backward is another one."""
+    how, name = variant(), f"trainspec_impostors::{variant.__name__.lower()}"
+
+    @torch.library.custom_op(name, mutates_args=())
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with how.cast(q):
+            out, lse = how.forward(q, k, v, causal, scale)
+        return out, lse
+
+    @torch.library.custom_op(f"{name}_backward", mutates_args=())
+    def backward(
+        do: torch.Tensor,
+        dl: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dq, dk, dv = how.backward((q, k, v, out, lse), do, dl, causal, scale)
+        return dq, dk, dv
+
+    def keep(ctx, inputs, output):
+        *tensors, ctx.causal, ctx.scale = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.set_materialize_grads(False)
+
+    def derive(ctx, do, dl):
+        saved = ctx.saved_tensors
+        do = torch.zeros_like(saved[3]) if do is None else do
+        found = backward(do, dl, *saved, ctx.causal, ctx.scale)
+        return *how.returned(found, ctx.needs_input_grad[:3]), None, None
+
+    def fake(q, k, v, causal, scale):
+        return how.fake(q), q.new_empty(q.shape[:3], dtype=how.wide(q.dtype))
+
+    forward.register_fake(fake)
+    forward.register_autograd(derive, setup_context=keep)
+    backward.register_fake(_fake_gradients)
+    if how.has_formula:
+        of, packet = torch.ops.trainspec_impostors, name.partition("::")[2]
+        register_flop_formula(getattr(of, packet))(_count)
+        register_flop_formula(getattr(of, f"{packet}_backward"))(_count_backward)
+    return forward
+
+
+def _fake_gradients(do, dl, q, k, v, *rest):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _count(q, k, *rest, **kwargs):
+    return int(4 * math.prod(q) * k[2])
+
+
+def _count_backward(do, dl, q, k, *rest, **kwargs):
+    return int(10 * math.prod(q) * k[2])
+
+
+@near_miss("attention.looks-at-values", rejected_by="attention.operator.compiles")
+class LooksAtValues(Operator):
+    """Looks for NaN in q before it computes.
+
+    From: A check of inputs that reads a value on the host.
+    Unseen: It is right, and slow on a device only.
+    """
+
+    def check(self, q, k, v):
+        super().check(q, k, v)
+        if not bool(q.isfinite().all()):
+            raise ValueError("expected q without NaN")
+
+
+@near_miss("attention.fake-like-q", rejected_by="attention.operator.says-what-it-does")
+class FakeLikeQ(Operator):
+    """Its fake output has the strides of q, the real one is contiguous.
+
+    From: `empty_like(q)`; flash-attn issue 2777.
+    Unseen: q is contiguous in tests of operators.
+    """
+
+    def fake(self, q):
+        return torch.empty_like(q)
+
+
+@near_miss("attention.uncounted", rejected_by="attention.operator.is-counted")
+class Uncounted(Operator):
+    """Is an operator without a formula of its operations.
+
+    From: `torch.library.custom_op`, and nothing more.
+    Unseen: A zero in a table of utilisation is a low number among others.
+    """
+
+    has_formula = False
+
+
+@near_miss("attention.drops-tangents", rejected_by="attention.autograd.transforms")
+class DropsTangents(Operator):
+    """Has a tangent of zero in forward mode.
+
+    From: torch 2.13 drops it silently where no input of a custom operator requires a gradient; the
+    reference of this repository did so.
+    Unseen: Nobody uses forward mode, until a Hessian-vector product does.
+    """
+
+    def refuse_tangents(self, *tensors):
+        pass
+
+
+@near_miss("attention.autocast-reaches-inside", rejected_by="attention.operator.under-autocast")
+class AutocastReachesInside(PlainAttention):
+    """Lets autocast make its inner products half precision.
+
+    From: Products of float32 in a forward that is called under autocast.
+    Unseen: Without autocast it is right.
+    """
+
+    def cast(self, q):
+        return contextlib.nullcontext()
+
+
+@near_miss("attention.keeps-the-last-lse", rejected_by="attention.autograd.calls-are-independent")
+class KeepsTheLastLse(PlainAttention):
+    """Keeps the log-sum-exp of the last call for every backward.
+
+    From: A buffer that is allocated once, for speed.
+    Unseen: A test makes one call.
+    """
+
+    buffer: Tensor | None = None
+
+    def forward(self, q, k, v, *options):
+        out, self.buffer = super().forward(q, k, v, *options)
+        return out, self.buffer
+
+    def backward(self, saved, *rest):
+        return super().backward((*saved[:4], self.buffer), *rest)
+
+
+@near_miss("attention.float64-by-float32", rejected_by="attention.forward.float64")
+class Float64ByFloat32(PlainAttention):
+    """Multiplies float64 in float32.
+
+    From: `.float()` before every product, for the sake of half precision.
+    Unseen: Tests are in float32.
+    """
+
+    def dot(self, a, b):
+        return super().dot(a.float(), b.float()).to(self.wide(a.dtype))
+
+
+@benign("benign.attention-uneven-tiles")
+class UnevenTiles(PlainAttention):
+    """Tiles of 48 rows and 19 keys."""
+
+    tile_q = 48
+    tile_k = 19
+
+
+@benign("benign.attention-last-tile-first")
+class LastTileFirst(PlainAttention):
+    """Visits tiles of keys from the end.
+
+    Walks along the keys from the end, as a kernel does that begins on the diagonal.
+    """
+
+    def k_tiles(self, num):
+        return super().k_tiles(num)[::-1]
+
+
+@benign("benign.attention-two-passes")
+class TwoPasses(PlainAttention):
+    """Takes the maximum of a row before it sums.
+
+    Finds the maximum of a row first and sums with it afterwards: nothing is rescaled.
+    """
+
+    def row_block(self, q, k, v, rows, causal, scale):
+        at = slice(rows.start, rows.stop)
+        s = self.scores(q[:, :, at], k, scale)
+        if causal:
+            s = self.masked(s, rows, range(k.shape[2]), k.shape[2] - q.shape[2])
+        least = s.new_full((*s.shape[:-1], 1), -torch.inf)
+        m = torch.cat([s, least], dim=-1).amax(dim=-1)
+        p = torch.exp(s - self.safe(m)[..., None])
+        return self.dot(self.narrow(p, q.dtype), v), m, p.sum(dim=-1)
+
+
+@benign("benign.attention-base-2")
+class Base2(PlainAttention):
+    """Computes in base two, answers in base e.
+
+    Exponentials and statistics of base two inside, the natural logarithm outside.
+    """
+
+    log2e = 1.4426950408889634
+
+    def row_block(self, q, k, v, rows, causal, scale):
+        at = slice(rows.start, rows.stop)
+        s = self.scores(q[:, :, at], k, scale * self.log2e)
+        if causal:
+            s = self.masked(s, rows, range(k.shape[2]), k.shape[2] - q.shape[2])
+        least = s.new_full((*s.shape[:-1], 1), -torch.inf)
+        m = torch.cat([s, least], dim=-1).amax(dim=-1)
+        p = torch.exp2(s - self.safe(m)[..., None])
+        return self.dot(self.narrow(p, q.dtype), v), m / self.log2e, p.sum(dim=-1)
+
+
+@benign("benign.attention-reciprocal")
+class Reciprocal(PlainAttention):
+    """Multiplies by the reciprocal of the normaliser."""
+
+    def normalised(self, acc, norm):
+        return acc * norm.masked_fill(norm == 0.0, 1.0).reciprocal()[..., None]
+
+
+@benign("benign.attention-wide-products")
+class WideProducts(PlainAttention):
+    """Rounds neither P nor dS.
+
+    P and dS stay wide where tensor cores would want them narrow.
+    """
+
+    def narrow(self, p, dtype):
+        return p.to(self.wide(dtype))
+
+
+@benign("benign.attention-lse-is-no-output")
+class LseIsNoOutput(PlainAttention):
+    """Marks the log-sum-exp non-differentiable."""
+
+    def __call__(self, q, k, v, **options):
+        found = super().__call__(q, k, v, **options)
+        return (found[0], found[1].detach()) if options.get("return_lse") else found
+
+
+@benign("benign.attention-second-derivative")
+class SecondDerivativeIsRight(PlainAttention):
+    """Has second derivatives, and right ones."""
+
+    has_second_derivative = True
+
+
+@benign("benign.attention-operator")
+class AttentionOperator(Operator):
+    """A pair of custom operators."""
+
+
+@benign("benign.attention-plain")
+class AttentionPlain(PlainAttention):
+    """The base of attention's impostors: the null one."""

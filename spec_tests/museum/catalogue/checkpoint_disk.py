@@ -1,0 +1,250 @@
+"""Near-misses of files: crashes, full disks, damage; and right ones."""
+
+import os
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+
+from spec_tests.museum.card import Patched, benign, near_miss
+from spec_tests.plain.checkpoint import PlainCheckpoint, bare, rank, size
+
+
+@near_miss(
+    "checkpoint.to-the-final-name",
+    rejected_by=("checkpoint.crash.old-or-new", "checkpoint.crash.same-step-again"),
+)
+class ToTheFinalName(PlainCheckpoint):
+    """Writes straight to the final name.
+
+    From: the course's trainer, nanoGPT, picotron
+    Unseen: It takes a kill in the wrong second.
+    """
+
+    def put(self, root, step, state):
+        root.mkdir(parents=True, exist_ok=True)
+        torch.save(state, root / f"step-{step}.pt")
+
+
+@near_miss("checkpoint.in-place-parts", rejected_by="checkpoint.crash.same-step-again")
+class InPlaceParts(PlainCheckpoint):
+    """Replaces the files of a folder one by one.
+
+    From: torch.distributed.checkpoint into a folder that exists: a silent mix
+    Unseen: Each file is whole.
+    """
+
+    def put(self, root, step, state):
+        folder = root / f"step-{step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for part, value in state.items():
+            with (root / "part.tmp").open("wb") as file:
+                torch.save(value, file)
+            (root / "part.tmp").replace(folder / f"{part}.pt")
+
+    def newest(self, root):
+        complete = [path for path in root.glob("step-*") if (path / "ranks.pt").exists()]
+        return max(complete, key=self.order, default=None)
+
+    def read(self, path):
+        return {each.stem: torch.load(each, weights_only=True) for each in path.iterdir()}
+
+
+@near_miss("checkpoint.skips-what-is-missing", rejected_by="checkpoint.damage.never-in-part")
+class SkipsWhatIsMissing(InPlaceParts):
+    """Loads the files that can be read and warns about the others.
+
+    From: `if os.path.exists(optimizer_path)` in many loaders
+    Unseen: Nobody reads warnings of a restart at night.
+    """
+
+    def read(self, path):
+        state = {}
+        for each in path.iterdir():
+            try:
+                state[each.stem] = torch.load(each, weights_only=True)
+            except (RuntimeError, EOFError, ValueError):
+                print(f"warning: skipped {each}")
+        return state
+
+    def restore_optimizer(self, model, optimizer, saved):
+        if saved:
+            super().restore_optimizer(model, optimizer, saved)
+
+    def load(self, directory, *, model, optimizer, loader=None):
+        path = self.share(self.newest(self.root(directory)) if rank() == 0 else None)
+        if path is None:
+            return self.none(directory)
+        state = {"model": bare(model).state_dict(), "optimizer": {}, **self.read(path)}
+        self.restore_model(model, state["model"])
+        self.restore_optimizer(model, optimizer, state["optimizer"])
+        self.restore_rank(state["ranks"], loader)
+        return state["step"]
+
+
+@near_miss("checkpoint.swallows-errors", rejected_by="checkpoint.failure.is-reported")
+class SwallowsErrors(PlainCheckpoint):
+    """Prints a warning when a save fails, and goes on.
+
+    From: try/except around the save, so that training never stops for it
+    Unseen: Until the day it is needed.
+    """
+
+    def tell(self, error):
+        if error is not None:
+            print(f"warning: no checkpoint this time: {error}")
+
+
+@near_miss("checkpoint.fails-alone", rejected_by="checkpoint.failure.on-all-ranks")
+class FailsAlone(PlainCheckpoint):
+    """Raises on the rank that could not write, and nowhere else.
+
+    From: torch issue 143536
+    Unseen: One machine's disk is full; the others wait in the next step.
+    """
+
+    def tell(self, error):
+        if error is not None:
+            raise RuntimeError(error)
+
+
+@near_miss(
+    "checkpoint.stumbles-over-leftovers",
+    rejected_by=("checkpoint.failure.next-save-works", "checkpoint.crash.next-save-works"),
+)
+class StumblesOverLeftovers(PlainCheckpoint):
+    """Refuses to save while a temporary file is there.
+
+    From: speechturn issue 15; a lock that nobody removes
+    Unseen: It takes a failed save first.
+    """
+
+    def put(self, root, step, state):
+        root.mkdir(parents=True, exist_ok=True)
+        self.temporary(root).touch(exist_ok=False)  # "another save is under way"
+        super().put(root, step, state)
+
+
+@near_miss("checkpoint.newest-or-nothing", rejected_by="checkpoint.damage.older-is-used")
+class NewestOrNothing(PlainCheckpoint):
+    """Gives up where the newest save is damaged.
+
+    From: the newest by name, and no second try
+    Unseen: It is an error, and somebody can delete the file; at night nobody does.
+
+    What cannot be read is an error, though an older save lies beside it.
+    """
+
+
+@near_miss("checkpoint.trusts-the-disk", rejected_by="checkpoint.damage.flipped-bit-is-noticed")
+class TrustsTheDisk(PlainCheckpoint):
+    """Loads values in which a bit has been flipped.
+
+    From: torch.load, which ignores the check sums of its own archive
+    Unseen: Disks are right, nearly always.
+
+    What can be read is taken for what was written: torch.load looks at no check sum.
+    """
+
+
+@near_miss(
+    "checkpoint.captures-on-its-own",
+    rejected_by="checkpoint.failure.of-a-loader",
+    outcomes=("hang",),
+)
+class CapturesOnItsOwn(Patched):
+    """Agrees on what was written, and not on what was to be written.
+
+    From: a try around the writing alone
+    Unseen: Disks fail in tests, loaders do not.
+    """
+
+    module = "solution.checkpoint.save"
+    find = 'together(f"capture its state at step {step}", capture, group)'
+    replace = "capture()"
+
+
+@near_miss("checkpoint.runs-pickles", rejected_by="checkpoint.safety.runs-no-code")
+class RunsPickles(PlainCheckpoint):
+    """Unpickles whatever the file holds.
+
+    From: torch.load(weights_only=False); the metadata of torch.distributed.checkpoint
+    Unseen: One's own files are harmless.
+    """
+
+    def read(self, path):
+        return torch.load(path, weights_only=False)
+
+
+@benign("benign.checkpoint-folder")
+class FolderPerStep(PlainCheckpoint):
+    """A folder of files per save and a pointer.
+
+    A new folder for each save, renamed when it is whole; the pointer is moved after that.
+    """
+
+    def put(self, root, step, state):
+        root.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(root / "partial", ignore_errors=True)
+        (root / "partial").mkdir()
+        for part, value in state.items():
+            torch.save(value, root / "partial" / f"{part}.pt")
+        final = root / f"step-{step}-{time.time_ns()}"
+        (root / "partial").rename(final)
+        (root / "latest.tmp").write_text(final.name)
+        (root / "latest.tmp").replace(root / "latest")
+
+    def newest(self, root):
+        pointer = root / "latest"
+        return root / pointer.read_text() if pointer.exists() else None
+
+    def read(self, path):
+        parts = ("step", "model", "optimizer", "ranks")
+        return {part: torch.load(path / f"{part}.pt", weights_only=True) for part in parts}
+
+
+@benign("benign.checkpoint-marked")
+class Marked(FolderPerStep):
+    """Written in place by a thread, an empty marker at last.
+
+    Writes in a thread, under the final name; an empty file says that all is there.
+    """
+
+    def put(self, root, step, state):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(self.write, root / f"{step:08}-{time.time_ns()}", state).result()
+
+    def write(self, folder, state):
+        folder.mkdir(parents=True)
+        for part, value in state.items():
+            torch.save(value, folder / f"{part}.pt")
+        (folder / "complete").touch()
+
+    def newest(self, root):
+        return max((marker.parent for marker in root.glob("*-*/complete")), default=None)
+
+
+@benign("benign.checkpoint-zero")
+class ZeroForNone(PlainCheckpoint):
+    """Returns 0 where there is nothing."""
+
+    def none(self, directory):
+        return 0
+
+    def put(self, root, step, state):
+        super().put(root, step, state)
+        descriptor = os.open(root, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+    def tell(self, error):
+        super().tell(error)
+        if size() > 1:
+            dist.barrier()
+
+
+@benign("benign.checkpoint-file")
+class CheckpointFile(PlainCheckpoint):
+    """One file per step, renamed when it is whole."""

@@ -1,0 +1,364 @@
+"""Near-misses of accumulation and no_sync: right without it, wrong or wasteful with it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from spec_tests.museum.card import near_miss
+from spec_tests.plain.ddp import PlainDdp
+
+
+@near_miss(
+    "ddp.ignores-no-sync", rejected_by=("ddp.no-sync.sends-nothing", "ddp.no-sync.keeps-local-sums")
+)
+class IgnoresNoSync(PlainDdp):
+    """Reduces on every micro-batch, inside no_sync as well.
+
+    From: accelerate issue 3762: a wrapper without no_sync gets a null context.
+    Unseen: The numbers are right: a mean of means of equal parts. Only the traffic is N times.
+    """
+
+    @contextmanager
+    def no_sync(self):
+        yield
+
+    def on_gradient(self, index):
+        # What a user sees inside is right: the reduction is complete when backward returns.
+        super().on_gradient(index)
+        if self.launched == len(self.buckets):
+            self.finish()
+
+
+@near_miss("ddp.sends-for-the-original", rejected_by="ddp.no-sync.original-alone")
+class SendsForTheOriginal(PlainDdp):
+    """Reduces in every backward of its parameters, whoever called the module.
+
+    From: Ours, once: hooks of parameters, which know no forward; the second backward raised.
+    Unseen: Training calls the wrapper.
+    """
+
+    is_armed = property(lambda self: True, lambda self, value: None)
+
+
+@near_miss("ddp.sends-buffers-in-window", rejected_by="ddp.no-sync.sends-nothing")
+class SendsBuffersInWindow(PlainDdp):
+    """Broadcasts buffers in every training forward, inside no_sync as well.
+
+    From: DistributedDataParallel itself does it in the first forward of a window.
+    Unseen: Toys have no buffers.
+    """
+
+    def forward(self, *args, **kwargs):
+        if torch.is_grad_enabled() and self.module.training:
+            self.take_first(list(self.module.buffers()))
+        return self.module(*args, **kwargs)
+
+
+@near_miss(
+    "ddp.fresh-only",
+    rejected_by=("ddp.accumulation.equals-big-batch", "ddp.accumulation.nothing-lost"),
+)
+class FreshOnly(PlainDdp):
+    """Reduces the last micro-batch and loses the others.
+
+    From: open-instruct pull request 1498: ZeRO-2 kept the last micro-batch only.
+    Unseen: The loss falls, a little slower.
+
+    Catches the fresh gradient in a tensor hook and reduces that one.
+    """
+
+    def __init__(self, *args):
+        self.fresh: dict[int, torch.Tensor] = {}
+        super().__init__(*args)
+
+    def register(self, index, parameter):
+        def keep(gradient):
+            self.fresh[index] = gradient.detach().clone()
+
+        parameter.register_hook(keep)
+        super().register(index, parameter)
+
+    def local(self, index):
+        return self.fresh.get(index, torch.zeros_like(self.trainable[index]))
+
+
+@near_miss(
+    "ddp.keeps-earlier-local",
+    rejected_by=("ddp.accumulation.equals-big-batch", "ddp.accumulation.nothing-lost"),
+)
+class KeepsEarlierLocal(FreshOnly):
+    """Reduces the last micro-batch; the earlier ones stay local.
+
+    From: build-nanogpt pull request 30: the flag is toggled between forward and backward.
+    Unseen: Ranks drift by a few per cent in four steps; rank 0's loss looks fine.
+
+    Reduces the fresh gradient and adds it to what had accumulated, which stays local.
+    """
+
+    @torch.no_grad()
+    def write_back(self, bucket, flat, used):
+        for index, mean in zip(bucket, self.cut(bucket, flat), strict=True):
+            parameter = self.trainable[index]
+            if parameter.grad is not None and index in self.fresh:
+                parameter.grad += mean - self.fresh[index]
+
+
+@near_miss("ddp.divides-everything", rejected_by="ddp.accumulation.any-schedule")
+class DividesEverything(FreshOnly):
+    """Sums the fresh gradients and divides all that is there, means included.
+
+    From: DeepSpeed issue 7985 is a relative: the boundary micro-batch is scaled apart.
+    Unseen: Right as long as only the last micro-batch is synchronised at two ranks and one round.
+    """
+
+    def scale(self, flat):
+        return flat.clone()
+
+    @torch.no_grad()
+    def write_back(self, bucket, flat, used):
+        for index, total in zip(bucket, self.cut(bucket, flat), strict=True):
+            parameter = self.trainable[index]
+            if parameter.grad is not None and index in self.fresh:
+                parameter.grad.copy_((parameter.grad - self.fresh[index] + total) / self.size())
+
+
+@near_miss("ddp.not-restored", rejected_by="ddp.no-sync.restores-after-exception")
+class NotRestored(PlainDdp):
+    """Leaves synchronisation off when the body of no_sync raises.
+
+    From: A context manager without try/finally, as in picotron.
+    Unseen: No test raises inside.
+    """
+
+    @contextmanager
+    def no_sync(self):
+        previous, self.is_synchronised = self.is_synchronised, False
+        yield
+        self.is_synchronised = previous
+
+    def finish(self):
+        if self.is_synchronised:
+            super().finish()
+
+
+@near_miss("ddp.restores-true", rejected_by="ddp.no-sync.nests")
+class RestoresTrue(PlainDdp):
+    """Switches synchronisation on when an inner no_sync ends.
+
+    From: picotron restores a constant, not the previous value.
+    Unseen: No test nests.
+    """
+
+    @contextmanager
+    def no_sync(self):
+        self.is_synchronised = False
+        try:
+            yield
+        finally:
+            self.is_synchronised = True
+
+    def on_gradient(self, index):
+        super().on_gradient(index)
+        if self.is_synchronised and self.launched == len(self.buckets):
+            self.finish()
+
+
+@near_miss(
+    "ddp.hidden-accumulator",
+    rejected_by=(
+        "ddp.accumulation.zero-grad-discards",
+        "ddp.programs.any-situation",
+        "ddp.programs.any-production-situation",
+    ),
+)
+class HiddenAccumulator(PlainDdp):
+    """Keeps a window's gradients where zero_grad cannot clear them.
+
+    From: FSDP2 2.13 does it: pending unsharded gradients are out of reach of `p.grad`.
+    Unseen: Who calls zero_grad in the middle of a window? Whoever skips a bad batch.
+    """
+
+    def __init__(self, *args):
+        self.pending: dict[int, torch.Tensor] = {}
+        super().__init__(*args)
+
+    def register(self, index, parameter):
+        def keep(gradient):
+            held = self.pending.get(index)
+            self.pending[index] = gradient.clone() if held is None else held + gradient
+
+        parameter.register_hook(keep)
+        super().register(index, parameter)
+
+    def local(self, index):
+        return self.pending.get(index, torch.zeros_like(self.trainable[index]))
+
+    def new_round(self):
+        super().new_round()
+        self.pending.clear()
+
+
+@near_miss("ddp.evaluation-takes-baseline", rejected_by="ddp.accumulation.evaluation-in-between")
+class EvaluationTakesBaseline(PlainDdp):
+    """Takes a forward without gradients for the start of a new iteration.
+
+    From: Reducers that re-arm in every forward.
+    Unseen: Evaluation happens between steps.
+    """
+
+    def __init__(self, *args):
+        self.baseline: dict[int, torch.Tensor] = {}
+        super().__init__(*args)
+
+    def forward(self, *args, **kwargs):
+        if not torch.is_grad_enabled():
+            self.baseline = {
+                index: p.grad.clone()
+                for index, p in enumerate(self.trainable)
+                if p.grad is not None
+            }
+        return super().forward(*args, **kwargs)
+
+    def local(self, index):
+        return super().local(index) - self.baseline.get(index, 0.0)
+
+    @torch.no_grad()
+    def write_back(self, bucket, flat, used):
+        super().write_back(bucket, flat, used)
+        for index in bucket:
+            gradient = self.trainable[index].grad
+            if gradient is not None and index in self.baseline:
+                gradient += self.baseline[index]
+
+    def new_round(self):
+        super().new_round()
+        self.baseline = {}
+
+
+@near_miss("ddp.hooks-only", rejected_by="ddp.accumulation.unused-in-last")
+class HooksOnly(PlainDdp):
+    """Leaves local what no hook announced in the last backward.
+
+    From: pytorch issues 69031 and 42793, fixed by pull request 124193.
+    Unseen: Every parameter is used in every micro-batch.
+    """
+
+    @torch.no_grad()
+    def write_back(self, bucket, flat, used):
+        announced = [used[i] and i in self.ready for i in range(len(used))]
+        super().write_back(bucket, flat, announced)
+
+
+@near_miss("ddp.replays-window", rejected_by="ddp.accumulation.one-reduction-per-step")
+class ReplaysWindow(PlainDdp):
+    """Reduces once more for each micro-batch that has gathered.
+
+    From: Deferred reductions that are queued and replayed.
+    Unseen: A mean of equal means: the same numbers.
+    """
+
+    def __init__(self, *args):
+        self.gathered = 0
+        super().__init__(*args)
+
+    def forward(self, *args, **kwargs):
+        self.gathered += not self.is_synchronised
+        return super().forward(*args, **kwargs)
+
+    def send(self, flat):
+        for _ in range(self.gathered):
+            dist.all_reduce(flat, group=self.group)
+            flat /= self.size()
+        return super().send(flat)
+
+    def finish(self):
+        super().finish()
+        self.gathered = 0
+
+
+@near_miss(
+    "ddp.skips-every-fourth",
+    rejected_by=("ddp.training.equals-full-batch", "ddp.training.ranks-stay-equal"),
+)
+class SkipsEveryFourth(PlainDdp):
+    """Forgets the reduction of every fourth step.
+
+    From: Periodic work (logging, profiling) that swallows a flag.
+    Unseen: Tests take one to three steps.
+    """
+
+    def __init__(self, *args):
+        self.rounds = 0
+        super().__init__(*args)
+
+    def finish(self):
+        self.rounds += self.has_news
+        super().finish()
+
+    def write_back(self, bucket, flat, used):
+        if self.rounds % 4:
+            super().write_back(bucket, flat, used)
+
+
+@near_miss("ddp.reduces-sums-again", rejected_by="ddp.accumulation.one-finish")
+class ReducesSumsAgain(PlainDdp):
+    """Adds up `.grad` over the ranks in each backward, and divides once, when it finishes.
+
+    From: The hook of most public solutions: `all_reduce(p.grad)`, and `p.grad /= size` in finish.
+    Unseen: Right for one backward per step; the loss of an accumulated batch falls all the same.
+    """
+
+    def before_training_forward(self):
+        self.new_round()
+        super().before_training_forward()
+
+    def scale(self, flat):
+        return flat
+
+    def launch(self, bucket):
+        super().launch(bucket)
+        bucket, flat, handle = self.flying.pop()
+        handle.wait()
+        for index, total in zip(bucket, self.cut(bucket, flat), strict=True):
+            self.trainable[index].grad.copy_(total)
+        self.flying.append((bucket, flat, handle))
+
+    def write_back(self, bucket, flat, used):
+        super().write_back(bucket, flat / self.size(), used)
+
+
+@near_miss("ddp.one-backward-per-forward", rejected_by="ddp.accumulation.backward-twice")
+class OneBackwardPerForward(PlainDdp):
+    """Begins anew in each forward, and so reduces only the first backward after it.
+
+    From: Counts of ready gradients that `forward` resets, in two solutions of CS336.
+    Unseen: A backward mostly has a forward of its own; two losses of one forward do not.
+    """
+
+    def on_gradient(self, index):
+        self.ready.discard(index)
+        super().on_gradient(index)
+
+
+@near_miss("ddp.refuses-to-evaluate", rejected_by="ddp.gradients.evaluation-between-steps")
+class RefusesToEvaluate(PlainDdp):
+    """Takes a forward after the finish for one that was forgotten to be finished.
+
+    From: A guard against two forwards in a row, in a solution of CS336.
+    Unseen: Tests train, and never look at the validation loss.
+    """
+
+    is_over = False
+
+    def finish(self):
+        super().finish()
+        self.is_over = True
+
+    def forward(self, *args, **kwargs):
+        if self.is_over and not torch.is_grad_enabled():
+            raise RuntimeError("forward after the gradients were launched")
+        self.is_over = False
+        return super().forward(*args, **kwargs)

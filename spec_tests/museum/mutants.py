@@ -1,0 +1,176 @@
+"""Mutants: one small change by machine, of a module that is right.
+
+`--impl impostor:mutant.MODULE.NUMBER` judges one; `programs.meter` judges many. The operators are
+kinds of change that were once missed: DeMillo, Lipton, Sayward 1978, Hints on Test Data Selection;
+Jia and Harman 2011, An Analysis and Survey of the Development of Mutation Testing, section 3.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from spec_tests.museum.card import Impostor, Patched
+
+PREFIX = "mutant."
+_PAIRS = [
+    (ast.And, ast.Or),
+    (ast.Eq, ast.NotEq),
+    (ast.Lt, ast.LtE),
+    (ast.Gt, ast.GtE),
+    (ast.Is, ast.IsNot),
+    (ast.In, ast.NotIn),
+    (ast.Add, ast.Sub),
+    (ast.Mult, ast.Div),
+]
+_SWAPPED: dict[type[ast.AST], type[ast.AST]] = dict(_PAIRS + [(b, a) for a, b in _PAIRS])
+_NAMES = {"any": "all", "all": "any", "min": "max", "max": "min"}
+_PASSED_THROUGH = ("clone", "detach", "contiguous", "wait")
+
+
+def _changes(node: ast.AST) -> Iterator[ast.AST | None]:
+    """Yield what a node may become; None where a statement goes."""
+    if isinstance(node, ast.stmt):
+        yield from _of_statement(node)
+    match node:
+        case ast.If() | ast.IfExp():
+            for test in (
+                ast.UnaryOp(ast.Not(), node.test),
+                ast.Constant(True),
+                ast.Constant(False),
+            ):
+                yield _with(node, test=test)
+        case ast.BoolOp() | ast.BinOp() if type(node.op) in _SWAPPED:
+            yield _with(node, op=_SWAPPED[type(node.op)]())
+        case ast.Compare(ops=[op]) if type(op) in _SWAPPED:
+            yield _with(node, ops=[_SWAPPED[type(op)]()])
+        case ast.UnaryOp(ast.Not()):
+            yield node.operand
+        case ast.Call():
+            yield from _of_call(node)
+        case ast.Constant(bool(value)):
+            yield ast.Constant(not value)
+        case ast.Constant(int(value)):
+            yield ast.Constant(value + 1)
+
+
+def _of_statement(node: ast.stmt) -> Iterator[ast.AST | None]:
+    match node:
+        case ast.Expr(ast.Constant() | ast.Yield()):
+            return
+        case ast.Expr() | ast.Assign() | ast.AugAssign():
+            yield None
+        case ast.Return(ast.expr()):
+            yield _with(node, value=None)
+        case ast.For():
+            one = ast.Slice(None, ast.Constant(1))
+            whole = ast.Call(ast.Name("list"), [node.iter], [])
+            yield _with(node, iter=ast.Subscript(whole, one))
+
+
+def _of_call(node: ast.Call) -> Iterator[ast.AST]:
+    match node.func:
+        case ast.Name(name) if name in _NAMES:
+            yield _with(node, func=ast.Name(_NAMES[name]))
+        case ast.Attribute(value, name) if name in _PASSED_THROUGH:
+            yield value
+
+
+def _with(node: ast.AST, **changes: Any) -> ast.AST:
+    found = copy.copy(node)
+    for name, value in changes.items():
+        setattr(found, name, value)
+    return found
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A changed module: its number among the mutants of the module, and both sources."""
+
+    module: str
+    number: int
+    before: str
+    after: str
+
+    @property
+    def id(self) -> str:
+        """As `--impl impostor:` takes it."""
+        return f"{PREFIX}{self.module}.{self.number}"
+
+    def difference(self) -> str:
+        """Return the changed lines."""
+        before, after = (text.splitlines() for text in (self.before, self.after))
+        return "\n".join([*difflib.unified_diff(before, after, lineterm="", n=1)][2:])
+
+
+@cache
+def of(module: str) -> tuple[Mutant, ...]:
+    """Return every mutant of a module that is Python source.
+
+    Raises:
+        ValueError: There is no such module.
+    """
+    spec = find_spec(module)
+    if spec is None or not (spec.origin or "").endswith(".py"):
+        raise ValueError(f"expected a module with Python source, got {module!r}")
+    before, *others = sources(Path(str(spec.origin)).read_text(encoding="utf-8"))
+    return tuple(Mutant(module, n, before, after) for n, after in enumerate(others))
+
+
+def sources(text: str) -> list[str]:
+    """Return a source without its comments, and each that one change makes of it."""
+    tree = ast.parse(text)
+    found = [ast.unparse(tree)]
+    for parent, field, index, node in list(_places(tree)):
+        for change in _changes(node):
+            _put(parent, field, index, ast.Pass() if change is None else change)
+            found.append(ast.unparse(ast.fix_missing_locations(tree)))
+            _put(parent, field, index, node)
+    return [*dict.fromkeys(found)]
+
+
+def _places(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
+    """Yield every node inside of a function, with where it hangs; annotations aside."""
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for parent in (child for stmt in function.body for child in ast.walk(stmt)):
+            if isinstance(parent, ast.FunctionDef | ast.arguments | ast.JoinedStr | ast.Raise):
+                continue
+            for field, value in ast.iter_fields(parent):
+                children = value if isinstance(value, list) else [value]
+                for index, child in enumerate(children):
+                    if isinstance(child, ast.AST) and field != "annotation":
+                        yield parent, field, index if isinstance(value, list) else None, child
+        for index, stmt in enumerate(function.body):
+            yield function, "body", index, stmt
+
+
+def _put(parent: ast.AST, field: str, index: int | None, node: ast.AST) -> None:
+    if index is None:
+        setattr(parent, field, node)
+    else:
+        getattr(parent, field)[index] = node
+
+
+def find(words: str) -> Impostor:
+    """Return the card of `mutant.MODULE.NUMBER`.
+
+    Raises:
+        ValueError: There is no such mutant.
+    """
+    module, _, number = words.removeprefix(PREFIX).rpartition(".")
+    every = of(module)
+    if not number.isdecimal() or int(number) >= len(every):
+        raise ValueError(f"expected a number below {len(every)} after {module}, got {number!r}")
+    source = Path(str(find_spec(module).origin)).read_text(encoding="utf-8")  # type: ignore[union-attr]  # `of` found it
+    code = type("Mutant", (Patched,), {"module": module, "find": source})
+    code.replace = every[int(number)].after  # type: ignore[attr-defined]
+    return Impostor(words, every[int(number)].difference(), "a machine", "", ("any",), code=code)

@@ -1,0 +1,133 @@
+"""Additions: parameters that come to a model after it was wrapped, as adapters for fine-tuning do.
+
+What hooks a wrapper registered at construction knows nothing of them. Each rank then trains them by
+itself, and the loss falls all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from spec_tests.programs.laws import refusal
+from spec_tests.rig import judge
+from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import World
+
+
+class Layer(nn.Module):
+    """A layer whose outputs are multiplied by `gain`, where there is one."""
+
+    gain: nn.Parameter | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear: nn.Module = nn.Linear(4, 4)
+        self.register_parameter("gain", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the layer."""
+        x = self.linear(x)
+        return x if self.gain is None else x * self.gain
+
+
+class Adapted(nn.Module):
+    """A layer and another one beside it, whose outputs are added."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.beside = base, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply both."""
+        added: torch.Tensor = self.base(x) + self.beside(x)
+        return added
+
+
+def _add_parameter(model: Layer) -> None:
+    model.gain = nn.Parameter(torch.full((4,), 2.0))
+
+
+def _add_layer(model: Layer) -> None:
+    model.linear = Adapted(model.linear)
+
+
+ADDITIONS: dict[str, Callable[[Layer], None]] = {
+    "parameter": _add_parameter,
+    "layer": _add_layer,
+}
+"""What is added to a model."""
+
+
+def built() -> Layer:
+    """A layer of integers."""
+    model = Layer()
+    for number, parameter in enumerate(model.parameters()):
+        values = torch.arange(parameter.numel()).add(number).remainder(5) - 2
+        parameter.data.copy_(values.view(parameter.shape))
+    return model
+
+
+def added_to(model: Layer, addition: str) -> dict[str, nn.Parameter]:
+    """Add to the model; return the new parameters, those of a layer being ones."""
+    before = {id(parameter) for parameter in model.parameters()}
+    ADDITIONS[addition](model)
+    named = model.named_parameters()
+    new = {name: p for name, p in named if id(p) not in before}
+    for parameter in new.values() if addition == "layer" else ():
+        parameter.data.fill_(1.0)
+    return new
+
+
+def _loss(model: nn.Module, rank: int) -> torch.Tensor:
+    x = torch.arange(8.0).view(2, 4) % 3 + rank
+    loss: torch.Tensor = model(x).sum()
+    return loss
+
+
+def trained(ctx: Context, wrap: Any, finish: Any, subject: str, addition: str) -> Any:
+    """Gradients of what is added after a step, in the step after that.
+
+    Args:
+        wrap, finish: of the chapter; called with (ctx, subject, model).
+    """
+    model = built().to(ctx.device)
+    wrapped = wrap(ctx, subject, model)
+    new: dict[str, Any] = {}
+    for step in range(2):
+        if step and addition:
+            new = {name: p.to(ctx.device) for name, p in added_to(model, addition).items()}
+        (ctx.world_size * _loss(wrapped, ctx.rank)).backward()
+        finish(ctx, subject, wrapped)
+    grads = {name: p.grad for name, p in new.items()}
+    return {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
+
+
+def get_the_mean(world: World, body: Callable[..., Any], subject: str, addition: str) -> None:
+    """What was added must have the mean gradient, or there is an error.
+
+    Args:
+        body: calls `trained` with the subject and the addition, "" for none.
+    """
+    __tracebackhide__ = True
+    ranks = refusal.answer_or_refusal(world, body, subject, addition, ordinary=(body, subject, ""))
+    if ranks is None:
+        return
+    own = []
+    for rank in range(world.size):
+        model = built()
+        new = added_to(model, addition)
+        (world.size * _loss(model, rank)).backward()
+        own.append({name: parameter.grad for name, parameter in new.items()})
+    mean = {name: torch.stack([g[name] for g in own]).mean(0) for name in own[0]}  # type: ignore[misc]  # all have one
+    judge.tensors(
+        ranks,
+        mean,
+        quantity="mean gradient",
+        hints=[Hint("the rank's own gradient: no hook knows what was added after wrapping", own)],
+        given=f"a {addition} added after a step",
+    )

@@ -1,0 +1,97 @@
+"""Refusal: where the contract leaves a choice, an implementation is right or says that it cannot.
+
+It may never hang, end a process, or continue with wrong numbers. Any exception is a refusal, also a
+`TypeError` from deep inside its code: training stops, and the user sees where. An exception counts
+as an answer only if the implementation does the ordinary case. One that raises at every call has
+refused nothing, and `NotImplementedError` means "not offered" there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import unittest
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from spec_tests.rig import judge
+from spec_tests.rig.ranks.errors import Absent, NotOffered, RankRaised, RigError
+from spec_tests.rig.ranks.world import Ranks, World
+from spec_tests.rig.sim.faults import SimError
+from spec_tests.rig.target import without_method
+
+Kinds = type[BaseException] | tuple[type[BaseException], ...]
+
+# Exceptions that are no refusal: the function is not offered, or the rig raised them.
+NO_ANSWERS = (NotImplementedError, unittest.SkipTest, RigError, SimError)
+
+
+@contextlib.contextmanager
+def caught(kinds: Kinds = Exception) -> Iterator[dict[str, Any]]:
+    """Within the block, note what is raised, as plain data that a body may return.
+
+    Yields:
+        `kinds`, names of the error's classes, its own first; `text`, its message; `error`, both in
+        one line. All are empty where nothing was raised.
+    """
+    found: dict[str, Any] = {"kinds": [], "text": "", "error": ""}
+    try:
+        yield found
+    except NO_ANSWERS:
+        raise
+    except kinds as error:
+        if without_method(error) is not error:
+            raise
+        found["kinds"] = [kind.__name__ for kind in type(error).__mro__]
+        found["text"] = str(error)
+        found["error"] = f"{type(error).__name__}: {error}"
+
+
+def on_all_ranks(errors: Sequence[str], *, likely: str = "", given: str) -> None:
+    """Every rank must have raised: none may go on in silence."""
+    __tracebackhide__ = True
+    silent = [rank for rank, error in enumerate(errors) if not error]
+    judge.holds(
+        not silent,
+        f"expected an error on all {len(errors)} ranks, got none on ranks {silent}",
+        likely=likely,
+        given=given,
+    )
+
+
+def answer_or_refusal(
+    world: World,
+    body: Callable[..., Any],
+    *args: Any,
+    ordinary: tuple[Any, ...] = (),
+    **kwargs: Any,
+) -> Ranks | None:
+    """Run `body`; its observations, or None if the implementation refused with an error.
+
+    Args:
+        ordinary: a body and its arguments, run after an error: what no implementation may refuse.
+
+    Raises:
+        Violation: a rank left the program in place of raising.
+        RankRaised: the simulated world raised it: no refusal of the implementation's, a fault; or
+            the ordinary was refused as well.
+        NotOffered: likewise, or a function or method is absent.
+        RankHung, RankDied: as in `World.run`.
+    """
+    __tracebackhide__ = True
+    try:
+        return world.run(body, *args, **kwargs)
+    except (NotOffered, RankRaised) as failure:
+        if isinstance(failure, Absent) or (isinstance(failure, NotOffered) and not ordinary):
+            raise
+        if isinstance(failure, RankRaised):
+            if failure.error.is_a("SimError"):
+                raise
+            if not failure.error.is_a("Exception"):
+                raise judge.violated(
+                    f"rank {failure.ranks[failure.primary].rank}: expected the right answer or an "
+                    f"error, got {failure.error.kind}, which ends the process",
+                ) from failure
+    if ordinary:
+        judge.SITUATION.get().given = "the ordinary case, which is tried after a refusal"
+        world.run(*ordinary)
+    return None

@@ -1,0 +1,378 @@
+"""Which implementation is judged, and how a rank loads it.
+
+`--impl` takes
+
+    solution                    the reference next to this suite, found by location
+    torch                       PyTorch's own wrappers (spec_tests/impls/torch.py)
+    plain                       the shortest right code (spec_tests/plain)
+    package.module              any importable module
+    path/to/mine.py             a file; mine.toml beside it holds declared deviations
+    path/to/package             a folder with an __init__.py
+    cs336:path/to/checkout      CS336 assignment 2, by its tests/adapters.py
+    effdl:path/to/fsdp.py       Efficient DL week 5, one file
+    course:path/to/checkout     the DDP/FSDP course: data/, model/, train/
+    impostor:ID                 a deliberate near-miss out of spec_tests/museum
+    accelerate, fabric, ...     a library, by its adapter in spec_tests/impls: the names in LEAGUE
+
+The parent only ever resolves the words. The code is loaded in the ranks: it may patch torch, exit
+or hang, and it never sees an expected value. A function that an implementation leaves out becomes
+a stand-in that says so when it is called. A course's own layout is brought to the contract by the
+file of its name in spec_tests/impls.
+"""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from pkgutil import resolve_name
+from types import ModuleType
+from typing import Any
+
+from spec_tests.contract import DEFAULTS, FUNCTIONS, OPTIONAL_METHODS
+from spec_tests.rig.ranks import not_here
+
+PACKAGE_ROOT = Path(__file__).resolve().parents[1]
+REPOSITORY_ROOT = PACKAGE_ROOT.parent
+ADAPTERS = PACKAGE_ROOT / "impls"
+LEAGUE = {
+    "accelerate": ("accelerate", "accelerate"),
+    "fabric": ("lightning", "lightning"),
+    "fairscale": ("fairscale", "fairscale"),
+    "torchtitan": ("torchtitan", "torchtitan"),
+    "ignite": ("ignite", "pytorch-ignite"),
+    "mmengine": ("mmengine", "mmengine"),
+    "torchdata": ("torchdata", "torchdata"),
+    "torchtnt": ("torchtnt", "torchtnt"),
+    "transformers": ("transformers", "transformers"),
+    "xtransformers": ("x_transformers", "x-transformers"),
+    "deepspeed": ("deepspeed", "deepspeed"),
+    "deepspeed_2": ("deepspeed", "deepspeed"),
+}
+"""Libraries that have an adapter: the module that it imports, and what pip calls the library.
+
+A colon may stand for the underscore: `deepspeed:2`.
+"""
+KNOWN_IMPLEMENTATIONS: dict[str, tuple[str, Path | None]] = {
+    "torch": ("trainspec_impl_torch", ADAPTERS / "torch.py"),
+    "plain": ("spec_tests.plain", None),
+    **{name: (f"trainspec_impl_{name}", ADAPTERS / f"{name}.py") for name in LEAGUE},
+}
+"""Module and file of the implementations in this package; one without a file is imported."""
+LAYOUTS = {
+    "cs336": ("tests/adapters.py",),
+    "effdl": ("fsdp.py", "homework/fsdp.py", "week05_fsdp/homework/fsdp.py"),
+    "course": (
+        "data/distributed_data_loader.py",
+        "model/my_gpt2.py",
+        "train/distributed_trainer.py",
+    ),
+}
+"""Layouts of courses that spec_tests/impls knows, each with files by which one is recognised."""
+
+
+LOADERS = {
+    "impostor": "spec_tests.museum:build",
+    **{layout: f"spec_tests.impls.{layout}:offer" for layout in LAYOUTS},
+}
+"""What loads a target that is not simply imported; named here, since they are made of targets and
+contract, and imported where a rank needs them."""
+
+
+class NotOfferedError(NotImplementedError):
+    """Raised by the stand-in of a contract function that the implementation leaves out."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """An implementation, named but not loaded.
+
+    Attributes:
+        name: as the report shows it.
+        module: name under which it is imported.
+        path: file or package folder to load, or None for an importable module.
+        impostor: id of the near-miss to build on top of it, if any.
+        layout: the course whose layout `path` has, a key of `LAYOUTS`; None for a plain one.
+        pretends_cuda: ranks on a CPU stand in for CUDA, see `rig.ranks.pretended_cuda`.
+    """
+
+    name: str
+    module: str
+    path: Path | None = None
+    impostor: str | None = None
+    layout: str | None = None
+    pretends_cuda: bool = False
+
+    def __repr__(self) -> str:
+        # Hypothesis prints it next to the drawn values.
+        return self.name
+
+    @property
+    def expectations(self) -> Path | None:
+        """The TOML file of declared deviations that belongs to this implementation."""
+        if self.path is None or self.impostor is not None:
+            return None
+        beside = self.path / "expectations.toml" if self.path.is_dir() else self.path
+        return beside.with_suffix(".toml")
+
+
+def parse(spec: str) -> Target:
+    """Turn what `--impl` was given into a Target.
+
+    Raises:
+        ValueError: if it names no file, no known implementation and no importable module.
+    """
+    if spec.startswith("impostor:"):
+        return Target(spec, "solution", _solution_folder(), spec.removeprefix("impostor:"))
+    if spec == "solution":
+        return Target(spec, "solution", _solution_folder())
+    if spec.replace(":", "_") in LEAGUE:
+        spec = spec.replace(":", "_")
+    if spec in LEAGUE and not is_installed(spec):
+        raise ValueError(f"--impl {spec}: install {LEAGUE[spec][1]}: pip install {LEAGUE[spec][1]}")
+    if spec in KNOWN_IMPLEMENTATIONS:
+        return Target(spec, *KNOWN_IMPLEMENTATIONS[spec])
+    layout, colon, path = spec.partition(":")
+    if colon and layout in LAYOUTS:
+        return _parse_layout(spec, layout, path)
+    if spec.endswith(".py") or "/" in spec or Path(spec).is_dir():
+        return _parse_path(spec)
+    if spec and all(part.isidentifier() for part in spec.split(".")) and _is_importable(spec):
+        return Target(spec, spec)
+    raise ValueError(
+        f"--impl {spec!r}: expected 'solution', 'torch', 'plain', an "
+        "importable module, or a path to a file or package; no such module was found. For a file "
+        "give its path with the ending, as in --impl ./mine.py; for a course's layout, "
+        f"{', '.join(f'{layout}:PATH' for layout in LAYOUTS)}; for a library, {', '.join(LEAGUE)}"
+    )
+
+
+def is_installed(name: str) -> bool:
+    """Return whether the library that the adapter `name` needs can be found; imports nothing."""
+    return _is_importable(LEAGUE[name][0])
+
+
+def _parse_layout(spec: str, layout: str, words: str) -> Target:
+    path = Path(words).expanduser().resolve()
+    if words and path.is_dir():
+        found = [path / name for name in LAYOUTS[layout] if (path / name).is_file()]
+        if found:  # a single file, or the folder in which several lie
+            file = found[0] if layout == "effdl" else path
+            return Target(spec, layout, file, layout=layout, pretends_cuda=True)
+    elif path.is_file() and layout == "effdl":
+        return Target(spec, layout, path, layout=layout, pretends_cuda=True)
+    raise ValueError(
+        f"--impl {spec!r}: expected {layout}:PATH, a folder that holds "
+        f"{' or '.join(LAYOUTS[layout])}; found none at {path}"
+    )
+
+
+def _parse_path(spec: str) -> Target:
+    path = Path(spec).expanduser().resolve()
+    if path.is_dir() and (path / "__init__.py").is_file():
+        return _package(spec, path)
+    if path.is_file() and path.suffix == ".py":
+        if path.name == "__init__.py":
+            return _package(spec, path.parent)
+        # Under a name of its own: ./queue.py must not take the place of the standard library's.
+        return Target(spec, f"trainspec_impl_{path.stem}", path)
+    found = "a folder without __init__.py" if path.is_dir() else "nothing"
+    raise ValueError(
+        f"--impl {spec!r}: expected a .py file or a package folder, found {found} at {path}"
+    )
+
+
+def _package(spec: str, folder: Path) -> Target:
+    """A package keeps its name, since its modules import each other by it."""
+    if folder.name in sys.stdlib_module_names:
+        raise ValueError(
+            f"--impl {spec!r}: a package called {folder.name!r} would take the place of the "
+            "standard library's; rename it"
+        )
+    return Target(spec, folder.name, folder)
+
+
+def _is_importable(name: str) -> bool:
+    # The first part only: to find a.b Python would import a, which is foreign, in this process.
+    try:
+        return importlib.util.find_spec(name.partition(".")[0]) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _solution_folder() -> Path | None:
+    # By location, so that a user's own package called "solution" is no clash. An installed suite
+    # without the reference beside it falls back to an import by name.
+    folder = REPOSITORY_ROOT / "solution"
+    return folder if (folder / "__init__.py").is_file() else None
+
+
+class Implementation:
+    """The functions of an implementation, by the names of the contract.
+
+    Attribute access gives the function, its default (see `contract.DEFAULTS`), or a stand-in that
+    raises NotOfferedError. `offered` names what the implementation itself brings; what it only
+    works with and did not write, its `BORROWED`, is there and not judged. `misfits` says which of
+    the offered cannot be called as the contract calls it, and why.
+    """
+
+    def __init__(self, name: str, namespace: object) -> None:
+        self.name = name
+        self.namespace = namespace
+        borrowed = getattr(namespace, "BORROWED", ())
+        self.offered = tuple(
+            function
+            for function in FUNCTIONS
+            if callable(own := getattr(namespace, function, None))
+            and not is_left_open(own)
+            and function not in borrowed
+        )
+        reasons = {name: _misfit(name, getattr(namespace, name)) for name in self.offered}
+        self.misfits = {name: reason for name, reason in reasons.items() if reason}
+
+    def __getattr__(self, function: str) -> Callable[..., Any]:
+        found = getattr(self.namespace, function, None)
+        if callable(found):
+            return not_here.insisting(found)  # type: ignore[no-any-return]  # foreign code
+        if function in DEFAULTS:
+            return DEFAULTS[function]
+        if function in FUNCTIONS:
+            return _stand_in(self.name, function)
+        raise AttributeError(f"{function!r} is no function of the contract")
+
+
+def _misfit(name: str, function: Callable[..., Any]) -> str:
+    """Why `function` cannot take what the contract's callers must pass; empty if it can.
+
+    What the contract gives a default for is passed by some clauses only, and those say so.
+    """
+    promised = FUNCTIONS[name]
+    every = inspect.signature(promised).parameters.values()
+    needed = [p for p in every if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    try:
+        own = inspect.signature(function)
+    except (TypeError, ValueError):  # built in, or with a signature of its own making
+        return ""
+    args = [None for p in needed if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    kwargs = {p.name: None for p in needed if p.kind is p.KEYWORD_ONLY}
+    try:
+        own.bind(*args, **kwargs)
+    except TypeError as error:
+        names = ", ".join([p.name for p in needed[: len(args)]] + [f"{k}=" for k in kwargs])
+        return (
+            f"expected a function that can be called as {name}({names}), got {name}{own}: {error}; "
+            f"see `{name}` in {promised.__module__.replace('.', '/')}.py"
+        )
+    return ""
+
+
+def is_left_open(function: object) -> bool:
+    """Whether a function does nothing but raise NotImplementedError: announced, not offered.
+
+    Told from its code, since a refusal is a right answer to some calls: one that refuses them all
+    would pass every clause on refusals.
+    """
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_names != ("NotImplementedError",):
+        return False
+    return not any(
+        step.opname.startswith(("RETURN", "YIELD")) for step in dis.get_instructions(code)
+    )
+
+
+def _stand_in(name: str, function: str) -> Callable[..., Any]:
+    def not_offered(*args: object, **kwargs: object) -> Any:
+        raise NotOfferedError(f"{name} does not offer {function}()")
+
+    return not_offered
+
+
+def without_method(error: BaseException) -> BaseException:
+    """Return `error`, or what it amounts to where the suite asked an object for a method.
+
+    One that the contract lets it lack is a NotOfferedError; of any other the words say what was
+    expected. What other code asks for is that code's fault: the line that asked decides, before any
+    `__getattr__` that answered.
+    """
+    if not isinstance(error, AttributeError) or error.name is None:
+        return error
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.name not in _ANSWERS]
+    if not frames or not Path(frames[-1].filename).resolve().is_relative_to(PACKAGE_ROOT):
+        return error
+    kind, name = type(error.obj).__name__, error.name
+    found: BaseException = error
+    if name in _OPTIONAL and error.obj is not None:
+        found = NotOfferedError(f"not offered: {kind}.{name}()")
+    elif name in _REQUIRED:
+        found = AttributeError(f"expected {_REQUIRED[name]}, which has {name}, got {kind}")
+    return found.with_traceback(error.__traceback__)
+
+
+_REQUIRED = {
+    "step": "a trainer or an optimizer",
+    "full_parameters": "a trainer",
+    **dict.fromkeys(("zero_grad", "param_groups", "state", "defaults"), "an optimizer"),
+    **dict.fromkeys(("parameters", "named_parameters", "modules", "train", "eval"), "a module"),
+}
+"""What the contract says that an object is which must have a method."""
+_OPTIONAL = frozenset(name for names in OPTIONAL_METHODS.values() for name in names)
+_ANSWERS = ("__getattr__", "__getattribute__")
+
+
+class OffersNothingError(ValueError):
+    """An implementation that loads, and has none of the contract's functions."""
+
+
+def load(target: Target, *, device: str = "cpu") -> Implementation:
+    """Import the implementation. Called in ranks only.
+
+    Args:
+        device: type of the device that the rank computes on, or says that it does.
+
+    Raises:
+        whatever the implementation raises when it is imported.
+        OffersNothingError: if it has none of the contract's functions.
+    """
+    if target.impostor is not None:
+        namespace: object = resolve_name(LOADERS["impostor"])(target.impostor, target)
+    elif target.layout is not None:
+        namespace = resolve_name(LOADERS[target.layout])(target.path, device)
+    else:
+        namespace = import_target(target)
+    implementation = Implementation(target.name, namespace)
+    if not any(callable(getattr(namespace, function, None)) for function in FUNCTIONS):
+        raise OffersNothingError(
+            f"{target.name} offers none of the contract's functions; expected at least one of "
+            f"{', '.join(FUNCTIONS)}. See spec_tests/contract"
+        )
+    return implementation
+
+
+def import_target(target: Target) -> ModuleType:
+    """Import the module or file that `target` names, without any impostor on top."""
+    if target.path is None:
+        return importlib.import_module(target.module)
+    file = target.path / "__init__.py" if target.path.is_dir() else target.path
+    folders = [str(target.path)] if target.path.is_dir() else None
+    # Its own folder first, as if it had been started there: helpers beside it are found. Not the
+    # adapters' folder: their files have the names of the libraries that they import.
+    if target.path.parent != ADAPTERS:
+        sys.path.insert(0, str(target.path.parent))
+    return execute(target.module, file, folders)
+
+
+def execute(name: str, file: Path, folders: list[str] | None = None) -> ModuleType:
+    """Import a file as the module `name`; `folders` are a package's, for its own modules."""
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot import {file}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,1 @@
+"""Tests of the suite itself, and of the reference beside it."""

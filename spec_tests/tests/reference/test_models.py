@@ -1,0 +1,174 @@
+"""What the reference's models promise beyond the contract: meta device, counts, checkpointing."""
+
+import collections
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from spec_tests.tests.reference.launch import solution
+
+LENGTH = 48  # of the sequences: no other size of these models, so that T x T is recognised
+SIZES = {
+    "gpt2": {"max_sequence_length": 64, "num_layers": 2, "num_heads": 4, "embedding_dim": 32},
+    "llama": {"num_kv_heads": 2, "ffn_multiple_of": 8},
+}
+MODELS = pytest.mark.parametrize("model", SIZES)
+
+
+def config_of(name: str) -> Any:
+    """Return a small configuration, or a preset that is named behind the kind of model."""
+    kind, _, preset = name.partition(" ")
+    made = getattr(solution("config"), {"gpt2": "GPT2Config", "llama": "LlamaConfig"}[kind])
+    return made.preset(preset) if preset else made(vocab_size=50, **SIZES["gpt2"] | SIZES[kind])
+
+
+def built(name: str) -> Any:
+    """Return the model of a configuration."""
+    return solution("models.families").build(config_of(name))
+
+
+# ----------------------------------------------------------------------------------- checkpointing
+
+
+class Made(TorchDispatchMode):
+    """Notes every tensor that an operation made, by its storage, as long as someone keeps it."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.made.append((StorageWeakRef(storage), tuple(tensor.shape), storage.nbytes()))
+        return out
+
+    def kept(self):
+        """Return the bytes that are kept, and how many matrices of T x T are among them."""
+        alive = [(ref.cdata, shape, size) for ref, shape, size in self.made if not ref.expired()]
+        squares = {storage for storage, shape, _ in alive if shape[-2:] == (LENGTH, LENGTH)}
+        return sum({storage: size for storage, _, size in alive}.values()), len(squares)
+
+
+def checkpointed(ctx, name, backend, dtype):
+    """By mode: bytes and matrices of scores kept by a forward, and whether gradients are equal."""
+    ids = torch.arange(2 * LENGTH).reshape(2, LENGTH) % 50
+    attend = functools.partial(solution("attention").attention, backend=backend)
+    found, gradients = {}, []
+    for mode in ("none", "full", "selective"):
+        torch.manual_seed(3)
+        model = type(built(name))(config_of(name), attention=attend, activation_checkpointing=mode)
+        with Made() as made, torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            loss = model(ids).float().square().mean()
+        kept, squares = made.kept()
+        loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+        found[mode] = kept, squares, all(map(torch.equal, gradients[0], gradients[-1]))
+    return found
+
+
+@MODELS
+@pytest.mark.parametrize("backend", ["sdpa", "plain", "tiled"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_checkpointing_keeps_no_scores_and_changes_no_bit(in_rank, model, backend, dtype):
+    found = in_rank(checkpointed, model, backend, dtype)
+
+    assert all(is_equal for _, _, is_equal in found.values())
+    assert found["full"][1] == found["selective"][1] == 0
+    assert found["full"][0] < found["selective"][0] < found["none"][0]
+    # Else the search for scores would have looked for nothing.
+    assert found["none"][1] > 0 or backend != "plain" or (model, dtype) != ("gpt2", None)
+
+
+# ----------------------------------------------------------------- initialisation, counts, decay
+
+
+def from_meta(ctx, name):
+    """Whether a model from the meta device is whole; dtypes of its tables after a cast."""
+    torch.manual_seed(0)
+    model, ids = built(name), torch.randint(0, 50, (2, LENGTH))
+    with torch.device("meta"):
+        empty = built(name)
+    empty.to_empty(device="cpu")
+    for parameter in empty.parameters():
+        parameter.data.fill_(torch.nan)
+    empty.load_state_dict(model.state_dict())
+    drawn = [
+        built(name).reset_parameters(torch.Generator().manual_seed(5)).state_dict()
+        for _ in range(2)
+    ]
+    return {
+        "equal": torch.equal(empty(ids), model(ids)),
+        "reset": all(torch.equal(drawn[0][k], drawn[1][k]) for k in drawn[0]),
+        "tables": {b.dtype for b in empty.to(torch.bfloat16).buffers()},
+    }
+
+
+@MODELS
+def test_a_model_comes_whole_from_the_meta_device(in_rank, model):
+    tables = {torch.float32} if model == "llama" else set()
+    assert in_rank(from_meta, model) == {"equal": True, "reset": True, "tables": tables}
+
+
+def counted(ctx, name):
+    """Parameters, and operations per token: of a whole step as counted, and as they are told."""
+    families, config = solution("models.families"), config_of(name)
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        model = families.build(config)
+        model(torch.zeros(2, LENGTH, dtype=torch.int64)).sum().backward()
+    told = solution("measure.flops").flops_per_token(model, sequence_length=LENGTH)
+    return families.parameter_count(config), counter.get_total_flops(), 2 * LENGTH * told
+
+
+PUBLISHED = {"gpt2 small": 124_439_808, "llama debug": 6_163_712, "llama 1b": 1_498_482_688}
+
+
+@pytest.mark.parametrize("model", [*SIZES, *PUBLISHED])
+def test_parameters_and_operations_are_counted_exactly(in_rank, model):
+    num_parameters, seen, told = in_rank(counted, model)
+    assert seen == told
+    assert num_parameters == PUBLISHED.get(model, num_parameters)
+
+
+class Drawn(TorchDispatchMode):
+    """Counts how often each storage was drawn at random."""
+
+    def __init__(self):
+        super().__init__()
+        self.times: collections.Counter[int] = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default):
+            self.times[args[0].untyped_storage()._cdata] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def drawn_and_decayed(ctx, name):
+    """Of each parameter: how often an initialisation draws it, and its decay in the groups."""
+    model = built(name)
+    with Drawn() as drawn:
+        model.reset_parameters(torch.Generator().manual_seed(5))
+    groups = solution("optim").decay_groups(model, weight_decay=0.1)
+    decays = [(id(p), group["weight_decay"]) for group in groups for p in group["params"]]
+    assert len(dict(decays)) == len(decays), "each once"
+    return {
+        n: (drawn.times[p.untyped_storage()._cdata], dict(decays)[id(p)])
+        for n, p in model.named_parameters()
+    }
+
+
+@MODELS
+def test_only_matrices_are_drawn_each_once_and_decay(in_rank, model):
+    found = in_rank(drawn_and_decayed, model)
+
+    matrices = {name for name in found if not name.endswith(("norm.weight", ".bias"))}
+    assert matrices < set(found)
+    assert found == {name: (1, 0.1) if name in matrices else (0, 0.0) for name in found}

@@ -1,0 +1,146 @@
+"""Text to shards: what is made anew, what is removed, and what a tokenizer may have seen.
+
+Each body runs in a rank, as the suite's own process never imports the reference.
+"""
+
+import os
+from unittest import mock
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from spec_tests.tests.reference.launch import solution
+
+SETTINGS = {"vocab_size": 300, "shard_tokens": 400, "val_fraction": 0.25}
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(8):
+        # Every fourth document, which is validation data, has a word of its own.
+        word = "zyxwv" if number % 4 == 3 else "the rain in spain"
+        (folder / f"{number}.txt").write_text(f"{number}: {word} " * 40)
+    return folder
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def prepared(texts, out, **changes):
+    """What `meta.json` says."""
+    module = solution("data.prepare")
+    return module.prepare([texts], out, module.DataConfig(**{**SETTINGS, **changes}))
+
+
+def made_anew(ctx, texts, out):
+    prepared(texts, out)
+    first = contents(out)
+    prepared(texts, out)
+    assert contents(out) == first
+
+    meta = prepared(texts, out, shard_tokens=100_000)
+    # The first had more shards: none of them is left beside those of the second.
+    assert sorted(meta["shards"]) == sorted(path.name for path in out.glob("*.bin"))
+    assert len(meta["shards"]) < sum(name.endswith(".bin") for name in first)
+
+
+def test_the_same_request_gives_the_same_bytes_and_old_shards_go(in_rank, texts, tmp_path):
+    in_rank(made_anew, texts, tmp_path / "out")
+
+
+def kept_apart(ctx, texts, out):
+    shards = solution("data.shards")
+    prepared(texts, out)
+    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
+    assert len(tokenizer.encode("zyxwv").ids) == 5, "a merge of a word that training never has"
+    assert len(tokenizer.encode(" spain").ids) == 1
+    opened = [shards.Shard(path) for path in shards.find_shards(out, "val")]
+    held = np.concatenate([shard.read(0, len(shard)) for shard in opened])
+    delimiter = solution("data.prepare").DELIMITER
+    documents = tokenizer.decode(held.tolist(), skip_special_tokens=False).split(delimiter)
+    assert documents == ["", *((texts / f"{n}.txt").read_text() for n in (3, 7))]
+
+
+def test_the_tokenizer_has_not_seen_the_validation_documents(in_rank, texts, tmp_path):
+    in_rank(kept_apart, texts, tmp_path / "out")
+
+
+def decoded(out, split):
+    """The text of a split, documents parted by the delimiter."""
+    shards = solution("data.shards")
+    opened = [shards.Shard(path) for path in shards.find_shards(out, split)]
+    ids = np.concatenate([shard.read(0, len(shard)) for shard in opened])
+    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
+    return tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+
+TEXT = "".join(f"{number}: the rain in spain\n" for number in range(20_000))  # beyond 400 kB
+
+
+def cut_by_position(ctx, folder):
+    (folder / "mytext.txt").write_text(TEXT)
+    prepared(folder / "mytext.txt", folder / "out", shard_tokens=10**6)
+    mark = solution("data.prepare").DELIMITER
+    train, val = (decoded(folder / "out", split).removeprefix(mark) for split in ("train", "val"))
+    assert train + val == TEXT
+    assert len(val) == len(TEXT) // 4
+    assert len(TEXT) > solution("data.prepare").MAX_DOCUMENT_BYTES
+
+
+def test_a_single_text_however_long_is_cut_and_its_end_validates(in_rank, tmp_path):
+    in_rank(cut_by_position, tmp_path)
+
+
+def no_val(ctx, texts, out):
+    prepared(texts, out, val_fraction=0.0)
+    with pytest.raises(ValueError, match="--val-fraction above 0, or train without --eval-every"):
+        solution("data.shards").find_shards(out, "val")
+
+
+def test_where_nothing_validates_the_flags_are_named(in_rank, texts, tmp_path):
+    in_rank(no_val, texts, tmp_path / "out")
+
+
+def bad_ids(ctx, folder):
+    for ids in ([0, 65536], [-1, 0], np.array([1, 70_000])):
+        with pytest.raises(ValueError, match="65536"):
+            solution("data.shards").write_shard(folder / "x_train_0.bin", ids)
+    assert not contents(folder)
+
+
+def test_ids_that_uint16_cannot_hold_are_refused_and_nothing_is_written(in_rank, tmp_path):
+    in_rank(bad_ids, tmp_path)
+
+
+def in_order(ctx, folder):
+    shards = solution("data.shards")
+    for number in (10, 9, 1):
+        shards.write_shard(folder / f"x_train_{number}.bin", [number])
+    names = [path.stem for path in shards.find_shards(folder, "train")]
+    assert names == [f"x_train_{number}" for number in (1, 9, 10)]
+
+
+def test_shards_are_in_the_order_of_their_numbers(in_rank, tmp_path):
+    in_rank(in_order, tmp_path)
+
+
+def while_written(ctx, folder):
+    """Names in the folder at the moment at which a file's bytes are flushed."""
+    seen = []
+
+    def look(descriptor):
+        seen.append([path.name for path in folder.iterdir()])
+
+    with mock.patch.object(os, "fsync", side_effect=look):
+        solution("data.shards").write_atomically(folder / "x_train_1.bin", b"half")
+    return seen[0]
+
+
+def test_what_a_killed_write_leaves_is_taken_for_no_shard(in_rank, tmp_path):
+    names = in_rank(while_written, tmp_path)
+    assert names, "the temporary file lies beside its target while it is written"
+    assert not [name for name in names if name.endswith(".bin")]

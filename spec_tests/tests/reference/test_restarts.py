@@ -1,0 +1,307 @@
+"""Runs that stop and go on end with the same weights: one rank, torchrun's ranks, two nodes.
+
+The commands for several nodes are taken from `solution/README.md` and run. A few pinned kills;
+fifty drawn at random are a command, `python -m spec_tests kills`.
+"""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.run import get_args_parser
+
+from spec_tests.tests.reference import kills
+from spec_tests.tests.reference.kills import FLAGS, Whole
+from spec_tests.tests.reference.launch import (
+    HAS_PROC,
+    ROOT,
+    free_port,
+    run,
+    run_ranks,
+    solution,
+    start,
+    torchrun,
+)
+from spec_tests.tests.reference.training import (
+    BASELINE,
+    DDP,
+    SMALL,
+    after_steps,
+    num_steps,
+    steps,
+    summary,
+    trained,
+    write_shards,
+)
+
+STEPS = ("--steps", 20, "--save-every", 1)
+INTERRUPTED = 4
+
+
+def flags(data, folder, *more):
+    return (*SMALL, *STEPS, "--data", data, "--out", folder, "--checkpoint-dir", "saved", *more)
+
+
+@pytest.fixture(scope="session")
+def unstopped(data, tmp_path_factory):
+    """The fingerprint of the weights of a run that was not stopped."""
+    folder = tmp_path_factory.mktemp("unstopped")
+    trained(data, folder, *STEPS)
+    return summary(folder)["weights_sha256"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_run_that_was_stopped_goes_on_to_the_same_weights(data, unstopped, tmp_path, number):
+    arguments = flags(data, tmp_path)
+    started = start(BASELINE, arguments, folder=tmp_path)
+    after_steps(started, tmp_path, 3)
+    os.kill(started.pid, number)
+    stopped = started.wait()
+
+    again = run(BASELINE, *arguments, folder=tmp_path)
+
+    if number == signal.SIGTERM:
+        stopped.require(INTERRUPTED, "told to stop; saved after step")
+    assert "going on after step" in again.out
+    assert summary(tmp_path)["weights_sha256"] == unstopped
+    assert [line["step"] for line in steps(tmp_path)] == list(range(1, 21))
+    assert not list((tmp_path / "saved").glob(".*"))
+
+
+def test_what_is_done_stays_done_and_other_settings_are_refused(data, tmp_path):
+    run(BASELINE, *flags(data, tmp_path, "--keep", 2), folder=tmp_path)
+    again = run(BASELINE, *flags(data, tmp_path), folder=tmp_path)
+    other, says = flags(data, tmp_path, "--learning-rate", 1), "learning_rate 1.0 (saved: 0.0003)"
+    run(BASELINE, *other, folder=tmp_path, status=1, says=says)
+
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
+        "step-00000019",
+        "step-00000020",
+    ]
+    assert "going on after step 20" in again.out
+
+
+# ---------------------------------------------------------------------------------- torchrun
+
+LATER = 4
+"""Steps after which a run is disturbed: a save is there, and nearly all of the run is to come."""
+
+with_proc = pytest.mark.skipif(not HAS_PROC, reason="finds the ranks of an agent under /proc")
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory):
+    """A folder with data; each run gets one below it."""
+    folder = tmp_path_factory.mktemp("restarts")
+    write_shards(folder / "data", 3000)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def whole(place):
+    """What two ranks leave behind that nobody disturbs, and no agent has started."""
+    folder = place / "whole"
+    folder.mkdir()
+    run_ranks(DDP, *FLAGS, folder=folder)
+    return kills.left_behind(folder)
+
+
+def starts(*ended):
+    """How often one of these commands said where it begins."""
+    return sum(one.out.count("  checkpoints: ") for one in ended)
+
+
+@with_proc
+def test_killed_then_told_to_stop_a_run_ends_with_the_same_bits(place, whole):
+    folder = place / "disturbed"
+    folder.mkdir()
+    options = ("--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    with torchrun(options, DDP, FLAGS, folder=folder) as agent:
+        pids = agent.ranks_when_started(2)
+        after_steps(agent, folder, LATER, kills.NAME)
+        os.kill(pids[1], signal.SIGKILL)
+        agent.wait_until(lambda: set(agent.ranks().values()).isdisjoint(pids.values()), "a restart")
+        after_steps(agent, folder, num_steps(folder, kills.NAME) + 2, kills.NAME)
+        os.kill(agent.pid, signal.SIGTERM)
+        stopped = agent.wait()
+        left = agent.close()
+    again = run_ranks(DDP, *FLAGS, folder=folder)
+
+    assert left == [], "torchrun ended before its ranks did"
+    assert starts(stopped) == 2, stopped
+    assert stopped.err.count("told to stop; saved after step") == 2, stopped.err
+    assert "going on after step" in again[0].out
+    assert kills.differences(whole, folder) == []
+    assert kills.torn(folder / "saved", is_over=True) == []
+
+
+def page(first_words):
+    """The fenced block of the page on many nodes that begins so."""
+    text = (ROOT / "solution" / "README.md").read_text()
+    [found] = re.findall(rf"```sh\n({re.escape(first_words)}.*?)```", text, flags=re.DOTALL)
+    return found
+
+
+def on_many_nodes():
+    """The command of that page, in words."""
+    return shlex.split(page("export").partition("\n")[2].replace("\\\n", " "))
+
+
+def node(folder, port, number):
+    """One of two machines with a rank each, whose agents meet at a port."""
+    command, *options = on_many_nodes()
+    assert command == "torchrun"
+    options = [
+        *options[: options.index("-m")],
+        *("--nproc-per-node=1", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"),
+    ]
+    return torchrun(options, DDP, FLAGS, folder=folder, name=f"node{number}")
+
+
+@with_proc
+def test_two_nodes_end_as_one_does_though_one_of_them_lost_its_rank(place, whole):
+    folder, port = place / "nodes", free_port()
+    folder.mkdir()
+
+    with node(folder, port, 0) as first, node(folder, port, 1) as second:
+        ranks = [agent.ranks_when_started(1) for agent in (first, second)]
+        after_steps(first, folder, LATER, kills.NAME)
+        [killed] = ranks[1].values()
+        os.kill(killed, signal.SIGKILL)
+        ended = [agent.wait().require(0) for agent in (first, second)]
+
+    assert sorted(rank for found in ranks for rank in found) == [0, 1], "a rank on each node"
+    assert starts(*ended) == 2, "both nodes began anew, once"
+    assert kills.differences(whole, folder) == []
+
+
+STAND_INS = {
+    "scontrol": "echo node0; echo node1",
+    "srun": 'exec "$@"',
+    "torchrun": 'printf "%s\\n" "$OMP_NUM_THREADS" "$@" > arguments',
+}
+"""What the script for Slurm calls, on a machine that has none of it."""
+
+
+def test_the_script_for_slurm_starts_the_same_command(tmp_path):
+    for name, text in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "node[0-1]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "first-run"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **slurm}
+
+    subprocess.run(
+        ["bash", "-eu", "-c", page("#!/bin/bash")], cwd=tmp_path, env=environment, check=True
+    )
+
+    threads, *arguments = (tmp_path / "arguments").read_text().splitlines()
+    assert threads == "1"
+    assert arguments == on_many_nodes()[1:]
+
+
+def test_the_command_for_many_nodes_is_understood(place, tmp_path):
+    options = get_args_parser().parse_args(on_many_nodes()[1:])
+    flags = options.training_script_args
+    small = ("--sequence-length", 16, "--vocab-size", 64, "--steps", 8, "--data", place / "data")
+
+    run(options.training_script, *flags, *small, "--dry-run", folder=tmp_path)
+
+    assert options.nnodes == "2"
+    assert (tmp_path / "outputs").exists() is False
+
+
+# ------------------------------------------------------------------------------ without a process
+
+
+def test_the_command_tells_what_differs(tmp_path):
+    (tmp_path / "ddp_bucketed.jsonl").write_text(
+        '{"step": 1, "loss": 4.5, "lr": 0.1, "grad_norm": 1.0, "tokens": 128}\n'
+    )
+    whole = Whole("0" * 64, [(1, 4.25, 0.1, 1.0, 128), (2, 4.0, 0.1, 1.0, 128)])
+
+    found = kills.differences(whole, tmp_path)
+
+    assert [problem.split(",")[0] for problem in found] == [
+        "rank 0: expected weights 00000000",
+        "rank 1: expected weights 00000000",
+        "expected the step ('step'",
+        "expected 2 steps in the log",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "a marker"),
+        ({"complete.json": '{"files": {"a": 3}}', "a": "xx"}, "'a': 2"),
+        ({"complete.json": '{"files": {"a": 3}}'}, "'a': None"),
+    ],
+    ids=["no-marker", "cut", "missing"],
+)
+def test_the_command_knows_a_torn_checkpoint(tmp_path, files, said):
+    folder = tmp_path / "step-00000003"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    (tmp_path / ".step-00000006.tmp").mkdir()
+
+    [problem] = kills.torn(tmp_path)
+
+    assert "torn checkpoint step-00000003" in problem
+    assert said in problem
+    assert len(kills.torn(tmp_path, is_over=True)) == 2
+
+
+def saved_among_oddities(ctx, folder):
+    """What saves of optimizers raise whose state has no name, and what saves beside a leftover."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns, which pytest forbids here
+
+    save, load = solution("checkpoint").save_checkpoint, solution("checkpoint").load_checkpoint
+    model = torch.nn.Linear(2, 2)
+    shared: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    shared.state["shared"] = {"k": 3}
+    divided = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
+    said = []
+    for optimizer in (shared, divided):
+        with pytest.raises(solution("checkpoint").CheckpointError) as caught:
+            save(folder, step=1, model=model, optimizer=optimizer)
+        said.append(str(caught.value))
+    (folder / ".step-00000002.tmp").write_text("no folder")
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    save(folder, step=2, model=model, optimizer=plain)
+    return said, load(folder, model=model, optimizer=plain)
+
+
+def test_state_without_a_name_is_refused_and_a_file_is_not_in_the_way(in_rank, tmp_path):
+    (shared, divided), step = in_rank(saved_among_oddities, tmp_path)
+
+    assert "no name to be saved under" in shared
+    assert "in another optimizer, in parts" in divided
+    assert step == 2
+
+
+def saved_and_loaded(ctx, folder):
+    """A rate that NumPy computed and a list of float32 beside bfloat16, saved and loaded."""
+    save, load = solution("checkpoint").save_checkpoint, solution("checkpoint").load_checkpoint
+    model = torch.nn.Linear(2, 2).to(torch.bfloat16)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.param_groups[0]["lr"] = np.float64(0.25)
+    optimizer.state[model.bias]["history"] = [torch.full((2,), 1.001)]
+    save(folder, step=1, model=model, optimizer=optimizer)
+    fresh: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    load(folder, model=model, optimizer=fresh)
+    [kept] = fresh.state[model.bias]["history"]
+    return type(fresh.param_groups[0]["lr"]).__name__, fresh.param_groups[0]["lr"], kept
+
+
+def test_rates_of_numpy_are_saved_and_lists_of_tensors_keep_their_dtype(in_rank, tmp_path):
+    kind, rate, kept = in_rank(saved_and_loaded, tmp_path)
+
+    assert (kind, rate) == ("float", 0.25)
+    assert torch.equal(kept, torch.full((2,), 1.001))

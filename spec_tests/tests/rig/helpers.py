@@ -1,0 +1,137 @@
+"""Functions that the tests of the rig share; see `conftest` for fixtures, `bodies` for ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from spec_tests.chapters.ddp import test_gradients
+from spec_tests.rig import ledger
+from spec_tests.rig.clause import Clause, clause_of
+from spec_tests.rig.judge.runner import CaseResult, run_case
+from spec_tests.rig.outcomes import LEVELS
+from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.target import Target
+from spec_tests.tests.reference import launch
+
+ROOT = Path(__file__).parents[3]
+CHECKOUTS = Path(__file__).parent / "checkouts"
+
+
+def declared(test: Callable[..., None]) -> Clause:
+    """Return the clause that a test is declared as."""
+    found = clause_of(test)
+    assert found is not None
+    return found
+
+
+MEAN = declared(test_gradients.test_every_rank_holds_the_mean_gradient)
+MEAN_CASE = {"world": 2, "subject": "ddp", "toy": "mlp"}
+RIGHT = """\
+from torch.nn.parallel import DistributedDataParallel
+def ddp(module, *, process_group=None):
+    return DistributedDataParallel(module, process_group=process_group)
+def no_sync(wrapped):
+    return wrapped.no_sync()
+"""
+"""An implementation of a user's own that is as it should be."""
+PROMPT_S, HANG_S = 2.0, 5.0
+"""How soon a rank that raised or died is to be reported, and one that hangs."""
+
+
+def judged(
+    which: Target,
+    worlds: Worlds,
+    test: Clause | Callable[..., None] = MEAN,
+    case: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> CaseResult:
+    """Return what one case of a clause says of an implementation.
+
+    Args:
+        test: the clause, or the test that is declared as one; `ddp.gradients.mean` by default.
+        case: `MEAN_CASE` by default for that clause, and the first case for any other.
+    """
+    clause = test if isinstance(test, Clause) else declared(test)
+    if case is None:
+        case = MEAN_CASE if clause is MEAN else next(clause.cases())
+    return run_case(clause, which, case, worlds, **options)
+
+
+def clauses(chapter: str, level: str = LEVELS[-1]) -> list[Clause]:
+    """Return the clauses of a chapter up to a level that live ranks on a CPU can judge."""
+    return [
+        clause
+        for clause in ledger.load_all()
+        if clause.chapter == chapter
+        and "gloo" in clause.transports
+        and LEVELS.index(clause.level) <= LEVELS.index(level)
+    ]
+
+
+def python(
+    *arguments: str, cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run this Python in a folder, the suite within reach, and return how it ended.
+
+    It gets none of pytest's variables: a run within a worker of xdist would take itself for one.
+    The suite's own command is forked from a process that has imported torch; not where variables
+    are given, since its ranks have the zygote's; nor does it see what a test has put in
+    `os.environ`.
+    """
+    if arguments[:2] == ("-m", "spec_tests") and not environment:
+        with tempfile.TemporaryDirectory(prefix="trainspec-") as scratch:
+            words, name = arguments[2:], f"{scratch}/command"
+            command = launch.start("spec_tests", words, folder=cwd, name=name)
+            try:
+                ended = command.wait(500)
+            finally:
+                command.close()
+        return subprocess.CompletedProcess([*arguments], ended.status, ended.out, ended.err)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    found = [str(ROOT), os.environ.get("PYTHONPATH")]
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**kept, "PYTHONPATH": os.pathsep.join(filter(None, found)), **environment},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+
+
+def alive(pids: Iterable[int]) -> list[int]:
+    """Those of `pids` that still exist."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            found.append(pid)
+    return found
+
+
+def within(timeout_s: float, is_so: Callable[[], bool]) -> bool:
+    """Whether it comes true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def replaced(path: Path, *changes: tuple[str, str]) -> None:
+    """Replace pieces of a file, each of which must be in it exactly once."""
+    text = path.read_text(encoding="utf-8")
+    for old, new in changes:
+        assert text.count(old) == 1, f"expected {old!r} once in {path}"
+        text = text.replace(old, new)
+    path.write_text(text, encoding="utf-8")

@@ -1,0 +1,176 @@
+"""A near-miss is a class with its story in the docstring, and the museum is what these say.
+
+A plain base teaches its algorithm.
+"""
+
+import ast
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+from spec_tests import museum, plain
+from spec_tests.contract import FUNCTIONS
+from spec_tests.museum import card, duplicates, page
+from spec_tests.rig import ledger
+from spec_tests.rig.target import Implementation
+
+
+@pytest.fixture
+def catalogue(monkeypatch) -> dict[str, card.Impostor]:
+    """An empty catalogue in the place of the real one."""
+    empty: dict[str, card.Impostor] = {}
+    monkeypatch.setattr(card, "CATALOGUE", empty)
+    return empty
+
+
+def test_a_decorated_class_is_a_card(catalogue):
+    @card.near_miss("ddp.one", rejected_by=("ddp.a.b", "ddp.c.d"), outcomes=("hang",))
+    class One(card.FreeStanding):
+        """Does one thing that is
+        wrong.
+
+        From: a bug in
+        some library.
+        Unseen: nobody looks.
+
+        A note.
+        """
+
+        @staticmethod
+        def ddp(module):
+            return module
+
+    found = catalogue["ddp.one"]
+    assert (found.does, found.seen) == ("Does one thing that is wrong.", "a bug in some library.")
+    assert (found.unseen, found.outcomes) == ("nobody looks.", ("hang",))
+    assert (found.rejected_by, found.code) == (("ddp.a.b", "ddp.c.d"), One)
+    assert found.functions is not None
+    assert found.functions() == {"ddp": One.ddp}
+    assert (found.patches, found.alone, found.is_benign) == ((), False, False)
+
+
+def test_a_patched_class_is_a_card_of_one_patch(catalogue):
+    @card.benign("benign.same")
+    class Same(card.Patched):
+        """Is the same."""
+
+        module, find, replace = "solution.step", "a", "b"
+
+    found = catalogue["benign.same"]
+    assert (found.does, found.seen, found.unseen) == ("Is the same.", "", "")
+    assert (found.patches, found.functions) == ((("solution.step", "a", "b"),), None)
+    assert found.is_benign
+    assert found.code is Same
+
+
+@pytest.mark.parametrize(
+    "story",
+    [
+        "Does it.",
+        "Does it.\n\nFrom: a bug.",
+        "Does it.\n\nUnseen: nobody looks.",
+        "Does it.\n\nUnseen: nobody looks.\nFrom: a bug.",
+        "Does it.\nFrom: a bug.\nUnseen: nobody looks.",
+    ],
+)
+def test_a_story_that_lacks_a_part_is_an_error(catalogue, story: str):
+    with pytest.raises(ValueError, match=r'ddp\.lost: expected .* of Lost with .* "Unseen: ..."'):
+        card.near_miss("ddp.lost", rejected_by="ddp.a.b")(type("Lost", (), {"__doc__": story}))
+    assert catalogue == {}
+
+
+def test_a_docstring_of_the_base_is_no_story(catalogue):
+    with pytest.raises(ValueError, match=r"Lost: expected a docstring"):
+        card.benign("benign.lost")(type("Lost", (card.Patched,), {}))
+
+
+def test_an_id_is_taken_once(catalogue):
+    same = type("Same", (), {"__doc__": "Is the same."})
+    card.benign("benign.same")(same)
+    with pytest.raises(ValueError, match=r"benign\.same: expected an id of its own"):
+        card.benign("benign.same")(same)
+
+
+def test_plain_offers_nearly_all_of_the_contract():
+    found = Implementation("plain", plain)
+    assert set(FUNCTIONS) - {*found.offered} == {"flash_attention_triton", "flops_per_token"}
+    assert found.misfits == {}
+
+
+@pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(plain.__path__)])
+def test_a_plain_file_teaches_its_algorithm_and_is_short(name: str):
+    module = importlib.import_module(f"spec_tests.plain.{name}")
+    assert module.__file__ is not None
+    text = Path(module.__file__).read_text(encoding="utf-8")
+    head = ast.get_docstring(ast.parse(text)) or ""
+    assert all(word in head for word in ("Problem:", "Idea:", "Steps"))
+    assert "Paper:" in head or "Source:" in head
+    assert len(text.splitlines()) <= 450
+
+
+NEAR_MISSES = [found for found in museum.CATALOGUE.values() if not found.is_benign]
+
+
+def test_the_page_is_fresh():
+    text = page.render(ledger.load_all())
+    assert page.PATH.read_text() == text, "run `python -m spec_tests ledger`"
+
+
+def test_every_near_miss_says_what_it_does_where_it_comes_from_and_why_it_is_unseen():
+    for found in NEAR_MISSES:
+        assert found.does.endswith("."), found.id
+        assert found.seen or found is museum.FORCED_FAILURE, found.id
+        assert found.functions or found.patches, found.id
+    unseen = [found.id for found in NEAR_MISSES if not found.unseen]
+    assert unseen == [museum.FORCED_FAILURE.id], "a control is nobody's bug"
+
+
+def test_right_but_unusual_code_of_each_kind_is_among_the_benign():
+    owed = {
+        "benign.after-backward",  # one flat all-reduce after backward
+        "benign.reduce-then-divide",
+        "benign.plain",  # divides, then reduces
+        "benign.zero1-plain",  # a parameter to each rank
+        "benign.zero1-elementwise",
+        "benign.fsdp-piecemeal",  # without fused gathers
+    }
+    assert owed <= {found.id for found in museum.CATALOGUE.values() if found.is_benign}
+
+
+@pytest.mark.parametrize(
+    ("words", "numbers"),
+    [
+        ("pytorch issue 69031.", ["pytorch/pytorch/issues/69031"]),
+        (
+            "fixed by pytorch issues 69031 and 42793",
+            ["pytorch/pytorch/issues/69031", "pytorch/pytorch/issues/42793"],
+        ),
+        ("llm.c pull request 828: a cast", ["karpathy/llm.c/issues/828"]),
+        ("my-notes issue 3, and step 7", []),
+    ],
+)
+def test_threads_of_known_projects_are_linked_and_no_others(words: str, numbers: list[str]):
+    text = page.linked(words)
+    assert re.findall(r"\(https://github.com/([^)]*)\)", text) == numbers
+    assert re.sub(r"\[(\d+)\]\([^)]*\)", r"\1", text) == words, "nothing else is changed"
+
+
+def test_a_copy_is_written_alike_and_other_words_are_not():
+    body = "    def scale(self, flat):\n        return flat / self.size()"
+    copy = f"class Second(Base):\n{body}  # a comment more\n"
+    other = "class Third(Base):\n    def finish(self):\n        self.handles[0].wait()\n"
+    first = duplicates.split(f"class First(Base):\n{body}\n")
+    assert "First" not in first
+    assert "scale" not in first
+    assert duplicates.likeness(first, duplicates.split(copy)) == 1.0
+    assert duplicates.likeness(first, duplicates.split(other)) < duplicates.ALIKE
+
+
+def test_what_a_card_brings_is_found_behind_its_function():
+    sums = duplicates.tokens_of(museum.find("ddp.sum-for-mean"))
+    assert {"class", "PlainDdp", "clone"} <= {*sums}
+    patched = duplicates.tokens_of(museum.find("training.patched-own-loss"))
+    assert {"loss_sum", "total", "solution"} <= {*patched}

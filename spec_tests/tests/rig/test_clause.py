@@ -1,0 +1,176 @@
+"""The register of clauses: what is refused, what pytest makes of it, and that each has teeth."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from spec_tests import museum
+from spec_tests.rig import ledger
+from spec_tests.rig.clause import REGISTER, Clause, clause, clause_of, clauses
+from spec_tests.rig.outcomes import Strength
+from spec_tests.tests.rig.helpers import python
+from spec_tests.tests.rig.watched import told_by
+from spec_tests.watch.command import norms
+
+
+@pytest.fixture
+def register() -> Iterator[dict[str, Clause]]:
+    """The register, put back afterwards."""
+    ledger.load_all()  # a module that is first imported within a test would be forgotten after it
+    kept = dict(REGISTER)
+    yield REGISTER
+    REGISTER.clear()
+    REGISTER.update(kept)
+
+
+def declare(sentence: str = "This MUST hold.", **changes: Any) -> Any:
+    """A test declared as a clause."""
+
+    def test(world: object, subject: object) -> None: ...
+
+    test.__doc__ = sentence
+    given = {"id": "ddp.trial.only", "level": "correct", "source": "x"} | changes
+    return clause(given.pop("id"), **given)(test)
+
+
+# --------------------------------------------------------------------------------------- declaring
+
+
+def test_a_clause_is_registered_with_its_sentence(register):
+    test = declare("This MUST hold.\n\nWhy it matters.", judges=("ddp",), worlds=(2, 3))
+    found = register["ddp.trial.only"]
+    assert clause_of(test) is found
+    assert found is not None
+    assert found.sentence == "This MUST hold."
+    assert found.chapter == "ddp"
+    assert found.where.startswith("spec_tests/tests/rig/test_clause.py:")
+    assert clause_of(len) is None
+
+
+@pytest.mark.parametrize(
+    "id",
+    ["ddp", "ddp.mean", "Ddp.a.b", "ddp.a.b.c.d", "ddp..b", "ddp.a_b.c", "ddp.a.-b", "ddp.a.b "],
+)
+def test_a_malformed_id_is_refused(register, id: str):
+    with pytest.raises(ValueError, match="expected three or four dotted lower-case words"):
+        declare(id=id)
+    for right in ("ddp.trial-run.sends-nothing", "fsdp.a.b.c", "zero1.trial.owned"):
+        assert declare(id=right) is register.pop(right).test
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"level": "perfect"}, "level 'perfect' is none of"),
+        ({"judges": ("dpd",)}, r"\['dpd'\] are no functions of the contract"),
+        ({"needs": ("ddp", "sync")}, r"\['sync'\] are no functions of the contract"),
+        ({"source": "contract: any-world"}, "'any-world' is no promise of the contract"),
+        ({"sentence": ""}, "the docstring must begin with one sentence"),
+        ({"sentence": "This holds."}, "with one of MUST, SHOULD, MAY as its verb"),
+        ({"sentence": "This MUST hold"}, "a full stop"),
+        ({"sentence": "This MUST hold " + "for very long " * 8 + "."}, "at most 100 characters"),
+        ({"sentence": "This MUST or SHOULD hold."}, "with one of MUST, SHOULD, MAY as its verb"),
+        ({"sentence": "This\nMUST hold."}, "got 'This'"),
+    ],
+    ids=str,
+)
+def test_a_clause_that_is_not_one_is_refused(register, changes: dict[str, Any], said: str):
+    with pytest.raises(ValueError, match=said):
+        declare(**changes)
+    assert "ddp.trial.only" not in register
+
+
+@pytest.mark.parametrize("strength", Strength)
+def test_the_verb_of_the_sentence_is_the_strength(register, strength: Strength):
+    declare(f"This {strength} hold.")
+    assert register["ddp.trial.only"].strength is strength
+
+
+def test_a_clause_overrides_the_defaults_of_its_file(register):
+    own = clauses(level="course", judges=("ddp",), worlds=(3,))
+    test = declare()
+    own("ddp.trial.only", source="x", worlds=(4,))(test)
+    found = register["ddp.trial.only"]
+    assert (found.level, found.judges, found.worlds) == ("course", ("ddp",), (4,))
+
+
+def test_an_id_used_twice_is_refused(register):
+    declare()
+    elsewhere = declare.__globals__["__name__"]
+    register["ddp.trial.only"].test.__module__ = "spec_tests.chapters.ddp.test_elsewhere"
+    with pytest.raises(ValueError, match=f"exists twice: .* and {elsewhere}"):
+        declare()
+
+
+# ---------------------------------------------------------------------------------- what there is
+
+
+@pytest.fixture(scope="session")
+def collected() -> Counter[tuple[str, str]]:
+    """(clause id, case) of every test that pytest collects for the reference."""
+    script = (
+        "import pytest, sys\n"
+        "class See:\n"
+        "    def pytest_collection_finish(self, session):\n"
+        "        from spec_tests.rig.clause import clause_of\n"
+        "        for item in session.items:\n"
+        "            found = clause_of(getattr(item, 'function', None))\n"
+        "            if found: print('@', found.id, found.label(item.callspec.params), sep='\\t')\n"
+        "options = ['--collect-only', '-q', '--level', 'production', '-p', 'no:cacheprovider']\n"
+        "sys.exit(pytest.main([*options, *sys.argv[1:]], plugins=[See()]))\n"
+    )
+    ended = python("-c", script, *map(str, ledger.chapter_folders()))
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+    rows = [line.split("\t") for line in ended.stdout.splitlines() if line.startswith("@\t")]
+    return Counter((id, case) for _, id, case in rows)
+
+
+def test_a_clause_without_pytest_has_the_cases_that_pytest_runs(collected):
+    own = Counter((c.id, c.label(case)) for c in ledger.load_all() for case in c.cases())
+    assert own - collected == Counter(), "cases that pytest does not run"
+    assert collected - own == Counter(), "cases that only pytest runs"
+    assert {*collected.values()} == {1}, "no two cases bear one name"
+
+
+def test_every_clause_stands_in_the_folder_of_its_chapter_with_a_sentence_of_its_own():
+    for found in ledger.load_all():
+        assert found.where.startswith(f"spec_tests/chapters/{found.chapter}/"), found.id
+    counted = Counter(found.sentence for found in ledger.load_all())
+    assert [sentence for sentence, count in counted.items() if count > 1] == []
+
+
+def test_every_clause_has_either_an_impostor_or_a_reason_why_not():
+    rejected = museum.rejected_by()
+    found = ledger.load_all()
+    neither = [c.id for c in found if bool(rejected.get(c.id)) == bool(c.no_impostor)]
+    assert neither == [], (
+        "give each an impostor (rejected_by=...) or, for a GPU, a reason, not both"
+    )
+    without = [c for c in found if not rejected.get(c.id)]
+    assert {c.transports for c in without} <= {("cuda",)}, "what a CPU shows has an impostor"
+
+
+def test_every_impostor_names_clauses_that_exist():
+    ids = {found.id for found in ledger.load_all()}
+    named = {name: card.rejected_by for name, card in museum.CATALOGUE.items()}
+    unknown = {name: set(ids_) - ids for name, ids_ in named.items() if set(ids_) - ids}
+    assert unknown == {}, "correct rejected_by: there are no such clauses"
+
+
+def test_the_ledger_is_fresh():
+    teeth = {**museum.rejected_by(), **told_by()}
+    text = ledger.render(ledger.load_all(), teeth, norms())
+    assert ledger.PATH.read_text() == text, "run `python -m spec_tests ledger`"
+
+
+def test_the_ledger_lists_every_clause_and_its_fingerprint_sees_a_change(register):
+    before = ledger.load_all()
+    text = ledger.render(before, museum.rejected_by())
+    lines = text.splitlines()
+    for found in before:
+        assert sum(f"`{found.id}`" in line and found.sentence in line for line in lines) == 1
+    changed = [*before[1:], Clause(**(vars(before[0]) | {"sentence": "Nothing MUST hold."}))]
+    assert ledger.fingerprint(before) == ledger.fingerprint(list(reversed(before)))
+    assert ledger.fingerprint(changed) != ledger.fingerprint(before)

@@ -1,0 +1,364 @@
+"""`python -m spec_tests` as its users start it: exit status, messages, files, from anywhere."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from importlib import import_module
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from spec_tests import __main__ as command
+from spec_tests.rig.outcome_hooks import Run
+from spec_tests.rig.plugin import _nothing_to_run
+from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.report import INCOMPLETE
+from spec_tests.rig.report.eventlog import read_log
+from spec_tests.tests.reference import launch
+from spec_tests.tests.rig.helpers import RIGHT, ROOT, python, within
+
+WRONG = """\
+import torch.distributed as dist
+def ddp(module, *, process_group=None):
+    for p in filter(lambda p: p.requires_grad, module.parameters()):
+        p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+    return module
+"""
+FROZEN, UNTOUCHED = "ddp.gradients.frozen-stay-none", "ddp.gradients.weights-untouched"
+CLAUSES = ("--clause", FROZEN, "--clause", UNTOUCHED)
+"""The first knows the mean, on three ranks; the second, on two, accepts the sum as well."""
+DEVIATIONS = f"""\
+[[deviation]]
+clause = "{FROZEN}"
+reason = "it sums"
+[[deviation]]
+clause = "{UNTOUCHED}"
+reason = "it was so once"
+"""
+
+
+# As under xdist, whose variables a run within a worker inherits.
+WORKERS = {"PYTEST_XDIST_WORKER": "gw0", "PYTEST_XDIST_WORKER_COUNT": "2"}
+
+
+def spec_tests(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command; the suite is found however it was started."""
+    return python("-m", "spec_tests", *arguments, **options)
+
+
+def test_right_code_of_a_users_own_conforms_from_any_folder(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(RIGHT)
+    # The configuration and the tests of whoever calls have no part in the verdict.
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
+    (tmp_path / "test_theirs.py").write_text("def test_fails():\n    assert False\n")
+    words = ("--impl", "mine.py", "--clause", FROZEN, "--report", "out")
+    ended = spec_tests(*words, cwd=tmp_path, **WORKERS)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "(level correct; exit status 0)" in ended.stdout
+    events = read_log(tmp_path / "out" / "events.jsonl")
+
+    assert events[-1]["counts"]["passed"] == 1
+    assert events[-1]["counts"]["not_offered"] == 1, "ddp_bucketed is not in the file"
+    assert FROZEN in (tmp_path / "out" / "summary.md").read_text()
+    # For those who read JUnit: what pytest has no word for is a property.
+    cases = ElementTree.parse(tmp_path / "out" / "junit.xml").findall(".//testcase")
+    properties = [{p.attrib["name"]: p.attrib["value"] for p in c.iter("property")} for c in cases]
+    assert {p["case"]: p["outcome"] for p in properties if p["clause"] == FROZEN} == {
+        "ddp-w3": "passed",
+        "ddp_bucketed-w3": "not_offered",
+    }
+
+
+def test_a_function_that_nobody_can_call_is_one_fault_and_no_verdict(tmp_path: Path):
+    (tmp_path / "mine.py").write_text("def ddp(model, group):\n    return model\n")
+    ended = spec_tests("--impl", str(tmp_path / "mine.py"), *CLAUSES)
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert ended.stdout.count("expected a function that can be called as ddp(module), got") == 1
+    assert "blocked: 2 clauses not tried on " in ended.stdout
+
+
+def test_wrong_code_is_told_what_is_wrong_and_how_to_run_it_again(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(WRONG)
+    ended = spec_tests("--impl", str(tmp_path / "mine.py"), *CLAUSES)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert ended.stdout.startswith("ddp         FAIL 1, pass 1 "), "no letters before it"
+    assert not re.search(r"\d (passed|deselected)", ended.stdout), "pytest's, in cases"
+    assert "next: " not in ended.stdout, "it does not conform"
+    assert ended.stdout.count(f"[{FROZEN}]  Frozen parameters MUST keep") == 1
+    assert "likely: summed and not divided by the world size" in ended.stdout
+    assert "again: python -m spec_tests --impl " in ended.stdout
+    assert "Traceback" not in ended.stdout + ended.stderr
+    assert not (ROOT / "events.jsonl").exists(), "no report where none was asked for"
+
+
+def test_declared_deviations_are_honoured_and_stale_ones_are_loud(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(WRONG)
+    (tmp_path / "mine.toml").write_text(DEVIATIONS)
+    ended = spec_tests(
+        *("--impl", str(tmp_path / "mine.py"), *CLAUSES, "--report", str(tmp_path / "out"))
+    )
+    events = read_log(tmp_path / "out" / "events.jsonl")
+    outcomes = {(e["clause"], e["case"]): e["outcome"] for e in events if e["event"] == "result"}
+    assert outcomes[FROZEN, "ddp-w3"] == "expected_failure"
+    assert outcomes[UNTOUCHED, "ddp-w2"] == "unexpected_pass"
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "it was so once" in ended.stdout, "and the message says what was declared"
+
+
+BUSY = """\
+import os, time
+def ddp(module, *, process_group=None):
+    open(f"inside-{os.getpid()}", "w").close()
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        pass
+"""
+"""Busy and not asleep: a rank that moves is slow and no hang, however late the signal comes."""
+
+
+def processes_of(session: int) -> list[str]:
+    """The command lines of what still runs in a session."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            # After the name, which may hold blanks and brackets: state, parent, group, session.
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] != "Z":
+                found.append((entry / "cmdline").read_text().replace("\0", " "))
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
+
+
+def take_interrupts() -> None:
+    """As at a terminal: what a shell starts in the background ignores them from birth on."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def test_a_run_that_conforms_says_what_the_next_level_adds(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(RIGHT)
+    asked = f"{FROZEN},ddp.gradients.reused-module,ddp.no-sync.sends-nothing,zero1.*"
+    ended = spec_tests("--impl", "mine.py", "--level", "course", "--clause", asked, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    added = "ddp.no-sync.sends-nothing, ddp.gradients.reused-module"
+    assert f"next: --level correct adds 2 clauses: {added}\n" in ended.stdout, "of what is offered"
+    command = f"python -m spec_tests --impl mine.py --clause '{asked}' --level correct\n"
+    assert command in ended.stdout
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="counts processes under /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_interrupted_run_shows_its_ending_and_leaves_no_process(tmp_path: Path, number: int):
+    (tmp_path / "mine.py").write_text(BUSY)
+    words = ["--impl", "mine.py", "--clause", FROZEN, "--report", "out"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "spec_tests", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=take_interrupts,
+    ) as command:
+        try:
+            assert within(60, lambda: len(list(tmp_path.glob("inside-*"))) == 3), "no ranks"
+            # A terminal, and `timeout`, tell every process of the command: the first one decides.
+            os.killpg(command.pid, number)
+            said, _ = command.communicate(timeout=100)
+            is_gone = within(10, lambda: not processes_of(command.pid))
+        finally:
+            left = processes_of(command.pid)
+            if left or command.poll() is None:
+                os.killpg(command.pid, signal.SIGKILL)
+    assert is_gone, left
+    assert command.returncode == 2, said
+    assert "Traceback" not in said
+    assert f"interrupted during {FROZEN} (ddp-w3) on mine.py, 0 of 1 clauses were judged" in said
+    assert said.count(INCOMPLETE) == 1, "no verdict, and no rank that was told to end is a finding"
+    assert "nothing fails" not in said
+    for page in ("index.html", "summary.md"):
+        assert INCOMPLETE in (tmp_path / "out" / page).read_text()
+
+
+MISSPELT = "no clause id matches; close to it: ddp.gradients.mean"
+BROKEN = {
+    "no such points": ("--points {folder}/points.toml", "no MUST clause matches 'ddp.nothing'"),
+    "unknown clause": ("--clause ddp.gradient.meen", MISSPELT),
+    "no such file": ("--impl nowhere/mine.py", "expected a .py file or a package folder"),
+    "import fails": ("--impl {folder}/broken.py", "ModuleNotFoundError: No module named"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_run_that_cannot_judge_says_why(tmp_path: Path, what: str):
+    (tmp_path / "broken.py").write_text("import no_such_module_at_all\n")
+    item = "[[item]]\nname = 'a'\npoints = 1\nclauses = ['ddp.nothing']\n"
+    (tmp_path / "points.toml").write_text("title = 'x'\n" + item)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "index.html").write_text("conforms")
+    arguments, said = BROKEN[what]
+    # Two reports, as `make check ARGS="--report DIR"` gives: the last one is asked for.
+    words = f"--report {{folder}}/other --report {{folder}}/out {arguments}".split()
+    ended = spec_tests(*(word.format(folder=tmp_path) for word in words))
+    assert ended.returncode == 2
+    old = tmp_path / "out" / "index.html"
+    assert not old.exists() or "conforms" not in old.read_text(), "that was another run"
+    assert "what does not hold" not in ended.stdout
+    assert said in ended.stdout + ended.stderr
+    assert "INTERNALERROR" not in ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("level", "pattern", "needed"),
+    [
+        ("course", "attention.forward.lse", "--level correct"),
+        ("course", "attention.operator.compiles", "--level production"),
+        ("correct", "attention.*", "--level production"),
+        ("production", "attention.operator.compiles", "no such clause is in the given paths"),
+    ],
+)
+def test_a_clause_above_the_level_says_which_one_it_has(level: str, pattern: str, needed: str):
+    run = Run([], {"mine.py": level}, "gloo", {}, Worlds())
+    assert _nothing_to_run([pattern], run).endswith(needed)
+
+
+POINTS = f"""\
+title = "Two items"
+[[item]]
+name = "Weights"
+points = 2
+clauses = ["{UNTOUCHED}"]
+[[item]]
+name = "Both"
+points = 3
+clauses = ["{FROZEN}", "{UNTOUCHED}"]
+"""
+
+
+def test_a_report_has_its_points_and_compares_with_the_next(tmp_path: Path):
+    (tmp_path / "points.toml").write_text(POINTS)
+    for name, text in (("wrong", WRONG), ("right", RIGHT)):
+        (tmp_path / "mine.py").write_text(text)
+        flags = ("--impl", "mine.py", "--points", "points.toml", "--report", name)
+        ended = spec_tests(*flags, *CLAUSES, cwd=tmp_path)
+        assert ended.returncode == (name == "wrong"), ended.stdout + ended.stderr
+        got = {"wrong": "2 of 5 points, Two items", "right": "5 of 5 points, Two items"}[name]
+        assert f"mine.py: {got}" in ended.stdout
+    graded = json.loads((tmp_path / "wrong" / "results.json").read_text())
+    assert [test["score"] for test in graded["tests"]] == [2, 0]
+    page = (tmp_path / "wrong" / "index.html").read_text()
+    assert "Frozen parameters MUST keep" in page, "the norm"
+    assert "Who had this bug before" in page, "the stories of its impostors"
+    better = spec_tests("compare", "wrong", "right", cwd=tmp_path)
+    assert (better.returncode, f"- {FROZEN} on mine.py: FAIL → pass" in better.stdout) == (0, True)
+    worse = spec_tests("compare", "right", "wrong", cwd=tmp_path)
+    assert (worse.returncode, "likely: summed" in worse.stdout) == (1, True), worse.stdout
+
+
+def test_an_installed_suite_serves_pytest_from_another_folder(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(RIGHT)
+    flags = ["--impl", "mine.py", "--clause", FROZEN, "--report", "out", "-p", "no:cacheprovider"]
+    suite = ["-p", "spec_tests.rig.plugin", "--pyargs", "spec_tests.chapters.ddp"]
+    ended = python("-m", "pytest", *suite, *flags, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert read_log(tmp_path / "out" / "events.jsonl")[-1]["counts"]["passed"] == 1
+
+
+def test_workers_count_in_clauses_as_well(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(WRONG)
+    ended = spec_tests("--impl", "mine.py", "-n", "2", *CLAUSES, cwd=tmp_path)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert ended.stdout.startswith("ddp         FAIL 1, pass 1 "), "nothing of xdist's before it"
+
+
+# --------------------------------------------------------------------------- without a process
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_the_manual_names_every_subcommand_and_each_has_a_main(name: str, capsys):
+    assert command.main(["--help"]) == 0
+    manual = capsys.readouterr().out
+    assert "Exit status" in manual
+    assert "--level" in manual, "the options of check"
+    assert f"python -m spec_tests {name} " in manual
+    assert callable(import_module(command.COMMANDS[name]).main)
+
+
+def test_options_are_found_in_both_spellings():
+    assert command._flags(["--impl", "a", "--report=b"]).report == "b"
+    assert command._flags(["--impl", "a", "--report", "c"]).report == "c"
+    assert command._flags(["--impl", "a", "--report"]).report is None
+    assert command._flags(["--report", "c", "--report=d"]).report == "d", "as pytest has it"
+    assert command._flags([]).report is None
+
+
+def test_a_clause_that_hung_twice_is_not_run_again(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(
+        "import threading\ndef ddp(module):\n    threading.Event().wait()\n"
+    )
+    report = tmp_path / "report"
+    words = ("--impl", str(tmp_path / "mine.py"), "--clause", "ddp.gradients.mean")
+    done = spec_tests(*words, "--report", str(report))
+    assert done.returncode == 1
+    events = read_log(report / "events.jsonl")
+    first, second, *others = [event for event in events if event["event"] == "result"]
+    assert (first["outcome"], second["outcome"]) == ("hang", "hang")
+    assert {event["outcome"] for event in others} == {"skipped", "not_offered"}
+    skipped = next(event for event in others if event["outcome"] == "skipped")
+    assert f"hung already, in {first['case']} and {second['case']}" in skipped["message"]
+
+
+def test_an_unknown_clause_is_said_to_be_one_by_workers_too():
+    for words in ((), ("-n", "2")):
+        done = spec_tests("--clause", "ddp.gradients.meen,clip.no", *words)
+        assert done.returncode == 2
+        assert "no clause id matches; close to it: ddp.gradients.mean" in done.stdout + done.stderr
+
+
+def test_ranks_of_a_forked_command_come_from_the_zygote_of_the_tests(tmp_path: Path):
+    program = """
+from multiprocessing import forkserver
+from spec_tests.rig.ranks.zygote import start_zygote
+start_zygote()
+print(forkserver._forkserver._forkserver_address, end="")
+"""
+    ended = launch.run(program, folder=tmp_path)
+    assert ended.out == forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+
+
+def test_workers_share_the_zygote_of_the_session(tmp_path: Path):
+    (tmp_path / "test_it.py").write_text("""
+import os
+from multiprocessing import forkserver
+import pytest
+
+@pytest.mark.parametrize("number", range(8))
+def test_address(number):
+    assert "TRAINSPEC_ZYGOTE" not in os.environ  # what a worker starts has one of its own
+    address = forkserver._forkserver._forkserver_address
+    open(f"{number}.{os.environ['PYTEST_XDIST_WORKER']}", "w").write(address)
+""")
+    words = (
+        "-m",
+        "pytest",
+        "-p",
+        "spec_tests.rig.plugin",
+        "-p",
+        "xdist",
+        "-n",
+        "2",
+        "-q",
+        "test_it.py",
+    )
+    done = python(*words, cwd=tmp_path, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = [each for each in tmp_path.iterdir() if each.suffix.startswith(".gw")]
+    assert {each.suffix for each in written} == {".gw0", ".gw1"}
+    assert len({each.read_text() for each in written}) == 1

@@ -1,0 +1,232 @@
+"""Symptoms, signatures, and which known fault is named for what failed."""
+
+import json
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+from spec_tests import museum
+from spec_tests.museum import panel
+from spec_tests.rig import ledger
+from spec_tests.rig.judge.symptoms import Finding, explain
+from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.report import diagnosis
+from spec_tests.rig.report.diagnosis import Dictionary, Gain, Signatures, by_gain
+from spec_tests.rig.report.symptom import symptom
+
+NEAR_MISSES = {
+    card.id
+    for card in museum.CATALOGUE.values()
+    if not card.is_benign and card.id[:8] != "control."
+}
+
+
+@pytest.mark.parametrize(
+    ("headline", "words"),
+    [
+        ("rank 0 and 1 of 2 raised TypeError: f() takes 1 argument", "raised TypeError"),
+        (
+            "rank 1: expected live bytes of at most 96 (shards 64), got 248",
+            "more: live bytes of at most",
+        ),
+        (
+            "rank 0: expected collectives of a step [], got ['all_reduce']",
+            "more: collectives of a step",
+        ),
+        ("rank 0: expected names afterwards ['a'], got []", "less: names afterwards"),
+        ("rank 0, 'gain' (6,): expected the mean gradient, got None", "less: the mean gradient"),
+        ("the file is torn at byte 17", "other: the file is torn at byte #"),
+        ("rank 0 of 2 raised AssertionError at /here/mine.py:3", "raised AssertionError"),
+        ("torn: /here/and/there/mine.py", "other: torn: mine.py"),
+    ],
+)
+def test_a_symptom_has_no_number_and_no_name_of_one_run(headline: str, words: str):
+    assert symptom(Outcome.FAILED, f"failed: [a.b.c]  A rank MUST.\n{headline}") == words
+
+
+def test_a_diagnosis_and_a_hang_are_symptoms():
+    message = "failed: [a.b.c]  X MUST.\nrank 0: expected a, got b\nlikely: off by the factor 2.5"
+    assert symptom(Outcome.FAILED, message) == "likely: off by the factor #"
+    assert symptom(Outcome.HANG, "anything") == "hang"
+
+
+KNOWN = Dictionary(
+    {
+        "ddp.sums": {"mean": "twice", "training": "twice", "window": "other"},
+        "ddp.crashes": {"frozen": "raised"},
+        "ddp.drops-window": {"window": "lost", "mean": "lost"},
+    }
+)
+SUMS = {"mean": "twice", "training": "twice", "window": "other"}
+
+
+def test_a_near_miss_is_named_that_fails_the_same_in_the_same_way():
+    assert KNOWN.like(SUMS, {"frozen"}) == "ddp.sums"
+    assert KNOWN.like(SUMS, set(), without=["ddp.sums"]) == ""
+
+
+def test_what_passed_or_failed_beside_it_or_in_another_way_speaks_against_a_near_miss():
+    assert KNOWN.like({"mean": "twice", "training": "twice"}, set()) == "ddp.sums"
+    assert KNOWN.like({"mean": "twice", "training": "twice"}, {"window"}) == ""
+    assert KNOWN.like({**SUMS, "frozen": "raised"}, set()) == ""
+    assert KNOWN.like({**SUMS, "window": "lost"}, set()) == ""
+
+
+def test_one_clause_names_no_near_miss_nor_do_two_that_fit_alike():
+    assert KNOWN.like({"frozen": "raised"}, {*SUMS}) == ""
+    twins = Dictionary({"ddp.one": SUMS, "ddp.other": SUMS})
+    assert twins.like(SUMS, set()) == ""
+
+
+def families(**clauses: str) -> diagnosis.Families:
+    """Of a chapter without near-misses, which have no say then."""
+    return diagnosis.Families({}, {f"no.{c}.x": f for c, f in clauses.items()}, {"hang": "mask"})
+
+
+def test_the_odds_are_of_the_families_of_which_clauses_and_symptoms_speak():
+    known = families(one="stale memory", two="memory", any="mask")
+
+    def order(**failed: str) -> list[str]:
+        odds = known.odds({f"no.{c}.x": shown for c, shown in failed.items()})
+        assert sum(odds.values()) == pytest.approx(1.0)
+        return sorted(odds, key=lambda family: -odds[family])
+
+    assert order(one="raised", two="raised")[:2] == ["memory", "stale"]
+    assert order(one="raised") == ["stale", "memory"]
+    assert "mask" in order(one="hang")
+
+
+def test_one_family_is_named_or_two_or_none_as_the_odds_are(monkeypatch):
+    known = families()
+    for odds, named in (
+        ({"stale": 0.95, "mask": 0.05}, ("stale",)),
+        ({"mask": 0.4, "stale": 0.5, "memory": 0.1}, ("stale", "mask")),
+        ({"mask": 0.3, "stale": 0.5, "memory": 0.2}, ()),
+        ({}, ()),
+    ):
+        monkeypatch.setattr(diagnosis.Families, "odds", lambda *_, odds=odds, **__: odds)
+        assert known.named({"no.one.x": "hang"}) == named
+
+
+def test_a_clause_that_many_faults_fail_says_little():
+    found = diagnosis.load().of
+    (common, often), *_ = Counter(c for each in found.values() for c in each).most_common()
+    (rare,) = next(each for each in found.values() if len(each) == 1 and common not in each)
+    assert often > 20
+    odds = diagnosis.Families({}, {common: "first", rare: "second"}, {}).odds(
+        {common: "raised", rare: "raised"}
+    )
+    assert odds["second"] > odds["first"]
+
+
+def test_a_near_miss_that_is_left_out_has_no_say():
+    (name, own), *_ = (each for each in diagnosis.load().of.items() if len(each[1]) == 1)
+    ((clause, shown),) = own.items()
+    family, nothing = diagnosis.family_of()[name], diagnosis.Families({}, {}, {})
+    alike = [each for each, found in diagnosis.load().of.items() if found.get(clause) == shown]
+    assert (
+        nothing.odds({clause: shown})[family] > nothing.odds({clause: shown}, without=alike)[family]
+    )
+
+
+def test_what_is_named_of_near_misses_that_are_left_out_is_mostly_right():
+    """Measured: 92 % right, and 61 % named. Each new near-miss moves it a little."""
+    left_out = {name: dict(own) for name, own in diagnosis.load().of.items() if own}
+    found = {name: diagnosis.families().named(left_out[name], without=[name]) for name in left_out}
+    named = [name for name, said in found.items() if said]
+    right = [name for name in named if diagnosis.family_of()[name] in found[name]]
+    assert len(right) >= 0.88 * len(named)
+    assert len(named) >= 0.55 * len(found)
+
+
+def test_every_clause_speaks_of_families_that_exist():
+    known = diagnosis.families()
+    assert {*known.clauses} == {clause.id for clause in ledger.load_all()}
+    spoken = [*known.clauses.values(), *known.symptoms.values()]
+    assert {name for names in spoken for name in names.split()} == {*known.says}
+    assert {*diagnosis.family_of().values()} <= {*known.says}
+    assert "" not in spoken
+
+
+RAMP = torch.arange(1.0, 26.0, dtype=torch.float64).view(5, 5)
+ODD = RAMP + 2.0**-10 + 2.0**-30  # rounded by every narrower dtype, by each in another way
+
+
+@pytest.mark.parametrize(
+    ("seen", "wanted"),
+    [
+        (None, RAMP),
+        (RAMP, None),
+        (RAMP[:4], RAMP),
+        (RAMP[:2], RAMP),
+        (RAMP.float(), RAMP),
+        (RAMP.view(1, 25), RAMP),
+        (RAMP / 0, RAMP),
+        (torch.zeros(4), torch.full((4,), 2.0**-30)),
+        (torch.zeros(4), torch.full((4,), 2.0**-140)),
+        *[(factor * RAMP, RAMP) for factor in (2, 4, 1 / 2, -1, 2 / 3, 1.7)],
+        *[(3 * RAMP, RAMP), (9 * RAMP, RAMP), (RAMP / 3, RAMP), (RAMP / 4 * 3, RAMP)],
+        (RAMP.T, RAMP),
+        *[(ODD.to(d).double(), ODD) for d in (torch.float32, torch.float16, torch.bfloat16)],
+        ((RAMP + 2.0**-20).bfloat16().double(), RAMP + 2.0**-20),
+        ((RAMP + 2.0**-30).bfloat16().double(), RAMP + 2.0**-30),
+        (RAMP[[0, 2, 1, 3, 4]], RAMP),
+    ],
+)
+def test_each_diagnosis_of_a_wrong_value_speaks_of_families(seen, wanted):
+    found = Finding(0, "w", seen, wanted, error=1.0, allowed=0.0)
+    known = diagnosis.families().symptoms
+    for size in (2, 3):
+        cause = explain(found, (), world_size=size)
+        assert cause is not None
+        shown = symptom(Outcome.FAILED, f"[a]\nrank 0: a\nlikely: {cause.text}")
+        assert not cause.text or shown in known
+
+
+def test_what_finds_most_in_a_second_comes_first():
+    of = {
+        "a.one": {"c": "x", "d": "x"},
+        "a.two": {"c": "x"},
+        "a.three": {"d": "x"},
+        "b.one": {"e": "x"},
+    }
+    kept = Signatures("2.13.0", of, dict.fromkeys(of, ""), {"c": 0.5, "d": 2.0})
+    assert by_gain(kept, "a") == [Gain("c", 0.5, 1 - 1 / 3), Gain("d", 2.5, 1.0)]
+    assert [each.clause for each in by_gain(kept, "a", {"d"})] == ["d"]
+
+
+def test_a_file_of_signatures_is_read_as_it_was_written(tmp_path):
+    kept = Signatures(
+        "2.13.0", {"a.one": {"c": "x"}, "a.two": {}}, {"a.one": "1", "a.two": "2"}, {"c": 0.5}
+    )
+    diagnosis.save(kept, tmp_path / "kept.json")
+    assert diagnosis.load(tmp_path / "kept.json") == kept
+    assert json.loads((tmp_path / "kept.json").read_text())["torch"] == "2.13.0"
+
+
+def test_no_symptom_that_is_kept_names_a_folder_of_one_machine():
+    shown = {each for found in diagnosis.load().of.values() for each in found.values()}
+    assert [each for each in shown if re.search(r"(?:^|\s)/\w", each)] == []
+
+
+def test_every_near_miss_has_a_signature_and_one_family():
+    assert {*diagnosis.load().of} == NEAR_MISSES
+    assert {*diagnosis.family_of()} == NEAR_MISSES
+    text = diagnosis.FAMILIES.read_text()
+    assert [name for name in NEAR_MISSES if text.count(f'"{name}"') != 1] == []
+
+
+@pytest.mark.parametrize("name", ["clip.adds-norms", "data.strided"])
+def test_a_signature_taken_again_is_the_one_in_the_file(name: str):
+    found, seconds = panel.take(museum.find(name), Worlds())
+    slow = {clause for clause, took in seconds.items() if took > panel.SLOW_S}  # not asked
+    kept = {c: shown for c, shown in diagnosis.load().of[name].items() if c not in slow}
+    assert {*found.items()} >= {*kept.items()} - {*_unstable(kept)}
+
+
+def _unstable(kept: dict[str, str]) -> list[tuple[str, str]]:
+    """Of a hang and a crash it is chance which of them is seen."""
+    return [(clause, shown) for clause, shown in kept.items() if shown in ("hang", "died")]

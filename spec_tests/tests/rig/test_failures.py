@@ -1,0 +1,333 @@
+"""Live ranks when something goes wrong: outcome, culprit, what is told, health afterwards."""
+
+import inspect
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from spec_tests.rig.judge import runner
+from spec_tests.rig.ranks import pool
+from spec_tests.rig.ranks.errors import (
+    NotOffered,
+    RankDied,
+    RankHung,
+    RankRaised,
+    RankReport,
+    RigError,
+)
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.target import NotOfferedError
+from spec_tests.tests.rig import bodies
+from spec_tests.tests.rig.helpers import HANG_S, PROMPT_S
+
+GRACE_S = 0.6
+"""Shorter than the rig's own, or these tests would mostly wait."""
+
+
+def line_of(body, text: str) -> int:
+    """The line number at which `text` stands in `body`."""
+    lines, first = inspect.getsourcelines(body)
+    return first + next(i for i, line in enumerate(lines) if text in line)
+
+
+def assert_healthy(worlds: Worlds, size: int) -> None:
+    assert worlds.world(size).run(bodies.who) == [(rank, size, "") for rank in range(size)]
+
+
+# ------------------------------------------------------------------------------------- it raises
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("how", ["raise", "exit"])
+def test_a_raising_rank_is_named_and_its_peers_are_released(worlds: Worlds, size: int, how: str):
+    kind = {"raise": "KeyError", "exit": "SystemExit"}[how]
+    pids = worlds.pool(size, None, "gloo").pids()
+    for culprit in range(size):
+        begun = time.monotonic()
+        with pytest.raises(RankRaised) as caught:
+            worlds.world(size).run(bodies.fail, how, culprit)
+        assert time.monotonic() - begun < PROMPT_S
+        failure = caught.value
+        assert failure.primary == culprit
+        assert failure.error.kind == kind
+        assert failure.headline.startswith(f"rank {culprit} of {size} raised {kind}: ")
+        assert [report.state for report in failure.ranks] == ["raised"] * size
+        peer = failure.ranks[(culprit + 1) % size]
+        assert f"line {line_of(bodies.fail, 'dist.barrier') - 1}, in fail" in peer.render()
+        assert_healthy(worlds, size)
+    assert worlds.pool(size, None, "gloo").pids() == pids, "an exception costs no rank its life"
+
+
+def test_the_traceback_ends_at_the_remote_line(worlds: Worlds):
+    with pytest.raises(RankRaised) as caught:
+        worlds.world(2).run(bodies.fail, "raise", 1)
+    last = caught.traceback[-1]
+    assert str(last.path) == bodies.__file__
+    assert last.lineno + 1 == line_of(bodies.fail, "raise KeyError")
+    assert last.name == "fail"
+    assert 'raise KeyError("planted")' in str(caught.getrepr())
+
+
+def all_alike(ctx: Context) -> None:
+    raise ValueError("the same everywhere")
+
+
+def test_what_all_ranks_raise_alike_is_told_once(worlds: Worlds):
+    # Each failure makes the next call join a new group, and takes nobody along who still joins.
+    for _ in range(15):
+        with pytest.raises(RankRaised) as caught:
+            worlds.world(4).run(all_alike)
+        whole = "rank 0, 1, 2 and 3 of 4 raised ValueError: the same everywhere"
+        assert caught.value.headline == whole
+        assert str(caught.value).count("Traceback") == 0
+        assert str(caught.value).count("raised the same ValueError") == 3
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("cannot say")
+
+
+class Demanding(Exception):
+    def __init__(self, one, *, two) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def raise_odd(ctx: Context, which: str) -> None:
+    if which == "assert":
+        assert ctx.rank == 1, f"rank {ctx.rank} of all"
+        return
+    if which == "chained":
+        try:
+            raise KeyError("first")
+        except KeyError as error:
+            raise OSError("second") from error
+    raise {
+        "mute": Mute(),
+        "demanding": Demanding(1, two=2),
+        "base": KeyboardInterrupt(),
+        "group": ExceptionGroup("several", [ValueError("one"), KeyError("two")]),
+    }[which]
+
+
+@pytest.mark.parametrize(
+    ("which", "kind", "told"),
+    [
+        ("mute", "Mute", "no message: its __str__ raised RuntimeError"),
+        ("demanding", "Demanding", "1 and 2"),
+        ("base", "KeyboardInterrupt", ""),
+        ("assert", "AssertionError", "rank 0 of all"),
+        ("chained", "OSError", "second"),
+        ("group", "ExceptionGroup", "several"),
+    ],
+)
+def test_odd_exceptions_travel_too(worlds: Worlds, which: str, kind: str, told: str):
+    with pytest.raises(RankRaised) as caught:
+        worlds.world(2).run(raise_odd, which)
+    assert caught.value.error.kind == kind
+    assert told in caught.value.error.message
+    if which == "chained":
+        assert "KeyError: 'first'" in caught.value.error.text
+
+
+def refuse(ctx: Context) -> None:
+    if ctx.rank == 1:
+        raise NotOfferedError("mine does not offer ddp()")
+    dist.barrier()
+
+
+def test_what_is_not_offered_is_no_failure(worlds: Worlds):
+    with pytest.raises(NotOffered, match=r"mine does not offer ddp\(\)"):
+        worlds.world(2).run(refuse)
+    assert_healthy(worlds, 2)
+
+
+def say_then_raise(ctx: Context) -> None:
+    sys.stdout.write(f"out of rank {ctx.rank}\n")
+    os.write(2, b"as C++ does\n")
+    raise RuntimeError("now")
+
+
+def test_what_a_rank_printed_comes_with_its_failure(worlds: Worlds, capfd):
+    with pytest.raises(RankRaised) as caught:
+        worlds.world(2).run(say_then_raise)
+    assert "out of rank 0\n" in caught.value.ranks[0].output
+    assert "as C++ does\n" in caught.value.ranks[1].output
+    assert "out of rank 0" in str(caught.value)
+    assert capfd.readouterr() == ("", ""), "ranks print to their own files"
+    with pytest.raises(RankRaised) as caught:
+        worlds.world(2).run(all_alike)
+    assert caught.value.ranks[0].output == "", "output of an earlier call is not told again"
+
+
+@pytest.mark.parametrize("transport", ["gloo", "sim"])
+def test_a_result_that_cannot_travel_is_an_error_of_the_body(worlds: Worlds, transport: str):
+    with pytest.raises(RankRaised, match=r"cannot pickle '_thread\.lock' object"):
+        worlds.world(2, transport=transport).run(bodies.unpicklable)
+    assert_healthy(worlds, 2)
+
+
+def test_an_argument_that_cannot_travel_harms_nobody(worlds: Worlds):
+    with pytest.raises(TypeError, match="cannot pickle"):
+        worlds.world(2).run(bodies.who, threading.Lock())
+    assert_healthy(worlds, 2)
+
+
+@pytest.mark.parametrize("origin", ["lambda", "closure", "main"])
+def test_a_body_that_has_no_name_is_refused_before_anything_runs(worlds: Worlds, origin: str):
+    def closure(ctx: Context) -> None: ...
+
+    def main(ctx: Context) -> None: ...
+
+    main.__module__, main.__qualname__ = "__main__", "main"
+    body = {"lambda": lambda ctx: None, "closure": closure, "main": main}[origin]
+    with pytest.raises(RigError, match="must be a module-level function of an importable module"):
+        worlds.world(2).run(body)
+
+
+# --------------------------------------------------------------------------------------- it dies
+
+
+@pytest.mark.parametrize(("how", "state"), [("os-exit", "exited with 3"), ("sigkill", "SIGKILL")])
+@pytest.mark.parametrize(("size", "culprit"), [(2, 0), (3, 1), (4, 3)])
+def test_a_dead_rank_is_named_at_once(worlds: Worlds, size: int, culprit: int, how, state: str):
+    assert_healthy(worlds, size)
+    begun = time.monotonic()
+    with pytest.raises(RankDied) as caught:
+        worlds.world(size).run(bodies.fail, how, culprit)
+    assert time.monotonic() - begun < PROMPT_S
+    assert caught.value.primary == culprit
+    assert state in caught.value.headline
+    assert "all_reduce [" in str(caught.value), "the last collectives of the living"
+    assert_healthy(worlds, size)
+    os.kill(worlds.pool(size, None, "gloo").pids()[0], signal.SIGKILL)  # between two calls
+    with pytest.raises(RankDied, match=f"rank 0 of {size}: killed by SIGKILL"):
+        worlds.world(size).run(bodies.empty)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_collectives_of_unequal_sizes_never_pass(worlds: Worlds, size: int):
+    # Whether they end a process or block it is gloo's affair.
+    with pytest.raises((RankDied, RankHung, RankRaised)) as caught:
+        worlds.world(size).run(bodies.fail, "mismatch", 0, grace_s=GRACE_S)
+    failure: Any = caught.value  # each of the three has them
+    sizes = [size for report in failure.ranks for size in report.collectives]
+    assert "mismatch" in str(failure) or any("[[7]]" in size for size in sizes)
+    assert_healthy(worlds, size)
+
+
+# --------------------------------------------------------------------------------------- it hangs
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_hanging_rank_is_reported_with_its_stack(worlds: Worlds, size: int):
+    worlds.drop(None)  # collectives are numbered from the start of a pool
+    assert_healthy(worlds, size)
+    begun = time.monotonic()
+    with pytest.raises(RankHung) as caught:
+        worlds.world(size).run(bodies.fail, "hang", 1, grace_s=GRACE_S)
+    assert time.monotonic() - begun < HANG_S
+    assert f"blocked, nothing moved for {GRACE_S} s" in caught.value.headline
+    stack = caught.value.ranks[1].stack
+    assert f"line {line_of(bodies.fail, 'time.sleep')}, in fail" in stack
+    assert "rig/ranks/rank.py" not in stack
+    peer = caught.value.ranks[0]
+    assert peer.state == "in the body"
+    assert peer.collectives[-1] == "all_reduce [[4]] #2 of 0"
+    assert_healthy(worlds, size)
+
+
+def test_who_left_early_is_told_from_who_still_waits(worlds: Worlds):
+    worlds.drop(None)  # collectives are numbered from the start of a pool
+    with pytest.raises(RankHung) as caught:
+        worlds.world(3).run(bodies.fail, "leave", 2, grace_s=GRACE_S)
+    assert caught.value.headline.startswith("hang: rank 0 and 1 blocked")
+    assert caught.value.headline.endswith("rank 2 had already left the body")
+    assert caught.value.ranks[2].collectives[-1] == "all_reduce [[4]] #1 of 0"
+
+
+def extra_collective(ctx: Context) -> None:
+    if ctx.rank == 0:
+        dist.all_reduce(torch.ones(2), async_op=True)
+
+
+def test_ranks_out_of_step_are_told_and_get_a_new_group(worlds: Worlds):
+    # No failure: sends and receives are counted too, and a star of them is right.
+    leaks = worlds.world(2).run(extra_collective).leaks
+    assert any("different numbers of operations" in leak for leak in leaks)
+    assert_healthy(worlds, 2)
+
+
+def take_time(ctx: Context, does: Callable[[float], None], seconds: float) -> None:
+    if ctx.rank == 0:
+        does(seconds)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("does", "seconds", "grace_s"),
+    [(bodies.work, 2.5 * GRACE_S, GRACE_S), (time.sleep, 1.0, 2.0)],
+    ids=["computes", "sleeps for less than the grace"],
+)
+def test_slow_is_not_hung(worlds: Worlds, does, seconds: float, grace_s: float):
+    worlds.world(2).run(take_time, does, seconds, grace_s=grace_s)
+
+
+def test_a_body_that_computes_for_ever_meets_the_time_limit(worlds: Worlds):
+    with pytest.raises(RankHung, match="still computing after 2 s") as caught:
+        worlds.world(2).run(take_time, bodies.work, 3600.0, timeout_s=0.5)
+    line = line_of(bodies.work, "pass")
+    stack = caught.value.ranks[0].stack
+    assert f"line {line - 1}, in work" in stack or f"line {line}, in work" in stack
+    assert_healthy(worlds, 2)
+
+
+def raise_while_peer_sleeps(ctx: Context) -> None:
+    if ctx.rank == 1:
+        raise ValueError("first")
+    time.sleep(3600)
+
+
+def test_an_error_is_told_although_a_peer_cannot_be_released(worlds: Worlds):
+    with pytest.raises(RankRaised, match="rank 1 of 2 raised ValueError: first") as caught:
+        worlds.world(2).run(raise_while_peer_sleeps)
+    assert caught.value.ranks[0].state == "in the body"
+    assert "time.sleep(3600)" in caught.value.ranks[0].stack
+    assert_healthy(worlds, 2)
+
+
+def test_a_call_that_is_interrupted_leaves_no_old_reply(worlds: Worlds, monkeypatch):
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.Pool, "_collect", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            worlds.world(2).run(bodies.who, "old")
+    assert worlds.world(2).run(bodies.who, "new") == [(0, 2, "new"), (1, 2, "new")]
+
+
+def differing(*lists: tuple[str, ...]) -> str:
+    """What a message says of ranks whose last collectives were these."""
+    ranks = [RankReport(rank, "killed", collectives=of) for rank, of in enumerate(lists)]
+    return runner.message_of(RankDied("rank 0 of 2: killed", 0, ranks))
+
+
+def test_ranks_that_issue_different_collectives_are_told_where_they_part():
+    first, mine, yours = (f"all_reduce [[{n}]] #{at} of 0" for n, at in ((3, 7), (4, 8), (5, 8)))
+
+    said = differing((first, mine), (first, yours))
+
+    wanted = "differ from #8 on: all_reduce [[4]] on rank 0, all_reduce [[5]] on rank 1"
+    assert f"likely: the ranks' collectives {wanted}" in said
+    others = [(first,), ("send [[1]] #8 of 0",), ("all_reduce [[4]] #8 of 1",)]
+    assert "likely" not in differing((first, mine), *others), "not known, or of another group"

@@ -1,0 +1,359 @@
+"""An implementation is untrusted code: what it does to itself, it does to itself alone.
+
+Each file here does one thing that would end or mislead a suite that imported it: the outcome is a
+result with a message, the run goes on, and who is judged beside it is judged as ever. What a rank
+sends is data to its parent: all that is data arrives, and nothing else is called.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from spec_tests.rig import judge, target
+from spec_tests.rig.judge import runner
+from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.ranks import member, wire, world
+from spec_tests.rig.ranks.errors import RankDied, RankHung, RankRaised, RankReport, RigError
+from spec_tests.rig.ranks.rank import Context, RankConfig, Reply
+from spec_tests.rig.ranks.recorder import Kind
+from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.report.eventlog import read_log
+from spec_tests.tests.rig import bodies
+from spec_tests.tests.rig.helpers import MEAN, RIGHT, judged, python
+
+UNANSWERED = "(did not answer: "
+CRASH = "import ctypes; ctypes.string_at(0)"
+
+
+BESIDE = target.parse("torch")
+"""Right, and living on in the same worlds while others come and go."""
+
+
+def calling(statement: str) -> str:
+    """An implementation whose ddp does this."""
+    return f"import os, sys, time\nimport torch\ndef ddp(module):\n    {statement}\n"
+
+
+# ------------------------------------------------------------------------------- while it is called
+
+
+@pytest.mark.parametrize(
+    ("statement", "outcome", "said"),
+    [
+        ("sys.exit(0)", Outcome.FAILED, "raised SystemExit: 0"),
+        ("os._exit(0)", Outcome.DIED, "exited with 0"),
+        (CRASH, Outcome.DIED, "killed by SIGSEGV"),
+        ("os.kill(os.getpid(), 9)", Outcome.DIED, "killed by SIGKILL"),
+        ("return ddp(module)", Outcome.FAILED, "raised RecursionError"),
+        ("raise KeyboardInterrupt", Outcome.FAILED, "raised KeyboardInterrupt"),
+        ("time.sleep(1000)", Outcome.HANG, "time.sleep(1000)"),
+        ("raise ValueError('x' * 10**8)", Outcome.FAILED, "characters left out"),
+        ("return module.cuda()", Outcome.NOT_HERE, "not here: needs a CUDA device: "),
+        ("return torch.cuda.Stream()", Outcome.NOT_HERE, "not here: needs a CUDA device: "),
+        ("raise NotImplementedError(module)", Outcome.NOT_OFFERED, "not offered: ddp"),
+    ],
+    ids=[
+        *("exits", "ends the process", "crashes", "kills itself", "recurses", "interrupts"),
+        *("sleeps", "long words", "cuda", "streams", "left open"),
+    ],
+)
+def test_what_a_call_does_is_a_result_for_its_clause(
+    module_worlds: Worlds, mine, statement: str, outcome: Outcome, said: str
+):
+    if outcome is Outcome.NOT_HERE and torch.cuda.is_available():
+        pytest.skip("needs a machine without CUDA")
+    which = mine(calling(statement))
+    found = judged(which, module_worlds)
+    assert found.outcome == outcome, found.message
+    # On a crowded machine the rank may have no processor to say in time where it is.
+    assert said in found.message or (outcome is Outcome.HANG and UNANSWERED in found.message)
+    assert len(found.message) < 100_000
+    module_worlds.drop(which)
+    assert judged(BESIDE, module_worlds).outcome == Outcome.PASSED, (
+        "as if nothing had happened beside it"
+    )
+
+
+def test_what_floods_without_end_is_a_hang_with_its_stack_and_spares_the_disk(
+    own: Worlds, mine, monkeypatch
+):
+    monkeypatch.setattr(member, "_OUTPUT_BYTES", 2**14)
+    flood = mine(calling("while True: os.write(1, b'on and on\\n' * 2**13)"))
+    own.world(1, flood).run(bodies.empty)
+    with pytest.raises(RankHung) as caught:
+        own.world(1, flood).run(bodies.call_ddp, 0, timeout_s=2.0)
+    assert "while True: os.write" in str(caught.value) or UNANSWERED in str(caught.value)
+    assert " bytes before this were dropped)" in str(caught.value)
+
+
+def test_patience_wears_out_with_the_function_that_computes_without_end(own: Worlds, mine):
+    endless = mine(calling("while True: pass"))
+    own.world(1, endless).run(bodies.empty)
+    with judge.judging(judge.Situation(subject="ddp")):
+        with pytest.raises(RankHung, match="still computing after 2 s") as caught:
+            own.world(1, endless).run(bodies.call_ddp, 0, timeout_s=0.5)
+        patience = []
+        for _ in range(7):
+            patience.append(own.patience(endless))
+            own.note(endless, RankHung("hang: rank 0 blocked, nothing moved for 2 s", 0))
+            own.note(endless, caught.value)
+        assert patience == [2.0, 1.0, 0.5, 0.25, 0.125, 0.125, 0.125]
+        assert own.patience(BESIDE) == 4.0, "nobody else has used any of it up"
+    with judge.judging(judge.Situation(subject="sharded_optimizer")):
+        assert own.patience(endless) == 1.0, "another function of it has its limit, and no more"
+
+
+def test_who_is_judged_stands_in_the_situation():
+    case = {"world": 2, "subject": "ddp_bucketed"}
+    assert runner.situation(MEAN, BESIDE, case, "").subject == "ddp_bucketed"
+    needing = dataclasses.replace(MEAN, judges=(), needs=("train", "ddp"))
+    assert runner.situation(needing, BESIDE, {"world": 2}, "").subject == "train, ddp"
+
+
+def test_a_huge_observation_is_refused_where_it_is_made(own: Worlds, mine):
+    huge = mine(calling("return torch.zeros(65 * 2**20, dtype=torch.uint8)"))
+    with pytest.raises(Exception, match="expected observations of at most 64 MB, got 65 MB"):
+        own.world(1, huge).run(bodies.call_ddp, 0)
+
+
+# ----------------------------------------------------------------------------- while it is imported
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "limit_s"),
+    [
+        ("import os\nos._exit(0)\n", "exited with 0 while it imported the implementation", 60.0),
+        (CRASH, "killed by SIGSEGV while it imported the implementation", 60.0),
+        ("import time\ntime.sleep(99)\n", "the implementation does not end", 1.5),
+        ("while True:\n    print('x' * 2**16)\n", "the implementation does not end", 1.5),
+    ],
+    ids=["ends the process", "crashes", "sleeps", "floods"],
+)
+def test_what_never_loads_is_said_once_and_not_tried_for_every_clause(
+    own: Worlds, mine, monkeypatch, text: str, said: str, limit_s: float
+):
+    monkeypatch.setattr(member, "START_TIMEOUT_S", limit_s)
+    monkeypatch.setattr(member, "_OUTPUT_BYTES", 2**20)
+    if limit_s < 60.0:
+        monkeypatch.setattr(world, "_STARTS", 1)
+    started: list[RankConfig] = []
+    start = member.start
+
+    def counted(config: RankConfig) -> member.Member:
+        started.append(config)
+        return start(config)
+
+    monkeypatch.setattr(member, "start", counted)
+    broken = mine(text)
+    with pytest.raises((RankDied, RankHung)) as caught:  # how the command asks, before all clauses
+        own.pool(2, broken, "gloo")
+    assert said in str(caught.value)
+    assert started
+    found = [judged(broken, own)]  # another start at most
+    tried = len(started)
+    found += [judged(broken, own) for _ in range(2)]
+    assert len(started) == tried, "remembered"
+    assert [f.outcome for f in found] == [Outcome.ERROR] * 3
+    assert f"{broken.name} does not load: " in found[2].message
+    assert said in found[2].message
+    with pytest.raises(RigError, match="does not load"):
+        own.world(2, broken).offered()
+
+
+MEDDLER = """
+import os, torch, warnings
+import torch.distributed as dist
+torch.set_default_dtype(torch.float16)
+torch.set_grad_enabled(False)
+torch.set_num_threads(7)
+torch.manual_seed(3)
+torch.use_deterministic_algorithms(True)
+os.environ.update(RANK="5", WORLD_SIZE="9", OMP_NUM_THREADS="64")
+os.chdir("/")
+dist.init_process_group = dist.destroy_process_group = lambda *args, **kwargs: None
+dist.is_initialized = lambda: True
+dist.barrier = lambda *args, **kwargs: 1 / 0
+_print = print
+def print(*args): _print("meddled", *args)
+torch.Tensor.norm = lambda *args: 1 / 0
+"""
+
+
+def state(ctx: Context) -> list[object]:
+    """What a body finds."""
+    import torch
+
+    ctx.barrier()
+    names = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+    modes = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
+    found = [*modes, torch.get_num_threads(), str(torch.get_default_dtype()), str(Path.cwd())]
+    return [*found, torch.rand(1).item(), *(os.environ[name] for name in names)]
+
+
+def test_global_state_is_put_back_and_what_was_replaced_is_told(
+    own: Worlds, module_worlds: Worlds, mine
+):
+    meddler = mine(MEDDLER + RIGHT)
+    meddled = own.world(2, meddler).run(state)
+    assert meddled == module_worlds.world(2, BESIDE).run(state)
+    assert judged(meddler, own).outcome == Outcome.PASSED
+    said = "\n".join(own.leaks)
+    assert "rank 0, at import: default dtype: torch.float32 -> torch.float16 (restored)" in said
+    assert "rank 1, at import: replaced torch.distributed.init_process_group" in said
+    assert "replaced torch.Tensor.norm" in said
+
+
+def test_a_group_of_its_own_is_left_before_the_rig_makes_one(own: Worlds, mine):
+    text = (
+        "import os, tempfile, torch.distributed as dist\n"
+        "place = tempfile.mkdtemp()\n"
+        "dist.init_process_group('gloo', init_method=f'file://{place}/s', rank=0, world_size=1)\n"
+    )
+    assert judged(mine(text + RIGHT), own).outcome == Outcome.PASSED
+
+
+def test_a_failure_that_is_remembered_does_not_grow_from_clause_to_clause(own: Worlds):
+    own._failed[BESIDE, 1, "gloo", False] = [RankDied("rank 0 exited with 3", 0)] * world._STARTS
+    depths = []
+    for _ in range(3):
+        with pytest.raises(RankDied) as caught:
+            own.pool(1, BESIDE, "gloo")
+        depths.append(len(caught.traceback))
+    assert depths == depths[:1] * 3
+
+
+# ----------------------------------------------------------------------------------- the whole run
+
+
+def test_one_command_survives_all_of_it_and_judges_the_others_as_ever(tmp_path: Path):
+    hostile = (
+        "import os, sys\nimport torch.distributed as dist\n"
+        "dist.all_reduce = None\n"
+        "def ddp(module):\n    os._exit(3)\n"
+        "def ddp_bucketed(module, *, bucket_size_mb):\n    sys.exit(3)\n"
+        f"def sharded_optimizer(params, kind, **options):\n    {CRASH}\n"
+        "class Gone(int):\n    def __reduce__(self): return os._exit, (0,)\n"
+        "def accumulation_steps(**sizes):\n    return Gone(1)\n"
+    )
+    (tmp_path / "hostile.py").write_text(hostile)
+    (tmp_path / "right.py").write_text(RIGHT)
+    ended = python(
+        *("-m", "spec_tests"),
+        *("--impl", str(tmp_path / "hostile.py"), "--impl", str(tmp_path / "right.py")),
+        *("--clause", "ddp.gradients.frozen-stay-none", "--clause", "zero1.groups.live"),
+        *("--clause", "training.accumulation.fills-the-global-batch"),
+        *("--report", str(tmp_path / "out")),
+    )
+    events = read_log(tmp_path / "out" / "events.jsonl")
+    found = {
+        (Path(e["implementation"]).name, e["case"]): e["outcome"]
+        for e in events
+        if e["event"] == "result"
+    }
+    assert found == {
+        ("hostile.py", "ddp-w3"): "died",
+        ("hostile.py", "ddp_bucketed-w3"): "failed",
+        ("hostile.py", "w2"): "died",
+        ("hostile.py", "accumulation_steps-w1"): "failed",
+        ("right.py", "ddp-w3"): "passed",
+        ("right.py", "ddp_bucketed-w3"): "not_offered",
+        ("right.py", "w2"): "not_offered",
+        ("right.py", "accumulation_steps-w1"): "not_offered",
+    }
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert events[-1]["event"] == "footer"
+
+
+ELSEWHERE = """
+import collections, pathlib
+class Steps(int): pass
+class Trap(int):
+    def __reduce__(self): return pathlib.Path.touch, (pathlib.Path({witness!r}),)
+class Nested(int):
+    def __reduce__(self): return (collections.OrderedDict, ([("a", Trap())],))
+class Word(str):
+    def __reduce__(self): return Trap().__reduce__()
+class Named(ValueError):
+    def __str__(self): return Word("my words")
+def ddp(module):
+    {statement}
+"""
+
+
+def fail_without_words(ctx: Context) -> None:
+    assert ctx.rank == 2
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("return Steps(3)", r"rank 0 of 1: expected plain data, got .*_impl_mine\.Steps can"),
+        ("return Trap(3)", r"got what only pathlib\.\w*Path"),
+        ("return [{'a': Nested(3)}]", r"got what only pathlib\.\w*Path"),
+        ("return len", r"got what only builtins\.(len|getattr) can rebuild"),
+        ("return torch.nn.Linear(1, 1)", r"got what only torch\.nn\.modules\.linear\.Linear can"),
+        ("return rank._resolve", r"got what only spec_tests\.rig\.ranks\.rank\._resolve can"),
+        ("raise Named()", "raised Named: my words"),
+    ],
+    ids=["class", "calls", "nested", "builtin", "torch", "suite", "words"],
+)
+def test_what_is_more_than_data_is_refused_and_never_called_in_the_parent(
+    worlds: Worlds, tmp_path: Path, mine, statement: str, said: str
+):
+    witness = tmp_path / "ran"
+    text = ELSEWHERE.format(witness=str(witness), statement=statement)
+    which = mine("import torch\nfrom spec_tests.rig.ranks import rank\n" + text)
+    with pytest.raises(RankRaised, match=said) as caught:
+        worlds.world(1, which).run(bodies.call_ddp)
+    assert runner.outcome_of(caught.value) is Outcome.FAILED
+    assert str(caught.value.error.message) in runner.message_of(caught.value)
+    assert not witness.exists()
+    worlds.drop(which)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(1, 1.5, 1j, True, None, "x", b"x", bytearray(b"x"), (1, [2]), {3}, frozenset({4})),
+        *(range(5), slice(1, 2), collections.OrderedDict(a=1), collections.defaultdict(int, a=1)),
+        *(collections.deque([1]), collections.Counter("aab"), ValueError("words")),
+        *(torch.float8_e4m3fn, torch.Size([2, 3]), torch.device("cuda:1")),
+        *(np.int64(3), np.float32(0.5), np.dtype("int16")),
+        *([np.zeros((2, 3)), np.arange(6)[::2]], Kind.GATHER, RankReport(1, "returned")),
+    ],
+    ids=lambda value: f"{type(value).__name__}",
+)
+def test_all_that_is_data_is_read_as_it_was_sent(value: object):
+    back = wire.received(wire.dumps({"a": [value]}), dict)["a"][0]
+    assert type(back) is type(value)
+    assert repr(back) == repr(value)
+
+
+def test_bytes_that_are_no_answer_are_refused_as_what_they_are():
+    for data, said in {
+        b"": "cannot be read: EOFError",
+        b"nonsense": "cannot be read: ",
+        wire.dumps(3): "expected a Reply, got int",
+        pickle.dumps(os.system): r"only posix\.system can rebuild",
+        b"cspec_tests.rig.ranks.pool\nos.system\n.": r"only spec_tests\.rig\.ranks\.pool\.os\.",
+    }.items():
+        with pytest.raises(wire.NotPlain, match=said):
+            wire.received(data, Reply)
+
+
+def test_an_assertion_without_words_arrives_with_its_line(worlds: Worlds):
+    with pytest.raises(RankRaised) as caught:
+        worlds.world(2).run(fail_without_words)
+    line = fail_without_words.__code__.co_firstlineno + 1
+    assert caught.value.headline == (
+        f"rank 0 and 1 of 2 raised AssertionError at {__file__}:{line}: assert ctx.rank == 2"
+    )
+    assert not caught.value.error.message, "who refuses still has to say so in words"

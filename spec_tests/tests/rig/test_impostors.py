@@ -1,0 +1,230 @@
+"""The suite has teeth and bites nobody else: every impostor, the controls, the patches."""
+
+import inspect
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from spec_tests import museum
+from spec_tests.chapters.training import test_data, test_gradient
+from spec_tests.museum import command, duplicates, matrix
+from spec_tests.museum.card import Impostor
+from spec_tests.museum.crew import Crew, Job, Verdict
+from spec_tests.museum.patching import StalePatchError, forget, patched
+from spec_tests.rig import ledger, target
+from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.ranks.errors import RigError
+from spec_tests.rig.ranks.world import Worlds
+from spec_tests.tests.rig.helpers import judged
+
+NEAR_MISSES = [card for card in museum.CATALOGUE.values() if not card.is_benign]
+BENIGN = museum.find("benign.plain")
+
+
+@pytest.fixture(scope="session")
+def crew() -> Iterator[Crew]:
+    """A process per core, each with worlds that nobody else uses."""
+    with Crew(os.cpu_count() or 1) as members:
+        yield members
+
+
+@pytest.fixture(scope="session")
+def verdict_on(crew: Crew, request: pytest.FixtureRequest) -> Callable[[Impostor], Verdict]:
+    """What came of a near-miss; those that this run will ask for are judged side by side."""
+    asked = [getattr(item, "callspec", None) for item in request.session.items]
+    cards = [found.params["impostor"] for found in asked if found and "impostor" in found.params]
+    # A worker of xdist knows the whole session and gets a part of it.
+    ahead = [] if hasattr(request.config, "workerinput") else cards
+    futures = {card.id: crew.submit(Job(card.id, repeat=1)) for card in ahead}
+
+    def verdict(card: Impostor) -> Verdict:
+        return (futures.get(card.id) or crew.submit(Job(card.id, repeat=1))).result()
+
+    return verdict
+
+
+@pytest.mark.parametrize("impostor", NEAR_MISSES, ids=lambda card: card.id)
+def test_every_clause_that_an_impostor_names_rejects_it(verdict_on, impostor: Impostor):
+    assert verdict_on(impostor).complaints == []
+
+
+def test_no_two_near_misses_are_near_duplicates(verdict_on):
+    # Those that are written alike at least are seen differently, so that each proves something.
+    alike = [
+        (one, other)
+        for one, other, _ in duplicates.written_alike()
+        if verdict_on(museum.find(one)).observations == verdict_on(museum.find(other)).observations
+    ]
+    assert alike == []
+
+
+def test_the_null_impostor_is_accepted_by_a_sample_of_its_chapter(own: Worlds):
+    # All of them take minutes: `python -m spec_tests impostors --accepted`, which CI runs.
+    owed = [c for c in matrix.owed_by_benign(BENIGN) if c.chapter == "ddp" and c.worlds == (2,)]
+    assert len(owed) > 5
+    assert matrix.must_accept([matrix.probe(c, BENIGN, own) for c in owed[::4]]) == []
+
+
+@pytest.mark.parametrize(
+    ("id", "outcomes", "said"),
+    [
+        ("benign.plain", ("failed",), "rejected by ddp.gradients.mean (failed): all passed"),
+        ("ddp.sum-for-mean", ("hang",), "rejected by ddp.gradients.mean (hang): failed"),
+    ],
+    ids=["right code", "a failure of another kind"],
+)
+def test_what_is_no_rejection_is_reported(own: Worlds, id: str, outcomes, said: str):
+    accused = Impostor(id, "", "", "", ("ddp.gradients.mean",), outcomes=outcomes)
+    (complaint,) = matrix.must_reject(matrix.rejections(accused, own))
+    assert said in complaint
+
+
+def test_wrong_code_is_reported_where_it_should_have_been_accepted(own: Worlds):
+    accused = museum.find("ddp.sum-for-mean")
+    (clause,) = [c for c in ledger.load_all() if c.id == "ddp.gradients.mean"]
+    (complaint,) = matrix.must_accept([matrix.probe(clause, accused, own)])
+    assert "ddp.sum-for-mean must be accepted by ddp.gradients.mean: failed" in complaint
+    assert "likely: summed and not divided by the world size" in complaint
+
+
+def test_an_impostor_that_does_not_load_is_an_error_and_no_acceptance(own: Worlds, monkeypatch):
+    (clause,) = [c for c in ledger.load_all() if c.id == "ddp.gradients.mean"]
+    lost = Impostor("ddp.no-such-impostor", "", "", "", ())
+    finding = matrix.probe(clause, lost, own)
+    assert finding.decisive is not None
+    assert finding.decisive.outcome is Outcome.ERROR
+    assert "does not load: ValueError: no impostor 'ddp.no-such-impostor'" in (
+        finding.decisive.message
+    )
+    with pytest.raises(RigError):
+        own.world(2, matrix.target_of(lost)).offered()
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        test_data.test_a_step_without_all_its_data_is_not_taken_as_if_it_had_them,
+        test_gradient.test_training_in_two_calls_is_training_in_one,
+    ],
+)
+def test_a_mean_of_means_is_not_taken_for_another_fault(worlds: Worlds, test):
+    which = target.parse("impostor:training.mean-of-means")
+    found = judged(which, worlds, test)
+    assert found.outcome is Outcome.PASSED, found.message
+
+
+def test_a_crew_reports_what_is_wrong_and_goes_on(crew: Crew):
+    right, wrong = "ddp.gradients.weights-untouched", "ddp.gradients.mean"
+    jobs = [
+        Job("ddp.no-such-impostor", repeat=1),
+        Job("ddp.sum-for-mean", repeat=2, accepted_by=(right, wrong)),
+        Job("benign.plain", accepted_by=(right,)),
+    ]
+    lost, accused, free = [crew.submit(job).result() for job in jobs]
+    (complaint,) = lost.complaints
+    assert complaint.startswith("ddp.no-such-impostor: ValueError: no impostor 'ddp.no-such-")
+    (complaint,) = accused.complaints
+    assert f"ddp.sum-for-mean must be accepted by {wrong}: failed" in complaint
+    assert (free.impostor, free.complaints) == ("benign.plain", [])
+
+
+def test_margins_begin_with_the_clause_whose_tolerance_has_the_least_room():
+    said = {
+        "ddp.one": (
+            {"ddp.wide": 1e9, "ddp.tight": 1.4, "ddp.missed": 0.9},
+            ["ddp.noisy", "ddp.exact"],
+        ),
+        "ddp.two": ({"ddp.wide": 1e7}, []),
+        "control.reference": ({"ddp.wide": 0.1, "ddp.noisy": 0.8, "ddp.missed": 0.5}, []),
+    }
+    verdicts = {
+        name: Verdict(name, [], numbers, dict.fromkeys([*numbers, *exact], ""), 0.0)
+        for name, (numbers, exact) in said.items()
+    }
+    verdicts["control.reference"].complaints.append("control.reference must be accepted")
+
+    class Told:
+        def submit(self, job: Job) -> Future[Verdict]:
+            assert {*job.accepted_by} == {*verdicts["ddp.one"].observations}
+            done: Future[Verdict] = Future()
+            done.set_result(verdicts[job.impostor])
+            return done
+
+    near_misses = [verdicts["ddp.one"], verdicts["ddp.two"]]
+    lines, complaints = command.margins(near_misses, Told())  # type: ignore[arg-type]  # a crew
+    assert [line.split() for line in lines[2:-1]] == [
+        ["0.8", "-", "ddp.noisy", "(none", "was", "compared)"],
+        ["-", "1.4", "ddp.tight", "(ddp.one)"],
+        ["0.5", "-", "ddp.missed", "(none", "was", "compared)"],
+        ["0.1", "1e+07", "ddp.wide", "(ddp.two)"],
+    ]
+    assert lines[-1].startswith("1 other clauses have no tolerance")
+    assert complaints == ["control.reference must be accepted"]
+
+
+def test_a_process_that_ends_is_an_error_that_names_the_impostor(monkeypatch):
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with Crew(1) as crew, pytest.raises(ChildProcessError, match=r"on ddp.lost, but .* ended with"):
+        crew.submit(Job("ddp.lost")).result()
+
+
+def test_a_card_names_clauses_that_exist_and_is_unrelated_to_other_chapters_alone():
+    card = Impostor("ddp.lost", "", "", "", ("ddp.gradients.mean", "ddp.no.such"))
+    with pytest.raises(ValueError, match=r"names clauses that do not exist: \['ddp.no.such'\]"):
+        matrix.named_clauses(card)
+    chapters = {clause.chapter for clause in matrix.unrelated_clauses(NEAR_MISSES[0])}
+    assert NEAR_MISSES[0].id.partition(".")[0] not in chapters
+
+
+# ------------------------------------------------------------------------------------------ patches
+
+
+@pytest.fixture
+def victim(tmp_path: Path, monkeypatch) -> Iterator[str]:
+    """The name of a module that nobody has imported."""
+    name = "trainspec_victim_of_patches"
+    (tmp_path / f"{name}.py").write_text("one = 1\ntwo = 1 + 1\nthree = 3\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield name
+    sys.modules.pop(name, None)
+
+
+def test_a_patch_changes_the_import_and_no_file(victim: str, tmp_path: Path):
+    before = (tmp_path / f"{victim}.py").read_bytes()
+    with patched(((victim, "three = 3", "three = 4"), (victim, "one = 1", "one = 5"))):
+        module = __import__(victim)
+    assert (module.one, module.two, module.three) == (5, 2, 4)
+    assert "three = 4" in inspect.getsource(module), "Triton compiles this"
+    assert (tmp_path / f"{victim}.py").read_bytes() == before
+    sys.modules.pop(victim)
+    assert __import__(victim).three == 3, "neither by way of cached bytecode"
+    with pytest.raises(StalePatchError, match="already imported, too late to patch: trainspec"):
+        with patched(((victim, "one = 1", "one = 2"),)):
+            raise AssertionError("never entered")
+    forget(victim)
+    with patched(((victim, "one = 1", "one = 5"),)):
+        assert __import__(victim).one == 5
+
+
+@pytest.mark.parametrize(("find", "times"), [("four = 4", 0), ("1 +", 1), (" = 1", 2)])
+def test_an_anchor_fits_exactly_once_or_the_patch_is_stale(victim: str, find: str, times: int):
+    before = list(sys.meta_path)
+    if times == 1:
+        with patched(((victim, find, "2 +"),)):
+            assert __import__(victim).two == 3
+    else:
+        said = f"expected '{find}' once, found it {times} times"
+        with pytest.raises(StalePatchError, match=said), patched(((victim, find, "x"),)):
+            __import__(victim)
+    assert sys.meta_path == before, "no import hook is left behind"
+
+
+def test_a_patch_of_what_nobody_imports_is_stale(victim: str):
+    with pytest.raises(StalePatchError, match="never imported, so never patched: trainspec"):
+        with patched(((victim, "one = 1", "one = 2"),)):
+            pass

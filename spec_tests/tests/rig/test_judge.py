@@ -1,0 +1,310 @@
+"""Failure messages: what a wrong tensor looks like, in words, and what stands around the words.
+
+Whole messages are kept in `goldens/messages.txt`; see `golden` for how to write them anew.
+"""
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from spec_tests.rig import judge
+from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.judge.tolerance import exact, rounding
+from spec_tests.tests.rig import golden
+
+SITUATION = judge.Situation(
+    clause="ddp.gradients.mean",
+    sentence="Every rank MUST hold the mean over ranks of the local gradients.",
+    implementation="mine.py",
+    case="ddp-w2-mlp",
+    world_size=2,
+    rerun="python -m spec_tests --impl mine.py --clause ddp.gradients.mean",
+    source="Li et al. 2020, section 3.2.1",
+    where="spec_tests/chapters/ddp/test_gradients.py:41",
+)
+MEAN = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]], dtype=torch.float64)
+LOCAL = MEAN + torch.eye(3, dtype=torch.float64)
+
+
+ONE = torch.ones(1, dtype=torch.float64)
+NEXT_TO_ONE = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
+NEVER_REDUCED = Hint("the local gradient: never reduced", {"first.weight": LOCAL})
+OF_EACH_RANK = Hint("its own", [{"first.weight": MEAN}, {"first.weight": LOCAL}])
+
+
+def judged(*observed: torch.Tensor | None, expected: torch.Tensor = MEAN, **options) -> None:
+    """Judge what each rank holds as the mean gradient of one parameter."""
+    judge.tensors(
+        [{"first.weight": seen} for seen in observed],
+        {"first.weight": expected},
+        **{"quantity": "mean gradient", **options},
+    )
+
+
+def message(judging: Callable[[], None]) -> str:
+    """The text of the violation, in the situation above."""
+    with judge.judging(SITUATION), pytest.raises(judge.Violation) as caught:
+        judging()
+    return str(caught.value)
+
+
+def with_element(value: float) -> torch.Tensor:
+    changed = MEAN.clone()
+    changed[1, 2] = value
+    return changed
+
+
+ON_RANK_1 = {
+    "sum for mean": 2 * MEAN,
+    "divided twice": MEAN / 2,
+    "reduced twice": 4 * MEAN,
+    "sign": -MEAN,
+    "odd factor": 3 * MEAN,
+    "local": LOCAL,
+    "zero": 0 * MEAN,
+    "none": None,
+    "not finite": with_element(float("nan")),
+    "infinite": with_element(float("inf")),
+    "transposed": MEAN.T,
+    "prefix": torch.cat([MEAN.flatten()[:4], -torch.ones(5).double()]).view(3, 3),
+    "one element": with_element(0.5),
+    "dtype": MEAN.float(),
+    "shape": MEAN.flatten(),
+    "nothing known": MEAN.flip(0).square() + 1,
+}
+"""Symptom to what rank 1 holds in place of the mean; rank 0 is right."""
+TWO_NAMES = {"a": MEAN, "b": MEAN, "c": MEAN}
+VIOLATIONS: dict[str, Callable[[], None]] = {
+    **{name: partial(judged, MEAN, it, hints=[NEVER_REDUCED]) for name, it in ON_RANK_1.items()},
+    "on all ranks, with a tolerance": lambda: judged(
+        *(2 * MEAN, 2 * MEAN), within=rounding(torch.float64, terms=8), given="toy 'mlp', seed 7"
+    ),
+    "one number, twice": lambda: judged(ONE, 2 * ONE, expected=ONE),
+    "one number, by no factor that means something": lambda: judged(ONE, 2.7 * ONE, expected=ONE),
+    "no bit is forgiven": lambda: judged(
+        NEXT_TO_ONE, expected=torch.tensor(1.0), quantity="x", within=exact()
+    ),
+    "a hint that differs by rank": lambda: judged(MEAN, LOCAL, hints=[OF_EACH_RANK]),
+    "too small for float16": lambda: judged(0 * MEAN, expected=MEAN * 1e-9),
+    "a tensor where none belongs": lambda: judge.tensors(
+        [{"frozen.bias": MEAN}], {"frozen.bias": None}, quantity="gradient"
+    ),
+    "two of three names on two of three ranks": lambda: judge.tensors(
+        [TWO_NAMES, *[{**TWO_NAMES, "b": 2 * MEAN, "c": 2 * MEAN}] * 2],
+        TWO_NAMES,
+        quantity="mean gradient",
+    ),
+    "other names than expected": lambda: judge.tensors(
+        [{"module.a": MEAN}], {"a": MEAN}, quantity="gradient"
+    ),
+    "an expected value of its own for each rank": lambda: judge.tensors(
+        [{"a": LOCAL}, {"a": LOCAL}], [{"a": MEAN}, {"a": LOCAL}], quantity="x"
+    ),
+    "ranks that differ": lambda: judge.same_on_all_ranks(
+        [{"a": MEAN}, {"a": MEAN}, {"a": LOCAL}], quantity="weight", given="after step 3"
+    ),
+    "a name missing on a rank": lambda: judge.same_on_all_ranks([{"a": MEAN}, {}], quantity="x"),
+    "a name only on one rank": lambda: judge.same_on_all_ranks(
+        [{"a": MEAN}, {"a": MEAN, "b": MEAN}], quantity="x"
+    ),
+    "a plain value on one rank": lambda: judge.equal([3, 4], 3, quantity="steps"),
+    "plain values on two ranks": lambda: judge.equal([4, 3, 5], 3, quantity="steps"),
+    "a condition": lambda: judge.holds(
+        False, "two is not three", likely="arithmetic", given="a test"
+    ),
+}
+
+
+def test_every_message_is_as_it_was_kept():
+    found = [f"---------- {name}\n{message(wrong)}\n" for name, wrong in VIOLATIONS.items()]
+    golden.check("messages.txt", "\n".join(found))
+
+
+def test_what_is_right_raises_nothing():
+    judge.tensors([{"a": MEAN}, {"a": LOCAL}], [{"a": MEAN}, {"a": LOCAL}], quantity="x")
+    judge.tensors([{"a": torch.tensor([-0.0])}], {"a": torch.tensor([0.0])}, quantity="x")
+    judge.same_on_all_ranks([{"a": MEAN, "b": None}] * 3, quantity="weight")
+    judge.same_on_all_ranks([{"a": MEAN}], quantity="weight")
+    judge.equal([3, 3], 3, quantity="steps")
+    judge.holds(True, "never shown")
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [("float32", torch.float64), ("float16", torch.float32), ("bfloat16", torch.float32)],
+)
+@pytest.mark.parametrize("how", ["rounded", "added up"])
+def test_a_value_that_went_through_fewer_bits_is_told_by_its_error(name: str, own, how: str):
+    narrow = getattr(torch, name)
+    parts = torch.randn(3, 6, 5, dtype=own, generator=torch.Generator().manual_seed(7))
+    wanted = parts.sum(dim=0)
+    seen = (wanted if how == "rounded" else parts).to(narrow).to(own)
+    seen = seen if how == "rounded" else seen.sum(dim=0)
+    text = message(partial(judged, seen, expected=wanted, within=rounding(own, terms=3)))
+    assert f"it went through {name} on the way" in text or (
+        how == "added up" and f"got it with an error of the size of {name}'s rounding" in text
+    )
+
+
+def test_where_two_dtypes_round_alike_both_are_named():
+    wanted = torch.arange(30.0, dtype=torch.float64) + 2.0**-20
+    text = message(partial(judged, wanted.bfloat16().double(), expected=wanted))
+    assert "it went through float16 or bfloat16 on the way" in text
+
+
+def test_an_error_of_the_dtypes_own_rounding_or_of_no_rounding_is_not_told_so():
+    wanted = torch.randn(6, 5, generator=torch.Generator().manual_seed(7))
+    for seen in (wanted * (1 + torch.finfo(torch.float32).eps), wanted + 0.05 * wanted.flip(0)):
+        said = message(partial(judged, seen, expected=wanted))
+        assert "float" not in said.partition("likely")[2].partition("allowed")[0]
+    twice = partial(judged, 2 * wanted, 2 * wanted, expected=wanted)
+    assert "summed and not divided" in message(twice)
+
+
+def test_a_diagnosis_is_not_given_where_another_part_of_the_finding_speaks_against_it():
+    wanted = torch.randn(6, 6, generator=torch.Generator().manual_seed(7))
+    rounded, names = wanted.bfloat16().float() + 2e-4, {"first": wanted, "second": wanted}
+    for second, is_said in ((wanted, True), (2 - wanted, False)):
+        seen = [{"first": rounded, "second": second}]
+        said = message(partial(judge.tensors, seen, names, quantity="mean gradient"))
+        assert ("size of bfloat16's rounding" in said) == is_said, said
+    few = wanted.flip(0) + 1
+    few[0, :2] = wanted[0, :2]
+    assert "likely" not in message(partial(judged, few, expected=wanted))
+    # Of five rows the first of two ranks has three: that is a part, and four are all but the last.
+    for rows, kept, said in ((6, 3, "divided twice"), (5, 3, "divided twice"), (5, 4, "cut off")):
+        whole = wanted[:rows]
+        assert said in message(partial(judged, *[whole[:kept]] * 2, expected=whole))
+
+
+def test_positions_are_called_mixed_up_only_where_some_that_say_something_are_right():
+    wanted = torch.arange(1.0, 13.0, dtype=torch.float64).reshape(4, 3)
+    wanted[1:3] = 0  # rows of an embedding that no batch touches
+    untouched = torch.where(wanted == 0, wanted, wanted.flip(1) ** 2)
+    assert "mixed up" not in message(partial(judged, untouched, expected=wanted))
+    wanted[1:3] = torch.tensor([[20.0], [30.0]], dtype=torch.float64)
+    swapped, stale, one = wanted.clone(), wanted.clone(), wanted.clone()
+    swapped[[0, 3]], stale[0], one[0, 0] = wanted[[3, 0]], 7.5 * wanted[3].flip(0), 9
+    for seen, got, is_mixed in (
+        (swapped, "got it in 2 of 4 rows", True),
+        (stale, "got it in 3 of 4 rows", False),
+        (one, "got it in 11 of 12 elements", False),
+    ):
+        said = message(partial(judged, seen, expected=wanted))
+        assert got in said
+        assert ("likely: rows are mixed up" in said) == is_mixed, said
+
+
+@pytest.mark.parametrize(
+    ("ranks", "factor", "words"),
+    [
+        (3, 3.0, "summed and not divided by the world size"),
+        (2, 2.0, "summed and not divided by the world size, or counted twice"),
+        (3, 1.5, "divided by 2, and the group has 3"),
+        (3, 0.75, "divided by 4, and the group has 3"),
+        (4, 2.0, "divided by 2, and the group has 4, or counted twice"),
+        (3, 2.0, "off by the constant factor 2"),
+        (3, 1 / 3, "divided by the world size twice"),
+        (2, 0.5, "divided by the world size twice, or halved"),
+        (3, 0.5, "off by the constant factor 0.5"),
+    ],
+)
+def test_what_a_factor_means_depends_on_the_number_of_ranks(ranks: int, factor: float, words: str):
+    wanted = torch.arange(1.0, 7.0, dtype=torch.float64)
+    said = message(partial(judged, *[factor * wanted] * ranks, expected=wanted))
+    assert f"likely: {words}\n" in said
+    weights = [{"w": factor * wanted}] * ranks
+    said = message(partial(judge.tensors, weights, {"w": wanted}, quantity="weight"))
+    assert "likely: off by the constant factor" in said, "no mean over ranks: a factor is a factor"
+
+
+def test_what_two_known_mistakes_give_either_may_have_given():
+    hints = [Hint(f"{each}: it was lost", {"first.weight": LOCAL}) for each in ("one", "another")]
+    said = message(partial(judged, LOCAL, hints=hints))
+    assert "got what this gives: one\nlikely: one: it was lost; or another: it was lost" in said
+
+
+def test_a_hint_that_is_hardly_told_from_what_is_right_is_not_given():
+    # A weight that decay brings back to where it was: it moved, by less than one can tell.
+    wanted = torch.full((4,), -2.0, dtype=torch.float64)
+    for initial, seen, is_given in (
+        (wanted, wanted + 1.7e-9, False),
+        (wanted + 1e-9, wanted + 1.7e-9, False),
+        (wanted + 1e-9, wanted + 1e-9, True),
+    ):
+        hint = Hint("the initial weight: nobody updated it", {"first.weight": initial})
+        said = message(partial(judged, seen, expected=wanted, hints=[hint]))
+        assert ("nobody" in said) == is_given
+
+
+def test_a_hint_may_be_computed_only_where_something_is_wrong():
+    def not_yet() -> list[dict[str, torch.Tensor | None]]:
+        asked.append(1)
+        return [{"first.weight": MEAN}, {"first.weight": LOCAL}]
+
+    asked: list[int] = []
+    hint = Hint("its own", not_yet)
+    judged(MEAN, hints=[hint])
+    assert not asked
+    assert "likely: its own" in message(partial(judged, MEAN, LOCAL, hints=[hint]))
+    assert asked
+
+
+# --------------------------------------------------------------------------- how far is too far
+
+
+def test_a_difference_within_the_tolerance_passes_and_leaves_its_margin():
+    within = rounding(torch.float64, terms=4)
+    near = MEAN * (1 + 1e-16 * torch.arange(9).view(3, 3))
+    with judge.judging(judge.Situation()) as here:
+        judge.tensors([{"a": MEAN}, {"a": near}], {"a": MEAN}, quantity="x", within=within)
+    assert here.margins[0]["error"] == 0.0
+    assert all(margin["tolerance"] == within.bound(MEAN) for margin in here.margins)
+    assert all(0 <= margin["ratio"] < 1 for margin in here.margins)
+    assert len(here.margins) == 2
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("seen", "wanted", "is_right"),
+    [
+        *(([sign * INF, 1.0 + 1e-16], [sign * INF, 1.0], True) for sign in (1, -1)),
+        *(([wrong, right], [INF, 1.0], False) for wrong, right in ((INF, 1.1), (0.0, 1.0))),
+        *(([wrong, 1.0], [-INF, 1.0], False) for wrong in (INF, NAN, 0.0)),
+        *(([wrong, 1.0], [NAN, 1.0], False) for wrong in (NAN, 1.0)),
+    ],
+)
+def test_an_infinity_equals_itself_alone_and_a_nan_nothing(seen, wanted, is_right: bool):
+    observed, expected = (torch.tensor(each, dtype=torch.float64) for each in (seen, wanted))
+    within = rounding(torch.float64, terms=4)
+    with contextlib.nullcontext() if is_right else pytest.raises(judge.Violation):
+        judge.tensors([{"a": observed}], {"a": expected}, quantity="x", within=within)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.empty(0, 3), torch.tensor(True), torch.arange(3), torch.ones(2, dtype=torch.bfloat16)],
+    ids=["empty", "bool", "integers", "bfloat16"],
+)
+def test_tensors_of_any_kind_are_judged(tensor: torch.Tensor):
+    judge.tensors([{"a": tensor}], {"a": tensor.clone()}, quantity="x")
+    if tensor.numel():
+        changed = ~tensor if tensor.dtype == torch.bool else tensor + 1
+        with pytest.raises(judge.Violation, match="rank 0, 'a'"):
+            judge.tensors([{"a": changed}], {"a": tensor}, quantity="x")
+
+
+def test_situations_nest_and_end():
+    inner = judge.Situation(clause="data.order.inner")
+    with judge.judging(SITUATION):
+        with judge.judging(inner), pytest.raises(judge.Violation, match=r"^\[data\.order\.inner\]"):
+            judge.holds(False, "x")
+        with pytest.raises(judge.Violation, match=r"^\[ddp\.gradients\.mean\]"):
+            judge.holds(False, "x")
+    with pytest.raises(judge.Violation, match=r"^\[\(no clause\)\]"):
+        judge.holds(False, "x")

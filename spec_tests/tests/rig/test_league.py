@@ -1,0 +1,90 @@
+"""The league: its page is current, its scripts are complete, a missing library is named."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spec_tests.impls import league
+from spec_tests.rig import ledger
+from spec_tests.rig.judge import expectations
+from spec_tests.rig.target import LEAGUE, PACKAGE_ROOT
+
+FOLDER = PACKAGE_ROOT / "impls" / "league_repros"
+SCRIPTS = sorted(FOLDER.glob("*.py"))
+LINES = 60
+HEAD = ("Expected", "Got", "Versions", "Clause", "Issue")
+
+scripts = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+
+
+def imported(path: Path) -> set[str]:
+    """The packages that a script imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").partition(".")[0])
+    return found - sys.stdlib_module_names
+
+
+@scripts
+def test_a_script_is_short_and_imports_torch_and_its_library_alone(path: Path):
+    name = league.owner(path)
+    assert imported(path) <= {"torch", LEAGUE[name][0]}
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= LINES
+
+
+@scripts
+def test_the_head_is_complete_and_names_clauses_that_are_declared(path: Path):
+    name = league.owner(path)
+    [script] = [each for each in league.scripts(name) if each.path == path]
+    assert [part for part in HEAD if part not in script.head] == []
+    declared = {
+        entry.clause
+        for entry in expectations.load(PACKAGE_ROOT / "impls" / f"{name}.toml")
+        if not entry.is_inherited
+    }
+    assert script.clauses() <= declared
+
+
+def test_deviations_name_clauses_that_exist():
+    known = {clause.id for clause in ledger.load_all()}
+    for name in LEAGUE:
+        entries = expectations.load(PACKAGE_ROOT / "impls" / f"{name}.toml")
+        assert {entry.clause for entry in entries} <= known
+
+
+def test_every_library_has_a_result_and_the_page_is_current():
+    assert {*LEAGUE, "torch"} == {path.stem for path in league.RESULTS.glob("*.json")}
+    assert league.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize("name", [*LEAGUE, "torch"])
+def test_every_clause_that_failed_is_explained(name: str):
+    result = json.loads((league.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    entries = {entry.clause for entry in expectations.load(league.FOLDER / f"{name}.toml")}
+    assert {*result["failed"]} <= entries
+    assert result["passed"] <= result["judged"]
+
+
+def test_a_library_that_is_not_installed_ends_the_command_with_status_2(tmp_path: Path):
+    """In an interpreter that finds no installed package of that name."""
+    hidden = "import sys; sys.modules['fairscale'] = None\n"
+    code = f"{hidden}from spec_tests.__main__ import main; sys.exit(main(['--impl', 'fairscale']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=PACKAGE_ROOT.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 2, said
+    assert "--impl fairscale: install fairscale: pip install fairscale" in said
+    assert "Traceback" not in said

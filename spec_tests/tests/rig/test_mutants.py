@@ -1,0 +1,85 @@
+"""Mutants: what is changed, how one is named and judged, and what bad arguments come to."""
+
+from __future__ import annotations
+
+import pytest
+
+from spec_tests import museum
+from spec_tests.museum import mutants
+from spec_tests.programs import meter
+
+TEXT = '''
+def mean(parts, n: int = 1, *, is_sum: bool = False):
+    """A docstring stays."""
+    total = max(parts)
+    for part in parts:
+        if part and not is_sum:
+            total.add_(part.clone())
+    return total / n
+'''
+CHANGES = (
+    "    pass\n    for part",  # a statement goes
+    "total = min(parts)",
+    "for part in list(parts)[:1]",
+    "if not (part and (not is_sum))",
+    "if True:",
+    "if False:",
+    "if part or (not is_sum)",
+    "if part and is_sum",
+    "total.add_(part)\n",
+    "return total * n",
+    "    return\n",
+)
+
+
+def test_each_kind_of_change_is_made_once():
+    before, *after = mutants.sources(TEXT)
+    found = [f"{text}\n" for text in after]
+    # Where `unparse` sets parentheses is its own affair.
+    bare = [text.replace("(", "").replace(")", "") for text in found]
+    wanted = [text.replace("(", "").replace(")", "") for text in CHANGES]
+    counts = {text: sum(text in each for each in bare) for text in wanted}
+    assert counts == dict.fromkeys(wanted, 1), found
+    assert len(found) == len(CHANGES) + 1  # the call in the branch goes as well
+    assert "docstring" in before
+    assert all("docstring" in each for each in found)
+    for text in found:
+        compile(text, "mutant", "exec")
+
+
+def test_a_mutant_is_an_impostor_of_one_patch():
+    mutant = mutants.of("solution.parallel.ddp")[0]
+    card = museum.find(mutant.id)
+    [(module, _, replace)] = card.patches
+    assert (module, replace) == ("solution.parallel.ddp", mutant.after)
+    assert card.does.count("\n-") == 1
+
+
+@pytest.mark.parametrize(
+    "id", ["mutant.solution.parallel.ddp.99999", "mutant.solution.parallel.ddp.x"]
+)
+def test_a_number_that_no_mutant_has_is_refused(id: str):
+    with pytest.raises(ValueError, match="expected a number below"):
+        museum.find(id)
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("solution.parallel.nothing", "got 'solution.parallel.nothing'"),
+        ("solution.comm", "the reference's ddp"),
+        ("spec_tests.plain.ddp", "the reference's ddp"),
+    ],
+)
+def test_a_module_that_cannot_be_judged_is_wrong_usage(module: str, said: str, capsys):
+    with pytest.raises(SystemExit) as ended:
+        meter.main(["--of", module])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_mutant_that_never_averages_falls_to_a_situation():
+    every = mutants.of("solution.parallel.ddp")
+    mutant = next(m for m in every if "if not not self._reducer.is_sending" in m.after)
+    said = meter.told_by(mutant, seconds=30, clauses=False)
+    assert said.startswith("seed: ddp on 2: ")

@@ -1,0 +1,302 @@
+"""What the machine lacks is "not here" with advice; what the code does wrong stays a failure.
+
+Both sides: an error of Triton's own may be a limit of its interpreter or a fault of the kernel, a
+module that is not found may be a package to install or a submodule that was never written.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import shutil
+import unittest
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spec_tests.chapters.attention import interpreter, test_refusals
+from spec_tests.chapters.ddp import test_programs
+from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.ranks import not_here
+from spec_tests.rig.ranks.errors import RankRaised
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import Worlds
+from spec_tests.tests.rig.helpers import CHECKOUTS, judged, python, replaced
+
+CS336 = CHECKOUTS / "cs336_2026"
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs Triton, which is not installed"
+)
+
+
+# ---------------------------------------------------------------------------------------- Triton
+
+
+def launch(ctx: Context, name: str, is_doubled: bool = False) -> torch.Tensor:
+    """What the kernel called `name` makes of ones."""
+    kernels: Any = importlib.import_module("spec_tests.tests.rig.kernels")
+    interpreter.mend()
+    x, out = torch.ones(16, 16), torch.zeros(16, 16)
+    getattr(kernels, name)[(1,)](x, out, is_doubled, N=16)
+    return out
+
+
+def on_the_host(ctx: Context) -> None:
+    """A function of Triton's language outside of any kernel."""
+    import triton.language as tl
+
+    tl.arange(0, 16)
+
+
+@needs_triton
+@pytest.mark.parametrize("is_doubled", [False, True])
+def test_block_pointers_and_a_plain_bool_are_interpreted(module_worlds: Worlds, is_doubled: bool):
+    (found,) = module_worlds.world(1).run(launch, "block_pointers", is_doubled)
+    assert found.tolist() == [[1.0 + is_doubled] * 16] * 16
+
+
+@needs_triton
+@pytest.mark.parametrize("kernel", ["device_function", "assembly", "tuned"])
+def test_what_the_interpreter_cannot_do_is_not_here(module_worlds: Worlds, kernel: str):
+    with pytest.raises(unittest.SkipTest, match=r"not here: run it on .* \(\w+\.py:\d+\)"):
+        module_worlds.world(1).run(launch, kernel)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        ("product_of_unequal_dtypes", "same dtype"),
+        ("product_of_unequal_shapes", "reduction dimensions"),
+        ("odd_range", "power of 2"),
+        ("unknown_name", "no_such_name"),
+        ("unknown_function", "no_such_function"),
+        ("asserting", "0 active drivers"),
+    ],
+)
+def test_what_triton_refuses_in_a_kernel_is_a_failure(
+    module_worlds: Worlds, kernel: str, said: str
+):
+    with pytest.raises(RankRaised, match=said):
+        module_worlds.world(1).run(launch, kernel)
+
+
+@needs_triton
+def test_tritons_language_without_a_kernel_is_a_failure(module_worlds: Worlds):
+    with pytest.raises(RankRaised, match="Did you forget to add @triton"):
+        module_worlds.world(1).run(on_the_host)
+
+
+def raised(file: str, statement: str) -> BaseException:
+    """The error of a statement that stands in `file`."""
+    try:
+        exec(compile(statement, file, "exec"), {"InterpreterError": InterpreterError})
+    except Exception as error:
+        return error
+    raise AssertionError("expected an error")
+
+
+class InterpreterError(Exception):
+    """As in Triton."""
+
+
+INTERPRETER = "/site-packages/triton/runtime/interpreter.py"
+LANGUAGE = "/site-packages/triton/language/core.py"
+
+
+def within_a_kernel(statement: str) -> str:
+    return (
+        f"try:\n    {statement}\nexcept Exception as e:\n    raise InterpreterError(repr(e)) from e"
+    )
+
+
+IDIOMS, BUILD = "triton>=3.6,<3.8", "/site-packages/triton/runtime/build.py"
+POINTERS = "raise RuntimeError('Block pointers have been removed in favor of the tensor ...')"
+SCALARS = "raise TypeError('only 0-dimensional arrays can be converted to Python scalars')"
+ITEMSIZE = "raise ValueError('numpy data itemsize (32 bits) exceeds dtype primitive_bitwidth')"
+COMPILER = "raise RuntimeError('Failed to find C compiler. Please specify via CC')"
+AGGREGATE = "type('_aggregate_type', (), {})().element_ty"
+
+
+@pytest.mark.parametrize(
+    ("file", "statement", "advice"),
+    [
+        (LANGUAGE, POINTERS, IDIOMS),
+        ("mine.py", within_a_kernel(AGGREGATE), IDIOMS),
+        (INTERPRETER, within_a_kernel(SCALARS), "'numpy<2.4'"),
+        (INTERPRETER, ITEMSIZE, "CUDA device"),
+        (BUILD, COMPILER, "install a C compiler"),
+    ],
+)
+def test_an_error_is_recognised_by_its_words_and_its_place(file, statement, advice):
+    assert advice in str(not_here.translated(raised(file, statement)))
+    # The same words, spoken by the implementation.
+    if file != "mine.py":
+        error = raised("mine.py", statement)
+        assert not_here.translated(error) is error
+
+
+# ------------------------------------------------------------------------------ simulated ranks
+
+RESULT = """
+import torch.distributed as dist
+from spec_tests.plain import *
+
+def finish_gradient_synchronization(wrapped):
+    for parameter in wrapped.parameters():
+        if parameter.grad is not None:
+            work = dist.all_reduce(parameter.grad, async_op=True)
+            work.wait()
+            parameter.grad = work.result()[0] / dist.get_world_size()
+
+def ddp(module, *, process_group=None):
+    return module
+"""
+
+
+def test_what_simulated_ranks_lack_is_not_here(module_worlds: Worlds, mine):
+    which = mine(RESULT)
+    assert judged(which, module_worlds).outcome is Outcome.PASSED
+    found = judged(
+        which, module_worlds, test_programs.test_no_order_of_events_changes_the_gradients
+    )
+    assert found.outcome is Outcome.NOT_HERE, found.message
+    assert "Work.result() is not simulated" in found.message
+
+
+# ------------------------------------------------------------------------------ imports that fail
+
+LAZY = """
+def ddp(module, *, process_group=None):
+    {statement}
+    return module
+def flash_attention(q, k, v, **options):
+    {statement}
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "advice"),
+    [
+        ("import no_such_package.part", "python -m pip install no_such_package"),
+        ("from cs336_basics.model import Linear", "course's package cs336_basics is not in the"),
+        ("import pytest.no_such_part", "another version of pytest is needed"),
+        ("from pytest import no_such_name", "another version of pytest is needed"),
+        ("import importlib.metadata as m; m.version('no-such-package')", "pip install -e"),
+        (
+            "raise ImportError('libcudart.so: cannot open shared object file')",
+            "does not fit this machine",
+        ),
+    ],
+)
+def test_what_is_not_installed_is_not_here(module_worlds: Worlds, mine, statement, advice):
+    found = judged(mine(LAZY.format(statement=statement)), module_worlds)
+    assert found.outcome is Outcome.NOT_HERE, found.message
+    assert "\nnot here: " in found.message
+    assert advice in found.message
+    assert "(mine.py:3)" in found.message
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import mine_too.no_such_part",
+        "from mine_too import no_such_name",
+        "from typing import no_such_name",
+        "import os.no_such_part",
+        # Merely after it, and not because of it.
+        "try: import no_such_package\n    except ImportError: raise ValueError(module)",
+        "from . import part",
+    ],
+)
+def test_what_the_implementation_lacks_of_itself_is_a_failure(
+    module_worlds: Worlds, mine, statement
+):
+    mine("", "mine_too/__init__.py")
+    found = judged(mine(LAZY.format(statement=statement)), module_worlds)
+    assert found.outcome is Outcome.FAILED, found.message
+
+
+@pytest.mark.parametrize(
+    ("statement", "advice"),
+    [
+        ("from typing import override", "use Python 3.12 or newer"),
+        ("import typing; typing.override", "use Python 3.12 or newer"),
+        ("from warnings import deprecated", "use Python 3.13 or newer"),
+        ("import annotationlib", "use Python 3.14 or newer"),
+        ("import distutils.core", "use Python 3.11 or older"),
+    ],
+)
+def test_a_name_of_another_python_is_not_here(statement: str, advice: str):
+    try:
+        exec(statement, {})
+    except (ImportError, AttributeError) as error:
+        found = not_here.translated(error)
+    else:
+        pytest.skip("this Python has it")
+    assert advice in str(found)
+
+
+def test_a_missing_package_is_not_taken_for_a_refusal(module_worlds: Worlds, mine):
+    which = mine(LAZY.format(statement="import no_such_package"))
+    test = test_refusals.test_inputs_that_do_not_fit_are_refused
+    case = {"world": 1, "subject": "flash_attention", "case": "none"}
+    found = judged(which, module_worlds, test, case)
+    assert found.outcome is Outcome.NOT_HERE, found.message
+
+
+def test_at_load_the_advice_takes_the_place_of_a_traceback(mine, tmp_path: Path):
+    checkout = tmp_path / "checkout"
+    shutil.copytree(CS336, checkout)
+    replaced(
+        checkout / "cs336_systems" / "fsdp.py",
+        ("import functools\n", "import functools, no_such_package\n"),
+    )
+    mine("import no_such_package", "helper.py")
+    for words, place in (
+        (mine("import torch\nimport no_such_package.part\n").name, "(mine.py:2)"),
+        (mine("from helper import x\n", "other.py").name, "(helper.py:1)"),
+        (f"cs336:{checkout}", "(fsdp.py:3)"),
+    ):
+        ended = python("-m", "spec_tests", "--impl", words)
+        assert ended.returncode == 2
+        assert ended.stderr.count("python -m pip install no_such_package") == 1, ended.stderr
+        assert place in ended.stderr
+        assert "Traceback" not in ended.stderr
+
+
+def test_a_package_of_the_course_that_is_missing_is_one_message(tmp_path: Path):
+    checkout = tmp_path / "mine"
+    shutil.copytree(CS336, checkout, ignore=shutil.ignore_patterns("cs336-basics"))
+    importing = "from cs336_systems.fsdp import FSDP\n"
+    lazily = (importing, ""), ("    return FSDP", f"    {importing}    return FSDP")
+    replaced(checkout / "tests" / "adapters.py", *lazily)
+    clauses = ("ddp.gradients.frozen-stay-none", "fsdp.backward.mean-gradient", "fsdp.forward.*")
+    chosen = [word for each in clauses for word in ("--clause", each)]
+    ended = python(
+        *("-m", "spec_tests", "--impl", f"cs336:{checkout}", "--level", "course", *chosen)
+    )
+    said = "not here, 2 clauses: the course's package cs336_basics is not in the checkout"
+    assert ended.stdout.count(said) == 1, ended.stdout
+    assert ended.returncode == 0, ended.stdout
+    assert "FAIL" not in ended.stdout
+
+
+def test_the_course_s_package_may_lie_where_the_project_file_says(tmp_path: Path):
+    checkout = tmp_path / "mine"
+    shutil.copytree(CS336, checkout)
+    (checkout / "cs336-basics").rename(checkout / "own")
+    (checkout / "pyproject.toml").write_text('[tool.uv.sources]\ncs336-basics = {path = "own"}\n')
+    # The course's models have parameters of this name alone.
+    adapters = checkout / "tests" / "adapters.py"
+    adapters.write_text(
+        adapters.read_text()
+        + "\ngather = fsdp_gather_full_params\n\n\ndef fsdp_gather_full_params(model):\n"
+        "    return {name: p for name, p in gather(model).items() if name.endswith('.weight')}\n"
+    )
+    chosen = ("--level", "course", "--clause", "fsdp.backward.mean-gradient")
+    ended = python("-m", "spec_tests", "--impl", f"cs336:{checkout}", *chosen)
+    assert "pass 1/1" in ended.stdout, ended.stdout + ended.stderr

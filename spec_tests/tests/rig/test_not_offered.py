@@ -1,0 +1,333 @@
+"""What an implementation does not offer passes nothing, however late it says so.
+
+And right code that is unusual passes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+import pytest
+
+from spec_tests.chapters.data import test_state
+from spec_tests.chapters.ddp import test_lifecycle
+from spec_tests.contract import FUNCTIONS, OPTIONAL_METHODS
+from spec_tests.programs import draw, law
+from spec_tests.rig import target
+from spec_tests.rig.ledger import load_all
+from spec_tests.rig.outcomes import SILENT, Outcome
+from spec_tests.rig.ranks.errors import NotOffered
+from spec_tests.rig.ranks.world import Worlds
+from spec_tests.tests.rig.helpers import clauses, judged
+
+# Its functions are not seen to be left open: they look like functions that do something.
+OPEN = """
+def not_yet(*args, **kwargs):
+    raise NotImplementedError("not yet")
+
+""" + "".join(f"def {name}(*args, **kwargs):\n    return not_yet()\n\n" for name in FUNCTIONS)
+
+WITHOUT_A_FLAG = """
+import torch
+
+def clip_grad_norm_(parameters, max_norm, norm_type=2.0, *, error_if_nonfinite=False):
+    if error_if_nonfinite:
+        raise NotImplementedError("error_if_nonfinite")
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+"""
+
+FORWARD = """
+import torch
+
+class Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, causal):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+def flash_attention(q, k, v, *, causal=False, scale=None, return_lse=False):
+    return Attention.apply(q, k, v, causal)
+"""
+LEFT_OPEN = """
+def backward(ctx, *gradients):
+    raise NotImplementedError("the backward is the next exercise")
+
+Attention.backward = staticmethod(backward)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the implementations lie; the chapters share one, and so its ranks."""
+    return tmp_path_factory.mktemp("not_offered")
+
+
+def outcomes(worlds: Worlds, file: Path, text: str, chosen: str = "") -> dict[str, Outcome]:
+    """Clause and function to the outcome of its smallest case."""
+    file.write_text(text, encoding="utf-8")
+    implementation = target.parse(str(file))
+    found = {}
+    for clause in load_all():
+        if clause.id.startswith(chosen) and "gloo" in clause.transports:
+            for subject in clause.judges or ("",):
+                case = next(c for c in clause.cases() if c.get("subject", "") == subject)
+                result = judged(implementation, worlds, clause, case)
+                found[f"{clause.id} {subject}".strip()] = result.outcome
+    return found
+
+
+@pytest.mark.parametrize("chapter", sorted({clause.chapter for clause in load_all()}))
+def test_what_refuses_every_call_is_offered_nowhere(worlds: Worlds, folder: Path, chapter: str):
+    found = outcomes(worlds, folder / "open.py", OPEN, f"{chapter}.")
+    assert {name: outcome for name, outcome in found.items() if outcome not in SILENT} == {}
+
+
+def test_a_keyword_that_is_not_offered_passes_no_clause_about_it(worlds: Worlds, folder: Path):
+    found = outcomes(worlds, folder / "clip.py", WITHOUT_A_FLAG, "clip.nonfinite.")
+    assert {name for name, outcome in found.items() if outcome is Outcome.NOT_OFFERED} == {
+        "clip.nonfinite.error-on-all-ranks",
+        "clip.nonfinite.error-scales-nothing",
+        "clip.nonfinite.finite-is-no-error",
+    }
+
+
+@pytest.mark.parametrize("backward", ["", LEFT_OPEN], ids=["left out", "left open"])
+def test_without_a_backward_no_clause_about_it_passes(worlds: Worlds, folder: Path, backward: str):
+    file = folder / f"forward{len(backward)}.py"
+    found = outcomes(worlds, file, FORWARD + backward, "attention.autograd.")
+    assert Outcome.PASSED not in found.values()
+    found = outcomes(worlds, file, FORWARD + backward, "attention.forward.values")
+    assert {*found.values()} == {Outcome.PASSED, Outcome.NOT_OFFERED}
+    found = outcomes(worlds, file, FORWARD + backward, "attention.shapes.without-heads")
+    assert {*found.values()} == {Outcome.NOT_OFFERED}
+
+
+# Right code whose object lacks every method that it may lack.
+WITHOUT_METHODS = """
+from spec_tests.plain import *
+
+class Lacking:
+    def __getattribute__(self, name):
+        if name in {methods}:
+            raise AttributeError(f"no {{name}}")
+        return super().__getattribute__(name)
+
+def lacking(*args, make={name}, **kwargs):
+    made = make(*args, **kwargs)
+    made.__class__ = type(type(made).__name__, (Lacking, type(made)), {{}})
+    return made
+
+{name} = lacking
+"""
+
+
+@pytest.mark.parametrize(
+    ("chapter", "name"),
+    [
+        ("data", "token_loader"),
+        ("zero1", "sharded_optimizer"),
+        ("fsdp", "fully_shard"),
+        ("trainer", "build_trainer"),
+        ("trainer", "build_zero1_trainer"),
+        ("trainer", "build_fsdp_trainer"),
+    ],
+)
+def test_a_method_that_an_object_may_lack_is_not_offered(
+    worlds: Worlds, mine, chapter: str, name: str
+):
+    which = mine(WITHOUT_METHODS.format(name=name, methods=OPTIONAL_METHODS[name]))
+    found = {}
+    for clause in clauses(chapter, "correct"):
+        if name in (*clause.judges, *clause.needs):
+            case = next(c for c in clause.cases() if c.get("subject", name) == name)
+            found[clause.id] = judged(which, worlds, clause, case)
+    others = {i: r.message for i, r in found.items() if r.outcome not in SILENT | {Outcome.PASSED}}
+    assert others == {}
+    lacking = {i: r.message for i, r in found.items() if r.outcome is Outcome.NOT_OFFERED}
+    # Trainers of shards lack a clause besides: they begin with equal weights.
+    says = [re.search(r"not offered: \w+\.\w+\(\)|no \w+\(\)", m) for m in lacking.values()]
+    assert any(says)
+    assert all(says) or chapter == "trainer"
+
+
+@pytest.mark.parametrize(
+    ("clause", "case", "method"),
+    [
+        ("fsdp.traffic.copies-per-step", {}, "set_requires_gradient_sync"),
+        ("fsdp.traffic.copies-per-step", {}, "set_reshard_after_backward"),
+        ("fsdp.lifecycle.hybrid-of-one", {}, "set_requires_gradient_sync"),
+        (
+            "fsdp.backward.post-accumulate-hooks",
+            {"first": "backward"},
+            "set_requires_gradient_sync",
+        ),
+        ("fsdp.precision.reduces-in-its-dtype", {}, "set_requires_gradient_sync"),
+    ],
+)
+def test_a_clause_that_does_not_speak_of_an_absent_method_is_judged(
+    worlds: Worlds, mine, clause: str, case: dict[str, str], method: str
+):
+    test = next(each for each in load_all() if each.id == clause)
+    which = mine(WITHOUT_METHODS.format(name="fully_shard", methods=(method,)))
+    chosen = next(
+        c for c in test.cases() if {"subject": "fully_shard", **case}.items() <= c.items()
+    )
+    found = judged(which, worlds, test, chosen)
+    assert found.outcome is Outcome.PASSED, found.message
+
+
+def test_a_setting_of_a_scene_that_is_absent_is_not_offered(worlds: Worlds, mine):
+    methods = ("set_gradient_divide_factor",)
+    which = mine(WITHOUT_METHODS.format(name="fully_shard", methods=methods))
+    with pytest.raises(NotOffered, match="set_gradient_divide_factor"):
+        law.same_as_alone(worlds.world(2, which), "fully_shard", "by-four: backward 0")
+
+
+@pytest.mark.parametrize("needed", ["keep", ""], ids=["by some", "by all"])
+def test_drawn_situations_that_need_an_absent_method_hide_no_others(
+    worlds: Worlds, monkeypatch: pytest.MonkeyPatch, needed: str
+):
+    judged_lines = []
+
+    def same_as_alone(world, subject, line, *, looks):
+        if needed in line:
+            raise NotOffered("no set_reshard_after_backward()")
+        judged_lines.append(line)
+
+    monkeypatch.setattr(law, "same_as_alone", same_as_alone)
+    world, known = worlds.world(2, target.parse("plain")), len(worlds.leaks)
+    with contextlib.nullcontext() if needed else pytest.raises(NotOffered):
+        draw.judge_part(world, "fully_shard", "correct", 0)
+    assert bool(judged_lines) == bool(needed)
+    left_out = "notice: situations that need it were left out: no set_reshard_after_backward()"
+    assert worlds.leaks[known:] == [left_out] * bool(needed)
+
+
+@pytest.mark.parametrize(
+    ("text", "clause", "said"),
+    [
+        (
+            "def build_trainer(*args, **options):\n    return object()\n",
+            "trainer.parameters.tied",
+            "expected a trainer or an optimizer, which has step, got object",
+        ),
+        (
+            "def ddp(module, *, process_group=None):\n    pass\n",
+            "ddp.construction.is-a-module",
+            "expected a module, which has parameters, got NoneType",
+        ),
+    ],
+    ids=["a trainer without step", "no module"],
+)
+def test_of_a_method_that_must_be_there_the_message_says_what_was_expected(
+    worlds: Worlds, mine, text: str, clause: str, said: str
+):
+    test = next(each for each in load_all() if each.id == clause)
+    found = judged(mine(text), worlds, test)
+    assert found.outcome is Outcome.FAILED
+    assert f"AttributeError: {said}" in found.message.splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "outcome"),
+    [
+        ("return loader", Outcome.NOT_OFFERED),
+        ("return None", Outcome.FAILED),
+        ("return loader.state_dict()", Outcome.FAILED),
+    ],
+    ids=["lacks it", "returns nothing", "asks itself"],
+)
+def test_only_a_clause_that_asks_an_object_finds_a_method_absent(
+    worlds: Worlds, mine, line: str, outcome: Outcome
+):
+    which = mine(
+        WITHOUT_METHODS.format(name="token_loader", methods=OPTIONAL_METHODS["token_loader"])
+        + "\ndef token_loader(*args, **kwargs):\n    loader = lacking(*args, **kwargs)\n    "
+        + line
+    )
+    found = judged(which, worlds, test_state.test_a_stopped_pass_goes_on_with_the_next_batch)
+    assert found.outcome is outcome, found.message
+
+
+# As public loaders do it: a quantum of tokens at a time, the rest of a shard dropped, and no end.
+# A shard that is shorter than the quantum gives a batch of the wrong size, which is an error here.
+QUANTA = """
+import numpy as np
+import torch
+
+class Quanta:
+    def __init__(self, paths, B, T, rank, world):
+        self.files = [np.fromfile(path, np.uint16, offset=1024).astype(np.int64) for path in paths]
+        self.shape, self.first, self.quantum = (B, T), rank * B * T, world * B * T
+
+    def __iter__(self):
+        file, begin = 0, 0
+        while True:
+            if begin + self.quantum + 1 >= len(self.files[file]):
+                file, begin = (file + 1) % len(self.files), 0
+            B, T = self.shape
+            tokens = torch.tensor(self.files[file][begin + self.first :][: B * T + 1])
+            yield tokens[:-1].view(self.shape), tokens[1:].view(self.shape)
+            begin += self.quantum
+
+def token_loader(paths, *, batch_size, sequence_length, rank=None, world_size=None):
+    return Quanta(paths, batch_size, sequence_length, rank or 0, world_size or 1)
+"""
+
+
+def test_clauses_on_states_ask_for_a_state_first(worlds: Worlds, folder: Path):
+    found = outcomes(worlds, folder / "quanta.py", QUANTA, "data.state.")
+    assert {*found.values()} == {Outcome.NOT_OFFERED}
+
+
+def test_a_further_pass_repeats_no_sequence(worlds: Worlds, folder: Path):
+    found = outcomes(worlds, folder / "quanta.py", QUANTA, "data.partition.")
+    assert found["data.partition.ranks-differ token_loader"] is Outcome.PASSED
+    assert found["data.partition.one-pass-per-iter token_loader"] is Outcome.FAILED
+    assert found["data.partition.short-shards token_loader"] is Outcome.FAILED
+
+
+MOVED = """
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+def ddp(module, *, process_group=None):
+    parameters = list(module.parameters())
+    flat = torch.cat([p.detach().reshape(-1) for p in parameters])
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters])):
+        parameter.data = part.view(parameter.shape)
+    {and_more}
+    return DistributedDataParallel(module)
+"""
+
+
+@pytest.mark.parametrize(
+    ("and_more", "outcome"),
+    [
+        ("pass", Outcome.PASSED),
+        ("module.kept = [torch.zeros_like(flat), torch.zeros_like(flat)]", Outcome.FAILED),
+    ],
+    ids=["moved", "moved, and copied twice"],
+)
+def test_a_module_that_was_moved_is_no_growth_of_gradients(
+    worlds: Worlds, mine, and_more: str, outcome: Outcome
+):
+    which = mine(MOVED.format(and_more=and_more))
+    test = test_lifecycle.test_gradients_cost_two_copies_at_most
+    found = judged(which, worlds, test, {"world": 2, "subject": "ddp"})
+    assert found.outcome is outcome, found.message
+
+
+@pytest.mark.parametrize(
+    "clause",
+    [
+        "trainer.parameters.tied",
+        "trainer.precision.near-float32",
+        "trainer.precision.small-updates",
+    ],
+)
+def test_a_prefix_of_names_fails_the_clause_about_names_alone(worlds: Worlds, clause: str):
+    which = target.parse("impostor:trainer.wrappers-names")
+    found = judged(which, worlds, next(each for each in load_all() if each.id == clause))
+    assert found.outcome is Outcome.PASSED, found.message

@@ -1,0 +1,316 @@
+"""Code that insists on CUDA is judged on a CPU, and the verdict says how."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from spec_tests.chapters.attention import test_gradients, test_masks, test_operator
+from spec_tests.rig import plugin, target
+from spec_tests.rig.judge import runner
+from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.ranks import world
+from spec_tests.rig.ranks.cuda_runtime import PRETENDED_CUDA
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.wire import Frame, RemoteError
+from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.report import render_ending, render_summary
+from spec_tests.rig.report.data import as_report
+from spec_tests.rig.report.page import render_page
+from spec_tests.rig.sim import hooks
+from spec_tests.tests.rig.helpers import CHECKOUTS, MEAN, MEAN_CASE, judged, replaced
+from spec_tests.tests.rig.logs import log
+
+CHECKOUT = CHECKOUTS / "cs336_gpu"
+GPU = target.parse(f"cs336:{CHECKOUT}")
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+
+
+MASKED = test_masks.test_a_kernel_with_a_causal_mask_has_the_values
+MASKED_CASE = {"world": 1, "subject": "flash_attention_triton", "part": "forward"}
+
+# ------------------------------------------------------------------------------ a whole checkout
+
+
+@pytest.mark.parametrize("transport", ["gloo", "sim"])
+def test_a_wrapper_written_for_gpus_is_judged(module_worlds: Worlds, transport: str):
+    """NVTX, events, streams, cuda:N, a group of NCCL, all-reduces of AVG: see the file."""
+    if transport == "sim" and hooks.needs():
+        pytest.skip("this torch cannot be simulated")
+    found = judged(GPU, module_worlds, transport=transport)
+    assert found.outcome is Outcome.PASSED, found.message
+    others = [leak for leak in module_worlds.leaks if "process groups" not in leak]
+    assert others == [], "what the stand-in replaces is not the implementation's doing"
+
+
+@pytest.mark.parametrize("subject", ["flash_attention", "flash_attention_triton"])
+def test_attention_written_for_gpus_is_judged(module_worlds: Worlds, subject: str):
+    """Compiled, autotuned, and with buffers on "cuda" in its backward, where no mode reaches."""
+    if subject == "flash_attention_triton":
+        pytest.importorskip("triton")
+    test = test_gradients.test_gradients_are_those_of_the_definition
+    found = judged(GPU, module_worlds, test, {"world": 1, "subject": subject})
+    assert found.outcome is Outcome.PASSED, found.message
+
+
+@pytest.mark.parametrize(
+    ("file", "right", "wrong", "test", "case"),
+    [
+        ("ddp", "ReduceOp.AVG", "ReduceOp.SUM", MEAN, MEAN_CASE),
+        ("kernel", "keys[None, :] <= rows", "keys[None, :] < rows", MASKED, MASKED_CASE),
+    ],
+    ids=["a sum for a mean", "a mask off by one"],
+)
+def test_a_fault_in_code_for_gpus_is_found(
+    module_worlds: Worlds, tmp_path: Path, file: str, right: str, wrong: str, test, case
+):
+    if file == "kernel":
+        pytest.importorskip("triton")
+    folder = tmp_path / "checkout"
+    shutil.copytree(CHECKOUT, folder)
+    replaced(folder / "cs336_systems" / f"{file}.py", (right, wrong))
+    found = judged(target.parse(f"cs336:{folder}"), module_worlds, test, case)
+    assert found.outcome is Outcome.FAILED
+    assert "likely: " in found.message
+
+
+# ----------------------------------------------------------------------------- one habit at a time
+
+HABITS = {
+    "asserts without words": "assert all(p.is_cuda for p in module.parameters())",
+    "asserts in words": "assert weight.is_cuda, 'expected tensors on a GPU'",
+    "refuses": "if not weight.is_cuda: raise ValueError('Linear only support CUDA')",
+    "device of a tensor": "assert weight.device.type == 'cuda' and weight.get_device() >= 0",
+    "moves": "module = module.cuda()",
+    "moves by name": "module.to('cuda:0', non_blocking=True)",
+    "moves by number": "module.to(dist.get_rank())",
+    "moves a tensor by number": "assert weight.to(0) is weight",
+    "allocates": "torch.empty_like(weight, device='cuda') + torch.zeros((), device='cuda:0')",
+    "a default device": "with torch.device('cuda'): weight.detach() + torch.tensor(1.0)",
+    "a generator": "torch.rand(2, generator=torch.Generator('cuda').manual_seed(1), device='cuda')",
+    "pins": "weight.detach().pin_memory().to('cuda', non_blocking=True)",
+    "a stream": "torch.cuda.current_stream().wait_stream(torch.cuda.Stream())",
+    "an event": "torch.cuda.Event(enable_timing=True).record()",
+    "nvtx": "torch.cuda.nvtx.range_push('x'); torch.cuda.nvtx.range_pop()",
+    "waits": "torch.cuda.synchronize()",
+    "memory": "torch.cuda.reset_peak_memory_stats(); torch.cuda.mem_get_info()",
+    "chooses its device": "torch.cuda.set_device(dist.get_rank())",
+    "properties": "assert torch.cuda.get_device_properties(weight.device).multi_processor_count",
+    "random state": "torch.cuda.set_rng_state(torch.cuda.get_rng_state())",
+    "autocast": "weight = weight.float()\n"
+    "    with torch.autocast('cuda'): assert (weight @ weight.T).dtype is torch.float16",
+    "a group of nccl": "dist.new_group(backend='nccl')",
+    "a mesh": "init_device_mesh('cuda', (2,)).get_group()",
+    "loads": "file = io.BytesIO(); torch.save(weight, file); file.seek(0); "
+    "torch.load(file, map_location='cuda')",
+    "DDP on a device": "return DistributedDataParallel(module, device_ids=[dist.get_rank()])",
+    "is one device per rank": "assert torch.cuda.device_count() == dist.get_world_size()",
+}
+_HEAD = """
+import io, threading
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+def ddp(module):
+    weight = next(module.parameters()).detach()
+"""
+_TAIL = "\n    return DistributedDataParallel(module)\n"
+
+
+@pytest.fixture
+def named(mine):
+    """Writes an implementation whose ddp does this, and names it."""
+
+    def write(statement: str, pretends_cuda: bool = True) -> target.Target:
+        which = mine(f"{_HEAD}    {statement}{_TAIL}")
+        return dataclasses.replace(which, pretends_cuda=pretends_cuda)
+
+    return write
+
+
+@ON_CPU
+@pytest.mark.parametrize("statement", HABITS.values(), ids=HABITS)
+def test_without_the_option_it_is_not_here_and_the_option_is_named(
+    module_worlds: Worlds, named, statement: str
+):
+    found = judged(named(statement, pretends_cuda=False), module_worlds)
+    assert found.outcome is Outcome.NOT_HERE, found.message
+    assert "not here: needs a CUDA device: " in found.message
+    assert "; --pretend-cuda stands in for one" in found.message
+
+
+OTHERS = {
+    "a copy leaves the GPU": "kept = weight.cpu(); weight += 0; assert kept is not weight; "
+    "assert weight.cpu().data_ptr() != weight.data_ptr() != weight.to('cpu').data_ptr()",
+    "a tensor stays where it is": "assert weight.cuda() is weight is weight.to(weight.device)",
+    "nothing is compiled": "assert torch.compile(ddp) is torch.compile(dynamic=True)(ddp) is ddp",
+    "other threads": "errors = []\n"
+    "    def work():\n"
+    "        try: assert torch.ones(2, device='cuda').is_cuda\n"
+    "        except BaseException as error: errors.append(error)\n"
+    "    thread = threading.Thread(target=work); thread.start(); thread.join()\n"
+    "    assert not errors, errors",
+    "hooks": "next(module.parameters()).register_hook("
+    "lambda grad: grad + torch.zeros_like(grad, device='cuda') if grad.is_cuda else 1 / 0)",
+    "meta stays meta": "assert not torch.empty(2, device='meta').is_cuda",
+    "a fused optimizer": "torch.optim.AdamW(module.parameters(), fused=True, lr=0.0)",
+}
+"""What is not refused on a CPU, or not alone."""
+
+
+@pytest.mark.parametrize("statement", [*HABITS.values(), *OTHERS.values()], ids=[*HABITS, *OTHERS])
+def test_a_habit_of_code_for_gpus_is_judged(module_worlds: Worlds, named, statement: str):
+    found = judged(named(statement), module_worlds)
+    assert found.outcome is Outcome.PASSED, found.message
+
+
+@ON_CPU
+def test_what_cannot_be_stood_in_for_is_not_here_and_a_fault_is_one(module_worlds: Worlds, named):
+    which = named("torch.cuda.CUDAGraph()")
+    found = judged(which, module_worlds)
+    assert found.outcome is Outcome.NOT_HERE, found.message
+    assert "stands in for one" not in found.message, "it does already"
+    module_worlds.drop(which)  # the next one has its name
+    found = judged(named("raise ValueError('expected 2 buckets, got 3')"), module_worlds)
+    assert found.outcome is Outcome.FAILED
+    assert found.message.count("expected 2 buckets, got 3")
+
+
+UNCOMPILED = "double = torch.compile(lambda t: {}); double(weight)"
+
+
+@ON_CPU
+@pytest.mark.parametrize(
+    ("body", "outcome"),
+    [
+        ("t @ t.T.double()", Outcome.NOT_HERE),
+        ("t.view(-1)[1:].copy_(t.view(-1)[:-1])", Outcome.NOT_HERE),
+        ("t.view(-1, 7919)", Outcome.FAILED),
+        ("t @ t", Outcome.FAILED),
+        ("torch.distributed.all_gather([t], t[:1])", Outcome.FAILED),
+        ("t + t", Outcome.PASSED),
+        ("[][0]", Outcome.FAILED),
+        ("refuse(t)", Outcome.FAILED),
+    ],
+    ids=[
+        "two dtypes",
+        "overlapping memory",
+        "a shape",
+        "shapes",
+        "a collective",
+        "it is right",
+        "a fault of Python",
+        "it refuses",
+    ],
+)
+def test_an_operator_that_raises_in_what_was_to_be_compiled_is_not_here(
+    module_worlds: Worlds, named, body: str, outcome: Outcome
+):
+    refuse = "def refuse(t):\n        raise RuntimeError('expected a batch')\n    "
+    found = judged(named(refuse + UNCOMPILED.format(body)), module_worlds)
+    assert found.outcome is outcome, found.message
+    if outcome is Outcome.NOT_HERE:
+        assert "is handed to torch.compile, which compiles nothing here" in found.message
+
+
+@ON_CPU
+def test_a_clause_about_compiled_code_is_not_here(module_worlds: Worlds):
+    test = test_operator.test_it_is_part_of_one_compiled_graph
+    which = dataclasses.replace(target.parse("solution"), pretends_cuda=True)
+    found = judged(which, module_worlds, test, {"world": 1, "subject": "flash_attention"})
+    assert found.outcome is Outcome.NOT_HERE, found.message
+    assert "torch.compile is not judged where CUDA is stood in for" in found.message
+
+
+# ----------------------------------------------------------------------------- who gets the truth
+
+
+def seen_by_the_suite(ctx: Context) -> list[object]:
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    devices = torch.cuda.is_available(), torch.cuda.device_count(), weight.is_cuda
+    return [*devices, str(weight.device), weight.cpu() is weight, str(ctx.device)]
+
+
+@ON_CPU
+@pytest.mark.parametrize("transport", ["gloo", "sim"])
+def test_the_suite_itself_is_told_the_truth(module_worlds: Worlds, transport: str):
+    if transport == "sim" and hooks.needs():
+        pytest.skip("this torch cannot be simulated")
+    (seen,) = module_worlds.world(1, GPU, transport=transport).run(seen_by_the_suite)
+    assert seen == [False, 0, False, "cpu", True, "cpu"]
+
+
+MISSING = [
+    ("AssertionError", "Torch not compiled with CUDA enabled"),
+    ("RuntimeError", "0 active drivers ([]). There should only be one."),
+    ("RuntimeError", "NVTX functions not installed. Are you sure"),
+    ("RuntimeError", "Tried to instantiate dummy base class Event"),
+    ("RuntimeError", "Distributed package doesn't have NCCL built in"),
+    ("AttributeError", "module 'torch._C' has no attribute '_cuda_setDevice'"),
+    ("RuntimeError", "Cannot access accelerator device when none is here"),
+    ("ValueError", "inputs must be on a CUDA device"),
+    ("ValueError", "q, k and v must be on the GPU"),
+]
+"""Errors of code that finds no device."""
+FAULTS = [
+    ("AssertionError", ""),
+    ("FileNotFoundError", "no such file: 'data/cuda/weights.bin'"),
+    (
+        "NotImplementedError",
+        "Could not run 'aten::mm' with arguments from the 'SparseCPU' backend. 'aten::mm' "
+        "is only available for these backends: [CPU, CUDA, Meta].",
+    ),
+    ("ValueError", "expected 2, got 3\nnote: set by cuda.py"),
+]
+"""Errors that would be raised on a device as well."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [*MISSING, *FAULTS], ids=lambda words: words[:40] or "no words"
+)
+def test_a_missing_device_is_told_from_a_fault(kind: str, message: str):
+    frames = (Frame("mine.py", 1, "ddp"),)
+    error = RemoteError(kind, (kind, "Exception"), message, frames, "", 0)
+    assert bool(world._needs_cuda(error)) == ((kind, message) in MISSING)
+
+
+# --------------------------------------------------------------------------------- what is said
+
+
+@pytest.mark.parametrize(
+    ("pretends", "transport", "noticed"),
+    [(True, "gloo", ["torch", GPU.name]), (False, "gloo", [GPU.name]), (False, "cuda", [])],
+    ids=["asked for", "not asked for", "a real device is there"],
+)
+def test_the_option_pretends_for_all_and_a_courses_layout_does_anyway(
+    pretends: bool, transport: str, noticed: list[str]
+):
+    options = {"--impl": ["torch", GPU.name], "--transport": transport, "--pretend-cuda": pretends}
+    run = plugin._make_run(SimpleNamespace(getoption=options.get))  # type: ignore[arg-type]  # all that it asks for
+    assert [which.pretends_cuda for which in run.targets] == [pretends, True]
+    assert run.notices == [f"{name}: {PRETENDED_CUDA}" for name in noticed]
+
+
+def test_the_line_to_run_a_clause_again_has_the_option(named):
+    for which, has in ((named(""), True), (named("", False), False), (GPU, False)):
+        rerun = runner.situation(MEAN, which, MEAN_CASE, "").rerun
+        assert rerun.endswith("--pretend-cuda") == has
+
+
+def test_every_report_says_once_that_cuda_was_stood_in_for():
+    notice = f"mine.py: {PRETENDED_CUDA}"
+    events = log(implementations=["mine.py"], notices=[notice])
+    assert as_report(events)["run"]["notices"] == [notice]
+    assert render_ending(events).count(notice) == 1
+    assert f"- notice: {notice}" in render_summary(events)
+    assert render_page(events).count(f'<p class="small">{notice}</p>') == 1

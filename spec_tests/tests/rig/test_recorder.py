@@ -1,0 +1,245 @@
+"""The recorder: every collective by its meaning and size, whoever issued it; bytes that live."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from spec_tests.programs.laws import traffic
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.recorder import Event, Kind, Log, Recorder
+from spec_tests.rig.ranks.world import Worlds
+
+N = 6
+"""Elements that each rank hands in; the world has two."""
+
+
+group = dist.distributed_c10d._get_default_group
+
+
+def half(x: torch.Tensor) -> torch.Tensor:
+    """Room for what a rank gets of a tensor that is scattered."""
+    return x.new_empty(N // 2)
+
+
+BY_MEANING: dict[tuple[Kind, int], dict[str, Callable[[torch.Tensor], object]]] = {
+    (Kind.REDUCTION, N): {
+        "all_reduce": dist.all_reduce,
+        "all_reduce, asynchronous": lambda x: dist.all_reduce(x, async_op=True).wait(),
+        "all_reduce_coalesced": lambda x: dist.all_reduce_coalesced([x[:4], x[4:]]),
+        "reduce": lambda x: dist.reduce(x, dst=0),
+        "reduce_scatter": lambda x: dist.reduce_scatter(half(x), list(x.clone().chunk(2))),
+        "reduce_scatter_tensor": lambda x: dist.reduce_scatter_tensor(half(x), x),
+        "functional all_reduce": lambda x: functional.all_reduce(x, "sum", group()) + 1,
+        "functional reduce_scatter": lambda x: (
+            functional.reduce_scatter_tensor(x, "sum", 0, group()) + 1
+        ),
+    },
+    (Kind.BROADCAST, N): {"broadcast": lambda x: dist.broadcast(x, src=0)},
+    (Kind.GATHER, 2 * N): {
+        "all_gather": lambda x: dist.all_gather([x.clone(), x.clone()], x),
+        "all_gather_into_tensor": lambda x: dist.all_gather_into_tensor(x.new_empty(2 * N), x),
+        "functional all_gather": lambda x: functional.all_gather_tensor(x, 0, group()) + 1,
+    },
+    (Kind.EXCHANGE, N): {
+        "all_to_all_single": lambda x: dist.all_to_all_single(torch.empty_like(x), x)
+    },
+}
+"""Kind and elements, as the recorder must tell them, to the calls that mean this."""
+COLLECTIVES = {
+    name: (call, *meaning) for meaning, calls in BY_MEANING.items() for name, call in calls.items()
+}
+
+
+def letter(x: torch.Tensor) -> None:
+    dist.send(x, dst=1) if dist.get_rank() == 0 else dist.recv(x, src=0)
+
+
+def dtensor(x: torch.Tensor) -> torch.Tensor:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return DTensor.from_local(x, mesh, [Shard(0)]).full_tensor()
+
+
+OTHERS: dict[str, tuple[Callable[[torch.Tensor], object], list[tuple[Kind, int]]]] = {
+    "letter": (letter, [(Kind.SEND, N), (Kind.RECEIVE, N)]),
+    "barrier": (lambda x: dist.barrier(), [(Kind.BARRIER, 1)] * 2),
+    "DTensor": (dtensor, [(Kind.GATHER, 2 * N)] * 2),
+}
+"""Calls to the kind and elements that each of the two ranks sees."""
+
+
+def record(ctx: Context, name: str, dtype: torch.dtype) -> Log:
+    x = torch.ones(N, dtype=dtype)
+    with ctx.recording() as recorder:
+        (COLLECTIVES.get(name) or OTHERS[name])[0](x)
+    return recorder.log()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_each_rank_sees_its_own_part(worlds: Worlds, name: str):
+    logs = worlds.world(2).run(record, name, torch.float64)
+    (seen, other) = ([(e.kind, e.numel) for e in log.collectives()] for log in logs)
+    assert [*seen, *other] == OTHERS[name][1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_collective_is_seen_once_with_its_meaning_and_size(worlds: Worlds, name, dtype):
+    _, kind, numel = COLLECTIVES[name]
+    for log in worlds.world(2).run(record, name, dtype):
+        (event,) = log.collectives()
+        assert (event.kind, event.numel) == (kind, numel)
+        assert event.bytes == dtype.itemsize * numel
+        assert event.dtypes == (str(dtype).removeprefix("torch."),)
+        assert log.collectives(kind) == (event,)
+        assert log.collectives(*(set(Kind) - {kind})) == ()
+
+
+def rows_by_messages(ctx: Context) -> Log:
+    """Every rank sends its row of a matrix to the others."""
+    matrix = torch.ones(ctx.world_size, N)
+    others = [rank for rank in range(ctx.world_size) if rank != ctx.rank]
+    with ctx.recording() as recorder:
+        works: list[Any] = [dist.irecv(matrix[other], src=other) for other in others]
+        works += [dist.isend(matrix[ctx.rank], dst=other) for other in others]
+        for work in works:
+            work.wait()
+    return recorder.log()
+
+
+@pytest.mark.parametrize("transport", ["gloo", "sim"])
+def test_a_gather_by_point_to_point_messages_counts_as_a_gather(worlds: Worlds, transport: str):
+    for log in worlds.world(3, transport=transport).run(rows_by_messages):
+        assert traffic.gathered(log, 3) == 3 * N
+        assert len(log.collectives(*traffic.GATHERS)) == 2
+
+
+def ddp_step(ctx: Context) -> tuple[Log, int, int]:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    wrapped = DistributedDataParallel(model)
+    with ctx.recording() as recorder:
+        wrapped(torch.ones(2, 4)).sum().backward()
+        first = len(recorder.log().collectives(Kind.REDUCTION))
+        with wrapped.no_sync():
+            wrapped(torch.ones(2, 4)).sum().backward()
+    return recorder.log(), first, sum(p.numel() for p in model.parameters())
+
+
+def test_the_reducer_in_c_plus_plus_is_seen_as_well(worlds: Worlds):
+    for log, first, numel in worlds.world(2).run(ddp_step):
+        reductions = log.collectives(Kind.REDUCTION)
+        assert sum(event.numel for event in reductions) == numel
+        assert first == len(reductions), "nothing is reduced under no_sync"
+
+
+# ----------------------------------------------------------------------------------------- order
+
+
+def marked(ctx: Context) -> Log:
+    weight = nn.Parameter(torch.ones(3))
+    with ctx.recording() as recorder:
+        weight.register_post_accumulate_grad_hook(lambda p: recorder.mark("gradient ready"))
+        (weight * 2).sum().backward()
+        dist.all_reduce(weight.grad)
+        recorder.mark("after")
+    return recorder.log()
+
+
+def test_marks_stand_among_the_collectives(worlds: Worlds):
+    for log in worlds.world(2).run(marked):
+        assert [str(event) for event in log.events] == [
+            "gradient ready",
+            "c10d.allreduce_(3 x float32)",
+            "after",
+        ]
+        assert log.position("gradient ready") < log.position("c10d.allreduce_")
+        assert log.collectives() == (log.events[1],)
+        with pytest.raises(ValueError, match="no event 'never' in"):
+            log.position("never")
+
+
+def test_an_event_of_several_dtypes_names_them():
+    event = Event("c10d.allgather_", Kind.GATHER, 3, 18, ("bfloat16", "float64"))
+    assert str(event) == "c10d.allgather_(3 x bfloat16+float64)"
+
+
+# ----------------------------------------------------------------------------------------- bytes
+
+
+@pytest.fixture
+def recorder():
+    with Recorder() as entered:
+        yield entered
+
+
+def test_what_is_made_counts_until_it_and_its_views_are_freed(recorder: Recorder):
+    one = torch.zeros(100)
+    views = [one.view(10, 10).T[2:], one.detach(), one.split(2)[0], one.unflatten(0, (2, 50))]
+    one.add_(1).mul_(2)
+    views[0].zero_()
+    assert recorder.live_bytes == 400
+    two = torch.empty(50, dtype=torch.float64)
+    assert recorder.live_bytes == 800
+    del one
+    assert recorder.live_bytes == 800, "the views keep the storage"
+    del views
+    assert recorder.live_bytes == 400
+    with Recorder() as inner:
+        kept = torch.ones(4)
+    assert (inner.live_bytes, recorder.live_bytes) == (16, 416)
+    del two, kept
+    assert inner.live_bytes == recorder.live_bytes == 0
+    assert recorder.log().peak_bytes == 800
+
+
+def test_what_was_there_before_does_not_count_and_its_gradient_does():
+    weight = nn.Parameter(torch.ones(100))
+    with Recorder() as recorder:
+        doubled = weight * 2
+        assert recorder.live_bytes == 400
+        weight.detach().add_(1)
+        (weight.detach()[:10]).mul_(2)
+        assert recorder.live_bytes == 400
+        doubled.sum().backward()
+        del doubled
+        assert recorder.live_bytes == 400
+        weight.grad = None
+        assert recorder.live_bytes == 0
+        assert recorder.log().peak_bytes > 400
+
+
+def test_the_peak_may_begin_anew_and_short_lives_do_not_add_up(recorder: Recorder):
+    kept = torch.ones(10)
+    for _ in range(200):
+        torch.ones(1000)
+    gc.collect()
+    assert recorder.log().peak_bytes == 4040
+    recorder.forget_peak()
+    assert recorder.log().peak_bytes == 40
+    del kept
+    assert recorder.live_bytes == 0
+    assert recorder.log().peak_bytes == 40
+
+
+def test_a_storage_that_is_resized_counts_as_what_it_is_now():
+    # Sharded weights are freed so: no operator says it, and autograd still holds views.
+    with Recorder() as recorder:
+        weight = torch.ones(100)
+        view = weight[:50]
+        assert recorder.live_bytes == 400
+        weight.untyped_storage().resize_(0)
+        assert recorder.live_bytes == 0
+        weight.untyped_storage().resize_(400)
+        weight.fill_(1.0)
+        assert recorder.live_bytes == 400
+    assert view.shape == (50,)
+    assert recorder.log().peak_bytes == 400

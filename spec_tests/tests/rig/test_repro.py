@@ -1,0 +1,188 @@
+"""`repro`: a script shows the fault of a file, stops when the fault is mended, or words say why."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spec_tests.rig import ledger
+from spec_tests.rig.repro import __main__ as command
+from spec_tests.rig.repro.recipes import recipes_of
+from spec_tests.rig.repro.script import head_of, written
+from spec_tests.tests.rig.helpers import python
+
+LINES = 80
+DDP = """\
+import torch.distributed as dist
+def ddp(module, *, process_group=None):
+    for tensor in module.state_dict().values():
+        dist.broadcast(tensor, group=process_group, group_src=0)
+    return module
+def finish_gradient_synchronization(wrapped):
+    for parameter in wrapped.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()  # mended
+"""
+ATTENTION = """\
+def flash_attention(q, k, v, *, causal=False, scale=None):
+    scores = q @ k.mT
+    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)  # mended
+    return scores.softmax(dim=-1) @ v
+"""
+ZERO1 = """\
+import torch.distributed as dist
+def sharded_optimizer(params, optimizer_cls, *, process_group=None, **kwargs):
+    params = list(params)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    optimizer = optimizer_cls(params, **kwargs)
+    plain = optimizer.step
+    def step(closure=None):
+        for number, parameter in enumerate(params):
+            if number % size != rank:
+                parameter.grad = None
+        plain()
+        _ = [dist.broadcast(p.data, n % size) for n, p in enumerate(params)]  # mended
+    optimizer.step = step
+    return optimizer
+"""
+CLIP = """\
+import torch
+import torch.distributed as dist
+def clip_grad_norm_(parameters, max_norm, norm_type=2.0, *, error_if_nonfinite=False):
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    local = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
+    total = sum(part.norm() ** 2 for part in local)
+    dist.all_reduce(total)  # mended
+    norm = total.sqrt()
+    for part in local:
+        part.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+"""
+LOADER = """\
+import numpy as np
+import torch
+class token_loader:
+    def __init__(self, paths, *, batch_size, sequence_length, rank=None, world_size=None):
+        self.rows = []
+        for path in paths:
+            tokens = np.fromfile(path, dtype="<u2", offset=1024).astype("int64")
+            places = range(0, len(tokens) - sequence_length, sequence_length)
+            self.rows += [torch.from_numpy(tokens[i : i + sequence_length + 1]) for i in places]
+        self.size, self.rank, self.world = batch_size, 0, world_size or 1
+        self.rank = rank or 0  # mended
+    def __iter__(self):
+        whole = self.size * self.world
+        for first in range(0, len(self.rows) // whole * whole, whole):
+            begin = first + self.rank * self.size
+            rows = torch.stack(self.rows[begin : begin + self.size])
+            yield rows[:, :-1].clone(), rows[:, 1:].clone()
+"""
+FAULTS = {
+    "ddp.gradients.mean": DDP,
+    "attention.forward.values": ATTENTION,
+    "zero1.step.equals-unsharded": ZERO1,
+    "clip.norm.global": CLIP,
+    "data.partition.ranks-differ": LOADER,
+}
+"""By clause: right code, with the one line marked that makes it so."""
+
+
+def without_the_marked_line(text: str) -> str:
+    return "".join(line for line in text.splitlines(True) if not line.endswith("# mended\n"))
+
+
+def repro(tmp_path: Path, impl: str, clause: str) -> int:
+    return command.main(["--impl", impl, "--clause", clause, str(tmp_path / "out")])
+
+
+def made_up(clause: str) -> dict[str, object]:
+    judges = next(each for each in ledger.load_all() if each.id == clause).judges
+    size = 1 if judges == ("flash_attention",) else 2
+    case = "-".join([*judges[:1], f"w{size}"])
+    return {"case": case, "world_size": size, "message": "[id]  S\nfound\nso"}
+
+
+@pytest.mark.parametrize("clause", FAULTS)
+def test_a_script_shows_the_fault_until_it_is_mended(
+    clause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The clause itself is judged in the test below."""
+    monkeypatch.setattr(command, "_finding", lambda impl, id: made_up(id))
+    mine = tmp_path / "mine.py"
+    mine.write_text(without_the_marked_line(FAULTS[clause]))
+    assert repro(tmp_path, str(mine), clause) == 0, capsys.readouterr().err
+    (script,) = (tmp_path / "out").iterdir()
+    assert str(script) in capsys.readouterr().out
+    text = script.read_text()
+    assert len(text.splitlines()) <= LINES
+    assert "spec_tests" not in text.replace("python -m spec_tests", "")
+    assert repro(tmp_path, str(mine), clause) == 2
+    assert "something of that name" in capsys.readouterr().err
+
+    mine.write_text(FAULTS[clause])
+    mended = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert mended.returncode == 0, mended.stdout + mended.stderr
+    assert "as expected" in mended.stdout
+
+
+def test_the_command_judges_the_clause_first(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(without_the_marked_line(ATTENTION))
+    arguments = ("--impl", str(tmp_path / "mine.py"), "--clause", "attention.forward.values")
+    ended = python("-m", "spec_tests", "repro", *arguments, str(tmp_path / "out"))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (script,) = (tmp_path / "out").iterdir()
+    assert str(script) in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("impl", "clause", "words"),
+    [
+        ("mine.py", "ddp.gradients.meen", "near it: ddp.gradients.mean"),
+        ("mine.py", "ddp.schedule.same-gradients", "no script for ddp.schedule.same-gradients: it"),
+        ("mine.py", "training.loss.is-the-mean", "expected the id of one clause"),
+        ("mine.py", "attention.forward.values", "could not be judged on"),
+        ("mine.py", "ddp.gradients.mean", "nothing to show: "),
+        ("nowhere.py", "ddp.gradients.mean", "expected a .py file"),
+        ("impostor:ddp.sum-for-mean", "ddp.gradients.mean", "got an impostor"),
+        ("plain", "ddp.gradients.mean", "got a part of this suite"),
+    ],
+)
+def test_where_there_is_no_script_words_say_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], impl: str, clause: str, words: str
+):
+    (tmp_path / "mine.py").write_text(DDP)
+    given = str(tmp_path / impl) if impl.endswith(".py") else impl
+    assert repro(tmp_path, given, clause) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_script_that_does_not_show_the_finding_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The finding is made up, and the file is right: every script exits with 0."""
+    (tmp_path / "mine.py").write_text(ATTENTION)
+    finding = {"case": "flash_attention-w1", "world_size": 1, "message": "[id]  S\nfound\nso"}
+    monkeypatch.setattr(command, "_finding", lambda impl, id: finding)
+    arguments = ["--impl", str(tmp_path / "mine.py"), "--clause", "attention.forward.values"]
+    assert command.main([*arguments, str(tmp_path / "out")]) == 2
+    assert "no small script shows this finding: 1 tried" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_recipe_is_of_a_clause_and_makes_a_short_script_that_compiles():
+    made = 0
+    for clause in ledger.load_all():
+        for subject in clause.judges or ("",):
+            for recipe in recipes_of(clause.id, subject, 2):
+                head = head_of(clause.sentence, clause.id, "[id]  S\nrank 0: expected\nlikely: so")
+                text = written(recipe, "mine", Path("folder", "mine.py"), head)
+                compile(text, clause.id, "exec")
+                assert len(text.splitlines()) <= LINES, clause.id
+                assert "# only:" not in text
+                made += 1
+    assert made > 150

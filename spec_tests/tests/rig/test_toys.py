@@ -1,0 +1,356 @@
+"""Toys: what the name says, differences between ranks, and exactness for every seed and order."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from spec_tests.chapters.zero1 import runs, test_groups
+from spec_tests.rig.judge import oracle
+from spec_tests.rig.toys import TOYS, sum_of_squares
+
+SEEDS = (0, 7, 123)
+UNTRAINED = {"frozen": {"frozen.weight", "frozen.bias"}, "unused": {"unused.weight", "unused.bias"}}
+"""Toy to the parameters that get no gradient, on purpose."""
+
+every_toy = pytest.mark.parametrize("toy", TOYS)
+
+
+def gradients(toy: str, seed: int, rank: int = 0, micro: int = 0, **flags) -> dict[str, Any]:
+    batch = TOYS[toy].batch(seed, rank=rank, micro=micro)
+    return oracle.gradients(toy, seed, [batch], [flags])
+
+
+def built(toy: str, seed: int = 7) -> Any:
+    """The toy; of any type, since each has layers of its own names."""
+    return TOYS[toy].build(seed)
+
+
+def present(found: oracle.Gradients) -> oracle.Named:
+    """The gradients that exist."""
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+
+# ------------------------------------------------------------------------------ the toy it claims
+
+
+def sizes(module: nn.Module) -> list[int]:
+    return [p.numel() for p in module.parameters()]
+
+
+FACTS: dict[str, Callable[[Any], bool]] = {
+    "mlp": lambda m: len(set(sizes(m))) == len(sizes(m)) == 4,
+    "ragged": lambda m: 1 in sizes(m) and len(set(sizes(m))) >= 7 and any(n % 2 for n in sizes(m)),
+    "unused": lambda m: m.unused.weight.requires_grad,
+    "frozen": lambda m: (
+        [layer for layer in m.children() if not layer.weight.requires_grad] == [m.frozen]
+    ),
+    "strided": lambda m: not m.transposed.is_contiguous(),
+    "gapped": lambda m: m.columns[0].stride() == (9, 1),
+    "even": lambda m: [p.shape[0] % 12 for p in m.parameters()] == [0] * 5,
+    "stack": lambda m: (
+        [len(list(block.children())) for block in m.blocks] == [2, 2, 2]
+        and "gain" in dict(m.named_parameters(recurse=False))
+    ),
+}
+"""Toy to what its name claims of its layers; what its gradients are is asserted below."""
+
+
+@pytest.mark.parametrize("toy", FACTS)
+def test_a_toy_is_built_as_it_claims(toy: str):
+    assert FACTS[toy](built(toy))
+
+
+CALLS = {"tied": ["encode", "decode"], "reused": ["block", "block"]}
+
+
+@pytest.mark.parametrize("toy", CALLS)
+def test_a_weight_that_is_used_twice_is(toy: str):
+    module, calls = built(toy), []
+    for name in dict.fromkeys(CALLS[toy]):
+        layer = module.get_submodule(name)
+        layer.register_forward_hook(lambda *args, name=name: calls.append(name))
+    module(TOYS[toy].batch(7, rank=0))
+    assert calls == CALLS[toy]
+
+
+def test_tied_is_one_weight_that_counts_once_and_gets_gradient_from_both_uses():
+    module = built("tied")
+    assert module.encode.weight is module.decode.weight
+    both = {n for n, _ in module.named_parameters(remove_duplicate=False)}
+    assert both - {n for n, _ in module.named_parameters()} == {"decode.weight"}
+    module.decode.weight = nn.Parameter(module.decode.weight.detach().clone())
+    sum_of_squares(module(TOYS["tied"].batch(7, rank=0))).backward()
+    parts = module.encode.weight.grad, module.decode.weight.grad
+    assert all(bool(part.any()) for part in parts)
+    assert torch.equal(gradients("tied", 7)["encode.weight"], sum(parts))
+
+
+def test_shifted_gives_one_gradient_to_both():
+    module = built("shifted")
+    module.shift.register_hook(torch.Tensor.zero_)
+    sum_of_squares(module(TOYS["shifted"].batch(7, rank=0))).backward()
+    assert not module.first.weight.grad.any()
+
+
+def ready_order(use: str) -> list[str]:
+    module = built("branches")
+    order: list[str] = []
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: order.append(name))
+    sum_of_squares(module(TOYS["branches"].batch(7, rank=0), use=use)).backward()
+    return order
+
+
+def test_branches_become_ready_in_the_order_of_use():
+    assert ready_order("abc") == ready_order("abc")
+    assert ready_order("abc") != ready_order("cba")
+    assert set(ready_order("abc")) == set(ready_order("cba"))
+    used = {name.split(".")[1] for name in ready_order("ab") if name.startswith("branch")}
+    assert used == set("ab")
+    assert gradients("branches", 7, use="ac")["branch.b.weight"] is None
+    found = gradients("branches", 7)
+    one, other = found["branch.a.weight"], found["branch.b.weight"]
+    assert one.shape == other.shape
+    assert not torch.equal(one, other)
+    assert "branch.c.bias" not in found, "and the third has other sizes"
+
+
+def test_buffers_are_of_floats_integers_and_booleans_and_move():
+    module = built("buffers")
+    dtypes = {buffer.dtype for buffer in module.buffers()}
+    assert dtypes == {torch.float32, torch.int64, torch.bool}
+    before = oracle.buffers("buffers", 7)
+    module(TOYS["buffers"].batch(7, rank=0))
+    moved = {n for n, b in module.named_buffers() if not torch.equal(b, before[n])}
+    assert moved == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    other = oracle.buffers("buffers", 8)
+    assert any(not torch.equal(before[name], other[name]) for name in before)
+
+
+def test_conv_is_channels_last_in_weight_and_gradient():
+    module = built("conv")
+    sum_of_squares(module(TOYS["conv"].batch(7, rank=0))).backward()
+    for tensor in (module.conv.weight, module.conv.weight.grad):
+        assert tensor.is_contiguous(memory_format=torch.channels_last)
+        assert not tensor.is_contiguous()
+
+
+def test_strided_has_an_expanded_gradient():
+    module = built("strided")
+    seen: list[torch.Tensor] = []
+    module.summed.register_hook(lambda gradient: seen.append(gradient))
+    sum_of_squares(module(TOYS["strided"].batch(7, rank=0))).backward()
+    assert set(seen[0].stride()) == {0}
+
+
+DTYPES = {"mixed": (torch.bfloat16, torch.float32), "double": (torch.float32, torch.float64)}
+
+
+@pytest.mark.parametrize("toy", DTYPES)
+def test_dtypes_alternate_and_are_kept_in_gradients(toy: str):
+    narrow, wide = DTYPES[toy]
+    assert [p.dtype for p in TOYS[toy].build(7).parameters()] == [narrow, wide, narrow]
+    for name, gradient in present(gradients(toy, 7)).items():
+        assert gradient.dtype == built(toy).get_parameter(name).dtype
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("toy", DTYPES)
+def test_the_outer_layers_dtype_does_not_hold_the_middle_ones_gradient(toy: str, seed: int):
+    batches = [TOYS[toy].batch(seed, rank=rank) for rank in range(2)]
+    for some in (batches[:1], batches):
+        wide = present(oracle.gradients(toy, seed, some))["wide.weight"]
+        assert bool((wide != wide.to(DTYPES[toy][0])).any())
+
+
+# --------------------------------------------------------------------------------- what all share
+
+
+@every_toy
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_gradient_that_should_exist_is_not_zero(toy: str, seed: int):
+    found = oracle.gradients(toy, seed, [TOYS[toy].batch(seed, rank=r) for r in range(2)])
+    absent = {name for name, gradient in found.items() if gradient is None}
+    assert absent == UNTRAINED.get(toy, set())
+    assert {n for n, g in found.items() if g is not None and not bool(g.any())} == set()
+
+
+@every_toy
+@pytest.mark.parametrize("seed", SEEDS)
+def test_local_gradients_differ_between_any_two_ranks(toy: str, seed: int):
+    local = [present(gradients(toy, seed, rank)) for rank in range(4)]
+    for one, other in itertools.combinations(local, 2):
+        assert [name for name in one if torch.equal(one[name], other[name])] == []
+
+
+@every_toy
+def test_batches_belong_to_one_rank_micro_batch_and_seed(toy: str):
+    made = [
+        TOYS[toy].batch(seed, rank=rank, micro=micro)
+        for seed in SEEDS
+        for rank in range(4)
+        for micro in range(5)
+    ]
+    assert all(not torch.equal(one, other) for one, other in itertools.combinations(made, 2))
+    assert torch.equal(TOYS[toy].batch(7, rank=1), TOYS[toy].batch(7, rank=1))
+    for batch in made:
+        assert batch.shape == (4, 6)
+        assert bool((batch == batch.round()).all())
+        assert bool((batch != 0).all())
+
+
+@every_toy
+def test_weights_are_functions_of_the_seed_alone(toy: str):
+    torch.manual_seed(1)
+    one = TOYS[toy].build(7).state_dict()
+    torch.manual_seed(2)
+    again, other = TOYS[toy].build(7).state_dict(), TOYS[toy].build(8).state_dict()
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    differ = {name for name in one if not torch.equal(one[name], other[name])}
+    assert any(name in differ for name, _ in TOYS[toy].build(7).named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("script", "groups"),
+    [
+        (test_groups.three_steps, test_groups.one_and_the_rest),
+        (test_groups.options_that_change, test_groups.one_and_the_rest),
+        (test_groups.scheduled, runs.all_in_one),
+    ],
+    ids=["own-options", "live", "schedulers"],
+)
+def test_every_element_moves_in_every_step_of_the_clauses_on_options(script: Any, groups: Any):
+    # A weight at the fixed point of a decay stays, whatever the rate: nothing to be seen.
+    seen = runs.alone(script, groups=groups)
+    before = oracle.parameters(runs.TOY, runs.SEED)
+    for key, weight in seen.items():
+        name, _, when = key.partition(" ")
+        if when.startswith("after step"):
+            assert bool((weight != before[name]).all()), key
+            before[name] = weight
+
+
+# ----------------------------------------------------------------- exact in any order of summation
+
+APPROXIMATE = {"buffers", "transient"}
+"""Batch normalisation divides: the one toy that is not exact, and made for its buffers."""
+
+every_exact_toy = pytest.mark.parametrize("toy", [name for name in TOYS if name not in APPROXIMATE])
+
+
+class Largest(TorchDispatchMode):
+    """The largest magnitude that any operator puts out, by dtype; and whether all are integers.
+
+    Args:
+        is_bound: each result is replaced by the largest that it can be for any weights and inputs
+            of these magnitudes: remainders by their end, signs by one.
+    """
+
+    def __init__(self, *, is_bound: bool = False) -> None:
+        super().__init__()
+        self.is_bound = is_bound
+        self.magnitude: dict[torch.dtype, float] = {}
+        self.odd: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if "empty" in str(func):  # memory that nobody has written yet
+            return result
+        if self.is_bound and "remainder" in str(func):
+            result = torch.full_like(result, args[1] - 1)
+        if self.is_bound and "sgn" in str(func):
+            result = torch.ones_like(result)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel():
+                reached = max(self.magnitude.get(leaf.dtype, 0.0), float(leaf.detach().abs().max()))
+                self.magnitude[leaf.dtype] = reached
+                if not bool((leaf == leaf.round()).all()):
+                    self.odd.add(str(func))
+        return result
+
+
+EXACT = {torch.float64: 2.0**53, torch.float32: 2.0**24, torch.bfloat16: 2.0**8}
+"""Up to where a dtype holds every integer. (Float64 are the loss, and the middle of one toy.)"""
+
+
+def within_reach(seen: Largest) -> bool:
+    return all(magnitude <= EXACT[dtype] for dtype, magnitude in seen.magnitude.items())
+
+
+@every_exact_toy
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_value_is_an_integer_that_its_dtype_holds(toy: str, seed: int):
+    module = TOYS[toy].build(seed)
+    micros = max(1, TOYS[toy].reach // 16)
+    batches = [TOYS[toy].batch(seed, rank=r, micro=m) for r in range(4) for m in range(micros)]
+    with Largest() as seen:
+        for batch in batches[: TOYS[toy].reach // 4]:
+            (4 * sum_of_squares(module(batch))).backward()
+    assert seen.odd == set()
+    assert within_reach(seen)
+
+
+@every_exact_toy
+def test_no_seed_leaves_the_integers_of_its_dtype_within_the_toys_reach(toy: str):
+    # Every weight and input as large as any, and of one sign: no sum, in whichever order, whole or
+    # of a part, is larger.
+    module = TOYS[toy].build(7)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(TOYS[toy].weights)
+    batch = torch.full((4, 6), float(TOYS[toy].inputs))
+    with Largest(is_bound=True) as seen:
+        (TOYS[toy].reach * sum_of_squares(module(batch))).backward()
+    assert seen.odd == set()
+    assert within_reach(seen)
+
+
+@every_exact_toy
+@pytest.mark.parametrize("seed", SEEDS)
+def test_float32_gives_the_bits_of_float64(toy: str, seed: int):
+    narrow, wide = TOYS[toy].build(seed), TOYS[toy].build(seed).double()
+    vars(wide)["dtypes"] = (torch.float64, torch.float64)  # of the toys that cast their inputs
+    for rank in range(3):
+        batch = TOYS[toy].batch(seed, rank=rank)
+        output, exact = narrow(batch), wide(batch.double())
+        assert torch.equal(output.double(), exact)
+        (3 * sum_of_squares(output)).backward()
+        (3 * sum_of_squares(exact)).backward()
+    for one, other in zip(narrow.parameters(), wide.parameters(), strict=True):
+        found, right = one.grad, other.grad
+        assert (found is None) == (right is None)
+        assert found is None or right is None or torch.equal(found.double(), right)
+
+
+@every_exact_toy
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_mean_is_equal_bits_in_any_order_and_wherever_one_divides(toy: str, size: int):
+    seed = 7
+    batches = [TOYS[toy].batch(seed, rank=rank) for rank in range(size)]
+    expected = present(oracle.gradients(toy, seed, batches))
+    local = [present(oracle.gradients(toy, seed, [batch])) for batch in batches]
+    for order in itertools.permutations(range(size)):
+        for name, mean in expected.items():
+            scaled = torch.stack([local[rank][name] * size for rank in order])
+            total, divided_first = torch.zeros_like(mean), torch.zeros_like(mean)
+            for part in scaled:
+                total = total + part
+                divided_first = divided_first + part / size
+            assert torch.equal(total / size, mean)
+            assert torch.equal(divided_first, mean), "the factor makes the division exact"
+
+
+@every_exact_toy
+@pytest.mark.parametrize("rate", [1.0, 2.0**-16])
+def test_a_step_by_a_power_of_two_stays_exact(toy: str, rate: float):
+    trained = oracle.trained(toy, 7, [[TOYS[toy].batch(7, rank=0)]], lr=rate)
+    start = oracle.parameters(toy, 7)
+    for name, step in present(gradients(toy, 7)).items():
+        if rate == 1.0 or step.dtype != torch.bfloat16:
+            assert torch.equal((start[name] - trained[name]) / rate, step)

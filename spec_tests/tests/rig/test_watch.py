@@ -1,0 +1,420 @@
+"""`trainspec watch`: right scripts are left alone, faults are named, nothing is changed."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spec_tests.tests.rig.watched import SCRIPTS, find
+from spec_tests.tests.rig.watched.trial import Outcome, run
+from spec_tests.watch import replayed, traffic, twin
+from spec_tests.watch.command import norms
+from spec_tests.watch.layout import Names
+from spec_tests.watch.norm import Finding
+from spec_tests.watch.run import Collective
+from spec_tests.watch.verdict import Verdict, causes_of, render
+
+RIGHT = [name for name in SCRIPTS if name != "libraries"]  # needs a library that CI has not
+# Without the watcher as well, to compare bits: one each for DDP, FSDP2, compiled code and dropout.
+COMPARED = ("nanogpt", "fsdp2_mixed", "scaler", "freezing")
+
+
+def shown(outcome: Outcome) -> str:
+    return f"{render(outcome.verdict)}\nstatus {outcome.status}\n{outcome.output[-3000:]}"
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_script_is_left_alone(name: str):
+    outcome = run(find(name), 2, "--steps", "3", options=("--replay", "2"))
+    assert (outcome.verdict.causes, outcome.status) == ([], 0), shown(outcome)
+    assert outcome.verdict.steps >= 2
+    assert not any(" failed" in each for each in outcome.verdict.unseen), shown(outcome)
+    if name in COMPARED:
+        bare = run(find(name), 2, "--steps", "3", is_watched=False)
+        assert outcome.fingerprints == bare.fingerprints, "the watcher changed the script's bits"
+        assert len(bare.fingerprints) == 2
+
+
+# ------------------------------------------------------------------------------ from the command on
+
+TRAIN = """
+    import os, sys
+    import torch
+    from torch import nn
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        loss = model(torch.randn(8, 4)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print("trained")
+"""
+
+
+def watch(*words: str, cwd: Path | None = None, **environment: str) -> tuple[int, str]:
+    """Run the command; returns its exit status and all that it printed."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "spec_tests", "watch", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        check=False,
+    )
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def script(folder: Path, text: str = TRAIN, more: str = "") -> str:
+    path = folder / "train.py"
+    path.write_text(textwrap.dedent(text) + textwrap.dedent(more))
+    return str(path)
+
+
+def test_torchrun_with_a_report(tmp_path: Path):
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    words = ("--steps", "2", "--replay", "1", "--report", str(tmp_path / "out"), "--", *launch)
+    status, output = watch(*words, str(find("by_hand")), "--steps", "50")
+    assert status == 0, output
+    assert "nothing wrong in 2 steps of 2 ranks; step 1 computed again" in output
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (report["status"], report["ranks"], report["steps"]) == (0, 2, 2)
+    assert "<svg" in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_one_rank_without_a_process_group(tmp_path: Path):
+    status, output = watch("--", sys.executable, script(tmp_path))
+    assert (status, "trained" in output) == (0, True), output
+    assert "nothing wrong in 4 steps of 1 rank" in output
+    assert "cost: the watcher's hooks took" in output
+
+
+def test_the_script_s_own_status_is_handed_on(tmp_path: Path):
+    status, output = watch("--", sys.executable, script(tmp_path, more="sys.exit(7)"))
+    assert status == 7, output
+
+
+def test_an_exception_is_told_with_its_line(tmp_path: Path):
+    status, output = watch("--", sys.executable, script(tmp_path, more="raise OSError('disk')"))
+    assert status == 1
+    assert "got OSError: disk" in output
+    assert "at train.py:" in output
+
+
+@pytest.mark.parametrize(("last", "expected"), [("0", 0), ("9", 1)])
+def test_a_killed_training_that_the_command_resumes_is_advice(
+    tmp_path: Path, last: str, expected: int
+):
+    path = script(tmp_path, more="os.kill(os.getpid(), int(sys.argv[1]))")
+    twice = f"for signal in 9 {last}; do {sys.executable} {path} $signal; done"
+    status, output = watch("--", "sh", "-c", twice)
+    assert status == expected, output
+    assert "got the end of its process without a word" in output
+    assert ("the command went on and ended with 0" in output) == (last == "0")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--",), "expected a command after --"),
+        (("--", "no-such-command"), "expected a command that can be run"),
+        (("--steps", "0", "--", "true"), "expected a number from 1 on"),
+        (("--", "true"), "no process of the command imported torch"),
+        (("--", sys.executable, "-c", "import torch"), "torch was imported, but neither"),
+    ],
+)
+def test_what_cannot_be_judged_is_said(words: tuple[str, ...], said: str):
+    status, output = watch(*words)
+    assert (status, said in output) == (2, True), output
+
+
+def test_forks_threads_and_a_sitecustomize_of_the_user_s_own(tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['MINE'] = 'here'\n")
+    more = """
+        import threading
+        assert os.environ["MINE"] == "here"
+        thread = threading.Thread(target=lambda: model(torch.randn(2, 4)).sum().backward())
+        thread.start()
+        thread.join()
+        child = os.fork()
+        if child == 0:
+            model(torch.randn(2, 4))
+            optimizer.step()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    status, output = watch(
+        "--", sys.executable, script(tmp_path, more=more), PYTHONPATH=str(tmp_path)
+    )
+    assert status == 0, output
+    assert "nothing wrong in 4 steps of 1 rank" in output
+
+
+ALONE = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = nn.Linear(4, 4)
+    if WAITS:
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(rank)
+    for step in range(2 + (rank if EXTRA else 0)):
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    if WAITS:
+        dist.recv(torch.zeros(1), src=1 - rank)
+    dist.destroy_process_group()
+"""
+
+
+def test_ranks_that_wait_for_each_other_are_told_before_the_time_out(tmp_path: Path):
+    path = script(tmp_path, ALONE.replace("WAITS", "True").replace("EXTRA", "False"))
+    outcome = run(Path(path), 2, options=("--fail-fast", "--patience", "2"))
+    (cause,) = [c for c in outcome.verdict.causes if c.finding.norm == "watch.run.goes-on"]
+    assert "rank 0 waits at train.py:16" in cause.finding.text
+    assert "rank 1 waits at train.py:16" in cause.finding.text
+
+
+def test_a_rank_that_takes_more_steps_than_the_others_is_told(tmp_path: Path):
+    path = script(tmp_path, ALONE.replace("WAITS", "False").replace("EXTRA", "True"))
+    outcome = run(Path(path), 2)
+    assert "watch.steps.as-many" in outcome.norms, shown(outcome)
+
+
+# What a reader's scripts did that the watcher took for a fault, changed, or broke upon: the model,
+# and the body of a step.
+ODD = {
+    "scripted": ("torch.jit.script(nn.Linear(4, 4))", "model(x).square().mean().backward()"),
+    "draws-from-python": (
+        "nn.Linear(4, 4)",
+        "(model(x) * random.random()).square().mean().backward()",
+    ),
+    "sparse-gradients": (
+        "nn.Embedding(9, 4, sparse=True)",
+        "model(torch.randint(9, (8,))).square().mean().backward()",
+    ),
+    "attacked-inputs": (
+        "nn.Linear(4, 4)",
+        "x.requires_grad_(); g = torch.autograd.grad(model(x).square().sum(), x)[0]\n"
+        "optimizer.zero_grad(); model((x + 0.1 * g.sign()).detach()).square().mean().backward()",
+    ),
+    "two-backwards-of-one-graph": (
+        "nn.Linear(4, 4)",
+        "y = model(x)\ny.sum().backward(retain_graph=True); y.square().sum().backward()",
+    ),
+    "old-weight-norm": (
+        "nn.utils.weight_norm(nn.Linear(4, 4))",
+        "model(x).square().mean().backward()",
+    ),
+    "transformed": (
+        "nn.Linear(4, 4)",
+        "named = dict(model.named_parameters())\n"
+        "f = lambda p, x: torch.func.functional_call(model, p, (x,)).square().mean()\n"
+        "for p, g in zip(named.values(), torch.func.grad(f)(named, x).values()): p.grad = g",
+    ),
+    "freed-weights-in-an-attribute": (
+        "nn.Linear(4, 4)",
+        "model.gathered = [nn.Parameter(torch.empty(1 << 20))]\n"
+        "model.gathered[0].untyped_storage().resize_(0)\n"
+        "model(x).square().mean().backward()",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_right_script_is_left_alone(name: str, tmp_path: Path):
+    model, body = ODD[name]
+    lines = textwrap.indent(body, "    ")
+    text = f"""
+import hashlib, random
+import torch
+from torch import nn
+random.seed(0)
+torch.manual_seed(0)
+model = {model}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    x = torch.randn(8, 4)
+    optimizer.zero_grad()
+{lines}
+    optimizer.step()
+state = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+print("fingerprint 0", hashlib.sha256(state + repr(random.random()).encode()).hexdigest())
+"""
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    outcome = run(path, 1, options=("--replay", "2"))
+    bare = run(path, 1, is_watched=False)
+    assert (outcome.verdict.causes, outcome.status) == ([], 0), shown(outcome)
+    assert outcome.fingerprints == bare.fingerprints != {}
+    assert not any(" failed" in each for each in outcome.verdict.unseen), shown(outcome)
+
+
+def copied(model: nn.Sequential) -> tuple[twin.Copy, Any]:
+    (names := Names()).learn(model)
+    seen = {(id(each), n): p.data for each in model for n, p in each.named_parameters()}
+    return (copy := twin.Copy(names, seen, {})), copy.of(model)
+
+
+def test_the_copy_of_a_model_whose_attributes_hold_siblings_is_whole():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].after = [model[1]]  # type: ignore[assignment]
+    copy, twin = copied(model)
+    assert {*copy.parameters} == {*dict(model.named_parameters())}
+    assert twin[0].after[0] is twin[1]
+
+
+def test_what_cannot_be_copied_is_shared_by_all_who_have_it():
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].scales = model[1].scales = [2.0, threading.Lock(), 3.0]
+    _, twin = copied(model)
+    assert twin[0].scales is twin[1].scales is model[0].scales
+
+
+def test_a_hook_of_the_scripts_own_is_not_left_out_of_the_copy():
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_forward_hook(functools.partial(lambda factor, *seen: factor * seen[-1], 3.0))
+    with pytest.raises(twin.CannotReplayError, match="has a hook of"):
+        copied(model)
+
+
+OWN_SHARDING = """
+import torch
+import torch.distributed as dist
+from solution.parallel import fsdp
+from torch import nn
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout()) for _ in range(3)))
+for block in model:
+    fsdp.fully_shard(block)
+fsdp.fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank())
+for step in range(4):
+    for micro in range(2):
+        model.set_requires_gradient_sync(micro == 1)
+        (model(torch.randn(4, 8)).square().mean() / 2).backward()
+    SCALE
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_step_of_the_reference_s_own_sharding_is_computed_again(is_right: bool, tmp_path: Path):
+    scale = "pass" if is_right else "[p.grad.mul_(2) for p in model.parameters()]"
+    path = script(tmp_path, OWN_SHARDING.replace("SCALE", scale))
+    outcome = run(Path(path), 2, options=("--replay", "2"))
+    assert "step 2 computed again" in outcome.verdict.replayed, shown(outcome)
+    assert set(outcome.norms) == (set() if is_right else {"watch.replay.gradients"})
+    assert is_right or "(6 tensors)" in outcome.verdict.causes[0].finding.text
+
+
+def test_collectives_of_another_size_are_told_with_both_ranks():
+    sizes = {0: ((4,),), 1: ((5,),)}
+    sent = {r: Collective(0, "0", 7, "all_reduce", s, ("Float",)) for r, s in sizes.items()}
+    (found,) = traffic.collectives_match(sent)
+    assert "rank 1: expected all_reduce(4) of rank 0 as collective 7" in found.text
+    assert "got all_reduce(5)" in found.text
+    assert not list(traffic.collectives_match({0: sent[0], 1: sent[0]}))
+
+
+# ------------------------------------------------------------------------------------------ verdict
+
+
+def finding(norm: str, step: int = 1) -> Finding:
+    return Finding(norm, f"rank 1: expected, got {norm}", step)
+
+
+def test_an_effect_is_told_with_its_cause():
+    found = [finding("watch.replicas.equal"), finding("watch.gradients.equal")]
+    (cause,) = causes_of([*found, finding("watch.replicas.equal", 2)])
+    assert (cause.finding.norm, cause.effects) == (
+        "watch.gradients.equal",
+        ["watch.replicas.equal"],
+    )
+
+
+def test_what_came_before_the_cause_is_a_cause_of_its_own():
+    found = [finding("watch.replicas.equal", 1), finding("watch.steps.same", 3)]
+    assert [each.finding.norm for each in causes_of(found)] == [each.norm for each in found[::-1]]
+
+
+def test_advice_explains_no_fault_and_comes_last():
+    found = [finding("watch.reduction.saved"), finding("watch.replicas.equal")]
+    assert [c.finding.norm for c in causes_of(found)] == [
+        "watch.replicas.equal",
+        "watch.reduction.saved",
+    ]
+
+
+def test_the_screen_has_at_most_forty_lines():
+    causes = causes_of([finding(norm.id) for norm in norms()])
+    verdict = Verdict(1, causes, 5, 2, [f"note {n}" for n in range(50)])
+    assert len(render(verdict).splitlines()) <= 40
+
+
+@pytest.mark.parametrize("norm", [norm.id for norm in norms()])
+def test_every_finding_alone_is_a_cause(norm: str):
+    assert [cause.finding.norm for cause in causes_of([finding(norm)])] == [norm]
+
+
+# ----------------------------------------------------------------------------------- computed again
+
+
+def replayed_ranks(
+    folder: Path, change: Callable[[int, Tensor], Tensor], kind: str = "ddp"
+) -> list[Path]:
+    """Files of two ranks whose gradients are the mean of both, changed by `change(rank, mean)`."""
+    torch.manual_seed(0)
+    own = [torch.randn(50, dtype=torch.float64) for _ in range(2)]
+    mean = (own[0] + own[1]) / 2
+    files = []
+    for rank in range(2):
+        expected = {name: (own[rank], own[rank].abs()) for name in ("a", "b")}
+        actual = {name: change(rank, mean).float() for name in ("a", "b")}
+        files.append(folder / f"{rank}.pt")
+        parts = dict.fromkeys(("a", "b"), (kind, None))
+        torch.save({"expected": expected, "actual": actual, "parts": parts}, files[-1])
+    return files
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "is_mean", "said"),
+    [
+        (lambda rank, mean: mean * (1 + 1e-7), "ddp", False, ""),
+        (lambda rank, mean: mean * 2, "ddp", False, "got 2.000 x it in every element"),
+        (lambda rank, mean: mean * 2, "plain", True, "got 2.000 x it in every element"),
+        (lambda rank, mean: mean * 2, "plain", False, "uncertain"),  # the loss may be halved
+        (lambda rank, mean: mean * 0.3, "ddp", False, "uncertain"),  # clipped by hand, perhaps
+        (lambda rank, mean: mean * (0.3 + 0.1 * rank), "ddp", False, "a number of its own"),
+        (lambda rank, mean: mean + 0.1, "ddp", False, "uncertain"),  # no cause fits
+        (lambda rank, mean: mean * 0, "ddp", False, "got zeros"),
+    ],
+    ids=["equal", "sum", "sum-of-means", "sum-perhaps", "clipped", "by-rank", "other", "zeros"],
+)
+def test_gradients_against_what_was_computed_again(
+    tmp_path: Path, change: Callable[[int, Tensor], Tensor], kind: str, is_mean: bool, said: str
+):
+    found = replayed.judge(replayed_ranks(tmp_path, change, kind), 1, [1.0, 1.0], is_mean)
+    words = "".join(each.words if each.is_certain else "uncertain" for each in found[:1])
+    assert said in words
+    assert bool(said) == bool(found)

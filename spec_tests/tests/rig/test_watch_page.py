@@ -1,0 +1,99 @@
+"""The page of a watched run, from data made by hand: what it says, its size, how it looks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_tests.tests.rig.browser import Visit, require_decent
+from spec_tests.watch.page import page
+
+EVIL = "<script>alert(1)</script>&\"'"
+SENTENCES = {
+    "watch.batches.distinct": "A rank MUST NOT train on the batch of another rank.",
+    "watch.gradients.equal": "Gradients MUST be equal on all ranks.",
+    "watch.replicas.equal": "Parameters MUST be equal on all ranks.",
+    "watch.loss.token-counts": "Means SHOULD be weighted by the counts.",
+    "watch.steps.same": "All ranks MUST take the same steps.",
+}
+
+
+def cause(norm: str, step: int, **fields: Any) -> dict[str, Any]:
+    empty = {"rank": None, "tensor": "", "place": "", "likely": "", "is_advice": False}
+    kind = {"sentence": SENTENCES[norm], "strength": "MUST", "effects": [], "times": 1}
+    return {"norm": norm, "text": f"{norm}: got {EVIL}", "step": step, **empty, **kind, **fields}
+
+
+def data(steps: int = 100, ranks: int = 4, **fields: Any) -> dict[str, Any]:
+    """A run with three causes, of which the first in order is advice."""
+    causes = [
+        cause("watch.loss.token-counts", 7, strength="SHOULD"),
+        cause("watch.batches.distinct", 3, rank=1, place=f"train.py:88 {EVIL}", times=17),
+        cause("watch.gradients.equal", 40, effects=["watch.replicas.equal"], likely=EVIL),
+    ]
+    norms = [
+        {"id": id, "sentence": each, "strength": re.findall("MUST|SHOULD", each)[0], "holds": False}
+        for id, each in SENTENCES.items()
+    ]
+    norms[-1]["holds"] = True
+    norms = [{**norm, "seen": True} for norm in norms]
+    timeline = [
+        [rank, step, 1.7e9 + 0.07 * step + 0.003 * rank, 1.7e9 + 0.07 * step + 0.02]
+        for step in range(1, steps + 1)
+        for rank in range(ranks)
+    ]
+    command = ["torchrun", "train.py", "--name", EVIL, "x" * 300]
+    run = {"command": command, "status": 1, "steps": steps, "ranks": ranks, "timeline": timeline}
+    spans = [
+        [rank, kind, begin - 0.02 + 0.008 * at, begin - 0.015 + 0.008 * at]
+        for rank, _, begin, _ in timeline
+        for at, kind in enumerate(("forward", "backward"))
+    ]
+    run["spans"] = [*spans, [0, "waiting", 1.7e9 + 1, 1.7e9 + 2]]
+    said = {"unseen": [f"rank 1: {EVIL}"], "cost": f"cost: 3 % of a step {EVIL}"}
+    said["compared"] = f"step 7, gradient of {EVIL}"
+    return {**run, **said, "causes": causes, "norms": norms, **fields}
+
+
+def test_the_page_says_everything_escaped_with_what_is_wrong_first():
+    text = page(data())
+    assert "<script" not in text
+    kinds = re.findall(r'<path class="(forward|backward|waiting)" d="M', text)
+    assert kinds == ["forward", "backward", "waiting"]
+    assert re.findall("<summary>(.*?)</summary>", text) == ["1 norm held"]
+    said = [*SENTENCES.values(), "train.py:88", "first in step 3, in 17 steps", "cost: 3 %"]
+    assert [words for words in said if words not in text] == []
+    assert "2 causes in 100 steps of 4 ranks; 1 finding is advice" in text
+    cards = re.findall(r'<section class="card(.*?)" id="found-(.*?)"', text)
+    assert [norm.split(".")[1] for _, norm in cards] == ["batches", "gradients", "loss"]
+    assert [kind for kind, _ in cards] == ["", "", " advice"]
+    tooltips = re.findall(r'<g class="(\w+)"><title>(rank \d, step \d+): \[watch', text)
+    assert tooltips.count(("bad", "rank 1, step 3")) == 1
+    assert len(tooltips) == 1 + 4 + 4, "a finding that names no rank is one about all"
+    marks = re.findall(r'mark (\w+)">(?:does not hold|holds)', text)
+    assert marks == ["bad", "bad", "bad", "warn", "good"]
+
+
+@pytest.mark.parametrize(("steps", "ranks", "thinned"), [(100, 4, False), (5000, 8, True)])
+def test_the_page_is_small_and_a_long_run_thinned(steps: int, ranks: int, thinned: bool):
+    text = page(data(steps, ranks))
+    assert len(text.encode()) < 60_000
+    assert f"rank {ranks - 1}, step 40: [watch.gradients.equal]" in text
+    assert ("one in 50 is drawn" in text) == thinned
+
+
+def test_a_run_without_steps_claims_nothing():
+    text = page(data(0, status=2, causes=[], norms=data()["norms"][-1:]))
+    assert [words in text for words in ("Nothing was judged", ">not judged<")] == [True, True]
+    assert [words in text for words in (">holds<", "<svg")] == [False, False]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_can_be_read_and_is_not_wider_than_a_phone(tmp_path: Path, browser, scheme: str):
+    file = tmp_path / "index.html"
+    file.write_text(page(data()), encoding="utf-8")
+    require_decent(browser, file)
+    assert Visit(browser, file, color_scheme=scheme).faint() == {}

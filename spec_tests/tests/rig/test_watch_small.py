@@ -1,0 +1,113 @@
+"""`trainspec watch` on small scripts: of each exactly the expected causes are reported."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spec_tests.tests.rig.watched.small import PREAMBLE, Small, small
+from spec_tests.tests.rig.watched.trial import run
+from spec_tests.watch.norm import is_must
+from spec_tests.watch.verdict import render
+
+
+@pytest.mark.parametrize("case", small(), ids=lambda case: case.id)
+def test_a_small_script_is_told_as_it_should_be(case: Small, tmp_path: Path):
+    outcome = run(case.write(tmp_path), case.world, options=case.options)
+    screen = render(outcome.verdict)
+    shown = f"{screen}\nstatus {outcome.status}\n{outcome.output[-3000:]}"
+    causes = [(cause.finding.norm, is_must(cause.finding)) for cause in outcome.verdict.causes]
+    assert [norm for norm, must in causes if must] == case.must, shown
+    assert [norm for norm, must in causes if not must] == case.should, shown
+    assert [words for words in case.says if words not in screen] == [], shown
+    assert [words for words in case.hides if words in screen] == [], shown
+    assert outcome.verdict.steps, shown
+    assert not any(" failed" in each for each in outcome.verdict.unseen), shown
+
+
+ASKED = """
+import importlib.util
+importlib.util.find_spec("torch")  # as a library does to learn whether it is installed
+import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.randn(8, 4)).square().mean().backward()
+optimizer.step()
+"""
+SPAWNED = """
+import os, torch, torch.distributed as dist
+
+def work(rank, store):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    if rank == 1:
+        raise KeyError("label")
+    dist.barrier()
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, args=(os.path.abspath("store"),), nprocs=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "said"),
+    [
+        (ASKED, 0, ["watching 1 rank of train.py", "nothing wrong in 1 step"]),
+        (SPAWNED, 1, ["rank 1: expected it to end, got KeyError: 'label'", "at train.py:11"]),
+    ],
+    ids=["find-spec-before-the-import", "spawn-raises"],
+)
+def test_a_script_is_watched_from_the_command_on(
+    text: str, status: int, said: list[str], tmp_path: Path
+):
+    (tmp_path / "train.py").write_text(text.lstrip())
+    words = [sys.executable, "-m", "spec_tests", "watch", "--", sys.executable, "train.py"]
+    paths = {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        words, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, check=False
+    )
+    screen = ended.stdout + ended.stderr
+    assert (ended.returncode, [words for words in said if words not in screen]) == (status, []), (
+        screen
+    )
+
+
+LIBRARY = """
+import torch
+
+class Trainer:
+    def __init__(self, model):
+        self.model = torch.nn.parallel.DistributedDataParallel(model)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(self, batches):
+        for batch in batches:
+            self.model(batch).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+"""
+USER = """
+import sys; sys.path.insert(0, FOLDER)
+import bigtrainer
+trainer = bigtrainer.Trainer(net())
+trainer.train([torch.randn(6, 8) for _ in range(3)])
+"""
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+def test_the_line_of_a_library_s_loop_is_that_of_the_user_s_call(folder: str, tmp_path: Path):
+    package = tmp_path / "lib" / folder / "bigtrainer"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(LIBRARY)
+    text = PREAMBLE.lstrip() + USER.lstrip().replace("FOLDER", repr(str(package.parent)))
+    (tmp_path / "train.py").write_text(text)
+    (cause,) = run(tmp_path / "train.py", 2).verdict.causes
+    line = 1 + text.splitlines().index("trainer.train([torch.randn(6, 8) for _ in range(3)])")
+    assert cause.finding.norm == "watch.batches.distinct"
+    assert cause.finding.place == f"train.py:{line}"

@@ -1,0 +1,291 @@
+"""The world model: what its words mean, that its faults can be seen, and that it shrinks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from spec_tests.programs import declared, draw, explore, law, seeds
+from spec_tests.programs.alone import SEED, Alone, exposed
+from spec_tests.programs.calls import VERBS, WORDS, after, parsed, spelled
+from spec_tests.programs.faults import FAULTS
+from spec_tests.programs.pieces import Piece, put_together
+from spec_tests.programs.scene import AXES, AXES_OF, OPTIMIZER, Scene, pairs
+from spec_tests.rig import target
+from spec_tests.rig.judge import Situation, Violation, judging
+from spec_tests.rig.target import parse
+from spec_tests.rig.toys import TOYS, sum_of_squares
+
+LINE = "stack nested held two: backward 0, accumulate 1, backward 2, step, evaluate 9"
+
+
+def test_a_line_is_read_as_it_is_written():
+    scene, program = law.read(LINE)
+    assert law.written(scene, program) == LINE.removeprefix("stack ")  # the ordinary word
+    assert parsed(spelled(program)) == program
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("stack stak: step", "'stak' is no word"),
+        ("freed held: step", "both of reshard"),
+        ("mlp: steps", "'steps' is no call"),
+        ("mlp: zero_grad", "with how"),
+        ("mlp: zero_grad all", "of-the-model"),
+        ("mlp: backward x", "with micro"),
+    ],
+)
+def test_what_is_no_situation_is_refused_with_the_known_words(line, said):
+    with pytest.raises(ValueError, match=said):
+        law.read(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "accumulate 0, step",  # of gradients that are not reduced
+        "forward 0, step",
+        "fails_backward 0 first, step",
+        "load copied",  # nothing was saved
+        "pending",
+        "mlp: freeze 1, freeze 1",
+    ],
+)
+def test_calls_that_the_contract_leaves_open_are_not_legal(line):
+    scene, program = law.read(line)
+    assert after(program, scene, "fully_shard", 2) is None
+
+
+def test_alone_adds_up_the_micro_batches_of_all_ranks():
+    scene, program = law.read("mlp: backward 0, accumulate 1, zero_grad none, backward 2, twice 3")
+    plain = TOYS["mlp"].build(SEED)
+    for rank, (micro, times) in itertools.product(range(3), ((2, 1), (3, 2))):
+        loss = sum_of_squares(plain(TOYS["mlp"].batch(SEED, rank=rank, micro=micro)))
+        (times * loss).backward()
+
+    found: Any = Alone(scene, 3, 1).follow(program)[-1][1]
+
+    for name, parameter in plain.named_parameters():
+        assert parameter.grad is not None
+        assert torch.equal(found[name], parameter.grad), name
+
+
+def test_alone_turns_the_sign_of_trained_weights():
+    scene, program = law.read("mlp not-the-ends: backward 0, step")
+    before = dict(TOYS["mlp"].build(SEED).named_parameters())
+    after_step: Any = Alone(scene, 2, 0).follow(program)[-1][1]
+    signs = {name: bool(torch.equal(after_step[name], -p)) for name, p in before.items()}
+    assert [*signs.values()] == [False, True, True, False]
+
+
+WINDOW = "backward 5, zero_grad none, backward 0, accumulate 1, backward 2, step, evaluate 9"
+TELLS = {
+    **dict.fromkeys(FAULTS, WINDOW),
+    "one-replica": "replicas: backward 0",
+    "one-optimizer": "two: backward 0, step",
+    "not-thawed": "freeze 1, backward 0",
+    "own-buffers": "counting: backward 0, step, backward 1",
+    "buffers-in-no-sync": "replacing: backward 0, accumulate 1, backward 2",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_exposed_by_a_situation(fault):
+    assert fault in exposed(*law.read(TELLS[fault]), is_replicated="buffers" in fault)
+
+
+def test_a_silent_situation_exposes_nothing():
+    assert exposed(*law.read("another_lives, evaluate 0")) == frozenset()
+
+
+@pytest.mark.parametrize("subject", AXES_OF)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_two_words_meet_in_a_row(subject, size):
+    rows = draw.covering(subject, size, "production")
+    met = {
+        frozenset(pair)
+        for row in rows
+        for pair in itertools.combinations((row.word(a) for a in AXES_OF[subject]), 2)
+    }
+    assert pairs(subject, size, "production").keys() <= met
+    assert all(row.exists(subject, size) for row in rows)
+    assert len(rows) < 160
+
+
+@pytest.mark.parametrize("subject", AXES_OF)
+def test_programs_are_legal_and_use_every_verb(subject):
+    chance, used = random.Random(0), set()
+    sizes = (2, 4)
+    for size in sizes:
+        for row in draw.covering(subject, size, "production"):
+            program = draw.programs(row, subject, size, "production", chance)
+            assert after(program, row, subject, size) is not None, law.written(row, program)
+            used |= {name for name, *_ in program}
+    assert used == {name for name, verb in VERBS.items() if subject in verb.of}
+
+
+def test_the_same_seed_draws_the_same_program():
+    row = Scene.of("mlp held two")
+    one, other = (
+        draw.programs(row, "fully_shard", 2, "production", random.Random(7)) for _ in range(2)
+    )
+    assert one == other
+
+
+@pytest.mark.parametrize("precision", ["half", "brain", "reduced-half", "half-reduced-wide"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_narrow_toy_is_exact_in_few_bits(precision, size):
+    """The sum of the sizes of all shares is a multiple that the dtype holds, in any order."""
+    scene = Scene.of(f"narrow {precision}")
+    policy = scene["precision"]
+    one = policy.get("param_dtype", torch.float32)  # a backward's; sums are of the other
+    most, dtype = scene.most(size), policy.get("reduce_dtype", one)
+    if most < 1:
+        pytest.skip("not drawn at this size")
+    for first in range(0, 100, 7):
+        total: dict[str, torch.Tensor] = {}
+        for micro, rank in itertools.product(range(first, first + most), range(size)):
+            module = TOYS["narrow"].build(SEED)
+            sum_of_squares(module(TOYS["narrow"].batch(SEED, rank=rank, micro=micro))).backward()
+            parameters: Any = module.named_parameters()
+            for name, p in parameters:
+                total[name] = total.get(name, torch.zeros_like(p)) + size * p.grad.abs()
+                assert (p.grad.abs() / 2).max() <= 2 / torch.finfo(one).eps / size
+        for name, sizes in total.items():
+            units = sizes / (2 * size)  # all shares are multiples of this
+            assert units.max() <= 2 / torch.finfo(dtype).eps, (name, float(units.max()))
+
+
+def test_what_fails_is_shrunk_to_what_is_needed():
+    scene, program = law.read(LINE)
+
+    def fails(scene, program):
+        names = [call[0] for call in program]
+        return scene.word("reshard") == "held" and names[:1] == ["backward"] and "step" in names
+
+    def is_legal(scene, program):
+        return after(program, scene, "fully_shard", 2) is not None
+
+    assert law.written(*draw.shrunk(scene, program, fails, is_legal=is_legal)) == (
+        "held: backward 2, step"
+    )
+
+
+def test_seeds_are_legal_and_lie_in_the_language():
+    found = seeds.load()
+    assert len({(s.judges, s.size, s.line) for s in found}) == len(found)
+    assert {s.judges for s in found} <= AXES_OF.keys()
+
+
+def test_a_seed_that_is_appended_is_read_again(tmp_path):
+    seed = seeds.Seed("ddp", "mlp: backward 0, step", 'a "quoted" source', 3)
+    seeds.append(tmp_path / "mine.toml", seed)
+    assert seeds.load(tmp_path / "mine.toml") == (seed,)
+
+
+def test_a_seed_that_is_not_legal_is_refused(tmp_path):
+    seeds.append(tmp_path / "mine.toml", seeds.Seed("ddp", "mlp: accumulate 0, step", ""))
+    with pytest.raises(ValueError, match=r"entry 1: expected a situation that is legal for ddp"):
+        seeds.load(tmp_path / "mine.toml")
+
+
+def test_words_of_a_verb_are_known():
+    for verb in VERBS.values():
+        assert {*verb.takes.split()} <= {"micro", *WORDS}
+    assert {*OPTIMIZER} <= AXES_OF.keys()
+    assert all(words for words in AXES.values())
+
+
+def test_a_declared_situation_must_match_its_own_example(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        '[[situation]]\njudges = "ddp"\npattern = "twice"\nshows = "backward 0"\nreason = "r"\n'
+    )
+    with pytest.raises(ValueError, match="expected `shows` to match its pattern"):
+        declared.load(file)
+
+
+@pytest.mark.parametrize(
+    "entry", declared.of(target.parse("torch")), ids=lambda e: f"{e.judges}-{e.shows}"
+)
+def test_what_is_declared_of_torch_still_fails(worlds, entry):
+    """An entry whose example passes is stale: delete it."""
+    found = explore.Exploration(target.parse("torch"), worlds, "correct")
+    assert found.failure(explore.Drawn(entry.judges, entry.size, entry.shows)) is not None
+
+
+@pytest.mark.parametrize(
+    ("fault", "subject", "line", "said"),
+    [
+        ("one-by-one", "fully_shard", "even: backward 0", "gathers, got 9"),
+        ("reduces-wide", "fully_shard", "even: backward 0", "bytes of gradients to be reduced"),
+        ("gathers-wide", "fully_shard", "narrow brain: backward 0", "bytes gathered"),
+        ("waits-after-update", "fully_shard", "even: step", "expected nothing to be sent"),
+        (
+            "gathers-anew",
+            "fully_shard",
+            "even: unshard now, evaluate 1",
+            "gathered after 'unshard now'",
+        ),
+        (
+            "keeps-discarded-gathers",
+            "fully_shard",
+            "even: " + ", ".join(["unshard in-flight, reshard"] * 3),
+            "bytes held",
+        ),
+        ("holds-back-the-rest-alone", "fsdp", "even: locally 0, backward 1", "'locally 0'"),
+        (
+            "all-reduces-each-time",
+            "fully_shard",
+            "replicas: partly 0, backward 1",
+            "'partly 0': expected at most",
+        ),
+        ("casts-buffers", "fully_shard", "counting wide: backward 0", "buffer of dtype 'float32'"),
+        (
+            "frees-in-windows",
+            "fully_shard",
+            "held: keep True, backward 0, accumulate 1",
+            "expected at most 0 bytes to be gathered",
+        ),
+    ],
+)
+def test_observers_see_what_values_do_not_show(worlds, fault, subject, line, said):
+    world = worlds.world(2, parse(f"impostor:fsdp.{fault}"))
+    law.same_as_alone(world, subject, line)  # every value is right
+    with judging(Situation()), pytest.raises(Violation, match=said):
+        law.same_as_alone(world, subject, line, looks=True)
+
+
+def test_pieces_are_put_together_and_one_that_is_missing_is_missed():
+    def seen(rank: int, piece: Piece | None) -> Any:
+        return [("backward 0", {"w": piece, "plain": torch.ones(1) * rank})]
+
+    parts = [Piece(torch.ones(2, 3) * rank, (4, 3), 0, (0, 1)) for rank in (0, 1)]
+    both = put_together([seen(rank, part) for rank, part in enumerate(parts)])
+    assert both[0][0][1]["w"].tolist() == both[1][0][1]["w"].tolist()
+    assert both[0][0][1]["w"][:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
+    one = put_together([seen(0, parts[0]), seen(1, None)])
+    assert [seen[0][1]["w"] for seen in one] == [None, None]
+
+
+def test_explore_finds_shrinks_and_says_how_to_see_it_again(capsys):
+    """Of a near-miss that keeps weights after a step."""
+    asked = ["--impl", "impostor:fsdp.stale-after-step", "--functions", "fully_shard"]
+    status = explore.main([*asked, "--worlds", "2", "--first"])
+
+    shown = capsys.readouterr().out
+    assert status == 1, shown
+    assert "fully_shard on 2 ranks: " in shown
+    line = shown.partition("fully_shard on 2 ranks: ")[2].partition("\n")[0]
+    assert len(law.read(line)[1]) <= 4, line
+    assert f"--line '{line}'" in shown
+
+
+def test_explore_says_what_it_cannot_take(capsys):
+    assert explore.main(["--impl", "solution", "--line", "mlp: jump"]) == 2
+    assert "'jump' is no call" in capsys.readouterr().err
