@@ -13,6 +13,7 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -92,12 +93,22 @@ def _with(node: ast.AST, **changes: Any) -> ast.AST:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A changed module: its number among the mutants of the module, and both sources."""
+    """A changed module: its number among the mutants of the module, and both sources.
+
+    Attributes:
+        function: the outermost function that was changed, and the line where it begins.
+    """
 
     module: str
     number: int
+    function: str
     before: str
     after: str
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether its function is one of the third that is counted and not read."""
+        return int(sha256(f"{self.module} {self.function}".encode()).hexdigest(), 16) % 3 == 0
 
     @property
     def id(self) -> str:
@@ -120,27 +131,35 @@ def of(module: str) -> tuple[Mutant, ...]:
     spec = find_spec(module)
     if spec is None or not (spec.origin or "").endswith(".py"):
         raise ValueError(f"expected a module with Python source, got {module!r}")
-    before, *others = sources(Path(str(spec.origin)).read_text(encoding="utf-8"))
-    return tuple(Mutant(module, n, before, after) for n, after in enumerate(others))
+    found = sources(Path(str(spec.origin)).read_text(encoding="utf-8"))
+    before = next(iter(found))
+    others = [(text, function) for text, function in found.items() if text != before]
+    return tuple(
+        Mutant(module, n, function, before, after) for n, (after, function) in enumerate(others)
+    )
 
 
-def sources(text: str) -> list[str]:
-    """Return a source without its comments, and each that one change makes of it."""
+def sources(text: str) -> dict[str, str]:
+    """Return a source without its comments, and each that one change makes of it.
+
+    Each is the key of the function that was changed.
+    """
     tree = ast.parse(text)
-    found = [ast.unparse(tree)]
-    for parent, field, index, node in list(_places(tree)):
+    found = {ast.unparse(tree): ""}
+    for function, parent, field, index, node in list(_places(tree)):
         for change in _changes(node):
             _put(parent, field, index, ast.Pass() if change is None else change)
-            found.append(ast.unparse(ast.fix_missing_locations(tree)))
+            found.setdefault(ast.unparse(ast.fix_missing_locations(tree)), function)
             _put(parent, field, index, node)
-    return [*dict.fromkeys(found)]
+    return found
 
 
-def _places(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
-    """Yield every node inside of a function, with where it hangs; annotations aside."""
+def _places(tree: ast.AST) -> Iterator[tuple[str, ast.AST, str, int | None, ast.AST]]:
+    """Yield every node inside of a function: that, and where the node hangs; annotations aside."""
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):
             continue
+        name = f"{function.name} {function.lineno}"
         for parent in (child for stmt in function.body for child in ast.walk(stmt)):
             if isinstance(parent, ast.FunctionDef | ast.arguments | ast.JoinedStr | ast.Raise):
                 continue
@@ -148,9 +167,10 @@ def _places(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]
                 children = value if isinstance(value, list) else [value]
                 for index, child in enumerate(children):
                     if isinstance(child, ast.AST) and field != "annotation":
-                        yield parent, field, index if isinstance(value, list) else None, child
+                        at = index if isinstance(value, list) else None
+                        yield name, parent, field, at, child
         for index, stmt in enumerate(function.body):
-            yield function, "body", index, stmt
+            yield name, function, "body", index, stmt
 
 
 def _put(parent: ast.AST, field: str, index: int | None, node: ast.AST) -> None:
