@@ -277,6 +277,6 @@ def test_a_message_that_is_cut_keeps_the_frames_of_the_judged_code_and_its_end()
 
 
 def test_lines_of_the_suite_are_nobodys_cause():
-    suite = TRACE.replace("mine.py", f"{PACKAGE_ROOT}/clause.py")
+    suite = TRACE.replace("mine.py", f"{PACKAGE_ROOT}/rig/clause.py")
     (cause,) = causes(log(failed("ddp.a.b", suite, error=KIND, line=1)), "solution")
     assert cause.text == KIND
