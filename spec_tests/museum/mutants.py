@@ -121,37 +121,48 @@ class Mutant:
         return "\n".join([*difflib.unified_diff(before, after, lineterm="", n=1)][2:])
 
 
+class Source:
+    """A module's source without comments, and what single changes make of it.
+
+    Args:
+        text: Python source.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.tree = ast.parse(text)
+        self.before = ast.unparse(self.tree)
+        self.changes = [
+            (*place, ast.Pass() if change is None else change)
+            for place in _places(self.tree)
+            for change in _changes(place[-1])
+        ]
+
+    def after(self, number: int) -> str:
+        """Return the source with that change alone."""
+        _, parent, field, index, node, change = self.changes[number]
+        _put(parent, field, index, change)
+        found = ast.unparse(self.tree)
+        _put(parent, field, index, node)
+        return found
+
+
 @cache
-def of(module: str) -> tuple[Mutant, ...]:
-    """Return every mutant of a module that is Python source.
+def source(module: str) -> Source:
+    """Return the source of a module.
 
     Raises:
-        ValueError: There is no such module.
+        ValueError: There is no such module with Python source.
     """
     spec = find_spec(module)
     if spec is None or not (spec.origin or "").endswith(".py"):
         raise ValueError(f"expected a module with Python source, got {module!r}")
-    found = sources(Path(str(spec.origin)).read_text(encoding="utf-8"))
-    before = next(iter(found))
-    others = [(text, function) for text, function in found.items() if text != before]
-    return tuple(
-        Mutant(module, n, function, before, after) for n, (after, function) in enumerate(others)
-    )
+    return Source(Path(str(spec.origin)).read_text(encoding="utf-8"))
 
 
-def sources(text: str) -> dict[str, str]:
-    """Return a source without its comments, and each that one change makes of it.
-
-    Each is the key of the function that was changed.
-    """
-    tree = ast.parse(text)
-    found = {ast.unparse(tree): ""}
-    for function, parent, field, index, node in list(_places(tree)):
-        for change in _changes(node):
-            _put(parent, field, index, ast.Pass() if change is None else change)
-            found.setdefault(ast.unparse(ast.fix_missing_locations(tree)), function)
-            _put(parent, field, index, node)
-    return found
+def of(module: str, number: int) -> Mutant:
+    """Return the mutant of that number; some are equal to others, or to what was changed."""
+    found = source(module)
+    return Mutant(module, number, found.changes[number][0], found.before, found.after(number))
 
 
 def _places(tree: ast.AST) -> Iterator[tuple[str, ast.AST, str, int | None, ast.AST]]:
@@ -187,10 +198,10 @@ def find(words: str) -> Impostor:
         ValueError: There is no such mutant.
     """
     module, _, number = words.removeprefix(PREFIX).rpartition(".")
-    every = of(module)
-    if not number.isdecimal() or int(number) >= len(every):
-        raise ValueError(f"expected a number below {len(every)} after {module}, got {number!r}")
-    source = Path(str(find_spec(module).origin)).read_text(encoding="utf-8")  # type: ignore[union-attr]  # `of` found it
-    code = type("Mutant", (Patched,), {"module": module, "find": source})
-    code.replace = every[int(number)].after  # type: ignore[attr-defined]
-    return Impostor(words, every[int(number)].difference(), "a machine", "", ("any",), code=code)
+    count = len(source(module).changes)
+    if not number.isdecimal() or int(number) >= count:
+        raise ValueError(f"expected a number below {count} after {module}, got {number!r}")
+    text = Path(str(find_spec(module).origin)).read_text(encoding="utf-8")  # type: ignore[union-attr]  # `source` found it
+    mutant = of(module, int(number))
+    code = type("Mutant", (Patched,), {"module": module, "find": text, "replace": mutant.after})
+    return Impostor(words, mutant.difference(), "a machine", "", ("any",), code=code)

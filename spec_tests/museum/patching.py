@@ -100,4 +100,6 @@ def forget(package: str) -> None:
     """Let `package` be imported anew, so that it can be patched although the zygote has it."""
     inside = f"{package}."
     for name in [name for name in sys.modules if name == package or name.startswith(inside)]:
-        del sys.modules[name]
+        for value in list(vars(sys.modules.pop(name)).values()):
+            if type(value).__name__ == "Library":  # torch's: its operators are registered anew
+                value._destroy()

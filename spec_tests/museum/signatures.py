@@ -145,7 +145,7 @@ def _said(
     judged = {clause for name, own in kept.of.items() if name.startswith(chapter) for clause in own}
     events = [_event(clause, failed.get(clause)) for clause in sorted(judged & {*by_id()})]
     found = causes(events, "it", without=without)
-    named = next((cause.families for cause in found if cause.families), ())
+    named = tuple(family for cause in found for family in cause.families)
     return named, all(cause.kind == "raised" for cause in found)
 
 

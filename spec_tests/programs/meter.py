@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from spec_tests.museum.mutants import Mutant, of
+from spec_tests.museum.mutants import Mutant, of, source
 from spec_tests.programs import declared, draw, law, seeds
 from spec_tests.programs.explore import FAILURES
 from spec_tests.rig import judge
@@ -103,6 +103,19 @@ def _told_by_clause(mutant: Mutant, chapter: str) -> str:
     return f"clause: {found[1]}" if found else ""
 
 
+def drawn(module: str, count: int, options: argparse.Namespace) -> list[Mutant]:
+    """Return so many mutants as are asked for, no two alike, of the hold-out or of the rest."""
+    numbers = random.Random(options.seed).sample(range(count), count)
+    found: dict[str, Mutant] = {}
+    for mutant in (of(module, number) for number in numbers):
+        is_asked = not module.startswith("torch.") or mutant.is_held_out is options.hold_out
+        if is_asked and mutant.after != mutant.before:
+            found.setdefault(mutant.after, mutant)
+        if len(found) >= options.count:
+            break
+    return [*found.values()]
+
+
 def main(argv: Sequence[str]) -> int:
     """Judge mutants as the arguments say; return 1 if one survives."""
     parser = argparse.ArgumentParser(prog="python -m spec_tests mutants", description=__doc__)
@@ -115,7 +128,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--hold-out", action="store_true", help="those of the hold-out instead")
     options = parser.parse_args(argv)
     try:
-        every = of(options.of)
+        count = len(source(options.of).changes)
     except (ValueError, ImportError) as error:
         parser.error(str(error))
     root, *parts = options.of.split(".")
@@ -127,8 +140,7 @@ def main(argv: Sequence[str]) -> int:
     if options.clauses and root != "solution":
         parser.error("expected --clauses with a module of the reference, whose chapters all hold")
     start_zygote()
-    asked = [each for each in every if root != "torch" or each.is_held_out is options.hold_out]
-    chosen = random.Random(options.seed).sample(asked, min(options.count, len(asked)))
+    chosen = drawn(options.of, count, options)
     kinds: Counter[str] = Counter()
     for mutant in chosen:
         said = told_by(mutant, seconds=options.seconds, clauses=options.clauses)
@@ -136,5 +148,5 @@ def main(argv: Sequence[str]) -> int:
         shown = said or ("survives" if options.hold_out else mutant.difference())
         print(f"{mutant.id}  {shown}", flush=True)
     counted = ", ".join(f"{kind} {number}" for kind, number in kinds.most_common())
-    print(f"{len(chosen)} of {len(asked)} mutants of {options.of}: {counted}")
+    print(f"{len(chosen)} of {count} mutants of {options.of}: {counted}")
     return int(kinds["survives"] > 0)
