@@ -1,13 +1,8 @@
-"""Accumulation: several micro-batches, one reduction.
+"""Accumulation: several micro-batches, one reduction. The quietest of all faults are here.
 
-Inside `no_sync` a rank works alone; the first backward outside reduces everything that has
-gathered since `zero_grad`. Faults here are the quietest of all. A reduction on every micro-batch
-costs N times the traffic and no digit; a micro-batch that stays local lets the replicas drift apart
-by a little each step. See `DistributedDataParallel.no_sync` and Li et al. 2020, section 3.2.4.
-
-The famous trap: PyTorch's wrapper decides in the *forward*. A trainer that puts only the backward
-inside the context reduces every micro-batch; one that puts only the forward inside reduces none
-and drifts. The contract therefore wants both inside, and the clauses place them so.
+A reduction on every micro-batch costs N times the traffic and no digit. A micro-batch that stays
+local lets replicas drift apart. PyTorch's wrapper decides in the *forward*, so the contract, and
+each clause, has forward and backward inside `no_sync`. See Li et al. 2020, section 3.2.4.
 """
 
 from __future__ import annotations
@@ -19,14 +14,8 @@ import torch
 from hypothesis import example, given
 from torch import nn
 
-from spec_tests.chapters.ddp.replica import (
-    DDP,
-    SEED,
-    SMALL_BUCKET_MB,
-    Replica,
-    mean_gradients,
-    wrap,
-)
+from spec_tests.chapters.ddp.replica import DDP, SEED, Replica, mean_gradients, wrap
+from spec_tests.chapters.ddp.replica import SMALL_BUCKET_MB as SMALL
 from spec_tests.programs.laws import equivalence, traffic
 from spec_tests.rig import judge, strategies
 from spec_tests.rig.clause import clauses
@@ -338,9 +327,7 @@ def test_two_synchronised_micro_batches_add_up(world, subject):
     needs=(),
     source="contract: finish_gradient_synchronization/several-backwards; gradient accumulation",
 )
-@pytest.mark.parametrize(
-    "bucket_size_mb", [SMALL_BUCKET_MB, 4 / 2**20], ids=["of-several", "of-one-tensor"]
-)
+@pytest.mark.parametrize("bucket_size_mb", [SMALL, 4 / 2**20], ids=["of-several", "of-one-tensor"])
 def test_two_backwards_and_one_finish_add_up(world, subject, bucket_size_mb):
     """Two backwards and one finish MUST give the mean of both micro-batches, or be an error.
 
@@ -381,9 +368,7 @@ def test_two_backwards_and_one_finish_add_up(world, subject, bucket_size_mb):
     needs=(),
     source="contract: finish_gradient_synchronization/several-backwards; two losses of one forward",
 )
-@pytest.mark.parametrize(
-    "bucket_size_mb", [SMALL_BUCKET_MB, 4 / 2**20], ids=["of-several", "of-one-tensor"]
-)
+@pytest.mark.parametrize("bucket_size_mb", [SMALL, 4 / 2**20], ids=["of-several", "of-one-tensor"])
 def test_two_backwards_of_one_forward_add_up(world, subject, bucket_size_mb):
     """Two backwards of one forward MUST give the mean of their sum, or be an error.
 
