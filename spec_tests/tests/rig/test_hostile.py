@@ -100,6 +100,7 @@ def test_patience_wears_out_with_the_function_that_computes_without_end(own: Wor
     with judge.judging(judge.Situation(subject="ddp")):
         with pytest.raises(RankHung, match="still computing after 2 s") as caught:
             own.world(1, endless).run(bodies.call_ddp, 0, timeout_s=0.5)
+        assert "line 4, in ddp" in caught.value.ranks[0].stack
         patience = []
         for _ in range(7):
             patience.append(own.patience(endless))
