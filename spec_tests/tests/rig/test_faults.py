@@ -218,40 +218,19 @@ def test_a_rank_that_gloo_aborts_shows_its_last_collectives_and_where_it_was(wor
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="children are forked")
 
 WORKERS = """
-import numpy as np, torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
+from spec_tests import plain
 
-
-class Sequences(Dataset):
-    def __init__(self, paths, length):
-        self.length = length
-        self.shards = [np.fromfile(path, dtype=np.uint16, offset=1024) for path in paths]
-        self.firsts = [
-            (shard, number * length)
-            for shard, tokens in enumerate(self.shards)
-            for number in range((len(tokens) - 1) // length)
-        ]
-
-    def __getitem__(self, number):
-        shard, first = self.firsts[number]
-        row = torch.from_numpy(self.shards[shard][first :][: self.length + 1].astype(np.int64))
-        return row[:-1], row[1:]
-
-
-def token_loader(paths, *, batch_size, sequence_length, rank=0, world_size=1):
-    data, window = Sequences(paths, sequence_length), batch_size * world_size
-    batches = [
-        list(range(first + SHIFT + rank * batch_size, first + SHIFT + (rank + 1) * batch_size))
-        for first in range(0, len(data.firsts) - window - SHIFT + 1, window)
-    ]
-    return DataLoader(data, batch_sampler=batches, num_workers=2)
+def token_loader(paths, **options):
+    batches = list(plain.token_loader(paths, **options))
+    return DataLoader(batches[SHIFT:], batch_size=None, num_workers=2)
 """
 
 
 @pytest.mark.parametrize(
     ("shift", "outcome", "said"),
     [(0, Outcome.PASSED, ""), (1, Outcome.FAILED, "rank 0, batch 0: expected inputs[0, 0] to be")],
-    ids=["right", "one sequence too far"],
+    ids=["right", "one batch too far"],
 )
 def test_a_loader_with_workers_is_judged(worlds: Worlds, mine, shift, outcome, said):
     which = mine(f"SHIFT = {shift}\n{WORKERS}")
