@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -106,6 +107,62 @@ def python(
         timeout=500,
         check=False,
     )
+
+
+ADAPTERS_2025 = """\
+import importlib.metadata
+from cs336_systems.ddp import OverlappedDDP
+
+VERSION = importlib.metadata.version("cs336-systems")
+
+
+class BucketedDDP(OverlappedDDP):
+    has_begun = False
+
+    def start(self):
+        self.has_begun = True
+
+    def reduce(self, parameter):
+        assert self.has_begun, "nobody has started this batch"
+        super().reduce(parameter)
+
+    def end(self):
+        self.finish()
+        self.has_begun = False
+
+
+def get_flashattention_autograd_function_pytorch():
+    raise NotImplementedError
+
+def get_flashattention_autograd_function_triton():
+    raise NotImplementedError
+
+def get_ddp_individual_parameters(module):
+    return OverlappedDDP(module)
+
+def ddp_individual_parameters_on_after_backward(ddp_model, optimizer):
+    ddp_model.finish()
+
+def get_ddp_bucketed(module, bucket_size_mb):
+    return BucketedDDP(module)
+
+def ddp_bucketed_on_after_backward(ddp_model, optimizer):
+    ddp_model.end()
+
+def ddp_bucketed_on_train_batch_start(ddp_model, optimizer):
+    ddp_model.start()
+
+def get_sharded_optimizer(params, optimizer_cls, **kwargs):
+    raise NotImplementedError
+"""
+"""The adapters of 2025, as far as a student has come; `start` must come before each batch."""
+
+
+def checkout_of_2025(folder: Path) -> str:
+    """Write a checkout with the adapters of 2025 and return how `--impl` names it."""
+    shutil.copytree(CHECKOUTS / "cs336_2026", folder)
+    (folder / "tests" / "adapters.py").write_text(ADAPTERS_2025)
+    return f"cs336:{folder}"
 
 
 def alive(pids: Iterable[int]) -> list[int]:

@@ -77,24 +77,16 @@ class FSDPModule:
     """What a sharded module can do besides."""
 
     def unshard(self):
-        """Begin to gather."""
-        if self.is_full or self.gathered is not None:
+        """Gather on a stream of its own, and wait for that."""
+        if self.is_full:
             return
-        stream = self.comm_ctx.all_gather_stream
-        with self.comm_ctx.device_handle.stream(stream):
-            self.gathered = [p.gather() for p in self.fsdp_params]
-            self.gather_event = stream.record_event()
-
-    def wait_for_unshard(self):
-        """Use what was gathered."""
-        if self.gathered is None:
-            return
-        self.gather_event.wait()
-        for parameter, gathered in zip(self.fsdp_params, self.gathered, strict=True):
-            parameter.fill(gathered)
-        self.gathered, self.is_full = None, True
-        done = self.comm_ctx.device_handle.current_stream().record_event()
-        self.comm_ctx.all_gather_stream.wait_event(done)
+        handle, stream = self.comm_ctx.device_handle, self.comm_ctx.all_gather_stream
+        with handle.stream(stream):
+            gathered = [p.gather() for p in self.fsdp_params]
+        handle.current_stream().wait_event(stream.record_event())
+        for parameter, rows in zip(self.fsdp_params, gathered, strict=True):
+            parameter.fill(rows)
+        self.is_full = True
 
     def reshard(self):
         """Free the full weights."""
@@ -105,7 +97,6 @@ class FSDPModule:
     def before_forward(self, module, args):
         """Gather."""
         self.unshard()
-        self.wait_for_unshard()
 
     def after_forward(self, module, args, output):
         """Free, and ask to be told of the backward."""
@@ -115,25 +106,15 @@ class FSDPModule:
             output.register_hook(self.before_backward)
 
     def before_backward(self, grad):
-        """Gather again; the end of the whole backward is the latest time to reduce."""
+        """Gather again; reduce when the whole backward is over."""
         self.unshard()
-        self.wait_for_unshard()
-        self.num_missing = sum(p.full.requires_grad for p in self.fsdp_params)
         if not self.is_in_backward:
             self.is_in_backward = True
             Variable._execution_engine.queue_callback(self.after_backward)
         return grad
 
-    def on_gradient(self, parameter):
-        """One gradient is complete; with the last of them the unit is."""
-        self.num_missing -= 1
-        if not self.num_missing:
-            self.after_backward()
-
     def after_backward(self):
         """Free, and reduce on a stream of its own."""
-        if not self.is_in_backward:
-            return
         self.is_in_backward = False
         if self.reshard_after_backward:
             self.reshard()
@@ -158,12 +139,9 @@ def fully_shard(module, *, module_fqn, comm_ctx, mesh, reshard_after_forward=Tru
     module.comm_ctx, module.module_fqn = comm_ctx, module_fqn
     module.reshard_after_forward = reshard_after_forward
     module.reshard_after_backward = module.reduce_grads = True
-    module.gathered, module.is_full, module.is_in_backward = None, False, False
+    module.is_full = module.is_in_backward = False
     kind = type(module)
     module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
-    for parameter in module.fsdp_params:
-        if parameter.full.requires_grad:
-            parameter.full.register_post_accumulate_grad_hook(module.on_gradient)
     module.register_forward_pre_hook(module.before_forward)
     module.register_forward_hook(module.after_forward)
     return module
