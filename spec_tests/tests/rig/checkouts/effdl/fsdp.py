@@ -43,25 +43,21 @@ class ShardedParameter:
         self.free()
 
     def gather(self):
-        """All rows, in the dtype to compute in."""
         mine = self.sharded.to_local().detach().to(self.full.dtype)
         gathered = torch.empty(self.full.shape, dtype=mine.dtype, device=mine.device)
         dist.all_gather_into_tensor(gathered, mine, group=self.mesh.get_group())
         return gathered
 
     def fill(self, gathered):
-        """The module computes with all rows."""
         self.full.untyped_storage().resize_(self.num_bytes)
         self.full.data.copy_(gathered)
         self.module._parameters[self.name] = self.full
 
     def free(self):
-        """The module holds this rank's rows."""
         self.full.untyped_storage().resize_(0)
         self.module._parameters[self.name] = self.sharded
 
     def reduce(self, stream):
-        """Hand the mean of the full gradients to the shard."""
         if self.full.grad is None:
             return
         grad, self.full.grad = self.full.grad.to(self.reduce_dtype), None
@@ -77,7 +73,6 @@ class FSDPModule:
     """What a sharded module can do besides."""
 
     def unshard(self):
-        """Gather on a stream of its own, and wait for that."""
         if self.is_full:
             return
         handle, stream = self.comm_ctx.device_handle, self.comm_ctx.all_gather_stream
@@ -89,24 +84,20 @@ class FSDPModule:
         self.is_full = True
 
     def reshard(self):
-        """Free the full weights."""
         for parameter in self.fsdp_params:
             parameter.free()
         self.is_full = False
 
     def before_forward(self, module, args):
-        """Gather."""
         self.unshard()
 
     def after_forward(self, module, args, output):
-        """Free, and ask to be told of the backward."""
         if self.reshard_after_forward or not torch.is_grad_enabled():
             self.reshard()
         if torch.is_tensor(output) and output.requires_grad:
             output.register_hook(self.before_backward)
 
     def before_backward(self, grad):
-        """Gather again; reduce when the whole backward is over."""
         self.unshard()
         if not self.is_in_backward:
             self.is_in_backward = True
@@ -114,7 +105,6 @@ class FSDPModule:
         return grad
 
     def after_backward(self):
-        """Free, and reduce on a stream of its own."""
         self.is_in_backward = False
         if self.reshard_after_backward:
             self.reshard()
@@ -129,7 +119,6 @@ class FSDPModule:
 
 
 def fully_shard(module, *, module_fqn, comm_ctx, mesh, reshard_after_forward=True, mp_policy=None):
-    """Shard every parameter below `module`, in place."""
     policy = mp_policy or MixedPrecisionPolicy()
     module.fsdp_params = [
         ShardedParameter(owner, name, parameter, mesh, policy)

@@ -5,7 +5,6 @@ import torch
 
 @torch.compile(dynamic=False)
 def forward(q, k, v, is_causal):
-    """Output and log-sum-exp of each row."""
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if is_causal:
         ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cuda")
@@ -15,7 +14,6 @@ def forward(q, k, v, is_causal):
 
 
 def backward(q, k, v, out, lse, grad, is_causal):
-    """Gradients of the three inputs."""
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if is_causal:
         ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=torch.device("cuda"))
@@ -34,7 +32,6 @@ class CompiledAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
-        """Refuses what is on the CPU."""
         if not (q.is_cuda and k.is_cuda and v.device.type == "cuda"):
             raise ValueError("CompiledAttention only supports CUDA")
         out, lse = forward(q, k, v, is_causal)
@@ -44,5 +41,4 @@ class CompiledAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        """Recomputes the weights."""
         return *compiled_backward(*ctx.saved_tensors, grad, ctx.is_causal), None

@@ -53,7 +53,6 @@ class TritonAttention(CompiledAttention):
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
-        """One program per tile of queries."""
         assert all(t.is_cuda for t in (q, k, v))
         batch, seq_q, dim = q.shape
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
