@@ -55,9 +55,15 @@ def state(ctx: Context) -> dict[str, str]:
     return {probe.name: repr(value) for probe, value in values if not probe.is_harmless}
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_can_be_put_back_is_and_is_reported(worlds: Worlds, name: str):
-    world = worlds.world(2)
+SIMULATED = ("default dtype", "grad mode", "global module hooks")
+
+
+@pytest.mark.parametrize(
+    ("name", "transport"),
+    [*((name, "gloo") for name in CHANGES), *((name, "sim") for name in SIMULATED)],
+)
+def test_what_can_be_put_back_is_and_is_reported(worlds: Worlds, name: str, transport: str):
+    world = worlds.world(2, transport=transport)
     before, pids, known = world.run(state), world.run(bodies.pid), len(worlds.leaks)
     leaks = world.run(change, name).leaks
     assert worlds.leaks[known:] == list(leaks)

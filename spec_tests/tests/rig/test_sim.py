@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.modules import module as hooks
 
 from spec_tests.chapters.ddp.replica import SEED, gradients_after
 from spec_tests.chapters.ddp.test_programs import SCHEDULED_TOY, THREE_STEPS
@@ -254,22 +253,6 @@ def test_what_must_fail_fails_and_the_next_call_is_well(worlds: Worlds, how: str
     with pytest.raises(kind, match=said):
         sim(worlds).run(bodies.fail, how, 1)
     assert sim(worlds).run(bodies.who) == [(0, 2, ""), (1, 2, "")]
-
-
-def leave_behind(ctx: Context) -> None:
-    torch.set_default_dtype(torch.float64)
-    hooks.register_module_forward_hook(lambda *args: None)
-    torch.set_grad_enabled(False)
-
-
-def state(ctx: Context) -> tuple[torch.dtype, int, bool]:
-    return torch.get_default_dtype(), len(hooks._global_forward_hooks), torch.is_grad_enabled()
-
-
-def test_dtype_hooks_and_grad_mode_do_not_leak_and_are_told(worlds: Worlds):
-    leaks = " ".join(sim(worlds).run(leave_behind).leaks)
-    assert all(name in leaks for name in ("default dtype", "global module hooks", "grad mode"))
-    assert sim(worlds).run(state) == [(torch.float32, 0, True)] * 2
 
 
 def test_hypothesis_finds_the_schedule_that_a_bug_needs_and_shrinks_it(worlds: Worlds):
