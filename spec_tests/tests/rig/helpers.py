@@ -19,7 +19,7 @@ from spec_tests.rig.clause import Clause, clause_of
 from spec_tests.rig.judge.runner import CaseResult, run_case
 from spec_tests.rig.outcomes import LEVELS
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig.target import Target
+from spec_tests.rig.target import Target, parse
 from spec_tests.tests.reference import launch
 
 ROOT = Path(__file__).parents[3]
@@ -43,8 +43,17 @@ def no_sync(wrapped):
     return wrapped.no_sync()
 """
 """An implementation of a user's own that is as it should be."""
+RIGHT_BESIDE = parse("torch")
+"""Right, and living on in the same worlds while others come and go."""
+UNANSWERED = "(did not answer: "
+"""Begins what is said in place of a stack."""
 PROMPT_S, HANG_S = 2.0, 5.0
 """How soon a rank that raised or died is to be reported, and one that hangs."""
+
+
+def calling(statement: str) -> str:
+    """Return an implementation whose ddp does this."""
+    return f"import os, sys, time\nimport torch\ndef ddp(module):\n    {statement}\n"
 
 
 def judged(
