@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spec_tests.chapters.attention import test_gradients, test_masks, test_operator
+from spec_tests.chapters.attention import test_gradients, test_operator
 from spec_tests.rig import plugin, target
 from spec_tests.rig.judge import runner
 from spec_tests.rig.outcomes import Outcome
@@ -35,9 +35,6 @@ GPU = target.parse(f"cs336:{CHECKOUT}")
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 
 
-MASKED = test_masks.test_a_kernel_with_a_causal_mask_has_the_values
-MASKED_CASE = {"world": 1, "subject": "flash_attention_triton", "part": "forward"}
-
 # ------------------------------------------------------------------------------ a whole checkout
 
 
@@ -52,33 +49,45 @@ def test_a_wrapper_written_for_gpus_is_judged(module_worlds: Worlds, transport: 
     assert others == [], "what the stand-in replaces is not the implementation's doing"
 
 
-@pytest.mark.parametrize("subject", ["flash_attention", "flash_attention_triton"])
-def test_attention_written_for_gpus_is_judged(module_worlds: Worlds, subject: str):
-    """Compiled, autotuned, and with buffers on "cuda" in its backward, where no mode reaches."""
-    if subject == "flash_attention_triton":
-        pytest.importorskip("triton")
+def test_attention_written_for_gpus_is_judged(module_worlds: Worlds):
+    """Compiled, and with buffers on "cuda" in its backward, where no mode reaches."""
     test = test_gradients.test_gradients_are_those_of_the_definition
-    found = judged(GPU, module_worlds, test, {"world": 1, "subject": subject})
+    case = {"world": 1, "subject": "flash_attention"}
+    found = judged(GPU, module_worlds, test, case)
     assert found.outcome is Outcome.PASSED, found.message
 
 
-@pytest.mark.parametrize(
-    ("file", "right", "wrong", "test", "case"),
-    [
-        ("ddp", "ReduceOp.AVG", "ReduceOp.SUM", MEAN, MEAN_CASE),
-        ("kernel", "keys[None, :] <= rows", "keys[None, :] < rows", MASKED, MASKED_CASE),
-    ],
-    ids=["a sum for a mean", "a mask off by one"],
-)
-def test_a_fault_in_code_for_gpus_is_found(
-    module_worlds: Worlds, tmp_path: Path, file: str, right: str, wrong: str, test, case
-):
-    if file == "kernel":
-        pytest.importorskip("triton")
+TUNED = """
+import torch, triton
+import triton.language as tl
+from torch.nn.parallel import DistributedDataParallel
+
+@triton.autotune([triton.Config({"N": 4}, num_warps=n) for n in (1, 2)], key=["size"])
+@triton.jit
+def double(x, size, N: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(x + at, 2 * tl.load(x + at, mask=at < size), mask=at < size)
+
+def ddp(module):
+    x = torch.ones(6, device="cuda")
+    double[lambda meta: (triton.cdiv(6, meta["N"]),)](x, 6)
+    assert x.tolist() == [2.0] * 6, x
+    return DistributedDataParallel(module)
+"""
+
+
+def test_a_kernel_that_is_tuned_runs_in_its_first_configuration(module_worlds: Worlds, mine):
+    pytest.importorskip("triton")
+    which = dataclasses.replace(mine(TUNED), pretends_cuda=True)
+    found = judged(which, module_worlds)
+    assert found.outcome is Outcome.PASSED, found.message
+
+
+def test_a_fault_in_code_for_gpus_is_found(module_worlds: Worlds, tmp_path: Path):
     folder = tmp_path / "checkout"
     shutil.copytree(CHECKOUT, folder)
-    replaced(folder / "cs336_systems" / f"{file}.py", (right, wrong))
-    found = judged(target.parse(f"cs336:{folder}"), module_worlds, test, case)
+    replaced(folder / "cs336_systems" / "ddp.py", ("ReduceOp.AVG", "ReduceOp.SUM"))
+    found = judged(target.parse(f"cs336:{folder}"), module_worlds)
     assert found.outcome is Outcome.FAILED
     assert "likely: " in found.message
 

@@ -7,12 +7,6 @@ def get_flashattention_autograd_function_pytorch():
     return CompiledAttention
 
 
-def get_flashattention_autograd_function_triton():
-    from cs336_systems.kernel import TritonAttention
-
-    return TritonAttention
-
-
 def get_ddp_individual_parameters(module):
     from cs336_systems.ddp import TimedDDP
 
