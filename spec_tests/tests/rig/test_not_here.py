@@ -140,6 +140,7 @@ def test_an_error_is_recognised_by_its_words_and_its_place(file, statement, advi
 # ------------------------------------------------------------------------------ imports that fail
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of distutils, where it is
 @pytest.mark.parametrize(
     ("statement", "advice"),
     [
